@@ -1,0 +1,52 @@
+"""Distribution strategies for Keras 3 on JAX, in the manner of tf.distribute.
+
+    import keras, keras_strategies as ks
+
+    strategy = ks.MirroredStrategy()
+    with strategy.scope():
+        model = keras.Sequential([...])
+        model.compile("adam", "mse")
+    model.fit(x, y, batch_size=256)
+
+Importing this touches no device and patches nothing.
+"""
+
+from keras_strategies.keras_bridge.backend import require_jax_backend
+
+require_jax_backend()
+
+from keras_strategies.keras_bridge.layout import (  # noqa: E402
+    variable_creator_scope as variable_creator_scope,
+)
+from keras_strategies.keras_bridge.marks import (  # noqa: E402
+    global_batch_loss as global_batch_loss,
+)
+from keras_strategies.keras_bridge.state import (  # noqa: E402
+    merge as merge,
+)
+from keras_strategies.strategy.current import (  # noqa: E402
+    experimental_set_strategy as experimental_set_strategy,
+)
+from keras_strategies.strategy.current import (  # noqa: E402
+    get_strategy as get_strategy,
+)
+from keras_strategies.strategy.current import (  # noqa: E402
+    has_strategy as has_strategy,
+)
+from keras_strategies.strategy.extended import (  # noqa: E402
+    StrategyExtended as StrategyExtended,
+)
+from keras_strategies.strategy.mirrored import (  # noqa: E402
+    MirroredStrategy as MirroredStrategy,
+)
+from keras_strategies.strategy.one_device import (  # noqa: E402
+    OneDeviceStrategy as OneDeviceStrategy,
+)
+from keras_strategies.strategy.strategy import (  # noqa: E402
+    Strategy as Strategy,
+)
+from keras_strategies.strategy.tpu import (  # noqa: E402
+    TPUStrategy as TPUStrategy,
+)
+
+__version__ = "0.1.0.dev0"

@@ -1,0 +1,1 @@
+"""Meshes, batches and collectives of a replica-mapped program (no Keras)."""

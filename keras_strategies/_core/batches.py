@@ -1,0 +1,157 @@
+"""Host batches, and the executions that carry them to the devices.
+
+A batch is a nest of arrays whose first dimension is its rows. A batch that
+the replicas can share evenly is split over them as it is. Any other one is
+padded to the next multiple of their number (by repeating its last row) and
+carries its true number of rows; what reads it cuts the padding off first.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from keras_strategies._core.mesh import ReplicaMesh
+
+Tree = Any
+_Key = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Consecutive batches of equal shape, on the devices.
+
+    Attributes:
+      data: The nest of arrays: (padded rows, ...) for one step, (steps,
+        padded rows, ...) for several; rows split over the replicas.
+      rows: Number of rows of each batch, without the padding.
+      steps: Number of batches.
+    """
+
+    data: Tree
+    rows: int
+    steps: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Execution:
+    """What one call of a step function computes: one or more segments."""
+
+    segments: tuple[Segment, ...]
+
+
+jax.tree_util.register_dataclass(
+    Segment, data_fields=["data"], meta_fields=["rows", "steps"]
+)
+jax.tree_util.register_dataclass(
+    Execution, data_fields=["segments"], meta_fields=[]
+)
+
+
+def padded_rows(rows: int, num_replicas: int) -> int:
+    """The next multiple of `num_replicas`: rows with their padding."""
+    return -(-rows // num_replicas) * num_replicas
+
+
+def num_rows(batch: Tree) -> int:
+    """The number of rows of a batch.
+
+    Raises:
+      ValueError: a leaf of rank 0, arrays of different length, no array, or
+        no row.
+      TypeError: a leaf that holds no numbers.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    if not leaves:
+        raise ValueError(
+            "A batch must contain at least one array. Received: "
+            f"{batch!r}. Check what the dataset yields."
+        )
+    lengths = {}
+    for path, leaf in leaves:
+        name = jax.tree_util.keystr(path) or "the batch"
+        shape = np.shape(leaf)
+        if not shape:
+            raise ValueError(
+                "Every array of a batch needs a first dimension, its rows. "
+                f"Received: {name} of rank 0, value {leaf!r}. Repeat the "
+                "value for each row, or make it an attribute of the model."
+            )
+        check_numbers(leaf, name)
+        lengths[name] = shape[0]
+    if len(set(lengths.values())) > 1:
+        raise ValueError(
+            "All arrays of a batch must have the same number of rows. "
+            f"Received: {lengths}. Check x, y and sample_weight."
+        )
+    rows = next(iter(lengths.values()))
+    if rows == 0:
+        raise ValueError(
+            "A batch must have at least one row. Received: shapes "
+            f"{[np.shape(leaf) for _, leaf in leaves]}. Check that the data "
+            "is not empty."
+        )
+    return rows
+
+
+def check_numbers(leaf: Any, name: str = "an array") -> None:
+    """Raises TypeError unless a leaf holds numbers or booleans."""
+    if getattr(leaf, "dtype", np.dtype("O")).kind in "OSUmM":
+        raise TypeError(
+            "The arrays of a batch must hold numbers or booleans. "
+            f"Received: {name} of dtype {getattr(leaf, 'dtype', None)} "
+            f"({type(leaf).__name__}). Encode it before training."
+        )
+
+
+def place(batches: Sequence[Tree], mesh: ReplicaMesh) -> Execution:
+    """Moves batches to the devices, one transfer for each run of equal ones.
+
+    Args:
+      batches: Nests of host arrays.
+      mesh: The replicas to split the rows over.
+    """
+    runs: list[tuple[_Key, list[list[Any]]]] = []
+    for batch in batches:
+        leaves, structure = jax.tree.flatten(batch)
+        key = (structure, num_rows(batch), *map(_signature, leaves))
+        if not runs or runs[-1][0] != key:
+            runs.append((key, []))
+        runs[-1][1].append(leaves)
+    return Execution(
+        segments=tuple(
+            _place_run(key[0], key[1], run, mesh) for key, run in runs
+        )
+    )
+
+
+def _place_run(
+    structure: Any, rows: int, run: list[list[Any]], mesh: ReplicaMesh
+) -> Segment:
+    missing = padded_rows(rows, mesh.num_replicas) - rows
+    columns = [
+        [_pad(leaf, missing) for leaf in column]
+        for column in zip(*run, strict=True)
+    ]
+    if len(run) == 1:
+        leaves = jax.device_put([column[0] for column in columns], mesh.split)
+    else:
+        leaves = jax.device_put(
+            [np.stack(column) for column in columns], mesh.stacked
+        )
+    return Segment(
+        data=jax.tree.unflatten(structure, leaves), rows=rows, steps=len(run)
+    )
+
+
+def _pad(leaf: Any, missing: int) -> Any:
+    if not missing:
+        return leaf
+    leaf = np.asarray(leaf)
+    return np.concatenate([leaf, np.repeat(leaf[-1:], missing, axis=0)])
+
+
+def _signature(leaf: Any) -> tuple[tuple[int, ...], str]:
+    return np.shape(leaf), str(leaf.dtype)

@@ -1,0 +1,105 @@
+"""A function mapped over the replicas of a mesh, and its collectives.
+
+The only user of `jax.shard_map`. `check_vma` is off: layers of Keras do not
+trace under it, and it would sum gradients of replicated weights by itself
+(docs/architecture.md). It also hides replicas that disagree, so the tests
+compare all copies of every replicated array.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from keras_strategies._core.mesh import ReplicaMesh
+
+Tree = Any
+
+
+def replica_map(
+    fn: Callable[..., Tree],
+    mesh: ReplicaMesh,
+    *,
+    in_specs: Tree,
+    out_specs: Tree,
+) -> Callable[..., Tree]:
+    """Maps `fn` over the replicas: manual over their axis, traced once."""
+    return jax.shard_map(
+        fn,
+        mesh=mesh.mesh,
+        axis_names={mesh.axis},
+        in_specs=in_specs,
+        out_specs=out_specs,
+        check_vma=False,
+    )
+
+
+def whole_spec() -> PartitionSpec:
+    """The spec of a value that every replica holds whole."""
+    return PartitionSpec()
+
+
+def split_spec(mesh: ReplicaMesh, *, dim: int = 0) -> PartitionSpec:
+    """The spec of a value whose dimension `dim` is split over replicas."""
+    return PartitionSpec(*[None] * dim, mesh.axis)
+
+
+def replica_id(axis: str) -> jax.Array:
+    """The id of the calling replica, a traced int32 scalar."""
+    return jax.lax.axis_index(axis)
+
+
+def all_sum(
+    leaves: Sequence[jax.Array], axis: str, *, flat: bool
+) -> list[jax.Array]:
+    """Sums each array over the replicas.
+
+    Args:
+      leaves: Arrays of any shapes and dtypes, one value per replica.
+      axis: The replica axis.
+      flat: Whether they travel as one buffer per dtype. One collective is a
+        third cheaper than several on CPU; TPU and GPU compilers combine them
+        by themselves and would pay for the copies.
+
+    Returns:
+      The sums, in the order and with the shapes of `leaves`.
+    """
+    leaves = [jnp.asarray(leaf) for leaf in leaves]
+    if not flat or len(leaves) < 2:
+        return [jax.lax.psum(leaf, axis) for leaf in leaves]
+    by_dtype: dict[Any, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        by_dtype.setdefault(leaf.dtype, []).append(i)
+    sums: list[Any] = [None] * len(leaves)
+    for members in by_dtype.values():
+        buffer = jnp.concatenate([leaves[i].ravel() for i in members])
+        buffer = jax.lax.psum(buffer, axis)
+        start = 0
+        for i in members:
+            size = leaves[i].size
+            part = jax.lax.slice(buffer, (start,), (start + size,))
+            sums[i] = part.reshape(leaves[i].shape)
+            start += size
+    return sums
+
+
+def all_max(leaf: jax.Array, axis: str) -> jax.Array:
+    """The elementwise maximum over the replicas."""
+    return jax.lax.pmax(leaf, axis)
+
+
+def all_min(leaf: jax.Array, axis: str) -> jax.Array:
+    """The elementwise minimum over the replicas."""
+    return jax.lax.pmin(leaf, axis)
+
+
+def all_mean(leaf: jax.Array, axis: str) -> jax.Array:
+    """The mean over the replicas; gradients flow through it."""
+    return jax.lax.pmean(leaf, axis)
+
+
+def all_rows(leaf: jax.Array, axis: str) -> jax.Array:
+    """The rows of all replicas, in their order; gradients flow through."""
+    return jax.lax.all_gather(leaf, axis, tiled=True)

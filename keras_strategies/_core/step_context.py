@@ -1,0 +1,96 @@
+"""What code called from a replica-mapped step can ask about the step.
+
+A step is traced in one thread, so the context is thread-local: the hooks that
+are installed while a step is traced do nothing in other threads.
+"""
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from keras_strategies._core.mesh import ReplicaMesh
+
+
+@dataclasses.dataclass(kw_only=True)
+class StepContext:
+    """The trace of one replica-mapped step; made by the step, read by hooks.
+
+    Attributes:
+      mesh: The replicas.
+      rows: Rows of the batch that this replica holds.
+      is_whole: Code that is running now already sees the whole batch.
+      scaled_losses: Ids of the optimizers that scaled the loss, by 1/replicas
+        too, so that their gradients are to be summed and not averaged.
+      in_optimizer: An optimizer is being applied; inner ones see gradients
+        that were reduced already.
+      num_applied: How many optimizers reduced gradients in this step.
+      metric_rules: How the variables of a metric (by id) are merged, where
+        that is not by summing what the replicas added.
+      results: Values that metrics returned (by id): value, metric and, where
+        the metric returned a dict, the key.
+      in_metric: A metric is being updated or read; nested ones are its parts.
+      in_scaling: A loss is being scaled.
+    """
+
+    mesh: ReplicaMesh
+    rows: int
+    is_whole: bool = False
+    scaled_losses: set[int] = dataclasses.field(default_factory=set)
+    in_optimizer: bool = False
+    num_applied: int = 0
+    metric_rules: dict[int, str] = dataclasses.field(default_factory=dict)
+    results: dict[int, tuple[Any, Any, Any]] = dataclasses.field(
+        default_factory=dict
+    )
+    in_metric: bool = False
+    in_scaling: bool = False
+
+    @property
+    def axis(self) -> str:
+        """The replica axis."""
+        return self.mesh.axis
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of replicas."""
+        return self.mesh.num_replicas
+
+    @property
+    def flat(self) -> bool:
+        """Whether arrays are reduced as one flat buffer; see `all_sum`."""
+        return self.mesh.platform == "cpu"
+
+    @contextlib.contextmanager
+    def flag(self, name: str) -> Iterator[None]:
+        """Sets one of the boolean attributes while the block runs."""
+        before = getattr(self, name)
+        setattr(self, name, True)
+        try:
+            yield
+        finally:
+            setattr(self, name, before)
+
+
+class _Current(threading.local):
+    step: StepContext | None = None
+
+
+_current = _Current()
+
+
+def current_step() -> StepContext | None:
+    """The step that this thread is tracing for one of several replicas."""
+    return _current.step
+
+
+@contextlib.contextmanager
+def step_scope(step: StepContext | None) -> Iterator[None]:
+    """Makes `step` this thread's step while the block runs."""
+    before = _current.step
+    _current.step = step
+    try:
+        yield
+    finally:
+        _current.step = before

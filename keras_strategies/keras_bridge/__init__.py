@@ -1,0 +1,4 @@
+"""Where Keras is taken hold of: the only user of `keras.src`.
+
+Each private name used here is pinned by a test in `tests/contract/`.
+"""

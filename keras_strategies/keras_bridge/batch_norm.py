@@ -1,0 +1,81 @@
+"""`BatchNormalization(synchronized=True)` on JAX.
+
+Keras refuses the flag on JAX. While a scope is open its constructor accepts
+it, and such a layer computes its moments over the rows of all replicas, in
+two passes (the variance from the global mean).
+"""
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_strategies._core.replica_map import all_mean
+from keras_strategies._core.step_context import current_step
+
+
+def accepting_init(
+    original: Callable[..., None], is_active: Callable[[], bool]
+) -> Callable[..., None]:
+    """Wraps the layer's constructor so that it accepts `synchronized=True`."""
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not kwargs.get("synchronized") or not is_active():
+            original(self, *args, **kwargs)
+            return
+        original(self, *args, **(kwargs | {"synchronized": False}))
+        self.synchronized = True
+        # An attribute of the instance: the class stays Keras's own.
+        object.__setattr__(
+            self, "_moments", types.MethodType(global_moments, self)
+        )
+
+    # Keras reads the signature in two ways, one of which would look through.
+    del init.__wrapped__  # type: ignore[attr-defined]
+    return init
+
+
+def global_moments(
+    layer: keras.layers.BatchNormalization, inputs: Any, mask: Any
+) -> tuple[Any, Any]:
+    """Mean and variance of `inputs` over all axes but the layer's.
+
+    In a replica-mapped step over the rows of all replicas, elsewhere over
+    the rows at hand. With a mask, as Keras does, over the entries it keeps.
+    """
+    step = current_step()
+
+    def over_replicas(value: Any) -> Any:
+        if step is None or step.is_whole:
+            return value
+        return all_mean(value, step.axis)
+
+    axes = list(layer._reduction_axes)
+    if mask is None:
+        mean = over_replicas(ops.mean(inputs, axes, keepdims=True))
+        difference = ops.square(inputs - mean)
+        variance = over_replicas(ops.mean(difference, axes, keepdims=True))
+        return ops.squeeze(mean, axes), ops.squeeze(variance, axes)
+    kept = ops.cast(
+        ops.broadcast_to(ops.expand_dims(mask, -1), ops.shape(inputs)), "bool"
+    )
+
+    def weighted_mean(value: Any, weight: Any) -> Any:
+        total = ops.sum(ops.where(kept, value, 0), axes, keepdims=True)
+        return over_replicas(total) / weight
+
+    count = ops.sum(ops.cast(kept, inputs.dtype), axes, keepdims=True)
+    count = over_replicas(count)
+    if step is not None and not step.is_whole:
+        # Keras adds epsilon to the count of the whole batch.
+        epsilon = keras.config.epsilon() / step.num_replicas
+    else:
+        epsilon = keras.config.epsilon()
+    weight = count + epsilon
+    mean = weighted_mean(inputs, weight)
+    variance = weighted_mean(ops.square(inputs - mean), weight)
+    return ops.squeeze(mean, axes), ops.squeeze(variance, axes)

@@ -1,0 +1,371 @@
+"""A model bound to a strategy: its loops run replica-mapped steps.
+
+No hook of Keras sees the model at `compile()`, so `Trainer.compile` is
+wrapped while a scope is open. Binding sets attributes of the one model
+(its six loops and `make_*_function`); its class, and so saving, cloning and
+pickling, stay as they were.
+"""
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+from keras.src.trainers.epoch_iterator import EpochIterator
+from keras.src.trainers.trainer import Trainer
+
+from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.keras_bridge import adapter, batch_norm, layout
+from keras_strategies.keras_bridge.functions import Functions
+
+_LOOPS = (
+    "fit",
+    "evaluate",
+    "predict",
+    "train_on_batch",
+    "test_on_batch",
+    "predict_on_batch",
+)
+_MAKERS = (
+    "make_train_function",
+    "make_test_function",
+    "make_predict_function",
+)
+_BUILDER = "_symbolic_build"
+_ATTRIBUTE = "_ks_binding"
+
+
+class Binding:
+    """What a strategy holds on a model.
+
+    Args:
+      model: The model.
+      owner: The strategy, for `binding_of` to tell.
+      mesh: The strategy's replicas.
+      distribution: The strategy's variable creator.
+      registry: The variables created in the strategy's scope.
+      check_context: Raises when another strategy's scope is open.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        *,
+        owner: Any,
+        mesh: ReplicaMesh,
+        distribution: layout.ReplicaDistribution,
+        registry: layout.Registry,
+        check_context: Callable[[], None],
+    ) -> None:
+        self.model = model
+        self.owner = owner
+        self._mesh = mesh
+        self._distribution = distribution
+        self._registry = registry
+        self._check_context = check_context
+        self._functions = Functions(model, mesh)
+
+    def install(self) -> None:
+        """Takes over the model's loops.
+
+        Raises:
+          ValueError: its variables lie on another strategy's devices.
+        """
+        self._adopt()
+        for name in _LOOPS:
+            loop = functools.partial(getattr(self, f"_{name}"))
+            functools.update_wrapper(loop, getattr(type(self.model), name))
+            object.__setattr__(self.model, name, loop)
+        for name in _MAKERS:
+            maker = getattr(self._functions, name)
+            object.__setattr__(self.model, name, maker)
+        # Keras's loops build from the first batch; here that is done, by the
+        # class's own method, before they run.
+        object.__setattr__(self.model, _BUILDER, _built_already)
+        object.__setattr__(self.model, _ATTRIBUTE, self)
+        self._functions.reset()
+
+    def remove(self) -> None:
+        """Gives the model back as a plain Keras model on one device."""
+        for name in (*_LOOPS, *_MAKERS, _BUILDER, _ATTRIBUTE):
+            vars(self.model).pop(name, None)
+        self._functions.reset()
+        layout.release(all_variables(self.model))
+
+    # The loops. Keras's own run below them, on feeds instead of data.
+
+    def _fit(self, *args: Any, **kwargs: Any) -> Any:
+        call = _Call(self.model, "fit", args, kwargs)
+        with self._session("train"):
+            if call["validation_split"] and call["validation_data"] is None:
+                train, held_out = adapter.split_validation(
+                    call["x"],
+                    call["y"],
+                    call["sample_weight"],
+                    call["validation_split"],
+                )
+                call.set(
+                    x=train[0],
+                    y=train[1],
+                    sample_weight=train[2],
+                    validation_data=held_out,
+                    validation_split=0.0,
+                )
+            feed = self._feed(call, steps=call["steps_per_epoch"])
+            if call["validation_data"] is not None:
+                x, y, weight = adapter.unpack_validation(
+                    call["validation_data"]
+                )
+                validation = adapter.make_feed(
+                    self._mesh,
+                    x=x,
+                    y=y,
+                    sample_weight=weight,
+                    batch_size=call["validation_batch_size"]
+                    or call["batch_size"],
+                    steps_per_epoch=call["validation_steps"],
+                    steps_per_execution=self.model.steps_per_execution,
+                )
+                call.set(validation_data=validation)
+            call.set_feed(feed)
+            self._build(feed)
+            return call.run()
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        call = _Call(self.model, "evaluate", args, kwargs)
+        with self._session("test"):
+            if not call.keywords.get("_use_cached_eval_dataset"):
+                feed = self._feed(call, steps=call["steps"])
+                call.set_feed(feed)
+                self._build(feed)
+            try:
+                return call.run()
+            except BaseException:
+                self.model.jax_state_sync()
+                raise
+
+    def _predict(self, *args: Any, **kwargs: Any) -> Any:
+        call = _Call(self.model, "predict", args, kwargs)
+        with self._session("predict"):
+            feed = self._feed(call, steps=call["steps"])
+            call.set_feed(feed)
+            self._build_for_call(EpochIterator(feed))
+            try:
+                return call.run()
+            except BaseException:
+                self.model.jax_state_sync()
+                raise
+
+    def _train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        call = _Call(self.model, "train_on_batch", args, kwargs)
+        weight = adapter.batch_weights(
+            call["y"], call["sample_weight"], call["class_weight"]
+        )
+        return self._on_batch("train", call, (call["x"], call["y"], weight))
+
+    def _test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        call = _Call(self.model, "test_on_batch", args, kwargs)
+        batch = (call["x"], call["y"], call["sample_weight"])
+        return self._on_batch("test", call, batch)
+
+    def _on_batch(self, kind: str, call: "_Call", batch: Any) -> Any:
+        with self._session(kind):
+            execution = adapter.place_batch(batch, self._mesh)
+            self.model._assert_compile_called(call.name)
+            self._build_on(batch)
+            call.set_feed(execution)
+            return self._synced(call)
+
+    def _predict_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        call = _Call(self.model, "predict_on_batch", args, kwargs)
+        with self._session("predict"):
+            execution = adapter.place_batch((call["x"],), self._mesh)
+            self._build_for_call([(0, 0, [(call["x"],)])])
+            call.set_feed(execution)
+            return self._synced(call)
+
+    def _synced(self, call: "_Call") -> Any:
+        try:
+            return call.run()
+        except BaseException:
+            self.model.jax_state_sync()
+            raise
+
+    def _feed(self, call: "_Call", *, steps: int | None) -> Any:
+        return adapter.make_feed(
+            self._mesh,
+            x=call["x"],
+            y=call["y"],
+            sample_weight=call["sample_weight"],
+            class_weight=call["class_weight"],
+            batch_size=call["batch_size"],
+            shuffle=call["shuffle"],
+            steps_per_epoch=steps,
+            steps_per_execution=self.model.steps_per_execution,
+        )
+
+    # Building and adopting.
+
+    @contextlib.contextmanager
+    def _session(self, kind: str) -> Iterator[None]:
+        """Keras's loops place data themselves where a distribution is set."""
+        self._check_context()
+        try:
+            with layout.distribution_scope(None):
+                yield
+        finally:
+            self._functions.forget(kind)
+
+    def _build(self, feed: Any) -> None:
+        self.model._assert_compile_called("fit")
+        with layout.distribution_scope(self._distribution):
+            build = type(self.model)._symbolic_build
+            build(self.model, iterator=EpochIterator(feed))
+        self._adopt()
+
+    def _build_on(self, batch: Any) -> None:
+        with layout.distribution_scope(self._distribution):
+            type(self.model)._symbolic_build(self.model, data_batch=batch)
+        self._adopt()
+
+    def _build_for_call(self, iterator: Any) -> None:
+        """Builds a model that was never called, on its first batch."""
+        if not all(layer.built for layer in self.model._flatten_layers()):
+            for _, _, batches in iterator:
+                x = keras.utils.unpack_x_y_sample_weight(batches[0])[0]
+                with (
+                    layout.distribution_scope(self._distribution),
+                    keras.StatelessScope(),
+                ):
+                    self.model(x)
+                break
+        self._adopt()
+
+    def _adopt(self) -> None:
+        layout.adopt(all_variables(self.model), self._mesh, self._registry)
+
+
+class _Call:
+    """A call of one of a model's loops, its arguments by name."""
+
+    def __init__(
+        self,
+        model: keras.Model,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self.name = name
+        self._model = model
+        self._loop = getattr(type(model), name)
+        signature = inspect.signature(self._loop)
+        if "x" not in signature.parameters:
+            # A class that passes all on: def fit(self, *args, **kwargs).
+            signature = inspect.signature(getattr(keras.Model, name))
+        bound = signature.bind(model, *args, **kwargs)
+        bound.apply_defaults()
+        arguments = dict(bound.arguments)
+        arguments.pop(next(iter(arguments)))
+        self.keywords: dict[str, Any] = {}
+        for key, parameter in signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                self.keywords |= arguments.pop(key, {})
+        self.keywords |= arguments
+
+    def __getitem__(self, name: str) -> Any:
+        return self.keywords.get(name)
+
+    def set(self, **keywords: Any) -> None:
+        """Replaces arguments, those that the loop has."""
+        self.keywords |= {
+            k: v for k, v in keywords.items() if k in self.keywords
+        }
+
+    def set_feed(self, feed: Any) -> None:
+        """Replaces the data; what the feed has taken in is left out."""
+        self.set(x=feed, y=None, sample_weight=None, class_weight=None)
+
+    def run(self) -> Any:
+        """Calls the class's own loop."""
+        return self._loop(self._model, **self.keywords)
+
+
+def _built_already(iterator: Any = None, data_batch: Any = None) -> None:
+    """Stands for `_symbolic_build` on a bound model."""
+
+
+def binding_of(model: keras.Model) -> Binding | None:
+    """The binding that holds a model, if any."""
+    return vars(model).get(_ATTRIBUTE)
+
+
+def all_variables(model: keras.Model) -> list[keras.Variable]:
+    """Every variable of a model, its optimizers, metrics and losses."""
+    found: dict[int, keras.Variable] = {}
+    owners: list[Any] = [model, *model.metrics]
+    for layer in model._flatten_layers():
+        owners += _optimizers(vars(layer).values())
+    for owner in owners:
+        found |= {id(v): v for v in owner.variables}
+    found |= {id(v): v for v in model.metrics_variables}
+    return list(found.values())
+
+
+def _optimizers(values: Any) -> list[keras.optimizers.Optimizer]:
+    found = []
+    for value in values:
+        if isinstance(value, keras.optimizers.Optimizer):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _optimizers(value)
+        elif isinstance(value, dict):
+            found += _optimizers(value.values())
+    return found
+
+
+_patch_lock = threading.RLock()
+_num_open = 0
+_originals: tuple[Any, Any] | None = None
+
+
+@contextlib.contextmanager
+def keras_hooks(
+    on_compile: Callable[[keras.Model], None], is_active: Callable[[], bool]
+) -> Iterator[None]:
+    """Wraps `compile` and BatchNormalization's constructor for a block.
+
+    Process-wide, so both ask about the calling thread: `on_compile` is told
+    of every model that was compiled, `is_active` says whether the thread is
+    in a scope.
+    """
+    global _num_open, _originals
+    norm = keras.layers.BatchNormalization
+    with _patch_lock:
+        if _num_open == 0:
+            _originals = (Trainer.compile, norm.__init__)
+            Trainer.compile = _telling(Trainer.compile, on_compile)
+            norm.__init__ = batch_norm.accepting_init(norm.__init__, is_active)
+        _num_open += 1
+    try:
+        yield
+    finally:
+        with _patch_lock:
+            _num_open -= 1
+            if _num_open == 0 and _originals is not None:
+                Trainer.compile, norm.__init__ = _originals
+                _originals = None
+
+
+def _telling(
+    compile_: Callable[..., Any], on_compile: Callable[[keras.Model], None]
+) -> Callable[..., Any]:
+    @functools.wraps(compile_)
+    def compile_and_tell(model: Any, *args: Any, **kwargs: Any) -> Any:
+        result = compile_(model, *args, **kwargs)
+        on_compile(model)
+        return result
+
+    return compile_and_tell

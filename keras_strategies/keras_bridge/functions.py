@@ -1,0 +1,234 @@
+"""The train, test and predict functions that Keras's loops call."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+from keras_strategies._core.batches import Execution, Segment
+from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.keras_bridge import adapter
+from keras_strategies.keras_bridge import state as state_lib
+from keras_strategies.keras_bridge.predict_program import PredictProgram
+from keras_strategies.keras_bridge.programs import StepProgram
+
+StepFunction = Callable[[Any, Iterator[Any]], tuple[Any, Any]]
+
+_GROUPS = {
+    "train": (
+        "trainable_variables",
+        "non_trainable_variables",
+        "optimizer_variables",
+        "metrics_variables",
+    ),
+    "test": (
+        "trainable_variables",
+        "non_trainable_variables",
+        "metrics_variables",
+    ),
+    "predict": ("trainable_variables", "non_trainable_variables"),
+}
+"""Which groups of variables are the state of a kind of step."""
+
+_DONATED = {"train": (0, 1, 2, 3), "test": (2,), "predict": ()}
+_OPTIMIZED = {"train": (0, 2), "test": ()}
+
+
+class Functions:
+    """Makes and keeps one model's step functions.
+
+    Args:
+      model: A compiled or plain Keras model.
+      mesh: The replicas.
+    """
+
+    def __init__(self, model: keras.Model, mesh: ReplicaMesh) -> None:
+        self._model = model
+        self._mesh = mesh
+        self._keys: dict[str, Any] = {}
+        # What the last step of each kind returned: passed back unchanged, it
+        # needs no check.
+        self._last: dict[str, Any] = {}
+
+    def make_train_function(self, force: bool = False) -> None:
+        """Replaces `model.make_train_function`; Keras calls it in fit."""
+        self._make("train", force)
+
+    def make_test_function(self, force: bool = False) -> None:
+        """Replaces `model.make_test_function`."""
+        self._make("test", force)
+
+    def make_predict_function(self, force: bool = False) -> Any:
+        """Replaces `model.make_predict_function`."""
+        self._make("predict", force)
+        return self._model.predict_function
+
+    def forget(self, kind: str) -> None:
+        """Lets go of the last step's arrays, at the end of a loop.
+
+        Args:
+          kind: `"train"`, `"test"` or `"predict"`.
+        """
+        self._last.pop(kind, None)
+
+    def reset(self) -> None:
+        """Forgets all functions; the next use compiles anew."""
+        self._last.clear()
+        self._keys.clear()
+        self._model.train_function = None
+        self._model.test_function = None
+        self._model.predict_function = None
+
+    def _make(self, kind: str, force: bool) -> None:
+        model = self._model
+        name = f"{kind}_function"
+        variables = _variables(model, kind)
+        # `trainable` may have been flipped: then the groups are others.
+        key = (
+            tuple(tuple(map(id, group)) for group in variables),
+            model.run_eagerly,
+            model.jit_compile,
+        )
+        is_known = self._keys.get(kind) == key
+        if getattr(model, name) is not None and is_known and not force:
+            return
+        self._keys[kind] = key
+        setattr(model, name, self._function(kind, variables))
+
+    def _function(
+        self, kind: str, variables: tuple[Any, ...]
+    ) -> StepFunction:
+        model, mesh, groups = self._model, self._mesh, _GROUPS[kind]
+        program = self._program(kind, variables)
+        donated = () if model.run_eagerly else _DONATED[kind]
+
+        def function(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
+            outputs: Any = None
+            done: list[Any] = []
+            try:
+                execution = _execution(next(iterator), mesh)
+                last = self._last.pop(kind, None)
+                if state is not last:
+                    holders = _holders(model, groups, last)
+                    for g, group in enumerate(state):
+                        state_lib.own(
+                            group,
+                            variables[g],
+                            [holder[g] for holder in holders],
+                            mesh.whole,
+                            donate=g in donated,
+                        )
+                    holders = last = None
+                for segment in execution.segments:
+                    outputs, state = program(state, segment)
+                    done.append(outputs)
+            except BaseException:
+                # Keras took the values out of the variables and would lose
+                # them; this is where its `jax_state_sync` looks for them.
+                model._jax_state = dict(zip(groups, state, strict=True))
+                model._jax_state_synced = False
+                raise
+            self._last[kind] = state
+            if kind == "predict" and len(done) > 1:
+                outputs = _concatenated(done)
+            return outputs, state
+
+        return function
+
+    def _program(
+        self, kind: str, variables: tuple[Any, ...]
+    ) -> Callable[[Any, Segment], tuple[Any, Any]]:
+        model, mesh = self._model, self._mesh
+        if model.run_eagerly:
+            return self._eager(kind)
+        if not model.jit_compile:
+            warnings.warn(
+                "`jit_compile=False` has no effect on distributed steps: "
+                "they are always compiled. Use `run_eagerly=True` to debug.",
+                UserWarning,
+                stacklevel=2,
+            )
+        return make_program(model, mesh, kind, variables)
+
+    def _eager(
+        self, kind: str
+    ) -> Callable[[Any, Segment], tuple[Any, Any]]:
+        step = getattr(self._model, f"{kind}_step")
+        mesh = self._mesh
+
+        def run(state: Any, segment: Segment) -> tuple[Any, Any]:
+            data = jax.device_put(segment.data, mesh.whole)
+            if segment.steps == 1:
+                data = jax.tree.map(lambda a: a[None], data)
+            done = []
+            for k in range(segment.steps):
+                batch = jax.tree.map(lambda a, k=k: a[k, : segment.rows], data)
+                outputs, new = step(state, batch)
+                state = (state[0], new) if kind == "predict" else new
+                done.append(outputs)
+            outputs = _concatenated(done) if kind == "predict" else done[-1]
+            return outputs, state
+
+        return run
+
+
+def make_program(
+    model: keras.Model,
+    mesh: ReplicaMesh,
+    kind: str = "train",
+    variables: tuple[list[keras.Variable], ...] | None = None,
+) -> Any:
+    """The compiled program of a built model's train, test or predict step."""
+    if variables is None:
+        variables = _variables(model, kind)
+    step = getattr(model, f"{kind}_step")
+    if kind == "predict":
+        return PredictProgram(step, variables[1], mesh=mesh)
+    return StepProgram(
+        step,
+        variables,
+        metrics=len(variables) - 1,
+        written=_DONATED[kind],
+        optimized=_OPTIMIZED[kind],
+        mesh=mesh,
+    )
+
+
+def _variables(
+    model: keras.Model, kind: str
+) -> tuple[list[keras.Variable], ...]:
+    def group(name: str) -> list[keras.Variable]:
+        if name != "optimizer_variables":
+            return list(getattr(model, name))
+        return list(model.optimizer.variables) if model.optimizer else []
+
+    return tuple(map(group, _GROUPS[kind]))
+
+
+def _holders(
+    model: keras.Model, groups: tuple[str, ...], last: Any
+) -> list[Any]:
+    """Lists that hold the last step's arrays: ours and Keras's copy of it."""
+    holders = [] if last is None else [last]
+    kept = getattr(model, "_jax_state", None)
+    if kept and all(name in kept for name in groups):
+        holders.append([kept[name] for name in groups])
+    return holders
+
+
+def _execution(data: Any, mesh: ReplicaMesh) -> Execution:
+    if isinstance(data, tuple) and data and isinstance(data[0], Execution):
+        data = data[0]
+    if isinstance(data, Execution):
+        return data
+    return adapter.place_batch(data, mesh)
+
+
+def _concatenated(outputs: list[Any]) -> Any:
+    return jax.tree.map(
+        lambda *parts: np.concatenate([np.asarray(p) for p in parts]),
+        *outputs,
+    )

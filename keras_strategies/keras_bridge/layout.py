@@ -1,0 +1,251 @@
+"""The variable creator: every variable made in a scope lies on the mesh.
+
+Keras asks the current `Distribution` for the layout of each variable it
+creates (weights, optimizer slots, metrics, seeds). Ours answers with the
+replicated sharding of the mesh and remembers the variable.
+"""
+
+import contextlib
+import functools
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+from keras.src.distribution.distribution_lib import Distribution
+
+from keras_strategies._core.mesh import ReplicaMesh
+
+VariableCreator = Callable[..., keras.Variable]
+
+
+class Registry:
+    """The variables that were created in a strategy's scope, held weakly."""
+
+    def __init__(self) -> None:
+        # By id: variables compare elementwise, so they are no dict keys.
+        self._variables: dict[int, weakref.ref[keras.Variable]] = {}
+
+    def add(self, variable: keras.Variable) -> None:
+        """Remembers a variable until it is collected."""
+        key = id(variable)
+        forget = functools.partial(self._forget, key)
+        self._variables[key] = weakref.ref(variable, forget)
+
+    def __contains__(self, variable: object) -> bool:
+        reference = self._variables.get(id(variable))
+        return reference is not None and reference() is variable
+
+    def __len__(self) -> int:
+        return len(self._variables)
+
+    def __iter__(self) -> Iterator[keras.Variable]:
+        for reference in list(self._variables.values()):
+            variable = reference()
+            if variable is not None:
+                yield variable
+
+    def _forget(self, key: int, reference: Any) -> None:
+        if self._variables.get(key) is reference:
+            del self._variables[key]
+
+
+class ReplicaDistribution(Distribution):
+    """Replicates every variable over a mesh and registers it."""
+
+    def __init__(self, mesh: ReplicaMesh, registry: Registry) -> None:
+        device_mesh = keras.distribution.DeviceMesh(
+            shape=(mesh.num_replicas,),
+            axis_names=[mesh.axis],
+            devices=[f"{d.platform}:{d.id}" for d in mesh.devices],
+        )
+        super().__init__(
+            device_mesh, batch_dim_name=mesh.axis, auto_shard_dataset=False
+        )
+        self._mesh = mesh
+        self._registry = registry
+
+    @property
+    def num_model_replicas(self) -> int:
+        """Number of replicas of the model."""
+        return self._mesh.num_replicas
+
+    def get_variable_layout(self, variable: keras.Variable) -> Any:
+        """The layout of a variable that is being created."""
+        self._registry.add(variable)
+        return self._mesh.whole
+
+    def get_data_layout(self, data_shape: Iterable[int]) -> Any:
+        """Not used: batches are placed by the feed."""
+        return self._mesh.split
+
+    def get_tensor_layout(self, path: str) -> None:
+        """Activations keep the layout that the step gives them."""
+        return
+
+
+@contextlib.contextmanager
+def distribution_scope(distribution: Distribution | None) -> Iterator[None]:
+    """Makes `distribution` this thread's Keras distribution for a block."""
+    before = keras.distribution.distribution()
+    keras.distribution.set_distribution(distribution)
+    try:
+        yield
+    finally:
+        keras.distribution.set_distribution(before)
+
+
+def adopt(
+    variables: Iterable[keras.Variable], mesh: ReplicaMesh, registry: Registry
+) -> None:
+    """Moves variables that were created elsewhere onto the mesh.
+
+    A variable gets the mesh's layout and a true copy of its value: a plain
+    `device_put` shares the source's buffer, which a donating step deletes.
+
+    Raises:
+      ValueError: a variable that is laid out over the devices of another
+        strategy or distribution.
+    """
+    moved = []
+    for variable in variables:
+        value = variable._value
+        if variable._layout is mesh.whole and value is not None:
+            if value.sharding == mesh.whole:
+                continue
+        elif value is not None:
+            _check_home(variable, value, mesh)
+        variable._layout = mesh.whole
+        if value is not None:
+            moved.append(variable)
+    if moved:
+        copies = [
+            jnp.copy(value)
+            for value in jax.device_put([v._value for v in moved], mesh.whole)
+        ]
+        for variable, value in zip(moved, copies, strict=True):
+            variable._value = value
+
+
+def release(variables: Iterable[keras.Variable]) -> None:
+    """Moves variables back to the default device, without a layout."""
+    home = jax.local_devices()[0]
+    for variable in variables:
+        value = variable._value
+        variable._layout = None
+        if value is not None:
+            variable._value = jnp.copy(jax.device_put(value, home))
+
+
+def _check_home(
+    variable: keras.Variable, value: jax.Array, mesh: ReplicaMesh
+) -> None:
+    devices = value.sharding.device_set
+    if len(devices) > 1 and devices != set(mesh.devices):
+        raise ValueError(
+            "The model's variables must lie on one device or on the devices "
+            f"of its strategy. Received: variable {variable.path!r} on "
+            f"{sorted(str(d) for d in devices)}, strategy on "
+            f"{[str(d) for d in mesh.devices]}. Create the model in this "
+            "strategy's scope, or call `detach(model)` on the strategy (or "
+            "leave the keras.distribution) that placed it."
+        )
+
+
+class _Creators(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[VariableCreator] = []
+
+
+_creators = _Creators()
+_patch_lock = threading.RLock()
+_num_open = 0
+_original_init: Callable[..., None] | None = None
+
+
+@contextlib.contextmanager
+def variable_creator_scope(creator: VariableCreator) -> Iterator[None]:
+    """Calls `creator` for every Keras variable created in the block.
+
+    As `tf.variable_creator_scope`: creators stack, the innermost is called
+    first and passes on by calling `next_creator(**kwargs)`, with its keywords
+    changed as it likes. Holds for this thread.
+
+    Differs from tf: the variable that `next_creator` returns must be
+    returned; another object cannot take its place.
+
+    Args:
+      creator: `creator(next_creator, **kwargs) -> keras.Variable`, where
+        kwargs are those of `keras.Variable` (initializer, shape, dtype,
+        trainable, autocast, aggregation, synchronization, name, layout).
+
+    Example:
+      ```python
+      def frozen(next_creator, **kwargs):
+          return next_creator(**(kwargs | {"trainable": False}))
+
+      with ks.variable_creator_scope(frozen):
+          layer = keras.layers.Dense(3)
+          layer.build((None, 2))
+      ```
+    """
+    _creators.stack.append(creator)
+    _install()
+    try:
+        yield
+    finally:
+        _uninstall()
+        _creators.stack.pop()
+
+
+def _install() -> None:
+    global _num_open, _original_init
+    with _patch_lock:
+        if _num_open == 0:
+            _original_init = keras.Variable.__init__
+            keras.Variable.__init__ = _creating_init(keras.Variable.__init__)
+        _num_open += 1
+
+
+def _uninstall() -> None:
+    global _num_open, _original_init
+    with _patch_lock:
+        _num_open -= 1
+        if _num_open == 0:
+            keras.Variable.__init__ = _original_init
+            _original_init = None
+
+
+def _creating_init(original: Callable[..., None]) -> Callable[..., None]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def init(self: keras.Variable, *args: Any, **kwargs: Any) -> None:
+        if not _creators.stack:
+            original(self, *args, **kwargs)
+            return
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        arguments = dict(bound.arguments)
+        arguments.pop(next(iter(arguments)))
+        arguments |= arguments.pop("kwargs", {})
+
+        def create(**kwargs: Any) -> keras.Variable:
+            original(self, **kwargs)
+            return self
+
+        for creator in _creators.stack:
+            create = functools.partial(creator, create)
+        if create(**arguments) is not self:
+            raise ValueError(
+                "A variable creator must return the variable that its "
+                "`next_creator` returned. Received: another object from "
+                f"{_creators.stack[-1]!r}. Change the keywords passed to "
+                "`next_creator` instead of the variable."
+            )
+
+    return init

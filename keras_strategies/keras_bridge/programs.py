@@ -1,0 +1,311 @@
+"""One compiled program per kind of step: train, test, predict.
+
+A batch that the replicas share evenly goes through the model's own step,
+mapped over the replicas. Any other batch goes through the same step once,
+over the whole batch, with its rows still divided over the devices by XLA:
+exact for every loss, metric and layer, and no device holds more than its
+share (docs/architecture.md).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import keras
+
+from keras_strategies._core.batches import Segment, padded_rows
+from keras_strategies._core.dispatch import dispatch
+from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.replica_map import (
+    all_sum,
+    replica_map,
+    split_spec,
+    whole_spec,
+)
+from keras_strategies._core.step_context import StepContext, step_scope
+from keras_strategies.keras_bridge import state as state_lib
+from keras_strategies.keras_bridge.trace_hooks import trace_hooks
+
+Step = Callable[..., Any]
+Groups = tuple[list[Any], ...]
+"""State: trainable, non-trainable, (optimizer,) (metrics) values."""
+
+
+class StepProgram:
+    """The programs of one kind of step of one model.
+
+    Args:
+      step: `step(state, data) -> (logs, state)`; the model's own.
+      variables: Groups of the model's variables, aligned with the state.
+      metrics: Index of the group that holds metrics, or None.
+      written: Indices of the groups that the step writes as a rule; they are
+        donated. Of other groups only what changed is returned.
+      optimized: Indices of the groups that only an optimizer writes.
+      mesh: The replicas.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        variables: tuple[list[keras.Variable], ...],
+        *,
+        metrics: int | None,
+        written: tuple[int, ...],
+        optimized: tuple[int, ...] = (),
+        mesh: ReplicaMesh,
+    ) -> None:
+        self._step = step
+        self._variables = variables
+        self._metrics = metrics
+        self._written = written
+        self._optimized = optimized
+        self._mesh = mesh
+        self._read = tuple(
+            i for i in range(len(variables)) if i not in written
+        )
+        mapped = self._mapped(self._replica_step, stacked=False)
+        mapped_many = self._mapped(_scanned(self._replica_step), stacked=True)
+        self._even = jax.jit(mapped, donate_argnums=0)
+        self._even_many = jax.jit(mapped_many, donate_argnums=0)
+        self._whole = jax.jit(
+            self._whole_step,
+            donate_argnums=0,
+            static_argnums=(3, 4),
+            out_shardings=mesh.whole,
+        )
+
+    def __call__(self, state: Groups, segment: Segment) -> tuple[Any, Groups]:
+        """Runs the segment's steps; returns the last logs and the state."""
+        written, read = self._divide(state)
+        args = (written, read, segment.data)
+        if segment.rows % self._mesh.num_replicas:
+            fn = self._whole
+            args += (segment.rows, segment.steps)  # type: ignore[assignment]
+        else:
+            fn = self._even if segment.steps == 1 else self._even_many
+        logs, new, changed = dispatch(self._mesh, fn, *args)
+        return logs, self._joined(state, new, changed)
+
+    def lower(self, state: Groups, segment: Segment) -> Any:
+        """Lowers the program of a divisible batch (abstract arrays will do)."""
+        written, read = self._divide(state)
+        fn = self._even if segment.steps == 1 else self._even_many
+        return fn.lower(written, read, segment.data)
+
+    def lower_whole(self, state: Groups, segment: Segment) -> Any:
+        """Lowers the program of an indivisible batch."""
+        written, read = self._divide(state)
+        return self._whole.lower(
+            written, read, segment.data, segment.rows, segment.steps
+        )
+
+    def _divide(self, state: Groups) -> tuple[list[Any], list[Any]]:
+        return (
+            [state[i] for i in self._written],
+            [state[i] for i in self._read],
+        )
+
+    def _joined(
+        self, state: Groups, new: list[Any], changed: list[dict[str, Any]]
+    ) -> Groups:
+        result: list[Any] = list(state)
+        for i, group in zip(self._written, new, strict=True):
+            result[i] = group
+        for i, values in zip(self._read, changed, strict=True):
+            if values:
+                group = list(result[i])
+                for k, value in values.items():
+                    group[int(k)] = value
+                result[i] = group
+        return tuple(result)
+
+    def _mapped(self, body: Step, *, stacked: bool) -> Step:
+        whole, mesh = whole_spec(), self._mesh
+        return replica_map(
+            body,
+            mesh,
+            in_specs=(whole, whole, split_spec(mesh, dim=int(stacked))),
+            out_specs=whole,
+        )
+
+    # Steps as pure functions: (written, read, data) -> (logs, written,
+    # changed), where `changed` maps positions in a read group to new values.
+
+    def _replica_step(
+        self, written: list[Any], read: list[Any], data: Any
+    ) -> Any:
+        old = self._ordered(written, read)
+        rows = jax.tree.leaves(data)[0].shape[0]
+        step = StepContext(mesh=self._mesh, rows=rows)
+        if step.num_replicas == 1:
+            return self._whole_body(written, read, data)
+        folded = [
+            state_lib.fold_seeds(variables, values, step)
+            for variables, values in zip(self._variables, old, strict=True)
+        ]
+        with trace_hooks(), step_scope(step):
+            logs, new = self._step(tuple(map(list, folded)), data)
+        return self._merged(step, old, folded, new, logs)
+
+    def _merged(
+        self, step: StepContext, old: Any, folded: Any, new: Any, logs: Any
+    ) -> Any:
+        plan = state_lib.Merge(step=step)
+        finishers: list[Any] = []
+        for i, variables in enumerate(self._variables):
+            if i in self._optimized and step.num_applied:
+                # Weights and slots: equal already, from equal gradients.
+                finishers.append(None)
+                continue
+            finishers.append(
+                state_lib.plan_merge(
+                    plan,
+                    variables,
+                    old[i],
+                    folded[i],
+                    new[i],
+                    are_metrics=i == self._metrics,
+                )
+            )
+        places = {
+            k: plan.add(v / step.num_replicas)
+            for k, v in _averaged_logs(step, logs).items()
+        }
+        sums = plan.sums()
+        merged = [
+            [
+                state_lib.as_type_of(n, o)
+                for n, o in zip(new[i], old[i], strict=True)
+            ]
+            if finish is None
+            else finish(sums)
+            for i, finish in enumerate(finishers)
+        ]
+        means = {k: sums[place] for k, place in places.items()}
+        logs = self._merged_logs(step, logs, merged, means)
+        return logs, *self._output(old, merged)
+
+    def _merged_logs(
+        self, step: StepContext, logs: Any, merged: Any, means: dict[int, Any]
+    ) -> Any:
+        """Logs of the whole batch: results read from the merged metrics."""
+        mapping: list[Any] = []
+        if self._metrics is not None:
+            mapping = list(
+                zip(
+                    self._variables[self._metrics],
+                    merged[self._metrics],
+                    strict=True,
+                )
+            )
+        cache: dict[int, Any] = {}
+
+        def whole(value: Any) -> Any:
+            if id(value) in step.results:
+                _, metric, key = step.results[id(value)]
+                if id(metric) not in cache:
+                    cache[id(metric)] = metric.result()
+                result = cache[id(metric)]
+                return result if key is None else result[key]
+            if id(value) in means:
+                return state_lib.as_type_of(means[id(value)], value)
+            return value
+
+        with keras.StatelessScope(state_mapping=mapping):
+            return jax.tree.map(whole, logs)
+
+    def _whole_step(
+        self,
+        written: list[Any],
+        read: list[Any],
+        data: Any,
+        rows: int,
+        steps: int,
+    ) -> Any:
+        if steps == 1:
+            data = whole_rows(data, rows, self._mesh, stacked=False)
+            return self._whole_body(written, read, data)
+        data = whole_rows(data, rows, self._mesh, stacked=True)
+        return _scanned(self._whole_body)(written, read, data)
+
+    def _whole_body(
+        self, written: list[Any], read: list[Any], data: Any
+    ) -> Any:
+        old = self._ordered(written, read)
+        logs, new = self._step(tuple(map(list, old)), data)
+        return logs, *self._output(old, new)
+
+    def _ordered(self, written: list[Any], read: list[Any]) -> list[Any]:
+        groups: list[Any] = [None] * len(self._variables)
+        for i, group in zip(self._written, written, strict=True):
+            groups[i] = group
+        for i, group in zip(self._read, read, strict=True):
+            groups[i] = group
+        return groups
+
+    def _output(self, old: Any, new: Any) -> tuple[list[Any], list[Any]]:
+        written = [
+            [
+                state_lib.as_type_of(n, o)
+                for n, o in zip(new[i], old[i], strict=True)
+            ]
+            for i in self._written
+        ]
+        return written, [changed_values(old[i], new[i]) for i in self._read]
+
+
+def changed_values(old: list[Any], new: list[Any]) -> dict[str, Any]:
+    """The values that a step replaced, by their position in the group."""
+    return {
+        str(k): state_lib.as_type_of(n, o)
+        for k, (o, n) in enumerate(zip(old, new, strict=True))
+        if n is not o and n is not None
+    }
+
+
+def whole_rows(
+    data: Any, rows: int, mesh: ReplicaMesh, *, stacked: bool
+) -> Any:
+    """Cuts the padding off; the rows stay divided over the devices."""
+    if rows == padded_rows(rows, mesh.num_replicas):
+        return data
+    sharding = mesh.stacked if stacked else mesh.split
+
+    def cut(leaf: jax.Array) -> jax.Array:
+        leaf = leaf[:, :rows] if stacked else leaf[:rows]
+        return jax.lax.with_sharding_constraint(leaf, sharding)
+
+    return jax.tree.map(cut, data)
+
+
+def _averaged_logs(step: StepContext, logs: Any) -> dict[int, Any]:
+    return {
+        id(leaf): leaf
+        for leaf in jax.tree.leaves(logs)
+        if isinstance(leaf, jax.Array) and id(leaf) not in step.results
+    }
+
+
+def _scanned(body: Step) -> Step:
+    """The steps of several stacked batches as one program; last logs."""
+
+    def many(written: list[Any], read: list[Any], data: Any) -> Any:
+        changed_keys: list[list[str]] = []
+
+        def one(carry: Any, batch: Any) -> Any:
+            logs, written, changed = body(*carry, batch)
+            changed_keys[:] = [list(values) for values in changed]
+            read = [list(group) for group in carry[1]]
+            for group, values in zip(read, changed, strict=True):
+                for k, value in values.items():
+                    group[int(k)] = value
+            return (written, read), logs
+
+        (written, read), logs = jax.lax.scan(one, (written, read), data)
+        changed = [
+            {k: group[int(k)] for k in keys}
+            for group, keys in zip(read, changed_keys, strict=True)
+        ]
+        return jax.tree.map(lambda a: a[-1], logs), written, changed
+
+    return many

@@ -1,0 +1,256 @@
+"""A model's state as arrays, and how the replicas' states become one."""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from keras_strategies._core.replica_map import (
+    all_max,
+    all_min,
+    all_sum,
+    replica_id,
+)
+from keras_strategies._core.step_context import StepContext
+from keras_strategies.keras_bridge import metric_rules
+
+Arrays = list[Any]
+
+MERGE_RULES = ("mean", "sum", "max", "min", "any", "all", "first")
+_HASH = np.uint32(0x9E3779B9)
+
+
+def merge(variable: keras.Variable, rule: str) -> keras.Variable:
+    """Says how a variable that a step writes is merged over the replicas.
+
+    By default floating-point state (moving statistics) is averaged, integer
+    and boolean state is replica 0's, metrics are summed up. Call it where
+    that is not what the variable means: a counter of rows, a maximum.
+
+    Args:
+      variable: The variable; typically made by `layer.add_weight`.
+      rule: `"mean"`, `"sum"` (what the replicas added is added up), `"max"`,
+        `"min"`, `"any"`, `"all"` (booleans) or `"first"` (replica 0's).
+
+    Returns:
+      The variable, for use in an assignment.
+
+    Raises:
+      ValueError: an unknown rule.
+      TypeError: not a variable.
+
+    Example:
+      ```python
+      self.rows_seen = ks.merge(
+          self.add_weight(shape=(), dtype="int32", trainable=False), "sum"
+      )
+      ```
+    """
+    if not isinstance(variable, keras.Variable):
+        raise TypeError(
+            "`merge` takes a Keras variable. Received: "
+            f"{type(variable).__name__}. Pass what `add_weight` returned."
+        )
+    if rule not in MERGE_RULES:
+        raise ValueError(
+            "A variable is merged by one of the known rules. Received: "
+            f"rule={rule!r}. Choose from {', '.join(MERGE_RULES)}."
+        )
+    variable._ks_merge = rule
+    return variable
+
+
+def is_seed(variable: keras.Variable) -> bool:
+    """Whether a variable is the state of a `keras.random.SeedGenerator`."""
+    return (
+        variable.name == "seed_generator_state"
+        and tuple(variable.shape) == (2,)
+        and "uint32" in str(variable.dtype)
+    )
+
+
+def fold_seeds(
+    variables: Sequence[keras.Variable], values: Arrays, step: StepContext
+) -> Arrays:
+    """Gives every replica random streams of its own.
+
+    A hash of the replica's id is mixed into the seed. Adding the id instead
+    would make seed 3 on replica 1 the stream of seed 4 on replica 0.
+    """
+    mixed = replica_id(step.axis).astype("uint32") * _HASH
+    mixed = (mixed ^ (mixed >> 15)) * np.uint32(0x85EBCA6B)
+    mixed = mixed ^ (mixed >> 13)
+    return [
+        value.at[0].set(value[0] ^ mixed) if is_seed(variable) else value
+        for variable, value in zip(variables, values, strict=True)
+    ]
+
+
+@dataclasses.dataclass(kw_only=True)
+class Merge:
+    """Collects what a step changed and reduces all of it at once."""
+
+    step: StepContext
+    summands: list[Any] = dataclasses.field(default_factory=list)
+
+    def add(self, value: Any) -> int:
+        """Takes an array to be summed over the replicas; returns its place."""
+        self.summands.append(value)
+        return len(self.summands) - 1
+
+    def sums(self) -> list[Any]:
+        """The sums, by place."""
+        return all_sum(self.summands, self.step.axis, flat=self.step.flat)
+
+
+def plan_merge(
+    plan: Merge,
+    variables: Sequence[keras.Variable],
+    old: Arrays,
+    folded: Arrays,
+    new: Arrays,
+    *,
+    are_metrics: bool = False,
+) -> Any:
+    """Plans the merge of one group of variables.
+
+    Args:
+      plan: Where the summands go.
+      variables: The variables of the group.
+      old: Their values before the step.
+      folded: As `old`, with the seeds that the replica used.
+      new: Their values after the step on this replica.
+      are_metrics: Whether what the replicas added is added up by default.
+
+    Returns:
+      A function of the plan's sums that returns the merged values.
+    """
+    finishers = []
+    for variable, o, f, n in zip(variables, old, folded, new, strict=True):
+        finishers.append(_finisher(plan, variable, o, f, n, are_metrics))
+
+    def finish(sums: list[Any]) -> Arrays:
+        return [
+            as_type_of(finisher(sums), o)
+            for finisher, o in zip(finishers, old, strict=True)
+        ]
+
+    return finish
+
+
+def _finisher(
+    plan: Merge,
+    variable: keras.Variable,
+    old: Any,
+    folded: Any,
+    new: Any,
+    is_metric: bool,
+) -> Any:
+    step = plan.step
+    if new is folded or new is old or new is None:
+        return lambda sums: old
+    if is_seed(variable):
+        # Every replica drew as often; the stream's own seed stays.
+        return lambda sums: jnp.stack([old[0], new[1]])
+    rule = _rule(variable, step, is_metric)
+    if rule == metric_rules.SAME:
+        return lambda sums: new
+    if rule in ("max", "any"):
+        reduced = all_max(new.astype("int8") if _is_bool(new) else new, step.axis)
+        return lambda sums: reduced
+    if rule in ("min", "all"):
+        reduced = all_min(new.astype("int8") if _is_bool(new) else new, step.axis)
+        return lambda sums: reduced
+    if rule == "sum":
+        place = plan.add(new - old)
+        return lambda sums: old + sums[place]
+    if rule == metric_rules.MEAN and is_metric:
+        place = plan.add((new - old) / step.num_replicas)
+        return lambda sums: old + sums[place]
+    if rule == "mean":
+        place = plan.add(new / step.num_replicas)
+        return lambda sums: sums[place]
+    is_first = replica_id(step.axis) == 0
+    value = new.astype("int32") if _is_bool(new) else new
+    place = plan.add(jnp.where(is_first, value, jnp.zeros_like(value)))
+    return lambda sums: sums[place]
+
+
+def _rule(
+    variable: keras.Variable, step: StepContext, is_metric: bool
+) -> str:
+    chosen = getattr(variable, "_ks_merge", None)
+    if chosen is not None:
+        return chosen
+    if is_metric:
+        return step.metric_rules.get(id(variable), metric_rules.SUM)
+    if variable.aggregation == "sum":
+        return "sum"
+    if variable.aggregation == "only_first_replica":
+        return "first"
+    floating = keras.backend.is_float_dtype(str(variable.dtype))
+    return "mean" if floating else "first"
+
+
+def _is_bool(value: Any) -> bool:
+    return value.dtype == bool
+
+
+def as_type_of(new: Any, old: Any) -> Any:
+    """`new` with the dtype of `old`, so that no step changes a type."""
+    return jax.lax.convert_element_type(jnp.asarray(new), old.dtype)
+
+
+def own(
+    group: Arrays,
+    variables: Sequence[keras.Variable],
+    holders: Sequence[Arrays],
+    sharding: Any,
+    *,
+    donate: bool,
+) -> None:
+    """Makes a group's arrays ones that a step may take, in place.
+
+    An array that lies elsewhere is moved. Of a group that the step donates,
+    one that somebody else holds (a user's `v.value`, a target network after
+    `assign`, a second variable) is copied, and so are arrays that share a
+    buffer: jaxlib crashes on a buffer that is donated twice.
+
+    Args:
+      group: The values of variables.
+      variables: The variables.
+      holders: Lists of Keras and ours that may hold the same arrays and
+        never read them again.
+      sharding: Where every array must lie.
+      donate: Whether the step donates the group.
+    """
+    alone = _count_references([object()])[0]
+    counts = _count_references(group) if donate else []
+    pointers: set[int] = set()
+    for i, variable in enumerate(variables):
+        value = group[i]
+        if value.sharding != sharding:
+            value = jnp.copy(jax.device_put(value, sharding))
+        elif donate:
+            known = sum(i < len(h) and h[i] is value for h in holders)
+            if counts[i] > alone + known + (variable._value is value):
+                value = jnp.copy(value)
+            elif not known:
+                pointer = _pointer(value)
+                if pointer in pointers:
+                    value = jnp.copy(value)
+                pointers.add(pointer)
+        group[i] = value
+
+
+def _count_references(group: Arrays) -> list[int]:
+    return [sys.getrefcount(group[i]) for i in range(len(group))]
+
+
+def _pointer(array: jax.Array) -> int:
+    return array.addressable_shards[0].data.unsafe_buffer_pointer()

@@ -1,0 +1,318 @@
+"""What Keras code sees differently while one of our steps is traced.
+
+Between the start and the end of a trace, and for the tracing thread alone:
+- the outermost optimizer reduces the gradients over the replicas first;
+- losses take their denominators over the global batch, and losses that mix
+  rows see the rows of all replicas;
+- metrics are updated by the rule that fits them (metric_rules.py).
+Classes are wrapped rather than instances, so that every optimizer, loss and
+metric is met wherever a model keeps it, and nothing is left on a model.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+from keras import ops, tree
+from keras.src.backend import get_keras_mask, set_keras_mask
+from keras.src.losses import loss as loss_module
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.trainers.compile_utils import CompileMetrics, MetricsList
+
+from keras_strategies._core.replica_map import (
+    all_max,
+    all_mean,
+    all_rows,
+    all_sum,
+)
+from keras_strategies._core.step_context import StepContext, current_step
+from keras_strategies.keras_bridge import metric_rules
+
+_Method = Callable[..., Any]
+_METRIC_LISTS = (CompileMetrics, MetricsList)
+_lock = threading.RLock()
+_installed: list[tuple[Any, str, Any]] = []
+_num_open = 0
+
+
+@contextlib.contextmanager
+def trace_hooks() -> Iterator[None]:
+    """Installs the hooks while a block traces a step; restores all after."""
+    global _num_open
+    with _lock:
+        if _num_open == 0:
+            _install()
+        _num_open += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_open -= 1
+            if _num_open == 0:
+                while _installed:
+                    owner, name, original = _installed.pop()
+                    setattr(owner, name, original)
+
+
+def _install() -> None:
+    _wrap(loss_module, "reduce_values", _reduce_values)
+    _wrap(loss_module, "apply_mask", _apply_mask)
+    _wrap(loss_module.Loss, "__call__", _call_loss)
+    for cls in _classes(BaseOptimizer):
+        for name, wrapper in (
+            ("apply", functools.partial(_apply, position=0)),
+            ("stateless_apply", functools.partial(_apply, position=1)),
+            ("scale_loss", _scale_loss),
+        ):
+            if name in vars(cls):
+                _wrap(cls, name, wrapper)
+    for cls in _classes(keras.metrics.Metric):
+        if issubclass(cls, _METRIC_LISTS):
+            continue
+        for name, wrapper in (
+            ("update_state", _update_state),
+            ("result", _result),
+        ):
+            if name in vars(cls):
+                _wrap(cls, name, wrapper)
+
+
+def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        step = current_step()
+        if step is None:
+            return original(*args, **kwargs)
+        return wrapper(step, original, *args, **kwargs)
+
+    _installed.append((owner, name, original))
+    setattr(owner, name, hooked)
+
+
+def _classes(base: type) -> list[type]:
+    found = {base: None}
+    for cls in base.__subclasses__():
+        found |= dict.fromkeys(_classes(cls))
+    return list(found)
+
+
+# Optimizers.
+
+
+def _apply(
+    step: StepContext,
+    original: _Method,
+    optimizer: Any,
+    *args: Any,
+    position: int,
+    **kwargs: Any,
+) -> Any:
+    """Reduces the gradients, then lets the optimizer apply them."""
+    if step.in_optimizer:
+        return original(optimizer, *args, **kwargs)
+    step.num_applied += 1
+    args_list = list(args)
+    if len(args_list) > position:
+        grads = args_list[position]
+    else:
+        grads = kwargs["grads"]
+    variables = None
+    if position == 0:
+        variables = kwargs.get("trainable_variables")
+        if len(args_list) > 1:
+            variables = args_list[1]
+    if variables is None:
+        variables = getattr(optimizer, "_trainable_variables", [])
+    reduced = _reduce_gradients(step, optimizer, list(grads), list(variables))
+    if len(args_list) > position:
+        args_list[position] = reduced
+    else:
+        kwargs["grads"] = reduced
+    with step.flag("in_optimizer"):
+        return original(optimizer, *args_list, **kwargs)
+
+
+def _reduce_gradients(
+    step: StepContext, optimizer: Any, grads: list[Any], variables: list[Any]
+) -> list[Any]:
+    overwriting = [
+        getattr(v, "overwrite_with_gradient", False) for v in variables
+    ]
+    overwriting += [False] * (len(grads) - len(overwriting))
+    summed = [
+        i
+        for i, g in enumerate(grads)
+        if g is not None and not overwriting[i]
+    ]
+    sums = all_sum([grads[i] for i in summed], step.axis, flat=step.flat)
+    # A scaled loss was divided by the number of replicas already, so that a
+    # replica's gradients overflow where one device's would.
+    divisor = 1 if id(optimizer) in step.scaled_losses else step.num_replicas
+    reduced = list(grads)
+    for i, total in zip(summed, sums, strict=True):
+        reduced[i] = total if divisor == 1 else total / divisor
+    for i, grad in enumerate(grads):
+        if grad is not None and overwriting[i]:
+            reduced[i] = all_max(grad, step.axis)
+    return reduced
+
+
+def _scale_loss(
+    step: StepContext, original: _Method, optimizer: Any, loss: Any
+) -> Any:
+    scales = (
+        isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        or getattr(optimizer, "loss_scale_factor", None) is not None
+    )
+    if not scales or step.in_scaling:
+        return original(optimizer, loss)
+    step.scaled_losses.add(id(optimizer))
+    with step.flag("in_scaling"):
+        return original(optimizer, loss) / step.num_replicas
+
+
+# Losses. A replica's loss is such that the mean over the replicas is the
+# global loss, and so is the mean of their gradients.
+
+
+def _reduce_values(
+    step: StepContext,
+    original: _Method,
+    values: Any,
+    sample_weight: Any = None,
+    reduction: str | None = "sum_over_batch_size",
+) -> Any:
+    if (
+        step.is_whole
+        or step.in_metric
+        or reduction in (None, "none")
+        or tuple(values.shape) in ((), (0,))
+    ):
+        return original(values, sample_weight, reduction)
+    total = ops.sum(values)
+    if reduction == "sum":
+        return total * step.num_replicas
+    if reduction == "mean_with_sample_weight" and sample_weight is not None:
+        weight = ops.cast(ops.sum(sample_weight), total.dtype)
+        return ops.divide_no_nan(total, all_mean(weight, step.axis))
+    return original(values, sample_weight, reduction)
+
+
+def _apply_mask(
+    step: StepContext,
+    original: _Method,
+    sample_weight: Any,
+    mask: Any,
+    dtype: Any,
+    reduction: str | None,
+) -> Any:
+    if (
+        mask is None
+        or step.is_whole
+        or step.in_metric
+        or reduction not in ("mean", "sum_over_batch_size")
+    ):
+        return original(
+            sample_weight, mask=mask, dtype=dtype, reduction=reduction
+        )
+    # Keras gives each kept entry the weight total / kept, of its own rows;
+    # dividing by the mean of `kept` over the replicas makes it the batch's.
+    weighted = original(
+        sample_weight, mask=mask, dtype=dtype, reduction=reduction
+    )
+    kept = ops.sum(ops.cast(mask, weighted.dtype))
+    mean_kept = all_mean(kept, step.axis)
+    return weighted * ops.divide_no_nan(kept, mean_kept)
+
+
+def _call_loss(
+    step: StepContext,
+    original: _Method,
+    loss: Any,
+    y_true: Any,
+    y_pred: Any,
+    sample_weight: Any = None,
+) -> Any:
+    if (
+        step.is_whole
+        or step.in_metric
+        or not metric_rules.mixes_rows(loss)
+    ):
+        return original(loss, y_true, y_pred, sample_weight)
+    y_true, y_pred, sample_weight = _gathered(
+        step, (y_true, y_pred, sample_weight)
+    )
+    with step.flag("is_whole"):
+        return original(loss, y_true, y_pred, sample_weight)
+
+
+def _gathered(step: StepContext, values: Any) -> Any:
+    """The nest with the rows of all replicas, masks included."""
+
+    def gather(value: Any) -> Any:
+        if not hasattr(value, "shape") or not len(value.shape):
+            return value
+        rows = all_rows(jnp.asarray(value), step.axis)
+        mask = get_keras_mask(value)
+        if mask is not None:
+            set_keras_mask(rows, all_rows(mask, step.axis))
+        return rows
+
+    return tree.map_structure(gather, values)
+
+
+# Metrics.
+
+
+def _update_state(
+    step: StepContext,
+    original: _Method,
+    metric: keras.metrics.Metric,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if step.in_metric or step.is_whole:
+        return original(metric, *args, **kwargs)
+    rules = [step.metric_rules.get(id(v)) for v in metric.variables]
+    rule = next((r for r in rules if r is not None), None)
+    if rule is None:
+        rule = metric_rules.rule_of_update(metric, args, kwargs)
+    for variable in metric.variables:
+        step.metric_rules[id(variable)] = rule
+    if rule == metric_rules.SAME:
+        args, kwargs = _shared(step, (args, kwargs))
+    with step.flag("in_metric"):
+        return original(metric, *args, **kwargs)
+
+
+def _shared(step: StepContext, values: Any) -> Any:
+    """All replicas' rows, and the mean of what has none."""
+
+    def mean(value: Any) -> Any:
+        if isinstance(value, jax.Array) and not value.shape:
+            return all_mean(value, step.axis)
+        return value
+
+    return tree.map_structure(mean, _gathered(step, values))
+
+
+def _result(
+    step: StepContext, original: _Method, metric: Any, *args: Any, **kw: Any
+) -> Any:
+    if step.in_metric:
+        return original(metric, *args, **kw)
+    with step.flag("in_metric"):
+        value = original(metric, *args, **kw)
+    if isinstance(value, dict):
+        for key, part in value.items():
+            step.results[id(part)] = (part, metric, key)
+    else:
+        step.results[id(value)] = (value, metric, None)
+    return value

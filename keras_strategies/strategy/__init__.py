@@ -1,0 +1,1 @@
+"""The strategies: thin shells that choose devices for one behaviour."""

@@ -1,0 +1,49 @@
+"""MirroredStrategy: one replica on each device of this machine."""
+
+from collections.abc import Sequence
+
+import jax
+
+from keras_strategies._core.device_names import find_devices, local_devices
+from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.strategy.strategy import Strategy
+
+
+class MirroredStrategy(Strategy):
+    """Synchronous training on several devices of one machine.
+
+    Every variable is mirrored on every device; a batch's rows are divided
+    over them.
+
+    Args:
+      devices: Devices as names ("gpu:0", "/gpu:1", "CPU:2") or jax devices;
+        all devices of the default platform if left out.
+      cross_device_ops: Must be None: XLA chooses how devices communicate.
+        Differs from tf: there it chooses among implementations.
+
+    Raises:
+      ValueError: an unknown device, one given twice, or none;
+        `cross_device_ops` given.
+
+    Example:
+      ```python
+      strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
+      ```
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str | jax.Device] | None = None,
+        cross_device_ops: None = None,
+    ) -> None:
+        if cross_device_ops is not None:
+            raise ValueError(
+                "`cross_device_ops` has no counterpart: XLA chooses how the "
+                f"devices communicate. Received: {cross_device_ops!r}. Leave "
+                "it out."
+            )
+        if devices is None:
+            chosen = tuple(jax.local_devices())
+        else:
+            chosen = find_devices(devices, local_devices())
+        super().__init__(ReplicaMesh(devices=chosen))

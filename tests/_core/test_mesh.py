@@ -1,0 +1,67 @@
+"""The devices of a strategy as a mesh."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from keras_strategies._core.mesh import ReplicaMesh
+
+CPUS = tuple(jax.devices("cpu"))
+
+
+def test_no_devices_are_refused():
+    with pytest.raises(ValueError, match="at least one device"):
+        ReplicaMesh(devices=())
+
+
+def test_a_device_given_twice_is_refused():
+    with pytest.raises(ValueError, match="No duplicates") as caught:
+        ReplicaMesh(devices=(CPUS[0], CPUS[1], CPUS[0]))
+    assert str(CPUS[0]) in str(caught.value)
+
+
+def test_it_cannot_be_changed():
+    mesh = ReplicaMesh(devices=CPUS[:2])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        mesh.devices = CPUS
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_a_device_is_a_replica(count):
+    mesh = ReplicaMesh(devices=CPUS[:count])
+    assert mesh.num_replicas == count
+    assert mesh.mesh.axis_names == ("replica",)
+    assert tuple(mesh.mesh.devices) == CPUS[:count]
+    assert mesh.platform == "cpu"
+
+
+def test_replica_ids_follow_the_order_of_the_devices():
+    mesh = ReplicaMesh(devices=(CPUS[2], CPUS[0]))
+    array = jax.device_put(np.arange(4), mesh.split)
+    rows = {s.device: s.data.tolist() for s in array.addressable_shards}
+    assert rows == {CPUS[2]: [0, 1], CPUS[0]: [2, 3]}
+
+
+def test_whole_is_a_copy_on_every_device():
+    mesh = ReplicaMesh(devices=CPUS[:3])
+    array = jax.device_put(np.arange(5), mesh.whole)
+    assert len(array.addressable_shards) == 3
+    for shard in array.addressable_shards:
+        assert shard.data.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_stacked_splits_the_second_dimension():
+    mesh = ReplicaMesh(devices=CPUS[:2])
+    array = jax.device_put(np.arange(12).reshape(3, 4), mesh.stacked)
+    shapes = {s.data.shape for s in array.addressable_shards}
+    assert shapes == {(3, 2)}
+    first = array.addressable_shards[0].data
+    assert first.tolist() == [[0, 1], [4, 5], [8, 9]]
+
+
+def test_shardings_are_made_once():
+    mesh = ReplicaMesh(devices=CPUS[:2])
+    assert mesh.whole is mesh.whole
+    assert mesh.split is mesh.split

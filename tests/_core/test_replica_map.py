@@ -1,0 +1,124 @@
+"""Functions mapped over replicas, and their collectives."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from keras_strategies._core import replica_map as rm
+from keras_strategies._core.mesh import ReplicaMesh
+
+CPUS = tuple(jax.devices("cpu"))
+AXIS = "replica"
+
+
+def mapped(fn, replicas, *, split_out=False):
+    mesh = ReplicaMesh(devices=CPUS[:replicas])
+    split, whole = rm.split_spec(mesh), rm.whole_spec()
+    return jax.jit(
+        rm.replica_map(
+            fn,
+            mesh,
+            in_specs=split,
+            out_specs=split if split_out else whole,
+        )
+    )
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 8])
+def test_every_replica_sees_its_rows(replicas):
+    data = np.arange(16)
+    fn = mapped(
+        lambda x: x * 10 + rm.replica_id(AXIS), replicas, split_out=True
+    )
+    ids = np.arange(16) // (16 // replicas)
+    np.testing.assert_array_equal(fn(data), data * 10 + ids)
+
+
+def leaves_of(x):
+    """Arrays of mixed types and shapes that differ between replicas."""
+    total = x.sum()
+    return [
+        total.astype("float32"),
+        jnp.full((2, 3), total, "float32"),
+        total.astype("int32"),
+        jnp.full((4,), total, "bfloat16"),
+        jnp.zeros((0, 2), "float32"),
+        jnp.full((1, 1, 2), total, "int32"),
+        jnp.full((3,), total, "float16"),
+    ]
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("replicas", [1, 2, 3, 8])
+def test_all_sum_keeps_order_shapes_and_types(replicas, flat):
+    data = np.arange(replicas, dtype="float32") + 1
+    sums = mapped(
+        lambda x: rm.all_sum(leaves_of(x), AXIS, flat=flat), replicas
+    )(data)
+    expected = jax.tree.map(
+        lambda *parts: sum(np.asarray(p, "float64") for p in parts),
+        *[leaves_of(jnp.asarray([value])) for value in data],
+    )
+    kinds = [(leaf.shape, leaf.dtype) for leaf in leaves_of(jnp.ones(1))]
+    assert [(leaf.shape, leaf.dtype) for leaf in sums] == kinds
+    for found, wanted in zip(sums, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(found, "float64"), wanted)
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_all_sum_takes_any_number_of_scalars(count, flat):
+    def fn(x):
+        return rm.all_sum([x.sum() + i for i in range(count)], AXIS, flat=flat)
+
+    sums = mapped(fn, 2)(np.array([3.0, 4.0], "float32"))
+    assert [float(s) for s in sums] == [7.0 + 2 * i for i in range(count)]
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_all_sum_takes_python_numbers(flat):
+    sums = mapped(
+        lambda x: rm.all_sum([1, 2.5, x.sum()], AXIS, flat=flat), 2
+    )(np.zeros(2, "float32"))
+    assert [float(s) for s in sums] == [2.0, 5.0, 0.0]
+
+
+def test_flat_is_one_collective_a_type_and_not_flat_one_an_array():
+    def collectives(flat):
+        fn = mapped(lambda x: rm.all_sum(leaves_of(x), AXIS, flat=flat), 2)
+        jaxpr = str(jax.make_jaxpr(fn)(np.zeros(2, "float32")))
+        return jaxpr.count("psum[") + jaxpr.count("psum_invariant[")
+
+    assert collectives(True) == 4
+    assert collectives(False) == 7
+
+
+def test_max_min_mean_and_rows():
+    data = np.array([[1, -5], [4, 2], [-3, 0]], "float32")
+
+    def fn(x):
+        x = x[0]
+        return (
+            rm.all_max(x, AXIS),
+            rm.all_min(x, AXIS),
+            rm.all_mean(x, AXIS),
+            rm.all_rows(x[None], AXIS),
+        )
+
+    highest, lowest, mean, every = mapped(fn, 3)(data)
+    np.testing.assert_array_equal(highest, data.max(0))
+    np.testing.assert_array_equal(lowest, data.min(0))
+    np.testing.assert_allclose(mean, data.mean(0), rtol=1e-6)
+    np.testing.assert_array_equal(every, data)
+
+
+def test_a_replica_differentiates_the_sum_of_all_losses():
+    # The rule of tf.distribute; the steps divide by the replicas.
+    def fn(x):
+        def loss(w):
+            return jnp.sum(rm.all_mean(w * x.sum(), AXIS))
+
+        return rm.all_sum([jax.grad(loss)(1.0)], AXIS, flat=False)[0]
+
+    np.testing.assert_allclose(mapped(fn, 2)(np.array([3.0, 5.0])), 8.0)

@@ -1,0 +1,518 @@
+"""What must give one device's numbers: a model, its data, a tolerance.
+
+Tolerances: 1e-5 unless a case says otherwise. Half precision rounds every
+product, and the order of sums differs between one device and several, so
+bfloat16 (8 bits, 2**-8 relative) and float16 (2**-11) get multiples of their
+rounding. Optimizers that divide by a gradient's size (Adam, Muon) amplify
+the last bit of a gradient near zero up to the learning rate.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+from keras import layers, losses, metrics, optimizers, regularizers
+
+import keras_strategies as ks
+from tests.parity import models
+from tests.parity.models import rows_of
+
+FEATURES, CLASSES = 6, 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One model to be trained on one device and on several."""
+
+    build: Callable[[], keras.Model]
+    data: Callable[[int], tuple[Any, Any]]
+    weight: Callable[[int], Any] = lambda rows: None
+    fit: dict[str, Any] = dataclasses.field(default_factory=dict)
+    tolerance: float = 1e-5
+    warns: str | None = None
+
+
+def glorot(seed):
+    return keras.initializers.GlorotUniform(seed)
+
+
+def classified(rows):
+    x = rows_of(rows, FEATURES)
+    y = np.random.default_rng(rows).integers(0, CLASSES, rows)
+    return x, y.astype("int32")
+
+
+def one_hot(rows):
+    x, y = classified(rows)
+    return x, np.eye(CLASSES, dtype="float32")[y]
+
+
+def regressed(rows):
+    x = rows_of(rows, FEATURES)
+    return x, np.tanh(x[:, :CLASSES]).astype("float32")
+
+
+def weights(rows):
+    weight = np.random.default_rng(rows).uniform(size=rows)
+    weight[: rows // 4] = 0
+    return weight.astype("float32")
+
+
+def net(
+    *middle,
+    cls=keras.Model,
+    hidden=8,
+    out=CLASSES,
+    activation=None,
+    dtype=None,
+    **dense,
+):
+    """Input, Dense, the middle layers, Dense."""
+    inputs = keras.Input((FEATURES,))
+    value = layers.Dense(
+        hidden,
+        activation="tanh",
+        kernel_initializer=glorot(1),
+        dtype=dtype,
+        **dense,
+    )(inputs)
+    for layer in middle:
+        value = layer(value)
+    value = layers.Dense(
+        out, kernel_initializer=glorot(2), activation=activation, dtype=dtype
+    )(value)
+    return cls(inputs, value)
+
+
+def compiled(
+    model=None,
+    optimizer=None,
+    loss=None,
+    measured=("accuracy",),
+    **kwargs,
+):
+    model = model or net()
+    if loss is None:
+        loss = losses.SparseCategoricalCrossentropy(from_logits=True)
+    optimizer = optimizer or optimizers.SGD(0.1)
+    model.compile(optimizer, loss, metrics=list(measured), **kwargs)
+    return model
+
+
+def by_optimizer(make, **kwargs):
+    return Case(
+        build=lambda: compiled(optimizer=make()), data=classified, **kwargs
+    )
+
+
+def by_loss(make, data=one_hot, activation=None, **kwargs):
+    return Case(
+        build=lambda: compiled(
+            net(activation=activation), loss=make(), measured=["mae"]
+        ),
+        data=data,
+        **kwargs,
+    )
+
+
+def by_metrics(make, data, activation=None, loss="mse", **kwargs):
+    return Case(
+        build=lambda: compiled(
+            net(activation=activation), loss=loss, measured=make()
+        ),
+        data=data,
+        **kwargs,
+    )
+
+
+def embedding():
+    model = net()
+    return keras.Model(
+        model.inputs, layers.UnitNormalization()(model.outputs[0])
+    )
+
+
+def masked(**compile_arguments):
+    inputs = keras.Input((5,), dtype="int32")
+    value = layers.Embedding(
+        9,
+        4,
+        mask_zero=True,
+        embeddings_initializer=keras.initializers.RandomUniform(seed=1),
+    )(inputs)
+    value = layers.Dense(CLASSES, kernel_initializer=glorot(2))(value)
+    return compiled(keras.Model(inputs, value), **compile_arguments)
+
+
+def tokens(rows):
+    random = np.random.default_rng(rows)
+    x = random.integers(1, 9, (rows, 5)).astype("int32")
+    for row in range(rows):
+        x[row, random.integers(1, 6) :] = 0
+    return x, random.integers(0, CLASSES, (rows, 5)).astype("int32")
+
+
+def sequence_net(layer):
+    inputs = keras.Input((5, 4))
+    value = layer(inputs)
+    value = layers.Dense(CLASSES, kernel_initializer=glorot(2))(value)
+    return compiled(keras.Model(inputs, value), loss="mse", measured=["mae"])
+
+
+def sequences(rows):
+    x = rows_of(rows, 5, 4)
+    return x, np.tanh(x[:, 0, :CLASSES])
+
+
+def ragged(rows):
+    x, y = sequences(rows)
+    for row in range(rows):
+        x[row, 1 + row % 5 :] = 0
+    return x, np.repeat(y[:, None], 5, axis=1)
+
+
+def transformer():
+    inputs = keras.Input((5, 4))
+    attended = layers.MultiHeadAttention(
+        2, 2, kernel_initializer=glorot(3), dropout=0.0, seed=4
+    )(inputs, inputs, use_causal_mask=True)
+    value = layers.LayerNormalization()(layers.Add()([inputs, attended]))
+    value = layers.GlobalAveragePooling1D()(value)
+    value = layers.Dense(CLASSES, kernel_initializer=glorot(2))(value)
+    return compiled(keras.Model(inputs, value), loss="mse", measured=["mae"])
+
+
+def convolution():
+    inputs = keras.Input((6, 6, 2))
+    value = layers.Conv2D(4, 3, kernel_initializer=glorot(1))(inputs)
+    value = layers.MaxPooling2D()(layers.ReLU()(value))
+    value = layers.Dense(CLASSES, kernel_initializer=glorot(2))(
+        layers.Flatten()(value)
+    )
+    return compiled(keras.Model(inputs, value))
+
+
+def pictures(rows):
+    return rows_of(rows, 6, 6, 2), classified(rows)[1]
+
+
+def synchronized(data_masked=False, **kwargs):
+    norm = layers.BatchNormalization(
+        synchronized=True, momentum=0.9, **kwargs
+    )
+    if not data_masked:
+        return compiled(net(norm), loss="mse", measured=["mae"])
+    inputs = keras.Input((5, 4))
+    value = norm(layers.Masking()(inputs))
+    value = layers.Dense(CLASSES, kernel_initializer=glorot(2))(value)
+    return compiled(keras.Model(inputs, value), loss="mse", measured=["mae"])
+
+
+def two_outputs():
+    inputs = keras.Input((FEATURES,))
+    value = layers.Dense(8, "tanh", kernel_initializer=glorot(1))(inputs)
+    first = layers.Dense(CLASSES, kernel_initializer=glorot(2), name="first")
+    second = layers.Dense(1, kernel_initializer=glorot(3), name="second")
+    model = keras.Model(
+        inputs, {"first": first(value), "second": second(value)}
+    )
+    model.compile(
+        optimizers.SGD(0.1),
+        loss={"first": "mse", "second": losses.Huber()},
+        loss_weights={"first": 0.3, "second": 2.0},
+        metrics={"first": ["mae"], "second": ["mse"]},
+        weighted_metrics={"first": ["mae"]},
+    )
+    return model
+
+
+def two_targets(rows):
+    x, y = regressed(rows)
+    return x, {"first": y, "second": y[:, :1] * 2}
+
+
+def frozen():
+    model = compiled(net(layers.Dense(4, kernel_initializer=glorot(7))))
+    model.layers[1].trainable = False
+    return model
+
+
+def gan():
+    model = models.TwoOptimizers(
+        keras.Sequential(
+            [
+                keras.Input((FEATURES,)),
+                layers.Dense(8, "tanh", kernel_initializer=glorot(1)),
+            ]
+        ),
+        keras.Sequential(
+            [
+                keras.Input((8,)),
+                layers.Dense(CLASSES, kernel_initializer=glorot(2)),
+            ]
+        ),
+    )
+    model.build((None, FEATURES))
+    model.compile(optimizers.Adam(1e-2), "mse")
+    model.optimizer.build(model.second.trainable_variables)
+    return model
+
+
+def loss_scaled(scale=2.0**15, **kwargs):
+    return optimizers.LossScaleOptimizer(
+        optimizers.SGD(0.1, **kwargs),
+        initial_scale=scale,
+        dynamic_growth_steps=2,
+    )
+
+
+def rated(schedule):
+    return optimizers.SGD(schedule, momentum=0.9, nesterov=True)
+
+
+OPTIMIZERS = {
+    "sgd": by_optimizer(lambda: optimizers.SGD(0.1)),
+    "adam": by_optimizer(lambda: optimizers.Adam(1e-2), tolerance=5e-5),
+    "adamw": by_optimizer(
+        lambda: optimizers.AdamW(1e-2, weight_decay=0.1), tolerance=5e-5
+    ),
+    "muon": by_optimizer(lambda: optimizers.Muon(1e-2), tolerance=2e-4),
+    "schedule": by_optimizer(
+        lambda: rated(optimizers.schedules.ExponentialDecay(0.1, 3, 0.5))
+    ),
+    "clipvalue": by_optimizer(lambda: optimizers.SGD(0.5, clipvalue=0.02)),
+    "clipnorm": by_optimizer(lambda: optimizers.SGD(0.5, clipnorm=0.05)),
+    "global_clipnorm": by_optimizer(
+        lambda: optimizers.SGD(0.5, global_clipnorm=0.1)
+    ),
+    "accumulation": by_optimizer(
+        lambda: optimizers.SGD(0.1, gradient_accumulation_steps=3)
+    ),
+    "ema": by_optimizer(
+        lambda: optimizers.SGD(
+            0.5, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=2
+        )
+    ),
+    "loss_scale_factor": by_optimizer(
+        lambda: optimizers.SGD(0.1, loss_scale_factor=128.0)
+    ),
+    "loss_scale_optimizer": by_optimizer(
+        lambda: loss_scaled(global_clipnorm=0.3)
+    ),
+    "loss_scale_overflow": by_optimizer(lambda: loss_scaled(2.0**127)),
+    "two_optimizers": Case(build=gan, data=regressed, tolerance=5e-5),
+}
+
+LOSSES = {
+    "sum": by_loss(
+        lambda: losses.MeanSquaredError(reduction="sum"), regressed
+    ),
+    "mean_with_sample_weight": by_loss(
+        lambda: losses.MeanSquaredError(reduction="mean_with_sample_weight"),
+        regressed,
+        weight=weights,
+    ),
+    "sample_weight": by_loss(
+        lambda: losses.MeanSquaredError(), regressed, weight=weights
+    ),
+    "dice": by_loss(lambda: losses.Dice(), activation="softmax"),
+    "dice_by_name": by_loss(lambda: "dice", activation="softmax"),
+    "tversky": by_loss(lambda: losses.Tversky(), activation="softmax"),
+    "circle": Case(
+        build=lambda: compiled(
+            embedding(), loss=losses.Circle(), measured=[]
+        ),
+        data=classified,
+        tolerance=2e-4,  # Its scale of 80 multiplies rounding.
+    ),
+    "marked": by_loss(lambda: models.spread_loss, regressed),
+    "function_of_rows": by_loss(
+        lambda: lambda y, p: keras.ops.mean((y - p) ** 4, -1), regressed
+    ),
+    "scalar_function": by_loss(lambda: models.scalar_loss, regressed),
+    "mask": Case(build=masked, data=tokens),
+    "mask_and_weight": Case(
+        build=masked,
+        data=tokens,
+        weight=lambda rows: np.repeat(weights(rows)[:, None], 5, axis=1),
+    ),
+    "mask_sum": Case(
+        build=lambda: masked(
+            loss=losses.SparseCategoricalCrossentropy(
+                from_logits=True, reduction="sum"
+            ),
+            optimizer=optimizers.SGD(0.01),
+        ),
+        data=tokens,
+    ),
+    "class_weight": Case(
+        build=compiled,
+        data=classified,
+        fit={"class_weight": {0: 0.5, 1: 2.0, 2: 1.0}},
+    ),
+    "kernel_regularizer": Case(
+        build=lambda: compiled(
+            net(kernel_regularizer=regularizers.L2(0.1))
+        ),
+        data=classified,
+    ),
+    "activity_regularizer": Case(
+        build=lambda: compiled(
+            net(activity_regularizer=regularizers.L2(0.1))
+        ),
+        data=classified,
+    ),
+    "add_loss": Case(
+        build=lambda: compiled(net(models.AddsLosses())), data=classified
+    ),
+    "two_outputs": Case(build=two_outputs, data=two_targets),
+    "own_compute_loss": Case(
+        build=lambda: compiled(
+            net(cls=models.OwnComputeLoss), loss="mse", measured=["mae"]
+        ),
+        data=regressed,
+    ),
+}
+
+METRICS = {
+    "keras_binary": by_metrics(
+        lambda: [
+            metrics.AUC(name="auc"),
+            metrics.Precision(name="precision"),
+            metrics.Recall(thresholds=[0.2, 0.5], name="recall"),
+            metrics.F1Score(average="macro", name="f1"),
+            metrics.BinaryIoU(name="iou"),
+            metrics.TopKCategoricalAccuracy(2, name="top"),
+            metrics.CategoricalCrossentropy(name="entropy"),
+            metrics.RecallAtPrecision(0.5, name="at"),
+        ],
+        one_hot,
+        activation="softmax",
+        loss="categorical_crossentropy",
+    ),
+    "keras_regression": by_metrics(
+        lambda: [
+            metrics.R2Score(name="r2"),
+            metrics.RootMeanSquaredError(name="rmse"),
+            metrics.CosineSimilarity(name="cosine"),
+            metrics.LogCoshError(name="logcosh"),
+            "mape",
+        ],
+        regressed,
+        tolerance=1e-4,  # mape is of the order of 100.
+    ),
+    "not_additive": by_metrics(
+        lambda: [
+            models.MaxPrediction(),
+            models.MovingPrediction(),
+            models.SawLarge(),
+        ],
+        regressed,
+        warns="is not a sum over rows",
+    ),
+    "function_that_mixes_rows": by_metrics(
+        lambda: [models.spread_metric], regressed
+    ),
+    "weighted": Case(
+        build=lambda: compiled(
+            loss="sparse_categorical_crossentropy",
+            model=net(activation="softmax"),
+            weighted_metrics=["accuracy"],
+        ),
+        data=classified,
+        weight=weights,
+    ),
+    "masked": Case(
+        build=lambda: masked(measured=["accuracy"]), data=tokens
+    ),
+}
+
+STEPS = {
+    "own_train_step": Case(
+        build=lambda: compiled(
+            net(cls=models.OwnTrainStep), loss=losses.MeanSquaredError()
+        ),
+        data=regressed,
+    ),
+    "own_apply_gradients": Case(
+        build=lambda: compiled(
+            net(cls=models.OwnApplyGradients), loss=losses.MeanSquaredError()
+        ),
+        data=regressed,
+    ),
+    "own_trackers": Case(
+        build=lambda: compiled(
+            net(cls=models.TrackedLoss), loss=losses.MeanSquaredError()
+        ),
+        data=regressed,
+    ),
+    "without_optimizer": Case(
+        build=lambda: compiled(
+            net(cls=models.WithoutOptimizer), loss=losses.MeanSquaredError()
+        ),
+        data=regressed,
+    ),
+    "counters": Case(
+        build=lambda: compiled(net(models.Counters())), data=classified
+    ),
+    "frozen_after_compile": Case(build=frozen, data=classified),
+    "steps_per_execution": Case(
+        build=lambda: compiled(steps_per_execution=3), data=classified
+    ),
+    "run_eagerly": Case(
+        build=lambda: compiled(run_eagerly=True), data=classified
+    ),
+    "jit_compile_false": Case(
+        build=lambda: compiled(jit_compile=False),
+        data=classified,
+        warns="jit_compile=False",
+    ),
+}
+
+LAYERS = {
+    "synchronized": Case(build=synchronized, data=regressed, tolerance=2e-5),
+    "synchronized_masked": Case(
+        build=lambda: synchronized(True), data=ragged, tolerance=2e-5
+    ),
+    "synchronized_renorm": Case(
+        build=lambda: synchronized(renorm=True),
+        data=regressed,
+        tolerance=5e-5,
+    ),
+    "lstm": Case(
+        build=lambda: sequence_net(
+            layers.LSTM(
+                4,
+                kernel_initializer=glorot(4),
+                recurrent_initializer=keras.initializers.Orthogonal(seed=5),
+                seed=6,
+            )
+        ),
+        data=sequences,
+    ),
+    "transformer": Case(build=transformer, data=sequences),
+    "convolution": Case(build=convolution, data=pictures),
+    "bfloat16": Case(
+        build=lambda: compiled(
+            net(dtype="mixed_bfloat16"), loss="mse", measured=["mae"]
+        ),
+        data=regressed,
+        tolerance=2e-2,
+    ),
+    "float16": Case(
+        build=lambda: compiled(
+            net(dtype="mixed_float16"),
+            loss="mse",
+            measured=["mae"],
+            # Far from float16's largest value: near it, the rows of one
+            # replica may overflow later than the rows of all.
+            optimizer=loss_scaled(2.0**6),
+        ),
+        data=regressed,
+        tolerance=2e-3,
+    ),
+}
+
+CASES = OPTIMIZERS | LOSSES | METRICS | STEPS | LAYERS

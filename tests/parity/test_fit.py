@@ -1,0 +1,42 @@
+"""fit, evaluate and predict give one device's numbers (docs/parity.md).
+
+The default run covers every case on even and uneven numbers of rows and on
+2, 3 and 8 replicas; `-m slow` runs every case x strategy x rows/batch pair.
+"""
+
+import pytest
+
+from tests.parity.cases import CASES, LOSSES, METRICS
+from tests.parity.one_device import PAIRS, STRATEGIES, check
+
+_QUICK = {
+    "mirrored2": ((64, 16), (13, 5)),
+    "mirrored8": ((70, 16),),
+}
+_BASIC = ("sgd", "mask")
+# One worker runs all tests of a case: they share the one-device results.
+_NAMES = [
+    pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in CASES
+]
+
+
+@pytest.mark.parametrize("strategy", list(_QUICK))
+@pytest.mark.parametrize("name", _NAMES)
+def test_equals_one_device(name, strategy):
+    seen = ("evaluate",) if name in LOSSES | METRICS else ()
+    check(name, strategy, _QUICK[strategy], seen)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "name", [p for p in _NAMES if p.values[0] in _BASIC]
+)
+def test_basic_cases_equal_one_device_everywhere(name, strategy):
+    check(name, strategy, PAIRS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", _NAMES)
+def test_every_case_equals_one_device_everywhere(name, strategy):
+    check(name, strategy, PAIRS)

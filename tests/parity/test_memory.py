@@ -1,0 +1,59 @@
+"""No device holds much more than its share of an indivisible batch."""
+
+import jax
+import keras
+import pytest
+from keras import layers
+
+import keras_strategies as ks
+from keras_strategies._core.batches import Segment, padded_rows
+from keras_strategies.keras_bridge.functions import make_program
+
+
+@pytest.mark.parametrize("rows", [2047, 2045, 1537])
+def test_indivisible_batch_needs_at_most_a_fifth_more(rows):
+    strategy = ks.MirroredStrategy(jax.devices()[:4])
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((512,))]
+            + [layers.Dense(512, "relu") for _ in range(6)]
+            + [layers.Dense(10)]
+        )
+        model.compile(
+            "adam",
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+        )
+        model.optimizer.build(model.trainable_variables)
+    type(model)._symbolic_build(
+        model, data_batch=(jax.numpy.zeros((4, 512)), jax.numpy.zeros((4,)))
+    )
+    mesh = strategy._runtime.mesh
+    program = make_program(model, mesh)
+    state = tuple(
+        [
+            jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=mesh.whole)
+            for v in group
+        ]
+        for group in (
+            model.trainable_variables,
+            model.non_trainable_variables,
+            model.optimizer.variables,
+            model.metrics_variables,
+        )
+    )
+
+    def temporary_bytes(rows):
+        padded = padded_rows(rows, 4)
+        data = (
+            jax.ShapeDtypeStruct((padded, 512), "float32", sharding=mesh.split),
+            jax.ShapeDtypeStruct((padded,), "int32", sharding=mesh.split),
+        )
+        segment = Segment(data=data, rows=rows, steps=1)
+        lower = program.lower_whole if rows % 4 else program.lower
+        return (
+            lower(state, segment).compile().memory_analysis().temp_size_in_bytes
+        )
+
+    divisible = temporary_bytes(padded_rows(rows, 4))
+    assert temporary_bytes(rows) <= 1.2 * divisible
