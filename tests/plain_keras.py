@@ -47,8 +47,9 @@ def run_both(build, act, *, replicas=2, is_fresh=False, **compile_args):
     if pair is None:
         strategies = (None, mirrored(replicas))
         pair = [_make(build, s, compile_args) for s in strategies]
-        # The arguments are held too, so that their ids stay theirs.
-        _pairs[key] = pair = (*pair, compile_args)
+        if not is_fresh:
+            # The arguments are held too, so that their ids stay theirs.
+            _pairs[key] = pair = (*pair, compile_args)
     results = []
     for model, first in pair[:2]:
         for variable, value in first:

@@ -9,79 +9,27 @@ import jax
 import keras
 import numpy as np
 import pytest
-from jax.experimental import sparse
 
 import keras_strategies as ks
+from tests.mistakes import (
+    X,
+    Y,
+    assert_refused,
+    assert_text,
+    assert_usable,
+    compiled,
+    iter_of,
+    no_data_left,
+    no_shuffle,
+    not_built,
+    one_input,
+)
 from tests.plain_keras import assert_same, dense, mirrored
-
-_random = np.random.default_rng(0)
-X = _random.normal(size=(22, 3)).astype("float32")
-Y = _random.normal(size=(22, 1)).astype("float32")
-
-no_data_left = pytest.mark.filterwarnings(
-    "ignore:Your input ran out of data:UserWarning"
-)
-no_shuffle = pytest.mark.filterwarnings(
-    "ignore:.shuffle=True. was passed:UserWarning"
-)
-
-
-def one_input():
-    return keras.Sequential([keras.Input((3,)), dense(1)])
-
-
-def not_built():
-    return keras.Sequential([dense(1)])
-
-
-def compiled(strategy, build=one_input):
-    with strategy.scope():
-        model = build()
-        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
-    return model
 
 
 @pytest.fixture
 def model():
     return compiled(mirrored(2))
-
-
-def assert_text(error, *parts):
-    """Asserts that an error has all four parts."""
-    text = str(error.value)
-    for part in ("Received", *parts):
-        assert part in text, text
-    # The cure follows what was received.
-    received = text.index("Received")
-    assert "." in text[received:].rstrip(".")
-
-
-def assert_usable(model, x=X, y=Y):
-    """Asserts that weights can be read, and that the model trains on."""
-    for weight in model.get_weights():
-        assert np.isfinite(weight).all()
-    for variable in model.optimizer.variables:
-        np.asarray(variable.value)
-    before = model.get_weights()
-    model.fit(x, y, batch_size=8, verbose=0)
-    model.evaluate(x, y, verbose=0)
-    model.predict(x, verbose=0)
-    after = model.get_weights()
-    assert not before or any(
-        (a != b).any() for a, b in zip(before, after, strict=True)
-    )
-
-
-def assert_refused(model, act, error, *parts, x=X, y=Y):
-    """Asserts that `act` fails before any step, and that no harm is done."""
-    before = model.get_weights() if model.built else None
-    with pytest.raises(error) as caught:
-        act()
-    assert_text(caught, *parts)
-    if before is not None:
-        assert_same(before, model.get_weights(), tolerance=0)
-    assert not model.optimizer.built or int(model.optimizer.iterations) == 0
-    assert_usable(model, x, y)
 
 
 # Strategies.
@@ -218,10 +166,6 @@ NO_ROWS = {
 }
 
 
-def iter_of(*batches):
-    yield from batches
-
-
 @no_shuffle
 @pytest.mark.filterwarnings("error:Your input ran out of data:UserWarning")
 @pytest.mark.parametrize("loop", ["fit", "evaluate", "predict"])
@@ -316,9 +260,7 @@ def test_a_leaf_without_rows_is_refused():
     def fit():
         model.fit(iter_of((bad, Y)), verbose=0)
 
-    assert_refused(
-        model, fit, ValueError, "rank 0", "'b'", "Repeat", x=good
-    )
+    assert_refused(model, fit, ValueError, "rank 0", "'b'", "Repeat", x=good)
     for act in (
         lambda: model.train_on_batch(bad, Y),
         lambda: model.test_on_batch(bad, Y),
@@ -364,264 +306,6 @@ def test_strings_of_tf_data_are_refused(model):
         model.fit(data, verbose=0, shuffle=False)
 
     assert_refused(model, act, TypeError, "numbers")
-
-
-# Sparse data are read as dense ones.
-
-DENSE = np.where(np.abs(X) > 1, X, 0).astype("float32")
-
-
-def scipy_rows():
-    from scipy.sparse import csr_matrix
-
-    return csr_matrix(DENSE)
-
-
-def scipy_array_rows():
-    from scipy.sparse import csr_array
-
-    return csr_array(DENSE)
-
-
-def jax_rows():
-    return sparse.BCOO.fromdense(DENSE)
-
-
-def tf_rows():
-    import tensorflow as tf
-
-    return tf.sparse.from_dense(DENSE)
-
-
-SPARSE = {
-    "scipy matrix": scipy_rows,
-    "scipy array": scipy_array_rows,
-    "jax": jax_rows,
-    "tf": tf_rows,
-}
-
-
-def all_loops(model, data):
-    """The numbers of every loop on `data()`, an x and a y."""
-    options = {"verbose": 0}
-    x, y = data()
-    results = [
-        model.fit(x, y, batch_size=8, shuffle=False, **options).history,
-        model.evaluate(x, y, batch_size=8, **options),
-        model.predict(x, batch_size=8, **options),
-    ]
-    return results, model.get_weights()
-
-
-@pytest.mark.parametrize("kind", SPARSE)
-def test_sparse_arrays_give_the_dense_numbers(kind):
-    plain = one_input()
-    plain.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
-    expected = all_loops(plain, lambda: (DENSE, Y))
-    ours = compiled(mirrored(2))
-    assert_same(expected, all_loops(ours, lambda: (SPARSE[kind](), Y)))
-
-
-@pytest.mark.parametrize("kind", ["scipy matrix", "scipy array", "jax", "tf"])
-def test_sparse_batches_give_the_dense_numbers(kind):
-    plain = one_input()
-    plain.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
-    expected = [
-        plain.train_on_batch(DENSE, Y),
-        plain.test_on_batch(DENSE, Y),
-        plain.predict_on_batch(DENSE),
-    ]
-    ours = compiled(mirrored(2))
-    x = SPARSE[kind]()
-    found = [
-        ours.train_on_batch(x, Y),
-        ours.test_on_batch(x, Y),
-        ours.predict_on_batch(x),
-    ]
-    assert_same(expected, found)
-
-
-@no_shuffle
-@no_data_left
-@pytest.mark.parametrize("kind", ["scipy matrix", "jax", "tf"])
-def test_sparse_generators_give_the_dense_numbers(kind):
-    plain = one_input()
-    plain.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
-    expected = plain.fit(DENSE, Y, batch_size=22, verbose=0).history
-    ours = compiled(mirrored(2))
-    data = iter_of((SPARSE[kind](), Y))
-    assert_same(expected, ours.fit(data, verbose=0).history)
-
-
-@no_shuffle
-def test_sparse_tf_data_gives_the_dense_numbers():
-    import tensorflow as tf
-
-    plain = one_input()
-    plain.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
-    expected = plain.fit(
-        DENSE, Y, batch_size=8, shuffle=False, verbose=0
-    ).history
-    data = tf.data.Dataset.from_tensor_slices((tf_rows(), Y)).batch(8)
-    ours = compiled(mirrored(2))
-    assert_same(expected, ours.fit(data, verbose=0).history)
-    assert_same(
-        plain.predict(DENSE, verbose=0), ours.predict(data, verbose=0)
-    )
-
-
-# Batches that change.
-
-
-def then(other, *, epoch):
-    """Two epochs of three batches; `other` in the middle of one of them."""
-    good = (X[:4], Y[:4])
-    batches = [good] * 6
-    batches[3 * epoch + 1] = other
-    return iter_of(*batches)
-
-
-CHANGED = {
-    "structure": (X[:4], Y[:4], np.ones(4, "float32")),
-    "dict": ({"x": X[:4]}, Y[:4]),
-    "dtype": (X[:4].astype("int32"), Y[:4]),
-    "rank": (X[:4, :, None], Y[:4]),
-}
-
-
-@no_shuffle
-@pytest.mark.parametrize("epoch", [0, 1])
-@pytest.mark.parametrize("kind", CHANGED)
-@pytest.mark.parametrize("steps", [1, 3])
-def test_a_batch_that_changes_is_refused(kind, epoch, steps):
-    model = compiled(mirrored(2))
-    model.steps_per_execution = steps
-    with pytest.raises(ValueError, match="same structure") as caught:
-        model.fit(
-            then(CHANGED[kind], epoch=epoch),
-            epochs=2,
-            steps_per_epoch=3,
-            verbose=0,
-        )
-    assert_text(caught, "float32[4, 3]", f"batch {3 * epoch + 1}")
-    good_steps = 3 * epoch + (1 if steps == 1 else 0)
-    assert int(model.optimizer.iterations) == good_steps
-    assert_usable(model)
-
-
-@no_shuffle
-@pytest.mark.parametrize("loop", ["evaluate", "predict"])
-def test_a_batch_that_changes_is_refused_elsewhere_too(loop, model):
-    before = model.get_weights()
-    with pytest.raises(ValueError, match="same structure"):
-        getattr(model, loop)(then(CHANGED["rank"], epoch=0), verbose=0)
-    assert_same(before, model.get_weights(), tolerance=0)
-    assert_usable(model)
-
-
-@no_shuffle
-def test_a_wrong_number_of_features_leaves_the_model_usable(model):
-    wrong = (np.zeros((4, 5), "float32"), Y[:4])
-    with pytest.raises(ValueError):
-        model.fit(then(wrong, epoch=0), steps_per_epoch=3, verbose=0)
-    assert int(model.optimizer.iterations) == 1
-    assert_usable(model)
-
-
-class Trouble(Exception):
-    """The user's own."""
-
-
-@no_shuffle
-@pytest.mark.parametrize("epoch", [0, 1])
-@pytest.mark.parametrize("steps", [1, 2])
-def test_a_users_exception_arrives_unchanged(epoch, steps):
-    model = compiled(mirrored(2))
-    model.steps_per_execution = steps
-    trouble = Trouble("disk on fire")
-
-    def data():
-        for _ in range(3 + 3 * epoch):
-            yield X[:4], Y[:4]
-        raise trouble
-
-    with pytest.raises(Trouble) as caught:
-        model.fit(data(), epochs=3, steps_per_epoch=4, verbose=0)
-    assert caught.value is trouble
-    assert int(model.optimizer.iterations) > 0
-    assert_usable(model)
-
-
-@no_shuffle
-@pytest.mark.parametrize("loop", ["evaluate", "predict"])
-def test_a_users_exception_arrives_unchanged_elsewhere_too(loop, model):
-    before = model.get_weights()
-
-    def data():
-        for _ in range(3):
-            yield X[:4], Y[:4]
-        raise Trouble("disk on fire")
-
-    with pytest.raises(Trouble):
-        getattr(model, loop)(data(), verbose=0)
-    assert_same(before, model.get_weights(), tolerance=0)
-    assert_usable(model)
-
-
-@pytest.mark.parametrize(
-    "event", ["on_train_batch_begin", "on_train_batch_end", "on_epoch_end"]
-)
-def test_a_callbacks_exception_leaves_the_model_usable(model, event):
-    def fail(*args, **kwargs):
-        raise Trouble(event)
-
-    callback = keras.callbacks.Callback()
-    setattr(callback, event, fail)
-    with pytest.raises(Trouble):
-        model.fit(X, Y, batch_size=8, callbacks=[callback], verbose=0)
-    assert_usable(model)
-
-
-@pytest.mark.parametrize(
-    ("loop", "event"),
-    [
-        ("evaluate", "on_test_batch_begin"),
-        ("evaluate", "on_test_batch_end"),
-        ("predict", "on_predict_batch_begin"),
-        ("predict", "on_predict_batch_end"),
-    ],
-)
-def test_a_callbacks_exception_keeps_the_weights(model, loop, event):
-    def fail(*args, **kwargs):
-        raise Trouble(event)
-
-    callback = keras.callbacks.Callback()
-    setattr(callback, event, fail)
-    before = model.get_weights()
-    with pytest.raises(Trouble):
-        getattr(model, loop)(X, callbacks=[callback], verbose=0)
-    assert_same(before, model.get_weights(), tolerance=0)
-    assert_usable(model)
-
-
-def test_an_exception_in_the_models_code_leaves_it_usable():
-    class Faulty(keras.Model):
-        fails = True
-
-        def __init__(self):
-            super().__init__()
-            self.dense = dense(1)
-
-        def call(self, inputs, training=False):
-            if training and self.fails:
-                raise Trouble("in call")
-            return self.dense(inputs)
-
-    model = compiled(mirrored(2), Faulty)
-    with pytest.raises(Trouble):
-        model.fit(X, Y, batch_size=8, verbose=0)
-    model.fails = False
-    assert_usable(model)
 
 
 # Strategies that are mixed.
@@ -763,20 +447,6 @@ def test_both_weights_are_refused(model):
             X, Y, sample_weight=np.ones(22), class_weight={0: 1.0}, verbose=0
         )
     assert_usable(model)
-
-
-def test_a_predict_output_without_rows_is_refused():
-    class Total(keras.layers.Layer):
-        def call(self, inputs):
-            return keras.ops.sum(inputs)
-
-    def build():
-        return keras.Sequential([keras.Input((3,)), Total()])
-
-    model = mirrored(2).attach(build())
-    with pytest.raises(ValueError, match="first dimension") as caught:
-        model.predict(X, verbose=0)
-    assert_text(caught, "rows")
 
 
 @no_shuffle

@@ -4,7 +4,8 @@ XLA's CPU collectives wait for each other in a thread pool. With more virtual
 devices than cores, a second program that starts before the first has ended
 can take the threads the first one waits for, and the process is aborted after
 40 s. So on CPU at most one mapped program is in flight, whichever strategy or
-thread started it. GPU and TPU queue programs by themselves.
+thread started it; the host reads the next batch meanwhile. GPU and TPU queue
+programs by themselves.
 """
 
 import threading
@@ -15,21 +16,27 @@ import jax
 
 from keras_strategies._core.mesh import ReplicaMesh
 
-_cpu_turn = threading.RLock()
+_turn = threading.Lock()
+_in_flight: jax.Array | None = None
 
 
 def dispatch(mesh: ReplicaMesh, fn: Callable[..., Any], *args: Any) -> Any:
-    """Calls a compiled program; on several CPUs returns when it has ended."""
+    """Calls a compiled program; on several CPUs when the last one has ended.
+
+    Args:
+      mesh: Where the program runs.
+      fn: The program; returns a tuple whose first entry (logs, outputs) is
+        not donated to another program.
+      *args: Its arguments.
+    """
+    global _in_flight
     if mesh.platform != "cpu" or mesh.num_replicas == 1:
         return fn(*args)
-    with _cpu_turn:
+    with _turn:
+        if _in_flight is not None and not _in_flight.is_deleted():
+            _in_flight.block_until_ready()
         result = fn(*args)
-        leaves = jax.tree.leaves(result)
-        if leaves:
-            # All outputs of a program become ready together.
-            min(leaves, key=_size).block_until_ready()
+        # All outputs of a program become ready together.
+        leaves = jax.tree.leaves(result[0]) or jax.tree.leaves(result)
+        _in_flight = leaves[0] if leaves else None
         return result
-
-
-def _size(leaf: jax.Array) -> int:
-    return leaf.size

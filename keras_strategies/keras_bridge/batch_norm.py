@@ -54,7 +54,7 @@ def global_moments(
             return value
         return all_mean(value, step.axis)
 
-    axes = list(layer._reduction_axes)
+    axes = list(layer._reduction_axes or ())
     if mask is None:
         mean = over_replicas(ops.mean(inputs, axes, keepdims=True))
         difference = ops.square(inputs - mean)

@@ -91,7 +91,7 @@ class Binding:
     def remove(self) -> None:
         """Gives the model back as a plain Keras model on one device."""
         for name in (*_LOOPS, *_MAKERS, _BUILDER, _ATTRIBUTE):
-            vars(self.model).pop(name, None)
+            self.model.__dict__.pop(name, None)
         self._functions.reset()
         layout.release(all_variables(self.model))
 
@@ -242,6 +242,9 @@ class Binding:
                 ):
                     self.model(x)
                 break
+            if isinstance(iterator, EpochIterator):
+                # Tells the data that this epoch is over.
+                iterator.reset()
         self._adopt()
 
     def _adopt(self) -> None:

@@ -1,7 +1,7 @@
 """The train, test and predict functions that Keras's loops call."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -35,6 +35,23 @@ _GROUPS = {
 
 _DONATED = {"train": (0, 1, 2, 3), "test": (2,), "predict": ()}
 _OPTIMIZED = {"train": (0, 2), "test": ()}
+
+
+class Values(Sequence[Any]):
+    """A group's arrays as Keras's loop holds them.
+
+    Keras stores the state on the model after every step and would wrap each
+    entry of a list to track it, which costs more than a small step.
+    """
+
+    def __init__(self, arrays: Sequence[Any]) -> None:
+        self._arrays = arrays
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._arrays[index]
 
 
 class Functions:
@@ -111,7 +128,9 @@ class Functions:
             try:
                 execution = _execution(next(iterator), mesh)
                 last = self._last.pop(kind, None)
-                if state is not last:
+                if state is last:
+                    state = tuple(map(list, state))
+                else:
                     holders = _holders(model, groups, last)
                     for g, group in enumerate(state):
                         state_lib.own(
@@ -131,6 +150,7 @@ class Functions:
                 model._jax_state = dict(zip(groups, state, strict=True))
                 model._jax_state_synced = False
                 raise
+            state = tuple(map(Values, state))
             self._last[kind] = state
             if kind == "predict" and len(done) > 1:
                 outputs = _concatenated(done)
@@ -211,11 +231,13 @@ def _variables(
 def _holders(
     model: keras.Model, groups: tuple[str, ...], last: Any
 ) -> list[Any]:
-    """Lists that hold the last step's arrays: ours and Keras's copy of it."""
+    """Groups that hold the last step's arrays: ours and Keras's."""
     holders = [] if last is None else [last]
     kept = getattr(model, "_jax_state", None)
     if kept and all(name in kept for name in groups):
-        holders.append([kept[name] for name in groups])
+        kept = [kept[name] for name in groups]
+        if last is None or kept[0] is not last[0]:
+            holders.append(kept)
     return holders
 
 

@@ -114,14 +114,16 @@ def adopt(
     moved = []
     for variable in variables:
         value = variable._value
-        if variable._layout is mesh.whole and value is not None:
-            if value.sharding == mesh.whole:
+        if value is None:
+            variable._layout = mesh.whole
+            continue
+        if variable._layout is mesh.whole:
+            if value.sharding.is_equivalent_to(mesh.whole, value.ndim):
                 continue
-        elif value is not None:
+        else:
             _check_home(variable, value, mesh)
         variable._layout = mesh.whole
-        if value is not None:
-            moved.append(variable)
+        moved.append(variable)
     if moved:
         copies = [
             jnp.copy(value)
@@ -164,7 +166,7 @@ class _Creators(threading.local):
 _creators = _Creators()
 _patch_lock = threading.RLock()
 _num_open = 0
-_original_init: Callable[..., None] | None = None
+_original_init: Any = None
 
 
 @contextlib.contextmanager

@@ -1,7 +1,9 @@
 """The compiled program of predict steps.
 
 A batch that the replicas cannot share evenly runs with its padding, which no
-row's prediction can see, and the padding is cut off on the host.
+row's prediction can see, and the padding is cut off on the host. A model
+with an output that is not one entry for each row (several, or none) runs its
+step once over the whole batch: only so is the order of the entries known.
 """
 
 from collections.abc import Callable
@@ -21,7 +23,7 @@ from keras_strategies._core.replica_map import (
 )
 from keras_strategies._core.step_context import StepContext, step_scope
 from keras_strategies.keras_bridge import state as state_lib
-from keras_strategies.keras_bridge.programs import changed_values
+from keras_strategies.keras_bridge.programs import changed_values, whole_rows
 from keras_strategies.keras_bridge.trace_hooks import trace_hooks
 
 PredictState = tuple[list[Any], list[Any]]
@@ -47,16 +49,18 @@ class PredictProgram:
         self._variables = non_trainable
         self._mesh = mesh
         self._one = jax.jit(self._mapped(self._replica_step, stacked=False))
-        self._many = jax.jit(self._mapped(self._scanned_step, stacked=True))
+        many = self._scanned(self._replica_step)
+        self._many = jax.jit(self._mapped(many, stacked=True))
+        self._whole = jax.jit(
+            self._whole_step, static_argnums=(3, 4), out_shardings=mesh.whole
+        )
+        self._is_by_rows = True
 
     def __call__(
         self, state: PredictState, segment: Segment
     ) -> tuple[Any, PredictState]:
         """Predicts the segment's rows; returns outputs, rows first, state."""
-        fn = self._one if segment.steps == 1 else self._many
-        outputs, changed = dispatch(
-            self._mesh, fn, *state, segment.data
-        )
+        outputs, changed = self._run(state, segment)
         if changed:
             group = list(state[1])
             for k, value in changed.items():
@@ -64,18 +68,29 @@ class PredictProgram:
             state = (state[0], group)
         return self._rows(outputs, segment), state
 
+    def _run(self, state: PredictState, segment: Segment) -> Any:
+        if self._is_by_rows:
+            fn = self._one if segment.steps == 1 else self._many
+            try:
+                return dispatch(self._mesh, fn, *state, segment.data)
+            except _NotByRows:
+                self._is_by_rows = False
+        shape = (segment.rows, segment.steps)
+        return dispatch(self._mesh, self._whole, *state, segment.data, *shape)
+
     def _rows(self, outputs: Any, segment: Segment) -> Any:
         padded = jax.tree.leaves(segment.data)[0].shape[segment.steps > 1]
-        if segment.steps == 1 and padded == segment.rows:
+        is_padded = self._is_by_rows and padded != segment.rows
+        if segment.steps == 1 and not is_padded:
             return outputs
 
         def cut(output: jax.Array) -> np.ndarray:
             host = np.asarray(output)
             if segment.steps == 1:
                 host = host[None]
-            # An output may hold several entries for a row.
-            entries = host.shape[1] // padded * segment.rows
-            return host[:, :entries].reshape(-1, *host.shape[2:])
+            if is_padded:
+                host = host[:, : segment.rows]
+            return host.reshape(-1, *host.shape[2:])
 
         return jax.tree.map(cut, outputs)
 
@@ -97,20 +112,12 @@ class PredictProgram:
         rows = jax.tree.leaves(data)[0].shape[0]
         step = StepContext(mesh=self._mesh, rows=rows)
         if step.num_replicas == 1:
-            outputs, new = self._step((list(trainable), list(old)), data)
-            return outputs, changed_values(old, new)
+            return self._whole_body(trainable, old, data)
         folded = state_lib.fold_seeds(self._variables, old, step)
         with trace_hooks(), step_scope(step):
             outputs, new = self._step((list(trainable), list(folded)), data)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(outputs):
-            if not leaf.shape or leaf.shape[0] % rows:
-                raise ValueError(
-                    "Every output of a distributed `predict` must have the "
-                    "batch's rows as its first dimension. Received: output "
-                    f"{jax.tree_util.keystr(path) or '0'} of shape "
-                    f"{leaf.shape} for {rows} rows. Return one entry for "
-                    "each row, or call the model directly."
-                )
+        if any(np.shape(o)[:1] != (rows,) for o in jax.tree.leaves(outputs)):
+            raise _NotByRows
         plan = state_lib.Merge(step=step)
         finish = state_lib.plan_merge(plan, self._variables, old, folded, new)
         merged = finish(plan.sums())
@@ -120,18 +127,43 @@ class PredictProgram:
         }
         return outputs, changed
 
-    def _scanned_step(
+    def _whole_step(
+        self,
+        trainable: list[Any],
+        old: list[Any],
+        data: Any,
+        rows: int,
+        steps: int,
+    ) -> Any:
+        data = whole_rows(data, rows, self._mesh, stacked=steps > 1)
+        body = self._whole_body
+        if steps > 1:
+            body = self._scanned(body)
+        return body(trainable, old, data)
+
+    def _whole_body(
         self, trainable: list[Any], old: list[Any], data: Any
     ) -> Any:
-        keys: list[str] = []
+        outputs, new = self._step((list(trainable), list(old)), data)
+        return outputs, changed_values(old, new)
 
-        def one(carry: list[Any], batch: Any) -> Any:
-            outputs, changed = self._replica_step(trainable, carry, batch)
-            keys[:] = list(changed)
-            carry = list(carry)
-            for k, value in changed.items():
-                carry[int(k)] = value
-            return carry, outputs
+    def _scanned(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        def many(trainable: list[Any], old: list[Any], data: Any) -> Any:
+            keys: list[str] = []
 
-        carry, outputs = jax.lax.scan(one, list(old), data)
-        return outputs, {k: carry[int(k)] for k in keys}
+            def one(carry: list[Any], batch: Any) -> Any:
+                outputs, changed = body(trainable, carry, batch)
+                keys[:] = list(changed)
+                carry = list(carry)
+                for k, value in changed.items():
+                    carry[int(k)] = value
+                return carry, outputs
+
+            carry, outputs = jax.lax.scan(one, list(old), data)
+            return outputs, {k: carry[int(k)] for k in keys}
+
+        return many
+
+
+class _NotByRows(Exception):
+    """Raised by a trace: an output's first dimension is not the rows."""

@@ -17,7 +17,6 @@ from keras_strategies._core.batches import Segment, padded_rows
 from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import (
-    all_sum,
     replica_map,
     split_spec,
     whole_spec,

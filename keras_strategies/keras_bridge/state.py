@@ -160,12 +160,13 @@ def _finisher(
     rule = _rule(variable, step, is_metric)
     if rule == metric_rules.SAME:
         return lambda sums: new
+    number = new.astype("int32") if _is_bool(new) else new
     if rule in ("max", "any"):
-        reduced = all_max(new.astype("int8") if _is_bool(new) else new, step.axis)
-        return lambda sums: reduced
+        largest = all_max(number, step.axis)
+        return lambda sums: largest
     if rule in ("min", "all"):
-        reduced = all_min(new.astype("int8") if _is_bool(new) else new, step.axis)
-        return lambda sums: reduced
+        smallest = all_min(number, step.axis)
+        return lambda sums: smallest
     if rule == "sum":
         place = plan.add(new - old)
         return lambda sums: old + sums[place]
@@ -176,8 +177,7 @@ def _finisher(
         place = plan.add(new / step.num_replicas)
         return lambda sums: sums[place]
     is_first = replica_id(step.axis) == 0
-    value = new.astype("int32") if _is_bool(new) else new
-    place = plan.add(jnp.where(is_first, value, jnp.zeros_like(value)))
+    place = plan.add(jnp.where(is_first, number, jnp.zeros_like(number)))
     return lambda sums: sums[place]
 
 
@@ -234,7 +234,7 @@ def own(
     pointers: set[int] = set()
     for i, variable in enumerate(variables):
         value = group[i]
-        if value.sharding != sharding:
+        if not value.sharding.is_equivalent_to(sharding, value.ndim):
             value = jnp.copy(jax.device_put(value, sharding))
         elif donate:
             known = sum(i < len(h) and h[i] is value for h in holders)

@@ -196,11 +196,11 @@ def _reduce_values(
         or tuple(values.shape) in ((), (0,))
     ):
         return original(values, sample_weight, reduction)
-    total = ops.sum(values)
+    total = jnp.sum(values)
     if reduction == "sum":
         return total * step.num_replicas
     if reduction == "mean_with_sample_weight" and sample_weight is not None:
-        weight = ops.cast(ops.sum(sample_weight), total.dtype)
+        weight = jnp.sum(sample_weight).astype(total.dtype)
         return ops.divide_no_nan(total, all_mean(weight, step.axis))
     return original(values, sample_weight, reduction)
 
@@ -227,7 +227,7 @@ def _apply_mask(
     weighted = original(
         sample_weight, mask=mask, dtype=dtype, reduction=reduction
     )
-    kept = ops.sum(ops.cast(mask, weighted.dtype))
+    kept = jnp.sum(jnp.asarray(mask, dtype=weighted.dtype))
     mean_kept = all_mean(kept, step.axis)
     return weighted * ops.divide_no_nan(kept, mean_kept)
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies.keras_bridge.layout import ReplicaDistribution, Registry
+from keras_strategies.keras_bridge.layout import Registry, ReplicaDistribution
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -78,9 +78,9 @@ def test_all_sum_takes_any_number_of_scalars(count, flat):
 
 @pytest.mark.parametrize("flat", [True, False])
 def test_all_sum_takes_python_numbers(flat):
-    sums = mapped(
-        lambda x: rm.all_sum([1, 2.5, x.sum()], AXIS, flat=flat), 2
-    )(np.zeros(2, "float32"))
+    sums = mapped(lambda x: rm.all_sum([1, 2.5, x.sum()], AXIS, flat=flat), 2)(
+        np.zeros(2, "float32")
+    )
     assert [float(s) for s in sums] == [2.0, 5.0, 0.0]
 
 

@@ -199,9 +199,7 @@ def test_the_seeds_stay_replicated_and_advance_as_on_one_device(replicas):
         assert len(np.unique(np.concatenate(drawn))) == 48
         return np.asarray(model.layers[0].seed_generator.state.value)
 
-    (plain, _), (ours, _) = run_both(
-        lambda: drawing(3), act, replicas=replicas
-    )
+    (plain, _), (ours, _) = run_both(lambda: drawing(3), act, replicas=replicas)
     np.testing.assert_array_equal(ours, plain)
 
 

@@ -207,9 +207,7 @@ def test_an_epoch_of_arrays_ends_at_steps_per_epoch():
     ("replicas", "rows", "batch", "steps"),
     [(2, 70, 16, 3), (3, 64, 16, 2), (8, 13, 5, 10), (3, 3, 8, 4)],
 )
-def test_evaluate_and_predict_are_plain_keras_own(
-    replicas, rows, batch, steps
-):
+def test_evaluate_and_predict_are_plain_keras_own(replicas, rows, batch, steps):
     def act(model):
         seen = Events()
         options = {"batch_size": batch, "verbose": 0, "callbacks": [seen]}

@@ -1,0 +1,3 @@
+"""The command `keras-strategies`."""
+
+from keras_strategies.cli.main import main as main

@@ -1,0 +1,259 @@
+"""What `Strategy.describe` shows: the mesh drawn, and a table of variables."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+
+import jax
+import keras
+import rich.box
+from jax.sharding import NamedSharding, Sharding
+from rich.columns import Columns
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+# Above these, the middle of a sequence is left out.
+MAX_DEVICES = 16
+MAX_DEVICES_OF_PROCESS = 4
+MAX_PROCESSES = 4
+MAX_VARIABLES = 40
+
+BYTES_PER_MB = 1e6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VariableRow:
+    """One variable, as the table shows it.
+
+    Attributes:
+      path: Its name with those of its layers.
+      shape: Its global shape, of any rank; None if it is not known yet.
+      dtype: Its type.
+      sharding: Where it lies, in words.
+      num_bytes: Bytes on each device that holds a part of it.
+    """
+
+    path: str
+    shape: tuple[int | None, ...] | None
+    dtype: str
+    sharding: str
+    num_bytes: int
+
+
+def describe_table(
+    devices: Sequence[jax.Device],
+    axis_name: str,
+    variables: Sequence[keras.Variable],
+) -> Group:
+    """Draws a mesh and lists variables.
+
+    Args:
+      devices: The devices, in the order of the replica ids.
+      axis_name: Name of the mesh axis that the replicas lie on.
+      variables: The variables; one given twice is listed once.
+
+    Returns:
+      Something a `rich.console.Console` prints, in lines that the number of
+      devices and of variables does not let grow without bound.
+    """
+    return Group(
+        draw_mesh(devices, axis_name), tabulate_variables(devices, variables)
+    )
+
+
+def draw_mesh(devices: Sequence[jax.Device], axis_name: str) -> Group:
+    """Draws a box for each replica, with a heading for each process.
+
+    Args:
+      devices: The devices, in the order of the replica ids.
+      axis_name: Name of the mesh axis that the replicas lie on.
+
+    Returns:
+      A heading and the boxes; beyond 16 devices or 4 processes the first
+      few, "..." and the last.
+    """
+    groups = _by_process(devices)
+    is_many = len(devices) > MAX_DEVICES
+    num_shown = len(devices)
+    if is_many:
+        # One process has the whole drawing to itself.
+        num_shown = MAX_DEVICES_OF_PROCESS * (2 if len(groups) == 1 else 1)
+    parts: list[RenderableType] = [_heading(devices, axis_name, len(groups))]
+    for group in _abbreviate(groups, MAX_PROCESSES if is_many else len(groups)):
+        if group is None:
+            parts.append(Text("..."))
+            continue
+        process_id, replicas = group
+        if len(groups) > 1:
+            count = _count(len(replicas), "replica")
+            parts.append(Text(f"process {process_id}: {count}"))
+        boxes = [_box(item) for item in _abbreviate(replicas, num_shown)]
+        parts.append(Columns(boxes, padding=(0, 0)))
+    return Group(*parts)
+
+
+def tabulate_variables(
+    devices: Sequence[jax.Device], variables: Sequence[keras.Variable]
+) -> Table:
+    """Lists variables with where they lie and what they cost.
+
+    Args:
+      devices: The devices of the mesh.
+      variables: The variables; one given twice is listed once.
+
+    Returns:
+      A table with totals in its footer; beyond 40 variables it has the 40
+      that take most memory on a device.
+    """
+    distinct = {id(variable): variable for variable in variables}.values()
+    rows = [describe_variable(variable, devices) for variable in distinct]
+    shown = rows
+    if len(rows) > MAX_VARIABLES:
+        shown = sorted(rows, key=lambda row: -row.num_bytes)[:MAX_VARIABLES]
+    table = Table(box=rich.box.SIMPLE_HEAD, show_footer=True)
+    elements = sum(_num_elements(row) for row in rows)
+    footers = (
+        _count(len(rows), "variable"),
+        f"{elements:,}",
+        "",
+        "",
+        _megabytes(sum(row.num_bytes for row in rows)),
+    )
+    headers = ("variable", "shape", "dtype", "sharding", "MB per device")
+    for header, footer in zip(headers, footers, strict=True):
+        is_number = header == "MB per device"
+        table.add_column(
+            header,
+            footer,
+            justify="right" if is_number else "left",
+            no_wrap=True,
+            overflow="ellipsis",
+        )
+    for row in shown:
+        # Text, as a path may hold what rich takes for markup.
+        cells = (row.path, _shape(row), row.dtype, row.sharding)
+        table.add_row(*map(Text, cells), _megabytes(row.num_bytes))
+    if len(rows) > len(shown):
+        table.add_row(f"... and {len(rows) - len(shown)} more")
+    return table
+
+
+def describe_variable(
+    variable: keras.Variable, devices: Sequence[jax.Device]
+) -> VariableRow:
+    """The facts of one variable.
+
+    Args:
+      variable: A variable, built or not.
+      devices: The devices of the mesh.
+
+    Returns:
+      Its row; "not built", with no bytes, if it has no value yet.
+    """
+    # `variable.value` would draw a value for one that has none.
+    array = getattr(variable, "_value", None)
+    shape = None if variable.shape is None else tuple(variable.shape)
+    dtype = keras.backend.standardize_dtype(variable.dtype)
+    sharding, num_bytes = "not built", 0
+    if array is not None:
+        sharding = describe_sharding(array.sharding, devices)
+        part = array.sharding.shard_shape(array.shape)
+        num_bytes = math.prod(part) * array.dtype.itemsize
+    return VariableRow(
+        path=variable.path,
+        shape=shape,
+        dtype=dtype,
+        sharding=sharding,
+        num_bytes=num_bytes,
+    )
+
+
+def describe_sharding(
+    sharding: Sharding, devices: Sequence[jax.Device]
+) -> str:
+    """Where an array lies, in words.
+
+    Args:
+      sharding: The array's sharding.
+      devices: The devices of the mesh.
+
+    Returns:
+      "replicated" if each of `devices` holds it whole; otherwise the
+      partition spec, or the devices it is on.
+    """
+    held = sharding.device_set
+    if sharding.is_fully_replicated:
+        if held == set(devices):
+            return "replicated"
+        if len(held) == 1:
+            return f"on {_name(*held)}"
+        return f"replicated on {len(held)} devices"
+    if isinstance(sharding, NamedSharding):
+        return str(sharding.spec)
+    return type(sharding).__name__
+
+
+def _heading(
+    devices: Sequence[jax.Device], axis_name: str, num_processes: int
+) -> Text:
+    kinds = sorted({device.device_kind for device in devices})
+    text = (
+        f"Mesh: {_count(len(devices), 'replica')} on axis {axis_name!r}, "
+        f"{', '.join(kinds)}"
+    )
+    if num_processes > 1:
+        text += f", {num_processes} processes"
+    return Text(text)
+
+
+def _by_process(
+    devices: Sequence[jax.Device],
+) -> list[tuple[int, list[tuple[int, jax.Device]]]]:
+    """Neighbours of one process together: [(process, [(replica, device)])]."""
+    grouped = itertools.groupby(
+        enumerate(devices), key=lambda item: item[1].process_index
+    )
+    return [(process_id, list(items)) for process_id, items in grouped]
+
+
+def _abbreviate[Item](
+    items: Sequence[Item], num_shown: int
+) -> list[Item | None]:
+    """The first items, None for those left out, and the last one."""
+    if len(items) <= num_shown:
+        return list(items)
+    return [*items[: num_shown - 2], None, items[-1]]
+
+
+def _box(item: tuple[int, jax.Device] | None) -> RenderableType:
+    if item is None:
+        return Text("\n ... ")
+    replica_id, device = item
+    label = Text(f"{replica_id}\n{_name(device)}", justify="center")
+    return Panel(label, expand=False)
+
+
+def _name(device: jax.Device) -> str:
+    return f"{device.platform}:{device.id}"
+
+
+def _num_elements(row: VariableRow) -> int:
+    sizes = row.shape
+    if sizes is None or any(size is None for size in sizes):
+        return 0
+    return math.prod(size for size in sizes if size is not None)
+
+
+def _shape(row: VariableRow) -> str:
+    return "?" if row.shape is None else str(row.shape)
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / BYTES_PER_MB:,.3f}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")

@@ -1,0 +1,165 @@
+"""What `describe` draws and lists, and in how many lines."""
+
+import dataclasses
+import io
+
+import jax
+import keras
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rich.console import Console
+
+import keras_strategies as ks
+from keras_strategies.strategy import describe
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeDevice:
+    id: int
+    process_index: int = 0
+    platform: str = "tpu"
+    device_kind: str = "TPU v5 lite"
+
+
+def fake_devices(count, per_process):
+    return [FakeDevice(i, i // per_process) for i in range(count)]
+
+
+def show(renderable, width=80):
+    out = io.StringIO()
+    Console(file=out, width=width).print(renderable)
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    return lines
+
+
+def placed(value, sharding):
+    variable = keras.Variable(np.asarray(value), name="placed")
+    variable._value = jax.device_put(variable.value, sharding)
+    return variable
+
+
+def row_of(variable, devices=None):
+    return describe.describe_variable(variable, devices or jax.devices())
+
+
+def test_eight_devices_are_drawn_in_a_grid():
+    lines = show(describe.draw_mesh(jax.devices(), "replica"))
+    assert lines[0] == "Mesh: 8 replicas on axis 'replica', cpu"
+    # One row of boxes, of four lines.
+    assert len(lines) == 5
+    assert [f"cpu:{i}" in lines[3] for i in range(8)] == [True] * 8
+
+
+def test_narrow_terminal_gets_more_rows_of_boxes():
+    lines = show(describe.draw_mesh(jax.devices(), "replica"), width=40)
+    assert len(lines) == 1 + 2 * 4
+
+
+def test_many_devices_of_one_process_are_abbreviated():
+    devices = fake_devices(256, per_process=256)
+    text = "\n".join(show(describe.draw_mesh(devices, "replica")))
+    assert text.startswith("Mesh: 256 replicas")
+    assert "..." in text
+    assert "tpu:255" in text
+    assert "tpu:100" not in text
+
+
+def test_256_devices_of_64_processes_take_twenty_lines():
+    devices = fake_devices(256, per_process=4)
+    lines = show(describe.draw_mesh(devices, "replica"))
+    assert lines[0].endswith("64 processes")
+    # A heading; three processes of a heading and four lines; one "...".
+    assert len(lines) == 1 + 3 * 5 + 1
+    assert [line for line in lines if line.startswith("process")] == [
+        "process 0: 4 replicas",
+        "process 1: 4 replicas",
+        "process 63: 4 replicas",
+    ]
+
+
+def test_few_devices_of_two_processes_are_all_drawn():
+    lines = show(describe.draw_mesh(fake_devices(8, per_process=4), "replica"))
+    assert len(lines) == 1 + 2 * 5
+    assert all(f"tpu:{i}" in "\n".join(lines) for i in range(8))
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (1, 2, 3, 4, 5)])
+def test_any_rank_is_listed_with_its_bytes(shape):
+    whole = NamedSharding(Mesh(jax.devices(), ("replica",)), PartitionSpec())
+    row = row_of(placed(np.zeros(shape, "float32"), whole))
+    assert row.shape == shape
+    assert row.sharding == "replicated"
+    assert row.num_bytes == 4 * int(np.prod(shape))
+
+
+def test_split_variable_costs_its_part_on_a_device():
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("replica", "model"))
+    split = NamedSharding(mesh, PartitionSpec(None, "model"))
+    row = row_of(placed(np.zeros((6, 8), "float32"), split))
+    assert row.sharding == "P(None, 'model')"
+    assert row.num_bytes == 6 * 2 * 4
+
+
+def test_variable_elsewhere_is_not_called_replicated():
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[3])
+    assert row_of(placed(np.zeros(2), one)).sharding == "on cpu:3"
+    mesh = NamedSharding(Mesh(jax.devices()[:2], ("r",)), PartitionSpec())
+    assert row_of(placed(np.zeros(2), mesh)).sharding == (
+        "replicated on 2 devices"
+    )
+
+
+def test_deferred_variable_is_not_built():
+    with keras.StatelessScope():
+        variable = keras.Variable(
+            initializer="zeros", shape=(2, 3), name="later"
+        )
+        row = row_of(variable)
+        assert variable._value is None
+    assert row.sharding == "not built"
+    assert row.num_bytes == 0
+
+
+def test_totals_are_in_the_footer():
+    whole = NamedSharding(Mesh(jax.devices(), ("replica",)), PartitionSpec())
+    twice = placed(np.zeros((500, 500), "float32"), whole)
+    other = placed(np.zeros((250, 1000), "float32"), whole)
+    table = describe.tabulate_variables(jax.devices(), [twice, other, twice])
+    footer = [line for line in show(table) if line.strip()][-1]
+    assert footer.split() == ["2", "variables", "500,000", "2.000"]
+
+
+def test_largest_forty_of_many_variables_are_listed():
+    variables = [keras.Variable(np.zeros(i + 1, "float32")) for i in range(100)]
+    lines = show(describe.tabulate_variables(jax.devices(), variables))
+    text = "\n".join(lines)
+    assert "... and 60 more" in text
+    assert "(100,)" in text
+    assert "(60,)" not in text
+    # Blank, header, rule, 40 rows, "more", rule, footer, blank.
+    assert len(lines) == 47
+
+
+def test_path_with_markup_is_shown_as_it_is():
+    variable = keras.Variable(1.0, name="[red]x")
+    table = describe.tabulate_variables(jax.devices(), [variable])
+    assert "[red]x" in "\n".join(show(table))
+
+
+def test_no_variables_is_an_empty_table():
+    lines = show(describe.tabulate_variables(jax.devices(), []))
+    assert "0 variables" in "\n".join(lines)
+
+
+def test_strategy_describes_a_model(capsys):
+    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        model.compile("adam", "mse")
+    strategy.describe(model)
+    shown = capsys.readouterr().out
+    assert "Mesh: 2 replicas" in shown
+    assert "dense/kernel" in shown.replace("_1", "")
+    assert "replicated" in shown

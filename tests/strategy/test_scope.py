@@ -1,0 +1,367 @@
+"""Scopes: what is current, what is refused, what is left behind: nothing."""
+
+import sys
+import threading
+import types
+
+import jax
+import keras
+import numpy as np
+import pytest
+from keras.src.losses import loss as loss_module
+from keras.src.trainers.trainer import Trainer
+
+import keras_strategies as ks
+from keras_strategies.keras_bridge.binding import binding_of
+from tests.keras_bridge.rows_seen import (
+    X,
+    Y,
+    assert_close,
+    compile_,
+    fit,
+    rows_seen,
+    sequential,
+    state_of,
+    trained_plain,
+)
+from tests.plain_keras import mirrored
+
+
+def places_of_ours():
+    """Where `keras.src` holds a function that this project wrote."""
+    found = []
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("keras.src") or module is None:
+            continue
+        for key, value in list(vars(module).items()):
+            if _is_ours(value):
+                found.append(f"{name}.{key}")
+            if isinstance(value, type) and value.__module__ == name:
+                found += [
+                    f"{name}.{key}.{attribute}"
+                    for attribute, member in list(vars(value).items())
+                    if _is_ours(member)
+                ]
+    return sorted(set(found))
+
+
+def _is_ours(value):
+    if isinstance(value, staticmethod | classmethod):
+        value = value.__func__
+    if isinstance(value, property):
+        value = value.fget
+    if not isinstance(value, types.FunctionType):
+        return False
+    return "keras_strategies/" in value.__code__.co_filename
+
+
+def hooked_attributes():
+    return (
+        Trainer.compile,
+        keras.layers.BatchNormalization.__init__,
+        keras.Variable.__init__,
+        loss_module.reduce_values,
+        loss_module.apply_mask,
+        loss_module.Loss.__call__,
+        keras.optimizers.Optimizer.apply,
+        keras.optimizers.Optimizer.stateless_apply,
+        keras.optimizers.Optimizer.scale_loss,
+        keras.optimizers.LossScaleOptimizer.stateless_apply,
+        keras.metrics.Mean.update_state,
+        keras.metrics.Mean.result,
+        keras.Model.fit,
+    )
+
+
+BEFORE = hooked_attributes()
+
+
+def assert_nothing_is_left():
+    assert not ks.has_strategy()
+    assert keras.distribution.distribution() is None
+    assert places_of_ours() == []
+    for now, before in zip(hooked_attributes(), BEFORE, strict=True):
+        assert now is before
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left():
+    yield
+    assert_nothing_is_left()
+
+
+# Nothing is left.
+
+
+def test_the_search_finds_what_an_open_scope_holds():
+    with mirrored(2).scope():
+        places = places_of_ours()
+    assert [place.split(".", 2)[2] for place in places] == [
+        "layers.normalization.batch_normalization.BatchNormalization.__init__",
+        "trainers.trainer.Trainer.compile",
+    ]
+
+
+def test_import_holds_nothing():
+    assert_nothing_is_left()
+
+
+def test_exception_in_a_scope():
+    with pytest.raises(KeyError), mirrored(2).scope():
+        sequential()
+        raise KeyError
+
+
+def test_fit_in_a_scope_and_after_it():
+    with mirrored(2).scope():
+        model = compile_(sequential())
+        fit(model)
+        assert len(places_of_ours()) == 2
+    fit(model)
+    model.predict(X, verbose=0)
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_exception_while_a_step_is_traced(is_inside):
+    def failing(y_true, y_pred):
+        if isinstance(y_pred, jax.core.Tracer) and y_pred.shape[0] == 4:
+            raise ArithmeticError("in the trace")
+        return keras.ops.mean(keras.ops.square(y_pred), axis=-1)
+
+    with mirrored(2).scope():
+        model = sequential()
+        model.compile("sgd", failing)
+        weights = model.get_weights()
+        if is_inside:
+            with pytest.raises(ArithmeticError, match="in the trace"):
+                fit(model)
+            assert len(places_of_ours()) == 2
+    with pytest.raises(ArithmeticError, match="in the trace"):
+        fit(model)
+    assert_nothing_is_left()
+    assert_close(model.get_weights(), weights)
+    compile_(model)
+    fit(model)
+
+
+def test_hooks_are_there_only_while_a_step_is_traced():
+    places = []
+
+    class Looks(keras.Sequential):
+        def train_step(self, state, data):
+            places.append(places_of_ours())
+            return super().train_step(state, data)
+
+    with mirrored(2).scope():
+        model = compile_(Looks(sequential().layers))
+    fit(model)
+    assert len(places) == 1
+    assert "keras.src.losses.loss.reduce_values" in places[0]
+
+
+# Nesting.
+
+
+def test_nested_scopes_of_one_strategy():
+    strategy = mirrored(2)
+    with strategy.scope() as outer:
+        with strategy.scope() as inner:
+            assert outer is inner is strategy is ks.get_strategy()
+        assert ks.get_strategy() is strategy
+        model = compile_(sequential())
+    assert rows_seen(fit, model) == 4
+
+
+def test_scope_object_entered_again():
+    strategy = mirrored(2)
+    scope = strategy.scope()
+    for _ in range(2):
+        with scope, scope:
+            assert ks.get_strategy() is strategy
+            model = compile_(sequential())
+        assert not ks.has_strategy()
+    assert binding_of(model).owner is strategy
+
+
+def test_scope_of_another_strategy_inside_is_refused():
+    outer, inner = mirrored(2), mirrored(3)
+    with outer.scope():
+        with pytest.raises(RuntimeError, match="Mixing"), inner.scope():
+            pytest.fail("entered")
+        assert ks.get_strategy() is outer
+        model = compile_(sequential())
+    assert rows_seen(fit, model) == 4
+
+
+@pytest.mark.parametrize("loop", ["fit", "predict", "train_on_batch"])
+def test_loops_in_the_scope_of_another_strategy_are_refused(loop):
+    strategy, other = mirrored(2), mirrored(3)
+    with strategy.scope():
+        model = compile_(sequential())
+    weights = model.get_weights()
+    arguments = (X,) if loop == "predict" else (X, Y)
+    with other.scope(), pytest.raises(RuntimeError, match="Mixing"):
+        getattr(model, loop)(*arguments)
+    assert_close(model.get_weights(), weights)
+    fit(model)
+
+
+# The current strategy.
+
+
+def test_default_strategy():
+    default = ks.get_strategy()
+    assert default is ks.get_strategy()
+    assert isinstance(default, ks.Strategy)
+    assert default.num_replicas_in_sync == 1
+    assert not ks.has_strategy()
+    with default.scope():
+        assert not ks.has_strategy()
+        model = compile_(sequential())
+    assert binding_of(model) is None
+
+
+def test_scope_of_the_default_strategy_inside_another_is_refused():
+    default = ks.get_strategy()
+    with (
+        mirrored(2).scope(),
+        pytest.raises(RuntimeError, match="Mixing"),
+        default.scope(),
+    ):
+        pytest.fail("entered")
+
+
+def test_set_strategy_holds_until_it_is_left():
+    first, second = mirrored(2), mirrored(3)
+    ks.experimental_set_strategy(first)
+    try:
+        assert ks.has_strategy()
+        assert ks.get_strategy() is first
+        model = compile_(sequential())
+        with first.scope():
+            assert ks.get_strategy() is first
+        with pytest.raises(RuntimeError, match="Mixing"), second.scope():
+            pytest.fail("entered")
+        ks.experimental_set_strategy(second)
+        assert ks.get_strategy() is second
+    finally:
+        ks.experimental_set_strategy(None)
+    assert not ks.has_strategy()
+    assert rows_seen(fit, model) == 4
+
+
+def test_set_strategy_twice_is_left_at_once():
+    strategy = mirrored(2)
+    for _ in range(2):
+        ks.experimental_set_strategy(strategy)
+        assert ks.get_strategy() is strategy
+    ks.experimental_set_strategy(None)
+    ks.experimental_set_strategy(None)
+    assert not ks.has_strategy()
+
+
+def test_setting_the_default_strategy_enters_none():
+    ks.experimental_set_strategy(ks.get_strategy())
+    assert not ks.has_strategy()
+
+
+@pytest.mark.parametrize("is_set_before", [False, True])
+def test_set_strategy_is_refused_in_a_scope(is_set_before):
+    strategy = mirrored(2)
+    if is_set_before:
+        ks.experimental_set_strategy(strategy)
+    try:
+        for given in (mirrored(3), strategy, None):
+            with (
+                strategy.scope(),
+                pytest.raises(RuntimeError, match="must not be called"),
+            ):
+                ks.experimental_set_strategy(given)
+        assert ks.has_strategy() is is_set_before
+    finally:
+        ks.experimental_set_strategy(None)
+
+
+# Threads.
+
+
+def in_thread(work):
+    results, errors = [], []
+
+    def run():
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, results, errors
+
+
+def test_new_thread_sees_no_strategy():
+    strategy = mirrored(2)
+    with strategy.scope():
+        thread, results, errors = in_thread(
+            lambda: (ks.has_strategy(), ks.get_strategy())
+        )
+        thread.join()
+    assert errors == []
+    assert results == [(False, ks.get_strategy())]
+
+
+def test_scope_of_another_strategy_in_another_thread():
+    def work():
+        with mirrored(3).scope() as strategy:
+            assert ks.get_strategy() is strategy
+            model = compile_(sequential("other"))
+        return binding_of(model).owner.num_replicas_in_sync
+
+    with mirrored(2).scope():
+        thread, results, errors = in_thread(work)
+        thread.join()
+        assert ks.get_strategy().num_replicas_in_sync == 2
+        assert len(places_of_ours()) == 2
+    assert errors == []
+    assert results == [3]
+
+
+def test_two_threads_train_models_of_two_strategies_at_once():
+    ready = threading.Barrier(2, timeout=60)
+
+    def train(replicas):
+        def work():
+            with mirrored(replicas).scope():
+                model = compile_(sequential(f"model{replicas}"))
+            ready.wait()
+            rows = rows_seen_by_name(model)
+            fit(model, epochs=2)
+            return rows, state_of(model)
+
+        return work
+
+    def rows_seen_by_name(model):
+        from tests.keras_bridge.rows_seen import RowsSeen
+
+        fit(model)
+        return [n for name, n in RowsSeen.noted if name == model.name][-1]
+
+    threads = [in_thread(train(replicas)) for replicas in (2, 4)]
+    for thread, _, _ in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+    expected = trained_plain(3)
+    for (_, results, errors), rows in zip(threads, (4, 2), strict=True):
+        assert errors == []
+        assert results[0][0] == rows
+        assert_close(results[0][1], expected)
+
+
+def test_bound_model_trained_in_another_thread():
+    with mirrored(2).scope():
+        model = compile_(sequential())
+        thread, results, errors = in_thread(lambda: rows_seen(fit, model))
+        thread.join()
+    assert errors == []
+    assert results == [4]
+    assert all(np.isfinite(w).all() for w in model.get_weights())
