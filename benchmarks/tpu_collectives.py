@@ -122,9 +122,7 @@ def measure(kind, model, mesh, shape, images):
     compiled = lowered(kind, model, mesh, shape, images).compile()
     text = compiled.as_text()
     memory = compiled.memory_analysis()
-    counts = {
-        k: len(re.findall(rf" {k}(?:-start)?\(", text)) for k in KINDS
-    }
+    counts = {k: len(re.findall(rf" {k}(?:-start)?\(", text)) for k in KINDS}
     return {
         "collectives": counts,
         "argument_mb": memory.argument_size_in_bytes / 1e6,

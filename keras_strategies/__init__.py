@@ -1,6 +1,7 @@
 """Distribution strategies for Keras 3 on JAX, in the manner of tf.distribute.
 
-    import keras, keras_strategies as ks
+    import keras_strategies as ks  # before keras: chooses its JAX backend
+    import keras
 
     strategy = ks.MirroredStrategy()
     with strategy.scope():
@@ -11,9 +12,11 @@
 Importing this touches no device and patches nothing.
 """
 
-from keras_strategies.keras_bridge.backend import require_jax_backend
+from keras_strategies.keras_bridge.backend import (
+    require_jax_backend as _require_jax_backend,
+)
 
-require_jax_backend()
+_require_jax_backend()
 
 from keras_strategies.keras_bridge.layout import (  # noqa: E402
     variable_creator_scope as variable_creator_scope,

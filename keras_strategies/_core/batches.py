@@ -8,7 +8,7 @@ carries its true number of rows; what reads it cuts the padding off first.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -63,6 +63,17 @@ def num_rows(batch: Tree) -> int:
         no row.
       TypeError: a leaf that holds no numbers.
     """
+    arrays = jax.tree.leaves(batch)
+    first_dims = {np.shape(array)[:1] for array in arrays}
+    if len(first_dims) == 1 and all(map(_holds_numbers, arrays)):
+        (first_dim,) = first_dims
+        if first_dim and first_dim[0]:
+            return first_dim[0]
+    return _refused(batch)
+
+
+def _refused(batch: Tree) -> NoReturn:
+    """Raises what is wrong with a batch."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     if not leaves:
         raise ValueError(
@@ -86,24 +97,25 @@ def num_rows(batch: Tree) -> int:
             "All arrays of a batch must have the same number of rows. "
             f"Received: {lengths}. Check x, y and sample_weight."
         )
-    rows = next(iter(lengths.values()))
-    if rows == 0:
-        raise ValueError(
-            "A batch must have at least one row. Received: shapes "
-            f"{[np.shape(leaf) for _, leaf in leaves]}. Check that the data "
-            "is not empty."
-        )
-    return rows
+    raise ValueError(
+        "A batch must have at least one row. Received: shapes "
+        f"{[np.shape(leaf) for _, leaf in leaves]}. Check that the data "
+        "is not empty."
+    )
 
 
 def check_numbers(leaf: Any, name: str = "an array") -> None:
     """Raises TypeError unless a leaf holds numbers or booleans."""
-    if getattr(leaf, "dtype", np.dtype("O")).kind in "OSUmM":
+    if not _holds_numbers(leaf):
         raise TypeError(
             "The arrays of a batch must hold numbers or booleans. "
             f"Received: {name} of dtype {getattr(leaf, 'dtype', None)} "
             f"({type(leaf).__name__}). Encode it before training."
         )
+
+
+def _holds_numbers(leaf: Any) -> bool:
+    return getattr(leaf, "dtype", np.dtype("O")).kind not in "OSUmM"
 
 
 def place(batches: Sequence[Tree], mesh: ReplicaMesh) -> Execution:
@@ -153,5 +165,5 @@ def _pad(leaf: Any, missing: int) -> Any:
     return np.concatenate([leaf, np.repeat(leaf[-1:], missing, axis=0)])
 
 
-def _signature(leaf: Any) -> tuple[tuple[int, ...], str]:
-    return np.shape(leaf), str(leaf.dtype)
+def _signature(leaf: Any) -> tuple[tuple[int, ...], Any]:
+    return np.shape(leaf), leaf.dtype

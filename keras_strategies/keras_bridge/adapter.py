@@ -60,11 +60,11 @@ class Feed(DataAdapter):
         self._mesh = mesh
         self._steps_per_execution = steps_per_execution
         self._steps_per_epoch = steps_per_epoch
-        # User code may fill one buffer again and again: what is not read
-        # before the next batch is asked for must be copied.
+        # User code may fill one buffer again and again, and the next batch is
+        # asked for while the last one is being read.
         self._is_copying = isinstance(
             source, GeneratorDataAdapter | PyDatasetAdapter
-        ) and (steps_per_execution > 1 or mesh.platform != "cpu")
+        )
         self._has_rows = False
         self._signature: Any = None
         self._first: Tree = None
@@ -180,7 +180,7 @@ def make_feed(
 
 def split_validation(
     x: Any, y: Any, sample_weight: Any, fraction: float
-) -> tuple[tuple[Any, Any, Any], Any]:
+) -> Any:
     """Splits off the last rows for validation, as Keras does."""
     return array_slicing.train_validation_split(
         (x, y, sample_weight), validation_split=fraction
@@ -227,6 +227,8 @@ def _is_sparse(value: Any) -> bool:
 
 
 def _as_numpy(leaf: Any) -> np.ndarray:
+    if type(leaf) is np.ndarray:
+        return leaf
     if data_adapter_utils.is_tensorflow_sparse(leaf):
         leaf = data_adapter_utils.tf_sparse_to_jax_sparse(leaf)
     if _is_sparse(leaf):

@@ -336,20 +336,24 @@ _originals: tuple[Any, Any] | None = None
 
 @contextlib.contextmanager
 def keras_hooks(
-    on_compile: Callable[[keras.Model], None], is_active: Callable[[], bool]
+    before_compile: Callable[[keras.Model], None],
+    on_compile: Callable[[keras.Model], None],
+    is_active: Callable[[], bool],
 ) -> Iterator[None]:
     """Wraps `compile` and BatchNormalization's constructor for a block.
 
-    Process-wide, so both ask about the calling thread: `on_compile` is told
-    of every model that was compiled, `is_active` says whether the thread is
-    in a scope.
+    Process-wide, so all ask about the calling thread: `before_compile` may
+    refuse a model, `on_compile` is told of every model that was compiled,
+    `is_active` says whether the thread is in a scope.
     """
     global _num_open, _originals
     norm = keras.layers.BatchNormalization
     with _patch_lock:
         if _num_open == 0:
             _originals = (Trainer.compile, norm.__init__)
-            Trainer.compile = _telling(Trainer.compile, on_compile)
+            Trainer.compile = _telling(
+                Trainer.compile, before_compile, on_compile
+            )
             norm.__init__ = batch_norm.accepting_init(norm.__init__, is_active)
         _num_open += 1
     try:
@@ -363,10 +367,13 @@ def keras_hooks(
 
 
 def _telling(
-    compile_: Callable[..., Any], on_compile: Callable[[keras.Model], None]
+    compile_: Callable[..., Any],
+    before_compile: Callable[[keras.Model], None],
+    on_compile: Callable[[keras.Model], None],
 ) -> Callable[..., Any]:
     @functools.wraps(compile_)
     def compile_and_tell(model: Any, *args: Any, **kwargs: Any) -> Any:
+        before_compile(model)
         result = compile_(model, *args, **kwargs)
         on_compile(model)
         return result

@@ -69,6 +69,8 @@ class Functions:
         # What the last step of each kind returned: passed back unchanged, it
         # needs no check.
         self._last: dict[str, Any] = {}
+        # What the loops before returned, weakly and by id.
+        self._made: state_lib.Made = {}
 
     def make_train_function(self, force: bool = False) -> None:
         """Replaces `model.make_train_function`; Keras calls it in fit."""
@@ -89,7 +91,9 @@ class Functions:
         Args:
           kind: `"train"`, `"test"` or `"predict"`.
         """
-        self._last.pop(kind, None)
+        last = self._last.pop(kind, None)
+        if last is not None:
+            self._made = state_lib.still_held(self._made, last)
 
     def reset(self) -> None:
         """Forgets all functions; the next use compiles anew."""
@@ -115,9 +119,7 @@ class Functions:
         self._keys[kind] = key
         setattr(model, name, self._function(kind, variables))
 
-    def _function(
-        self, kind: str, variables: tuple[Any, ...]
-    ) -> StepFunction:
+    def _function(self, kind: str, variables: tuple[Any, ...]) -> StepFunction:
         model, mesh, groups = self._model, self._mesh, _GROUPS[kind]
         program = self._program(kind, variables)
         donated = () if model.run_eagerly else _DONATED[kind]
@@ -137,6 +139,7 @@ class Functions:
                             group,
                             variables[g],
                             [holder[g] for holder in holders],
+                            self._made,
                             mesh.whole,
                             donate=g in donated,
                         )
@@ -173,9 +176,7 @@ class Functions:
             )
         return make_program(model, mesh, kind, variables)
 
-    def _eager(
-        self, kind: str
-    ) -> Callable[[Any, Segment], tuple[Any, Any]]:
+    def _eager(self, kind: str) -> Callable[[Any, Segment], tuple[Any, Any]]:
         step = getattr(self._model, f"{kind}_step")
         mesh = self._mesh
 

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import keras
 from keras.src.distribution.distribution_lib import Distribution
+from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from keras_strategies._core.mesh import ReplicaMesh
 
@@ -89,14 +90,56 @@ class ReplicaDistribution(Distribution):
 
 
 @contextlib.contextmanager
-def distribution_scope(distribution: Distribution | None) -> Iterator[None]:
+def distribution_scope(
+    distribution: ReplicaDistribution | None,
+) -> Iterator[None]:
     """Makes `distribution` this thread's Keras distribution for a block."""
     before = keras.distribution.distribution()
     keras.distribution.set_distribution(distribution)
     try:
-        yield
+        with _slots_registered() if distribution else contextlib.nullcontext():
+            yield
     finally:
         keras.distribution.set_distribution(before)
+
+
+_slots_lock = threading.RLock()
+_num_registering = 0
+_original_slot: Any = None
+
+
+@contextlib.contextmanager
+def _slots_registered() -> Iterator[None]:
+    """Optimizer slots take the layout of their weight: no one is asked."""
+    global _num_registering, _original_slot
+    name = "add_variable_from_reference"
+    with _slots_lock:
+        if _num_registering == 0:
+            _original_slot = getattr(BaseOptimizer, name)
+            setattr(BaseOptimizer, name, _registering(_original_slot))
+        _num_registering += 1
+    try:
+        yield
+    finally:
+        with _slots_lock:
+            _num_registering -= 1
+            if _num_registering == 0:
+                setattr(BaseOptimizer, name, _original_slot)
+
+
+def _registering(
+    make_slot: Callable[..., keras.Variable],
+) -> Callable[..., keras.Variable]:
+    @functools.wraps(make_slot)
+    def make(*args: Any, **kwargs: Any) -> keras.Variable:
+        slot = make_slot(*args, **kwargs)
+        # The calling thread's, if any.
+        distribution = keras.distribution.distribution()
+        if isinstance(distribution, ReplicaDistribution):
+            distribution.get_variable_layout(slot)
+        return slot
+
+    return make
 
 
 def adopt(
@@ -117,13 +160,13 @@ def adopt(
         if value is None:
             variable._layout = mesh.whole
             continue
-        if variable._layout is mesh.whole:
-            if value.sharding.is_equivalent_to(mesh.whole, value.ndim):
-                continue
-        else:
-            _check_home(variable, value, mesh)
-        variable._layout = mesh.whole
+        is_ours = variable._layout is mesh.whole
+        if is_ours and value.sharding.is_equivalent_to(mesh.whole, value.ndim):
+            continue
         moved.append(variable)
+    check_home(moved, mesh)
+    for variable in moved:
+        variable._layout = mesh.whole
     if moved:
         copies = [
             jnp.copy(value)
@@ -131,6 +174,25 @@ def adopt(
         ]
         for variable, value in zip(moved, copies, strict=True):
             variable._value = value
+
+
+def check_home(variables: Iterable[keras.Variable], mesh: ReplicaMesh) -> None:
+    """Raises ValueError unless `adopt` can move all the variables."""
+    for variable in variables:
+        value = variable._value
+        if value is None or variable._layout is mesh.whole:
+            continue
+        devices = value.sharding.device_set
+        if len(devices) > 1 and devices != set(mesh.devices):
+            raise ValueError(
+                "The model's variables must lie on one device or on the "
+                "devices of its strategy. Received: variable "
+                f"{variable.path!r} on {sorted(str(d) for d in devices)}, "
+                f"strategy on {[str(d) for d in mesh.devices]}. Create the "
+                "model in this strategy's scope, or call `detach(model)` on "
+                "the strategy (or leave the keras.distribution) that placed "
+                "it."
+            )
 
 
 def release(variables: Iterable[keras.Variable]) -> None:
@@ -141,21 +203,6 @@ def release(variables: Iterable[keras.Variable]) -> None:
         variable._layout = None
         if value is not None:
             variable._value = jnp.copy(jax.device_put(value, home))
-
-
-def _check_home(
-    variable: keras.Variable, value: jax.Array, mesh: ReplicaMesh
-) -> None:
-    devices = value.sharding.device_set
-    if len(devices) > 1 and devices != set(mesh.devices):
-        raise ValueError(
-            "The model's variables must lie on one device or on the devices "
-            f"of its strategy. Received: variable {variable.path!r} on "
-            f"{sorted(str(d) for d in devices)}, strategy on "
-            f"{[str(d) for d in mesh.devices]}. Create the model in this "
-            "strategy's scope, or call `detach(model)` on the strategy (or "
-            "leave the keras.distribution) that placed it."
-        )
 
 
 class _Creators(threading.local):

@@ -39,9 +39,9 @@ def rule_of_update(
     if any(len(a.shape) for a in arrays):
         return SUM if _is_additive(metric, args, kwargs) else SAME
     weight = kwargs.get("sample_weight", args[1] if len(args) > 1 else None)
-    if isinstance(metric, keras.metrics.Mean | keras.metrics.Sum):
-        if _is_keras_own(metric):
-            return MEAN if weight is None else SUM
+    is_sum = isinstance(metric, keras.metrics.Mean | keras.metrics.Sum)
+    if is_sum and _is_keras_own(metric):
+        return MEAN if weight is None else SUM
     return SAME
 
 
@@ -132,9 +132,7 @@ def _try_out(
         if _is_array(a) and len(a.shape)
     )
     shapes = tree.map_structure(
-        lambda a: (
-            jax.ShapeDtypeStruct(a.shape, a.dtype) if _is_array(a) else a
-        ),
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype) if _is_array(a) else a,
         (tuple(args), dict(kwargs)),
     )
     answer: list[bool] = []

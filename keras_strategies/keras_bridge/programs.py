@@ -59,9 +59,7 @@ class StepProgram:
         self._written = written
         self._optimized = optimized
         self._mesh = mesh
-        self._read = tuple(
-            i for i in range(len(variables)) if i not in written
-        )
+        self._read = tuple(i for i in range(len(variables)) if i not in written)
         mapped = self._mapped(self._replica_step, stacked=False)
         mapped_many = self._mapped(_scanned(self._replica_step), stacked=True)
         self._even = jax.jit(mapped, donate_argnums=0)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from keras_strategies._core.step_context import StepContext
 from keras_strategies.keras_bridge import metric_rules
 
 Arrays = list[Any]
+Made = dict[int, "weakref.ref[Any]"]
+"""Arrays that steps returned, weakly and by id: no one shares their buffers."""
 
 MERGE_RULES = ("mean", "sum", "max", "min", "any", "all", "first")
 _HASH = np.uint32(0x9E3779B9)
@@ -181,9 +184,7 @@ def _finisher(
     return lambda sums: sums[place]
 
 
-def _rule(
-    variable: keras.Variable, step: StepContext, is_metric: bool
-) -> str:
+def _rule(variable: keras.Variable, step: StepContext, is_metric: bool) -> str:
     chosen = getattr(variable, "_ks_merge", None)
     if chosen is not None:
         return chosen
@@ -210,6 +211,7 @@ def own(
     group: Arrays,
     variables: Sequence[keras.Variable],
     holders: Sequence[Arrays],
+    made: Made,
     sharding: Any,
     *,
     donate: bool,
@@ -218,14 +220,16 @@ def own(
 
     An array that lies elsewhere is moved. Of a group that the step donates,
     one that somebody else holds (a user's `v.value`, a target network after
-    `assign`, a second variable) is copied, and so are arrays that share a
-    buffer: jaxlib crashes on a buffer that is donated twice.
+    `assign`, a second variable) is copied, and so is one that no step of
+    ours returned: moving a user's array to the devices, which `assign` does,
+    shares its buffer. jaxlib crashes on a buffer that is donated twice.
 
     Args:
       group: The values of variables.
       variables: The variables.
       holders: Lists of Keras and ours that may hold the same arrays and
         never read them again.
+      made: Arrays that steps returned in earlier loops.
       sharding: Where every array must lie.
       donate: Whether the step donates the group.
     """
@@ -238,7 +242,9 @@ def own(
             value = jnp.copy(jax.device_put(value, sharding))
         elif donate:
             known = sum(i < len(h) and h[i] is value for h in holders)
-            if counts[i] > alone + known + (variable._value is value):
+            is_ours = known or _is_among(value, made)
+            num_others = counts[i] - alone - known
+            if not is_ours or num_others > (variable._value is value):
                 value = jnp.copy(value)
             elif not known:
                 pointer = _pointer(value)
@@ -246,6 +252,19 @@ def own(
                     value = jnp.copy(value)
                 pointers.add(pointer)
         group[i] = value
+
+
+def still_held(made: Made, state: Sequence[Arrays]) -> Made:
+    """Adds a state's arrays to `made`, without those that are gone."""
+    held = {key: array for key, array in made.items() if array() is not None}
+    for group in state:
+        held |= {id(array): weakref.ref(array) for array in group}
+    return held
+
+
+def _is_among(array: Any, made: Made) -> bool:
+    reference = made.get(id(array))
+    return reference is not None and reference() is array
 
 
 def _count_references(group: Arrays) -> list[int]:

@@ -147,9 +147,7 @@ def _reduce_gradients(
     ]
     overwriting += [False] * (len(grads) - len(overwriting))
     summed = [
-        i
-        for i, g in enumerate(grads)
-        if g is not None and not overwriting[i]
+        i for i, g in enumerate(grads) if g is not None and not overwriting[i]
     ]
     sums = all_sum([grads[i] for i in summed], step.axis, flat=step.flat)
     # A scaled loss was divided by the number of replicas already, so that a
@@ -240,11 +238,7 @@ def _call_loss(
     y_pred: Any,
     sample_weight: Any = None,
 ) -> Any:
-    if (
-        step.is_whole
-        or step.in_metric
-        or not metric_rules.mixes_rows(loss)
-    ):
+    if step.is_whole or step.in_metric or not metric_rules.mixes_rows(loss):
         return original(loss, y_true, y_pred, sample_weight)
     y_true, y_pred, sample_weight = _gathered(
         step, (y_true, y_pred, sample_weight)

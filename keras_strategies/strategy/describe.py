@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import keras
@@ -20,6 +21,7 @@ MAX_DEVICES = 16
 MAX_DEVICES_OF_PROCESS = 4
 MAX_PROCESSES = 4
 MAX_VARIABLES = 40
+MAX_WIDTH = 20
 
 BYTES_PER_MB = 1e6
 
@@ -123,19 +125,31 @@ def tabulate_variables(
         _megabytes(sum(row.num_bytes for row in rows)),
     )
     headers = ("variable", "shape", "dtype", "sharding", "MB per device")
-    for header, footer in zip(headers, footers, strict=True):
-        is_number = header == "MB per device"
+    cells = [
+        (
+            row.path,
+            _shape(row),
+            row.dtype,
+            row.sharding,
+            _megabytes(row.num_bytes),
+        )
+        for row in shown
+    ]
+    for i, (header, footer) in enumerate(zip(headers, footers, strict=True)):
+        widest = max(map(len, (header, footer, *(c[i] for c in cells))))
         table.add_column(
             header,
             footer,
-            justify="right" if is_number else "left",
-            no_wrap=True,
+            justify="right" if header == "MB per device" else "left",
+            # A narrow terminal cuts the paths, which are the longest.
+            no_wrap=i > 0,
             overflow="ellipsis",
+            min_width=min(widest, MAX_WIDTH) if i else None,
         )
-    for row in shown:
+    for row in cells:
         # Text, as a path may hold what rich takes for markup.
-        cells = (row.path, _shape(row), row.dtype, row.sharding)
-        table.add_row(*map(Text, cells), _megabytes(row.num_bytes))
+        path = Text(row[0], no_wrap=True, overflow="ellipsis")
+        table.add_row(path, *map(Text, row[1:]))
     if len(rows) > len(shown):
         table.add_row(f"... and {len(rows) - len(shown)} more")
     return table
@@ -171,9 +185,7 @@ def describe_variable(
     )
 
 
-def describe_sharding(
-    sharding: Sharding, devices: Sequence[jax.Device]
-) -> str:
+def describe_sharding(sharding: Sharding, devices: Sequence[jax.Device]) -> str:
     """Where an array lies, in words.
 
     Args:
@@ -219,9 +231,7 @@ def _by_process(
     return [(process_id, list(items)) for process_id, items in grouped]
 
 
-def _abbreviate[Item](
-    items: Sequence[Item], num_shown: int
-) -> list[Item | None]:
+def _abbreviate(items: Sequence[Any], num_shown: int) -> list[Any]:
     """The first items, None for those left out, and the last one."""
     if len(items) <= num_shown:
         return list(items)

@@ -8,7 +8,7 @@ import keras
 
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.keras_bridge import binding as binding_lib
-from keras_strategies.keras_bridge.layout import distribution_scope
+from keras_strategies.keras_bridge.layout import check_home, distribution_scope
 from keras_strategies.strategy import current
 from keras_strategies.strategy.extended import StrategyExtended
 from keras_strategies.strategy.runtime import Runtime
@@ -83,13 +83,8 @@ class Strategy:
             devices.
         """
         _check_model("attach", model)
+        self._check_free(model)
         existing = binding_lib.binding_of(model)
-        if existing is not None and existing.owner is not self:
-            raise ValueError(
-                f"Model {model.name!r} is bound to another strategy. "
-                f"Received: {existing.owner!r}, now {self!r}. Call "
-                "`detach(model)` on that strategy first."
-            )
         binding = existing or binding_lib.Binding(
             model,
             owner=self,
@@ -155,6 +150,18 @@ class Strategy:
             f"{', '.join(names)}>"
         )
 
+    def _check_free(self, model: keras.Model) -> None:
+        """Raises ValueError for a model of another strategy."""
+        existing = binding_lib.binding_of(model)
+        if existing is not None and existing.owner is not self:
+            raise ValueError(
+                f"Model {model.name!r} is bound to another strategy. "
+                f"Received: {existing.owner!r}, now {self!r}. Call "
+                "`detach(model)` on that strategy first."
+            )
+        variables = binding_lib.all_variables(model)
+        check_home(variables, self._runtime.mesh)
+
     def _check_context(self) -> None:
         current.check_not_mixing(self)
 
@@ -177,7 +184,7 @@ class Scope:
                 distribution_scope(strategy._runtime.distribution)
             )
             stack.enter_context(
-                binding_lib.keras_hooks(_bind, current.has_strategy)
+                binding_lib.keras_hooks(_check, _bind, current.has_strategy)
             )
             self._open.append(stack.pop_all())
         return strategy
@@ -197,6 +204,13 @@ def _check_model(name: str, model: Any) -> None:
             f"`{name}` takes a Keras model. Received: {model!r} of type "
             f"{type(model).__name__}. Pass a `keras.Model`."
         )
+
+
+def _check(model: keras.Model) -> None:
+    """Refuses a model that is to be compiled, while it is as it was."""
+    strategy = current.entered_strategy()
+    if strategy is not None:
+        strategy._check_free(model)
 
 
 def _bind(model: keras.Model) -> None:

@@ -151,12 +151,8 @@ def test_events_of_fit_with_other_arguments(changes, compile_args):
 def test_events_of_evaluate_and_predict(compile_args, replicas):
     def act(model):
         test, prediction = Recorder(), Recorder()
-        result = model.evaluate(
-            X, Y, batch_size=5, verbose=0, callbacks=[test]
-        )
-        rows = model.predict(
-            X, batch_size=5, verbose=0, callbacks=[prediction]
-        )
+        result = model.evaluate(X, Y, batch_size=5, verbose=0, callbacks=[test])
+        rows = model.predict(X, batch_size=5, verbose=0, callbacks=[prediction])
         events = test.events + prediction.events
         return events, (result, rows, test.values, prediction.values)
 

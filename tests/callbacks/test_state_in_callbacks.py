@@ -14,8 +14,6 @@ from tests.callbacks.test_callbacks import (
     MOMENTUM_3,
     X_VAL,
     Y_VAL,
-    X,
-    Y,
     build,
     check,
     fit,
@@ -190,13 +188,9 @@ def test_arrays_taken_within_an_epoch_stay_readable(compile_args, replicas):
 
     (_, plain_copies), (held, copies) = (
         result
-        for result, _ in run_both(
-            build, act, replicas=replicas, **compile_args
-        )
+        for result, _ in run_both(build, act, replicas=replicas, **compile_args)
     )
-    for arrays, values, plain in zip(
-        held, copies, plain_copies, strict=True
-    ):
+    for arrays, values, plain in zip(held, copies, plain_copies, strict=True):
         for array, value, other in zip(arrays, values, plain, strict=True):
             np.testing.assert_array_equal(np.asarray(array), value)
             np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6)

@@ -4,6 +4,7 @@ import copy
 import pickle
 import threading
 
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
@@ -85,10 +86,10 @@ def test_own_train_step_sees_a_replicas_share():
             shares.append(data[0].shape[0])
             return super().train_step(state, data)
 
-        def compute_loss(self, x=None, y=None, y_pred=None, **kwargs):
+        def compute_loss(self, x, *args, **kwargs):
             if shares:
                 shares.append(x.shape[0])
-            return super().compute_loss(x=x, y=y, y_pred=y_pred, **kwargs)
+            return super().compute_loss(x, *args, **kwargs)
 
     with mirrored(2).scope():
         model = compile_(Own(sequential().layers))
@@ -385,6 +386,7 @@ def test_built_in_one_scope_and_compiled_in_another():
     ):
         compile_(model)
     assert binding_of(model) is None
+    assert not model.compiled
     assert not ks.has_strategy()
     with first.scope():
         compile_(model)
@@ -400,12 +402,8 @@ def test_bound_model_recompiled_in_another_scope_stays_usable():
         mirrored(3).scope(),
     ):
         compile_(model)
-    weights = model.get_weights()
-    assert rows_seen(fit, model) == 4
-    assert any(
-        np.any(a != b)
-        for a, b in zip(weights, model.get_weights(), strict=True)
-    )
+    fit(model)
+    assert_close(state_of(model), trained_plain(2))
 
 
 def test_clear_session_inside_the_scope():
@@ -429,15 +427,47 @@ def test_two_strategies_train_in_turns():
     assert_close(state_of(second), expected)
 
 
-def test_weights_of_another_strategy_can_be_set():
+def test_variables_of_another_strategy_can_be_assigned():
     first, second = bound(mirrored(2)), bound(mirrored(4))
     fit(first)
-    second.set_weights(first.get_weights())
     for mine, other in zip(second.weights, first.weights, strict=True):
         mine.assign(other)
+    # A move to other devices shares the buffers on the common ones.
     fit(second)
     fit(first)
+    assert_close(state_of(first), trained_plain(2))
     assert_replicated(second)
+
+
+@pytest.mark.xfail(
+    raises=RuntimeError,
+    strict=True,
+    reason="jax does not tell that arrays on two meshes share buffers",
+)
+def test_variables_assigned_from_another_strategy_survive_its_training():
+    first, second = bound(mirrored(2)), bound(mirrored(4))
+    fit(first)
+    for mine, other in zip(second.weights, first.weights, strict=True):
+        mine.assign(other)
+    fit(first)
+    fit(second)
+
+
+def test_arrays_that_were_assigned_stay_readable():
+    model = bound(mirrored(2))
+    plain = compile_(sequential())
+    arrays = [jnp.asarray(w) for w in model.get_weights()]
+    for _ in range(2):
+        for variable, array in zip(model.weights, arrays, strict=True):
+            variable.assign(array)
+        fit(model)
+    assert_close([np.asarray(a) for a in arrays], plain.get_weights())
+    for mine, other in zip(model.weights, plain.weights, strict=True):
+        mine.assign(other)
+    fit(model)
+    assert_close(plain.get_weights(), compile_(sequential()).get_weights())
+    fit(plain)
+    assert_close(state_of(plain), trained_plain(1))
 
 
 # Saving and copying.
@@ -466,6 +496,7 @@ def test_loaded_in_a_scope_is_bound_and_outside_plain(tmp_path):
 def test_weights_files_go_both_ways(tmp_path):
     ours, plain = bound(mirrored(2)), compile_(sequential())
     fit(ours)
+    fit(plain)
     ours.save_weights(tmp_path / "ours.weights.h5")
     plain.load_weights(tmp_path / "ours.weights.h5")
     assert_close(plain.get_weights(), ours.get_weights())
@@ -588,18 +619,17 @@ def test_trainable_flipped_between_compiles():
     assert_close(state_of(ours), state_of(plain))
 
 
-def test_trainable_flipped_after_fit_fails_as_in_keras_or_trains():
-    outcomes = []
-    for model in (bound(mirrored(2)), compile_(sequential())):
-        fit(model)
-        model.get_layer("hidden").trainable = False
-        try:
-            fit(model)
-            outcomes.append("trained")
-        except Exception as error:
-            outcomes.append(type(error))
-        model.get_layer("hidden").trainable = True
-        fit(model)
-        outcomes.append(model.get_weights())
-    assert outcomes[0] == outcomes[2]
-    assert_close(outcomes[1], outcomes[3])
+def test_trainable_flipped_after_fit_is_refused_as_in_keras():
+    model, plain = bound(mirrored(2)), compile_(sequential())
+    errors = []
+    for each in (model, plain):
+        fit(each)
+        each.get_layer("hidden").trainable = False
+        with pytest.raises(ValueError, match="trainable") as raised:
+            fit(each)
+        errors.append(str(raised.value).splitlines()[0])
+    assert errors[0] == errors[1]
+    # Keras has lost the plain model's weights; ours goes on.
+    model.get_layer("hidden").trainable = True
+    fit(model)
+    assert_close(state_of(model), trained_plain(2))

@@ -1,6 +1,7 @@
 """Variables made in a scope lie on the mesh and are known to the strategy."""
 
 import gc
+import threading
 
 import keras
 import numpy as np
@@ -153,16 +154,18 @@ def test_creator_that_returns_another_object_is_refused(wrong):
 
 
 def test_creator_scope_closes_after_an_error():
+    def fails():
+        with ks.variable_creator_scope(naming([], "a")):
+            assert keras.Variable.__init__ is not before
+            raise KeyError
+
     before = keras.Variable.__init__
-    with pytest.raises(KeyError), ks.variable_creator_scope(naming([], "a")):
-        assert keras.Variable.__init__ is not before
-        raise KeyError
+    with pytest.raises(KeyError):
+        fails()
     assert keras.Variable.__init__ is before
 
 
 def test_creator_does_not_reach_other_threads():
-    import threading
-
     calls = []
     with ks.variable_creator_scope(naming(calls, "main")):
         thread = threading.Thread(target=lambda: keras.Variable([1.0]))

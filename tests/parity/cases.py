@@ -15,7 +15,6 @@ import keras
 import numpy as np
 from keras import layers, losses, metrics, optimizers, regularizers
 
-import keras_strategies as ks
 from tests.parity import models
 from tests.parity.models import rows_of
 
@@ -199,9 +198,7 @@ def pictures(rows):
 
 
 def synchronized(data_masked=False, **kwargs):
-    norm = layers.BatchNormalization(
-        synchronized=True, momentum=0.9, **kwargs
-    )
+    norm = layers.BatchNormalization(synchronized=True, momentum=0.9, **kwargs)
     if not data_masked:
         return compiled(net(norm), loss="mse", measured=["mae"])
     inputs = keras.Input((5, 4))
@@ -306,9 +303,7 @@ OPTIMIZERS = {
 }
 
 LOSSES = {
-    "sum": by_loss(
-        lambda: losses.MeanSquaredError(reduction="sum"), regressed
-    ),
+    "sum": by_loss(lambda: losses.MeanSquaredError(reduction="sum"), regressed),
     "mean_with_sample_weight": by_loss(
         lambda: losses.MeanSquaredError(reduction="mean_with_sample_weight"),
         regressed,
@@ -321,9 +316,7 @@ LOSSES = {
     "dice_by_name": by_loss(lambda: "dice", activation="softmax"),
     "tversky": by_loss(lambda: losses.Tversky(), activation="softmax"),
     "circle": Case(
-        build=lambda: compiled(
-            embedding(), loss=losses.Circle(), measured=[]
-        ),
+        build=lambda: compiled(embedding(), loss=losses.Circle(), measured=[]),
         data=classified,
         tolerance=2e-4,  # Its scale of 80 multiplies rounding.
     ),
@@ -353,15 +346,11 @@ LOSSES = {
         fit={"class_weight": {0: 0.5, 1: 2.0, 2: 1.0}},
     ),
     "kernel_regularizer": Case(
-        build=lambda: compiled(
-            net(kernel_regularizer=regularizers.L2(0.1))
-        ),
+        build=lambda: compiled(net(kernel_regularizer=regularizers.L2(0.1))),
         data=classified,
     ),
     "activity_regularizer": Case(
-        build=lambda: compiled(
-            net(activity_regularizer=regularizers.L2(0.1))
-        ),
+        build=lambda: compiled(net(activity_regularizer=regularizers.L2(0.1))),
         data=classified,
     ),
     "add_loss": Case(
@@ -424,9 +413,7 @@ METRICS = {
         data=classified,
         weight=weights,
     ),
-    "masked": Case(
-        build=lambda: masked(measured=["accuracy"]), data=tokens
-    ),
+    "masked": Case(build=lambda: masked(measured=["accuracy"]), data=tokens),
 }
 
 STEPS = {

@@ -102,9 +102,7 @@ class Counters(keras.layers.Layer):
         self.any_large.assign(
             ops.logical_or(self.any_large, ops.any(inputs > 2.5))
         )
-        self.average.assign(
-            0.9 * self.average + 0.1 * ops.mean(inputs, axis=0)
-        )
+        self.average.assign(0.9 * self.average + 0.1 * ops.mean(inputs, axis=0))
         return inputs
 
 
@@ -133,9 +131,9 @@ class OwnTrainStep(keras.Model):
             )
             return self.loss(y, y_pred), (y_pred, updated)
 
-        (loss, (_, other)), grads = jax.value_and_grad(
-            loss_fn, has_aux=True
-        )(trainable)
+        (loss, (_, other)), grads = jax.value_and_grad(loss_fn, has_aux=True)(
+            trainable
+        )
         trainable, optimizer = self.optimizer.stateless_apply(
             optimizer, grads, trainable
         )
@@ -182,9 +180,7 @@ class WithoutOptimizer(keras.Model):
             return self.loss(y, y_pred)
 
         loss, grads = jax.value_and_grad(loss_fn)(trainable)
-        trainable = [
-            w - 0.1 * g for w, g in zip(trainable, grads, strict=True)
-        ]
+        trainable = [w - 0.1 * g for w, g in zip(trainable, grads, strict=True)]
         return {"loss": loss}, (trainable, other, optimizer, metrics)
 
 

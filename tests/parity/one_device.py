@@ -5,7 +5,6 @@ import functools
 from typing import Any
 
 import jax
-
 import numpy as np
 import pytest
 
@@ -130,9 +129,7 @@ def check(
             assert_replicated(trained.model)
 
 
-def assert_close(
-    actual: Any, wanted: Any, tolerance: float, pair: Any
-) -> None:
+def assert_close(actual: Any, wanted: Any, tolerance: float, pair: Any) -> None:
     """Compares histories, states, evaluations and predictions."""
     flat_actual = jax.tree_util.tree_leaves_with_path(actual)
     flat_wanted = jax.tree_util.tree_leaves_with_path(wanted)
@@ -145,5 +142,3 @@ def assert_close(
             atol=tolerance,
             err_msg=f"{jax.tree_util.keystr(path)} of rows/batch {pair}",
         )
-
-

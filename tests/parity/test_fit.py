@@ -28,9 +28,7 @@ def test_equals_one_device(name, strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(
-    "name", [p for p in _NAMES if p.values[0] in _BASIC]
-)
+@pytest.mark.parametrize("name", [p for p in _NAMES if p.values[0] in _BASIC])
 def test_basic_cases_equal_one_device_everywhere(name, strategy):
     check(name, strategy, PAIRS)
 

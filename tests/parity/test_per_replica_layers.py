@@ -49,9 +49,7 @@ def train_by_hand(model, x, y, batch_size, replicas, epochs=2):
     ]
 
     def loss_fn(trainable, other, x, y):
-        y_pred, other = model.stateless_call(
-            trainable, other, x, training=True
-        )
+        y_pred, other = model.stateless_call(trainable, other, x, training=True)
         return keras.ops.mean((y - y_pred) ** 2), other
 
     gradient = jax.jit(jax.grad(loss_fn, has_aux=True))
@@ -65,14 +63,18 @@ def train_by_hand(model, x, y, batch_size, replicas, epochs=2):
             ):
                 own = list(other)
                 for i in seeds:
-                    own[i] = own[i].at[0].set(
-                        own[i][0] ^ np.uint32(hashed(replica))
+                    own[i] = (
+                        own[i].at[0].set(own[i][0] ^ np.uint32(hashed(replica)))
                     )
                 parts.append(
                     gradient(trainable, own, batch[0][rows], batch[1][rows])
                 )
-            grads = [sum(g) / count for g in zip(*(p[0] for p in parts))]
-            merged = [sum(o) / count for o in zip(*(p[1] for p in parts))]
+            grads = [
+                sum(g) / count for g in zip(*(p[0] for p in parts), strict=True)
+            ]
+            merged = [
+                sum(o) / count for o in zip(*(p[1] for p in parts), strict=True)
+            ]
             for i in seeds:
                 merged[i] = other[i].at[1].set(parts[0][1][i][1])
             other = merged
@@ -120,7 +122,7 @@ def test_masks_differ_between_replicas_and_seeds_stay_replicated():
         def call(self, inputs, training=None):
             dropped = self.dropout(inputs * 0 + 1, training=training)
             # Each replica writes its mask into the row its data names.
-            row = keras.ops.one_hot(inputs[:1, 0], 8)
+            row = keras.ops.one_hot(keras.ops.cast(inputs[:1, 0], "int32"), 8)
             self.masks.assign_add(keras.ops.transpose(row) * dropped[:1])
             return inputs * self.scale
 

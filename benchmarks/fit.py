@@ -1,0 +1,334 @@
+"""Whole-fit time per step against what Keras, TensorFlow and JAX offer.
+
+Every measurement is a fresh process on virtual CPU devices; the peers take
+turns, so that a drift of the machine's speed meets all of them, and medians
+are compared.
+
+    ./run bench fit
+    ./run bench fit --devices 4 --workloads small_mlp --repeats 5
+
+Peers: `ours` (MirroredStrategy), `dataparallel` (keras.distribution.
+DataParallel), `tf` (tf.distribute.MirroredStrategy, Keras on TensorFlow; one
+step an execution, since more fail there with Keras 3.15 and TensorFlow 2.21),
+`raw` (a hand-written loop over a mapped step), `one` (Keras on one device).
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+PEERS = ("ours", "dataparallel", "tf", "raw", "one")
+WORKLOADS = ("small_mlp", "wide_mlp", "cnn", "transformer")
+# Workload: rows of a batch, steps of an epoch, timed epochs.
+SIZES = {
+    "small_mlp": (64, 400, 5),
+    "wide_mlp": (256, 40, 5),
+    "cnn": (64, 40, 5),
+    "transformer": (32, 40, 5),
+}
+
+
+def data(workload, steps):
+    import numpy as np
+
+    random = np.random.default_rng(0)
+    rows = SIZES[workload][0] * steps
+    shape = {"cnn": (16, 16, 3), "transformer": (32,)}.get(workload, (32,))
+    if workload == "transformer":
+        x = random.integers(0, 64, (rows, *shape)).astype("int32")
+        return x, random.integers(0, 64, (rows, *shape)).astype("int32")
+    x = random.normal(size=(rows, *shape)).astype("float32")
+    return x, random.integers(0, 10, rows).astype("int32")
+
+
+def build(workload, steps_per_execution):
+    import keras
+    from keras import layers
+
+    if workload == "cnn":
+        stack = [keras.Input((16, 16, 3))]
+        for filters in (16, 32):
+            stack += [
+                layers.Conv2D(filters, 3, strides=2, padding="same"),
+                layers.BatchNormalization(),
+                layers.ReLU(),
+            ]
+        stack += [layers.Flatten(), layers.Dense(10)]
+        model = keras.Sequential(stack)
+    elif workload == "transformer":
+        inputs = keras.Input((32,), dtype="int32")
+        value = layers.Embedding(64, 64)(inputs)
+        for _ in range(2):
+            attended = layers.MultiHeadAttention(4, 16)(
+                value, value, use_causal_mask=True
+            )
+            value = layers.LayerNormalization()(value + attended)
+            hidden = layers.Dense(128, activation="relu")(value)
+            value = layers.LayerNormalization()(
+                value + layers.Dense(64)(hidden)
+            )
+        model = keras.Model(inputs, layers.Dense(64)(value))
+    else:
+        width, depth = (64, 3) if workload == "small_mlp" else (512, 6)
+        model = keras.Sequential(
+            [keras.Input((32,))]
+            + [layers.Dense(width, activation="relu") for _ in range(depth)]
+            + [layers.Dense(10)]
+        )
+    model.compile(
+        optimizer=keras.optimizers.Adam(1e-3),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+        steps_per_execution=steps_per_execution,
+    )
+    return model
+
+
+def fitted(peer, options):
+    """A function that trains one epoch."""
+    x, y = data(options.workload, options.steps)
+    arguments = {
+        "batch_size": SIZES[options.workload][0],
+        "verbose": 0,
+        "shuffle": False,
+    }
+    if peer == "ours":
+        import keras_strategies as ks
+
+        with ks.MirroredStrategy().scope():
+            model = build(options.workload, options.spe)
+    elif peer == "dataparallel":
+        import keras
+
+        devices = keras.distribution.list_devices()
+        keras.distribution.set_distribution(
+            keras.distribution.DataParallel(devices=devices)
+        )
+        model = build(options.workload, options.spe)
+    elif peer == "tf":
+        return fitted_on_tf(x, y, arguments, options)
+    elif peer == "raw":
+        return raw_loop(x, y, options)
+    else:
+        model = build(options.workload, options.spe)
+    return lambda: model.fit(x, y, **arguments)
+
+
+def fitted_on_tf(x, y, arguments, options):
+    import tensorflow as tf
+
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(
+        cpu, [tf.config.LogicalDeviceConfiguration()] * options.devices
+    )
+    names = [f"CPU:{i}" for i in range(options.devices)]
+    strategy = tf.distribute.MirroredStrategy(names)
+    with strategy.scope():
+        model = build(options.workload, options.spe)
+    return lambda: model.fit(x, y, **arguments)
+
+
+def raw_loop(x, y, options):
+    """What one would write by hand: a mapped step, one flat all-reduce."""
+    import jax
+    import numpy as np
+    from jax.flatten_util import ravel_pytree
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    model = build(options.workload, 1)
+    rows, steps, count = len(x) // options.steps, options.steps, options.spe
+    model._symbolic_build(data_batch=(x[:rows], y[:rows]))
+    mesh = Mesh(np.array(jax.devices()), ("replica",))
+    apply = model.optimizer.stateless_apply
+
+    def reduced_apply(slots, grads, weights):
+        flat, restore = ravel_pytree(grads)
+        flat = jax.lax.pmean(flat, "replica")
+        return apply(slots, restore(flat), weights)
+
+    model.optimizer.stateless_apply = reduced_apply
+
+    def step(state, batch):
+        _, new = model.train_step(state, batch)
+        weights, other, slots, metrics = new
+        other = [
+            jax.lax.pmean(v, "replica")
+            if jax.numpy.issubdtype(v.dtype, jax.numpy.floating)
+            else v
+            for v in other
+        ]
+        old, restore = ravel_pytree(state[3])
+        added = jax.lax.psum(ravel_pytree(metrics)[0] - old, "replica")
+        metrics = restore(old + added)
+        with_metrics = list(zip(model.metrics_variables, metrics, strict=True))
+        import keras
+
+        with keras.StatelessScope(state_mapping=with_metrics):
+            logs = model.get_metrics_result()
+        return (weights, other, slots, metrics), logs
+
+    def many(state, batches):
+        state = tuple(map(list, state))
+        state, logs = jax.lax.scan(step, state, batches)
+        return state, jax.tree.map(lambda a: a[-1], logs)
+
+    spec = (
+        PartitionSpec(None, "replica")
+        if count > 1
+        else PartitionSpec("replica")
+    )
+    mapped = jax.jit(
+        jax.shard_map(
+            many if count > 1 else step,
+            mesh=mesh,
+            in_specs=(PartitionSpec(), spec),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        ),
+        donate_argnums=0,
+    )
+    groups = (
+        model.trainable_variables,
+        model.non_trainable_variables,
+        model.optimizer.variables,
+        model.metrics_variables,
+    )
+    whole = NamedSharding(mesh, PartitionSpec())
+    split = NamedSharding(mesh, spec)
+    state = jax.device_put(
+        tuple([np.array(v.value) for v in group] for group in groups), whole
+    )
+
+    def epoch():
+        nonlocal state
+        for start in range(0, steps, count):
+            part = slice(start * rows, (start + count) * rows)
+            batch = x[part], y[part]
+            if count > 1:
+                batch = tuple(
+                    a.reshape(count, rows, *a.shape[1:]) for a in batch
+                )
+            state, logs = mapped(state, jax.device_put(batch, split))
+            jax.block_until_ready(logs)
+
+    return epoch
+
+
+def run_peer(options):
+    """In a process of its own: prints milliseconds a step as JSON."""
+    epoch = fitted(options.peer, options)
+    epoch()
+    epoch()
+    times = []
+    for _ in range(options.epochs):
+        start = time.perf_counter()
+        epoch()
+        times.append((time.perf_counter() - start) / options.steps * 1e3)
+    print(json.dumps({"ms": statistics.median(times)}))
+
+
+def measure(peer, workload, spe, options):
+    """Runs one peer in a fresh process."""
+    _, steps, epochs = SIZES[workload]
+    if peer == "tf":
+        spe = 1
+    environment = dict(os.environ)
+    environment["KERAS_BACKEND"] = "tensorflow" if peer == "tf" else "jax"
+    environment["JAX_PLATFORMS"] = "cpu"
+    environment["TF_CPP_MIN_LOG_LEVEL"] = "3"
+    count = 1 if peer == "one" else options.devices
+    environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={count}"
+    command = [sys.executable, __file__, "--peer", peer]
+    command += ["--workload", workload, "--spe-one", str(spe)]
+    command += ["--devices", str(options.devices)]
+    command += ["--steps", str(steps), "--epochs", str(epochs)]
+    done = subprocess.run(
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(
+            f"Peer {peer!r} on {workload!r} failed with exit status "
+            f"{done.returncode}:\n{done.stderr[-2000:]}"
+        )
+    return json.loads(done.stdout.strip().splitlines()[-1])["ms"]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument(
+        "--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS)
+    )
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=PEERS)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--spe", type=int, nargs="+", default=[1, 20])
+    parser.add_argument("--json", help="write the figures to this file")
+    for hidden in ("--peer", "--workload"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    for hidden in ("--steps", "--epochs", "--spe-one"):
+        parser.add_argument(hidden, type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.peer:
+        options.spe = options.spe_one
+        run_peer(options)
+        return
+    report(options)
+
+
+def report(options):
+    """Measures all, prints a table of medians and ratios."""
+    from rich.console import Console
+    from rich.progress import track
+    from rich.table import Table
+
+    cells = [
+        (workload, spe, peer)
+        for workload in options.workloads
+        for spe in options.spe
+        for peer in options.peers
+    ]
+    samples = {cell: [] for cell in cells}
+    rounds = [cell for _ in range(options.repeats) for cell in cells]
+    for cell in track(rounds, "measuring", console=Console(stderr=True)):
+        workload, spe, peer = cell
+        samples[cell].append(measure(peer, workload, spe, options))
+    medians = {cell: statistics.median(s) for cell, s in samples.items()}
+    table = Table(
+        title=f"fit on {options.devices} virtual CPU devices, ms a step "
+        f"(ours / peer), medians of {options.repeats}"
+    )
+    table.add_column("workload")
+    table.add_column("steps per execution", justify="right")
+    for peer in options.peers:
+        table.add_column(peer, justify="right")
+    for workload in options.workloads:
+        for spe in options.spe:
+            row = [workload, str(spe)]
+            for peer in options.peers:
+                ms = medians[workload, spe, peer]
+                text = f"{ms:.2f}"
+                if peer != "ours" and "ours" in options.peers:
+                    text += f" ({medians[workload, spe, 'ours'] / ms:.2f}x)"
+                row.append(text)
+            table.add_row(*row)
+    Console(width=110).print(table)
+    if options.json:
+        records = [
+            {"workload": w, "spe": s, "peer": p, "ms": samples[w, s, p]}
+            for w, s, p in cells
+        ]
+        with open(options.json, "w") as file:
+            json.dump({"devices": options.devices, "runs": records}, file)
+
+
+if __name__ == "__main__":
+    main()

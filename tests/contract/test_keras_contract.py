@@ -1,0 +1,708 @@
+"""What keras_strategies relies on in Keras beyond its public names.
+
+One test a hook. One that fails after an update of Keras names what to look
+at in keras_strategies/keras_bridge.
+"""
+
+import ast
+import inspect
+import pathlib
+import re
+import threading
+
+import jax
+import keras
+import numpy as np
+import pytest
+from keras.src.backend import get_keras_mask, set_keras_mask
+from keras.src.distribution.distribution_lib import Distribution
+from keras.src.losses import loss as loss_module
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.trainers.compile_utils import CompileMetrics, MetricsList
+from keras.src.trainers.data_adapters import (
+    array_slicing,
+    data_adapter_utils,
+    get_data_adapter,
+)
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+from keras.src.trainers.data_adapters.generator_data_adapter import (
+    GeneratorDataAdapter,
+)
+from keras.src.trainers.data_adapters.py_dataset_adapter import (
+    PyDatasetAdapter,
+)
+from keras.src.trainers.epoch_iterator import EpochIterator
+from keras.src.trainers.trainer import Trainer
+
+BRIDGE = pathlib.Path(__file__).parents[2] / "keras_strategies/keras_bridge"
+X = np.arange(12, dtype="float32").reshape(6, 2)
+Y = X[:, :1]
+
+RELIED_ON = {
+    # Variables.
+    "_layout",
+    "_value",
+    # Models.
+    "_assert_compile_called",
+    "_flatten_layers",
+    "_jax_state",
+    "_jax_state_synced",
+    "_symbolic_build",
+    "_use_cached_eval_dataset",
+    # Layers, optimizers, metrics.
+    "_fn",
+    "_moments",
+    "_reduction_axes",
+    "_trainable_variables",
+}
+"""Private names of Keras, each with a test here."""
+
+
+def model_of(*layers, loss="mse", **compile_args):
+    model = keras.Sequential([keras.Input((2,)), *layers])
+    model.compile("sgd", loss, **compile_args)
+    return model
+
+
+# Which private names there are.
+
+
+def test_every_private_name_used_is_listed_here():
+    used, own = set(), set()
+    for path in BRIDGE.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                is_self = isinstance(node.value, ast.Name) and (
+                    node.value.id == "self"
+                )
+                (own if is_self else used).add(node.attr)
+            elif isinstance(node, ast.FunctionDef):
+                own.add(node.name)
+            elif isinstance(node, ast.Constant):
+                used.add(str(node.value))
+    used = {n for n in used if re.fullmatch(r"_[a-z][a-z_]*", n)}
+    unlisted = {n for n in used - own - RELIED_ON if n[:3] != "_ks"}
+    assert unlisted == set(), "write a contract test and list it above"
+    assert used >= RELIED_ON, "listed above, and not used any more"
+
+
+def test_every_module_imported_from_keras_src_is_imported_here():
+    def imported(path):
+        return {
+            (node.module, alias.name)
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.ImportFrom)
+            and (node.module or "").startswith("keras.src")
+            for alias in node.names
+        }
+
+    used = set().union(*map(imported, BRIDGE.glob("*.py")))
+    assert used - imported(pathlib.Path(__file__)) == set()
+
+
+# Distribution and variables: layout.py.
+
+
+class Recording(Distribution):
+    """Answers as ours does, and notes who asked."""
+
+    def __init__(self):
+        mesh = keras.distribution.DeviceMesh(
+            (2,), ["replica"], devices=["cpu:0", "cpu:1"]
+        )
+        super().__init__(
+            mesh, batch_dim_name="replica", auto_shard_dataset=False
+        )
+        self.sharding = jax.sharding.NamedSharding(
+            mesh.backend_mesh, jax.sharding.PartitionSpec()
+        )
+        self.asked = []
+
+    def get_variable_layout(self, variable):
+        self.asked.append(variable)
+        return self.sharding
+
+    def get_tensor_layout(self, path):
+        return None
+
+
+@pytest.fixture
+def recording():
+    distribution = Recording()
+    keras.distribution.set_distribution(distribution)
+    yield distribution
+    keras.distribution.set_distribution(None)
+
+
+@pytest.mark.parametrize("kind", ["weight", "statistic", "metric", "seed"])
+def test_distribution_is_asked_for_the_layout_of_every_variable(
+    recording, kind
+):
+    layer = keras.layers.BatchNormalization()
+    layer.build((None, 2))
+    variable = {
+        "weight": layer.gamma,
+        "statistic": layer.moving_mean,
+        "metric": keras.metrics.Mean().variables[0],
+        "seed": keras.random.SeedGenerator(1).state,
+    }[kind]
+    assert any(v is variable for v in recording.asked), "get_variable_layout"
+    assert variable._layout is recording.sharding, "_layout"
+    assert len(variable.value.sharding.device_set) == 2
+
+
+def test_slots_take_the_layout_of_their_weight_without_asking(recording):
+    weight = keras.Variable([1.0, 2.0])
+    recording.asked.clear()
+    optimizer = keras.optimizers.Adam()
+    optimizer.build([weight])
+    slots = [v for v in optimizer.variables if v.shape == (2,)]
+    assert len(slots) == 2
+    for slot in slots:
+        assert slot._layout is recording.sharding, "_layout of a slot"
+        assert not any(v is slot for v in recording.asked)
+
+
+def test_slots_are_made_by_add_variable_from_reference(monkeypatch):
+    made = []
+    name = "add_variable_from_reference"
+    original = getattr(BaseOptimizer, name)
+
+    def noting(*args, **kwargs):
+        made.append(original(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(BaseOptimizer, name, noting)
+    optimizer = keras.optimizers.Adam(use_ema=True)
+    optimizer.build([keras.Variable([1.0, 2.0])])
+    slots = [v for v in optimizer.variables if v.shape == (2,)]
+    assert {id(v) for v in made} == {id(v) for v in slots}
+
+
+def test_assigned_value_goes_where_the_layout_says(recording):
+    keras.distribution.set_distribution(None)
+    variable = keras.Variable([1.0, 2.0])
+    assert variable._layout is None, "_layout"
+    variable._layout = recording.sharding
+    variable.assign([3.0, 4.0])
+    assert variable.value.sharding == recording.sharding
+    value = variable.value
+    variable.assign(value)
+    assert variable._value is value, "an array in place is taken as it is"
+
+
+def test_value_of_a_variable_is_its_private_value():
+    variable = keras.Variable([1.0])
+    array = jax.numpy.asarray([2.0])
+    variable._value = array
+    assert variable.value is array, "_value"
+
+
+def test_distribution_of_a_thread_is_its_own(recording):
+    seen = []
+    thread = threading.Thread(
+        target=lambda: seen.append(keras.distribution.distribution())
+    )
+    thread.start()
+    thread.join()
+    assert seen == [None], "keras.distribution.distribution"
+    assert keras.distribution.distribution() is recording
+
+
+def test_seed_variable_is_known_by_name_shape_and_dtype():
+    generator = keras.random.SeedGenerator(5)
+    state = generator.state
+    assert state.name == "seed_generator_state"
+    assert tuple(state.shape) == (2,)
+    assert "uint32" in str(state.dtype)
+    generator.next()
+    generator.next()
+    # The stream's seed, and how many draws were made.
+    np.testing.assert_array_equal(state.numpy(), [5, 2])
+    dropout = keras.layers.Dropout(0.5)
+    assert dropout.seed_generator.state.name == "seed_generator_state"
+
+
+def test_metric_variables_say_what_others_do_not():
+    layer = keras.layers.Layer()
+    free = layer.add_weight(shape=())
+    assert free.aggregation not in ("sum", "only_first_replica")
+    optimizer = keras.optimizers.SGD()
+    assert optimizer.iterations.aggregation == "only_first_replica"
+
+
+def test_variable_init_has_named_arguments():
+    parameters = inspect.signature(keras.Variable.__init__).parameters
+    assert {"initializer", "shape", "dtype", "trainable", "name"} <= set(
+        parameters
+    ), "keras.Variable.__init__, wrapped by variable_creator_scope"
+
+
+# The trainer: binding.py, functions.py.
+
+
+def test_compile_comes_from_the_trainer():
+    assert keras.Model.compile is Trainer.compile, "Trainer.compile"
+    assert keras.Sequential.compile is Trainer.compile
+    model = model_of()
+    model.train_function = model.test_function = model.predict_function = 1
+    model.compile("sgd", "mse")
+    assert model.train_function is None
+    assert model.test_function is None
+    assert model.predict_function is None
+
+
+def test_loops_go_through_attributes_of_the_instance():
+    called = []
+
+    def noting(model, name):
+        original = getattr(model, name)
+
+        def note(*args, **kwargs):
+            called.append((name, sorted(kwargs)))
+            return original(*args, **kwargs)
+
+        object.__setattr__(model, name, note)
+
+    model = model_of(keras.layers.Dense(1))
+    for name in (
+        "make_train_function",
+        "make_test_function",
+        "make_predict_function",
+        "_symbolic_build",
+        "evaluate",
+    ):
+        noting(model, name)
+    model.fit(X, Y, validation_data=(X, Y), verbose=0)
+    model.predict(X, verbose=0)
+    names = [name for name, _ in called]
+    assert names == [
+        "_symbolic_build",
+        "make_train_function",
+        "evaluate",
+        "_symbolic_build",
+        "make_test_function",
+        "make_predict_function",
+    ]
+    assert "_use_cached_eval_dataset" in dict(called)["evaluate"]
+    called.clear()
+    model.train_on_batch(X, Y)
+    model.test_on_batch(X, Y)
+    model.predict_on_batch(X)
+    assert called == [
+        ("_symbolic_build", ["data_batch"]),
+        ("make_train_function", []),
+        ("_symbolic_build", ["data_batch"]),
+        ("make_test_function", []),
+        ("make_predict_function", []),
+    ]
+
+
+def test_train_function_gets_the_state_and_an_iterator():
+    model = model_of(keras.layers.Dense(1), metrics=["mae"])
+    seen = []
+
+    def make_train_function(force=False):
+        def function(state, iterator):
+            seen.append([len(group) for group in state])
+            list(iterator)
+            return {"loss": 1.0}, state
+
+        model.train_function = function
+
+    object.__setattr__(model, "make_train_function", make_train_function)
+    model.fit(X, Y, batch_size=6, verbose=0)
+    assert seen == [
+        [
+            len(model.trainable_variables),
+            len(model.non_trainable_variables),
+            len(model.optimizer.variables),
+            len(model.metrics_variables),
+        ]
+    ]
+
+
+def test_symbolic_build_makes_optimizer_and_metrics():
+    parameters = inspect.signature(keras.Model._symbolic_build).parameters
+    assert list(parameters) == ["self", "iterator", "data_batch"]
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("adam", "mse", metrics=["mae"])
+    keras.Model._symbolic_build(model, data_batch=(X, Y, None))
+    assert model.built, "_symbolic_build"
+    assert model.optimizer.built
+    assert len(model.metrics_variables) == 4
+
+
+def test_symbolic_build_reads_an_epoch_iterator():
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    iterator = EpochIterator(Adapter())
+    keras.Model._symbolic_build(model, iterator=iterator)
+    assert model.optimizer.built
+
+
+def test_assert_compile_called_refuses_a_model_that_was_not_compiled():
+    model = keras.Sequential([keras.layers.Dense(1)])
+    with pytest.raises(ValueError, match="compile"):
+        model._assert_compile_called("fit")
+    model.compile("sgd", "mse")
+    assert model._assert_compile_called("fit") is None
+
+
+def test_flatten_layers_reaches_the_model_and_nested_layers():
+    inner = keras.Sequential([keras.layers.Dense(1)])
+    model = keras.Sequential([keras.Input((2,)), inner])
+    layers = list(model._flatten_layers())
+    for layer in (model, inner, inner.layers[0]):
+        assert any(each is layer for each in layers), "_flatten_layers"
+
+
+def test_state_is_given_back_through_jax_state():
+    model = model_of(keras.layers.Dense(1))
+    new = [v.value + 1 for v in model.trainable_variables]
+    model._jax_state = {"trainable_variables": new}
+    model._jax_state_synced = False
+    model.jax_state_sync()
+    assert model._jax_state_synced, "_jax_state_synced"
+    for variable, value in zip(model.trainable_variables, new, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+    # A synced state is not read again.
+    model.trainable_variables[0].assign(new[0] + 1)
+    model.jax_state_sync()
+    np.testing.assert_array_equal(
+        model.trainable_variables[0].numpy(), new[0] + 1
+    )
+
+
+def test_state_is_taken_again_after_a_callback_asked_for_it():
+    model = model_of(keras.layers.Dense(1, kernel_initializer="ones"))
+    kernels = []
+
+    class Sets(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            kernel = self.model.trainable_variables[0]
+            kernel.assign([[5.0], [5.0]])
+            kernels.append(kernel.value)
+
+    def make_train_function(force=False):
+        def function(state, iterator):
+            next(iterator)
+            kernels.append(state[0][0])
+            return {"loss": 1.0}, state
+
+        model.train_function = function
+
+    object.__setattr__(model, "make_train_function", make_train_function)
+    model.fit(X, Y, batch_size=3, verbose=0, callbacks=[Sets()])
+    np.testing.assert_array_equal(kernels[2], [[5.0], [5.0]])
+
+
+# Data: adapter.py.
+
+
+class Adapter(DataAdapter):
+    """Two batches of two rows."""
+
+    def get_numpy_iterator(self):
+        return iter([(X[:2], Y[:2]), (X[2:4], Y[2:4])])
+
+    get_jax_iterator = get_numpy_iterator
+
+    @property
+    def num_batches(self):
+        return 2
+
+    @property
+    def batch_size(self):
+        return 2
+
+    @property
+    def has_partial_batch(self):
+        return False
+
+    @property
+    def partial_batch_size(self):
+        return None
+
+
+def test_data_adapter_passes_through_untouched():
+    adapter = Adapter()
+    assert get_data_adapter(x=adapter) is adapter
+    assert EpochIterator(adapter).data_adapter is adapter
+
+
+def test_fit_reads_a_data_adapter_given_as_x():
+    model = model_of(keras.layers.Dense(1))
+    history = model.fit(Adapter(), verbose=0)
+    assert history.params["steps"] == 2
+
+
+def test_epoch_iterator_yields_steps_and_an_iterator():
+    iterator = EpochIterator(Adapter(), steps_per_execution=1)
+    steps = []
+    with iterator.catch_stop_iteration():
+        for begin, end, batches in iterator:
+            steps.append((begin, end, next(iter(batches))[0].shape))
+    assert steps == [(0, 0, (2, 2)), (1, 1, (2, 2))]
+    iterator.reset()
+
+
+def test_stop_iteration_from_a_step_ends_the_epoch():
+    iterator = EpochIterator(Adapter(), steps_per_execution=2)
+    steps = []
+    with iterator.catch_stop_iteration():
+        for begin, end, _ in iterator:
+            steps.append((begin, end))
+            if len(steps) == 2:
+                raise StopIteration
+    assert steps[0] == (0, 1), "catch_stop_iteration"
+
+
+def test_adapters_are_chosen_by_kind_of_data():
+    class Data(keras.utils.PyDataset):
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            return X, Y
+
+    generator = get_data_adapter(x=((X, Y) for _ in range(2)))
+    assert isinstance(generator, GeneratorDataAdapter)
+    assert isinstance(get_data_adapter(x=Data()), PyDatasetAdapter)
+    arrays = get_data_adapter(x=X, y=Y, batch_size=4)
+    assert (arrays.num_batches, arrays.partial_batch_size) == (2, 2)
+    rows = [len(x) for x, _ in arrays.get_numpy_iterator()]
+    assert rows == [4, 2]
+    assert all(
+        isinstance(x, np.ndarray) for x, _ in arrays.get_numpy_iterator()
+    )
+
+
+def test_helpers_for_data():
+    (x, y, weight), held = array_slicing.train_validation_split(
+        (X, Y, None), validation_split=0.5
+    )
+    assert weight is None
+    np.testing.assert_array_equal(x, X[:3])
+    np.testing.assert_array_equal(held[1], Y[3:])
+    unpack = data_adapter_utils.unpack_x_y_sample_weight
+    assert unpack((1, 2)) == (1, 2, None)
+    weights = data_adapter_utils.class_weight_to_sample_weights(
+        np.array([0, 1, 1]), {0: 1.0, 1: 3.0}
+    )
+    np.testing.assert_array_equal(weights, [1, 3, 3])
+    assert not data_adapter_utils.is_tensorflow_sparse(X)
+    assert callable(data_adapter_utils.tf_sparse_to_jax_sparse)
+
+
+# Layers: batch_norm.py.
+
+
+def test_batch_normalization_computes_its_moments_in_one_method():
+    layer = keras.layers.BatchNormalization(momentum=0.0)
+    layer.build((None, 2))
+    assert list(layer._reduction_axes) == [0], "_reduction_axes"
+    calls = []
+
+    def moments(inputs, mask):
+        calls.append(mask)
+        return keras.ops.full((2,), 7.0), keras.ops.ones((2,))
+
+    object.__setattr__(layer, "_moments", moments)
+    layer(X, training=True)
+    assert calls == [None], "_moments"
+    np.testing.assert_allclose(layer.moving_mean.numpy(), [7, 7])
+
+
+def test_synchronized_is_refused_on_jax():
+    with pytest.raises(ValueError, match="synchronized=True"):
+        keras.layers.BatchNormalization(synchronized=True)
+
+
+# Losses: trace_hooks.py.
+
+
+@pytest.mark.parametrize("name", ["reduce_values", "apply_mask"])
+def test_losses_reduce_through_globals_of_the_loss_module(name, monkeypatch):
+    calls = []
+    original = getattr(loss_module, name)
+
+    def noting(*args, **kwargs):
+        calls.append((args, kwargs))
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(loss_module, name, noting)
+    y_pred = keras.ops.convert_to_tensor(X)
+    set_keras_mask(y_pred, keras.ops.ones((6,), "bool"))
+    keras.losses.MeanSquaredError()(X, y_pred, np.ones(6, "float32"))
+    assert len(calls) == 1, name
+    bound = inspect.signature(original).bind(*calls[0][0], **calls[0][1])
+    expected = {
+        "reduce_values": ["values", "sample_weight", "reduction"],
+        "apply_mask": ["sample_weight", "mask", "dtype", "reduction"],
+    }
+    assert set(bound.arguments) <= set(expected[name])
+    assert list(inspect.signature(original).parameters) == expected[name]
+
+
+def test_mask_gives_kept_entries_the_weight_total_by_kept():
+    mask = np.array([True, True, False, False])
+    weight = loss_module.apply_mask(
+        np.ones(4, "float32"),
+        mask=mask,
+        dtype="float32",
+        reduction="sum_over_batch_size",
+    )
+    np.testing.assert_allclose(weight, [2, 2, 0, 0])
+
+
+def test_losses_share_one_call():
+    for name, cls in vars(keras.losses).items():
+        if isinstance(cls, type) and issubclass(cls, keras.losses.Loss):
+            assert cls.__call__ is loss_module.Loss.__call__, name
+
+
+def test_masks_travel_with_tensors():
+    tensor = keras.ops.ones((3,))
+    assert get_keras_mask(tensor) is None
+    set_keras_mask(tensor, "mask")
+    assert get_keras_mask(tensor) == "mask"
+
+
+LOSS_ARGUMENTS = {
+    "CTC": (
+        np.array([[1, 2], [2, 1], [1, 1], [2, 2]]),
+        np.random.default_rng(1).uniform(0.1, 1, (4, 5, 4)),
+    ),
+    "Circle": (
+        np.array([0, 1, 0, 1]),
+        np.random.default_rng(1).normal(size=(4, 3)),
+    ),
+}
+CLASSES = np.array([0, 1, 2, 0])
+PROBABILITIES = np.random.default_rng(1).dirichlet(np.ones(3), 4)
+OF_CLASS_IDS = (
+    "SparseCategoricalCrossentropy",
+    "CategoricalGeneralizedCrossEntropy",
+)
+
+
+def loss_classes():
+    return {
+        name: cls
+        for name, cls in vars(keras.losses).items()
+        if isinstance(cls, type)
+        and issubclass(cls, keras.losses.Loss)
+        and cls is not keras.losses.Loss
+    }
+
+
+def mixes_rows(name, cls):
+    """Whether the first row's loss changes when other rows do."""
+    one_hot = np.eye(3)[CLASSES]
+    y_true = CLASSES if name in OF_CLASS_IDS else one_hot
+    y_true, y_pred = LOSS_ARGUMENTS.get(name, (y_true, PROBABILITIES))
+    y_pred = y_pred.astype("float32")
+    others = [0, 3, 1, 2]
+    loss = cls(reduction=None)
+    try:
+        before = np.asarray(loss(y_true, y_pred))
+        # The first row stays; the others change places and values.
+        scale = np.array([1, 0.9, 0.8, 0.7], "float32")
+        scale = scale.reshape(-1, *[1] * (y_pred.ndim - 1))
+        after = np.asarray(loss(y_true[others], y_pred[others] * scale))
+    except ValueError as error:
+        pytest.fail(f"{name} needs arguments of its own above: {error}")
+    return before.ndim == 0 or not np.allclose(before[0], after[0], rtol=1e-5)
+
+
+def test_exactly_these_losses_mix_rows():
+    found = {n for n, cls in loss_classes().items() if mixes_rows(n, cls)}
+    assert found == {"Dice", "Tversky", "Circle"}, (
+        "keras.losses that mix rows are not those of "
+        "metric_rules._ROW_MIXING_CLASSES"
+    )
+
+
+# Optimizers: trace_hooks.py.
+
+
+def test_optimizer_knows_its_trainable_variables():
+    weight = keras.Variable([1.0])
+    optimizer = keras.optimizers.SGD()
+    optimizer.build([weight])
+    assert optimizer._trainable_variables[0] is weight
+
+
+def test_stateless_apply_goes_through_apply():
+    calls = []
+
+    class Noting(keras.optimizers.SGD):
+        def apply(self, grads, trainable_variables=None):
+            calls.append(trainable_variables)
+            return super().apply(grads, trainable_variables)
+
+    weight = keras.Variable([1.0])
+    optimizer = Noting()
+    optimizer.build([weight])
+    values = [v.value for v in optimizer.variables]
+    optimizer.stateless_apply(values, [jax.numpy.ones(1)], [weight.value])
+    assert len(calls) == 1
+    parameters = inspect.signature(BaseOptimizer.stateless_apply).parameters
+    assert list(parameters)[1:] == [
+        "optimizer_variables",
+        "grads",
+        "trainable_variables",
+    ]
+
+
+def test_loss_scaling_has_a_stateless_apply_of_its_own():
+    cls = keras.optimizers.LossScaleOptimizer
+    assert "stateless_apply" in vars(cls), "it by-passes `apply`"
+    assert "scale_loss" in vars(cls)
+    assert "scale_loss" in vars(BaseOptimizer)
+
+
+def test_train_step_scales_the_loss_through_the_optimizer():
+    calls = []
+
+    class Noting(keras.optimizers.SGD):
+        def scale_loss(self, loss):
+            calls.append(loss)
+            return super().scale_loss(loss)
+
+    model = model_of(keras.layers.Dense(1))
+    model.compile(Noting(), "mse")
+    model.train_on_batch(X, Y)
+    assert len(calls) == 1
+
+
+def test_float8_variables_are_marked():
+    source = inspect.getsource(BaseOptimizer)
+    assert "overwrite_with_gradient" in source
+
+
+# Metrics: trace_hooks.py, metric_rules.py.
+
+
+def test_compiled_metrics_are_lists_of_metrics():
+    assert issubclass(CompileMetrics, keras.metrics.Metric)
+    assert issubclass(MetricsList, keras.metrics.Metric)
+    model = model_of(keras.layers.Dense(1), metrics=["mae"])
+    model.train_on_batch(X, Y)
+    kinds = [type(m) for m in model.metrics]
+    assert kinds[0] is keras.metrics.Mean, "the loss tracker"
+    assert CompileMetrics in kinds
+
+
+def test_function_of_a_metric_wrapper():
+    metric = keras.metrics.MeanAbsoluteError()
+    assert isinstance(metric, keras.metrics.MeanMetricWrapper)
+    assert metric._fn is keras.losses.mean_absolute_error, "_fn"
+
+
+def test_loss_tracker_counts_the_rows_of_a_step():
+    model = model_of(keras.layers.Dense(1))
+    model.train_on_batch(X, Y)
+    tracker = model.metrics[0]
+    assert float(tracker.variables[1].value) == 6

@@ -1,0 +1,179 @@
+"""What importing keras_strategies does, and what it leaves alone."""
+
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import keras_strategies as ks
+
+ROOT = str(pathlib.Path(__file__).parents[1])
+PUBLIC_NAMES = {
+    "MirroredStrategy",
+    "OneDeviceStrategy",
+    "Strategy",
+    "StrategyExtended",
+    "TPUStrategy",
+    "experimental_set_strategy",
+    "get_strategy",
+    "global_batch_loss",
+    "has_strategy",
+    "merge",
+    "variable_creator_scope",
+}
+
+
+def run_python(code, **environ):
+    """Runs code in a fresh process without the variables of this one."""
+    inherited = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("KERAS_", "JAX_", "XLA_", "TF_"))
+    }
+    environ = {
+        "PYTHONPATH": ROOT,
+        "JAX_PLATFORMS": "cpu",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        **environ,
+    }
+    return subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", code],
+        env=inherited | environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def output_of(code, **environ):
+    done = run_python(code, **environ)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def error_of(code, **environ):
+    done = run_python(code, **environ)
+    assert done.returncode != 0, done.stdout
+    return done.stderr.strip().splitlines()[-1]
+
+
+def test_public_names():
+    names = {
+        name
+        for name, value in vars(ks).items()
+        if not name.startswith("_") and not _is_module(value)
+    }
+    assert names == PUBLIC_NAMES
+    for name in names:
+        assert getattr(ks, name).__doc__, name
+
+
+def _is_module(value):
+    return isinstance(value, type(sys))
+
+
+def test_import_touches_no_device_and_loads_no_extra():
+    code = """
+import sys, keras
+before = set(sys.modules)
+import keras_strategies
+from jax._src import xla_bridge
+print(xla_bridge.backends_are_initialized())
+heavy = {"tensorflow", "orbax", "grain", "torch", "rich", "tensorboard"}
+new = {name.split(".")[0] for name in set(sys.modules) - before}
+print(sorted(heavy & new), len([n for n in new if n == "keras_strategies"]))
+import jax
+jax.devices()
+assert xla_bridge.backends_are_initialized()
+"""
+    assert output_of(code, KERAS_BACKEND="jax") == ["False", "[]", "1"]
+
+
+def test_import_alone_loads_no_tensorflow():
+    code = """
+import sys, keras_strategies
+heavy = {"tensorflow", "orbax", "grain", "torch"}
+print(sorted(heavy & set(sys.modules)))
+"""
+    assert output_of(code) == ["[]"]
+
+
+def test_import_costs_less_than_a_tenth_of_a_second():
+    code = """
+import time, keras
+start = time.perf_counter()
+import keras_strategies
+print(time.perf_counter() - start)
+"""
+    seconds = []
+    for _ in range(3):
+        seconds.append(float(output_of(code, KERAS_BACKEND="jax")[0]))
+        if min(seconds) < 0.1:
+            break
+    assert min(seconds) < 0.1, seconds
+
+
+def test_import_changes_nothing_of_keras():
+    code = """
+import keras
+from keras.src.losses import loss
+from keras.src.trainers.trainer import Trainer
+def held():
+    return (Trainer.compile, keras.Variable.__init__, loss.reduce_values,
+            keras.layers.BatchNormalization.__init__)
+before = held()
+import keras_strategies
+print(held() == before, keras.distribution.distribution())
+"""
+    assert output_of(code, KERAS_BACKEND="jax") == ["True", "None"]
+
+
+def test_backend_is_set_to_jax_when_it_is_unset(tmp_path):
+    code = """
+import os, keras_strategies, keras
+print(os.environ["KERAS_BACKEND"], keras.config.backend())
+"""
+    assert output_of(code, KERAS_HOME=str(tmp_path)) == ["jax", "jax"]
+
+
+def test_backend_that_was_chosen_is_not_changed():
+    if importlib.util.find_spec("tensorflow") is None:
+        pytest.skip("tensorflow is not installed")
+    code = "import keras_strategies"
+    error = error_of(code, KERAS_BACKEND="tensorflow")
+    assert error.startswith("ImportError: keras_strategies needs Keras on")
+    assert "backend 'tensorflow'" in error
+    assert "KERAS_BACKEND=jax" in error
+
+
+def test_backend_of_a_keras_that_was_imported_is_not_changed():
+    code = """
+import os, keras
+os.environ.pop("KERAS_BACKEND")
+import keras_strategies
+print("KERAS_BACKEND" in os.environ)
+"""
+    assert output_of(code, KERAS_BACKEND="jax") == ["False"]
+
+
+def test_nnx_variables_are_refused():
+    if importlib.util.find_spec("flax") is not None:
+        code = "import keras_strategies"
+        environ = {"KERAS_BACKEND": "jax", "KERAS_NNX_ENABLED": "true"}
+    else:
+        # Keras itself would not import; its answer is set afterwards.
+        code = """
+import keras
+from keras.src.backend import config
+config._NNX_ENABLED = True
+assert keras.config.is_nnx_enabled()
+import keras_strategies
+"""
+        environ = {"KERAS_BACKEND": "jax"}
+    error = error_of(code, **environ)
+    assert error.startswith("ImportError: keras_strategies needs Keras's own")
+    assert "KERAS_NNX_ENABLED" in error
