@@ -105,9 +105,9 @@ print(sorted(heavy & set(sys.modules)))
 def test_import_costs_less_than_a_tenth_of_a_second():
     code = """
 import time, keras
-start = time.perf_counter()
+start = time.process_time()  # Others may keep the machine busy.
 import keras_strategies
-print(time.perf_counter() - start)
+print(time.process_time() - start)
 """
     seconds = []
     for _ in range(3):

@@ -16,6 +16,9 @@ from keras.src.trainers.data_adapters import (
     data_adapter_utils,
     get_data_adapter,
 )
+from keras.src.trainers.data_adapters.array_data_adapter import (
+    ArrayDataAdapter,
+)
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.generator_data_adapter import (
     GeneratorDataAdapter,
@@ -71,8 +74,7 @@ class Feed(DataAdapter):
 
     def get_numpy_iterator(self) -> Iterator[Tree]:
         """Host batches; used to build a model that is not built yet."""
-        for batch in self._source.get_numpy_iterator():
-            batch = _host_batch(batch)
+        for batch in _host_batches(self._source):
             if self._is_copying:
                 batch = jax.tree.map(np.array, batch)
             num_rows(batch)
@@ -208,6 +210,39 @@ def batch_weights(y: Any, sample_weight: Any, class_weight: Any) -> Any:
 def place_batch(batch: Tree, mesh: ReplicaMesh) -> Execution:
     """Moves one batch of a `*_on_batch` call to the devices."""
     return place([_host_batch(batch)], mesh)
+
+
+def _host_batches(source: DataAdapter) -> Iterator[Tree]:
+    """The batches of Keras's adapter as numpy arrays."""
+    arrays = _numpy_arrays(source)
+    if arrays is None:
+        for batch in source.get_numpy_iterator():
+            yield _host_batch(batch)
+        return
+    # Keras chooses the rows; taking them one array after the other through
+    # its nests would cost as much as a small step.
+    leaves, structure = jax.tree.flatten(arrays)
+
+    def take(_: Any, indices: Any) -> list[np.ndarray]:
+        return [leaf[indices] for leaf in leaves]
+
+    for batch in source._get_iterator(take, 0):
+        yield jax.tree.unflatten(structure, batch)
+
+
+def _numpy_arrays(source: DataAdapter) -> Tree:
+    """The nest of an array adapter's arrays if all are numpy's, or None."""
+    if type(source) is not ArrayDataAdapter:
+        return None
+    inputs = array_slicing.convert_to_sliceable(
+        source._inputs, target_backend="numpy"
+    )
+    if not all(
+        type(leaf) is array_slicing.NumpySliceable
+        for leaf in jax.tree.leaves(inputs)
+    ):
+        return None
+    return jax.tree.map(lambda leaf: leaf.array, inputs)
 
 
 _NO_ROWS = (

@@ -211,7 +211,7 @@ def own(
     group: Arrays,
     variables: Sequence[keras.Variable],
     holders: Sequence[Arrays],
-    made: Made,
+    made: Made | None,
     sharding: Any,
     *,
     donate: bool,
@@ -229,7 +229,8 @@ def own(
       variables: The variables.
       holders: Lists of Keras and ours that may hold the same arrays and
         never read them again.
-      made: Arrays that steps returned in earlier loops.
+      made: Arrays that steps returned in earlier loops, or None where even
+        those may share their buffers.
       sharding: Where every array must lie.
       donate: Whether the step donates the group.
     """
@@ -242,7 +243,7 @@ def own(
             value = jnp.copy(jax.device_put(value, sharding))
         elif donate:
             known = sum(i < len(h) and h[i] is value for h in holders)
-            is_ours = known or _is_among(value, made)
+            is_ours = made is not None and (known or _is_among(value, made))
             num_others = counts[i] - alone - known
             if not is_ours or num_others > (variable._value is value):
                 value = jnp.copy(value)

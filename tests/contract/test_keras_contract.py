@@ -51,6 +51,8 @@ RELIED_ON = {
     "_use_cached_eval_dataset",
     # Layers, optimizers, metrics.
     "_fn",
+    "_get_iterator",
+    "_inputs",
     "_moments",
     "_reduction_axes",
     "_trainable_variables",
@@ -706,3 +708,20 @@ def test_loss_tracker_counts_the_rows_of_a_step():
     model.train_on_batch(X, Y)
     tracker = model.metrics[0]
     assert float(tracker.variables[1].value) == 6
+
+
+def test_array_adapter_chooses_rows_for_any_nest():
+    from keras.src.trainers.data_adapters.array_data_adapter import (
+        ArrayDataAdapter,
+    )
+    from keras.src.trainers.data_adapters.array_slicing import (
+        NumpySliceable,
+        convert_to_sliceable,
+    )
+
+    adapter = ArrayDataAdapter(X, Y, batch_size=4)
+    sliceable = convert_to_sliceable(adapter._inputs, target_backend="numpy")
+    assert {type(leaf) for leaf in sliceable} == {NumpySliceable}
+    assert sliceable[0].array.shape == X.shape
+    chosen = list(adapter._get_iterator(lambda leaf, indices: indices, 0))
+    assert chosen == [slice(0, 4), slice(4, 6)], "`indices` by keyword"
