@@ -168,7 +168,7 @@ def _put_stacked(column: list[Any], mesh: ReplicaMesh) -> jax.Array:
     """Stacks what each replica reads: its rows are copied once."""
     shape = (len(column), *np.shape(column[0]))
 
-    def rows_of(index: tuple[slice, ...]) -> Any:
+    def rows_of(index: Any) -> Any:
         return np.stack([leaf[index[1:]] for leaf in column])
 
     return jax.make_array_from_callback(shape, mesh.stacked, rows_of)

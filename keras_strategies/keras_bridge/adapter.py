@@ -212,7 +212,7 @@ def place_batch(batch: Tree, mesh: ReplicaMesh) -> Execution:
     return place([_host_batch(batch)], mesh)
 
 
-def _host_batches(source: DataAdapter) -> Iterator[Tree]:
+def _host_batches(source: Any) -> Iterator[Tree]:
     """The batches of Keras's adapter as numpy arrays."""
     arrays = _numpy_arrays(source)
     if arrays is None:
@@ -230,7 +230,7 @@ def _host_batches(source: DataAdapter) -> Iterator[Tree]:
         yield jax.tree.unflatten(structure, batch)
 
 
-def _numpy_arrays(source: DataAdapter) -> Tree:
+def _numpy_arrays(source: Any) -> Tree:
     """The nest of an array adapter's arrays if all are numpy's, or None."""
     if type(source) is not ArrayDataAdapter:
         return None
