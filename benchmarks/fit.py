@@ -1,10 +1,12 @@
 """Whole-fit time per step against what Keras, TensorFlow and JAX offer.
 
-Every measurement is a fresh process on virtual CPU devices; the peers take
-turns, so that a drift of the machine's speed meets all of them, and medians
-are compared.
+Every peer of a session (a workload and a number of steps per execution) is a
+fresh process on virtual CPU devices. All are warmed up first; then they take
+turns, one whole fit each, while the others sleep, so that a drift of the
+machine's speed meets all of them. Medians of the turns are compared.
 
     ./run bench fit
+    ./run bench fit --quick
     ./run bench fit --devices 4 --workloads small_mlp --repeats 5
 
 Peers: `ours` (MirroredStrategy), `dataparallel` (keras.distribution.
@@ -14,21 +16,23 @@ step an execution, since more fail there with Keras 3.15 and TensorFlow 2.21),
 """
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 
 PEERS = ("ours", "dataparallel", "tf", "raw", "one")
 WORKLOADS = ("small_mlp", "wide_mlp", "cnn", "transformer")
-# Workload: rows of a batch, steps of an epoch, timed epochs.
+# Workload: rows of a batch, steps of an epoch, epochs of a fit.
 SIZES = {
-    "small_mlp": (64, 400, 5),
-    "wide_mlp": (256, 40, 5),
-    "cnn": (64, 40, 5),
-    "transformer": (32, 40, 5),
+    "small_mlp": (64, 400, 3),
+    "wide_mlp": (256, 40, 1),
+    "cnn": (64, 40, 3),
+    "transformer": (32, 40, 3),
 }
 
 
@@ -89,10 +93,11 @@ def build(workload, steps_per_execution):
 
 
 def fitted(peer, options):
-    """A function that trains one epoch."""
+    """A function that trains for some epochs: one fit."""
     x, y = data(options.workload, options.steps)
     arguments = {
         "batch_size": SIZES[options.workload][0],
+        "epochs": options.epochs,
         "verbose": 0,
         "shuffle": False,
     }
@@ -203,9 +208,10 @@ def raw_loop(x, y, options):
         tuple([np.array(v.value) for v in group] for group in groups), whole
     )
 
-    def epoch():
+    def fit():
         nonlocal state
-        for start in range(0, steps, count):
+        starts = list(range(0, steps, count))
+        for start in starts * options.epochs:
             part = slice(start * rows, (start + count) * rows)
             batch = x[part], y[part]
             if count > 1:
@@ -215,24 +221,25 @@ def raw_loop(x, y, options):
             state, logs = mapped(state, jax.device_put(batch, split))
             jax.block_until_ready(logs)
 
-    return epoch
+    return fit
 
 
 def run_peer(options):
-    """In a process of its own: prints milliseconds a step as JSON."""
-    epoch = fitted(options.peer, options)
-    epoch()
-    epoch()
-    times = []
-    for _ in range(options.epochs):
+    """In a process of its own: a fit, and its time, for every line read."""
+    fit = fitted(options.peer, options)
+    fit()
+    fit()
+    print("ready", flush=True)
+    for _ in sys.stdin:
         start = time.perf_counter()
-        epoch()
-        times.append((time.perf_counter() - start) / options.steps * 1e3)
-    print(json.dumps({"ms": statistics.median(times)}))
+        fit()
+        seconds = time.perf_counter() - start
+        steps = options.epochs * options.steps
+        print(json.dumps({"ms": seconds / steps * 1e3}), flush=True)
 
 
-def measure(peer, workload, spe, options):
-    """Runs one peer in a fresh process."""
+def start(peer, workload, spe, options, log):
+    """Starts one peer in a fresh process, which warms up."""
     _, steps, epochs = SIZES[workload]
     if peer == "tf":
         spe = 1
@@ -246,20 +253,49 @@ def measure(peer, workload, spe, options):
     command += ["--workload", workload, "--spe-one", str(spe)]
     command += ["--devices", str(options.devices)]
     command += ["--steps", str(steps), "--epochs", str(epochs)]
-    done = subprocess.run(
+    return subprocess.Popen(
         command,
         env=environment,
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
         text=True,
-        timeout=600,
-        check=False,
     )
-    if done.returncode:
+
+
+def answer(peer, process, log):
+    """The next line that a peer prints."""
+    line = process.stdout.readline()
+    if not line:
+        log.seek(0)
         raise RuntimeError(
-            f"Peer {peer!r} on {workload!r} failed with exit status "
-            f"{done.returncode}:\n{done.stderr[-2000:]}"
+            f"Peer {peer!r} ended with exit status {process.wait()}:\n"
+            f"{log.read()[-2000:]}"
         )
-    return json.loads(done.stdout.strip().splitlines()[-1])["ms"]
+    return line
+
+
+def session(workload, spe, options):
+    """Milliseconds a step of each peer's turns, in one session."""
+    samples = {peer: [] for peer in options.peers}
+    with contextlib.ExitStack() as stack:
+        running = {}
+        for peer in options.peers:
+            log = stack.enter_context(tempfile.TemporaryFile("w+"))
+            process = start(peer, workload, spe, options, log)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            running[peer] = process, log
+        for peer, (process, log) in running.items():
+            while answer(peer, process, log).strip() != "ready":
+                pass
+        for _ in range(options.repeats):
+            for peer, (process, log) in running.items():
+                process.stdin.write("\n")
+                process.stdin.flush()
+                line = answer(peer, process, log)
+                samples[peer].append(json.loads(line)["ms"])
+    return samples
 
 
 def main():
@@ -272,6 +308,9 @@ def main():
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--spe", type=int, nargs="+", default=[1, 20])
     parser.add_argument("--json", help="write the figures to this file")
+    parser.add_argument(
+        "--quick", action="store_true", help="the small MLP alone"
+    )
     for hidden in ("--peer", "--workload"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     for hidden in ("--steps", "--epochs", "--spe-one"):
@@ -281,6 +320,8 @@ def main():
         options.spe = options.spe_one
         run_peer(options)
         return
+    if options.quick:
+        options.workloads = ["small_mlp"]
     report(options)
 
 
@@ -296,11 +337,13 @@ def report(options):
         for spe in options.spe
         for peer in options.peers
     ]
-    samples = {cell: [] for cell in cells}
-    rounds = [cell for _ in range(options.repeats) for cell in cells]
-    for cell in track(rounds, "measuring", console=Console(stderr=True)):
-        workload, spe, peer = cell
-        samples[cell].append(measure(peer, workload, spe, options))
+    sessions = list(dict.fromkeys((w, s) for w, s, _ in cells))
+    samples = {}
+    for workload, spe in track(
+        sessions, "measuring", console=Console(stderr=True)
+    ):
+        turns = session(workload, spe, options)
+        samples |= {(workload, spe, peer): t for peer, t in turns.items()}
     medians = {cell: statistics.median(s) for cell, s in samples.items()}
     table = Table(
         title=f"fit on {options.devices} virtual CPU devices, ms a step "

@@ -25,7 +25,8 @@ class StepContext:
         too, so that their gradients are to be summed and not averaged.
       in_optimizer: An optimizer is being applied; inner ones see gradients
         that were reduced already.
-      num_applied: How many optimizers reduced gradients in this step.
+      equal: Values (by id) that are equal on all replicas: what an optimizer
+        returned for reduced gradients.
       metric_rules: How the variables of a metric (by id) are merged, where
         that is not by summing what the replicas added.
       results: Values that metrics returned (by id): value, metric and, where
@@ -39,7 +40,7 @@ class StepContext:
     is_whole: bool = False
     scaled_losses: set[int] = dataclasses.field(default_factory=set)
     in_optimizer: bool = False
-    num_applied: int = 0
+    equal: dict[int, Any] = dataclasses.field(default_factory=dict)
     metric_rules: dict[int, str] = dataclasses.field(default_factory=dict)
     results: dict[int, tuple[Any, Any, Any]] = dataclasses.field(
         default_factory=dict

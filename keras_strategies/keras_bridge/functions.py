@@ -34,7 +34,6 @@ _GROUPS = {
 """Which groups of variables are the state of a kind of step."""
 
 _DONATED = {"train": (0, 1, 2, 3), "test": (2,), "predict": ()}
-_OPTIMIZED = {"train": (0, 2), "test": ()}
 
 
 class Values(Sequence[Any]):
@@ -218,7 +217,6 @@ def make_program(
         variables,
         metrics=len(variables) - 1,
         written=_DONATED[kind],
-        optimized=_OPTIMIZED[kind],
         mesh=mesh,
     )
 

@@ -30,19 +30,36 @@ _verdicts = weakref.WeakKeyDictionary()
 
 
 def rule_of_update(
-    metric: keras.metrics.Metric, args: Sequence[Any], kwargs: dict[str, Any]
+    metric: keras.metrics.Metric,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    rows: int,
 ) -> str:
-    """The rule for one call of `metric.update_state`, from its arguments."""
+    """The rule for one call of `metric.update_state`, from its arguments.
+
+    Args:
+      metric: The metric.
+      args: What it is updated with.
+      kwargs: The same, by name.
+      rows: Rows of a replica's batch.
+    """
     arrays = [a for a in tree.flatten((args, kwargs)) if _is_array(a)]
     if not arrays:
-        return SUM
-    if any(len(a.shape) for a in arrays):
+        # Constants of the program: every replica is told the same.
+        return SAME
+    if any(has_rows(a, rows) for a in arrays):
         return SUM if _is_additive(metric, args, kwargs) else SAME
     weight = kwargs.get("sample_weight", args[1] if len(args) > 1 else None)
     is_sum = isinstance(metric, keras.metrics.Mean | keras.metrics.Sum)
     if is_sum and _is_keras_own(metric):
         return MEAN if weight is None else SUM
     return SAME
+
+
+def has_rows(value: Any, rows: int) -> bool:
+    """Whether an array has entries for each of `rows` rows."""
+    shape = getattr(value, "shape", ())
+    return len(shape) > 0 and shape[0] % rows == 0
 
 
 def _is_array(value: Any) -> bool:

@@ -39,7 +39,6 @@ class StepProgram:
       metrics: Index of the group that holds metrics, or None.
       written: Indices of the groups that the step writes as a rule; they are
         donated. Of other groups only what changed is returned.
-      optimized: Indices of the groups that only an optimizer writes.
       mesh: The replicas.
     """
 
@@ -50,14 +49,12 @@ class StepProgram:
         *,
         metrics: int | None,
         written: tuple[int, ...],
-        optimized: tuple[int, ...] = (),
         mesh: ReplicaMesh,
     ) -> None:
         self._step = step
         self._variables = variables
         self._metrics = metrics
         self._written = written
-        self._optimized = optimized
         self._mesh = mesh
         self._read = tuple(i for i in range(len(variables)) if i not in written)
         mapped = self._mapped(self._replica_step, stacked=False)
@@ -148,36 +145,23 @@ class StepProgram:
         self, step: StepContext, old: Any, folded: Any, new: Any, logs: Any
     ) -> Any:
         plan = state_lib.Merge(step=step)
-        finishers: list[Any] = []
-        for i, variables in enumerate(self._variables):
-            if i in self._optimized and step.num_applied:
-                # Weights and slots: equal already, from equal gradients.
-                finishers.append(None)
-                continue
-            finishers.append(
-                state_lib.plan_merge(
-                    plan,
-                    variables,
-                    old[i],
-                    folded[i],
-                    new[i],
-                    are_metrics=i == self._metrics,
-                )
+        finishers = [
+            state_lib.plan_merge(
+                plan,
+                variables,
+                old[i],
+                folded[i],
+                new[i],
+                are_metrics=i == self._metrics,
             )
+            for i, variables in enumerate(self._variables)
+        ]
         places = {
             k: plan.add(v / step.num_replicas)
             for k, v in _averaged_logs(step, logs).items()
         }
         sums = plan.sums()
-        merged = [
-            [
-                state_lib.as_type_of(n, o)
-                for n, o in zip(new[i], old[i], strict=True)
-            ]
-            if finish is None
-            else finish(sums)
-            for i, finish in enumerate(finishers)
-        ]
+        merged = [finish(sums) for finish in finishers]
         means = {k: sums[place] for k, place in places.items()}
         logs = self._merged_logs(step, logs, merged, means)
         return logs, *self._output(old, merged)

@@ -117,7 +117,6 @@ def _apply(
     """Reduces the gradients, then lets the optimizer apply them."""
     if step.in_optimizer:
         return original(optimizer, *args, **kwargs)
-    step.num_applied += 1
     args_list = list(args)
     if len(args_list) > position:
         grads = args_list[position]
@@ -136,7 +135,13 @@ def _apply(
     else:
         kwargs["grads"] = reduced
     with step.flag("in_optimizer"):
-        return original(optimizer, *args_list, **kwargs)
+        result = original(optimizer, *args_list, **kwargs)
+    applied = jax.tree.leaves(result)
+    if position == 0:
+        applied = [v.value for v in (*variables, *optimizer.variables)]
+    # Equal on all replicas, as the gradients were.
+    step.equal |= {id(value): value for value in applied}
+    return result
 
 
 def _reduce_gradients(
@@ -251,7 +256,7 @@ def _gathered(step: StepContext, values: Any) -> Any:
     """The nest with the rows of all replicas, masks included."""
 
     def gather(value: Any) -> Any:
-        if not hasattr(value, "shape") or not len(value.shape):
+        if not metric_rules.has_rows(value, step.rows):
             return value
         rows = all_rows(jnp.asarray(value), step.axis)
         mask = get_keras_mask(value)
@@ -277,7 +282,7 @@ def _update_state(
     rules = [step.metric_rules.get(id(v)) for v in metric.variables]
     rule = next((r for r in rules if r is not None), None)
     if rule is None:
-        rule = metric_rules.rule_of_update(metric, args, kwargs)
+        rule = metric_rules.rule_of_update(metric, args, kwargs, step.rows)
     for variable in metric.variables:
         step.metric_rules[id(variable)] = rule
     if rule == metric_rules.SAME:
@@ -290,11 +295,12 @@ def _shared(step: StepContext, values: Any) -> Any:
     """All replicas' rows, and the mean of what has none."""
 
     def mean(value: Any) -> Any:
-        if isinstance(value, jax.Array) and not value.shape:
+        is_array = isinstance(value, jax.Array)
+        if is_array and not metric_rules.has_rows(value, step.rows):
             return all_mean(value, step.axis)
         return value
 
-    return tree.map_structure(mean, _gathered(step, values))
+    return _gathered(step, tree.map_structure(mean, values))
 
 
 def _result(

@@ -435,6 +435,12 @@ STEPS = {
         ),
         data=regressed,
     ),
+    "beside_optimizer": Case(
+        build=lambda: compiled(
+            net(cls=models.BesideOptimizer), loss=losses.MeanSquaredError()
+        ),
+        data=regressed,
+    ),
     "without_optimizer": Case(
         build=lambda: compiled(
             net(cls=models.WithoutOptimizer), loss=losses.MeanSquaredError()

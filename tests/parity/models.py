@@ -184,6 +184,43 @@ class WithoutOptimizer(keras.Model):
         return {"loss": loss}, (trainable, other, optimizer, metrics)
 
 
+class BesideOptimizer(keras.Model):
+    """A weight changed by hand beside an optimizer, and constant metrics."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.steps = keras.metrics.Sum(name="steps")
+        self.features = keras.metrics.Sum(name="features")
+
+    @property
+    def metrics(self):
+        return [self.steps, self.features]
+
+    def train_step(self, state, data):
+        trainable, other, optimizer, metrics = state
+        x, y = data
+
+        def loss_fn(trainable):
+            y_pred, _ = self.stateless_call(trainable, other, x)
+            return ops.mean(ops.square(y - y_pred))
+
+        loss, grads = jax.value_and_grad(loss_fn)(trainable)
+        by_hand = grads[0]
+        grads = [ops.zeros_like(by_hand), *grads[1:]]
+        trainable, optimizer = self.optimizer.stateless_apply(
+            optimizer, grads, trainable
+        )
+        trainable = [trainable[0] - 0.1 * by_hand, *trainable[1:]]
+        mapping = list(zip(self.metrics_variables, metrics, strict=True))
+        with keras.StatelessScope(state_mapping=mapping) as scope:
+            self.steps.update_state(1.0)
+            self.features.update_state(ops.mean(x, axis=0)[:5])
+            logs = {m.name: m.result() for m in self.metrics}
+        logs["loss"] = loss
+        metrics = [scope.get_current_value(v) for v in self.metrics_variables]
+        return logs, (trainable, other, optimizer, metrics)
+
+
 class TrackedLoss(keras.Model):
     """The tutorial's pattern: own trackers, updated with scalars and rows."""
 
