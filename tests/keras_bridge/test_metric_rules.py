@@ -109,7 +109,8 @@ def test_every_metric_of_keras_has_a_sample():
 def test_kerass_own_metrics_are_sums_over_rows(name):
     metric, data = made(name)
     # What is claimed of all of them without trying, and what is so.
-    assert metric_rules.rule_of_update(metric, data, {}) == metric_rules.SUM
+    rule = metric_rules.rule_of_update(metric, data, {}, len(data[0]))
+    assert rule == metric_rules.SUM
     assert metric_rules._try_out(metric, data, {})
 
 
@@ -182,10 +183,10 @@ NOT_ADDITIVE = {
 def test_a_users_metric_that_is_no_sum_is_found_with_one_warning(name):
     metric = NOT_ADDITIVE[name]()
     with pytest.warns(UserWarning, match=f"'{name}'.*not a sum") as caught:
-        rule = metric_rules.rule_of_update(metric, VECTORS, {})
+        rule = metric_rules.rule_of_update(metric, VECTORS, {}, len(VECTORS[0]))
     assert len(caught) == 1
     # Warnings are errors here: a second one would show.
-    again = metric_rules.rule_of_update(metric, VECTORS, {})
+    again = metric_rules.rule_of_update(metric, VECTORS, {}, len(VECTORS[0]))
     assert (rule, again) == (metric_rules.SAME, metric_rules.SAME)
 
 
@@ -193,12 +194,12 @@ def test_trying_out_leaves_the_metric_as_it_was():
     metric = Highest()
     metric.value.assign(0.25)
     with pytest.warns(UserWarning, match="not a sum"):
-        metric_rules.rule_of_update(metric, VECTORS, {})
+        metric_rules.rule_of_update(metric, VECTORS, {}, len(VECTORS[0]))
     assert float(metric.value) == 0.25
 
 
 def test_a_users_sum_is_found_without_a_warning():
-    rule = metric_rules.rule_of_update(Errors(), VECTORS, {})
+    rule = metric_rules.rule_of_update(Errors(), VECTORS, {}, len(VECTORS[0]))
     assert rule == metric_rules.SUM
 
 
@@ -207,7 +208,7 @@ def test_a_users_function_of_a_row_is_a_sum():
         return ops.mean(ops.abs(y_true - y_pred), axis=-1)
 
     metric = keras.metrics.MeanMetricWrapper(row_error)
-    rule = metric_rules.rule_of_update(metric, VECTORS, {})
+    rule = metric_rules.rule_of_update(metric, VECTORS, {}, len(VECTORS[0]))
     assert rule == metric_rules.SUM
 
 
@@ -216,7 +217,7 @@ def test_a_users_function_that_mixes_rows_is_no_sum():
         return ops.var(y_pred)
 
     metric = keras.metrics.MeanMetricWrapper(spread)
-    rule = metric_rules.rule_of_update(metric, VECTORS, {})
+    rule = metric_rules.rule_of_update(metric, VECTORS, {}, len(VECTORS[0]))
     assert rule == metric_rules.SAME
 
 
@@ -227,7 +228,9 @@ def test_a_metric_that_fails_on_toy_data_is_taken_as_no_sum():
                 raise ValueError("Only four rows.")
 
     with pytest.warns(UserWarning, match="not a sum"):
-        rule = metric_rules.rule_of_update(Picky(), VECTORS, {})
+        rule = metric_rules.rule_of_update(
+            Picky(), VECTORS, {}, len(VECTORS[0])
+        )
     assert rule == metric_rules.SAME
 
 
@@ -244,11 +247,12 @@ def test_a_metric_that_fails_on_toy_data_is_taken_as_no_sum():
         ),
         (keras.metrics.Sum(), (np.float32(1),), {}, "mean"),
         (Errors(), (np.float32(1), np.float32(1)), {}, "same"),
-        (keras.metrics.Mean(), (1.0,), {}, "sum"),
+        # A constant of the program is told to every replica.
+        (keras.metrics.Mean(), (1.0,), {}, "same"),
     ],
 )
 def test_scalars_are_each_replicas_mean(metric, args, kwargs, rule):
-    assert metric_rules.rule_of_update(metric, args, kwargs) == rule
+    assert metric_rules.rule_of_update(metric, args, kwargs, 4) == rule
 
 
 @pytest.mark.parametrize(
