@@ -436,6 +436,14 @@ def test_unknown_arguments_are_refused_as_by_keras(model):
     assert_usable(model)
 
 
+@pytest.mark.parametrize("fraction", [-0.5, 1.0, 1.5])
+def test_a_validation_split_that_is_no_fraction_is_refused(model, fraction):
+    with pytest.raises(ValueError, match="validation_split") as caught:
+        model.fit(X, Y, validation_split=fraction, verbose=0)
+    assert_text(caught, str(fraction), "0.2")
+    assert_usable(model)
+
+
 def test_both_weights_are_refused(model):
     with pytest.raises(ValueError, match="class_weight") as caught:
         model.train_on_batch(

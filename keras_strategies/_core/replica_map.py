@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec
 
 from keras_strategies._core.mesh import ReplicaMesh
@@ -103,3 +104,24 @@ def all_mean(leaf: jax.Array, axis: str) -> jax.Array:
 def all_rows(leaf: jax.Array, axis: str) -> jax.Array:
     """The rows of all replicas, in their order; gradients flow through."""
     return jax.lax.all_gather(leaf, axis, tiled=True)
+
+
+_COLLECTIVES = ("psum", "pmax", "pmin", "all_gather", "reduce_scatter")
+_UNSURE = ("cond", "while")
+
+
+def has_unsure_collectives(jaxpr: Any, *, inside: bool = False) -> bool:
+    """Whether a traced program communicates where some replicas may not go.
+
+    Args:
+      jaxpr: A jaxpr, closed or not.
+      inside: Whether it is itself the body of a branch or a while loop.
+    """
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        name = equation.primitive.name
+        if inside and name.startswith(_COLLECTIVES):
+            return True
+        for inner in jaxprs_in_params(equation.params):
+            if has_unsure_collectives(inner, inside=inside or name in _UNSURE):
+                return True
+    return False

@@ -8,9 +8,13 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from keras_strategies._core.mesh import ReplicaMesh
+
+
+class WholeBatchNeeded(Exception):
+    """Raised by a trace that must see the whole batch at once."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -29,10 +33,14 @@ class StepContext:
         returned for reduced gradients.
       metric_rules: How the variables of a metric (by id) are merged, where
         that is not by summing what the replicas added.
-      results: Values that metrics returned (by id): value, metric and, where
-        the metric returned a dict, the key.
+      before: The values (by id) of the metrics' variables that this replica
+        started from: those before the step, or after a reset in it.
+      results: What metrics returned (by id of the value), for the whole
+        batch.
       in_metric: A metric is being updated or read; nested ones are its parts.
       in_scaling: A loss is being scaled.
+      whole_reason: Why the step cannot be mapped over the replicas, if it
+        cannot; set by `demand_whole`.
     """
 
     mesh: ReplicaMesh
@@ -42,11 +50,11 @@ class StepContext:
     in_optimizer: bool = False
     equal: dict[int, Any] = dataclasses.field(default_factory=dict)
     metric_rules: dict[int, str] = dataclasses.field(default_factory=dict)
-    results: dict[int, tuple[Any, Any, Any]] = dataclasses.field(
-        default_factory=dict
-    )
+    before: dict[int, Any] = dataclasses.field(default_factory=dict)
+    results: dict[int, Any] = dataclasses.field(default_factory=dict)
     in_metric: bool = False
     in_scaling: bool = False
+    whole_reason: str | None = None
 
     @property
     def axis(self) -> str:
@@ -62,6 +70,16 @@ class StepContext:
     def flat(self) -> bool:
         """Whether arrays are reduced as one flat buffer; see `all_sum`."""
         return self.mesh.platform == "cpu"
+
+    def demand_whole(self, reason: str) -> NoReturn:
+        """Gives the trace up: the step is to run over the whole batch.
+
+        Args:
+          reason: A sentence for the warning: what the step does, and what
+            would let it be mapped.
+        """
+        self.whole_reason = reason
+        raise WholeBatchNeeded(reason)
 
     @contextlib.contextmanager
     def flag(self, name: str) -> Iterator[None]:

@@ -102,7 +102,14 @@ class Feed(DataAdapter):
 
     def _check_structure(self, index: int, batch: Tree) -> None:
         leaves, structure = jax.tree.flatten(batch)
-        signature = (structure, [(leaf.ndim, leaf.dtype) for leaf in leaves])
+        # Types that are one on the devices (float64 is float32) are one here.
+        signature = (
+            structure,
+            [
+                (leaf.ndim, jax.dtypes.canonicalize_dtype(leaf.dtype))
+                for leaf in leaves
+            ],
+        )
         if self._signature is None:
             self._signature = signature
             self._first = _summary(batch)

@@ -9,17 +9,16 @@ pickling, stay as they were.
 import contextlib
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 from keras.src.trainers.epoch_iterator import EpochIterator
-from keras.src.trainers.trainer import Trainer
 
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies.keras_bridge import adapter, batch_norm, layout
+from keras_strategies.keras_bridge import adapter, layout
 from keras_strategies.keras_bridge.functions import Functions
+from keras_strategies.keras_bridge.model_hooks import COMPILE
 
 _LOOPS = (
     "fit",
@@ -90,7 +89,7 @@ class Binding:
 
     def remove(self) -> None:
         """Gives the model back as a plain Keras model on one device."""
-        for name in (*_LOOPS, *_MAKERS, _BUILDER, _ATTRIBUTE):
+        for name in (*_LOOPS, *_MAKERS, _BUILDER, _ATTRIBUTE, COMPILE):
             self.model.__dict__.pop(name, None)
         self._functions.reset()
         layout.release(all_variables(self.model))
@@ -100,6 +99,7 @@ class Binding:
     def _fit(self, *args: Any, **kwargs: Any) -> Any:
         call = _Call(self.model, "fit", args, kwargs)
         with self._session("train"):
+            _check_fraction(call["validation_split"])
             if call["validation_split"] and call["validation_data"] is None:
                 train, held_out = adapter.split_validation(
                     call["x"],
@@ -296,6 +296,15 @@ class _Call:
         return self._loop(self._model, **self.keywords)
 
 
+def _check_fraction(value: Any) -> None:
+    if value and not 0 < value < 1:
+        raise ValueError(
+            "`validation_split` is the fraction of rows held out for "
+            f"validation, in [0, 1). Received: validation_split={value!r}. "
+            "Pass 0.2 for a fifth of them."
+        )
+
+
 def _built_already(iterator: Any = None, data_batch: Any = None) -> None:
     """Stands for `_symbolic_build` on a bound model."""
 
@@ -327,55 +336,3 @@ def _optimizers(values: Any) -> list[keras.optimizers.Optimizer]:
         elif isinstance(value, dict):
             found += _optimizers(value.values())
     return found
-
-
-_patch_lock = threading.RLock()
-_num_open = 0
-_originals: tuple[Any, Any] | None = None
-
-
-@contextlib.contextmanager
-def keras_hooks(
-    before_compile: Callable[[keras.Model], None],
-    on_compile: Callable[[keras.Model], None],
-    is_active: Callable[[], bool],
-) -> Iterator[None]:
-    """Wraps `compile` and BatchNormalization's constructor for a block.
-
-    Process-wide, so all ask about the calling thread: `before_compile` may
-    refuse a model, `on_compile` is told of every model that was compiled,
-    `is_active` says whether the thread is in a scope.
-    """
-    global _num_open, _originals
-    norm = keras.layers.BatchNormalization
-    with _patch_lock:
-        if _num_open == 0:
-            _originals = (Trainer.compile, norm.__init__)
-            Trainer.compile = _telling(
-                Trainer.compile, before_compile, on_compile
-            )
-            norm.__init__ = batch_norm.accepting_init(norm.__init__, is_active)
-        _num_open += 1
-    try:
-        yield
-    finally:
-        with _patch_lock:
-            _num_open -= 1
-            if _num_open == 0 and _originals is not None:
-                Trainer.compile, norm.__init__ = _originals
-                _originals = None
-
-
-def _telling(
-    compile_: Callable[..., Any],
-    before_compile: Callable[[keras.Model], None],
-    on_compile: Callable[[keras.Model], None],
-) -> Callable[..., Any]:
-    @functools.wraps(compile_)
-    def compile_and_tell(model: Any, *args: Any, **kwargs: Any) -> Any:
-        before_compile(model)
-        result = compile_(model, *args, **kwargs)
-        on_compile(model)
-        return result
-
-    return compile_and_tell

@@ -210,15 +210,23 @@ def make_program(
     if variables is None:
         variables = _variables(model, kind)
     step = getattr(model, f"{kind}_step")
+    is_whole = _has_fixed_batch(model)
     if kind == "predict":
-        return PredictProgram(step, variables[1], mesh=mesh)
+        return PredictProgram(step, variables[1], mesh=mesh, is_whole=is_whole)
     return StepProgram(
         step,
         variables,
         metrics=len(variables) - 1,
         written=_DONATED[kind],
         mesh=mesh,
+        is_whole=is_whole,
     )
+
+
+def _has_fixed_batch(model: keras.Model) -> bool:
+    """Whether the model's state is a batch's: that of a stateful RNN."""
+    layers = model._flatten_layers()
+    return any(getattr(layer, "stateful", False) for layer in layers)
 
 
 def _variables(

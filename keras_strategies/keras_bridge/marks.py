@@ -1,6 +1,11 @@
 """What users say about their own losses."""
 
-from typing import TypeVar
+import functools
+import inspect
+from typing import Any, TypeVar
+
+from keras_strategies._core.step_context import current_step
+from keras_strategies.keras_bridge.rows import gathered
 
 Loss = TypeVar("Loss")
 
@@ -8,16 +13,21 @@ Loss = TypeVar("Loss")
 def global_batch_loss(loss: Loss) -> Loss:
     """Marks a loss whose value for one row depends on other rows.
 
-    Such a loss (contrastive, ranking, overlap over the batch) sees the
-    gathered rows of all replicas, as Keras's Dice, Tversky and Circle do.
-    Costs one gather of y and y_pred a step.
+    Such a loss (contrastive, ranking, overlap over the batch, one with a
+    denominator of its own) sees the gathered rows of all replicas, as Keras's
+    Dice, Tversky and Circle do. Costs one gather of its arguments a step.
 
     Args:
-      loss: A function `loss(y_true, y_pred)`, a `keras.losses.Loss` or a
-        subclass of it; may be used as a decorator.
+      loss: A function of arrays whose first dimension is the rows, for
+        `compile` or to be called in a `train_step`; a model's method like
+        `compute_loss`; a `keras.losses.Loss` or a subclass of it. May be used
+        as a decorator.
 
     Returns:
-      The loss.
+      The loss; of a function, one that wraps it.
+
+    Raises:
+      TypeError: not a function, a method or a loss.
 
     Example:
       ```python
@@ -26,5 +36,24 @@ def global_batch_loss(loss: Loss) -> Loss:
           return keras.ops.var(y_pred - y_true)
       ```
     """
-    loss._ks_global_batch = True  # type: ignore[attr-defined]
-    return loss
+    if not callable(loss):
+        raise TypeError(
+            "`global_batch_loss` marks a function or a `keras.losses.Loss`. "
+            f"Received: {loss!r} of type {type(loss).__name__}. For a loss "
+            'that Keras knows by name, use its class: "dice" is marked.'
+        )
+    marked: Any = loss
+    if inspect.isroutine(loss):
+
+        @functools.wraps(loss)
+        def on_all_rows(*args: Any, **kwargs: Any) -> Any:
+            step = current_step()
+            if step is None or step.is_whole or step.in_metric:
+                return loss(*args, **kwargs)
+            args, kwargs = gathered(step, (args, kwargs))
+            with step.flag("is_whole"):
+                return loss(*args, **kwargs)
+
+        marked = on_all_rows
+    marked._ks_global_batch = True
+    return marked

@@ -10,12 +10,14 @@ import threading
 import warnings
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import keras
 import numpy as np
 from keras import tree
+
+from keras_strategies.keras_bridge.rows import has_rows
 
 SUM = "sum"
 """Each replica's change is added."""
@@ -23,6 +25,8 @@ MEAN = "mean"
 """The replicas' changes are averaged: each was told its own share's mean."""
 SAME = "same"
 """Every replica made the same change."""
+WHOLE = "whole"
+"""No rule is right for sure: the step must see the whole batch."""
 
 _PARTS = (3, 5)
 _verdicts: "weakref.WeakKeyDictionary[keras.metrics.Metric, bool]"
@@ -43,23 +47,26 @@ def rule_of_update(
       kwargs: The same, by name.
       rows: Rows of a replica's batch.
     """
-    arrays = [a for a in tree.flatten((args, kwargs)) if _is_array(a)]
+    leaves = tree.flatten((args, kwargs))
+    arrays = [a for a in leaves if _is_array(a)]
     if not arrays:
-        # Constants of the program: every replica is told the same.
-        return SAME
-    if any(has_rows(a, rows) for a in arrays):
-        return SUM if _is_additive(metric, args, kwargs) else SAME
+        # Constants of the program are told to every replica alike, but for
+        # one that may have been read from the shape of a replica's rows.
+        return WHOLE if any(_may_be_rows(a, rows) for a in leaves) else SAME
+    with_rows = [has_rows(a, rows) for a in arrays]
+    if any(with_rows):
+        if _is_additive(metric, args, kwargs):
+            return SUM
+        return SAME if all(with_rows) else WHOLE
     weight = kwargs.get("sample_weight", args[1] if len(args) > 1 else None)
-    is_sum = isinstance(metric, keras.metrics.Mean | keras.metrics.Sum)
-    if is_sum and _is_keras_own(metric):
+    if type(metric).update_state is keras.metrics.Mean.update_state:
         return MEAN if weight is None else SUM
-    return SAME
+    return WHOLE
 
 
-def has_rows(value: Any, rows: int) -> bool:
-    """Whether an array has entries for each of `rows` rows."""
-    shape = getattr(value, "shape", ())
-    return len(shape) > 0 and shape[0] % rows == 0
+def _may_be_rows(value: Any, rows: int) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and value != 0 and value % rows == 0
 
 
 def _is_array(value: Any) -> bool:
@@ -72,12 +79,14 @@ def _is_keras_own(metric: keras.metrics.Metric) -> bool:
     if isinstance(metric, keras.metrics.MeanMetricWrapper):
         fn = metric._fn
         # A Loss object reduces over its rows itself.
-        return (
-            _is_from_keras(fn)
-            and not isinstance(fn, keras.losses.Loss)
-            and not mixes_rows(fn)
-        )
+        return _is_from_keras(fn) and not isinstance(fn, keras.losses.Loss)
     return True
+
+
+def rank(arrays: Any) -> int:
+    """The largest number of dimensions in a nest of arrays."""
+    leaves = [a for a in tree.flatten(arrays) if _is_array(a)]
+    return max((len(a.shape) for a in leaves), default=0)
 
 
 def _is_from_keras(thing: Any) -> bool:
@@ -87,37 +96,55 @@ def _is_from_keras(thing: Any) -> bool:
     return module.split(".")[0] == "keras"
 
 
-def mixes_rows(loss: Any) -> bool:
-    """Whether a loss's value for one row depends on other rows.
+def mixes_rows(loss: Any, ndim: int) -> bool:
+    """Whether the value of a loss or metric for one row depends on others.
 
-    True for Keras's Dice, Tversky and Circle, as classes or functions, and
-    for what was marked by `keras_strategies.global_batch_loss`.
+    True for Keras's Dice, Tversky and Circle, for its hinge losses (they look
+    at all labels to tell 0/1 from -1/1), for what reduces over the axis of
+    the rows (any function of Keras's does, of arrays that have no other),
+    and for what was marked by `keras_strategies.global_batch_loss`.
+
+    Args:
+      loss: A loss or metric, an object or a function.
+      ndim: Number of dimensions of the predictions.
     """
-    candidates = [loss, getattr(loss, "fn", None)]
-    return any(
+    fn = getattr(loss, "fn", getattr(loss, "_fn", None))
+    if any(
         getattr(c, "_ks_global_batch", False)
         or isinstance(c, _ROW_MIXING_CLASSES)
         or c in _ROW_MIXING_FUNCTIONS
-        for c in candidates
+        for c in (loss, fn)
         if c is not None
-    )
+    ):
+        return True
+    if ndim == 1 and fn is not None and _is_from_keras(fn):
+        return True
+    axes = (getattr(loss, "_fn_kwargs", None) or {}).get("axis")
+    axes = axes if isinstance(axes, list | tuple) else [axes]
+    return any(isinstance(a, int) and a in (0, -ndim) for a in axes)
 
 
 _ROW_MIXING_CLASSES = (
     keras.losses.Dice,
     keras.losses.Tversky,
     keras.losses.Circle,
+    keras.losses.Hinge,
+    keras.losses.SquaredHinge,
 )
 _ROW_MIXING_FUNCTIONS = (
     keras.losses.dice,
     keras.losses.tversky,
     keras.losses.circle,
+    keras.losses.hinge,
+    keras.losses.squared_hinge,
 )
 
 
 def _is_additive(
     metric: keras.metrics.Metric, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> bool:
+    if mixes_rows(metric, rank((args, kwargs))):
+        return False
     if _is_keras_own(metric):
         return True
     verdict = _verdicts.get(metric)
@@ -168,11 +195,30 @@ def _try_out(
 
 
 def _adds_up(metric: keras.metrics.Metric, shapes: Any, rows: int) -> bool:
+    """Whether toy batches of some kind show a sum, and none the contrary."""
+    found: list[bool | None] = []
+    error: Exception | None = None
+    for toy in _TOYS:
+        try:
+            found.append(_adds_up_on(toy, metric, shapes, rows))
+        except Exception as e:  # Data that the user's code was not made for.
+            error = e
+    if not found and error is not None:
+        raise error
+    return any(found) and False not in found
+
+
+def _adds_up_on(
+    toy: "_Toy", metric: keras.metrics.Metric, shapes: Any, rows: int
+) -> bool | None:
+    """As `_adds_up`, of one kind of toy data; None where nothing shows."""
     state = [np.asarray(v) for v in metric.stateless_reset_state()]
     random = np.random.default_rng(0)
+    found = None
     for _ in range(2):
         batch = tree.map_structure(
-            lambda a: _toy(a, rows, random) if _is_struct(a) else a, shapes
+            lambda a: _toy(a, rows, toy, random) if _is_struct(a) else a,
+            shapes,
         )
         whole = _updated(metric, state, batch)
         merged = [np.array(s) for s in state]
@@ -185,11 +231,15 @@ def _adds_up(metric: keras.metrics.Metric, shapes: Any, rows: int) -> bool:
                 for m, c, s in zip(merged, changed, state, strict=True)
             ]
             start += size
-        for m, w in zip(merged, whole, strict=True):
-            if not np.allclose(m, w, rtol=1e-4, atol=1e-5):
+        for m, w, s in zip(merged, whole, state, strict=True):
+            # An overflow or a logarithm of a negative number tells nothing.
+            finite = np.isfinite(np.asarray(m, "float64")) & np.isfinite(w)
+            if not np.allclose(m[finite], w[finite], rtol=1e-4, atol=1e-5):
                 return False
+            if not np.array_equal(w[finite], s[finite]):
+                found = True
         state = whole
-    return True
+    return found
 
 
 def _updated(
@@ -204,8 +254,22 @@ def _is_struct(value: Any) -> bool:
     return isinstance(value, jax.ShapeDtypeStruct)
 
 
+class _Toy(NamedTuple):
+    """Ranges of toy data: what a metric counts may show in one only."""
+
+    low: float
+    high: float
+    largest_int: int
+
+
+_TOYS = (_Toy(0.05, 0.95, 1), _Toy(-3.0, 3.0, 9), _Toy(-200.0, 200.0, 99))
+
+
 def _toy(
-    struct: jax.ShapeDtypeStruct, rows: int, random: np.random.Generator
+    struct: jax.ShapeDtypeStruct,
+    rows: int,
+    toy: _Toy,
+    random: np.random.Generator,
 ) -> np.ndarray:
     if not struct.shape:
         return np.ones((), struct.dtype)
@@ -213,10 +277,12 @@ def _toy(
         raise ValueError("An argument without rows cannot be divided.")
     shape = (sum(_PARTS), *struct.shape[1:])
     if np.issubdtype(struct.dtype, np.integer):
-        return random.integers(0, 2, shape).astype(struct.dtype)
-    values = random.uniform(0.05, 0.95, shape)
+        return random.integers(0, toy.largest_int + 1, shape).astype(
+            struct.dtype
+        )
+    values = random.uniform(toy.low, toy.high, shape)
     if struct.dtype == bool:
-        return values > 0.5
+        return values > (toy.low + toy.high) / 2
     return values.astype(struct.dtype)
 
 

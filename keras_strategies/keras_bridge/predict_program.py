@@ -23,7 +23,12 @@ from keras_strategies._core.replica_map import (
 )
 from keras_strategies._core.step_context import StepContext, step_scope
 from keras_strategies.keras_bridge import state as state_lib
-from keras_strategies.keras_bridge.programs import changed_values, whole_rows
+from keras_strategies.keras_bridge.programs import (
+    changed_values,
+    reason_of,
+    warn_of_whole,
+    whole_rows,
+)
 from keras_strategies.keras_bridge.trace_hooks import trace_hooks
 
 PredictState = tuple[list[Any], list[Any]]
@@ -36,6 +41,7 @@ class PredictProgram:
       step: `step(state, data) -> (outputs, non_trainable)`.
       non_trainable: The model's non-trainable variables.
       mesh: The replicas.
+      is_whole: Whether the step must see the whole batch at once.
     """
 
     def __init__(
@@ -44,17 +50,20 @@ class PredictProgram:
         non_trainable: list[keras.Variable],
         *,
         mesh: ReplicaMesh,
+        is_whole: bool = False,
     ) -> None:
         self._step = step
         self._variables = non_trainable
         self._mesh = mesh
+        self._traced: StepContext | None = None
+        self._reason: str | None = None
         self._one = jax.jit(self._mapped(self._replica_step, stacked=False))
         many = self._scanned(self._replica_step)
         self._many = jax.jit(self._mapped(many, stacked=True))
         self._whole = jax.jit(
             self._whole_step, static_argnums=(3, 4), out_shardings=mesh.whole
         )
-        self._is_by_rows = True
+        self._is_by_rows = not is_whole
 
     def __call__(
         self, state: PredictState, segment: Segment
@@ -73,10 +82,16 @@ class PredictProgram:
             fn = self._one if segment.steps == 1 else self._many
             try:
                 return dispatch(self._mesh, fn, *state, segment.data)
-            except _NotByRows:
-                self._is_by_rows = False
+            except Exception as error:
+                if self._traced is None:
+                    raise
+                if not isinstance(error, _NotByRows):
+                    self._reason = self._traced.whole_reason or reason_of(error)
+                self._traced = None
         shape = (segment.rows, segment.steps)
-        return dispatch(self._mesh, self._whole, *state, segment.data, *shape)
+        result = dispatch(self._mesh, self._whole, *state, segment.data, *shape)
+        self._is_by_rows = False
+        return result
 
     def _rows(self, outputs: Any, segment: Segment) -> Any:
         padded = jax.tree.leaves(segment.data)[0].shape[segment.steps > 1]
@@ -113,6 +128,7 @@ class PredictProgram:
         step = StepContext(mesh=self._mesh, rows=rows)
         if step.num_replicas == 1:
             return self._whole_body(trainable, old, data)
+        self._traced = step
         folded = state_lib.fold_seeds(self._variables, old, step)
         with trace_hooks(), step_scope(step):
             outputs, new = self._step((list(trainable), list(folded)), data)
@@ -125,6 +141,7 @@ class PredictProgram:
             k: state_lib.as_type_of(merged[int(k)], old[int(k)])
             for k in changed_values(folded, new)
         }
+        self._traced = None
         return outputs, changed
 
     def _whole_step(
@@ -139,7 +156,11 @@ class PredictProgram:
         body = self._whole_body
         if steps > 1:
             body = self._scanned(body)
-        return body(trainable, old, data)
+        outputs = body(trainable, old, data)
+        if self._reason is not None:
+            warn_of_whole(self._reason)
+            self._reason = None
+        return outputs
 
     def _whole_body(
         self, trainable: list[Any], old: list[Any], data: Any

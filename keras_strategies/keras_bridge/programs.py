@@ -7,16 +7,20 @@ exact for every loss, metric and layer, and no device holds more than its
 share (docs/architecture.md).
 """
 
+import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import keras
+from jax.extend.core import jaxpr_as_fun
 
 from keras_strategies._core.batches import Segment, padded_rows
 from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import (
+    has_unsure_collectives,
     replica_map,
     split_spec,
     whole_spec,
@@ -40,6 +44,7 @@ class StepProgram:
       written: Indices of the groups that the step writes as a rule; they are
         donated. Of other groups only what changed is returned.
       mesh: The replicas.
+      is_whole: Whether the step must see the whole batch at once.
     """
 
     def __init__(
@@ -47,11 +52,15 @@ class StepProgram:
         step: Step,
         variables: tuple[list[keras.Variable], ...],
         *,
-        metrics: int | None,
+        metrics: int,
         written: tuple[int, ...],
         mesh: ReplicaMesh,
+        is_whole: bool = False,
     ) -> None:
         self._step = step
+        self._is_whole = is_whole
+        self._traced: StepContext | None = None
+        self._reason: str | None = None
         self._variables = variables
         self._metrics = metrics
         self._written = written
@@ -72,12 +81,23 @@ class StepProgram:
         """Runs the segment's steps; returns the last logs and the state."""
         written, read = self._divide(state)
         args = (written, read, segment.data)
-        if segment.rows % self._mesh.num_replicas:
-            fn = self._whole
-            args += (segment.rows, segment.steps)  # type: ignore[assignment]
-        else:
+        is_even = segment.rows % self._mesh.num_replicas == 0
+        if is_even and not self._is_whole:
             fn = self._even if segment.steps == 1 else self._even_many
-        logs, new, changed = dispatch(self._mesh, fn, *args)
+            try:
+                outputs = dispatch(self._mesh, fn, *args)
+            except Exception as error:
+                if self._traced is None:
+                    raise
+                self._reason = self._traced.whole_reason or reason_of(error)
+                self._traced = None
+            else:
+                logs, new, changed = outputs
+                return logs, self._joined(state, new, changed)
+        # Where the trace of a replica's step failed by the user's code, so
+        # does this one, and its error speaks of the batch as the user made it.
+        shape = (segment.rows, segment.steps)
+        logs, new, changed = dispatch(self._mesh, self._whole, *args, *shape)
         return logs, self._joined(state, new, changed)
 
     def lower(self, state: Groups, segment: Segment) -> Any:
@@ -128,17 +148,32 @@ class StepProgram:
     def _replica_step(
         self, written: list[Any], read: list[Any], data: Any
     ) -> Any:
-        old = self._ordered(written, read)
         rows = jax.tree.leaves(data)[0].shape[0]
         step = StepContext(mesh=self._mesh, rows=rows)
         if step.num_replicas == 1:
             return self._whole_body(written, read, data)
+        self._traced = step
+        outputs = traced_once(step, self._replica_body, written, read, data)
+        self._traced = None
+        return outputs
+
+    def _replica_body(
+        self, step: StepContext, written: list[Any], read: list[Any], data: Any
+    ) -> Any:
+        old = self._ordered(written, read)
         folded = [
             state_lib.fold_seeds(variables, values, step)
             for variables, values in zip(self._variables, old, strict=True)
         ]
+        metrics = self._variables[self._metrics]
+        step.before = {
+            id(v): value
+            for v, value in zip(metrics, folded[self._metrics], strict=True)
+        }
         with trace_hooks(), step_scope(step):
             logs, new = self._step(tuple(map(list, folded)), data)
+        # A metric that the step has reset started anew.
+        folded[self._metrics] = [step.before[id(v)] for v in metrics]
         return self._merged(step, old, folded, new, logs)
 
     def _merged(
@@ -149,7 +184,7 @@ class StepProgram:
             state_lib.plan_merge(
                 plan,
                 variables,
-                old[i],
+                folded[i] if i == self._metrics else old[i],
                 folded[i],
                 new[i],
                 are_metrics=i == self._metrics,
@@ -163,34 +198,41 @@ class StepProgram:
         sums = plan.sums()
         merged = [finish(sums) for finish in finishers]
         means = {k: sums[place] for k, place in places.items()}
-        logs = self._merged_logs(step, logs, merged, means)
+        logs = self._merged_logs(step, logs, new, merged, means)
         return logs, *self._output(old, merged)
 
     def _merged_logs(
-        self, step: StepContext, logs: Any, merged: Any, means: dict[int, Any]
+        self,
+        step: StepContext,
+        logs: Any,
+        new: Any,
+        merged: Any,
+        means: dict[int, Any],
     ) -> Any:
         """Logs of the whole batch: results read from the merged metrics."""
-        mapping: list[Any] = []
-        if self._metrics is not None:
-            mapping = list(
-                zip(
-                    self._variables[self._metrics],
-                    merged[self._metrics],
-                    strict=True,
-                )
-            )
+        metrics = self._variables[self._metrics]
+        new = {
+            id(v): value
+            for v, value in zip(metrics, new[self._metrics], strict=True)
+        }
+        mapping = list(zip(metrics, merged[self._metrics], strict=True))
         cache: dict[int, Any] = {}
 
         def whole(value: Any) -> Any:
-            if id(value) in step.results:
-                _, metric, key = step.results[id(value)]
-                if id(metric) not in cache:
-                    cache[id(metric)] = metric.result()
-                result = cache[id(metric)]
-                return result if key is None else result[key]
             if id(value) in means:
                 return state_lib.as_type_of(means[id(value)], value)
-            return value
+            result = step.results.get(id(value))
+            if result is None or any(
+                new[id(v)] is not mine
+                for v, mine in zip(result.variables, result.state, strict=True)
+            ):
+                # Read before a later update: it was merged on the spot.
+                return value
+            metric = result.metric
+            if id(metric) not in cache:
+                cache[id(metric)] = metric.result()
+            whole_result = cache[id(metric)]
+            return whole_result[result.key] if result.key else whole_result
 
         with keras.StatelessScope(state_mapping=mapping):
             return jax.tree.map(whole, logs)
@@ -203,11 +245,14 @@ class StepProgram:
         rows: int,
         steps: int,
     ) -> Any:
-        if steps == 1:
-            data = whole_rows(data, rows, self._mesh, stacked=False)
-            return self._whole_body(written, read, data)
-        data = whole_rows(data, rows, self._mesh, stacked=True)
-        return _scanned(self._whole_body)(written, read, data)
+        data = whole_rows(data, rows, self._mesh, stacked=steps > 1)
+        body = self._whole_body if steps == 1 else _scanned(self._whole_body)
+        outputs = body(written, read, data)
+        if self._reason is not None and not self._is_whole:
+            # Before the step takes its state, should warnings be errors.
+            warn_of_whole(self._reason)
+            self._is_whole = True
+        return outputs
 
     def _whole_body(
         self, written: list[Any], read: list[Any], data: Any
@@ -233,6 +278,46 @@ class StepProgram:
             for i in self._written
         ]
         return written, [changed_values(old[i], new[i]) for i in self._read]
+
+
+def traced_once(step: StepContext, body: Callable[..., Any], *args: Any) -> Any:
+    """Traces `body(step, *args)` and looks at it before it is used.
+
+    Raises:
+      WholeBatchNeeded: the replicas would communicate in a branch or a loop
+        that not all of them need take, and wait for each other for ever.
+    """
+    closed, shapes = jax.make_jaxpr(
+        functools.partial(body, step), return_shape=True
+    )(*args)
+    if has_unsure_collectives(closed):
+        step.demand_whole(
+            "gradients or metrics are reduced over the replicas inside of a "
+            "`cond`, `switch` or `while_loop`, which not every replica may "
+            "enter. Apply optimizers and update metrics outside of it"
+        )
+    leaves = jaxpr_as_fun(closed)(*jax.tree.leaves(args))
+    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+
+def warn_of_whole(reason: str) -> None:
+    """Warns that a step is not mapped over the replicas, and why."""
+    warnings.warn(
+        "This step is run over the whole batch instead of replica by "
+        f"replica, which is exact and may be slower: {reason}.",
+        UserWarning,
+        stacklevel=2,
+    )
+
+
+def reason_of(error: Exception) -> str:
+    """Why a step is not mapped over the replicas, from a trace's error."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return (
+        "it cannot be traced with one replica's share of the rows "
+        f"({type(error).__name__}: {lines[0] if lines else ''}). Leave the "
+        "batch size out of the model's shapes"
+    )
 
 
 def changed_values(old: list[Any], new: list[Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ metric is met wherever a model keeps it, and nothing is left on a model.
 """
 
 import contextlib
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator
@@ -18,20 +19,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import keras
-from keras import ops, tree
-from keras.src.backend import get_keras_mask, set_keras_mask
+from keras import ops
 from keras.src.losses import loss as loss_module
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers.compile_utils import CompileMetrics, MetricsList
 
-from keras_strategies._core.replica_map import (
-    all_max,
-    all_mean,
-    all_rows,
-    all_sum,
-)
+from keras_strategies._core.replica_map import all_max, all_mean, all_sum
 from keras_strategies._core.step_context import StepContext, current_step
 from keras_strategies.keras_bridge import metric_rules
+from keras_strategies.keras_bridge import state as state_lib
+from keras_strategies.keras_bridge.rows import gathered
 
 _Method = Callable[..., Any]
 _METRIC_LISTS = (CompileMetrics, MetricsList)
@@ -62,7 +59,9 @@ def trace_hooks() -> Iterator[None]:
 def _install() -> None:
     _wrap(loss_module, "reduce_values", _reduce_values)
     _wrap(loss_module, "apply_mask", _apply_mask)
-    _wrap(loss_module.Loss, "__call__", _call_loss)
+    for cls in _classes(keras.losses.Loss):
+        if "__call__" in vars(cls):
+            _wrap(cls, "__call__", _call_loss)
     for cls in _classes(BaseOptimizer):
         for name, wrapper in (
             ("apply", functools.partial(_apply, position=0)),
@@ -76,6 +75,7 @@ def _install() -> None:
             continue
         for name, wrapper in (
             ("update_state", _update_state),
+            ("reset_state", _reset_state),
             ("result", _result),
         ):
             if name in vars(cls):
@@ -239,32 +239,16 @@ def _call_loss(
     step: StepContext,
     original: _Method,
     loss: Any,
-    y_true: Any,
-    y_pred: Any,
-    sample_weight: Any = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    if step.is_whole or step.in_metric or not metric_rules.mixes_rows(loss):
-        return original(loss, y_true, y_pred, sample_weight)
-    y_true, y_pred, sample_weight = _gathered(
-        step, (y_true, y_pred, sample_weight)
-    )
+    if step.is_whole or step.in_metric:
+        return original(loss, *args, **kwargs)
+    if not metric_rules.mixes_rows(loss, metric_rules.rank((args, kwargs))):
+        return original(loss, *args, **kwargs)
+    args, kwargs = gathered(step, (args, kwargs))
     with step.flag("is_whole"):
-        return original(loss, y_true, y_pred, sample_weight)
-
-
-def _gathered(step: StepContext, values: Any) -> Any:
-    """The nest with the rows of all replicas, masks included."""
-
-    def gather(value: Any) -> Any:
-        if not metric_rules.has_rows(value, step.rows):
-            return value
-        rows = all_rows(jnp.asarray(value), step.axis)
-        mask = get_keras_mask(value)
-        if mask is not None:
-            set_keras_mask(rows, all_rows(mask, step.axis))
-        return rows
-
-    return tree.map_structure(gather, values)
+        return original(loss, *args, **kwargs)
 
 
 # Metrics.
@@ -283,36 +267,85 @@ def _update_state(
     rule = next((r for r in rules if r is not None), None)
     if rule is None:
         rule = metric_rules.rule_of_update(metric, args, kwargs, step.rows)
+    if rule == metric_rules.WHOLE:
+        step.demand_whole(
+            f"metric {metric.name!r} ({type(metric).__name__}) is updated "
+            "with a value without the batch's rows, which may be a sum or a "
+            "mean. Update it with rows, or use `keras.metrics.Mean` for a "
+            "mean over rows"
+        )
     for variable in metric.variables:
         step.metric_rules[id(variable)] = rule
     if rule == metric_rules.SAME:
-        args, kwargs = _shared(step, (args, kwargs))
+        args, kwargs = gathered(step, (args, kwargs))
     with step.flag("in_metric"):
         return original(metric, *args, **kwargs)
 
 
-def _shared(step: StepContext, values: Any) -> Any:
-    """All replicas' rows, and the mean of what has none."""
-
-    def mean(value: Any) -> Any:
-        is_array = isinstance(value, jax.Array)
-        if is_array and not metric_rules.has_rows(value, step.rows):
-            return all_mean(value, step.axis)
-        return value
-
-    return _gathered(step, tree.map_structure(mean, values))
+def _reset_state(
+    step: StepContext, original: _Method, metric: keras.metrics.Metric
+) -> Any:
+    result = original(metric)
+    for variable in metric.variables:
+        if id(variable) in step.before:
+            step.before[id(variable)] = variable.value
+    return result
 
 
 def _result(
     step: StepContext, original: _Method, metric: Any, *args: Any, **kw: Any
 ) -> Any:
-    if step.in_metric:
+    """The result of all replicas' updates so far."""
+    variables = metric.variables
+    if step.in_metric or any(id(v) not in step.before for v in variables):
         return original(metric, *args, **kw)
+    before = [step.before[id(v)] for v in variables]
+    mine = [v.value for v in variables]
+    plan = state_lib.Merge(step=step)
+    finish = state_lib.plan_merge(
+        plan, variables, before, before, mine, are_metrics=True
+    )
+    # Where the result is only logged, it is read from the state that the
+    # step returns, and this is dead code (`StepProgram._merged_logs`).
+    merged = finish(plan.sums())
     with step.flag("in_metric"):
-        value = original(metric, *args, **kw)
-    if isinstance(value, dict):
-        for key, part in value.items():
-            step.results[id(part)] = (part, metric, key)
-    else:
-        step.results[id(value)] = (value, metric, None)
+        try:
+            _assign(variables, mine, merged)
+            value = original(metric, *args, **kw)
+        finally:
+            _assign(variables, merged, mine)
+    parts = value.items() if isinstance(value, dict) else [(None, value)]
+    for key, part in parts:
+        step.results[id(part)] = Result(
+            value=part,
+            metric=metric,
+            key=key,
+            variables=list(variables),
+            state=mine,
+        )
     return value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """A value that a metric returned in a step, for all replicas' rows.
+
+    Attributes:
+      value: The value; held so that its id stays its own.
+      metric: The metric.
+      key: The value's key where the metric returned a dict, or None.
+      variables: The metric's variables.
+      state: Their values on this replica at the time.
+    """
+
+    value: Any
+    metric: keras.metrics.Metric
+    key: str | None
+    variables: list[keras.Variable]
+    state: list[Any]
+
+
+def _assign(variables: Any, old: list[Any], new: list[Any]) -> None:
+    for variable, o, n in zip(variables, old, new, strict=True):
+        if n is not o:
+            variable.assign(n)

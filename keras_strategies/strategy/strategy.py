@@ -8,6 +8,7 @@ import keras
 
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.keras_bridge import binding as binding_lib
+from keras_strategies.keras_bridge import model_hooks
 from keras_strategies.keras_bridge.layout import check_home, distribution_scope
 from keras_strategies.strategy import current
 from keras_strategies.strategy.extended import StrategyExtended
@@ -48,7 +49,8 @@ class Strategy:
         """Makes the strategy current for a `with` block of this thread.
 
         In the block every Keras variable is created on the strategy's
-        devices, and every model that is compiled is bound to the strategy.
+        devices, and every model that is made or compiled is bound to the
+        strategy: one made here also if it is compiled later, outside.
         Scopes of one strategy may be nested, and entered again.
 
         Returns:
@@ -184,7 +186,9 @@ class Scope:
                 distribution_scope(strategy._runtime.distribution)
             )
             stack.enter_context(
-                binding_lib.keras_hooks(_check, _bind, current.has_strategy)
+                model_hooks.keras_hooks(
+                    _claim, _check, _bind, current.has_strategy
+                )
             )
             self._open.append(stack.pop_all())
         return strategy
@@ -203,6 +207,17 @@ def _check_model(name: str, model: Any) -> None:
         raise TypeError(
             f"`{name}` takes a Keras model. Received: {model!r} of type "
             f"{type(model).__name__}. Pass a `keras.Model`."
+        )
+
+
+def _claim(model: keras.Model) -> None:
+    """Makes a model of this thread's scope the strategy's."""
+    strategy = current.entered_strategy()
+    if strategy is not None:
+        model_hooks.bind_on_compile(
+            model,
+            strategy.attach,
+            lambda m: binding_lib.binding_of(m) is not None,
         )
 
 

@@ -51,6 +51,7 @@ RELIED_ON = {
     "_use_cached_eval_dataset",
     # Layers, optimizers, metrics.
     "_fn",
+    "_fn_kwargs",
     "_get_iterator",
     "_inputs",
     "_moments",
@@ -252,6 +253,22 @@ def test_compile_comes_from_the_trainer():
     assert model.train_function is None
     assert model.test_function is None
     assert model.predict_function is None
+
+
+def test_making_a_model_goes_through_the_trainers_constructor(monkeypatch):
+    made = []
+    original = Trainer.__init__
+
+    def noting(model, *args, **kwargs):
+        original(model, *args, **kwargs)
+        # `bind_on_compile` sets an attribute at this point.
+        object.__setattr__(model, "_ks_note", "ours")
+        made.append(model)
+
+    monkeypatch.setattr(Trainer, "__init__", noting)
+    models = [model_of(), keras.Model(), keras.Sequential()]
+    assert [m for m in models if m not in made] == []
+    assert {vars(m)["_ks_note"] for m in models} == {"ours"}
 
 
 def test_loops_go_through_attributes_of_the_instance():
@@ -616,6 +633,17 @@ def mixes_rows(name, cls):
     except ValueError as error:
         pytest.fail(f"{name} needs arguments of its own above: {error}")
     return before.ndim == 0 or not np.allclose(before[0], after[0], rtol=1e-5)
+
+
+def test_losses_and_metrics_keep_their_axis():
+    # The axis that they reduce, which may be that of the rows.
+    for cls in (
+        keras.losses.CosineSimilarity,
+        keras.metrics.CosineSimilarity,
+        keras.metrics.PearsonCorrelation,
+        keras.metrics.ConcordanceCorrelation,
+    ):
+        assert cls(axis=0)._fn_kwargs == {"axis": 0}, cls
 
 
 def test_exactly_these_losses_mix_rows():

@@ -1,5 +1,7 @@
 """Every kind of data trains as it does with plain Keras."""
 
+import itertools
+
 import jax.numpy as jnp
 import keras
 import numpy as np
@@ -188,11 +190,19 @@ def test_evaluate_and_predict_on_a_py_dataset_equal_plain_keras():
     check_same(one_input, act, **REGRESSION)
 
 
+def in_turn():
+    """Types that are one on the devices."""
+    dtypes = itertools.cycle(["float32", "float64"])
+    for (x, y), dtype in zip(endless(X, Y), dtypes, strict=False):
+        yield x.astype(dtype), y
+
+
 GENERATORS = {
     "pairs": (one_input, REGRESSION, lambda: endless(X, Y)),
     "weighted": (one_input, REGRESSION, lambda: endless(X, Y, W)),
     "only x": (without_targets, NO_LOSS, lambda: endless(X)),
     "reusing its buffer": (one_input, REGRESSION, reusing_its_buffer),
+    "float32 and float64 in turn": (one_input, REGRESSION, in_turn),
 }
 
 

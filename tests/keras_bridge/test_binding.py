@@ -54,9 +54,8 @@ def assert_on_mesh(model, strategy):
 
 def assert_plain(model):
     assert binding_of(model) is None
-    assert not {*LOOPS, "make_train_function", "_symbolic_build"} & set(
-        vars(model)
-    )
+    ours = {*LOOPS, "compile", "make_train_function", "_symbolic_build"}
+    assert not ours & set(vars(model))
     for variable in all_variables(model):
         assert len(variable.value.sharding.device_set) == 1, variable.path
         assert variable._layout is None, variable.path
@@ -269,6 +268,34 @@ def test_built_outside_and_compiled_inside(is_compiled):
     assert rows_seen(fit, model) == 4
     assert_on_mesh(model, strategy)
     assert_replicated(model)
+
+
+def test_made_in_a_scope_and_compiled_after_it():
+    strategy = mirrored(2)
+    with strategy.scope():
+        model = sequential()
+    plain = sequential()
+    compile_(model)
+    assert binding_of(compile_(plain)) is None
+    assert rows_seen(fit, model) == 4
+    assert_on_mesh(model, strategy)
+    assert_close(state_of(model), trained_plain(1))
+    assert_plain(strategy.detach(model))
+    assert binding_of(compile_(model)) is None
+
+
+def test_a_model_made_in_a_scope_is_saved_and_copied_as_ever(tmp_path):
+    with mirrored(2).scope():
+        model = sequential()
+    model.save(tmp_path / "model.keras")
+    for other in (
+        keras.saving.load_model(tmp_path / "model.keras"),
+        keras.models.clone_model(model),
+        pickle.loads(pickle.dumps(model)),
+        copy.deepcopy(model),
+    ):
+        assert "compile" not in vars(other)
+        assert binding_of(compile_(other)) is None
 
 
 def test_optimizer_made_outside_of_the_scope():

@@ -110,6 +110,10 @@ def test_kerass_own_metrics_are_sums_over_rows(name):
     metric, data = made(name)
     # What is claimed of all of them without trying, and what is so.
     rule = metric_rules.rule_of_update(metric, data, {}, len(data[0]))
+    looks_at_all_labels = name in ("Hinge", "SquaredHinge")
+    if looks_at_all_labels:
+        assert rule == metric_rules.SAME
+        return
     assert rule == metric_rules.SUM
     assert metric_rules._try_out(metric, data, {})
 
@@ -245,10 +249,16 @@ def test_a_metric_that_fails_on_toy_data_is_taken_as_no_sum():
             {"sample_weight": np.float32(2)},
             "sum",
         ),
-        (keras.metrics.Sum(), (np.float32(1),), {}, "mean"),
-        (Errors(), (np.float32(1), np.float32(1)), {}, "same"),
-        # A constant of the program is told to every replica.
+        (keras.metrics.Sum(), (np.float32(1),), {}, "whole"),
+        (Errors(), (np.float32(1), np.float32(1)), {}, "whole"),
+        (Errors(), (VECTORS[0], np.float32(1)), {}, "sum"),
+        # A constant of the program is told to every replica, but for one
+        # that may count its rows.
         (keras.metrics.Mean(), (1.0,), {}, "same"),
+        (keras.metrics.Sum(), (3,), {}, "same"),
+        (keras.metrics.Sum(), (4,), {}, "whole"),
+        (keras.metrics.Sum(), (8.0,), {}, "whole"),
+        (keras.metrics.Sum(), (True,), {}, "same"),
     ],
 )
 def test_scalars_are_each_replicas_mean(metric, args, kwargs, rule):
@@ -262,13 +272,26 @@ def test_scalars_are_each_replicas_mean(metric, args, kwargs, rule):
         (keras.losses.Tversky(), True),
         (keras.losses.Circle(), True),
         (keras.losses.dice, True),
+        (keras.losses.Hinge(), True),
+        (keras.losses.squared_hinge, True),
         (keras.losses.MeanSquaredError(), False),
         (keras.losses.mean_squared_error, False),
         (lambda y, p: p, False),
+        (keras.losses.CosineSimilarity(), False),
+        (keras.losses.CosineSimilarity(axis=1), False),
+        (keras.losses.CosineSimilarity(axis=0), True),
+        (keras.losses.CosineSimilarity(axis=-2), True),
+        (keras.metrics.PearsonCorrelation(axis=(0, 1)), True),
+        (keras.metrics.PearsonCorrelation(axis=1), False),
     ],
 )
 def test_losses_that_mix_rows_are_known(loss, expected):
-    assert metric_rules.mixes_rows(loss) is expected
+    assert metric_rules.mixes_rows(loss, 2) is expected
+
+
+def test_arrays_of_rows_alone_have_no_other_axis_to_reduce():
+    assert metric_rules.mixes_rows(keras.losses.MeanSquaredError(), 1)
+    assert not metric_rules.mixes_rows(lambda y, p: p, 1)
 
 
 _random = np.random.default_rng(3)

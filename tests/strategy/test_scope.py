@@ -58,6 +58,7 @@ def _is_ours(value):
 
 def hooked_attributes():
     return (
+        Trainer.__init__,
         Trainer.compile,
         keras.layers.BatchNormalization.__init__,
         keras.Variable.__init__,
@@ -71,6 +72,7 @@ def hooked_attributes():
         keras.optimizers.LossScaleOptimizer.stateless_apply,
         keras.metrics.Mean.update_state,
         keras.metrics.Mean.result,
+        keras.metrics.Metric.reset_state,
         keras.Model.fit,
     )
 
@@ -80,6 +82,7 @@ IN_SCOPE = [
     for place in (
         "layers.normalization.batch_normalization.BatchNormalization.__init__",
         "optimizers.base_optimizer.BaseOptimizer.add_variable_from_reference",
+        "trainers.trainer.Trainer.__init__",
         "trainers.trainer.Trainer.compile",
     )
 ]
@@ -134,8 +137,14 @@ def test_fit_in_a_scope_and_after_it():
 
 @pytest.mark.parametrize("is_inside", [False, True])
 def test_exception_while_a_step_is_traced(is_inside):
+    failed = []
+
     def failing(y_true, y_pred):
-        if isinstance(y_pred, jax.core.Tracer) and y_pred.shape[0] == 4:
+        # First for a replica's rows, then for the batch's.
+        if isinstance(y_pred, jax.core.Tracer) and (
+            y_pred.shape[0] == 4 or failed
+        ):
+            failed.append(y_pred.shape[0])
             raise ArithmeticError("in the trace")
         return keras.ops.mean(keras.ops.square(y_pred), axis=-1)
 
@@ -149,6 +158,7 @@ def test_exception_while_a_step_is_traced(is_inside):
             assert len(places_of_ours()) == len(IN_SCOPE)
     with pytest.raises(ArithmeticError, match="in the trace"):
         fit(model)
+    assert failed[:2] == [4, 8]
     assert_nothing_is_left()
     assert_close(model.get_weights(), weights)
     compile_(model)

@@ -1,0 +1,31 @@
+"""The rows of a batch, on one replica and on all."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from keras import tree
+from keras.src.backend import get_keras_mask, set_keras_mask
+
+from keras_strategies._core.replica_map import all_rows
+from keras_strategies._core.step_context import StepContext
+
+
+def has_rows(value: Any, rows: int) -> bool:
+    """Whether an array has entries for each of `rows` rows."""
+    shape = getattr(value, "shape", ())
+    return len(shape) > 0 and shape[0] % rows == 0
+
+
+def gathered(step: StepContext, values: Any) -> Any:
+    """The nest with the rows of all replicas, masks included."""
+
+    def gather(value: Any) -> Any:
+        if not has_rows(value, step.rows):
+            return value
+        rows = all_rows(jnp.asarray(value), step.axis)
+        mask = get_keras_mask(value)
+        if mask is not None:
+            set_keras_mask(rows, all_rows(mask, step.axis))
+        return rows
+
+    return tree.map_structure(gather, values)

@@ -1,0 +1,503 @@
+"""Own train steps, losses and metrics: one device's numbers, or an error."""
+
+import warnings
+
+import jax
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+import keras_strategies as ks
+from tests.plain_keras import assert_same, check_same, dense, run_both
+
+_random = np.random.default_rng(5)
+X = _random.normal(size=(44, 3)).astype("float32")
+Y = _random.normal(size=(44, 2)).astype("float32")
+SIGNS = np.where(_random.uniform(size=(44, 2)) < 0.4, 0, -1).astype("float32")
+ROW_SCALARS = _random.uniform(size=44).astype("float32")
+WEIGHTS = _random.uniform(size=44).astype("float32")
+
+
+def train(model, x=X, y=Y, sample_weight=None, batch_size=16):
+    """Two epochs of even and uneven batches, then an evaluation."""
+    options = {"sample_weight": sample_weight, "batch_size": batch_size}
+    history = model.fit(x, y, epochs=2, shuffle=False, verbose=0, **options)
+    result = model.evaluate(x, y, return_dict=True, verbose=0, **options)
+    return history.history, result
+
+
+def two_outputs():
+    return keras.Sequential([keras.Input((3,)), dense(2)])
+
+
+class OwnStep(keras.Model):
+    """A model whose step is written in `update`, and its logs in `logs`."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = dense(2)
+        self.layer.build((None, 3))
+        self.tracker = keras.metrics.Mean(name="tracker")
+        self.built = True
+
+    def call(self, x):
+        return self.layer(x)
+
+    def loss_of(self, x, y):
+        return ops.mean(ops.square(self(x) - y))
+
+    def logs(self, x, y, loss):
+        raise NotImplementedError
+
+    def apply(self, grads, weights, state, loss):
+        return self.optimizer.stateless_apply(state, grads, weights)
+
+    def train_step(self, state, data):
+        weights, others, slots, metrics = state
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+
+        def loss_of(values):
+            mapping = zip(self.trainable_variables, values, strict=True)
+            with keras.StatelessScope(state_mapping=mapping):
+                return self.loss_of(x, y)
+
+        loss, grads = jax.value_and_grad(loss_of)(weights)
+        new_weights, slots = self.apply(grads, weights, slots, loss)
+        variables = (*self.trainable_variables, *self.metrics_variables)
+        mapping = zip(variables, (*weights, *metrics), strict=True)
+        with keras.StatelessScope(state_mapping=mapping) as scope:
+            logs = self.logs(x, y, loss)
+        metrics = [scope.get_current_value(v) for v in self.metrics_variables]
+        return logs, (new_weights, others, slots, metrics)
+
+
+def fit_own(model):
+    history = model.fit(X, Y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+    return history.history
+
+
+def check_own(model_class, *, warns=None, replicas=2, **compile_args):
+    """Asserts one device's numbers; and one warning, if any is due."""
+    compile_args = {"optimizer": "sgd"} | compile_args
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plain, ours = run_both(
+            model_class, fit_own, replicas=replicas, **compile_args
+        )
+    assert_same(plain, ours)
+    told = [w for w in caught if "whole batch" in str(w.message)]
+    assert len(told) == (1 if warns else 0)
+    assert not warns or warns in str(told[0].message)
+
+
+# Metrics that a step reads.
+
+
+class Perplexity(OwnStep):
+    def logs(self, x, y, loss):
+        # Of rows, so that the replicas' own results differ much.
+        self.tracker.update_state(ops.mean(ops.square(self(x) - y), axis=1))
+        return {"perplexity": ops.exp(self.tracker.result())}
+
+
+class ReadBetween(OwnStep):
+    def logs(self, x, y, loss):
+        error = ops.mean(ops.square(self(x) - y), axis=1)
+        self.tracker.update_state(error)
+        between = self.tracker.result()
+        self.tracker.update_state(2 * error)
+        return {"between": between, "after": self.tracker.result()}
+
+
+class OneBatch(OwnStep):
+    def logs(self, x, y, loss):
+        self.tracker.reset_state()
+        self.tracker.update_state(ops.mean(ops.square(self(x) - y), axis=1))
+        return {"of_batch": self.tracker.result()}
+
+
+class ResetOnly(OwnStep):
+    def logs(self, x, y, loss):
+        self.tracker.update_state(ops.mean(x, axis=1))
+        self.tracker.reset_state()
+        return {"nothing": self.tracker.result()}
+
+
+@pytest.mark.parametrize("replicas", [2, 8])
+@pytest.mark.parametrize(
+    "model_class", [Perplexity, ReadBetween, OneBatch, ResetOnly]
+)
+def test_results_that_a_step_computes_with(model_class, replicas):
+    check_own(model_class, replicas=replicas)
+
+
+class FromLogs(keras.Sequential):
+    def get_metrics_result(self):
+        logs = super().get_metrics_result()
+        return logs | {"root": ops.sqrt(logs["loss"])}
+
+
+def test_logs_computed_from_results():
+    check_same(
+        lambda: FromLogs([keras.Input((3,)), dense(2)]),
+        train,
+        optimizer="sgd",
+        loss="mse",
+    )
+
+
+def test_results_are_reduced_with_the_rest_of_the_step():
+    """Two collectives: the gradients, and all that metrics added."""
+    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        model = two_outputs()
+        model.compile("sgd", "mse", metrics=["mae", "mape"])
+    model.fit(X[:16], Y[:16], batch_size=16, verbose=0)
+    from keras_strategies._core.batches import place
+    from keras_strategies.keras_bridge.functions import make_program
+
+    mesh = strategy._runtime.mesh
+    program = make_program(model, mesh)
+    state = tuple(
+        [v.value for v in group]
+        for group in (
+            model.trainable_variables,
+            model.non_trainable_variables,
+            model.optimizer.variables,
+            model.metrics_variables,
+        )
+    )
+    execution = place([(X[:16], Y[:16])], mesh)
+    text = program.lower(state, execution.segments[0]).as_text()
+    assert text.count("stablehlo.all_reduce") == 2
+
+
+# Metrics fed with what has no rows.
+
+
+class SumOfScalar(OwnStep):
+    def __init__(self):
+        super().__init__()
+        self.tracker = keras.metrics.Sum(name="tracker")
+
+    def logs(self, x, y, loss):
+        self.tracker.update_state(ops.sum(ops.abs(x)))
+        return {"sum": self.tracker.result()}
+
+
+class CountOfRows(SumOfScalar):
+    def logs(self, x, y, loss):
+        self.tracker.update_state(x.shape[0])
+        return {"rows": self.tracker.result()}
+
+
+class CountOfSteps(SumOfScalar):
+    def logs(self, x, y, loss):
+        self.tracker.update_state(1)
+        return {"steps": self.tracker.result()}
+
+
+class MeanOfLoss(OwnStep):
+    def logs(self, x, y, loss):
+        self.tracker.update_state(loss)
+        return {"loss": self.tracker.result()}
+
+
+def test_a_sum_of_scalars_is_exact():
+    check_own(SumOfScalar, warns="metric 'tracker' (Sum)")
+
+
+def test_a_count_of_rows_is_exact():
+    check_own(CountOfRows, warns="metric 'tracker' (Sum)")
+
+
+@pytest.mark.parametrize("model_class", [CountOfSteps, MeanOfLoss])
+def test_constants_and_mean_losses_are_mapped_over_replicas(model_class):
+    check_own(model_class)
+
+
+def test_a_count_of_rows_of_several_steps_in_one_program():
+    check_own(CountOfRows, warns="tracker", steps_per_execution=2, replicas=8)
+
+
+# Losses that mix rows.
+
+
+class OwnCall(keras.losses.Loss):
+    """A loss that does all in `__call__`, with a denominator of its own."""
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        error = ops.square(y_true - y_pred)
+        if sample_weight is not None:
+            error = error * sample_weight[:, None]
+        return ops.sum(error) / (1.0 + ops.sum(ops.abs(y_true)))
+
+
+@ks.global_batch_loss
+class MarkedCall(OwnCall):
+    pass
+
+
+@ks.global_batch_loss
+def ratio(y_true, y_pred):
+    return ops.sum(ops.square(y_true - y_pred)) / ops.sum(ops.abs(y_true))
+
+
+class InStep(OwnStep):
+    def loss_of(self, x, y):
+        return ratio(y, self(x))
+
+    def logs(self, x, y, loss):
+        return {"loss": loss}
+
+
+class Computes(keras.Sequential):
+    @ks.global_batch_loss
+    def compute_loss(
+        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+    ):
+        return ops.sum(ops.square(y - y_pred)) / ops.sum(ops.abs(y))
+
+
+LOSSES = {
+    "class": MarkedCall,
+    "object": lambda: ks.global_batch_loss(OwnCall()),
+    "function": lambda: ratio,
+    "wrapped": lambda: keras.losses.deserialize(ratio),
+    "cosine": lambda: keras.losses.CosineSimilarity(axis=0),
+    "cosine_from_the_end": lambda: keras.losses.CosineSimilarity(axis=-2),
+    "cosine_sum": lambda: keras.losses.CosineSimilarity(
+        axis=0, reduction="sum"
+    ),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_that_mix_rows(loss):
+    # CosineSimilarity over rows has no values of rows that could be weighted.
+    weights = [None] if "cosine" in loss else [None, WEIGHTS]
+    check_same(
+        two_outputs,
+        lambda model: [train(model, sample_weight=w) for w in weights],
+        optimizer="sgd",
+        loss=LOSSES[loss],
+    )
+
+
+@pytest.mark.parametrize("loss", ["hinge", "squared_hinge"])
+def test_hinge_losses_tell_labels_from_all_rows(loss):
+    check_same(
+        two_outputs,
+        lambda model: train(model, y=SIGNS),
+        optimizer="sgd",
+        loss=loss,
+        metrics=lambda: ["hinge", "squared_hinge"],
+    )
+
+
+def test_a_marked_loss_in_an_own_step():
+    check_own(InStep)
+
+
+def test_a_marked_compute_loss():
+    check_same(
+        lambda: Computes([keras.Input((3,)), dense(2)]),
+        train,
+        optimizer="sgd",
+        loss="mse",
+    )
+
+
+def test_only_losses_can_be_marked():
+    with pytest.raises(TypeError, match="marks a function or"):
+        ks.global_batch_loss("dice")
+
+
+def test_a_marked_function_keeps_its_name_and_works_without_a_strategy():
+    assert ratio.__name__ == "ratio"
+    assert float(ratio(np.ones((2, 1)), np.zeros((2, 1)))) == 1.0
+
+
+def one_number():
+    """Predictions of shape (rows,)."""
+    return keras.Sequential(
+        [
+            keras.Input((3,)),
+            dense(1, activation="sigmoid"),
+            keras.layers.Reshape(()),
+        ]
+    )
+
+
+def test_predictions_of_one_dimension():
+    check_same(
+        one_number,
+        lambda model: [
+            train(model, y=ROW_SCALARS, sample_weight=weight)
+            for weight in (None, WEIGHTS)
+        ],
+        optimizer="sgd",
+        loss=lambda: keras.losses.MeanSquaredError(),
+        metrics=lambda: [
+            "mae",
+            keras.metrics.BinaryCrossentropy(),
+            keras.metrics.RootMeanSquaredError(),
+        ],
+    )
+
+
+def test_metrics_over_the_axis_of_rows():
+    check_same(
+        two_outputs,
+        train,
+        optimizer="sgd",
+        loss="mse",
+        metrics=lambda: [
+            keras.metrics.CosineSimilarity(axis=0, name="cosine"),
+            keras.metrics.PearsonCorrelation(axis=0, name="pearson"),
+            keras.metrics.ConcordanceCorrelation(axis=(0, 1), name="ccc"),
+        ],
+    )
+
+
+class Overshoot(keras.metrics.Metric):
+    """The largest prediction beyond 1: no sum, which [0, 1] hides."""
+
+    def __init__(self):
+        super().__init__(name="overshoot")
+        self.value = self.add_variable((), "zeros", name="value")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        beyond = ops.max(ops.relu(y_pred - 1))
+        self.value.assign(ops.maximum(self.value, beyond))
+
+    def result(self):
+        return self.value + 0.0
+
+
+class HighestClass(Overshoot):
+    """The largest label above 1."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        beyond = ops.max(ops.relu(ops.cast(y_true, "float32") - 1))
+        self.value.assign(ops.maximum(self.value, beyond))
+
+
+@pytest.mark.parametrize("metric", [Overshoot, HighestClass])
+def test_metrics_that_are_no_sums_beyond_small_numbers(metric):
+    labels = np.arange(44) % 7
+    x = 10 * X
+
+    def act(model):
+        return train(model, x=x, y=np.stack([labels, labels[::-1]], axis=1))
+
+    with pytest.warns(UserWarning, match="not a sum over rows"):
+        check_same(
+            two_outputs,
+            act,
+            optimizer=lambda: keras.optimizers.SGD(1e-4),
+            loss="mse",
+            metrics=lambda: [metric()],
+        )
+
+
+# Steps that cannot be mapped.
+
+
+class Careful(OwnStep):
+    """Updates only if its own rows' loss is low: another one on each."""
+
+    def logs(self, x, y, loss):
+        return {"loss": loss}
+
+    def apply(self, grads, weights, state, loss):
+        def update(weights, state):
+            return self.optimizer.stateless_apply(state, grads, weights)
+
+        return jax.lax.cond(
+            loss < 2.0, update, lambda *same: same, weights, state
+        )
+
+
+@pytest.mark.parametrize("replicas", [2, 8])
+@pytest.mark.parametrize("steps_per_execution", [1, 2])
+def test_an_optimizer_in_a_branch(replicas, steps_per_execution):
+    check_own(
+        Careful,
+        warns="inside of a `cond`",
+        replicas=replicas,
+        optimizer=lambda: keras.optimizers.SGD(0.1),
+        steps_per_execution=steps_per_execution,
+    )
+
+
+def stateful():
+    return keras.Sequential(
+        [
+            keras.Input((4, 3), batch_size=8),
+            keras.layers.GRU(
+                4,
+                stateful=True,
+                kernel_initializer=keras.initializers.GlorotUniform(seed=2),
+                recurrent_initializer=keras.initializers.Orthogonal(seed=2),
+            ),
+            dense(1),
+        ]
+    )
+
+
+SEQUENCES = _random.normal(size=(24, 4, 3)).astype("float32")
+
+
+def train_and_predict(model):
+    y = SEQUENCES.sum(axis=(1, 2))[:, None]
+    result = train(model, x=SEQUENCES, y=y, batch_size=8)
+    return result, model.predict(SEQUENCES, batch_size=8, verbose=0)
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 8])
+def test_stateful_layers_hold_the_whole_batchs_state(replicas):
+    check_same(
+        stateful,
+        train_and_predict,
+        replicas=replicas,
+        optimizer="sgd",
+        loss="mse",
+    )
+
+
+class OfEight(keras.layers.Layer):
+    """Works for the batch size that it was written for."""
+
+    def call(self, x):
+        return ops.reshape(x, (8, 12)) + ops.zeros((len(x), 1))
+
+
+def fixed():
+    return keras.Sequential(
+        [keras.Input((4, 3), batch_size=8), OfEight(), dense(1)]
+    )
+
+
+def test_a_model_that_is_tied_to_its_batch_size_is_run_whole():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check_same(fixed, train_and_predict, optimizer="sgd", loss="mse")
+    told = [str(w.message) for w in caught if "whole batch" in str(w.message)]
+    assert len(told) == 3  # fit, evaluate, predict
+    assert all("Leave the batch size out" in text for text in told)
+
+
+class Wrong(OwnStep):
+    def loss_of(self, x, y):
+        return ops.mean(ops.matmul(x, y))
+
+
+def test_errors_in_a_step_show_the_batchs_shapes():
+    with ks.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        model = Wrong()
+        model.compile("sgd")
+    for _ in range(2):
+        with pytest.raises(TypeError, match=r"\(16,\)"):
+            model.fit(X, Y, batch_size=16, verbose=0)
