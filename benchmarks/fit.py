@@ -27,6 +27,7 @@ import time
 
 PEERS = ("ours", "dataparallel", "tf", "raw", "one")
 WORKLOADS = ("small_mlp", "wide_mlp", "cnn", "transformer")
+ATTEMPTS = 5
 # Workload: rows of a batch, steps of an epoch, epochs of a fit.
 SIZES = {
     "small_mlp": (64, 400, 3),
@@ -254,6 +255,9 @@ def start(peer, workload, spe, options, log):
     command += ["--devices", str(options.devices)]
     # TensorFlow takes ten times as long: one epoch a fit is enough.
     epochs = 1 if peer == "tf" else epochs
+    if options.devices > (os.cpu_count() or 1):
+        # Shorter fits: see `session`.
+        steps, epochs = max(steps // 4, 20), 1
     command += ["--steps", str(steps), "--epochs", str(epochs)]
     return subprocess.Popen(
         command,
@@ -270,14 +274,43 @@ def answer(peer, process, log):
     line = process.stdout.readline()
     if not line:
         log.seek(0)
-        raise RuntimeError(
+        raise PeerEnded(
+            peer,
             f"Peer {peer!r} ended with exit status {process.wait()}:\n"
-            f"{log.read()[-2000:]}"
+            f"{log.read()[-2000:]}",
         )
     return line
 
 
 def session(workload, spe, peers, options):
+    """One session; started again if XLA aborts a peer.
+
+    The collectives of keras.distribution's programs can wait for each other
+    for ever where there are more virtual CPU devices than cores.
+    """
+    for attempt in range(1, ATTEMPTS):
+        try:
+            return one_session(workload, spe, peers, options)
+        except PeerEnded as ended:
+            if ended.peer == "ours":
+                raise
+            print(
+                f"{ended.peer} was aborted by XLA (attempt {attempt} of "
+                f"{ATTEMPTS}); starting the session again",
+                file=sys.stderr,
+            )
+    return one_session(workload, spe, peers, options)
+
+
+class PeerEnded(Exception):
+    """A peer's process has ended; what it printed last."""
+
+    def __init__(self, peer, text):
+        super().__init__(text)
+        self.peer = peer
+
+
+def one_session(workload, spe, peers, options):
     """Milliseconds a step of each peer's turns, in one session."""
     samples = {peer: [] for peer in peers}
     with contextlib.ExitStack() as stack:

@@ -164,6 +164,11 @@ def _put(column: list[Any], mesh: ReplicaMesh) -> jax.Array:
     )
 
 
+def unstacked(data: Tree, steps: int) -> list[Tree]:
+    """The batches of a segment of several steps; to be compiled."""
+    return [jax.tree.map(lambda a, k=k: a[k], data) for k in range(steps)]
+
+
 def _put_stacked(column: list[Any], mesh: ReplicaMesh) -> jax.Array:
     """Stacks what each replica reads: its rows are copied once."""
     shape = (len(column), *np.shape(column[0]))

@@ -125,3 +125,12 @@ def has_unsure_collectives(jaxpr: Any, *, inside: bool = False) -> bool:
             if has_unsure_collectives(inner, inside=inside or name in _UNSURE):
                 return True
     return False
+
+
+def has_convolutions(jaxpr: Any) -> bool:
+    """Whether a traced program computes convolutions."""
+    return any(
+        equation.primitive.name == "conv_general_dilated"
+        or any(map(has_convolutions, jaxprs_in_params(equation.params)))
+        for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns
+    )

@@ -17,6 +17,7 @@ from keras.src.trainers.epoch_iterator import EpochIterator
 
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.keras_bridge import adapter, layout
+from keras_strategies.keras_bridge.callback_lists import quiet_list
 from keras_strategies.keras_bridge.functions import Functions
 from keras_strategies.keras_bridge.model_hooks import COMPILE
 
@@ -131,6 +132,7 @@ class Binding:
                 )
                 call.set(validation_data=validation)
             call.set_feed(feed)
+            call.set(callbacks=quiet_list(call.keywords, self.model, feed))
             self._build(feed)
             return call.run()
 

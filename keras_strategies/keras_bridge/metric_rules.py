@@ -28,6 +28,8 @@ SAME = "same"
 WHOLE = "whole"
 """No rule is right for sure: the step must see the whole batch."""
 
+_FEW = 4
+"""Up to so many rows, other dimensions are often multiples of their number."""
 _PARTS = (3, 5)
 _verdicts: "weakref.WeakKeyDictionary[keras.metrics.Metric, bool]"
 _verdicts = weakref.WeakKeyDictionary()
@@ -55,6 +57,8 @@ def rule_of_update(
         return WHOLE if any(_may_be_rows(a, rows) for a in leaves) else SAME
     with_rows = [has_rows(a, rows) for a in arrays]
     if any(with_rows):
+        if any(_may_lack_rows(a, rows) for a in arrays):
+            return WHOLE
         if _is_additive(metric, args, kwargs):
             return SUM
         return SAME if all(with_rows) else WHOLE
@@ -67,6 +71,12 @@ def rule_of_update(
 def _may_be_rows(value: Any, rows: int) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and value != 0 and value % rows == 0
+
+
+def _may_lack_rows(array: Any, rows: int) -> bool:
+    """Whether a dimension may be a multiple of few rows by chance alone."""
+    length = (*array.shape, rows)[0]
+    return rows <= _FEW and length != rows and length % rows == 0
 
 
 def _is_array(value: Any) -> bool:

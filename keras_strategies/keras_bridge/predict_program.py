@@ -23,13 +23,9 @@ from keras_strategies._core.replica_map import (
 )
 from keras_strategies._core.step_context import StepContext, step_scope
 from keras_strategies.keras_bridge import state as state_lib
-from keras_strategies.keras_bridge.programs import (
-    changed_values,
-    reason_of,
-    warn_of_whole,
-    whole_rows,
-)
+from keras_strategies.keras_bridge.programs import changed_values, whole_rows
 from keras_strategies.keras_bridge.trace_hooks import trace_hooks
+from keras_strategies.keras_bridge.tracing import reason_of, warn_of_whole
 
 PredictState = tuple[list[Any], list[Any]]
 

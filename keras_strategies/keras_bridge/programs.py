@@ -7,20 +7,21 @@ exact for every loss, metric and layer, and no device holds more than its
 share (docs/architecture.md).
 """
 
-import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import keras
-from jax.extend.core import jaxpr_as_fun
 
-from keras_strategies._core.batches import Segment, padded_rows
+from keras_strategies._core.batches import (
+    Segment,
+    padded_rows,
+    unstacked,
+)
 from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import (
-    has_unsure_collectives,
+    has_convolutions,
     replica_map,
     split_spec,
     whole_spec,
@@ -28,6 +29,13 @@ from keras_strategies._core.replica_map import (
 from keras_strategies._core.step_context import StepContext, step_scope
 from keras_strategies.keras_bridge import state as state_lib
 from keras_strategies.keras_bridge.trace_hooks import trace_hooks
+from keras_strategies.keras_bridge.tracing import (
+    StepsNotFused,
+    Traced,
+    reason_of,
+    traced_once,
+    warn_of_whole,
+)
 
 Step = Callable[..., Any]
 Groups = tuple[list[Any], ...]
@@ -67,7 +75,9 @@ class StepProgram:
         self._mesh = mesh
         self._read = tuple(i for i in range(len(variables)) if i not in written)
         mapped = self._mapped(self._replica_step, stacked=False)
-        mapped_many = self._mapped(_scanned(self._replica_step), stacked=True)
+        mapped_many = self._mapped(
+            self._scanned(self._replica_step), stacked=True
+        )
         self._even = jax.jit(mapped, donate_argnums=0)
         self._even_many = jax.jit(mapped_many, donate_argnums=0)
         self._whole = jax.jit(
@@ -76,9 +86,30 @@ class StepProgram:
             static_argnums=(3, 4),
             out_shardings=mesh.whole,
         )
+        self._unstack = jax.jit(
+            unstacked, static_argnums=1, out_shardings=mesh.split
+        )
+        self._is_fused = True
 
     def __call__(self, state: Groups, segment: Segment) -> tuple[Any, Groups]:
         """Runs the segment's steps; returns the last logs and the state."""
+        if segment.steps > 1 and self._is_fused:
+            try:
+                return self._run(state, segment)
+            except StepsNotFused:
+                self._is_fused = False
+        if segment.steps == 1:
+            return self._run(state, segment)
+        logs: Any = None
+        batches = dispatch(
+            self._mesh, self._unstack, segment.data, segment.steps
+        )
+        for data in batches:
+            one = Segment(data=data, rows=segment.rows, steps=1)
+            logs, state = self._run(state, one)
+        return logs, state
+
+    def _run(self, state: Groups, segment: Segment) -> tuple[Any, Groups]:
         written, read = self._divide(state)
         args = (written, read, segment.data)
         is_even = segment.rows % self._mesh.num_replicas == 0
@@ -86,6 +117,8 @@ class StepProgram:
             fn = self._even if segment.steps == 1 else self._even_many
             try:
                 outputs = dispatch(self._mesh, fn, *args)
+            except StepsNotFused:
+                raise
             except Exception as error:
                 if self._traced is None:
                     raise
@@ -246,7 +279,9 @@ class StepProgram:
         steps: int,
     ) -> Any:
         data = whole_rows(data, rows, self._mesh, stacked=steps > 1)
-        body = self._whole_body if steps == 1 else _scanned(self._whole_body)
+        body = self._whole_body
+        if steps > 1:
+            body = self._scanned(body)
         outputs = body(written, read, data)
         if self._reason is not None and not self._is_whole:
             # Before the step takes its state, should warnings be errors.
@@ -260,6 +295,37 @@ class StepProgram:
         old = self._ordered(written, read)
         logs, new = self._step(tuple(map(list, old)), data)
         return logs, *self._output(old, new)
+
+    def _scanned(self, body: Step) -> Step:
+        """The steps of several stacked batches as one program; last logs."""
+
+        def many(written: list[Any], read: list[Any], data: Any) -> Any:
+            changed_keys: list[list[str]] = []
+
+            def one(carry: Any, batch: Any) -> Any:
+                logs, written, changed = body(*carry, batch)
+                changed_keys[:] = [list(values) for values in changed]
+                read = [list(group) for group in carry[1]]
+                for group, values in zip(read, changed, strict=True):
+                    for k, value in values.items():
+                        group[int(k)] = value
+                return (written, read), logs
+
+            carry = (written, read)
+            first = jax.tree.map(lambda a: a[0], data)
+            traced = Traced(one, carry, first)
+            trains = 0 in self._written
+            on_cpu = self._mesh.platform == "cpu"
+            if trains and on_cpu and has_convolutions(traced.jaxpr):
+                raise StepsNotFused
+            (written, read), logs = jax.lax.scan(traced, carry, data)
+            changed = [
+                {k: group[int(k)] for k in keys}
+                for group, keys in zip(read, changed_keys, strict=True)
+            ]
+            return jax.tree.map(lambda a: a[-1], logs), written, changed
+
+        return many
 
     def _ordered(self, written: list[Any], read: list[Any]) -> list[Any]:
         groups: list[Any] = [None] * len(self._variables)
@@ -278,46 +344,6 @@ class StepProgram:
             for i in self._written
         ]
         return written, [changed_values(old[i], new[i]) for i in self._read]
-
-
-def traced_once(step: StepContext, body: Callable[..., Any], *args: Any) -> Any:
-    """Traces `body(step, *args)` and looks at it before it is used.
-
-    Raises:
-      WholeBatchNeeded: the replicas would communicate in a branch or a loop
-        that not all of them need take, and wait for each other for ever.
-    """
-    closed, shapes = jax.make_jaxpr(
-        functools.partial(body, step), return_shape=True
-    )(*args)
-    if has_unsure_collectives(closed):
-        step.demand_whole(
-            "gradients or metrics are reduced over the replicas inside of a "
-            "`cond`, `switch` or `while_loop`, which not every replica may "
-            "enter. Apply optimizers and update metrics outside of it"
-        )
-    leaves = jaxpr_as_fun(closed)(*jax.tree.leaves(args))
-    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
-
-
-def warn_of_whole(reason: str) -> None:
-    """Warns that a step is not mapped over the replicas, and why."""
-    warnings.warn(
-        "This step is run over the whole batch instead of replica by "
-        f"replica, which is exact and may be slower: {reason}.",
-        UserWarning,
-        stacklevel=2,
-    )
-
-
-def reason_of(error: Exception) -> str:
-    """Why a step is not mapped over the replicas, from a trace's error."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return (
-        "it cannot be traced with one replica's share of the rows "
-        f"({type(error).__name__}: {lines[0] if lines else ''}). Leave the "
-        "batch size out of the model's shapes"
-    )
 
 
 def changed_values(old: list[Any], new: list[Any]) -> dict[str, Any]:
@@ -350,28 +376,3 @@ def _averaged_logs(step: StepContext, logs: Any) -> dict[int, Any]:
         for leaf in jax.tree.leaves(logs)
         if isinstance(leaf, jax.Array) and id(leaf) not in step.results
     }
-
-
-def _scanned(body: Step) -> Step:
-    """The steps of several stacked batches as one program; last logs."""
-
-    def many(written: list[Any], read: list[Any], data: Any) -> Any:
-        changed_keys: list[list[str]] = []
-
-        def one(carry: Any, batch: Any) -> Any:
-            logs, written, changed = body(*carry, batch)
-            changed_keys[:] = [list(values) for values in changed]
-            read = [list(group) for group in carry[1]]
-            for group, values in zip(read, changed, strict=True):
-                for k, value in values.items():
-                    group[int(k)] = value
-            return (written, read), logs
-
-        (written, read), logs = jax.lax.scan(one, (written, read), data)
-        changed = [
-            {k: group[int(k)] for k in keys}
-            for group, keys in zip(read, changed_keys, strict=True)
-        ]
-        return jax.tree.map(lambda a: a[-1], logs), written, changed
-
-    return many

@@ -271,6 +271,31 @@ def test_making_a_model_goes_through_the_trainers_constructor(monkeypatch):
     assert {vars(m)["_ks_note"] for m in models} == {"ours"}
 
 
+def test_fit_takes_a_callback_list_as_it_is():
+    noted = []
+
+    class Noting(keras.callbacks.CallbackList):
+        def on_train_batch_end(self, batch, logs=None):
+            noted.append(batch)
+
+    model = model_of(keras.layers.Dense(1))
+    given = Noting(add_history=True, model=model, epochs=1, steps=2, verbose=0)
+    history = model.fit(X, Y, batch_size=3, verbose=0, callbacks=given)
+    assert noted == [0, 1]
+    assert list(history.history) == ["loss"]
+
+
+def test_a_list_without_listeners_does_nothing_at_the_end_of_a_batch():
+    # QuietCallbackList leaves this method out.
+    history = keras.callbacks.History()
+    full = keras.callbacks.CallbackList([history], model=model_of())
+    full.on_train_begin()
+    before = (dict(vars(history)), set(vars(full)))
+    full.on_train_batch_end(0, {"loss": 1.0})
+    full.on_train_end()
+    assert (dict(vars(history)), set(vars(full))) == before
+
+
 def test_loops_go_through_attributes_of_the_instance():
     called = []
 

@@ -192,6 +192,13 @@ class CountOfRows(SumOfScalar):
         return {"rows": self.tracker.result()}
 
 
+class SumOfFeatures(SumOfScalar):
+    def logs(self, x, y, loss):
+        # Three features, perhaps three rows.
+        self.tracker.update_state(ops.mean(x, axis=0))
+        return {"features": self.tracker.result()}
+
+
 class CountOfSteps(SumOfScalar):
     def logs(self, x, y, loss):
         self.tracker.update_state(1)
@@ -210,6 +217,11 @@ def test_a_sum_of_scalars_is_exact():
 
 def test_a_count_of_rows_is_exact():
     check_own(CountOfRows, warns="metric 'tracker' (Sum)")
+
+
+@pytest.mark.parametrize("replicas", [2, 8])
+def test_a_sum_of_features_is_exact(replicas):
+    check_own(SumOfFeatures, warns="metric 'tracker' (Sum)", replicas=replicas)
 
 
 @pytest.mark.parametrize("model_class", [CountOfSteps, MeanOfLoss])

@@ -363,6 +363,42 @@ def test_k_steps_are_one_program(rows, steps, expected):
         assert dispatched(predict) == expected
 
 
+def convolving():
+    kernel = keras.initializers.GlorotUniform(seed=3)
+    return keras.Sequential(
+        [
+            keras.Input((3,)),
+            keras.layers.Reshape((3, 1)),
+            keras.layers.Conv1D(2, 2, kernel_initializer=kernel),
+            keras.layers.Flatten(),
+            dense(1),
+        ]
+    )
+
+
+@pytest.mark.parametrize("rows", [64, 43])
+def test_convolutions_are_trained_step_by_step_on_cpu(rows):
+    # XLA's CPU compiler makes their gradients slow in a loop.
+    def act(model):
+        history = model.fit(
+            X[:rows], Y[:rows], batch_size=8, shuffle=False, verbose=0
+        ).history
+        return history, model.evaluate(X[:rows], Y[:rows], verbose=0)
+
+    plain, ours = run_both(
+        convolving, act, optimizer="sgd", loss="mse", steps_per_execution=4
+    )
+    assert_same(plain, ours)
+    with mirrored(2).scope():
+        model = convolving()
+        model.compile("sgd", "mse", steps_per_execution=4)
+    seen = dispatched(lambda: act(model))
+    # Of each group of steps: taking it apart, and each step; and one attempt
+    # to make a program of all.
+    steps = -(-rows // 8)
+    assert seen > steps
+
+
 def compilations(fn):
     """How many programs of steps `fn` compiles, as jax reports them."""
     names = []

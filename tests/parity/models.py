@@ -190,7 +190,7 @@ class BesideOptimizer(keras.Model):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.steps = keras.metrics.Sum(name="steps")
-        self.features = keras.metrics.Sum(name="features")
+        self.features = keras.metrics.Mean(name="features")
 
     @property
     def metrics(self):
@@ -213,8 +213,8 @@ class BesideOptimizer(keras.Model):
         trainable = [trainable[0] - 0.1 * by_hand, *trainable[1:]]
         mapping = list(zip(self.metrics_variables, metrics, strict=True))
         with keras.StatelessScope(state_mapping=mapping) as scope:
-            self.steps.update_state(1.0)
-            self.features.update_state(ops.mean(x, axis=0)[:5])
+            self.steps.update_state(0.5)
+            self.features.update_state(ops.mean(x))
             logs = {m.name: m.result() for m in self.metrics}
         logs["loss"] = loss
         metrics = [scope.get_current_value(v) for v in self.metrics_variables]

@@ -1,0 +1,143 @@
+"""Batch ends are skipped where nobody listens, and nowhere else."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_strategies.keras_bridge.callback_lists import (
+    QuietCallbackList,
+    quiet_list,
+)
+from tests.plain_keras import check_same, dense
+
+_random = np.random.default_rng(0)
+X = _random.normal(size=(22, 3)).astype("float32")
+Y = _random.normal(size=(22, 1)).astype("float32")
+
+
+def one_input():
+    return keras.Sequential([keras.Input((3,)), dense(1)])
+
+
+class OfBatches(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_batch_end(self, batch, logs=None):
+        self.seen.append((batch, float(logs["loss"])))
+
+
+class OfTrainBatches(OfBatches):
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append((batch, float(logs["loss"])))
+
+
+def set_on_the_instance():
+    callback = keras.callbacks.Callback()
+    callback.seen = []
+    callback.on_train_batch_end = lambda batch, logs=None: callback.seen.append(
+        (batch, float(logs["loss"]))
+    )
+    return callback
+
+
+def given_a_function():
+    seen = []
+    callback = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: seen.append(
+            (batch, float(logs["loss"]))
+        )
+    )
+    callback.seen = seen
+    return callback
+
+
+LISTENING = {
+    "on_batch_end": OfBatches,
+    "on_train_batch_end": OfTrainBatches,
+    "instance": set_on_the_instance,
+    "LambdaCallback": given_a_function,
+}
+SILENT = {
+    "EarlyStopping": lambda: keras.callbacks.EarlyStopping("loss"),
+    "History": keras.callbacks.History,
+    "Callback": keras.callbacks.Callback,
+}
+
+
+class Feed:
+    num_batches = 3
+
+
+def list_of(callbacks, verbose=0, model=None):
+    arguments = {
+        "callbacks": callbacks,
+        "verbose": verbose,
+        "epochs": 2,
+        "steps_per_epoch": None,
+    }
+    return quiet_list(arguments, model or one_input(), Feed())
+
+
+@pytest.mark.parametrize("name", LISTENING)
+def test_who_listens_to_batches_is_called(name):
+    def act(model):
+        listener = LISTENING[name]()
+        callbacks = [keras.callbacks.Callback(), listener]
+        model.fit(X, Y, batch_size=8, epochs=2, verbose=0, callbacks=callbacks)
+        assert [batch for batch, _ in listener.seen] == [0, 1, 2] * 2
+        return [loss for _, loss in listener.seen]
+
+    callbacks = [LISTENING[name]()]
+    assert list_of(callbacks) is callbacks
+    check_same(one_input, act, optimizer="sgd", loss="mse")
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_without_listeners_epochs_are_as_ever(name):
+    def act(model):
+        callback = SILENT[name]()
+        history = model.fit(
+            X, Y, batch_size=8, epochs=2, verbose=0, callbacks=[callback]
+        )
+        assert history is model.history
+        assert callback.params == {"verbose": 0, "epochs": 2, "steps": 3}
+        assert callback.model is model
+        return history.history, history.epoch
+
+    assert isinstance(list_of([SILENT[name]()]), QuietCallbackList)
+    check_same(one_input, act, optimizer="sgd", loss="mse")
+
+
+def test_one_callback_without_a_list():
+    callback = keras.callbacks.History()
+    quiet = list_of(callback)
+    assert isinstance(quiet, QuietCallbackList)
+    assert quiet.callbacks == [callback]
+
+
+@pytest.mark.parametrize("verbose", ["auto", 1, 2])
+def test_a_progress_bar_listens(verbose):
+    assert list_of(None, verbose) is None
+
+
+def test_a_list_of_keras_is_left_as_it_is():
+    given = keras.callbacks.CallbackList([keras.callbacks.History()])
+    assert list_of(given) is given
+
+
+def test_a_class_with_a_loop_of_its_own_is_left_alone():
+    class Own(keras.Sequential):
+        def fit(self, *args, **kwargs):
+            return super().fit(*args, **kwargs)
+
+    assert list_of(None, model=Own([keras.Input((3,)), dense(1)])) is None
+
+
+def test_kerass_caps_for_debugging_are_left_to_keras():
+    keras.config.set_max_epochs(1)
+    try:
+        assert list_of(None) is None
+    finally:
+        keras.config.set_max_epochs(None)
