@@ -18,6 +18,24 @@ from keras_strategies.keras_bridge.backend import (
 
 _require_jax_backend()
 
+from keras_strategies._core.reduce_op import (  # noqa: E402
+    ReduceOp as ReduceOp,
+)
+from keras_strategies._core.values import (  # noqa: E402
+    DistributedValues as DistributedValues,
+)
+from keras_strategies._core.values import (  # noqa: E402
+    Mirrored as Mirrored,
+)
+from keras_strategies._core.values import (  # noqa: E402
+    PerReplica as PerReplica,
+)
+from keras_strategies.keras_bridge.gradients import (  # noqa: E402
+    grad as grad,
+)
+from keras_strategies.keras_bridge.gradients import (  # noqa: E402
+    value_and_grad as value_and_grad,
+)
 from keras_strategies.keras_bridge.layout import (  # noqa: E402
     variable_creator_scope as variable_creator_scope,
 )
@@ -31,19 +49,37 @@ from keras_strategies.strategy.current import (  # noqa: E402
     experimental_set_strategy as experimental_set_strategy,
 )
 from keras_strategies.strategy.current import (  # noqa: E402
+    get_replica_context as get_replica_context,
+)
+from keras_strategies.strategy.current import (  # noqa: E402
     get_strategy as get_strategy,
 )
 from keras_strategies.strategy.current import (  # noqa: E402
     has_strategy as has_strategy,
 )
+from keras_strategies.strategy.current import (  # noqa: E402
+    in_cross_replica_context as in_cross_replica_context,
+)
 from keras_strategies.strategy.extended import (  # noqa: E402
     StrategyExtended as StrategyExtended,
+)
+from keras_strategies.strategy.losses import (  # noqa: E402
+    compute_average_loss as compute_average_loss,
+)
+from keras_strategies.strategy.losses import (  # noqa: E402
+    scale_regularization_loss as scale_regularization_loss,
 )
 from keras_strategies.strategy.mirrored import (  # noqa: E402
     MirroredStrategy as MirroredStrategy,
 )
 from keras_strategies.strategy.one_device import (  # noqa: E402
     OneDeviceStrategy as OneDeviceStrategy,
+)
+from keras_strategies.strategy.replica_context import (  # noqa: E402
+    ReplicaContext as ReplicaContext,
+)
+from keras_strategies.strategy.replica_context import (  # noqa: E402
+    ValueContext as ValueContext,
 )
 from keras_strategies.strategy.strategy import (  # noqa: E402
     Strategy as Strategy,

@@ -6,6 +6,7 @@ trace under it, and it would sum gradients of replicated weights by itself
 compare all copies of every replicated array.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec
 
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.replay import collective
 
 Tree = Any
 
@@ -67,7 +69,13 @@ def all_sum(
     Returns:
       The sums, in the order and with the shapes of `leaves`.
     """
-    leaves = [jnp.asarray(leaf) for leaf in leaves]
+    if not leaves:
+        return []
+    arrays = [jnp.asarray(leaf) for leaf in leaves]
+    return collective(functools.partial(_sum, axis=axis, flat=flat), arrays)
+
+
+def _sum(leaves: list[jax.Array], *, axis: str, flat: bool) -> list[jax.Array]:
     if not flat or len(leaves) < 2:
         return [jax.lax.psum(leaf, axis) for leaf in leaves]
     by_dtype: dict[Any, list[int]] = {}
@@ -88,22 +96,33 @@ def all_sum(
 
 def all_max(leaf: jax.Array, axis: str) -> jax.Array:
     """The elementwise maximum over the replicas."""
-    return jax.lax.pmax(leaf, axis)
+    return _one(lambda a: jax.lax.pmax(a, axis), leaf)
 
 
 def all_min(leaf: jax.Array, axis: str) -> jax.Array:
     """The elementwise minimum over the replicas."""
-    return jax.lax.pmin(leaf, axis)
+    return _one(lambda a: jax.lax.pmin(a, axis), leaf)
 
 
 def all_mean(leaf: jax.Array, axis: str) -> jax.Array:
     """The mean over the replicas; gradients flow through it."""
-    return jax.lax.pmean(leaf, axis)
+    return _one(lambda a: jax.lax.pmean(a, axis), leaf)
 
 
 def all_rows(leaf: jax.Array, axis: str) -> jax.Array:
     """The rows of all replicas, in their order; gradients flow through."""
-    return jax.lax.all_gather(leaf, axis, tiled=True)
+    return all_concatenated(leaf, axis, 0)
+
+
+def all_concatenated(leaf: jax.Array, axis: str, dim: int) -> jax.Array:
+    """The replicas' arrays concatenated along `dim`; gradients flow."""
+    return _one(
+        lambda a: jax.lax.all_gather(a, axis, axis=dim, tiled=True), leaf
+    )
+
+
+def _one(reduce: Callable[[Any], Any], leaf: Any) -> Any:
+    return collective(lambda leaves: [reduce(leaves[0])], [leaf])[0]
 
 
 _COLLECTIVES = ("psum", "pmax", "pmin", "all_gather", "reduce_scatter")

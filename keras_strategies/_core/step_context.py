@@ -39,6 +39,11 @@ class StepContext:
         batch.
       in_metric: A metric is being updated or read; nested ones are its parts.
       in_scaling: A loss is being scaled.
+      in_assign: A variable is being written with a value of all replicas.
+      unaggregated: Ids of a user's variables that were written without a rule
+        for replicas that differ.
+      is_local: The step is a user's own function: losses are a replica's,
+        gradients are summed by the optimizer.
       whole_reason: Why the step cannot be mapped over the replicas, if it
         cannot; set by `demand_whole`.
     """
@@ -54,6 +59,9 @@ class StepContext:
     results: dict[int, Any] = dataclasses.field(default_factory=dict)
     in_metric: bool = False
     in_scaling: bool = False
+    in_assign: bool = False
+    unaggregated: set[int] = dataclasses.field(default_factory=set)
+    is_local: bool = False
     whole_reason: str | None = None
 
     @property

@@ -10,7 +10,7 @@ import numpy as np
 
 from keras_strategies._core.batches import Execution, Segment
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies.keras_bridge import adapter
+from keras_strategies.keras_bridge import adapter, creation
 from keras_strategies.keras_bridge import state as state_lib
 from keras_strategies.keras_bridge.predict_program import PredictProgram
 from keras_strategies.keras_bridge.programs import StepProgram
@@ -75,6 +75,7 @@ class Functions:
         # What the loops before returned, weakly and by id.
         self._made: state_lib.Made = {}
         _device_sets.add(frozenset(mesh.devices))
+        creation.models_in_loops.add(model)
 
     def make_train_function(self, force: bool = False) -> None:
         """Replaces `model.make_train_function`; Keras calls it in fit."""

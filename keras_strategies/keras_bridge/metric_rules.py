@@ -68,6 +68,20 @@ def rule_of_update(
     return WHOLE
 
 
+def rule_of_local_update(
+    metric: keras.metrics.Metric, args: Sequence[Any], kwargs: dict[str, Any]
+) -> str:
+    """The rule for an update in a user's own replica function.
+
+    As in tf.distribute a replica adds what it likes, and all is added up. A
+    metric that is not a sum of its updates sees the entries of all replicas.
+    """
+    arrays = [a for a in tree.flatten((args, kwargs)) if _is_array(a)]
+    if _is_keras_own(metric) or not any(len(a.shape) for a in arrays):
+        return SUM
+    return SUM if _is_additive(metric, args, kwargs) else SAME
+
+
 def _may_be_rows(value: Any, rows: int) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and value != 0 and value % rows == 0

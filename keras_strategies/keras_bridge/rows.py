@@ -29,3 +29,11 @@ def gathered(step: StepContext, values: Any) -> Any:
         return rows
 
     return tree.map_structure(gather, values)
+
+
+def all_gathered(step: StepContext, values: Any) -> Any:
+    """The nest with the entries of all replicas in every array's first dim."""
+    return tree.map_structure(
+        lambda a: all_rows(jnp.asarray(a), step.axis) if jnp.ndim(a) else a,
+        values,
+    )

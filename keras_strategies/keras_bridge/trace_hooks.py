@@ -20,15 +20,16 @@ import jax
 import jax.numpy as jnp
 import keras
 from keras import ops
+from keras.src.backend.common.variables import Variable as KerasVariable
 from keras.src.losses import loss as loss_module
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers.compile_utils import CompileMetrics, MetricsList
 
 from keras_strategies._core.replica_map import all_max, all_mean, all_sum
 from keras_strategies._core.step_context import StepContext, current_step
-from keras_strategies.keras_bridge import metric_rules
+from keras_strategies.keras_bridge import metric_rules, user_variables
 from keras_strategies.keras_bridge import state as state_lib
-from keras_strategies.keras_bridge.rows import gathered
+from keras_strategies.keras_bridge.rows import all_gathered, gathered
 
 _Method = Callable[..., Any]
 _METRIC_LISTS = (CompileMetrics, MetricsList)
@@ -80,6 +81,9 @@ def _install() -> None:
         ):
             if name in vars(cls):
                 _wrap(cls, name, wrapper)
+
+    for name in ("assign", "assign_add", "assign_sub"):
+        _wrap(KerasVariable, name, user_variables.assign)
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
@@ -157,7 +161,8 @@ def _reduce_gradients(
     sums = all_sum([grads[i] for i in summed], step.axis, flat=step.flat)
     # A scaled loss was divided by the number of replicas already, so that a
     # replica's gradients overflow where one device's would.
-    divisor = 1 if id(optimizer) in step.scaled_losses else step.num_replicas
+    is_sum = step.is_local or id(optimizer) in step.scaled_losses
+    divisor = 1 if is_sum else step.num_replicas
     reduced = list(grads)
     for i, total in zip(summed, sums, strict=True):
         reduced[i] = total if divisor == 1 else total / divisor
@@ -174,7 +179,7 @@ def _scale_loss(
         isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         or getattr(optimizer, "loss_scale_factor", None) is not None
     )
-    if not scales or step.in_scaling:
+    if not scales or step.in_scaling or step.is_local:
         return original(optimizer, loss)
     step.scaled_losses.add(id(optimizer))
     with step.flag("in_scaling"):
@@ -261,11 +266,13 @@ def _update_state(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    if step.in_metric or step.is_whole:
+    if step.in_metric or (step.is_whole and not step.is_local):
         return original(metric, *args, **kwargs)
     rules = [step.metric_rules.get(id(v)) for v in metric.variables]
     rule = next((r for r in rules if r is not None), None)
-    if rule is None:
+    if rule is None and step.is_local:
+        rule = metric_rules.rule_of_local_update(metric, args, kwargs)
+    elif rule is None:
         rule = metric_rules.rule_of_update(metric, args, kwargs, step.rows)
     if rule == metric_rules.WHOLE:
         step.demand_whole(
@@ -276,7 +283,9 @@ def _update_state(
         )
     for variable in metric.variables:
         step.metric_rules[id(variable)] = rule
-    if rule == metric_rules.SAME:
+    if rule == metric_rules.SAME and step.is_local:
+        args, kwargs = all_gathered(step, (args, kwargs))
+    elif rule == metric_rules.SAME:
         args, kwargs = gathered(step, (args, kwargs))
     with step.flag("in_metric"):
         return original(metric, *args, **kwargs)

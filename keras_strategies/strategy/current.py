@@ -2,9 +2,12 @@
 
 import contextlib
 import threading
+import warnings
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from keras_strategies.strategy.replica_context import ReplicaContext
     from keras_strategies.strategy.strategy import Strategy
 
 
@@ -12,6 +15,8 @@ class _Stack(threading.local):
     def __init__(self) -> None:
         self.entered: list[Strategy] = []
         self.set_globally: contextlib.ExitStack | None = None
+        # The replica whose function runs, None in a function that merges.
+        self.replicas: list[ReplicaContext | None] = []
 
 
 stack = _Stack()
@@ -37,6 +42,63 @@ def get_strategy() -> "Strategy":
     from keras_strategies.strategy.default import default_strategy
 
     return entered_strategy() or default_strategy()
+
+
+def get_replica_context() -> "ReplicaContext | None":
+    """Returns the replica that the calling code runs for.
+
+    Inside of a function given to `run` it is that replica's context. In a
+    strategy's scope, and in a function given to `merge_call`, it is None:
+    that is the cross-replica context. Outside of scopes it is the one replica
+    of the default strategy.
+
+    Example:
+      ```python
+      def replica_fn(x):
+          return ks.get_replica_context().all_reduce("sum", x)
+      ```
+    """
+    if stack.replicas:
+        return stack.replicas[-1]
+    if stack.entered:
+        return None
+    from keras_strategies.strategy.replica_context import default_context
+
+    return default_context()
+
+
+def in_cross_replica_context() -> bool:
+    """Whether the calling code runs once for all replicas.
+
+    True in a strategy's scope and in a function given to `merge_call`; False
+    inside of `run`, and outside of scopes.
+    """
+    return get_replica_context() is None
+
+
+def check_cross_replica(name: str) -> None:
+    """Raises RuntimeError inside of a replica's function."""
+    if stack.replicas and stack.replicas[-1] is not None:
+        raise RuntimeError(
+            "Method requires being in cross-replica context, use "
+            "get_replica_context().merge_call(). Received: a call of "
+            f"`{name}` inside of a function given to `run`. Call it outside, "
+            "or use the replica context's own methods."
+        )
+
+
+@contextlib.contextmanager
+def replica_context(
+    strategy: "Strategy", context: "ReplicaContext | None"
+) -> Iterator[None]:
+    """Makes `context` the current one of `strategy` for a block."""
+    stack.entered.append(strategy)
+    stack.replicas.append(context)
+    try:
+        yield
+    finally:
+        stack.replicas.pop()
+        stack.entered.pop()
 
 
 def experimental_set_strategy(strategy: "Strategy | None") -> None:
@@ -78,4 +140,18 @@ def check_not_mixing(strategy: "Strategy") -> None:
             "the models compiled in its scope are used in its scope or "
             f"outside of all scopes. Received: {strategy!r} in the scope of "
             f"{entered!r}. Leave that scope first."
+        )
+
+
+_warned: set[str] = set()
+
+
+def warn_of_old_name(old: str, new: str) -> None:
+    """Warns once that a name is deprecated."""
+    if old not in _warned:
+        _warned.add(old)
+        warnings.warn(
+            f"`{old}` is the old name of `{new}`: use that.",
+            DeprecationWarning,
+            stacklevel=3,
         )

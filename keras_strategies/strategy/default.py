@@ -5,7 +5,8 @@ import functools
 import jax
 
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies.strategy.strategy import Scope, Strategy
+from keras_strategies.strategy.scope import Scope
+from keras_strategies.strategy.strategy import Strategy
 
 
 class DefaultStrategy(Strategy):

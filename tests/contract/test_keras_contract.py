@@ -15,6 +15,7 @@ import keras
 import numpy as np
 import pytest
 from keras.src.backend import get_keras_mask, set_keras_mask
+from keras.src.backend.common.variables import Variable as KerasVariable
 from keras.src.distribution.distribution_lib import Distribution
 from keras.src.losses import loss as loss_module
 from keras.src.optimizers.base_optimizer import BaseOptimizer
@@ -778,3 +779,80 @@ def test_array_adapter_chooses_rows_for_any_nest():
     assert sliceable[0].array.shape == X.shape
     chosen = list(adapter._get_iterator(lambda leaf, indices: indices, 0))
     assert chosen == [slice(0, 4), slice(4, 6)], "`indices` by keyword"
+
+
+# Stateless scopes: lifting.py.
+
+
+def test_a_variable_asks_the_innermost_scope_alone():
+    variable = keras.Variable([1.0])
+    outer = keras.StatelessScope([(variable, np.array([2.0]))])
+    with outer:
+        with keras.StatelessScope() as inner:
+            assert inner.original_scope is outer
+            assert inner.get_current_value(variable) is None
+            # Not 2: the outer scope is not asked.
+            assert float(variable.value[0]) == 1.0
+        assert float(variable.value[0]) == 2.0
+
+
+def test_scopes_are_told_of_reads_and_writes():
+    told = []
+
+    class Noting(keras.StatelessScope):
+        def get_current_value(self, variable):
+            told.append("read")
+            return super().get_current_value(variable)
+
+        def add_update(self, update):
+            told.append(update[0])
+            return super().add_update(update)
+
+    variable = keras.Variable([1.0])
+    with Noting():
+        variable.assign(variable.value + 1)
+    assert told[0] == "read"
+    assert told[-1] is variable
+    assert float(variable.value[0]) == 1.0
+
+
+def test_variables_created_in_a_scope_get_their_values_after_it():
+    with keras.StatelessScope():
+        layer = keras.layers.Dense(1)
+        layer.build((None, 2))
+        assert layer.kernel._value is None
+    assert layer.kernel.value.shape == (2, 1)
+
+
+def test_writing_a_variable_goes_through_its_base_class(monkeypatch):
+    written = []
+    for name in ("assign", "assign_add", "assign_sub"):
+        original = getattr(KerasVariable, name)
+
+        def noting(variable, value, name=name, original=original):
+            written.append(name)
+            return original(variable, value)
+
+        monkeypatch.setattr(KerasVariable, name, noting)
+    variable = keras.Variable(1.0)
+    variable.assign(2.0)
+    variable.assign_add(1.0)
+    variable.assign_sub(1.0)
+    assert written == ["assign", "assign_add", "assign", "assign_sub", "assign"]
+
+
+def test_a_users_variable_is_named_by_its_path_and_kerass_are_not():
+    assert (v := keras.Variable(1.0)).path == v.name
+    layer = keras.layers.BatchNormalization()
+    layer.build((None, 2))
+    metric = keras.metrics.Mean()
+    optimizer = keras.optimizers.Adam()
+    optimizer.build(layer.trainable_variables)
+    seeds = [keras.random.SeedGenerator(1).state]
+    for v in (
+        *layer.variables,
+        *metric.variables,
+        *optimizer.variables,
+        *seeds,
+    ):
+        assert v.path != v.name, v.path

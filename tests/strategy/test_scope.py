@@ -62,6 +62,8 @@ def hooked_attributes():
         Trainer.compile,
         keras.layers.BatchNormalization.__init__,
         keras.Variable.__init__,
+        keras.Variable.assign,
+        keras.StatelessScope.get_current_value,
         loss_module.reduce_values,
         loss_module.apply_mask,
         loss_module.Loss.__call__,

@@ -1,0 +1,94 @@
+"""Collectives of a function whose replicas take different branches.
+
+Replicas with different numbers of rows run different branches of one program,
+and a collective in a branch would wait for ever for the others. So the
+function is traced again and again: each time it runs up to its next
+collective, whose operand leaves the branch; it is reduced outside, and the
+function is replayed with the result known.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.extend.core import get_opaque_trace_state
+
+Reduce = Callable[[list[Any]], list[Any]]
+
+
+class Reached(BaseException):
+    """Ends a replay at a collective whose result is not known yet.
+
+    No `Exception`: user code and Keras's layers let it pass.
+
+    Attributes:
+      reduce: The collective.
+      operands: This replica's arrays.
+    """
+
+    def __init__(self, reduce: Reduce, operands: list[Any]) -> None:
+        super().__init__()
+        self.reduce = reduce
+        self.operands = operands
+
+
+class Replay:
+    """One replay, with the results of the collectives before.
+
+    Args:
+      known: The results, in the order of the calls.
+    """
+
+    def __init__(self, known: list[list[Any]]) -> None:
+        self._known = known
+        self._position = 0
+        self._state = get_opaque_trace_state()
+
+    def collective(self, reduce: Reduce, operands: list[Any]) -> list[Any]:
+        """The result of the next collective, or the end of this replay."""
+        if get_opaque_trace_state() != self._state:
+            raise RuntimeError(
+                "Replicas with different numbers of rows cannot communicate "
+                "under a transformation of JAX (a gradient, a loop, a "
+                "branch). Received: a collective inside of one, in a function "
+                "given to `run` with an uneven batch. Call it outside of the "
+                "transformation, or make the batch even (`drop_remainder`)."
+            )
+        position = self._position
+        self._position += 1
+        if position < len(self._known):
+            return list(self._known[position])
+        raise Reached(reduce, list(operands))
+
+
+class _Current(threading.local):
+    replay: Replay | None = None
+
+
+_current = _Current()
+
+
+def collective(reduce: Reduce, operands: list[Any]) -> list[Any]:
+    """Calls `reduce(operands)`, through the replay that is under way, if any.
+
+    Args:
+      reduce: A collective over arrays.
+      operands: This replica's arrays.
+    """
+    replay = _current.replay
+    if replay is None:
+        return reduce(operands)
+    return replay.collective(reduce, [jax.numpy.asarray(o) for o in operands])
+
+
+@contextlib.contextmanager
+def replay_scope(replay: Replay | None) -> Iterator[None]:
+    """Sends this thread's collectives through `replay` for a block."""
+    before = _current.replay
+    _current.replay = replay
+    try:
+        yield
+    finally:
+        _current.replay = before

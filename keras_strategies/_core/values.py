@@ -1,0 +1,136 @@
+"""Values with one component for each replica."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+STACKED = "stacked"
+"""Component i is entry i of the first dimension."""
+ROWS = "rows"
+"""Component i is the i-th of equal parts of the first dimension."""
+LOCAL = "local"
+"""Inside of a traced program: the array is this replica's component."""
+PARTS = "parts"
+"""One array for each replica, of whatever shapes."""
+
+
+class DistributedValues:
+    """A value with a component on each replica; the base of the two kinds.
+
+    A pytree node; `values` are the components, in the order of replica ids.
+    """
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The components that lie on this process's devices."""
+        raise NotImplementedError
+
+
+class PerReplica(DistributedValues):
+    """A value that differs from replica to replica.
+
+    Args:
+      values: The components, arrays.
+    """
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self._layout = PARTS
+        self._arrays = tuple(values)
+
+    @classmethod
+    def of(cls, array: Any, layout: str) -> "PerReplica":
+        """A value held as one array over all replicas; see the layouts."""
+        made = cls.__new__(cls)
+        made._layout = layout
+        made._arrays = (array,)
+        return made
+
+    @property
+    def layout(self) -> str:
+        """How the components lie in `arrays`."""
+        return self._layout
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """What holds the components: one array, or one for each."""
+        return self._arrays
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The components, one device each; no collective."""
+        if self._layout == PARTS:
+            return self._arrays
+        if self._layout == LOCAL:
+            raise RuntimeError(
+                "The components of a value that is being merged are on "
+                "different devices of one program. Received: `.values` inside "
+                "of `merge_call`. Use `strategy.extended.reduce_to` on it."
+            )
+        shards = sorted(
+            self._arrays[0].addressable_shards,
+            key=lambda shard: shard.index[0].start or 0,
+        )
+        if self._layout == ROWS:
+            return tuple(shard.data for shard in shards)
+        return tuple(shard.data[0] for shard in shards)
+
+    def __repr__(self) -> str:
+        shapes = [np.shape(array) for array in self._arrays]
+        return f"PerReplica({self._layout}, shapes={shapes})"
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError(
+            "A value per replica is not one array. Received: a PerReplica "
+            "used as an array. Use `strategy.reduce`, `strategy.gather` or "
+            "`strategy.experimental_local_results` on it first."
+        )
+
+
+class Mirrored(DistributedValues):
+    """A value that is the same on every replica.
+
+    Args:
+      array: An array that every device of the strategy holds.
+    """
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
+    @property
+    def array(self) -> Any:
+        """The value, on all devices."""
+        return self._array
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The copies, one device each."""
+        return tuple(s.data for s in self._array.addressable_shards)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return np.asarray(self._array, *args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"Mirrored(shape={np.shape(self._array)})"
+
+
+jax.tree_util.register_pytree_node(
+    PerReplica,
+    lambda value: (value.arrays, value.layout),
+    lambda layout, arrays: (
+        PerReplica(arrays)
+        if layout == PARTS
+        else PerReplica.of(arrays[0], layout)
+    ),
+)
+jax.tree_util.register_pytree_node(
+    Mirrored,
+    lambda value: ((value.array,), None),
+    lambda _, arrays: Mirrored(arrays[0]),
+)
+
+
+def is_distributed(value: Any) -> bool:
+    """Whether a leaf of a nest is a value of several replicas."""
+    return isinstance(value, DistributedValues)

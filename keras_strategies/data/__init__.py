@@ -1,0 +1,1 @@
+"""Datasets whose batches are divided over the replicas."""

@@ -1,0 +1,72 @@
+"""When two function objects are the same program.
+
+A function that a loop makes anew in every step (a lambda, a local `def`, a
+partial) has equal code and cells each time; it need not be traced again.
+"""
+
+import functools
+import inspect
+import types
+from typing import Any
+
+_CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+def function_key(fn: Any, inside: frozenset[int] = frozenset()) -> Any:
+    """A key that equal functions share.
+
+    Functions are equal if they have the same code, globals, defaults and
+    cells; methods, if they are the same method of one object; partials, if
+    their parts are. In cells and arguments, numbers, strings and functions
+    are compared by value, anything else by identity: whoever keeps the key
+    must keep the function alive.
+
+    Args:
+      fn: A function, method, partial or other callable.
+      inside: Ids of the functions whose key this is a part of.
+    """
+    if id(fn) in inside:
+        return "recursion"
+    inside = inside | {id(fn)}
+    key = functools.partial(value_key, inside=inside)
+    if isinstance(fn, functools.partial):
+        return (
+            "partial",
+            function_key(fn.func, inside),
+            tuple(map(key, fn.args)),
+            tuple((k, key(v)) for k, v in sorted(fn.keywords.items())),
+        )
+    if inspect.ismethod(fn):
+        return "method", id(fn.__self__), function_key(fn.__func__, inside)
+    if isinstance(fn, types.FunctionType):
+        return (
+            "function",
+            fn.__code__,
+            id(fn.__globals__),
+            tuple(_cell_key(cell, inside) for cell in fn.__closure__ or ()),
+            tuple(map(key, fn.__defaults__ or ())),
+            tuple(
+                (k, key(v))
+                for k, v in sorted((fn.__kwdefaults__ or {}).items())
+            ),
+        )
+    return "object", id(fn)
+
+
+def value_key(value: Any, inside: frozenset[int] = frozenset()) -> Any:
+    """A key for a value: by value where it is plain, else by identity."""
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, _CALLABLES):
+        return function_key(value, inside)
+    if type(value) is tuple:
+        return "tuple", tuple(value_key(v, inside) for v in value)
+    return "object", id(value)
+
+
+def _cell_key(cell: Any, inside: frozenset[int]) -> Any:
+    try:
+        return value_key(cell.cell_contents, inside)
+    except ValueError:  # Not assigned yet.
+        return "empty"

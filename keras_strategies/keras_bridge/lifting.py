@@ -1,0 +1,94 @@
+"""Finding the variables that a function reads and writes."""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import keras
+
+
+class LiftingScope(keras.StatelessScope):
+    """A stateless scope that notes every variable it is asked for.
+
+    To be entered around an abstract trace: the values it answers with are
+    zeros, and variables that are created in it get theirs when it is left.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.variables: dict[int, keras.Variable] = {}
+        self.written: dict[int, keras.Variable] = {}
+
+    def get_current_value(self, variable: keras.Variable) -> Any:
+        """The value written last, or zeros."""
+        value = super().get_current_value(variable)
+        if value is not None:
+            return value
+        self.variables[id(variable)] = variable
+        # Not kept: the trace that asks may be an inner one.
+        return jnp.zeros(variable.shape, variable.dtype)
+
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        """Notes a variable that is written."""
+        variable, _ = update
+        self.variables[id(variable)] = variable
+        self.written[id(variable)] = variable
+        super().add_update(update)
+
+
+class InnerScope(keras.StatelessScope):
+    """A stateless scope that asks the one around it for other variables.
+
+    Keras's own would answer with what the variable holds outside of any
+    scope, which a trace bakes in as a constant.
+    """
+
+    def get_current_value(self, variable: keras.Variable) -> Any:
+        """The value in this scope, else in the one around it."""
+        value = super().get_current_value(variable)
+        outer = getattr(self, "original_scope", None)
+        if value is None and outer is not None:
+            return outer.get_current_value(variable)
+        return value
+
+
+_lock = threading.RLock()
+_num_open = 0
+_original: Any = None
+
+
+@contextlib.contextmanager
+def scopes_ask_outwards() -> Iterator[None]:
+    """Lets Keras's own inner stateless scopes ask outwards, for a trace."""
+    global _num_open, _original
+    with _lock:
+        if _num_open == 0:
+            _original = keras.StatelessScope.get_current_value
+            setattr(_SCOPE, _ASKED, _asking_outwards(_original))
+        _num_open += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_open -= 1
+            if _num_open == 0:
+                setattr(_SCOPE, _ASKED, _original)
+
+
+_SCOPE = keras.StatelessScope
+_ASKED = "get_current_value"
+
+
+def _asking_outwards(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_current_value(scope: Any, variable: keras.Variable) -> Any:
+        value = original(scope, variable)
+        outer = getattr(scope, "original_scope", None)
+        if value is None and outer is not None:
+            return outer.get_current_value(variable)
+        return value
+
+    return get_current_value

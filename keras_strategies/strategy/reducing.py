@@ -1,0 +1,193 @@
+"""`reduce`, `gather` and the local components of distributed values."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from keras_strategies._core.dispatch import dispatch
+from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.reduce_op import ReduceOp, as_reduce_op
+from keras_strategies._core.values import (
+    LOCAL,
+    STACKED,
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+    is_distributed,
+)
+
+
+def reduce(op: Any, value: Any, axis: Any, mesh: ReplicaMesh) -> Any:
+    """See `Strategy.reduce`."""
+    op = as_reduce_op(op)
+    return jax.tree.map(
+        lambda leaf: _reduce_one(op, leaf, axis, mesh),
+        value,
+        is_leaf=is_distributed,
+    )
+
+
+def _reduce_one(op: ReduceOp, value: Any, axis: Any, mesh: ReplicaMesh) -> Any:
+    if isinstance(value, Mirrored):
+        value = value.array
+    if not isinstance(value, PerReplica):
+        return _reduce_plain(op, value, axis, mesh)
+    if value.layout == LOCAL:
+        if axis is not None:
+            raise ValueError(
+                "`reduce` inside of `merge_call` takes axis=None. Received: "
+                f"axis={axis}. Sum over the dimension in the replica."
+            )
+        total = jax.lax.psum(value.arrays[0], mesh.axis)
+        return total / mesh.num_replicas if op is ReduceOp.MEAN else total
+    if axis is None and value.layout == STACKED:
+        program = _over_replicas(mesh, op is ReduceOp.MEAN)
+        return dispatch(mesh, program, value.arrays[0])[0]
+    if axis is None:
+        parts = _components(value, mesh)
+        _check_equal_shapes(parts)
+        total = sum_in_order(parts)
+        return total / len(parts) if op is ReduceOp.MEAN else total
+    parts = _components(value, mesh)
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    for part in parts:
+        _check_axes(axes, part)
+    total = sum_in_order([_sum_over(p, axes) for p in parts])
+    if op is ReduceOp.SUM:
+        return total
+    count = sum(int(np.prod([p.shape[a] for a in axes])) for p in parts)
+    return total / count
+
+
+def _reduce_plain(
+    op: ReduceOp, value: Any, axis: Any, mesh: ReplicaMesh
+) -> Any:
+    array = jnp.asarray(value)
+    if axis is not None:
+        axes = axis if isinstance(axis, tuple) else (axis,)
+        _check_axes(axes, array)
+        if op is ReduceOp.MEAN:
+            return jnp.mean(array, axis=axes)
+        return jnp.sum(array, axis=axes) * mesh.num_replicas
+    if op is ReduceOp.MEAN or mesh.num_replicas == 1:
+        return value
+    if isinstance(value, int | float) and value == 0:
+        return value
+    raise ValueError(
+        f"A non-DistributedValues value {value} cannot be reduced with the "
+        "given reduce op ReduceOp.SUM: it is one value, not one for each "
+        "replica. Reduce what `run` returned, or use ReduceOp.MEAN."
+    )
+
+
+def _check_axes(axes: tuple[Any, ...], array: Any) -> None:
+    for axis in axes:
+        if not isinstance(axis, int) or not (-array.ndim <= axis < array.ndim):
+            raise ValueError(
+                f"Invalid reduction dimension {axis} for input with "
+                f"{array.ndim} dimensions. Received: a component of shape "
+                f"{tuple(array.shape)}. Choose a dimension that every "
+                "replica's component has, or axis=None."
+            )
+
+
+def _check_equal_shapes(parts: list[Any]) -> None:
+    shapes = [tuple(p.shape) for p in parts]
+    if len(set(shapes)) > 1:
+        raise ValueError(
+            "Values are reduced elementwise over the replicas with axis=None, "
+            f"so their shapes must be equal. Received: {shapes}. Pass "
+            "axis=0 to sum over the rows first."
+        )
+
+
+def _components(value: PerReplica, mesh: ReplicaMesh) -> list[Any]:
+    """The components, all on the first device."""
+    home = mesh.devices[0]
+    return [jax.device_put(jnp.asarray(v), home) for v in value.values]
+
+
+def sum_in_order(arrays: list[Any]) -> Any:
+    """The sum, added up in the order of the replicas."""
+    return functools.reduce(jnp.add, arrays)
+
+
+@functools.cache
+def _over_replicas(mesh: ReplicaMesh, is_mean: bool) -> Any:
+    """The compiled reduction of arrays with a dimension of replicas."""
+
+    def over(array: Any) -> tuple[Any]:
+        total = jnp.sum(array, axis=0, dtype=_sum_dtype(array))
+        return (total / mesh.num_replicas if is_mean else total,)
+
+    return jax.jit(over, out_shardings=mesh.whole)
+
+
+def _sum_dtype(array: Any) -> Any:
+    return jnp.int32 if array.dtype == bool else array.dtype
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _sum_over(array: Any, axes: tuple[int, ...]) -> Any:
+    return jnp.sum(array, axis=axes)
+
+
+def gather(value: Any, axis: int, mesh: ReplicaMesh) -> Any:
+    """See `Strategy.gather`."""
+
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, PerReplica):
+            return leaf.array if isinstance(leaf, Mirrored) else leaf
+        parts = _components(leaf, mesh)
+        for part in parts:
+            _check_gathered(axis, part, parts)
+        return jnp.concatenate(parts, axis=axis)
+
+    return jax.tree.map(one, value, is_leaf=is_distributed)
+
+
+def _check_gathered(axis: Any, part: Any, parts: list[Any]) -> None:
+    shapes = [tuple(p.shape) for p in parts]
+    if not isinstance(axis, int) or not -part.ndim <= axis < part.ndim:
+        raise ValueError(
+            "`gather` concatenates along a dimension that all components "
+            f"have. Received: axis={axis}, shapes {shapes}. Return values of "
+            "at least one dimension: x[None]."
+        )
+
+    def others(shape: tuple[int, ...]) -> tuple[int, ...]:
+        dim = axis % len(shape)
+        return shape[:dim] + shape[dim + 1 :]
+
+    if len({len(s) for s in shapes}) > 1 or len(set(map(others, shapes))) > 1:
+        raise ValueError(
+            "Dimensions other than the gathered one must be equal on all "
+            f"replicas. Received: axis={axis}, shapes {shapes}. Pad them to "
+            "one shape."
+        )
+
+
+def local_results(value: Any) -> tuple[Any, ...]:
+    """See `Strategy.experimental_local_results`."""
+    leaves, structure = jax.tree.flatten(value, is_leaf=is_distributed)
+    counts = {
+        len(leaf.values)
+        for leaf in leaves
+        if isinstance(leaf, DistributedValues)
+    }
+    if not counts:
+        return (value,)
+    (count,) = counts
+    return tuple(
+        jax.tree.unflatten(
+            structure,
+            [
+                leaf.values[i] if isinstance(leaf, DistributedValues) else leaf
+                for leaf in leaves
+            ],
+        )
+        for i in range(count)
+    )

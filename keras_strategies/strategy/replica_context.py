@@ -1,0 +1,218 @@
+"""What a function that runs on a replica can ask and do."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from keras_strategies._core.reduce_op import ReduceOp, as_reduce_op
+from keras_strategies._core.replica_map import (
+    all_concatenated,
+    all_sum,
+    replica_id,
+)
+from keras_strategies._core.step_context import StepContext
+from keras_strategies._core.values import LOCAL, PerReplica
+from keras_strategies.strategy import current
+
+if TYPE_CHECKING:
+    from keras_strategies.strategy.strategy import Strategy
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueContext:
+    """For which replica a value is made.
+
+    Attributes:
+      replica_id_in_sync_group: The replica's id.
+      num_replicas_in_sync: Number of replicas.
+    """
+
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1
+
+
+class ReplicaContext:
+    """The replica that a function given to `run` runs for.
+
+    Got by `get_replica_context()`; valid until the function returns.
+
+    Args:
+      strategy: The strategy.
+      step: The program that is traced, or None for the one replica of the
+        default strategy.
+    """
+
+    def __init__(self, strategy: "Strategy", step: StepContext | None) -> None:
+        self._strategy = strategy
+        self._step = step
+
+    @property
+    def strategy(self) -> "Strategy":
+        """The strategy whose replica this is."""
+        return self._strategy
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas that gradients are aggregated over."""
+        return self._strategy.num_replicas_in_sync
+
+    @property
+    def replica_id_in_sync_group(self) -> Any:
+        """This replica's id: a traced int32 scalar, 0 outside of `run`.
+
+        The program is one for all replicas, so Python cannot branch on it:
+        use `jnp.where` or `jax.lax.cond`.
+        """
+        self._check_current("replica_id_in_sync_group")
+        return 0 if self._step is None else replica_id(self._step.axis)
+
+    @property
+    def devices(self) -> tuple[Any, ...]:
+        """The devices that this replica may run on: all of the strategy's.
+
+        Differs from tf: there it is the one device. Which one a traced
+        program runs on is not known to Python.
+        """
+        return self._strategy.extended.worker_devices
+
+    def all_reduce(
+        self, reduce_op: ReduceOp | str, value: Any, options: Any = None
+    ) -> Any:
+        """Sums or averages a nest over the replicas. Collective.
+
+        Args:
+          reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, or their names.
+          value: A nest of arrays or numbers, of the same shapes everywhere.
+          options: Not used: XLA chooses how replicas communicate.
+
+        Returns:
+          The nest, the same on every replica. Gradients flow through: a
+          replica's is the same reduction of all replicas' incoming ones.
+        """
+        self._check_current("all_reduce")
+        op = as_reduce_op(reduce_op)
+        leaves, structure = jax.tree.flatten(value)
+        arrays = [jnp.asarray(leaf) for leaf in leaves]
+        if self._step is not None:
+            arrays = all_sum(arrays, self._step.axis, flat=self._step.flat)
+        if op is ReduceOp.MEAN:
+            arrays = [a / self.num_replicas_in_sync for a in arrays]
+        return jax.tree.unflatten(structure, arrays)
+
+    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
+        """Concatenates a nest's arrays over the replicas. Collective.
+
+        Args:
+          value: A nest of arrays of at least one dimension.
+          axis: The dimension to concatenate along.
+          options: Not used.
+
+        Returns:
+          The nest, in the order of replica ids, the same on every replica.
+          Gradients flow through.
+        """
+        self._check_current("all_gather")
+
+        def gather(leaf: Any) -> Any:
+            array = jnp.asarray(leaf)
+            dim = checked_dim(axis, array, "all_gather")
+            if self._step is None:
+                return array
+            return all_concatenated(array, self._step.axis, dim)
+
+        return jax.tree.map(gather, value)
+
+    def merge_call(
+        self,
+        merge_fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Calls `merge_fn(strategy, *args, **kwargs)` once for all replicas.
+
+        The function is in the cross-replica context. Arrays among its
+        arguments arrive as `PerReplica`, to be given to `strategy.reduce` or
+        `strategy.extended.reduce_to` and `batch_reduce_to`.
+
+        Differs from tf: the components of a `PerReplica` are on different
+        devices of one program, so `.values` raises.
+
+        Args:
+          merge_fn: The function; every replica must call it.
+          args: Its positional arguments.
+          kwargs: Its keyword arguments.
+
+        Returns:
+          What it returns, for this replica.
+        """
+        self._check_current("merge_call")
+        merged, merged_kwargs = list(args), dict(kwargs or {})
+        if self._step is not None:
+            merged, merged_kwargs = jax.tree.map(
+                _local, (merged, merged_kwargs)
+            )
+        with current.replica_context(self._strategy, None):
+            result = merge_fn(self._strategy, *merged, **merged_kwargs)
+        return jax.tree.map(
+            lambda v: v.arrays[0] if isinstance(v, PerReplica) else v,
+            result,
+            is_leaf=lambda v: isinstance(v, PerReplica),
+        )
+
+    def __enter__(self) -> "ReplicaContext":
+        """Makes this the current context again, as in tf."""
+        current.stack.entered.append(self._strategy)
+        current.stack.replicas.append(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Leaves the context."""
+        current.stack.replicas.pop()
+        current.stack.entered.pop()
+
+    def _check_current(self, name: str) -> None:
+        if self._step is None and not current.stack.replicas:
+            return
+        if current.stack.replicas[-1:] == [self]:
+            return
+        raise RuntimeError(
+            "A replica context is used inside of the function it was made "
+            f"for, in its replica context. Received: `{name}` elsewhere. Call "
+            "`get_replica_context()` where it is used."
+        )
+
+
+def checked_dim(axis: Any, array: Any, name: str) -> int:
+    """The dimension `axis` of an array, not negative.
+
+    Raises:
+      ValueError: the array has no such dimension.
+    """
+    if not -array.ndim <= axis < array.ndim:
+        raise ValueError(
+            f"`{name}` works along a dimension that the value has. Received: "
+            f"axis={axis} for shape {tuple(array.shape)}. Choose one in "
+            f"[{-array.ndim}, {array.ndim})."
+            if array.ndim
+            else f"`{name}` works along a dimension that the value has. "
+            f"Received: axis={axis} for a scalar. Add a dimension: x[None]."
+        )
+    return axis % array.ndim
+
+
+def _local(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array):
+        return PerReplica.of(leaf, LOCAL)
+    return leaf
+
+
+@functools.cache
+def default_context() -> ReplicaContext:
+    """The one replica of the default strategy."""
+    from keras_strategies.strategy.default import default_strategy
+
+    return ReplicaContext(default_strategy(), None)

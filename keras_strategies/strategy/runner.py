@@ -1,0 +1,211 @@
+"""`Strategy.run`: finds or makes the program of a call, and calls it."""
+
+import collections
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.step_context import StepContext
+from keras_strategies._core.values import (
+    PARTS,
+    ROWS,
+    STACKED,
+    Mirrored,
+    PerReplica,
+    is_distributed,
+)
+from keras_strategies.keras_bridge import creation
+from keras_strategies.keras_bridge.function_keys import (
+    function_key,
+    value_key,
+)
+from keras_strategies.keras_bridge.run_program import RunProgram
+from keras_strategies.strategy import current
+from keras_strategies.strategy.replica_context import ReplicaContext
+
+if TYPE_CHECKING:
+    from keras_strategies.strategy.strategy import Strategy
+
+_MAX_PROGRAMS = 128
+_WARN_AFTER = 5
+_WHOLE = "whole"
+_STATIC = "static"
+
+
+class Runner:
+    """The programs of one strategy's `run`.
+
+    Args:
+      strategy: The strategy.
+      mesh: Its replicas.
+    """
+
+    def __init__(self, strategy: "Strategy", mesh: ReplicaMesh) -> None:
+        self._strategy = strategy
+        self._mesh = mesh
+        # With what it was made for, which keeps the ids in the key alive.
+        self._programs: collections.OrderedDict[Any, tuple[RunProgram, Any]]
+        self._programs = collections.OrderedDict()
+        self._last: dict[int, Any] = {}
+        self._num_made: collections.Counter[Any] = collections.Counter()
+
+    def __call__(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Runs `fn` once on every replica; see `Strategy.run`."""
+        leaves, structure = jax.tree.flatten(
+            (tuple(args), kwargs), is_leaf=_is_leaf
+        )
+        kinds, arrays = [], []
+        for leaf in leaves:
+            kind, array = self._argument(leaf)
+            kinds.append(kind)
+            if kind[0] != _STATIC:
+                arrays.append(array)
+        key = (function_key(fn), structure, tuple(k[:4] for k in kinds))
+        found = self._programs.get(key)
+        if found is None or not found[0].is_current:
+            program = self._make(fn, structure, kinds, arrays)
+            self._programs[key] = (program, (fn, leaves_kept(kinds)))
+            self._count(fn)
+            while len(self._programs) > _MAX_PROGRAMS:
+                self._programs.popitem(last=False)
+        else:
+            program = found[0]
+            self._programs.move_to_end(key)
+        creation.sync_fits(program.lifted)
+        return program(arrays, self._last)
+
+    @property
+    def num_programs(self) -> int:
+        """How many programs are kept."""
+        return len(self._programs)
+
+    def _argument(self, leaf: Any) -> tuple[tuple[Any, ...], Any]:
+        """How an argument enters the program: (kind, shape, dtype, key)."""
+        if isinstance(leaf, PerReplica):
+            layout, array, rows = self._one_array(leaf)
+            return (layout, array.shape, array.dtype, rows), array
+        if isinstance(leaf, Mirrored):
+            leaf = leaf.array
+        if isinstance(leaf, jax.Array | np.ndarray | np.generic):
+            array = leaf
+            if not (
+                isinstance(leaf, jax.Array)
+                and leaf.sharding.is_equivalent_to(self._mesh.whole, leaf.ndim)
+            ):
+                array = jax.device_put(leaf, self._mesh.whole)
+            return (_WHOLE, array.shape, array.dtype, None), array
+        return (_STATIC, None, None, value_key(leaf), leaf), None
+
+    def _one_array(
+        self, value: PerReplica
+    ) -> tuple[str, Any, tuple[int, ...] | None]:
+        """The layout, the array, and each replica's rows if they differ."""
+        if value.layout != PARTS:
+            return value.layout, value.arrays[0], None
+        parts = value.arrays
+        if len(parts) != self._mesh.num_replicas:
+            raise ValueError(
+                "A PerReplica has one component for each replica. Received: "
+                f"{len(parts)} components, {self._mesh.num_replicas} "
+                "replicas. Make it with "
+                "`experimental_distribute_values_from_function`."
+            )
+        shapes = [np.shape(part) for part in parts]
+        dtypes = [str(jax.numpy.result_type(part)) for part in parts]
+        if len(set(dtypes)) > 1 or len({(len(s), s[1:]) for s in shapes}) > 1:
+            raise ValueError(
+                "The components of a PerReplica given to `run` may differ in "
+                "their number of rows only, the first dimension. Received: "
+                f"shapes {shapes}, dtypes {dtypes}. Pad them to one shape."
+            )
+        if len(set(shapes)) == 1:
+            return STACKED, stacked(parts, self._mesh), None
+        rows = tuple(shape[0] for shape in shapes)
+        padded = [_padded(part, max(rows)) for part in parts]
+        return STACKED, stacked(padded, self._mesh), rows
+
+    def _make(
+        self,
+        fn: Callable[..., Any],
+        structure: Any,
+        kinds: list[tuple[Any, ...]],
+        arrays: list[Any],
+    ) -> RunProgram:
+        def of_components(components: list[Any]) -> Any:
+            given = iter(components)
+            leaves = [
+                kind[4] if kind[0] == _STATIC else _component(kind, next(given))
+                for kind in kinds
+            ]
+            args, kwargs = jax.tree.unflatten(structure, leaves)
+            return fn(*args, **kwargs)
+
+        is_split = [k[0] in (STACKED, ROWS) for k in kinds if k[0] != _STATIC]
+        rows = [k[3] for k in kinds if k[0] != _STATIC]
+        program = RunProgram(
+            of_components,
+            is_split,
+            rows,
+            mesh=self._mesh,
+            replica_scope=self._replica_scope,
+        )
+        with self._strategy.scope():
+            program.prepare(arrays)
+        return program
+
+    def _replica_scope(self, step: StepContext) -> Any:
+        context = ReplicaContext(self._strategy, step)
+        return current.replica_context(self._strategy, context)
+
+    def _count(self, fn: Any) -> None:
+        code = getattr(fn, "__code__", None)
+        if code is None:
+            return
+        self._num_made[code] += 1
+        if self._num_made[code] == _WARN_AFTER:
+            warnings.warn(
+                f"`run` has compiled {fn.__name__!r} {_WARN_AFTER} times. "
+                "It compiles anew for other shapes and dtypes, for other "
+                "Python numbers and objects among its arguments, and for "
+                "other objects in its closure. Pass what changes as arrays.",
+                UserWarning,
+                stacklevel=4,
+            )
+
+
+def _is_leaf(value: Any) -> bool:
+    return value is None or is_distributed(value)
+
+
+def leaves_kept(kinds: list[tuple[Any, ...]]) -> list[Any]:
+    """The arguments that are part of a program."""
+    return [kind[4] for kind in kinds if kind[0] == _STATIC]
+
+
+def _padded(part: Any, rows: int) -> Any:
+    array = jax.numpy.asarray(part)
+    missing = [(0, rows - array.shape[0])] + [(0, 0)] * (array.ndim - 1)
+    return jax.numpy.pad(array, missing)
+
+
+def _component(kind: tuple[Any, ...], array: Any) -> Any:
+    return array[0] if kind[0] == STACKED else array
+
+
+def stacked(parts: Sequence[Any], mesh: ReplicaMesh) -> jax.Array:
+    """One array over the replicas; entry i of it is `parts[i]`, on device i."""
+    shards = [
+        jax.device_put(jax.numpy.asarray(part)[None], device)
+        for part, device in zip(parts, mesh.devices, strict=True)
+    ]
+    shape = (len(parts), *shards[0].shape[1:])
+    return jax.make_array_from_single_device_arrays(shape, mesh.split, shards)

@@ -1,0 +1,74 @@
+"""The scope of a strategy: what is in place while it is open."""
+
+import contextlib
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import keras
+
+from keras_strategies.keras_bridge import binding as binding_lib
+from keras_strategies.keras_bridge import model_hooks
+from keras_strategies.keras_bridge.layout import distribution_scope
+from keras_strategies.strategy import current
+
+if TYPE_CHECKING:
+    from keras_strategies.strategy.strategy import Strategy
+
+
+class Scope:
+    """The context manager of `Strategy.scope`; may be entered repeatedly."""
+
+    def __init__(self, strategy: "Strategy") -> None:
+        self._strategy = strategy
+        self._open: list[contextlib.ExitStack] = []
+
+    def __enter__(self) -> "Strategy":
+        strategy = self._strategy
+        current.check_not_mixing(strategy)
+        stack = contextlib.ExitStack()
+        with stack:
+            current.stack.entered.append(strategy)
+            stack.callback(current.stack.entered.pop)
+            stack.enter_context(
+                distribution_scope(strategy._runtime.distribution)
+            )
+            stack.enter_context(
+                model_hooks.keras_hooks(
+                    _claim, _check, _bind, current.has_strategy
+                )
+            )
+            self._open.append(stack.pop_all())
+        return strategy
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._open.pop().close()
+
+
+def _claim(model: keras.Model) -> None:
+    """Makes a model of this thread's scope the strategy's."""
+    strategy = current.entered_strategy()
+    if strategy is not None:
+        model_hooks.bind_on_compile(
+            model,
+            strategy.attach,
+            lambda m: binding_lib.binding_of(m) is not None,
+        )
+
+
+def _check(model: keras.Model) -> None:
+    """Refuses a model that is to be compiled, while it is as it was."""
+    strategy = current.entered_strategy()
+    if strategy is not None:
+        strategy._check_free(model)
+
+
+def _bind(model: keras.Model) -> None:
+    """Binds a model that was compiled, if this thread is in a scope."""
+    strategy = current.entered_strategy()
+    if strategy is not None:
+        strategy.attach(model)

@@ -1,0 +1,26 @@
+"""How a batch's rows are divided over replicas."""
+
+import pytest
+
+from keras_strategies._core.rows import rows_of_replicas
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch_size", "replicas", "expected"),
+    [
+        (8, 8, 2, (4, 4)),
+        (6, 8, 2, (4, 2)),
+        (9, 9, 4, (3, 2, 2, 2)),
+        (5, 9, 4, (3, 2, 0, 0)),
+        (1, 8, 4, (1, 0, 0, 0)),
+        (3, 3, 8, (1, 1, 1, 0, 0, 0, 0, 0)),
+        (10, 8, 2, (5, 5)),
+        (7, 7, 1, (7,)),
+    ],
+)
+def test_the_first_replicas_are_filled_in_order(
+    rows, batch_size, replicas, expected
+):
+    counts = rows_of_replicas(rows, batch_size, replicas)
+    assert counts == expected
+    assert sum(counts) == rows

@@ -1,0 +1,142 @@
+"""Datasets of custom loops: every row once, in order, on its replica."""
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+
+import keras_strategies as ks
+from tests.plain_keras import mirrored
+
+X = np.arange(14, dtype="float32")[:, None]
+
+
+class Pairs(keras.utils.PyDataset):
+    def __init__(self):
+        super().__init__()
+        self.ended = 0
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        rows = slice(index * 8, (index + 1) * 8)
+        return X[rows], {"y": 2 * X[rows]}
+
+    def on_epoch_end(self):
+        self.ended += 1
+
+
+def tf_data():
+    import tensorflow as tf
+
+    return tf.data.Dataset.from_tensor_slices((X, {"y": 2 * X})).batch(8)
+
+
+SOURCES = {
+    "numpy": lambda: NUMPY.batch(8),
+    "PyDataset": Pairs,
+    "tf.data": tf_data,
+    "iterable": lambda: [(X[:8], {"y": 2 * X[:8]}), (X[8:], {"y": 2 * X[8:]})][
+        ::1
+    ].__iter__(),
+}
+NUMPY = mirrored(1).experimental_make_numpy_dataset((X, {"y": 2 * X}))
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize(
+    ("replicas", "shares"),
+    [
+        (1, [(8,), (6,)]),
+        (2, [(4, 4), (4, 2)]),
+        (3, [(3, 3, 2), (3, 3, 0)]),
+        (8, [(1,) * 8, (1,) * 6 + (0, 0)]),
+    ],
+)
+def test_every_row_is_on_its_replica(name, replicas, shares):
+    strategy = mirrored(replicas)
+    dataset = strategy.experimental_distribute_dataset(SOURCES[name]())
+    seen, counts = [], []
+    for x, nest in dataset:
+        for part in strategy.experimental_local_results((x, nest)):
+            np.testing.assert_array_equal(part[1]["y"], 2 * part[0])
+        parts = strategy.experimental_local_results(x)
+        counts.append(tuple(len(part) for part in parts))
+        seen.append(np.concatenate([np.asarray(p) for p in parts]))
+    np.testing.assert_array_equal(np.concatenate(seen), X)
+    assert counts == shares
+
+
+def test_it_is_iterated_again_and_again():
+    source = Pairs()
+    dataset = mirrored(2).experimental_distribute_dataset(source)
+    assert [len(list(dataset)) for _ in range(3)] == [2, 2, 2]
+    assert source.ended == 3
+    assert dataset.element_spec == (
+        ((None, 1), np.dtype("float32")),
+        {"y": ((None, 1), np.dtype("float32"))},
+    )
+
+
+def test_an_optional_tells_the_end():
+    dataset = mirrored(2).experimental_distribute_dataset(NUMPY.batch(8))
+    iterator = iter(dataset)
+    taken = [iterator.get_next_as_optional() for _ in range(3)]
+    assert [o.has_value() for o in taken] == [True, True, False]
+    assert taken[0].get_value()[0].values[0].shape == (4, 1)
+    with pytest.raises(ValueError, match="empty Optional"):
+        taken[2].get_value()
+    with pytest.raises(StopIteration):
+        iterator.get_next()
+
+
+def test_lists_are_stacked():
+    dataset = mirrored(2).experimental_make_numpy_dataset([X[0], X[1], X[2]])
+    assert len(dataset) == 3
+    rows = list(dataset.batch(2, drop_remainder=True))
+    assert [r.tolist() for r in rows] == [[[0.0], [1.0]]]
+    assert len(dataset.batch(2)) == 2
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 8])
+def test_a_loop_over_it_counts_the_true_rows(replicas):
+    # The seeds' page: 6 rows at a batch of 4 are 6, not 8.
+    strategy = mirrored(replicas)
+    dataset = strategy.experimental_distribute_dataset(
+        strategy.experimental_make_numpy_dataset(X[:6]).batch(4)
+    )
+    total, means, entries = 0.0, [], 0
+    for x in dataset:
+        out = strategy.run(lambda x: {"x": x, "sum": jnp.sum(x)}, args=(x,))
+        total += strategy.reduce("sum", out["sum"], axis=None)
+        means.append(float(strategy.reduce("mean", out["x"], axis=0)[0]))
+        ones = strategy.run(jnp.ones_like, args=(x,))
+        entries += int(strategy.reduce(ks.ReduceOp.SUM, ones, axis=0)[0])
+    assert float(total) == 15.0
+    assert means == [1.5, 4.5]
+    assert entries == 6
+
+
+@pytest.mark.parametrize("wrong", [X, (X, X), {"x": X}, [X], 3, None])
+def test_what_yields_no_batches_is_refused(wrong):
+    with pytest.raises(TypeError, match="yields global batches"):
+        mirrored(2).experimental_distribute_dataset(wrong)
+
+
+def test_an_unbatched_dataset_is_refused():
+    scalars = mirrored(2).experimental_make_numpy_dataset(X[:, 0])
+    dataset = mirrored(2).experimental_distribute_dataset(scalars)
+    with pytest.raises(ValueError, match="needs a first dimension"):
+        next(iter(dataset))
+
+
+def test_batches_lie_on_the_devices():
+    strategy = mirrored(2)
+    (x, _), *_ = strategy.experimental_distribute_dataset(NUMPY.batch(8))
+    assert isinstance(x, ks.PerReplica)
+    assert [v.devices() for v in x.values] == [
+        {d} for d in strategy.extended.worker_devices
+    ]
+    assert all(isinstance(v, jax.Array) for v in x.values)

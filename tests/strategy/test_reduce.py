@@ -1,0 +1,166 @@
+"""reduce, gather, local results: TF_SEMANTICS' table, and its mistakes."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import keras_strategies as ks
+from tests.plain_keras import mirrored
+
+
+def of_replicas(strategy, fn):
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: np.asarray(fn(context.replica_id_in_sync_group))
+    )
+
+
+@pytest.mark.parametrize("source", ["values", "run"])
+@pytest.mark.parametrize("replicas", [2, 3, 8])
+@pytest.mark.parametrize("op", ["sum", "MEAN", ks.ReduceOp.SUM])
+def test_elementwise_over_replicas(source, replicas, op):
+    strategy = mirrored(replicas)
+    value = of_replicas(strategy, lambda i: np.float32([i, 2 * i + 1]))
+    if source == "run":
+        value = strategy.run(lambda v: v + 0, args=(value,))
+    nest = strategy.reduce(op, {"a": [value]}, axis=None)
+    table = np.array([[i, 2 * i + 1] for i in range(replicas)], "float32")
+    is_mean = str(op).upper() == "MEAN"
+    expected = table.mean(axis=0) if is_mean else table.sum(axis=0)
+    np.testing.assert_allclose(nest["a"][0], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rows", "axis"),
+    [
+        ((4, 2), 0),
+        ((4, 2), -2),
+        ((3, 0, 1), 0),
+        ((2, 2), (0, 1)),
+        ((5, 1, 0, 0), (0,)),
+    ],
+)
+def test_over_a_dimension_true_counts_divide(rows, axis):
+    strategy = mirrored(len(rows))
+    random = np.random.default_rng(0)
+    data = [random.normal(size=(r, 3)).astype("float32") for r in rows]
+    value = of_replicas(strategy, lambda i: data[i])
+    whole = np.concatenate(data)
+    got = strategy.reduce("sum", value, axis=axis)
+    np.testing.assert_allclose(got, whole.sum(axis=axis), rtol=1e-5, atol=1e-6)
+    got = strategy.reduce("mean", value, axis=axis)
+    np.testing.assert_allclose(got, whole.mean(axis=axis), rtol=1e-5, atol=1e-6)
+
+
+def test_all_empty_replicas_have_no_mean():
+    strategy = mirrored(2)
+    value = of_replicas(strategy, lambda i: np.zeros((0, 2), "float32"))
+    assert np.isnan(strategy.reduce("mean", value, axis=0)).all()
+    assert strategy.reduce("sum", value, axis=0).tolist() == [0.0, 0.0]
+
+
+def test_integers():
+    strategy = mirrored(2)
+    value = of_replicas(strategy, lambda i: np.int32([i, 1]))
+    assert strategy.reduce("sum", value, axis=None).dtype == jnp.int32
+    mean = strategy.reduce("mean", value, axis=None)
+    assert (mean.dtype, mean.tolist()) == (jnp.float32, [0.5, 1.0])
+
+
+def test_plain_values():
+    strategy = mirrored(2)
+    assert strategy.reduce("mean", 3.0, axis=None) == 3.0
+    assert strategy.reduce("sum", 0, axis=None) == 0
+    assert strategy.reduce("mean", np.ones((2, 2)), axis=0).tolist() == [1, 1]
+    assert strategy.reduce("sum", np.ones((2, 2)), axis=0).tolist() == [4, 4]
+    with pytest.raises(ValueError, match="cannot be reduced with the given"):
+        strategy.reduce("sum", 3.0, axis=None)
+    assert mirrored(1).reduce("sum", 3.0, axis=None) == 3.0
+
+
+@pytest.mark.parametrize("axis", [1, -2, 3])
+def test_a_dimension_that_is_not_there(axis):
+    strategy = mirrored(2)
+    value = of_replicas(strategy, lambda i: np.ones((2,), "float32"))
+    for op in ("sum", "mean"):
+        with pytest.raises(ValueError, match="Invalid reduction dimension"):
+            strategy.reduce(op, value, axis=axis)
+
+
+def test_shapes_that_differ():
+    strategy = mirrored(2)
+    value = of_replicas(strategy, lambda i: np.ones((i + 1,), "float32"))
+    with pytest.raises(ValueError, match="shapes must be equal"):
+        strategy.reduce("sum", value, axis=None)
+
+
+@pytest.mark.parametrize("op", ["max", "none", ""])
+def test_unknown_reductions(op):
+    with pytest.raises(ValueError, match="is not a valid ReduceOp"):
+        mirrored(2).reduce(op, 1.0, axis=None)
+
+
+def test_a_reduction_of_another_type():
+    with pytest.raises(TypeError, match="`ReduceOp` or its name"):
+        mirrored(2).reduce(1, 1.0, axis=0)
+
+
+@pytest.mark.parametrize(("rows", "axis"), [((4, 2), 0), ((3, 3), -1)])
+def test_gather_keeps_the_order_of_replicas(rows, axis):
+    strategy = mirrored(len(rows))
+    value = of_replicas(strategy, lambda i: np.full((rows[i], 3), i, "f4"))
+    got = strategy.gather({"a": value}, axis=axis)["a"]
+    parts = [np.full((r, 3), i) for i, r in enumerate(rows)]
+    np.testing.assert_array_equal(got, np.concatenate(parts, axis=axis))
+    assert strategy.gather(5, axis=0) == 5
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "text"),
+    [
+        (lambda i: (), 0, "works along|concatenates along"),
+        (lambda i: (2,), 1, "concatenates along"),
+        (lambda i: (2, i + 1), 0, "must be equal"),
+    ],
+)
+def test_what_cannot_be_gathered(shape, axis, text):
+    strategy = mirrored(2)
+    value = of_replicas(strategy, lambda i: np.ones(shape(i), "float32"))
+    with pytest.raises(ValueError, match=text):
+        strategy.gather(value, axis=axis)
+
+
+def test_local_results_are_a_tuple():
+    strategy = mirrored(2)
+    value = of_replicas(strategy, lambda i: np.float32(i))
+    nests = strategy.experimental_local_results({"a": value, "b": 3})
+    assert [(float(n["a"]), n["b"]) for n in nests] == [(0.0, 3), (1.0, 3)]
+    assert strategy.experimental_local_results(7) == (7,)
+
+
+def test_a_value_per_replica_is_not_one_array():
+    value = of_replicas(mirrored(2), lambda i: np.float32(i))
+    with pytest.raises(ValueError, match="is not one array"):
+        np.asarray(value)
+
+
+def test_losses_of_the_global_batch():
+    strategy = mirrored(2)
+    losses = of_replicas(strategy, lambda i: np.float32([1 + i, 3]))
+
+    def fn(losses):
+        weights = jnp.array([2.0, 1.0])
+        return (
+            ks.compute_average_loss(losses),
+            ks.compute_average_loss(losses, weights, global_batch_size=5),
+            ks.scale_regularization_loss([jnp.ones((2,)), 2.0]),
+        )
+
+    plain, weighted, regular = (
+        float(strategy.reduce("sum", v, axis=None))
+        for v in strategy.run(fn, args=(losses,))
+    )
+    assert plain == pytest.approx(9 / 4)
+    assert weighted == pytest.approx(12 / 5)
+    assert regular == pytest.approx(4.0)
+    with pytest.raises(ValueError, match="losses of rows"):
+        ks.compute_average_loss(1.0)

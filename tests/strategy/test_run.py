@@ -1,0 +1,748 @@
+"""`run`: what a replica's function sees, returns and changes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+
+import keras_strategies as ks
+from keras_strategies.testing import assert_replicated
+from tests.plain_keras import dense, mirrored
+
+REPLICAS = (1, 2, 3, 8)
+HALF = np.array([[0.0, 0.5]], "float32")
+_random = np.random.default_rng(0)
+
+
+def ids():
+    return ks.get_replica_context().replica_id_in_sync_group
+
+
+def values_of(strategy, value):
+    return [np.asarray(v) for v in strategy.experimental_local_results(value)]
+
+
+def by_replica(strategy, fn):
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: fn(context.replica_id_in_sync_group)
+    )
+
+
+# Arguments and results.
+
+
+@pytest.mark.parametrize("replicas", REPLICAS)
+def test_every_replica_has_its_id_and_its_component(replicas):
+    strategy = mirrored(replicas)
+    x = by_replica(strategy, lambda i: np.full((2,), 10.0 * i, "float32"))
+
+    def fn(x, y, *, scale):
+        return {"x": x * scale, "id": (ids(), y)}
+
+    out = strategy.run(fn, args=(x, np.float32(3)), kwargs={"scale": 2.0})
+    assert [v.tolist() for v in values_of(strategy, out["x"])] == [
+        [20.0 * i] * 2 for i in range(replicas)
+    ]
+    assert values_of(strategy, out["id"][0]) == list(range(replicas))
+    assert values_of(strategy, out["id"][1]) == [3.0] * replicas
+
+
+def test_one_replica_returns_plain_values():
+    out = mirrored(1).run(lambda: jnp.ones((2,)))
+    assert isinstance(out, jax.Array)
+    assert out.shape == (2,)
+
+
+def test_what_is_no_array_is_passed_and_returned_as_it_is():
+    strategy = mirrored(2)
+    seen = []
+
+    def fn(name, flag, nothing, model):
+        seen.append((name, flag, nothing, model))
+        return name, None, 3, {"flag": flag}
+
+    model = object()
+    out = strategy.run(fn, args=("a", True, None, model))
+    assert out == ("a", None, 3, {"flag": True})
+    assert seen[0] == ("a", True, None, model)
+
+
+def test_results_are_arguments_of_the_next_run():
+    strategy = mirrored(3)
+    first = strategy.run(lambda: {"id": ids() * jnp.ones((2,))})
+    second = strategy.run(lambda nest: nest["id"] + 1, args=(first,))
+    assert [v.tolist() for v in values_of(strategy, second)] == [
+        [1.0 + i] * 2 for i in range(3)
+    ]
+
+
+def test_a_result_that_is_no_array_is_refused():
+    with pytest.raises(TypeError, match="Received: a result of type set"):
+        mirrored(2).run(lambda: {1, 2})
+
+
+def test_components_of_different_kinds_are_refused():
+    strategy = mirrored(2)
+    uneven = by_replica(strategy, lambda i: np.zeros((2, i + 1), "float32"))
+    with pytest.raises(ValueError, match="number of rows only"):
+        strategy.run(lambda x: x, args=(uneven,))
+    wrong = ks.PerReplica((np.zeros(1),) * 3)
+    with pytest.raises(ValueError, match="3 components, 2 replicas"):
+        strategy.run(lambda x: x, args=(wrong,))
+
+
+# Compiling once.
+
+
+def traces(strategy, make, calls=4):
+    """How often the functions that `make` returns are traced."""
+    counts = []
+
+    def count():
+        counts.append(1)
+
+    for k in range(calls):
+        fn, args = make(k, count)
+        strategy.run(fn, args=args)
+    return sum(counts)
+
+
+def a_def(k, count):
+    def fn(x):
+        count()
+        return x
+
+    return fn, (np.float32(k),)
+
+
+def a_lambda(k, count):
+    return (lambda x: (count(), x)[1]), (np.float32(k),)
+
+
+def a_partial(k, count):
+    def fn(count, x):
+        count()
+        return x
+
+    return functools.partial(fn, count), (np.float32(k),)
+
+
+class HasMethod:
+    def method(self, count, x):
+        count()
+        return x
+
+
+_has_method = HasMethod()
+
+
+def a_method(k, count):
+    return _has_method.method, (count, np.float32(k))
+
+
+@pytest.mark.parametrize("make", [a_def, a_lambda, a_partial, a_method])
+def test_equal_functions_are_compiled_once(make):
+    # An abstract trace that finds the variables, and the program's.
+    assert traces(mirrored(2), make) == 2
+
+
+@pytest.mark.filterwarnings("ignore:`run` has compiled:UserWarning")
+def test_what_differs_is_compiled_anew():
+    def number(k, count):
+        return a_def(k, count)[0], (float(k),)
+
+    def shape(k, count):
+        return a_def(k, count)[0], (np.zeros((k + 1,)),)
+
+    def cell(k, count):
+        return (lambda x: (count(), x + k)[1]), (np.float32(1),)
+
+    for make in (number, shape, cell):
+        assert traces(mirrored(2), make) == 8
+
+
+def test_a_loop_that_keeps_compiling_is_told_why():
+    strategy = mirrored(2)
+
+    def loop():
+        for k in range(8):
+
+            def fn(x):
+                return x
+
+            strategy.run(fn, args=(k,))
+
+    with pytest.warns(UserWarning, match="has compiled 'fn' 5 times") as told:
+        loop()
+    assert len(told) == 1
+
+
+# Variables.
+
+
+@pytest.mark.parametrize("replicas", REPLICAS)
+def test_a_training_step_equals_a_loop_over_replicas(replicas):
+    x = _random.normal(size=(4 * replicas, 3)).astype("float32")
+    y = _random.normal(size=(4 * replicas, 1)).astype("float32")
+    strategy = mirrored(replicas)
+    with strategy.scope():
+        layer = dense(1)
+        layer.build((None, 3))
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        metric = keras.metrics.Mean()
+    kernel, bias = (w.copy() for w in layer.get_weights())
+    momentum = [np.zeros_like(kernel), np.zeros_like(bias)]
+
+    def step(x, y):
+        loss, grads = ks.value_and_grad(
+            lambda: ks.compute_average_loss(jnp.sum((layer(x) - y) ** 2, 1)),
+            layer.trainable_variables,
+        )()
+        optimizer.apply(grads, layer.trainable_variables)
+        metric.update_state(x[:, 0])
+        return loss
+
+    parts = [np.split(a, replicas) for a in (x, y)]
+    batch = tuple(by_replica(strategy, lambda i, p=p: p[i]) for p in parts)
+    for _ in range(3):
+        losses = strategy.run(step, args=batch)
+        # By hand: the gradient of the global mean.
+        error = x @ kernel + bias - y
+        grads = [2 * x.T @ error / len(x), 2 * error.sum(0) / len(x)]
+        total = float((error**2).sum(1).mean())
+        assert float(strategy.reduce("sum", losses, axis=None)) == (
+            pytest.approx(total, rel=1e-5)
+        )
+        momentum = [
+            0.9 * m - 0.1 * g for m, g in zip(momentum, grads, strict=True)
+        ]
+        kernel, bias = kernel + momentum[0], bias + momentum[1]
+    np.testing.assert_allclose(layer.get_weights()[0], kernel, rtol=1e-4)
+    np.testing.assert_allclose(layer.get_weights()[1], bias, rtol=1e-4)
+    assert float(metric.result()) == pytest.approx(float(x[:, 0].mean()))
+    assert int(optimizer.iterations) == 3
+    assert_replicated(layer)
+
+
+def test_variables_made_on_the_first_call_are_kept():
+    strategy = mirrored(2)
+    made = {}
+
+    def fn(x):
+        if not made:
+            made["layer"] = keras.layers.Dense(2)
+            made["own"] = keras.Variable(1.5, name="own")
+            made["optimizer"] = keras.optimizers.Adam()
+            made["metric"] = keras.metrics.Mean()
+        y = made["layer"](x)
+        made["metric"].update_state(jnp.mean(x))
+        return jnp.sum(y) * made["own"].value
+
+    x = by_replica(strategy, lambda i: np.ones((2, 3), "float32"))
+    first = values_of(strategy, strategy.run(fn, args=(x,)))
+    kernel = made["layer"].kernel
+    second = values_of(strategy, strategy.run(fn, args=(x,)))
+    assert made["layer"].kernel is kernel
+    assert first == second
+    assert float(made["own"]) == 1.5
+    assert float(made["metric"].result()) == 1.0
+    assert strategy.extended.variable_created_in_scope(kernel)
+    assert len(kernel.value.sharding.device_set) == 2
+
+
+def test_held_arrays_and_shared_buffers_survive():
+    strategy = mirrored(2)
+    with strategy.scope():
+        online = keras.Variable(np.ones(3, "float32"), name="online")
+        target = keras.Variable(np.zeros(3, "float32"), name="target")
+    online.assign(online.value)
+
+    def fn():
+        online.assign(ks.get_replica_context().all_reduce("mean", online + 1))
+        return online.value
+
+    held = online.value
+    for _ in range(5):
+        target.assign(online)
+        strategy.run(fn)
+        target.assign(online.value)
+        before = target.value
+        strategy.run(fn)
+        np.testing.assert_allclose(np.asarray(before), target.numpy())
+    np.testing.assert_allclose(np.asarray(held), 1.0)
+    np.testing.assert_allclose(online.numpy(), 11.0)
+    np.testing.assert_allclose(target.numpy(), 10.0)
+
+
+def test_random_layers_draw_other_numbers_on_every_replica():
+    strategy = mirrored(2)
+    with strategy.scope():
+        seeds = keras.random.SeedGenerator(3)
+    draw = lambda: keras.random.normal((4,), seed=seeds)  # noqa: E731
+    first, second = values_of(strategy, strategy.run(draw))
+    third, _ = values_of(strategy, strategy.run(draw))
+    assert not np.allclose(first, second)
+    assert not np.allclose(first, third)
+
+
+def test_trainable_flipped_is_seen():
+    strategy = mirrored(2)
+    with strategy.scope():
+        layer = dense(1)
+        layer.build((None, 3))
+        optimizer = keras.optimizers.SGD(1.0)
+        optimizer.build(layer.trainable_variables)
+    x = by_replica(strategy, lambda i: np.ones((2, 3), "float32"))
+
+    def step(x):
+        weights = layer.trainable_variables
+        if weights:
+            grads = ks.grad(lambda: jnp.sum(layer(x)), weights)()
+            optimizer.apply(grads, weights)
+        return jnp.sum(layer(x))
+
+    strategy.run(step, args=(x,))
+    layer.trainable = False
+    before = layer.get_weights()
+    strategy.run(step, args=(x,))
+    np.testing.assert_array_equal(before[0], layer.get_weights()[0])
+
+
+def test_run_inside_a_callback_sees_fits_weights():
+    strategy = mirrored(2)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), dense(1)])
+        model.compile("sgd", "mse")
+    seen = []
+
+    class Looks(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(strategy.run(lambda: model.weights[0].value + 0))
+
+    x = _random.normal(size=(16, 3)).astype("float32")
+    model.fit(x, x[:, :1], batch_size=8, verbose=0, callbacks=[Looks()])
+    first, last = (values_of(strategy, v)[0] for v in seen)
+    np.testing.assert_allclose(last, model.get_weights()[0])
+    assert not np.allclose(first, last)
+
+
+# Contexts.
+
+
+def test_contexts_inside_and_outside():
+    strategy = mirrored(2)
+    seen = []
+
+    def note():
+        seen.append(
+            (
+                ks.get_replica_context() is not None,
+                ks.in_cross_replica_context(),
+                ks.get_strategy() is strategy,
+                ks.has_strategy(),
+            )
+        )
+        return 0
+
+    note()
+    with strategy.scope():
+        note()
+    strategy.run(note)
+    strategy.run(lambda: ks.get_replica_context().merge_call(lambda s: note()))
+    note()
+    assert seen[0] == seen[-1] == (True, False, False, False)
+    assert seen[1] == (False, True, True, True)
+    assert seen[2] == seen[3] == (True, False, True, True)
+    assert seen[4] == seen[5] == (False, True, True, True)
+
+
+def test_the_default_replica_context():
+    context = ks.get_replica_context()
+    assert context.replica_id_in_sync_group == 0
+    assert context.num_replicas_in_sync == 1
+    assert float(context.all_reduce("sum", 3.0)) == 3.0
+    assert context.all_gather(np.ones((2, 3)), axis=1).shape == (2, 3)
+    assert context.merge_call(lambda s, x: x + 1, args=(1,)) == 2
+
+
+@pytest.mark.parametrize("method", ["run", "reduce", "gather"])
+def test_methods_of_the_cross_replica_context(method):
+    strategy = mirrored(2)
+    calls = {
+        "run": lambda: strategy.run(lambda: 0),
+        "reduce": lambda: strategy.reduce("sum", 0.0, axis=None),
+        "gather": lambda: strategy.gather(0.0, axis=0),
+    }
+    with pytest.raises(RuntimeError, match="cross-replica context"):
+        strategy.run(calls[method])
+    with (
+        mirrored(3).scope(),
+        pytest.raises(RuntimeError, match="Mixing different"),
+    ):
+        calls[method]()
+
+
+def test_a_context_is_of_use_in_its_function_only():
+    strategy = mirrored(2)
+    kept = []
+    strategy.run(lambda: kept.append(ks.get_replica_context()))
+    with pytest.raises(RuntimeError, match="A replica context is used"):
+        kept[0].all_reduce("sum", 1.0)
+
+
+# Collectives.
+
+
+@pytest.mark.parametrize("replicas", REPLICAS)
+def test_all_reduce_and_all_gather_of_nests(replicas):
+    strategy = mirrored(replicas)
+    total = sum(range(replicas))
+
+    def fn():
+        context = ks.get_replica_context()
+        nest = {"a": ids() * jnp.ones((2,)), "b": [ids() + 1, 2.0]}
+        return {
+            "sum": context.all_reduce(ks.ReduceOp.SUM, nest),
+            "mean": context.all_reduce("mean", nest),
+            "gather": context.all_gather(nest["a"][None] + HALF, 0),
+            "columns": context.all_gather(nest["a"][None], axis=-1),
+            "none": context.all_reduce("sum", []),
+        }
+
+    out = strategy.run(fn)
+    assert out["none"] == []
+    for result in strategy.experimental_local_results(out):
+        assert result["sum"]["a"].tolist() == [total] * 2
+        assert int(result["sum"]["b"][0]) == total + replicas
+        assert float(result["sum"]["b"][1]) == 2.0 * replicas
+        assert result["mean"]["a"].tolist() == pytest.approx(
+            [total / replicas] * 2
+        )
+        assert result["gather"].tolist() == [
+            [i, i + 0.5] for i in range(replicas)
+        ]
+        assert result["columns"].shape == (1, 2 * replicas)
+
+
+@pytest.mark.parametrize("replicas", [2, 8])
+def test_gradients_through_collectives_are_those_of_the_sum_of_losses(
+    replicas,
+):
+    strategy = mirrored(replicas)
+    x = by_replica(strategy, lambda i: np.float32(i + 1))
+
+    def through_sum(x):
+        def loss(x):
+            total = ks.get_replica_context().all_reduce("sum", x)
+            return (ids() + 1) * total**2
+
+        return jax.grad(loss)(x)
+
+    def through_gather(x):
+        def loss(x):
+            rows = ks.get_replica_context().all_gather(x[None], axis=0)
+            return (ids() + 1) * jnp.sum(rows**3)
+
+        return jax.grad(loss)(x)
+
+    components = np.arange(1, replicas + 1)
+    weights = components.sum()  # Of all replicas' losses.
+    total = components.sum()
+    got = values_of(strategy, strategy.run(through_sum, args=(x,)))
+    np.testing.assert_allclose(got, 2 * total * weights, rtol=1e-5)
+    got = values_of(strategy, strategy.run(through_gather, args=(x,)))
+    np.testing.assert_allclose(got, 3 * components**2 * weights, rtol=1e-5)
+
+
+def test_merge_call_reduces_and_updates():
+    strategy = mirrored(2)
+
+    def merge(strategy, value, scale):
+        total = strategy.reduce("sum", value, axis=None)
+        pairs = [(value, None), ({"a": value}, None)]
+        same, nest = strategy.extended.batch_reduce_to("mean", pairs)
+        total = total + 0 * (same + nest["a"])
+        with pytest.raises(RuntimeError, match="reduce_to"):
+            _ = value.values
+        return total * scale, value
+
+    def fn():
+        context = ks.get_replica_context()
+        return context.merge_call(merge, args=(ids() + 1,), kwargs={"scale": 2})
+
+    total, own = strategy.run(fn)
+    assert values_of(strategy, total) == [6, 6]
+    assert values_of(strategy, own) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda c: c.all_reduce("max", 1.0), ValueError, "not a valid"),
+        (lambda c: c.all_reduce(3, 1.0), TypeError, "ReduceOp"),
+        (lambda c: c.all_gather(1.0, axis=0), ValueError, "a scalar"),
+        (lambda c: c.all_gather(np.ones(2), 1), ValueError, "axis=1"),
+    ],
+)
+def test_mistakes_with_collectives(call, error, text):
+    with pytest.raises(error, match=text):
+        mirrored(2).run(lambda: call(ks.get_replica_context()))
+
+
+def test_old_names_warn_once():
+    strategy = mirrored(2)
+    with pytest.warns(DeprecationWarning, match="old name of `run`"):
+        strategy.experimental_run_v2(lambda: 1)
+    assert strategy.experimental_run_v2(lambda: 1) == 1
+
+
+# Different numbers of rows.
+
+UNEVEN = [(2, (4, 2)), (4, (4, 2, 0, 0)), (4, (3, 2, 1, 0)), (3, (1, 1, 2))]
+
+
+@pytest.mark.parametrize(("replicas", "rows"), UNEVEN)
+def test_every_replica_sees_exactly_its_rows(replicas, rows):
+    strategy = mirrored(replicas)
+    data = [_random.normal(size=(count, 3)).astype("float32") for count in rows]
+    x = by_replica(strategy, lambda i: data[i])
+
+    def fn(x, scale):
+        context = ks.get_replica_context()
+        total = context.all_reduce("sum", jnp.sum(x))
+        centred = x - total
+        return {
+            "rows": centred * scale,
+            "count": context.all_reduce("sum", x.shape[0]),
+            "all": context.all_reduce("sum", jnp.sum(centred)),
+            "name": "a",
+        }
+
+    out = strategy.run(fn, args=(x, np.float32(2)))
+    total = sum(d.sum() for d in data)
+    got = values_of(strategy, out["rows"])
+    for component, expected in zip(got, data, strict=True):
+        np.testing.assert_allclose(
+            component, 2 * (expected - total), rtol=1e-5, atol=1e-5
+        )
+    assert values_of(strategy, out["count"]) == [sum(rows)] * replicas
+    everything = sum((d - total).sum() for d in data)
+    np.testing.assert_allclose(
+        values_of(strategy, out["all"]), everything, rtol=1e-4
+    )
+    assert out["name"] == "a"
+    gathered = strategy.gather(out["rows"], axis=0)
+    assert gathered.shape == (sum(rows), 3)
+    mean = strategy.reduce("mean", x, axis=0)
+    np.testing.assert_allclose(
+        mean, np.concatenate(data).mean(axis=0), rtol=1e-4, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(("replicas", "rows"), UNEVEN)
+def test_training_on_uneven_rows_is_that_of_one_device(replicas, rows):
+    x = _random.normal(size=(sum(rows), 3)).astype("float32")
+    y = _random.normal(size=(sum(rows), 1)).astype("float32")
+
+    def made():
+        layer = dense(1)
+        layer.build((None, 3))
+        return layer, keras.optimizers.Adam(0.1), keras.metrics.Mean()
+
+    def step_of(layer, optimizer, metric):
+        def step(x, y):
+            def loss():
+                return ks.compute_average_loss(
+                    jnp.sum((layer(x) - y) ** 2, axis=1),
+                    global_batch_size=sum(rows),
+                )
+
+            value, grads = ks.value_and_grad(loss, layer.trainable_variables)()
+            optimizer.apply(grads, layer.trainable_variables)
+            metric.update_state(x[:, 0])
+            return value
+
+        return step
+
+    strategy = mirrored(replicas)
+    with strategy.scope():
+        ours = made()
+    alone = mirrored(1)
+    with alone.scope():
+        plain = made()
+    ends = np.cumsum(rows)
+    batch = tuple(
+        by_replica(strategy, lambda i, a=a: a[ends[i] - rows[i] : ends[i]])
+        for a in (x, y)
+    )
+    for _ in range(3):
+        losses = strategy.run(step_of(*ours), args=batch)
+        loss = alone.run(step_of(*plain), args=(x, y))
+        total = strategy.reduce("sum", losses, axis=None)
+        assert float(total) == pytest.approx(float(loss), rel=1e-5)
+    for one, other in zip(
+        ours[0].get_weights(), plain[0].get_weights(), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    assert float(ours[2].result()) == pytest.approx(
+        float(plain[2].result()), rel=1e-5, abs=1e-6
+    )
+    assert int(ours[1].iterations) == 3
+    assert_replicated(ours[0])
+
+
+def test_a_collective_under_a_gradient_needs_even_rows():
+    strategy = mirrored(2)
+    x = by_replica(strategy, lambda i: np.ones((2 - i, 1), "float32"))
+
+    def fn(x):
+        def loss(x):
+            return ks.get_replica_context().all_reduce("sum", jnp.sum(x))
+
+        return jax.grad(loss)(x)
+
+    with pytest.raises(RuntimeError, match="under a transformation of JAX"):
+        strategy.run(fn, args=(x,))
+
+
+def test_replicas_that_do_something_else_for_other_rows_are_refused():
+    strategy = mirrored(2)
+    x = by_replica(strategy, lambda i: np.ones((2 - i, 1), "float32"))
+
+    def fn(x):
+        if x.shape[0] == 2:
+            return ks.get_replica_context().all_reduce("sum", jnp.sum(x))
+        return jnp.sum(x)
+
+    with pytest.raises(ValueError, match="same collectives"):
+        strategy.run(fn, args=(x,))
+
+
+# A user's own variables.
+
+
+@pytest.mark.parametrize("rows", [(2, 2), (2, 1)], ids=["even", "uneven"])
+@pytest.mark.parametrize(
+    ("aggregation", "assigned", "added", "subtracted"),
+    [
+        ("sum", 5.0, 10.0 + 5.0, 10.0 - 5.0),
+        ("mean", 2.5, 12.5, 7.5),
+        ("only_first_replica", 2.0, 12.0, 8.0),
+    ],
+)
+def test_values_written_in_replicas_are_aggregated(
+    aggregation, assigned, added, subtracted, rows
+):
+    strategy = mirrored(2)
+    with strategy.scope():
+        variable = keras.Variable(10.0, aggregation=aggregation, name="v")
+    x = by_replica(strategy, lambda i: np.ones((rows[i], 1), "float32"))
+    writes = {
+        "assign": assigned,
+        "assign_add": added,
+        "assign_sub": subtracted,
+    }
+    for method, expected in writes.items():
+        variable.assign(10.0)
+
+        def fn(x, method=method):
+            getattr(variable, method)(2.0 + ids() + 0 * jnp.sum(x))
+            return variable.value
+
+        seen = values_of(strategy, strategy.run(fn, args=(x,)))
+        assert [float(v) for v in seen] == [expected] * 2
+        assert float(variable) == expected
+        copies = [float(s.data) for s in variable.value.addressable_shards]
+        assert copies == [expected] * 2
+
+
+def test_a_variable_without_aggregation_must_be_written_alike():
+    strategy = mirrored(2)
+    with strategy.scope():
+        steps = keras.Variable(0, dtype="int32", name="steps")
+        own = keras.Variable(1.0, name="own")
+
+    def alike():
+        steps.assign_add(1)
+        own.assign(own * 2)
+        return 0
+
+    for _ in range(3):
+        strategy.run(alike)
+    assert (int(steps), float(own)) == (3, 8.0)
+    with pytest.raises(ValueError, match="'own' with aggregation='none'"):
+        strategy.run(lambda: own.assign(ids() * 1.0) * 0)
+    strategy.run(alike)
+    assert int(steps) == 4
+
+
+def test_what_differs_in_a_later_call_is_told_at_the_next():
+    strategy = mirrored(2)
+    with strategy.scope():
+        own = keras.Variable(1.0, name="own")
+
+    def fn(scale):
+        own.assign(1.0 + ids() * scale)
+        return 0
+
+    strategy.run(fn, args=(np.float32(0),))
+    strategy.run(fn, args=(np.float32(1),))
+    with pytest.raises(ValueError, match="wrote different values"):
+        strategy.run(fn, args=(np.float32(0),))
+
+
+def test_on_read_variables_are_refused_in_replicas():
+    strategy = mirrored(2)
+    with strategy.scope():
+        variable = keras.Variable(
+            0.0, synchronization="on_read", aggregation="sum", name="v"
+        )
+    with pytest.raises(ValueError, match="keras.metrics.Sum or Mean"):
+        strategy.run(lambda: variable.assign_add(1.0))
+
+
+def test_what_a_loss_writes_is_combined_once():
+    strategy = mirrored(2)
+    with strategy.scope():
+        weight = keras.Variable(2.0, name="weight")
+        total = keras.Variable(1.0, aggregation="sum", name="total")
+        metric = keras.metrics.Sum()
+        by_hand = keras.metrics.Sum(name="by_hand")
+
+    def fn():
+        def loss():
+            total.assign_add(1.0 + ids())
+            metric.update_state(ids() + 1.0)
+            return weight.value * 3.0, "aux"
+
+        both, grads = ks.value_and_grad(loss, [weight], has_aux=True)()
+        (variable,) = by_hand.variables
+        variable.assign(variable + 1.0 + ids())
+        return both[0], grads[0], both[1]
+
+    value, gradient, aux = strategy.run(fn)
+    assert values_of(strategy, value) == [6.0, 6.0]
+    assert values_of(strategy, gradient) == [3.0, 3.0]
+    assert aux == "aux"
+    assert float(total) == 1.0 + 1.0 + 2.0
+    assert float(metric.result()) == float(by_hand.result()) == 3.0
+
+
+def test_gradients_outside_of_run_write_variables_too():
+    weight = keras.Variable([1.0, 2.0])
+    seen = keras.Variable(0.0)
+
+    def loss(scale):
+        seen.assign_add(1.0)
+        return scale * jnp.sum(weight.value**2)
+
+    value, grads = ks.value_and_grad(loss, [weight])(3.0)
+    assert float(value) == 15.0
+    assert grads[0].tolist() == [6.0, 12.0]
+    assert ks.grad(loss, [weight])(1.0)[0].tolist() == [2.0, 4.0]
+    assert float(seen) == 2.0
+    with pytest.raises(TypeError, match="with respect to Keras variables"):
+        ks.grad(loss, [np.ones(2)])
