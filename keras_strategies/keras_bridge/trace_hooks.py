@@ -139,13 +139,36 @@ def _apply(
     else:
         kwargs["grads"] = reduced
     with step.flag("in_optimizer"):
-        result = original(optimizer, *args_list, **kwargs)
+        is_scaling = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        if step.is_local and is_scaling and position == 0:
+            result = _apply_purely(optimizer, reduced, list(variables))
+        else:
+            result = original(optimizer, *args_list, **kwargs)
     applied = jax.tree.leaves(result)
     if position == 0:
         applied = [v.value for v in (*variables, *optimizer.variables)]
     # Equal on all replicas, as the gradients were.
     step.equal |= {id(value): value for value in applied}
     return result
+
+
+def _apply_purely(
+    optimizer: Any, grads: list[Any], variables: list[keras.Variable]
+) -> None:
+    """`apply` by way of `stateless_apply`.
+
+    LossScaleOptimizer's own writes variables inside of a branch, which no
+    trace of JAX allows (keras 3.15).
+    """
+    if not optimizer.built:
+        optimizer.build(variables)
+    slots = optimizer.variables
+    new = optimizer.stateless_apply(
+        [v.value for v in slots], grads, [v.value for v in variables]
+    )
+    for group, values in zip((variables, slots), new, strict=True):
+        for variable, value in zip(group, values, strict=True):
+            variable.assign(value)
 
 
 def _reduce_gradients(
