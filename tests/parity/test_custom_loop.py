@@ -60,8 +60,18 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3, 8])
-@pytest.mark.parametrize("name", CASES)
+ALL = [
+    pytest.param(
+        name,
+        replicas,
+        marks=pytest.mark.slow if "16" in name and replicas != 3 else (),
+    )
+    for name in CASES
+    for replicas in (1, 2, 3, 8)
+]
+
+
+@pytest.mark.parametrize(("name", "replicas"), ALL)
 def test_twenty_steps_are_those_of_fit(name, replicas):
     make_optimizer, policy, tolerance = CASES[name]
     x, y = data(replicas)
