@@ -13,14 +13,35 @@ _CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
+class Same:
+    """Equal to itself for the same object alone, which it keeps alive.
+
+    An id would not do: a cell may be given another object, and the memory of
+    the first one be used again.
+
+    Args:
+      thing: The object.
+    """
+
+    __slots__ = ("_thing",)
+
+    def __init__(self, thing: Any) -> None:
+        self._thing = thing
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other._thing is self._thing
+
+    def __hash__(self) -> int:
+        return id(self._thing)
+
+
 def function_key(fn: Any, inside: frozenset[int] = frozenset()) -> Any:
     """A key that equal functions share.
 
     Functions are equal if they have the same code, globals, defaults and
     cells; methods, if they are the same method of one object; partials, if
     their parts are. In cells and arguments, numbers, strings and functions
-    are compared by value, anything else by identity: whoever keeps the key
-    must keep the function alive.
+    are compared by value, anything else by identity.
 
     Args:
       fn: A function, method, partial or other callable.
@@ -38,7 +59,7 @@ def function_key(fn: Any, inside: frozenset[int] = frozenset()) -> Any:
             tuple((k, key(v)) for k, v in sorted(fn.keywords.items())),
         )
     if inspect.ismethod(fn):
-        return "method", id(fn.__self__), function_key(fn.__func__, inside)
+        return "method", Same(fn.__self__), function_key(fn.__func__, inside)
     if isinstance(fn, types.FunctionType):
         return (
             "function",
@@ -51,7 +72,7 @@ def function_key(fn: Any, inside: frozenset[int] = frozenset()) -> Any:
                 for k, v in sorted((fn.__kwdefaults__ or {}).items())
             ),
         )
-    return "object", id(fn)
+    return Same(fn)
 
 
 def value_key(value: Any, inside: frozenset[int] = frozenset()) -> Any:
@@ -62,7 +83,7 @@ def value_key(value: Any, inside: frozenset[int] = frozenset()) -> Any:
         return function_key(value, inside)
     if type(value) is tuple:
         return "tuple", tuple(value_key(v, inside) for v in value)
-    return "object", id(value)
+    return Same(value)
 
 
 def _cell_key(cell: Any, inside: frozenset[int]) -> Any:

@@ -47,8 +47,7 @@ class Runner:
     def __init__(self, strategy: "Strategy", mesh: ReplicaMesh) -> None:
         self._strategy = strategy
         self._mesh = mesh
-        # With what it was made for, which keeps the ids in the key alive.
-        self._programs: collections.OrderedDict[Any, tuple[RunProgram, Any]]
+        self._programs: collections.OrderedDict[Any, RunProgram]
         self._programs = collections.OrderedDict()
         self._last: dict[int, Any] = {}
         self._num_made: collections.Counter[Any] = collections.Counter()
@@ -70,16 +69,14 @@ class Runner:
             if kind[0] != _STATIC:
                 arrays.append(array)
         key = (function_key(fn), structure, tuple(k[:4] for k in kinds))
-        found = self._programs.get(key)
-        if found is None or not found[0].is_current:
+        program = self._programs.get(key)
+        if program is None or not program.is_current:
             program = self._make(fn, structure, kinds, arrays)
-            self._programs[key] = (program, (fn, leaves_kept(kinds)))
+            self._programs[key] = program
             self._count(fn)
             while len(self._programs) > _MAX_PROGRAMS:
                 self._programs.popitem(last=False)
-        else:
-            program = found[0]
-            self._programs.move_to_end(key)
+        self._programs.move_to_end(key)
         creation.sync_fits(program.lifted)
         return program(arrays, self._last)
 
@@ -184,11 +181,6 @@ class Runner:
 
 def _is_leaf(value: Any) -> bool:
     return value is None or is_distributed(value)
-
-
-def leaves_kept(kinds: list[tuple[Any, ...]]) -> list[Any]:
-    """The arguments that are part of a program."""
-    return [kind[4] for kind in kinds if kind[0] == _STATIC]
 
 
 def _padded(part: Any, rows: int) -> Any:

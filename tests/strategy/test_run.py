@@ -150,6 +150,25 @@ def test_equal_functions_are_compiled_once(make):
 
 
 @pytest.mark.filterwarnings("ignore:`run` has compiled:UserWarning")
+def test_a_cell_that_is_given_other_objects_is_seen():
+    # Objects that are let go of, so that their memory is used again.
+    class Config:
+        def __init__(self, scale):
+            self.scale = scale
+
+    strategy = mirrored(2)
+    config = None
+
+    def fn(x):
+        return x * config.scale
+
+    for k in range(12):
+        config = Config(k)
+        out = strategy.run(fn, args=(np.float32(1),))
+        assert values_of(strategy, out) == [k, k]
+
+
+@pytest.mark.filterwarnings("ignore:`run` has compiled:UserWarning")
 def test_what_differs_is_compiled_anew():
     def number(k, count):
         return a_def(k, count)[0], (float(k),)
