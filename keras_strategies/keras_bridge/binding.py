@@ -132,8 +132,8 @@ class Binding:
                 )
                 call.set(validation_data=validation)
             call.set_feed(feed)
-            call.set(callbacks=quiet_list(call.keywords, self.model, feed))
             self._build(feed)
+            call.set(callbacks=quiet_list(call.keywords, self.model, feed))
             return call.run()
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:

@@ -4,6 +4,8 @@ import functools
 import inspect
 from typing import Any, TypeVar
 
+import keras
+
 from keras_strategies._core.step_context import current_step
 from keras_strategies.keras_bridge.rows import gathered
 
@@ -36,14 +38,17 @@ def global_batch_loss(loss: Loss) -> Loss:
           return keras.ops.var(y_pred - y_true)
       ```
     """
-    if not callable(loss):
+    is_class = inspect.isclass(loss)
+    if not callable(loss) or (
+        is_class and not issubclass(loss, keras.losses.Loss)
+    ):
         raise TypeError(
             "`global_batch_loss` marks a function or a `keras.losses.Loss`. "
             f"Received: {loss!r} of type {type(loss).__name__}. For a loss "
             'that Keras knows by name, use its class: "dice" is marked.'
         )
     marked: Any = loss
-    if inspect.isroutine(loss):
+    if not is_class and not isinstance(loss, keras.losses.Loss):
 
         @functools.wraps(loss)
         def on_all_rows(*args: Any, **kwargs: Any) -> Any:

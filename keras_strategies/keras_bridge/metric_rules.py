@@ -64,7 +64,11 @@ def rule_of_update(
         return SAME if all(with_rows) else WHOLE
     weight = kwargs.get("sample_weight", args[1] if len(args) > 1 else None)
     if type(metric).update_state is keras.metrics.Mean.update_state:
-        return MEAN if weight is None else SUM
+        if _is_array(weight):
+            return WHOLE
+        # Weighted with its rows, a replica's mean adds to a sum over rows.
+        is_count = isinstance(weight, int | float) and weight == rows
+        return SUM if is_count else MEAN
     return WHOLE
 
 

@@ -25,7 +25,11 @@ from keras_strategies._core.step_context import StepContext, step_scope
 from keras_strategies.keras_bridge import state as state_lib
 from keras_strategies.keras_bridge.programs import changed_values, whole_rows
 from keras_strategies.keras_bridge.trace_hooks import trace_hooks
-from keras_strategies.keras_bridge.tracing import reason_of, warn_of_whole
+from keras_strategies.keras_bridge.tracing import (
+    forget_losses,
+    reason_of,
+    warn_of_whole,
+)
 
 PredictState = tuple[list[Any], list[Any]]
 
@@ -84,8 +88,14 @@ class PredictProgram:
                 if not isinstance(error, _NotByRows):
                     self._reason = self._traced.whole_reason or reason_of(error)
                 self._traced = None
+                forget_losses(self._step)
         shape = (segment.rows, segment.steps)
-        result = dispatch(self._mesh, self._whole, *state, segment.data, *shape)
+        try:
+            result = dispatch(
+                self._mesh, self._whole, *state, segment.data, *shape
+            )
+        finally:
+            self._reason = None
         self._is_by_rows = False
         return result
 

@@ -32,6 +32,7 @@ from keras_strategies.keras_bridge.trace_hooks import trace_hooks
 from keras_strategies.keras_bridge.tracing import (
     StepsNotFused,
     Traced,
+    forget_losses,
     reason_of,
     traced_once,
     warn_of_whole,
@@ -124,13 +125,19 @@ class StepProgram:
                     raise
                 self._reason = self._traced.whole_reason or reason_of(error)
                 self._traced = None
+                forget_losses(self._step)
             else:
                 logs, new, changed = outputs
                 return logs, self._joined(state, new, changed)
         # Where the trace of a replica's step failed by the user's code, so
         # does this one, and its error speaks of the batch as the user made it.
         shape = (segment.rows, segment.steps)
-        logs, new, changed = dispatch(self._mesh, self._whole, *args, *shape)
+        try:
+            outputs = dispatch(self._mesh, self._whole, *args, *shape)
+        finally:
+            # A batch that fails both ways says nothing of the next one.
+            self._reason = None
+        logs, new, changed = outputs
         return logs, self._joined(state, new, changed)
 
     def lower(self, state: Groups, segment: Segment) -> Any:

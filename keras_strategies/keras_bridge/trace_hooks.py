@@ -289,26 +289,29 @@ def _update_state(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    if step.in_metric or (step.is_whole and not step.is_local):
+    if step.in_metric:
         return original(metric, *args, **kwargs)
     rules = [step.metric_rules.get(id(v)) for v in metric.variables]
-    rule = next((r for r in rules if r is not None), None)
-    if rule is None and step.is_local:
-        rule = metric_rules.rule_of_local_update(metric, args, kwargs)
-    elif rule is None:
+    known = next((r for r in rules if r is not None), None)
+    if step.is_local:
+        rule = known or metric_rules.rule_of_local_update(metric, args, kwargs)
+    elif step.is_whole:
+        # Of gathered rows: every replica makes the whole batch's update.
+        rule = metric_rules.SAME
+    else:
         rule = metric_rules.rule_of_update(metric, args, kwargs, step.rows)
-    if rule == metric_rules.WHOLE:
+    if rule == metric_rules.WHOLE or known not in (None, rule):
         step.demand_whole(
             f"metric {metric.name!r} ({type(metric).__name__}) is updated "
             "with a value without the batch's rows, which may be a sum or a "
-            "mean. Update it with rows, or use `keras.metrics.Mean` for a "
-            "mean over rows"
+            "mean, or with values of several kinds. Update it with rows, or "
+            "use `keras.metrics.Mean` for a mean over rows"
         )
     for variable in metric.variables:
         step.metric_rules[id(variable)] = rule
     if rule == metric_rules.SAME and step.is_local:
         args, kwargs = all_gathered(step, (args, kwargs))
-    elif rule == metric_rules.SAME:
+    elif rule == metric_rules.SAME and not step.is_whole:
         args, kwargs = gathered(step, (args, kwargs))
     with step.flag("in_metric"):
         return original(metric, *args, **kwargs)

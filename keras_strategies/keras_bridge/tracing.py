@@ -55,6 +55,20 @@ def traced_once(step: StepContext, body: Callable[..., Any], *args: Any) -> Any:
     return traced(*args)
 
 
+def forget_losses(step: Callable[..., Any]) -> None:
+    """Clears what a failed trace left on its model.
+
+    Keras keeps the losses of a call on the model until its `compute_loss` has
+    read them, and would read those of the failed trace in the next one.
+
+    Args:
+      step: A model's train, test or predict step.
+    """
+    model = getattr(step, "__self__", None)
+    if getattr(model, "_losses_override", None):
+        model._losses_override = []  # type: ignore[union-attr]
+
+
 def warn_of_whole(reason: str) -> None:
     """Warns that a step is not mapped over the replicas, and why."""
     warnings.warn(

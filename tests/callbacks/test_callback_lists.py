@@ -141,3 +141,24 @@ def test_kerass_caps_for_debugging_are_left_to_keras():
         assert list_of(None) is None
     finally:
         keras.config.set_max_epochs(None)
+
+
+def test_a_callback_is_given_a_model_that_is_built():
+    class Shadows(keras.callbacks.Callback):
+        def set_model(self, model):
+            super().set_model(model)
+            self.shadow = model.get_weights()
+
+    def act(model):
+        callback = Shadows()
+        model.fit(X, Y, batch_size=8, verbose=0, callbacks=[callback])
+        return callback.shadow
+
+    shadow, _ = check_same(
+        lambda: keras.Sequential([dense(1)]),
+        act,
+        is_fresh=True,
+        optimizer="sgd",
+        loss="mse",
+    )
+    assert len(shadow) == 2

@@ -48,6 +48,7 @@ RELIED_ON = {
     "_flatten_layers",
     "_jax_state",
     "_jax_state_synced",
+    "_losses_override",
     "_symbolic_build",
     "_use_cached_eval_dataset",
     # Layers, optimizers, metrics.
@@ -856,3 +857,11 @@ def test_a_users_variable_is_named_by_its_path_and_kerass_are_not():
         *seeds,
     ):
         assert v.path != v.name, v.path
+
+
+def test_losses_of_a_call_are_kept_on_the_model_until_they_are_read():
+    model = model_of(keras.layers.Dense(1, kernel_regularizer="l2"))
+    model._losses_override = [np.float32(7)]
+    assert model.losses == [np.float32(7)]
+    model._losses_override = []
+    assert len(model.losses) == 1

@@ -242,11 +242,12 @@ def test_a_metric_that_fails_on_toy_data_is_taken_as_no_sum():
     ("metric", "args", "kwargs", "rule"),
     [
         (keras.metrics.Mean(), (np.float32(1),), {}, "mean"),
-        (keras.metrics.Mean(), (np.float32(1), np.float32(2)), {}, "sum"),
+        (keras.metrics.Mean(), (np.float32(1), np.float32(2)), {}, "whole"),
+        (keras.metrics.Mean(), (np.float32(1), 2), {}, "mean"),
         (
             keras.metrics.Mean(),
             (np.float32(1),),
-            {"sample_weight": np.float32(2)},
+            {"sample_weight": 4},
             "sum",
         ),
         (keras.metrics.Sum(), (np.float32(1),), {}, "whole"),

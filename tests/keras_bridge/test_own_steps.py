@@ -1,5 +1,6 @@
 """Own train steps, losses and metrics: one device's numbers, or an error."""
 
+import functools
 import warnings
 
 import jax
@@ -233,6 +234,97 @@ def test_a_count_of_rows_of_several_steps_in_one_program():
     check_own(CountOfRows, warns="tracker", steps_per_execution=2, replicas=8)
 
 
+class TwoKinds(SumOfScalar):
+    def logs(self, x, y, loss):
+        self.tracker.update_state(x[:, 0])
+        self.tracker.update_state(0.5)
+        return {"sum": self.tracker.result()}
+
+
+class WeightedScalar(OwnStep):
+    def logs(self, x, y, loss):
+        self.tracker.update_state(loss, sample_weight=ops.sum(x[:, 0] ** 2))
+        return {"mean": self.tracker.result()}
+
+
+@pytest.mark.parametrize("model_class", [TwoKinds, WeightedScalar])
+def test_updates_of_which_no_rule_is_sure_are_exact(model_class):
+    check_own(model_class, warns="metric 'tracker'")
+
+
+class ConstantWeight(OwnStep):
+    def logs(self, x, y, loss):
+        self.tracker.update_state(loss, sample_weight=0.5)
+        return {"mean": self.tracker.result()}
+
+
+def test_a_mean_loss_with_a_constant_weight():
+    check_own(ConstantWeight)
+
+
+class Tracks(keras.Sequential):
+    """A marked `compute_loss` that updates a metric."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.seen = keras.metrics.Sum(name="seen")
+
+    @ks.global_batch_loss
+    def compute_loss(
+        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+    ):
+        self.seen.update_state(ops.abs(y[:, 0]))
+        return ops.sum(ops.square(y - y_pred)) / ops.sum(ops.abs(y))
+
+
+@pytest.mark.parametrize("replicas", [2, 8])
+def test_metrics_in_a_marked_function_count_once(replicas):
+    check_same(
+        lambda: Tracks([keras.Input((3,)), dense(2)]),
+        train,
+        replicas=replicas,
+        optimizer="sgd",
+        loss="mse",
+    )
+
+
+class AddsLoss(keras.layers.Layer):
+    def call(self, x):
+        self.add_loss(ops.mean(ops.square(x)))
+        return x
+
+
+def tied(y_true, y_pred):
+    ops.reshape(y_pred, (44, 2))
+    return ops.mean(ops.square(y_true - y_pred), axis=-1)
+
+
+def test_added_losses_survive_a_step_that_is_run_whole():
+    def act(model):
+        options = {"batch_size": 44, "verbose": 0}
+        history = model.fit(X, Y, epochs=2, shuffle=False, **options).history
+        return history, model.evaluate(X, Y, **options)
+
+    with pytest.warns(UserWarning, match="whole batch"):
+        check_same(
+            lambda: keras.Sequential([keras.Input((3,)), dense(2), AddsLoss()]),
+            act,
+            optimizer="sgd",
+            loss=lambda: tied,
+        )
+
+
+def test_a_failed_fit_says_nothing_of_the_next():
+    with ks.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        model = two_outputs()
+        model.compile("sgd", "mse")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="incompatible"):
+            model.fit(X[:, :2], Y, batch_size=16, verbose=0)
+        # Warnings are errors here; the tail is run whole, without one.
+        model.fit(X[:43], Y[:43], batch_size=16, verbose=0)
+
+
 # Losses that mix rows.
 
 
@@ -262,6 +354,16 @@ class InStep(OwnStep):
 
     def logs(self, x, y, loss):
         return {"loss": loss}
+
+
+class InStepPartially(InStep):
+    def loss_of(self, x, y):
+        return PARTIAL(y, self(x))
+
+
+PARTIAL = ks.global_batch_loss(
+    functools.partial(lambda k, y, p: k * ops.var(p - y), 2.0)
+)
 
 
 class Computes(keras.Sequential):
@@ -308,8 +410,9 @@ def test_hinge_losses_tell_labels_from_all_rows(loss):
     )
 
 
-def test_a_marked_loss_in_an_own_step():
-    check_own(InStep)
+@pytest.mark.parametrize("model_class", [InStep, InStepPartially])
+def test_a_marked_loss_in_an_own_step(model_class):
+    check_own(model_class)
 
 
 def test_a_marked_compute_loss():
@@ -322,8 +425,9 @@ def test_a_marked_compute_loss():
 
 
 def test_only_losses_can_be_marked():
-    with pytest.raises(TypeError, match="marks a function or"):
-        ks.global_batch_loss("dice")
+    for thing in ("dice", keras.layers.Dense):
+        with pytest.raises(TypeError, match="marks a function or"):
+            ks.global_batch_loss(thing)
 
 
 def test_a_marked_function_keeps_its_name_and_works_without_a_strategy():
