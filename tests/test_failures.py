@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 
+from keras_strategies.keras_bridge.programs import StepProgram
 from tests.mistakes import (
     X,
     Y,
@@ -171,3 +172,44 @@ def test_an_exception_in_the_models_code_leaves_it_usable():
         model.fit(X, Y, batch_size=8, verbose=0)
     model.fails = False
     assert_usable(model)
+
+
+def test_an_interrupt_between_the_steps_of_an_execution_keeps_them(monkeypatch):
+    """Gradients of convolutions run step by step on CPU, not as one program."""
+    images = np.random.default_rng(0).normal(size=(16, 6, 6, 1))
+    labels = np.arange(16.0)[:, None]
+
+    def make():
+        kernel = keras.initializers.GlorotUniform(seed=3)
+        convolution = keras.layers.Conv2D(2, 3, kernel_initializer=kernel)
+        layers = [keras.Input((6, 6, 1)), convolution, keras.layers.Flatten()]
+        return keras.Sequential([*layers, dense(1)])
+
+    def fit(model, rows):
+        data = images[:rows], labels[:rows]
+        model.fit(*data, batch_size=4, shuffle=False, verbose=0)
+
+    plain = make()
+    plain.compile("adam", "mse")
+    fit(plain, 8)
+    with mirrored(2).scope():
+        model = make()
+        model.compile("adam", "mse", steps_per_execution=4)
+    run = StepProgram._run
+    num_steps = 0
+
+    def interrupted(program, state, segment):
+        nonlocal num_steps
+        if segment.steps == 1:
+            num_steps += 1
+            if num_steps == 3:
+                raise KeyboardInterrupt
+        return run(program, state, segment)
+
+    monkeypatch.setattr(StepProgram, "_run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, 16)
+    assert num_steps == 3
+    assert int(model.optimizer.iterations) == 2
+    assert_same(plain.get_weights(), model.get_weights())
+    fit(model, 16)

@@ -44,6 +44,11 @@ class StepContext:
         for replicas that differ.
       is_local: The step is a user's own function: losses are a replica's,
         gradients are summed by the optimizer.
+      in_compiled: Losses and metrics that were given to `compile` are being
+        called: with rows.
+      is_probe: The trace is made with twice the rows, to look at sizes alone.
+      sizes: What was taken for a number of rows, or not, in the order of the
+        trace: the size, whether it was, and what it was given to.
       whole_reason: Why the step cannot be mapped over the replicas, if it
         cannot; set by `demand_whole`.
     """
@@ -62,6 +67,11 @@ class StepContext:
     in_assign: bool = False
     unaggregated: set[int] = dataclasses.field(default_factory=set)
     is_local: bool = False
+    in_compiled: bool = False
+    is_probe: bool = False
+    sizes: list[tuple[float, bool, str]] = dataclasses.field(
+        default_factory=list
+    )
     whole_reason: str | None = None
 
     @property
@@ -78,6 +88,17 @@ class StepContext:
     def flat(self) -> bool:
         """Whether arrays are reduced as one flat buffer; see `all_sum`."""
         return self.mesh.platform == "cpu"
+
+    def took_for_rows(self, size: float, is_rows: bool, of: str) -> None:
+        """Notes a size that a probe is to confirm (keras_bridge/tracing.py).
+
+        Args:
+          size: A dimension, or a number.
+          is_rows: Whether it was taken for a number of rows.
+          of: What it was given to, for messages.
+        """
+        if not (self.in_compiled or self.in_metric or self.is_local):
+            self.sizes.append((size, is_rows, of))
 
     def demand_whole(self, reason: str) -> NoReturn:
         """Gives the trace up: the step is to run over the whole batch.

@@ -16,6 +16,7 @@ from keras_strategies.keras_bridge.predict_program import PredictProgram
 from keras_strategies.keras_bridge.programs import StepProgram
 
 StepFunction = Callable[[Any, Iterator[Any]], tuple[Any, Any]]
+Program = Callable[[Any, Segment], Iterator[tuple[Any, Any]]]
 
 _GROUPS = {
     "train": (
@@ -150,7 +151,8 @@ class Functions:
                         )
                     holders = last = None
                 for segment in execution.segments:
-                    outputs, state = program(state, segment)
+                    for new in program(state, segment):
+                        outputs, state = new
                     done.append(outputs)
             except BaseException:
                 # Keras took the values out of the variables and would lose
@@ -166,9 +168,7 @@ class Functions:
 
         return function
 
-    def _program(
-        self, kind: str, variables: tuple[Any, ...]
-    ) -> Callable[[Any, Segment], tuple[Any, Any]]:
+    def _program(self, kind: str, variables: tuple[Any, ...]) -> Program:
         model, mesh = self._model, self._mesh
         if model.run_eagerly:
             return self._eager(kind)
@@ -181,11 +181,11 @@ class Functions:
             )
         return make_program(model, mesh, kind, variables)
 
-    def _eager(self, kind: str) -> Callable[[Any, Segment], tuple[Any, Any]]:
+    def _eager(self, kind: str) -> Program:
         step = getattr(self._model, f"{kind}_step")
         mesh = self._mesh
 
-        def run(state: Any, segment: Segment) -> tuple[Any, Any]:
+        def run(state: Any, segment: Segment) -> Iterator[tuple[Any, Any]]:
             data = jax.device_put(segment.data, mesh.whole)
             if segment.steps == 1:
                 data = jax.tree.map(lambda a: a[None], data)
@@ -196,7 +196,7 @@ class Functions:
                 state = (state[0], new) if kind == "predict" else new
                 done.append(outputs)
             outputs = _concatenated(done) if kind == "predict" else done[-1]
-            return outputs, state
+            yield outputs, state
 
         return run
 

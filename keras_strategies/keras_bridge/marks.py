@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import keras
 
 from keras_strategies._core.step_context import current_step
-from keras_strategies.keras_bridge.rows import gathered
+from keras_strategies.keras_bridge.rows import gathered, note_rows
 
 Loss = TypeVar("Loss")
 
@@ -55,6 +55,8 @@ def global_batch_loss(loss: Loss) -> Loss:
             step = current_step()
             if step is None or step.is_whole or step.in_metric:
                 return loss(*args, **kwargs)
+            name = getattr(loss, "__qualname__", type(loss).__name__)
+            note_rows(step, (args, kwargs), f"marked function {name!r}")
             args, kwargs = gathered(step, (args, kwargs))
             with step.flag("is_whole"):
                 return loss(*args, **kwargs)

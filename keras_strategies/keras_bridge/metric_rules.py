@@ -17,7 +17,8 @@ import keras
 import numpy as np
 from keras import tree
 
-from keras_strategies.keras_bridge.rows import has_rows
+from keras_strategies._core.step_context import StepContext
+from keras_strategies.keras_bridge.rows import has_rows, note_rows
 
 SUM = "sum"
 """Each replica's change is added."""
@@ -28,8 +29,6 @@ SAME = "same"
 WHOLE = "whole"
 """No rule is right for sure: the step must see the whole batch."""
 
-_FEW = 4
-"""Up to so many rows, other dimensions are often multiples of their number."""
 _PARTS = (3, 5)
 _verdicts: "weakref.WeakKeyDictionary[keras.metrics.Metric, bool]"
 _verdicts = weakref.WeakKeyDictionary()
@@ -52,13 +51,10 @@ def rule_of_update(
     leaves = tree.flatten((args, kwargs))
     arrays = [a for a in leaves if _is_array(a)]
     if not arrays:
-        # Constants of the program are told to every replica alike, but for
-        # one that may have been read from the shape of a replica's rows.
-        return WHOLE if any(_may_be_rows(a, rows) for a in leaves) else SAME
+        # Constants of the program are told to every replica alike.
+        return SAME
     with_rows = [has_rows(a, rows) for a in arrays]
     if any(with_rows):
-        if any(_may_lack_rows(a, rows) for a in arrays):
-            return WHOLE
         if _is_additive(metric, args, kwargs):
             return SUM
         return SAME if all(with_rows) else WHOLE
@@ -67,8 +63,7 @@ def rule_of_update(
         if _is_array(weight):
             return WHOLE
         # Weighted with its rows, a replica's mean adds to a sum over rows.
-        is_count = isinstance(weight, int | float) and weight == rows
-        return SUM if is_count else MEAN
+        return SUM if is_count(weight, rows) else MEAN
     return WHOLE
 
 
@@ -86,15 +81,35 @@ def rule_of_local_update(
     return SUM if _is_additive(metric, args, kwargs) else SAME
 
 
-def _may_be_rows(value: Any, rows: int) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and value != 0 and value % rows == 0
+def title(metric: keras.metrics.Metric) -> str:
+    """A metric's name and class, for messages."""
+    return f"metric {metric.name!r} ({type(metric).__name__})"
 
 
-def _may_lack_rows(array: Any, rows: int) -> bool:
-    """Whether a dimension may be a multiple of few rows by chance alone."""
-    length = (*array.shape, rows)[0]
-    return rows <= _FEW and length != rows and length % rows == 0
+def note_sizes(
+    step: StepContext, metric: Any, args: Any, kwargs: dict[str, Any]
+) -> None:
+    """Notes what `rule_of_update` took for rows, for a probe to confirm."""
+    leaves = tree.flatten((args, kwargs))
+    of = title(metric)
+    note_rows(step, leaves, of)
+    has_arrays = any(_is_array(a) for a in leaves)
+    has_any_rows = any(has_rows(a, step.rows) for a in leaves)
+    for leaf in leaves:
+        if is_number(leaf):
+            is_rows = has_arrays and not has_any_rows
+            is_rows = is_rows and is_count(leaf, step.rows)
+            step.took_for_rows(leaf, is_rows, of)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a Python number."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_count(value: Any, rows: int) -> bool:
+    """Whether a value is a Python number that equals the replica's rows."""
+    return is_number(value) and value == rows
 
 
 def _is_array(value: Any) -> bool:

@@ -6,7 +6,8 @@ with an output that is not one entry for each row (several, or none) runs its
 step once over the whole batch: only so is the order of the entries known.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from keras_strategies.keras_bridge import state as state_lib
 from keras_strategies.keras_bridge.programs import changed_values, whole_rows
 from keras_strategies.keras_bridge.trace_hooks import trace_hooks
 from keras_strategies.keras_bridge.tracing import (
+    eval_with_rows,
     forget_losses,
     reason_of,
     warn_of_whole,
@@ -67,15 +69,15 @@ class PredictProgram:
 
     def __call__(
         self, state: PredictState, segment: Segment
-    ) -> tuple[Any, PredictState]:
-        """Predicts the segment's rows; returns outputs, rows first, state."""
+    ) -> Iterator[tuple[Any, PredictState]]:
+        """Predicts the segment's rows; yields outputs, rows first, state."""
         outputs, changed = self._run(state, segment)
         if changed:
             group = list(state[1])
             for k, value in changed.items():
                 group[int(k)] = value
             state = (state[0], group)
-        return self._rows(outputs, segment), state
+        yield self._rows(outputs, segment), state
 
     def _run(self, state: PredictState, segment: Segment) -> Any:
         if self._is_by_rows:
@@ -136,10 +138,16 @@ class PredictProgram:
             return self._whole_body(trainable, old, data)
         self._traced = step
         folded = state_lib.fold_seeds(self._variables, old, step)
-        with trace_hooks(), step_scope(step):
-            outputs, new = self._step((list(trainable), list(folded)), data)
-        if any(np.shape(o)[:1] != (rows,) for o in jax.tree.leaves(outputs)):
+        outputs, new = self._predict(step, trainable, folded, data)
+        if not _is_by_rows(outputs, rows):
             raise _NotByRows
+        if not self._has_known_outputs():
+            # Their number may be that of the rows by chance.
+            probe = StepContext(mesh=self._mesh, rows=2 * rows, is_probe=True)
+            body = functools.partial(self._predict, probe)
+            more, _ = eval_with_rows(2 * rows, body, (trainable, folded), data)
+            if not _is_by_rows(more, 2 * rows):
+                raise _NotByRows
         plan = state_lib.Merge(step=step)
         finish = state_lib.plan_merge(plan, self._variables, old, folded, new)
         merged = finish(plan.sums())
@@ -149,6 +157,25 @@ class PredictProgram:
         }
         self._traced = None
         return outputs, changed
+
+    def _predict(
+        self, step: StepContext, trainable: Any, state: Any, data: Any
+    ) -> tuple[Any, Any]:
+        with trace_hooks(), step_scope(step):
+            return self._step((list(trainable), list(state)), data)
+
+    def _has_known_outputs(self) -> bool:
+        """Whether Keras says that all outputs have rows: a functional model."""
+        model = getattr(self._step, "__self__", None)
+        users = [
+            cls
+            for cls in type(model).__mro__
+            if not cls.__module__.startswith("keras.")
+        ]
+        if any({"predict_step", "call"} & vars(cls).keys() for cls in users):
+            return False
+        outputs = getattr(model, "outputs", None)
+        return bool(outputs) and all(o.shape[:1] == (None,) for o in outputs)
 
     def _whole_step(
         self,
@@ -190,6 +217,10 @@ class PredictProgram:
             return outputs, {k: carry[int(k)] for k in keys}
 
         return many
+
+
+def _is_by_rows(outputs: Any, rows: int) -> bool:
+    return all(np.shape(o)[:1] == (rows,) for o in jax.tree.leaves(outputs))
 
 
 class _NotByRows(Exception):

@@ -7,7 +7,7 @@ exact for every loss, metric and layer, and no device holds more than its
 share (docs/architecture.md).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -92,23 +92,31 @@ class StepProgram:
         )
         self._is_fused = True
 
-    def __call__(self, state: Groups, segment: Segment) -> tuple[Any, Groups]:
-        """Runs the segment's steps; returns the last logs and the state."""
+    def __call__(
+        self, state: Groups, segment: Segment
+    ) -> Iterator[tuple[Any, Groups]]:
+        """Runs the segment's steps, in one program or in several.
+
+        Yields:
+          After each program its last step's logs, and the state: the one
+          before is gone, so whoever is interrupted must have taken this one.
+        """
         if segment.steps > 1 and self._is_fused:
             try:
-                return self._run(state, segment)
+                yield self._run(state, segment)
+                return
             except StepsNotFused:
                 self._is_fused = False
         if segment.steps == 1:
-            return self._run(state, segment)
-        logs: Any = None
+            yield self._run(state, segment)
+            return
         batches = dispatch(
             self._mesh, self._unstack, segment.data, segment.steps
         )
         for data in batches:
             one = Segment(data=data, rows=segment.rows, steps=1)
             logs, state = self._run(state, one)
-        return logs, state
+            yield logs, state
 
     def _run(self, state: Groups, segment: Segment) -> tuple[Any, Groups]:
         written, read = self._divide(state)
@@ -193,7 +201,7 @@ class StepProgram:
         if step.num_replicas == 1:
             return self._whole_body(written, read, data)
         self._traced = step
-        outputs = traced_once(step, self._replica_body, written, read, data)
+        outputs = traced_once(step, self._replica_body, (written, read), data)
         self._traced = None
         return outputs
 

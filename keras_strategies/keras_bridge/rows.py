@@ -16,6 +16,13 @@ def has_rows(value: Any, rows: int) -> bool:
     return len(shape) > 0 and shape[0] % rows == 0
 
 
+def note_rows(step: StepContext, values: Any, of: str) -> None:
+    """Notes which arrays of a nest, given to `of`, are taken to have rows."""
+    for value in tree.flatten(values):
+        for size in tuple(getattr(value, "shape", ()))[:1]:
+            step.took_for_rows(size, has_rows(value, step.rows), of)
+
+
 def gathered(step: StepContext, values: Any) -> Any:
     """The nest with the rows of all replicas, masks included."""
 

@@ -4,13 +4,12 @@ Between the start and the end of a trace, and for the tracing thread alone:
 - the outermost optimizer reduces the gradients over the replicas first;
 - losses take their denominators over the global batch, and losses that mix
   rows see the rows of all replicas;
-- metrics are updated by the rule that fits them (metric_rules.py).
+- metrics are updated by the rule that fits them (metric_hooks.py).
 Classes are wrapped rather than instances, so that every optimizer, loss and
 metric is met wherever a model keeps it, and nothing is left on a model.
 """
 
 import contextlib
-import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator
@@ -23,13 +22,20 @@ from keras import ops
 from keras.src.backend.common.variables import Variable as KerasVariable
 from keras.src.losses import loss as loss_module
 from keras.src.optimizers.base_optimizer import BaseOptimizer
-from keras.src.trainers.compile_utils import CompileMetrics, MetricsList
+from keras.src.trainers.compile_utils import (
+    CompileLoss,
+    CompileMetrics,
+    MetricsList,
+)
 
 from keras_strategies._core.replica_map import all_max, all_mean, all_sum
 from keras_strategies._core.step_context import StepContext, current_step
-from keras_strategies.keras_bridge import metric_rules, user_variables
-from keras_strategies.keras_bridge import state as state_lib
-from keras_strategies.keras_bridge.rows import all_gathered, gathered
+from keras_strategies.keras_bridge import (
+    metric_hooks,
+    metric_rules,
+    user_variables,
+)
+from keras_strategies.keras_bridge.rows import gathered, note_rows
 
 _Method = Callable[..., Any]
 _METRIC_LISTS = (CompileMetrics, MetricsList)
@@ -73,11 +79,13 @@ def _install() -> None:
                 _wrap(cls, name, wrapper)
     for cls in _classes(keras.metrics.Metric):
         if issubclass(cls, _METRIC_LISTS):
+            if "update_state" in vars(cls):
+                _wrap(cls, "update_state", metric_hooks.update_compiled)
             continue
         for name, wrapper in (
-            ("update_state", _update_state),
-            ("reset_state", _reset_state),
-            ("result", _result),
+            ("update_state", metric_hooks.update_state),
+            ("reset_state", metric_hooks.reset_state),
+            ("result", metric_hooks.result),
         ):
             if name in vars(cls):
                 _wrap(cls, name, wrapper)
@@ -272,115 +280,12 @@ def _call_loss(
 ) -> Any:
     if step.is_whole or step.in_metric:
         return original(loss, *args, **kwargs)
+    if isinstance(loss, CompileLoss):
+        with step.flag("in_compiled"):
+            return original(loss, *args, **kwargs)
     if not metric_rules.mixes_rows(loss, metric_rules.rank((args, kwargs))):
         return original(loss, *args, **kwargs)
+    note_rows(step, (args, kwargs), f"loss {type(loss).__name__!r}")
     args, kwargs = gathered(step, (args, kwargs))
     with step.flag("is_whole"):
         return original(loss, *args, **kwargs)
-
-
-# Metrics.
-
-
-def _update_state(
-    step: StepContext,
-    original: _Method,
-    metric: keras.metrics.Metric,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    if step.in_metric:
-        return original(metric, *args, **kwargs)
-    rules = [step.metric_rules.get(id(v)) for v in metric.variables]
-    known = next((r for r in rules if r is not None), None)
-    if step.is_local:
-        rule = known or metric_rules.rule_of_local_update(metric, args, kwargs)
-    elif step.is_whole:
-        # Of gathered rows: every replica makes the whole batch's update.
-        rule = metric_rules.SAME
-    else:
-        rule = metric_rules.rule_of_update(metric, args, kwargs, step.rows)
-    if rule == metric_rules.WHOLE or known not in (None, rule):
-        step.demand_whole(
-            f"metric {metric.name!r} ({type(metric).__name__}) is updated "
-            "with a value without the batch's rows, which may be a sum or a "
-            "mean, or with values of several kinds. Update it with rows, or "
-            "use `keras.metrics.Mean` for a mean over rows"
-        )
-    for variable in metric.variables:
-        step.metric_rules[id(variable)] = rule
-    if rule == metric_rules.SAME and step.is_local:
-        args, kwargs = all_gathered(step, (args, kwargs))
-    elif rule == metric_rules.SAME and not step.is_whole:
-        args, kwargs = gathered(step, (args, kwargs))
-    with step.flag("in_metric"):
-        return original(metric, *args, **kwargs)
-
-
-def _reset_state(
-    step: StepContext, original: _Method, metric: keras.metrics.Metric
-) -> Any:
-    result = original(metric)
-    for variable in metric.variables:
-        if id(variable) in step.before:
-            step.before[id(variable)] = variable.value
-    return result
-
-
-def _result(
-    step: StepContext, original: _Method, metric: Any, *args: Any, **kw: Any
-) -> Any:
-    """The result of all replicas' updates so far."""
-    variables = metric.variables
-    if step.in_metric or any(id(v) not in step.before for v in variables):
-        return original(metric, *args, **kw)
-    before = [step.before[id(v)] for v in variables]
-    mine = [v.value for v in variables]
-    plan = state_lib.Merge(step=step)
-    finish = state_lib.plan_merge(
-        plan, variables, before, before, mine, are_metrics=True
-    )
-    # Where the result is only logged, it is read from the state that the
-    # step returns, and this is dead code (`StepProgram._merged_logs`).
-    merged = finish(plan.sums())
-    with step.flag("in_metric"):
-        try:
-            _assign(variables, mine, merged)
-            value = original(metric, *args, **kw)
-        finally:
-            _assign(variables, merged, mine)
-    parts = value.items() if isinstance(value, dict) else [(None, value)]
-    for key, part in parts:
-        step.results[id(part)] = Result(
-            value=part,
-            metric=metric,
-            key=key,
-            variables=list(variables),
-            state=mine,
-        )
-    return value
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Result:
-    """A value that a metric returned in a step, for all replicas' rows.
-
-    Attributes:
-      value: The value; held so that its id stays its own.
-      metric: The metric.
-      key: The value's key where the metric returned a dict, or None.
-      variables: The metric's variables.
-      state: Their values on this replica at the time.
-    """
-
-    value: Any
-    metric: keras.metrics.Metric
-    key: str | None
-    variables: list[keras.Variable]
-    state: list[Any]
-
-
-def _assign(variables: Any, old: list[Any], new: list[Any]) -> None:
-    for variable, o, n in zip(variables, old, new, strict=True):
-        if n is not o:
-            variable.assign(n)

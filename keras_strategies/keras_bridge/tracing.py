@@ -38,13 +38,17 @@ class Traced:
         return jax.tree.unflatten(self._structure, leaves)
 
 
-def traced_once(step: StepContext, body: Callable[..., Any], *args: Any) -> Any:
-    """Traces `body(step, *args)` and looks at it before it is used.
+def traced_once(
+    step: StepContext, body: Callable[..., Any], state: Any, data: Any
+) -> Any:
+    """Traces `body(step, *state, data)` and looks at it before it is used.
 
     Raises:
       WholeBatchNeeded: the replicas would communicate in a branch or a loop
-        that not all of them need take, and wait for each other for ever.
+        that not all of them need take, and wait for each other for ever; or
+        something was taken for the batch's rows, or not, by its size alone.
     """
+    args = (*state, data)
     traced = Traced(functools.partial(body, step), *args)
     if has_unsure_collectives(traced.jaxpr):
         step.demand_whole(
@@ -52,7 +56,42 @@ def traced_once(step: StepContext, body: Callable[..., Any], *args: Any) -> Any:
             "`cond`, `switch` or `while_loop`, which not every replica may "
             "enter. Apply optimizers and update metrics outside of it"
         )
+    if step.sizes:
+        _check_sizes(step, body, state, data)
     return traced(*args)
+
+
+def _check_sizes(
+    step: StepContext, body: Callable[..., Any], state: Any, data: Any
+) -> None:
+    """Traces with twice the rows: what counts rows doubles, no other size."""
+    probe = StepContext(mesh=step.mesh, rows=2 * step.rows, is_probe=True)
+    try:
+        eval_with_rows(probe.rows, functools.partial(body, probe), state, data)
+    except Exception as error:
+        step.demand_whole(
+            "metrics or marked losses are given arrays in a step of your own, "
+            "and whether those have rows shows only in a trace with another "
+            f"number of rows, which failed: {reason_of(error)}"
+        )
+    sizes = [size for size, _, _ in probe.sizes]
+    for k, (size, is_rows, of) in enumerate(step.sizes):
+        if sizes[k : k + 1] != [2 * size if is_rows else size]:
+            step.demand_whole(
+                f"{of} is given an array or a number that is as large as the "
+                "batch's rows by chance, or counts them. Give it arrays with "
+                "rows; `keras.metrics.Mean` takes a mean over rows, too"
+            )
+
+
+def eval_with_rows(
+    rows: int, body: Callable[..., Any], state: Any, data: Any
+) -> Any:
+    """The shapes that `body(*state, data)` has for another number of rows."""
+    other = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), data
+    )
+    return jax.eval_shape(body, *state, other)
 
 
 def forget_losses(step: Callable[..., Any]) -> None:

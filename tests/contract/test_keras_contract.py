@@ -19,7 +19,11 @@ from keras.src.backend.common.variables import Variable as KerasVariable
 from keras.src.distribution.distribution_lib import Distribution
 from keras.src.losses import loss as loss_module
 from keras.src.optimizers.base_optimizer import BaseOptimizer
-from keras.src.trainers.compile_utils import CompileMetrics, MetricsList
+from keras.src.trainers.compile_utils import (
+    CompileLoss,
+    CompileMetrics,
+    MetricsList,
+)
 from keras.src.trainers.data_adapters import (
     array_slicing,
     data_adapter_utils,
@@ -750,6 +754,22 @@ def test_compiled_metrics_are_lists_of_metrics():
     kinds = [type(m) for m in model.metrics]
     assert kinds[0] is keras.metrics.Mean, "the loss tracker"
     assert CompileMetrics in kinds
+
+
+def test_a_compiled_loss_is_a_loss_that_calls_the_given_ones():
+    seen = []
+
+    class Own(keras.losses.Loss):
+        def call(self, y_true, y_pred):
+            seen.append(self)
+            return keras.ops.mean(y_true - y_pred, axis=-1)
+
+    assert issubclass(CompileLoss, keras.losses.Loss)
+    own = Own()
+    model = model_of(keras.layers.Dense(1), loss=own)
+    model.train_on_batch(X, Y)
+    assert isinstance(model._compile_loss, CompileLoss), "_compile_loss"
+    assert seen[0] is own
 
 
 def test_function_of_a_metric_wrapper():

@@ -617,3 +617,139 @@ def test_errors_in_a_step_show_the_batchs_shapes():
     for _ in range(2):
         with pytest.raises(TypeError, match=r"\(16,\)"):
             model.fit(X, Y, batch_size=16, verbose=0)
+
+
+# What is as large as the rows by chance.
+
+
+class SumOfClasses(SumOfScalar):
+    def logs(self, x, y, loss):
+        # Eight sums over rows: as many as a replica of two has rows.
+        classes = ops.sum(ops.one_hot(ops.argmax(x, axis=1), 8), axis=0)
+        self.tracker.update_state(ops.square(classes))
+        return {"classes": self.tracker.result()}
+
+
+class ConstantCount(OwnStep):
+    def logs(self, x, y, loss):
+        self.tracker.update_state(loss, sample_weight=8)
+        return {"mean": self.tracker.result()}
+
+
+class SpreadOfRows(OwnStep):
+    def loss_of(self, x, y):
+        scales = ops.concatenate([ops.sum(x**2, axis=0)] * 3)[:8]
+        return super().loss_of(x, y) * self.spread(scales)
+
+    @staticmethod
+    @ks.global_batch_loss
+    def spread(scales):
+        return ops.sum(scales) / ops.max(scales)
+
+    def logs(self, x, y, loss):
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("model_class", "told"),
+    [
+        (SumOfClasses, "metric 'tracker' (Sum)"),
+        (ConstantCount, "metric 'tracker' (Mean)"),
+        (SpreadOfRows, "marked function"),
+    ],
+)
+def test_sizes_that_equal_the_rows_by_chance(model_class, told):
+    check_own(model_class, warns=told)
+
+
+def test_a_metric_fed_with_rows_of_several_dimensions_stays_mapped():
+    class Flat(SumOfScalar):
+        def logs(self, x, y, loss):
+            self.tracker.update_state(ops.reshape(x, (-1,)), sample_weight=0.5)
+            return {"sum": self.tracker.result()}
+
+    check_own(Flat, replicas=8)
+
+
+class Gram(keras.Model):
+    """Outputs that have as many rows as a replica, and are none."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = dense(8)
+
+    def call(self, x):
+        y = self.layer(x)
+        return ops.matmul(ops.transpose(y), y)
+
+
+def test_outputs_with_as_many_entries_as_rows_by_chance():
+    def act(model):
+        return model.predict(X[:32], batch_size=16, verbose=0)
+
+    plain, ours = run_both(Gram, act, replicas=2)
+    assert_same(plain, ours)
+
+
+# Results that look beyond their metric.
+
+
+class SiblingRatio(keras.metrics.Metric):
+    """The ratio of two metrics, one of which is not an attribute of it."""
+
+    def __init__(self, other):
+        super().__init__(name="ratio")
+        self.total = self.add_weight(shape=(), initializer="zeros")
+        self.ask = lambda: other.result()
+
+    def update_state(self, values):
+        self.total.assign_add(ops.sum(values))
+
+    def result(self):
+        return self.total / (1.0 + self.ask())
+
+
+class ReadsSibling(OwnStep):
+    def __init__(self):
+        super().__init__()
+        self.ratio = SiblingRatio(self.tracker)
+
+    def logs(self, x, y, loss):
+        error = ops.mean(ops.square(self(x) - y), axis=1)
+        self.tracker.update_state(error)
+        self.ratio.update_state(error)
+        return {"log_ratio": ops.log(1.0 + self.ratio.result())}
+
+
+class Reads(keras.metrics.Metric):
+    """A metric that counts how often it was read."""
+
+    def __init__(self):
+        super().__init__(name="reads")
+        self.total = self.add_weight(shape=(), initializer="zeros")
+        self.count = self.add_weight(shape=(), initializer="zeros")
+
+    def update_state(self, values):
+        self.total.assign_add(ops.sum(values))
+
+    def result(self):
+        self.count.assign_add(1)
+        return self.total / self.count
+
+
+class WritesInResult(OwnStep):
+    def __init__(self):
+        super().__init__()
+        self.tracker = Reads()
+
+    def logs(self, x, y, loss):
+        self.tracker.update_state(ops.abs(x[:, 0]))
+        return {"mean": self.tracker.result()}
+
+
+@pytest.mark.parametrize(
+    ("model_class", "told"),
+    [(ReadsSibling, "metric 'ratio'"), (WritesInResult, "metric 'reads'")],
+)
+def test_results_that_look_beyond_their_metric(model_class, told):
+    check_own(model_class, warns=told)
