@@ -1,9 +1,8 @@
 """Whole-fit time per step against what Keras, TensorFlow and JAX offer.
 
 Every peer of a session (a workload and a number of steps per execution) is a
-fresh process on virtual CPU devices. All are warmed up first; then they take
-turns, one whole fit each, while the others sleep, so that a drift of the
-machine's speed meets all of them. Medians of the turns are compared.
+fresh process on virtual CPU devices, and they take turns, one whole fit each
+(turns.py). Medians of the turns are compared.
 
     ./run bench fit
     ./run bench fit --quick
@@ -16,18 +15,14 @@ step an execution, since more fail there with Keras 3.15 and TensorFlow 2.21),
 """
 
 import argparse
-import contextlib
 import json
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
-import time
+
+import turns
 
 PEERS = ("ours", "dataparallel", "tf", "raw", "one")
 WORKLOADS = ("small_mlp", "wide_mlp", "cnn", "transformer")
-ATTEMPTS = 5
 # Workload: rows of a batch, steps of an epoch, epochs of a fit.
 SIZES = {
     "small_mlp": (64, 400, 3),
@@ -93,8 +88,9 @@ def build(workload, steps_per_execution):
     return model
 
 
-def fitted(peer, options):
+def fitted(options):
     """A function that trains for some epochs: one fit."""
+    peer = options.peer
     x, y = data(options.workload, options.steps)
     arguments = {
         "batch_size": SIZES[options.workload][0],
@@ -225,112 +221,40 @@ def raw_loop(x, y, options):
     return fit
 
 
-def run_peer(options):
-    """In a process of its own: a fit, and its time, for every line read."""
-    fit = fitted(options.peer, options)
-    fit()
-    fit()
-    print("ready", flush=True)
-    for _ in sys.stdin:
-        start = time.perf_counter()
-        fit()
-        seconds = time.perf_counter() - start
-        steps = options.epochs * options.steps
-        print(json.dumps({"ms": seconds / steps * 1e3}), flush=True)
-
-
 def start(peer, workload, spe, options, log):
     """Starts one peer in a fresh process, which warms up."""
     _, steps, epochs = SIZES[workload]
     if peer == "tf":
         spe = 1
-    environment = dict(os.environ)
-    environment["KERAS_BACKEND"] = "tensorflow" if peer == "tf" else "jax"
-    environment["JAX_PLATFORMS"] = "cpu"
-    environment["TF_CPP_MIN_LOG_LEVEL"] = "3"
-    count = 1 if peer == "one" else options.devices
-    environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={count}"
-    command = [sys.executable, __file__, "--peer", peer]
-    command += ["--workload", workload, "--spe-one", str(spe)]
-    command += ["--devices", str(options.devices)]
     # TensorFlow takes ten times as long: one epoch a fit is enough.
     epochs = 1 if peer == "tf" else epochs
     if options.devices > (os.cpu_count() or 1):
-        # Shorter fits: see `session`.
+        # Shorter fits: see `turns.session`.
         steps, epochs = max(steps // 4, 20), 1
-    command += ["--steps", str(steps), "--epochs", str(epochs)]
-    return subprocess.Popen(
-        command,
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=log,
-        text=True,
+    arguments = {
+        "--peer": peer,
+        "--workload": workload,
+        "--spe-one": spe,
+        "--devices": options.devices,
+        "--steps": steps,
+        "--epochs": epochs,
+    }
+    return turns.start(
+        [str(part) for item in arguments.items() for part in item],
+        on_tensorflow=peer == "tf",
+        devices=1 if peer == "one" else options.devices,
+        log=log,
     )
 
 
-def answer(peer, process, log):
-    """The next line that a peer prints."""
-    line = process.stdout.readline()
-    if not line:
-        log.seek(0)
-        raise PeerEnded(
-            peer,
-            f"Peer {peer!r} ended with exit status {process.wait()}:\n"
-            f"{log.read()[-2000:]}",
-        )
-    return line
-
-
 def session(workload, spe, peers, options):
-    """One session; started again if XLA aborts a peer.
-
-    The collectives of keras.distribution's programs can wait for each other
-    for ever where there are more virtual CPU devices than cores.
-    """
-    for attempt in range(1, ATTEMPTS):
-        try:
-            return one_session(workload, spe, peers, options)
-        except PeerEnded as ended:
-            if ended.peer == "ours":
-                raise
-            print(
-                f"{ended.peer} was aborted by XLA (attempt {attempt} of "
-                f"{ATTEMPTS}); starting the session again",
-                file=sys.stderr,
-            )
-    return one_session(workload, spe, peers, options)
-
-
-class PeerEnded(Exception):
-    """A peer's process has ended; what it printed last."""
-
-    def __init__(self, peer, text):
-        super().__init__(text)
-        self.peer = peer
-
-
-def one_session(workload, spe, peers, options):
     """Milliseconds a step of each peer's turns, in one session."""
-    samples = {peer: [] for peer in peers}
-    with contextlib.ExitStack() as stack:
-        running = {}
-        for peer in peers:
-            log = stack.enter_context(tempfile.TemporaryFile("w+"))
-            process = start(peer, workload, spe, options, log)
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-            running[peer] = process, log
-        for peer, (process, log) in running.items():
-            while answer(peer, process, log).strip() != "ready":
-                pass
-        for _ in range(options.repeats):
-            for peer, (process, log) in running.items():
-                process.stdin.write("\n")
-                process.stdin.flush()
-                line = answer(peer, process, log)
-                samples[peer].append(json.loads(line)["ms"])
-    return samples
+    told = turns.session(
+        peers,
+        lambda peer, log: start(peer, workload, spe, options, log),
+        options.repeats,
+    )
+    return {peer: [t["ms"] for t in each] for peer, each in told.items()}
 
 
 def main():
@@ -353,7 +277,7 @@ def main():
     options = parser.parse_args()
     if options.peer:
         options.spe = options.spe_one
-        run_peer(options)
+        turns.serve(fitted(options), options.epochs * options.steps)
         return
     if options.quick:
         options.workloads = ["small_mlp"]
@@ -379,10 +303,10 @@ def report(options):
     ):
         known = samples.get((workload, options.spe[0], "tf"))
         peers = [p for p in options.peers if p != "tf" or known is None]
-        turns = session(workload, spe, peers, options)
+        measured = session(workload, spe, peers, options)
         if known is not None:
-            turns["tf"] = known
-        samples |= {(workload, spe, peer): t for peer, t in turns.items()}
+            measured["tf"] = known
+        samples |= {(workload, spe, peer): t for peer, t in measured.items()}
     medians = {cell: statistics.median(s) for cell, s in samples.items()}
     table = Table(
         title=f"fit on {options.devices} virtual CPU devices, ms a step "

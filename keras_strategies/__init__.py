@@ -30,6 +30,9 @@ from keras_strategies._core.values import (  # noqa: E402
 from keras_strategies._core.values import (  # noqa: E402
     PerReplica as PerReplica,
 )
+from keras_strategies.data.from_function import (  # noqa: E402
+    InputContext as InputContext,
+)
 from keras_strategies.keras_bridge.gradients import (  # noqa: E402
     grad as grad,
 )
@@ -63,6 +66,9 @@ from keras_strategies.strategy.current import (  # noqa: E402
 from keras_strategies.strategy.extended import (  # noqa: E402
     StrategyExtended as StrategyExtended,
 )
+from keras_strategies.strategy.function import (  # noqa: E402
+    function as function,
+)
 from keras_strategies.strategy.losses import (  # noqa: E402
     compute_average_loss as compute_average_loss,
 )
@@ -74,6 +80,9 @@ from keras_strategies.strategy.mirrored import (  # noqa: E402
 )
 from keras_strategies.strategy.one_device import (  # noqa: E402
     OneDeviceStrategy as OneDeviceStrategy,
+)
+from keras_strategies.strategy.options import (  # noqa: E402
+    RunOptions as RunOptions,
 )
 from keras_strategies.strategy.replica_context import (  # noqa: E402
     ReplicaContext as ReplicaContext,

@@ -20,7 +20,10 @@ PUBLIC_NAMES = {
     "experimental_set_strategy",
     "get_strategy",
     "DistributedValues",
+    "InputContext",
     "Mirrored",
+    "RunOptions",
+    "function",
     "PerReplica",
     "ReduceOp",
     "ReplicaContext",
@@ -116,7 +119,8 @@ print(sorted(heavy & set(sys.modules)))
 
 def test_import_costs_less_than_a_tenth_of_a_second():
     code = """
-import time, keras
+import gc, time, keras
+gc.collect()  # Or one of all of Keras's objects may fall into our import.
 start = time.process_time()  # Others may keep the machine busy.
 import keras_strategies
 print(time.process_time() - start)

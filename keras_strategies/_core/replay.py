@@ -10,7 +10,7 @@ function is replayed with the result known.
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jax.extend.core import get_opaque_trace_state
@@ -63,32 +63,45 @@ class Replay:
         raise Reached(reduce, list(operands))
 
 
+class Side(Protocol):
+    """One replica's side of collectives that are not computed on the spot."""
+
+    def collective(self, reduce: Reduce, operands: list[Any]) -> list[Any]:
+        """The result of the next collective."""
+        ...
+
+
 class _Current(threading.local):
-    replay: Replay | None = None
+    side: Side | None = None
 
 
 _current = _Current()
 
 
 def collective(reduce: Reduce, operands: list[Any]) -> list[Any]:
-    """Calls `reduce(operands)`, through the replay that is under way, if any.
+    """Calls `reduce(operands)`, or what this thread's collectives go through.
 
     Args:
       reduce: A collective over arrays.
       operands: This replica's arrays.
     """
-    replay = _current.replay
-    if replay is None:
+    side = _current.side
+    if side is None:
         return reduce(operands)
-    return replay.collective(reduce, [jax.numpy.asarray(o) for o in operands])
+    return side.collective(reduce, [jax.numpy.asarray(o) for o in operands])
+
+
+def current_side() -> Side | None:
+    """Whom this thread's collectives go through, or None."""
+    return _current.side
 
 
 @contextlib.contextmanager
-def replay_scope(replay: Replay | None) -> Iterator[None]:
-    """Sends this thread's collectives through `replay` for a block."""
-    before = _current.replay
-    _current.replay = replay
+def replay_scope(side: Side | None) -> Iterator[None]:
+    """Sends this thread's collectives through `side` for a block."""
+    before = _current.side
+    _current.side = side
     try:
         yield
     finally:
-        _current.replay = before
+        _current.side = before

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec
 
+from keras_strategies._core.lockstep import Turn
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.replay import collective
+from keras_strategies._core.replay import collective, current_side
 
 Tree = Any
 
@@ -49,8 +50,11 @@ def split_spec(mesh: ReplicaMesh, *, dim: int = 0) -> PartitionSpec:
     return PartitionSpec(*[None] * dim, mesh.axis)
 
 
-def replica_id(axis: str) -> jax.Array:
-    """The id of the calling replica, a traced int32 scalar."""
+def replica_id(axis: str) -> Any:
+    """The id of the calling replica: traced int32, an int in lockstep."""
+    side = current_side()
+    if isinstance(side, Turn):
+        return side.replica
     return jax.lax.axis_index(axis)
 
 

@@ -44,8 +44,15 @@ class StepContext:
         for replicas that differ.
       is_local: The step is a user's own function: losses are a replica's,
         gradients are summed by the optimizer.
+      in_update: The function writes the same to all copies of a variable.
       in_compiled: Losses and metrics that were given to `compile` are being
         called: with rows.
+      is_empty: This replica has no rows: what is no number of its gradients
+        is the mean of nothing, and counts nothing.
+      share: This replica's weight in averages of states, where some have no
+        rows and so no say; None where all weigh the same.
+      loss_tracker: The metric that Keras's own step gives the loss and the
+        number of rows.
       is_probe: The trace is made with twice the rows, to look at sizes alone.
       sizes: What was taken for a number of rows, or not, in the order of the
         trace: the size, whether it was, and what it was given to.
@@ -67,7 +74,11 @@ class StepContext:
     in_assign: bool = False
     unaggregated: set[int] = dataclasses.field(default_factory=set)
     is_local: bool = False
+    in_update: bool = False
     in_compiled: bool = False
+    is_empty: bool = False
+    share: Any = None
+    loss_tracker: Any = None
     is_probe: bool = False
     sizes: list[tuple[float, bool, str]] = dataclasses.field(
         default_factory=list

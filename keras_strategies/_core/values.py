@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from keras_strategies._core.mesh import ReplicaMesh
+
 STACKED = "stacked"
 """Component i is entry i of the first dimension."""
 ROWS = "rows"
@@ -38,14 +40,27 @@ class PerReplica(DistributedValues):
     def __init__(self, values: Sequence[Any]) -> None:
         self._layout = PARTS
         self._arrays = tuple(values)
+        self._total: Any = None
 
     @classmethod
-    def of(cls, array: Any, layout: str) -> "PerReplica":
-        """A value held as one array over all replicas; see the layouts."""
+    def of(cls, array: Any, layout: str, total: Any = None) -> "PerReplica":
+        """A value held as one array over all replicas.
+
+        Args:
+          array: The array.
+          layout: How the components lie in it.
+          total: Their sum, if it is known already.
+        """
         made = cls.__new__(cls)
         made._layout = layout
         made._arrays = (array,)
+        made._total = total
         return made
+
+    @property
+    def total(self) -> Any:
+        """The sum of the components, if it is known, or None."""
+        return self._total
 
     @property
     def layout(self) -> str:
@@ -134,3 +149,13 @@ jax.tree_util.register_pytree_node(
 def is_distributed(value: Any) -> bool:
     """Whether a leaf of a nest is a value of several replicas."""
     return isinstance(value, DistributedValues)
+
+
+def stacked(parts: Sequence[Any], mesh: ReplicaMesh) -> jax.Array:
+    """One array over the replicas; entry i of it is `parts[i]`, on device i."""
+    shards = [
+        jax.device_put(jax.numpy.asarray(part)[None], device)
+        for part, device in zip(parts, mesh.devices, strict=True)
+    ]
+    shape = (len(parts), *shards[0].shape[1:])
+    return jax.make_array_from_single_device_arrays(shape, mesh.split, shards)

@@ -37,7 +37,7 @@ def update_state(
     """Updates with this replica's rows, or with all, by the metric's rule."""
     if step.in_metric:
         return original(metric, *args, **kwargs)
-    if not step.is_whole:
+    if not step.is_whole and metric is not step.loss_tracker:
         metric_rules.note_sizes(step, metric, args, kwargs)
     if step.is_probe:
         with step.flag("in_metric"):
@@ -84,7 +84,8 @@ def result(
 ) -> Any:
     """The result of all replicas' updates so far."""
     variables = metric.variables
-    if step.in_metric or any(id(v) not in step.before for v in variables):
+    is_known = all(id(v) in step.before for v in variables)
+    if step.in_metric or step.is_probe or not is_known:
         return original(metric, *args, **kw)
     before = [step.before[id(v)] for v in variables]
     mine = [v.value for v in variables]

@@ -213,6 +213,8 @@ class StepProgram:
             state_lib.fold_seeds(variables, values, step)
             for variables, values in zip(self._variables, old, strict=True)
         ]
+        model = getattr(self._step, "__self__", None)
+        step.loss_tracker = getattr(model, "_loss_tracker", None)
         metrics = self._variables[self._metrics]
         step.before = {
             id(v): value
@@ -220,6 +222,9 @@ class StepProgram:
         }
         with trace_hooks(), step_scope(step):
             logs, new = self._step(tuple(map(list, folded)), data)
+        if step.is_probe:
+            # Metrics have no rules in it, and nothing is merged.
+            return logs
         # A metric that the step has reset started anew.
         folded[self._metrics] = [step.before[id(v)] for v in metrics]
         return self._merged(step, old, folded, new, logs)

@@ -2,12 +2,12 @@
 
 The variables it reads and writes are found by one abstract trace; the written
 ones are donated and come back merged. Its results are one array over all
-replicas each.
+replicas each; small ones are summed along the way, since most are losses that
+are reduced next.
 """
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,30 +18,35 @@ import numpy as np
 from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import (
-    all_max,
-    all_min,
     replica_id,
     replica_map,
     split_spec,
     whole_spec,
 )
-from keras_strategies._core.step_context import StepContext, step_scope
 from keras_strategies._core.values import STACKED, PerReplica
+from keras_strategies.keras_bridge import on_read
 from keras_strategies.keras_bridge import state as state_lib
 from keras_strategies.keras_bridge.creation import deferred
-from keras_strategies.keras_bridge.lifting import (
-    LiftingScope,
-    scopes_ask_outwards,
+from keras_strategies.keras_bridge.lifting import LiftingScope
+from keras_strategies.keras_bridge.run_results import Constant
+from keras_strategies.keras_bridge.run_trace import (
+    ReplicaScope,
+    called_in,
+    is_same,
+    merged_state,
+    new_step,
+    refuse_difference,
+    replica_tracing,
+    unaggregated,
 )
-from keras_strategies.keras_bridge.run_results import (
-    Constant,
-    Note,
-    constant_of,
+from keras_strategies.keras_bridge.uneven import (
+    Called,
+    call_unevenly,
+    shares_of,
 )
-from keras_strategies.keras_bridge.trace_hooks import trace_hooks
-from keras_strategies.keras_bridge.uneven import Called, call_unevenly
 
-ReplicaScope = Callable[[StepContext], contextlib.AbstractContextManager[Any]]
+_SUMMED = 64
+"""Results of up to so many entries are summed in the program."""
 
 
 class RunProgram:
@@ -56,6 +61,8 @@ class RunProgram:
         they differ: the array is padded to the most.
       mesh: The replicas.
       replica_scope: Makes a replica context of a step for a block.
+      is_update: Whether the function writes the same to every copy of a
+        variable (`extended.update`).
     """
 
     def __init__(
@@ -66,10 +73,12 @@ class RunProgram:
         *,
         mesh: ReplicaMesh,
         replica_scope: ReplicaScope,
+        is_update: bool = False,
     ) -> None:
         self._fn = fn
         self._mesh = mesh
         self._replica_scope = replica_scope
+        self._is_update = is_update
         self._specs = [
             split_spec(mesh) if split else whole_spec() for split in is_split
         ]
@@ -78,15 +87,21 @@ class RunProgram:
         self._variant_of = list(
             zip(*[counts for counts in rows if counts is not None], strict=True)
         )
-        self._unchecked: list[int] = []
-        self._same: list[Any] | None = None
-        self._shapes: list[list[tuple[int, ...]]] | None = None
         self._lifted: list[keras.Variable] = []
-        self._written: list[int] = []
-        self._structure: Any = None
         self._trainable: list[bool] = []
-        self._read: list[int] = []
+        # The lifted variables: written ones, those with a copy on each
+        # replica, and those that are only read.
+        self._written: list[keras.Variable] = []
+        self._on_read: list[keras.Variable] = []
+        self._read: list[keras.Variable] = []
+        self._last_read: list[Any] = []
+        # What the trace found.
+        self._unchecked: list[int] = []
+        self._structure: Any = None
         self._constants: list[Any] = []
+        self._summed: list[int] = []
+        self._shapes: list[list[tuple[int, ...]]] | None = None
+        self._same: list[Any] | None = None
         self._program: Any = None
         self.num_traces = 0
 
@@ -97,11 +112,11 @@ class RunProgram:
         variables.
         """
         scope = LiftingScope()
-        step = self._step()
+        step = new_step(self._mesh, is_update=self._is_update)
 
         def abstract(*components: Any) -> Any:
             own = self._rows_of(self._variant_of[:1], list(components))
-            with self._tracing(step):
+            with replica_tracing(step, self._replica_scope):
                 self._fn(own)
             return jnp.zeros((1,))
 
@@ -115,18 +130,22 @@ class RunProgram:
             jax.eval_shape(mapped, *leaves)
         self._lifted = list(scope.variables.values())
         self._trainable = [v.trainable for v in self._lifted]
-        self._written = [
-            i for i, v in enumerate(self._lifted) if id(v) in scope.written
-        ]
-        read = [i for i in range(len(self._lifted)) if i not in self._written]
-        self._read = read
+        for variable in self._lifted:
+            on_read.settle(variable, self._mesh)
+            if on_read.is_on_read(variable):
+                self._on_read.append(variable)
+            elif id(variable) in scope.written:
+                self._written.append(variable)
+            else:
+                self._read.append(variable)
+        whole, split = whole_spec(), split_spec(self._mesh)
         program = replica_map(
             self._body,
             self._mesh,
-            in_specs=(whole_spec(), whole_spec(), self._specs),
-            out_specs=(split_spec(self._mesh), whole_spec()),
+            in_specs=(whole, split, whole, self._specs),
+            out_specs=(split, split, whole, whole, whole),
         )
-        self._program = jax.jit(program, donate_argnums=0)
+        self._program = jax.jit(program, donate_argnums=(0, 1))
 
     @property
     def is_current(self) -> bool:
@@ -146,57 +165,71 @@ class RunProgram:
           last: By the id of a variable, the array that a program returned
             for it last; brought up to date.
         """
-        written = [self._lifted[i] for i in self._written]
-        read = [self._lifted[i] for i in self._read]
-        taken = [v._value for v in written]
-        shared = [v._value for v in read]
-        made = {
-            id(value): last[id(v)]
-            for v, value in zip(written, taken, strict=True)
-            if id(v) in last
-        }
-        state_lib.own(taken, written, (), made, self._mesh.whole, donate=True)
-        state_lib.own(shared, read, (), made, self._mesh.whole, donate=False)
+        mesh = self._mesh
+        taken, shared = self._state(last)
+        copies = [on_read.copies_of(v, mesh) for v in self._on_read]
         self._check_last()
-        (arrays, is_same), new = dispatch(
-            self._mesh, self._program, taken, shared, leaves
+        arrays, new_copies, sums, same, new = dispatch(
+            mesh, self._program, taken, copies, shared, leaves
         )
-        for variable, value in zip(written, new, strict=True):
+        for variable, value in zip(self._written, new, strict=False):
             variable._value = value
             last[id(variable)] = weakref.ref(value)
-        is_first, self._same = self._same is None, is_same
+        aggregates = new[len(self._written) :]
+        for variable, copy, value in zip(
+            self._on_read, new_copies, aggregates, strict=True
+        ):
+            on_read.hold(variable, copy, value)
+        is_first, self._same = self._same is None, same
         if is_first:
             # Later ones are checked at the next call: no one waits for them.
             self._check_last()
-        return self._results(arrays)
+        return self._results(arrays, sums)
+
+    def _state(self, last: state_lib.Made) -> tuple[list[Any], list[Any]]:
+        """The values of written and of read variables, ready to be passed."""
+        written, read = self._written, self._read
+        taken = [v._value for v in written]
+        if not state_lib.are_alone(taken, [last.get(id(v)) for v in written]):
+            made = {
+                id(value): last[id(v)]
+                for v, value in zip(written, taken, strict=True)
+                if id(v) in last
+            }
+            whole = self._mesh.whole
+            state_lib.own(taken, written, (), made, whole, donate=True)
+        shared = [v._value for v in read]
+        if not _are(self._last_read, shared):
+            references = list(map(weakref.ref, shared))
+            whole = self._mesh.whole
+            state_lib.own(shared, read, (), None, whole, donate=False)
+            # Those that had to be moved are looked at again next time.
+            self._last_read = references if _are(references, shared) else []
+        return taken, shared
 
     def _check_last(self) -> None:
         """Raises ValueError if replicas wrote a variable differently."""
         for k, same in zip(self._unchecked, self._same or (), strict=False):
-            if bool(np.asarray(same)[0]):
-                continue
-            variable = self._lifted[(*self._written, *self._read)[k]]
-            self._same = []
-            raise ValueError(
-                "The replicas wrote different values to a variable that has "
-                "no aggregation, and their copies may not differ. Received: "
-                f"{variable.path!r} with aggregation='none' (it now holds "
-                "a mean of them, or replica 0's integer). Create it with "
-                'aggregation="sum", "mean" or "only_first_replica".'
-            )
+            if not bool(np.asarray(same)):
+                self._same = []
+                refuse_difference(self._ordered()[k])
 
-    def _results(self, arrays: list[Any]) -> Any:
-        wrapped = map(self._wrapped, range(len(arrays)), arrays)
+    def _results(self, arrays: list[Any], sums: list[Any]) -> Any:
+        totals = dict(zip(self._summed, sums, strict=True))
+        wrapped = (
+            self._wrapped(k, array, totals.get(k))
+            for k, array in enumerate(arrays)
+        )
         leaves = [
             constant.value if isinstance(constant, Constant) else next(wrapped)
             for constant in self._constants
         ]
         return jax.tree.unflatten(self._structure, leaves)
 
-    def _wrapped(self, position: int, array: Any) -> Any:
+    def _wrapped(self, position: int, array: Any, total: Any) -> Any:
         if self._mesh.num_replicas == 1:
             return array[0]
-        value = PerReplica.of(array, STACKED)
+        value = PerReplica.of(array, STACKED, total)
         if self._shapes is None:
             return value
         shapes = [of_replica[position] for of_replica in self._shapes]
@@ -209,65 +242,63 @@ class RunProgram:
             ]
         )
 
-    def _step(self) -> StepContext:
-        return StepContext(
-            mesh=self._mesh, rows=1, is_whole=True, is_local=True
-        )
-
-    @contextlib.contextmanager
-    def _tracing(self, step: StepContext) -> Iterator[None]:
-        with (
-            trace_hooks(),
-            scopes_ask_outwards(),
-            step_scope(step),
-            self._replica_scope(step),
-        ):
-            yield
+    # The traced side.
 
     def _body(
-        self, written: list[Any], read: list[Any], leaves: list[Any]
+        self,
+        written: list[Any],
+        copies: list[Any],
+        read: list[Any],
+        leaves: list[Any],
     ) -> Any:
         self.num_traces += 1
-        step = self._step()
-        variables, old = self._ordered(written, read)
+        step = new_step(self._mesh, is_update=self._is_update)
+        variables = self._ordered()
+        old = [*written, *[c[0] for c in copies], *read]
         folded = state_lib.fold_seeds(variables, old, step)
+        shares = shares_of(self._variant_of)
+        if shares is not None:
+            step.share = jnp.array(shares)[replica_id(step.axis)]
         if not self._variant_of:
             called = self._call(variables, folded, leaves)
             notes = [called.note]
         else:
             called, notes = self._call_unevenly(variables, folded, leaves)
         self._structure, self._constants = notes[0].structure
-        new = list(called.new)
-        start = list(called.start)
-        for k, variable in enumerate(variables):
-            if not any(note.is_changed[k] for note in notes):
-                new[k], start[k] = folded[k], old[k]
-            elif notes[0].rules[k] is None:
-                start[k] = old[k]
-            if all(note.is_equal[k] for note in notes):
-                step.equal[id(new[k])] = new[k]
-            if notes[0].rules[k] is not None:
-                step.metric_rules[id(variable)] = notes[0].rules[k]
-        self._unchecked = [
+        outputs = called.outputs
+        self._summed = [
             k
-            for k in range(len(variables))
-            if any(note.is_unaggregated[k] for note in notes)
+            for k, output in enumerate(outputs)
+            if output.size <= _SUMMED and self._has_one_shape(k)
         ]
-        is_same = [self._is_same(new[k]) for k in self._unchecked]
-        merged = self._merged(step, variables, start, folded, new)
-        outputs = [output[None] for output in called.outputs]
-        return (outputs, [same[None] for same in is_same]), merged
+        values, new_copies, sums = merged_state(
+            step,
+            variables,
+            old,
+            folded,
+            called,
+            notes,
+            [as_summand(outputs[k]) for k in self._summed],
+        )
+        self._unchecked = [
+            k for k in unaggregated(notes) if k < len(self._written)
+        ]
+        same = [is_same(called.new[k], step.axis) for k in self._unchecked]
+        num_returned = len(self._written) + len(self._on_read)
+        return (
+            [output[None] for output in outputs],
+            [copy[None] for copy in new_copies],
+            sums,
+            same,
+            values[:num_returned],
+        )
 
-    def _is_same(self, value: Any) -> Any:
-        """Whether all replicas have one value; NaN equals itself."""
-        axis = self._mesh.axis
-        is_nan = value != value
-        number = jnp.where(is_nan, jnp.zeros_like(value), value)
-        number = number.astype("int32") if number.dtype == bool else number
-        highest, lowest = all_max(number, axis), all_min(number, axis)
-        nans = is_nan.astype("int32")
-        same_nans = all_max(nans, axis) == all_min(nans, axis)
-        return jnp.all((highest == lowest) & same_nans)
+    def _has_one_shape(self, position: int) -> bool:
+        if self._mesh.num_replicas == 1:
+            return False
+        return self._shapes is None or (
+            len({shapes[position] for shapes in self._shapes}) == 1
+        )
 
     def _call(
         self,
@@ -276,7 +307,13 @@ class RunProgram:
         leaves: list[Any],
     ) -> Called:
         """The function on one replica's arguments."""
-        step = self._step()
+        step = new_step(self._mesh, is_update=self._is_update)
+        uneven = [
+            leaf
+            for leaf, uneven in zip(leaves, self._is_uneven, strict=True)
+            if uneven
+        ]
+        step.is_empty = bool(uneven) and not any(a.size for a in uneven)
         step.before = {
             id(v): value for v, value in zip(variables, folded, strict=True)
         }
@@ -284,33 +321,9 @@ class RunProgram:
             state_mapping=list(zip(variables, folded, strict=True)),
             initialize_variables=False,
         )
-        with self._tracing(step), scope:
+        with replica_tracing(step, self._replica_scope), scope:
             results = self._fn(leaves)
-        new = [scope.get_current_value(v) for v in variables]
-        results, structure = jax.tree.flatten(
-            results, is_leaf=lambda leaf: leaf is None
-        )
-        constants = [constant_of(leaf) for leaf in results]
-        start = [step.before[id(v)] for v in variables]
-        return Called(
-            outputs=[
-                jnp.asarray(leaf)
-                for leaf, constant in zip(results, constants, strict=True)
-                if constant is None
-            ],
-            new=new,
-            start=start,
-            note=Note(
-                structure=(structure, constants),
-                is_changed=[
-                    n is not f or s is not f
-                    for n, f, s in zip(new, folded, start, strict=True)
-                ],
-                is_equal=[id(n) in step.equal for n in new],
-                rules=[step.metric_rules.get(id(v)) for v in variables],
-                is_unaggregated=[id(v) in step.unaggregated for v in variables],
-            ),
-        )
+        return called_in(step, scope, results, variables, folded)
 
     def _call_unevenly(
         self,
@@ -341,33 +354,18 @@ class RunProgram:
             for leaf, uneven in zip(leaves, self._is_uneven, strict=True)
         ]
 
-    def _ordered(
-        self, written: list[Any], read: list[Any]
-    ) -> tuple[list[keras.Variable], list[Any]]:
-        order = (*self._written, *self._read)
-        return [self._lifted[i] for i in order], [*written, *read]
+    def _ordered(self) -> list[keras.Variable]:
+        return [*self._written, *self._on_read, *self._read]
 
-    def _merged(
-        self,
-        step: StepContext,
-        variables: list[keras.Variable],
-        start: list[Any],
-        folded: list[Any],
-        new: list[Any],
-    ) -> list[Any]:
-        """The written variables' values, those of all replicas."""
-        plan = state_lib.Merge(step=step)
-        finishers = [
-            state_lib.plan_merge(
-                plan,
-                [v],
-                [s],
-                [f],
-                [n],
-                are_metrics=id(v) in step.metric_rules,
-            )
-            for v, s, f, n in zip(variables, start, folded, new, strict=True)
-        ]
-        sums = plan.sums()
-        merged = [finish(sums)[0] for finish in finishers]
-        return merged[: len(self._written)]
+
+def _are(references: list[Any], values: list[Any]) -> bool:
+    """Whether weak references are to these very arrays."""
+    return len(references) == len(values) and all(
+        reference() is value
+        for reference, value in zip(references, values, strict=True)
+    )
+
+
+def as_summand(array: Any) -> Any:
+    """An array as it is added up: booleans are counted."""
+    return array.astype("int32") if array.dtype == bool else array

@@ -85,7 +85,7 @@ def fold_seeds(
     A hash of the replica's id is mixed into the seed. Adding the id instead
     would make seed 3 on replica 1 the stream of seed 4 on replica 0.
     """
-    mixed = replica_id(step.axis).astype("uint32") * _HASH
+    mixed = jnp.asarray(replica_id(step.axis)).astype("uint32") * _HASH
     mixed = (mixed ^ (mixed >> 15)) * np.uint32(0x85EBCA6B)
     mixed = mixed ^ (mixed >> 13)
     return [
@@ -179,11 +179,20 @@ def _finisher(
         place = plan.add((new - old) / step.num_replicas)
         return lambda sums: old + sums[place]
     if rule == "mean":
-        place = plan.add(new / step.num_replicas)
+        place = plan.add(_shared(new, step))
         return lambda sums: sums[place]
     is_first = replica_id(step.axis) == 0
     place = plan.add(jnp.where(is_first, number, jnp.zeros_like(number)))
     return lambda sums: sums[place]
+
+
+def _shared(value: Any, step: StepContext) -> Any:
+    """This replica's part of the average over the replicas."""
+    if step.share is None:
+        return value / step.num_replicas
+    share = jnp.asarray(step.share, value.dtype)
+    # Statistics of no rows are no numbers.
+    return jnp.where(share > 0, value * share, jnp.zeros_like(value))
 
 
 def _rule(variable: keras.Variable, step: StepContext, is_metric: bool) -> str:
@@ -255,6 +264,22 @@ def own(
                     value = jnp.copy(value)
                 pointers.add(pointer)
         group[i] = value
+
+
+def are_alone(values: Arrays, known: Sequence[Any]) -> bool:
+    """Whether a step may take arrays that are held by their variables alone.
+
+    Args:
+      values: The arrays, those of variables.
+      known: For each, a weak reference to the array that a step of ours
+        returned for the variable last, or None.
+    """
+    alone = _count_references([object()])[0]
+    counts = _count_references(values)
+    return all(
+        count == alone + 1 and reference is not None and reference() is value
+        for count, reference, value in zip(counts, known, values, strict=True)
+    )
 
 
 def still_held(made: Made, state: Sequence[Arrays]) -> Made:

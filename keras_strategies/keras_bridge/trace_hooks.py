@@ -182,6 +182,8 @@ def _apply_purely(
 def _reduce_gradients(
     step: StepContext, optimizer: Any, grads: list[Any], variables: list[Any]
 ) -> list[Any]:
+    if step.is_empty:
+        grads = [g if g is None else _without_nan(g) for g in grads]
     overwriting = [
         getattr(v, "overwrite_with_gradient", False) for v in variables
     ]
@@ -201,6 +203,10 @@ def _reduce_gradients(
         if grad is not None and overwriting[i]:
             reduced[i] = all_max(grad, step.axis)
     return reduced
+
+
+def _without_nan(array: Any) -> Any:
+    return jnp.where(jnp.isnan(array), jnp.zeros_like(array), array)
 
 
 def _scale_loss(

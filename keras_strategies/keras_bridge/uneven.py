@@ -5,7 +5,7 @@ rows; see `_core/replay.py` for the collectives in it.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -108,6 +108,21 @@ def call_unevenly(
                 "the batch even (`drop_remainder`)."
             )
         known = [*known, ends[0].reduce(result[0])]
+
+
+def shares_of(rows: Sequence[Variant]) -> list[float] | None:
+    """Each replica's weight in averages: none without rows.
+
+    Args:
+      rows: Each replica's numbers of rows, of all uneven arguments.
+
+    Returns:
+      The weights, or None where all have the same.
+    """
+    has_rows = [any(variant) for variant in rows]
+    if all(has_rows) or not any(has_rows):
+        return None
+    return [is_full / sum(has_rows) for is_full in has_rows]
 
 
 def _padding(branch: Callable[..., Any], shapes: list[Any]) -> Any:

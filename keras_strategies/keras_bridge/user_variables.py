@@ -13,6 +13,7 @@ import keras
 from keras_strategies._core.replica_map import all_sum, replica_id
 from keras_strategies._core.step_context import StepContext
 from keras_strategies.keras_bridge.metric_rules import SUM
+from keras_strategies.keras_bridge.on_read import is_on_read
 from keras_strategies.keras_bridge.state import is_seed
 
 
@@ -40,25 +41,17 @@ def assign(
       variable: The variable.
       value: This replica's value.
 
-    Raises:
-      ValueError: the variable has a copy of its own on each replica
-        (`synchronization="on_read"`).
     """
     is_inner = step.in_assign or step.in_optimizer or step.in_metric
-    if not step.is_local or is_inner or not is_users(variable):
+    if not step.is_local or is_inner or is_on_read(variable):
+        return original(variable, value)
+    if not is_users(variable):
         return original(variable, value)
     if variable.synchronization == "on_read" and variable.path != variable.name:
         # A metric's, written by hand: what the replicas add is added up.
         step.metric_rules.setdefault(id(variable), SUM)
         return original(variable, value)
-    if variable.synchronization == "on_read":
-        raise ValueError(
-            "Variables with a copy of their own on each replica cannot be "
-            f"written in `run`. Received: {variable.path!r} with "
-            'synchronization="on_read". Use a keras.metrics.Sum or Mean, or '
-            'aggregation="sum" with the default synchronization.'
-        )
-    if variable.aggregation == "none":
+    if variable.aggregation == "none" or step.in_update:
         step.unaggregated.add(id(variable))
         return original(variable, value)
     array = jnp.asarray(value)

@@ -87,6 +87,21 @@ def check_cross_replica(name: str) -> None:
         )
 
 
+def check_outside(name: str) -> None:
+    """Raises RuntimeError inside of a function given to `run`, or of a merge.
+
+    Args:
+      name: The method that was called.
+    """
+    check_cross_replica(name)
+    if stack.replicas:
+        raise RuntimeError(
+            "Replicas cannot be started while others run. Received: a call "
+            f"of `{name}` inside of a function given to `merge_call` or "
+            "`update`. Call it outside of `run`."
+        )
+
+
 @contextlib.contextmanager
 def replica_context(
     strategy: "Strategy", context: "ReplicaContext | None"

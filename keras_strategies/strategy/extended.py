@@ -1,21 +1,31 @@
 """`strategy.extended`: tf's names for libraries, computed from the runtime."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import keras
 
 from keras_strategies._core.reduce_op import ReduceOp
-from keras_strategies.strategy import reducing
+from keras_strategies._core.step_context import current_step
+from keras_strategies._core.values import Mirrored, PerReplica, is_distributed
+from keras_strategies.strategy import current, old_names, reducing
+from keras_strategies.strategy.runner import Runner
 from keras_strategies.strategy.runtime import Runtime
 
 
 class StrategyExtended:
-    """A view of a strategy; holds no state of its own."""
+    """A view of a strategy, for libraries; holds no state of its own.
 
-    def __init__(self, runtime: Runtime) -> None:
+    Args:
+      runtime: The strategy's fact sheet.
+      runner: What its `run` calls.
+    """
+
+    def __init__(self, runtime: Runtime, runner: Runner) -> None:
         self._runtime = runtime
+        self._runner = runner
 
     @property
     def worker_devices(self) -> tuple[jax.Device, ...]:
@@ -26,6 +36,35 @@ class StrategyExtended:
     def parameter_devices(self) -> tuple[jax.Device, ...]:
         """The devices that hold variables: all of them, a copy each."""
         return self._runtime.mesh.devices
+
+    @property
+    def experimental_require_static_shapes(self) -> bool:
+        """Whether batches of one shape are wanted: on TPUs.
+
+        Others work everywhere; each new shape is compiled once, which takes
+        longest there.
+        """
+        return self._runtime.mesh.platform == "tpu"
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        """False: there are no graphs of several processes."""
+        return False
+
+    @property
+    def experimental_should_init(self) -> bool:
+        """Whether this process initializes variables: each does its own."""
+        return True
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this process writes checkpoints: the first one does."""
+        return jax.process_index() == 0
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Whether this process writes summaries: the first one does."""
+        return jax.process_index() == 0
 
     def reduce_to(
         self,
@@ -44,7 +83,11 @@ class StrategyExtended:
           destinations: Not used: the result is on all of the strategy's
             devices.
           options: Not used.
+
+        Raises:
+          RuntimeError: called inside of a replica's function.
         """
+        current.check_cross_replica("reduce_to")
         return reducing.reduce(reduce_op, value, None, self._runtime.mesh)
 
     def batch_reduce_to(
@@ -65,15 +108,161 @@ class StrategyExtended:
             for value, destination in value_destination_pairs
         ]
 
+    def update(
+        self,
+        var: keras.Variable,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Calls `fn(var, *args, **kwargs)` for every copy of a variable.
+
+        Outside of replica functions, and in a function given to `merge_call`.
+        `var.assign` and its kin in `fn` write the copies.
+
+        Args:
+          var: A variable.
+          fn: What changes it. All copies of a variable must be given the same
+            value, but for one with `synchronization="on_read"`.
+          args: Arguments; a `PerReplica` is replaced by the component of the
+            copy's replica.
+          kwargs: Keyword arguments, likewise.
+          group: Whether nothing is returned.
+
+        Returns:
+          None, or with `group=False` a tuple of what `fn` returned for each
+          copy; in `merge_call` what it returned.
+
+        Raises:
+          ValueError: the copies were given different values.
+          TypeError: `var` is no variable.
+          RuntimeError: called inside of a replica's function.
+        """
+        _check_variable("update", var)
+        return self._update(fn, (var, *args), kwargs or {}, group)
+
+    def update_non_slot(
+        self,
+        colocate_with: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Calls `fn(*args, **kwargs)` on every device; see `update`.
+
+        Args:
+          colocate_with: Not used: it runs on all of the strategy's devices.
+          fn: What changes variables.
+          args: Its arguments.
+          kwargs: Its keyword arguments.
+          group: Whether nothing is returned.
+        """
+        return self._update(fn, tuple(args), kwargs or {}, group)
+
+    def _update(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        group: bool,
+    ) -> Any:
+        current.check_cross_replica("update")
+        step = current_step()
+        if step is None:
+            result = self._runner(fn, args, kwargs, is_update=True)
+            mesh = self._runtime.mesh
+            return None if group else reducing.local_results(result, mesh)
+        args, kwargs = jax.tree.map(
+            lambda v: v.arrays[0] if isinstance(v, PerReplica) else v,
+            (args, kwargs),
+            is_leaf=is_distributed,
+        )
+        with step.flag("in_update"):
+            result = fn(*args, **kwargs)
+        return None if group else result
+
+    def broadcast_to(self, tensor: Any, destinations: Any = None) -> Any:
+        """Copies a value to every device.
+
+        Args:
+          tensor: An array or a number.
+          destinations: Not used: the copies are on all of the strategy's
+            devices.
+
+        Returns:
+          A `Mirrored`; with one replica, an array.
+        """
+        current.check_cross_replica("broadcast_to")
+        mesh = self._runtime.mesh
+        array = jax.device_put(jax.numpy.asarray(tensor), mesh.whole)
+        return array if mesh.num_replicas == 1 else Mirrored(array)
+
+    def call_for_each_replica(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """The old name of `Strategy.run`.
+
+        Args:
+          fn: The function.
+          args: Its positional arguments.
+          kwargs: Its keyword arguments.
+        """
+        current.check_outside("call_for_each_replica")
+        return self._runner(fn, args, kwargs or {})
+
+    def value_container(self, value: Any) -> Any:
+        """What holds a component: the variable itself, which is one object."""
+        return value
+
+    def read_var(self, v: keras.Variable) -> Any:
+        """The value of a variable, aggregated where its copies differ."""
+        _check_variable("read_var", v)
+        return v.value
+
+    def non_slot_devices(self, var_list: Any) -> tuple[jax.Device, ...]:
+        """Where an optimizer's other variables lie: on all devices."""
+        del var_list
+        return self._runtime.mesh.devices
+
+    @contextlib.contextmanager
+    def colocate_vars_with(
+        self, colocate_with_variable: keras.Variable
+    ) -> Iterator[None]:
+        """Changes nothing: every variable has a copy on every device.
+
+        Raises:
+          ValueError: the variable was not created in this strategy's scope.
+        """
+        variable = colocate_with_variable
+        if not self.variable_created_in_scope(variable):
+            raise ValueError(
+                "`colocate_vars_with` must only be passed a variable created "
+                f"in this strategy's scope, not: {variable.path!r}. Create it "
+                "in `with strategy.scope()`."
+            )
+        yield
+
     def variable_created_in_scope(self, v: keras.Variable) -> bool:
         """Whether `v` was created in this strategy's scope.
 
         A variable that was created elsewhere and moved to the strategy's
         devices by `compile` or `attach` was not.
         """
-        if not isinstance(v, keras.Variable):
-            raise TypeError(
-                "`variable_created_in_scope` takes a Keras variable. "
-                f"Received: {type(v).__name__}. Pass `layer.variables[i]`."
-            )
+        _check_variable("variable_created_in_scope", v)
         return v in self._runtime.registry
+
+    def __getattr__(self, name: str) -> Any:
+        raise old_names.missing(self, name)
+
+
+def _check_variable(name: str, value: Any) -> None:
+    if not isinstance(value, keras.Variable):
+        raise TypeError(
+            f"`{name}` takes a Keras variable. Received: "
+            f"{type(value).__name__}. Pass `layer.variables[i]`."
+        )

@@ -5,11 +5,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 
 from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.reduce_op import ReduceOp, as_reduce_op
+from keras_strategies._core.replica_map import all_sum
 from keras_strategies._core.values import (
     LOCAL,
     STACKED,
@@ -18,6 +20,7 @@ from keras_strategies._core.values import (
     PerReplica,
     is_distributed,
 )
+from keras_strategies.keras_bridge import on_read
 
 
 def reduce(op: Any, value: Any, axis: Any, mesh: ReplicaMesh) -> Any:
@@ -31,6 +34,8 @@ def reduce(op: Any, value: Any, axis: Any, mesh: ReplicaMesh) -> Any:
 
 
 def _reduce_one(op: ReduceOp, value: Any, axis: Any, mesh: ReplicaMesh) -> Any:
+    if isinstance(value, keras.Variable):
+        value = _of_variable(value, mesh)
     if isinstance(value, Mirrored):
         value = value.array
     if not isinstance(value, PerReplica):
@@ -41,8 +46,12 @@ def _reduce_one(op: ReduceOp, value: Any, axis: Any, mesh: ReplicaMesh) -> Any:
                 "`reduce` inside of `merge_call` takes axis=None. Received: "
                 f"axis={axis}. Sum over the dimension in the replica."
             )
-        total = jax.lax.psum(value.arrays[0], mesh.axis)
+        flat = mesh.platform == "cpu"
+        (total,) = all_sum([value.arrays[0]], mesh.axis, flat=flat)
         return total / mesh.num_replicas if op is ReduceOp.MEAN else total
+    if axis is None and value.total is not None:
+        is_mean = op is ReduceOp.MEAN
+        return value.total / mesh.num_replicas if is_mean else value.total
     if axis is None and value.layout == STACKED:
         program = _over_replicas(mesh, op is ReduceOp.MEAN)
         return dispatch(mesh, program, value.arrays[0])[0]
@@ -60,6 +69,15 @@ def _reduce_one(op: ReduceOp, value: Any, axis: Any, mesh: ReplicaMesh) -> Any:
         return total
     count = sum(int(np.prod([p.shape[a] for a in axes])) for p in parts)
     return total / count
+
+
+def _of_variable(variable: keras.Variable, mesh: ReplicaMesh) -> Any:
+    """A variable's copies: a `PerReplica` where they differ."""
+    if not on_read.is_on_read(variable):
+        return Mirrored(variable.value)
+    # Copied: the next `run` takes the variable's own.
+    array = jnp.copy(on_read.copies_of(variable, mesh))
+    return PerReplica.of(array, STACKED)
 
 
 def _reduce_plain(
@@ -170,8 +188,17 @@ def _check_gathered(axis: Any, part: Any, parts: list[Any]) -> None:
         )
 
 
-def local_results(value: Any) -> tuple[Any, ...]:
+def local_results(value: Any, mesh: ReplicaMesh) -> tuple[Any, ...]:
     """See `Strategy.experimental_local_results`."""
+    value = jax.tree.map(
+        lambda leaf: (
+            _of_variable(leaf, mesh)
+            if isinstance(leaf, keras.Variable)
+            else leaf
+        ),
+        value,
+        is_leaf=is_distributed,
+    )
     leaves, structure = jax.tree.flatten(value, is_leaf=is_distributed)
     counts = {
         len(leaf.values)

@@ -1,8 +1,10 @@
 """`Strategy.run`: finds or makes the program of a call, and calls it."""
 
 import collections
+import contextlib
+import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,13 +19,16 @@ from keras_strategies._core.values import (
     Mirrored,
     PerReplica,
     is_distributed,
+    stacked,
 )
 from keras_strategies.keras_bridge import creation
+from keras_strategies.keras_bridge.debug_run import debug_run
 from keras_strategies.keras_bridge.function_keys import (
     function_key,
     value_key,
 )
 from keras_strategies.keras_bridge.run_program import RunProgram
+from keras_strategies.keras_bridge.uneven import shares_of
 from keras_strategies.strategy import current
 from keras_strategies.strategy.replica_context import ReplicaContext
 
@@ -51,27 +56,42 @@ class Runner:
         self._programs = collections.OrderedDict()
         self._last: dict[int, Any] = {}
         self._num_made: collections.Counter[Any] = collections.Counter()
+        self._threads = threading.local()
 
     def __call__(
         self,
         fn: Callable[..., Any],
         args: Sequence[Any],
         kwargs: dict[str, Any],
+        *,
+        is_update: bool = False,
     ) -> Any:
-        """Runs `fn` once on every replica; see `Strategy.run`."""
+        """Runs `fn` once on every replica; see `Strategy.run`.
+
+        Args:
+          fn: The function.
+          args: Its positional arguments.
+          kwargs: Its keyword arguments.
+          is_update: Whether it runs in the cross-replica context and writes
+            the same to every copy; see `StrategyExtended.update`.
+        """
+        current.check_not_mixing(self._strategy)
         leaves, structure = jax.tree.flatten(
             (tuple(args), kwargs), is_leaf=_is_leaf
         )
+        if self._is_debugging:
+            return self._debug(fn, leaves, structure, is_update)
         kinds, arrays = [], []
         for leaf in leaves:
             kind, array = self._argument(leaf)
             kinds.append(kind)
             if kind[0] != _STATIC:
                 arrays.append(array)
-        key = (function_key(fn), structure, tuple(k[:4] for k in kinds))
+        kept = tuple(k[:4] for k in kinds)
+        key = (function_key(fn), structure, kept, is_update)
         program = self._programs.get(key)
         if program is None or not program.is_current:
-            program = self._make(fn, structure, kinds, arrays)
+            program = self._make(fn, structure, kinds, arrays, is_update)
             self._programs[key] = program
             self._count(fn)
             while len(self._programs) > _MAX_PROGRAMS:
@@ -79,6 +99,45 @@ class Runner:
         self._programs.move_to_end(key)
         creation.sync_fits(program.lifted)
         return program(arrays, self._last)
+
+    @contextlib.contextmanager
+    def debugging(self) -> Iterator[None]:
+        """Runs functions eagerly in this thread while the block runs."""
+        before = self._is_debugging
+        self._threads.is_debugging = True
+        try:
+            yield
+        finally:
+            self._threads.is_debugging = before
+
+    @property
+    def _is_debugging(self) -> bool:
+        return getattr(self._threads, "is_debugging", False)
+
+    def _debug(
+        self, fn: Any, leaves: list[Any], structure: Any, is_update: bool
+    ) -> Any:
+        mesh = self._mesh
+        rows = []
+        for leaf in leaves:
+            if isinstance(leaf, PerReplica):
+                _, _, counts = self._one_array(leaf)
+                rows += [] if counts is None else [counts]
+
+        def of_replica(replica: int) -> Any:
+            own = [_own(leaf, replica, mesh) for leaf in leaves]
+            args, kwargs = jax.tree.unflatten(structure, own)
+            return fn(*args, **kwargs)
+
+        scope = self._update_scope if is_update else self._replica_scope
+        return debug_run(
+            of_replica,
+            mesh=mesh,
+            scope=self._strategy.scope,
+            replica_scope=scope,
+            shares=shares_of(list(zip(*rows, strict=True))),
+            is_update=is_update,
+        )
 
     @property
     def num_programs(self) -> int:
@@ -109,13 +168,7 @@ class Runner:
         if value.layout != PARTS:
             return value.layout, value.arrays[0], None
         parts = value.arrays
-        if len(parts) != self._mesh.num_replicas:
-            raise ValueError(
-                "A PerReplica has one component for each replica. Received: "
-                f"{len(parts)} components, {self._mesh.num_replicas} "
-                "replicas. Make it with "
-                "`experimental_distribute_values_from_function`."
-            )
+        self._check_count(value)
         shapes = [np.shape(part) for part in parts]
         dtypes = [str(jax.numpy.result_type(part)) for part in parts]
         if len(set(dtypes)) > 1 or len({(len(s), s[1:]) for s in shapes}) > 1:
@@ -130,12 +183,22 @@ class Runner:
         padded = [_padded(part, max(rows)) for part in parts]
         return STACKED, stacked(padded, self._mesh), rows
 
+    def _check_count(self, value: PerReplica) -> None:
+        parts, count = value.arrays, self._mesh.num_replicas
+        if value.layout == PARTS and len(parts) != count:
+            raise ValueError(
+                "A PerReplica has one component for each replica. Received: "
+                f"{len(parts)} components, {count} replicas. Make it with "
+                "`experimental_distribute_values_from_function`."
+            )
+
     def _make(
         self,
         fn: Callable[..., Any],
         structure: Any,
         kinds: list[tuple[Any, ...]],
         arrays: list[Any],
+        is_update: bool,
     ) -> RunProgram:
         def of_components(components: list[Any]) -> Any:
             given = iter(components)
@@ -153,7 +216,10 @@ class Runner:
             is_split,
             rows,
             mesh=self._mesh,
-            replica_scope=self._replica_scope,
+            replica_scope=(
+                self._update_scope if is_update else self._replica_scope
+            ),
+            is_update=is_update,
         )
         with self._strategy.scope():
             program.prepare(arrays)
@@ -162,6 +228,10 @@ class Runner:
     def _replica_scope(self, step: StepContext) -> Any:
         context = ReplicaContext(self._strategy, step)
         return current.replica_context(self._strategy, context)
+
+    def _update_scope(self, step: StepContext) -> Any:
+        del step
+        return current.replica_context(self._strategy, None)
 
     def _count(self, fn: Any) -> None:
         code = getattr(fn, "__code__", None)
@@ -183,6 +253,18 @@ def _is_leaf(value: Any) -> bool:
     return value is None or is_distributed(value)
 
 
+def _own(leaf: Any, replica: int, mesh: ReplicaMesh) -> Any:
+    """What one replica gets of an argument, in debug mode."""
+    if isinstance(leaf, Mirrored):
+        leaf = leaf.array
+    if isinstance(leaf, PerReplica):
+        # On all devices, so that it can be combined with variables.
+        return jax.device_put(np.asarray(leaf.values[replica]), mesh.whole)
+    if isinstance(leaf, jax.Array | np.ndarray | np.generic):
+        return jax.device_put(leaf, mesh.whole)
+    return leaf
+
+
 def _padded(part: Any, rows: int) -> Any:
     array = jax.numpy.asarray(part)
     missing = [(0, rows - array.shape[0])] + [(0, 0)] * (array.ndim - 1)
@@ -191,13 +273,3 @@ def _padded(part: Any, rows: int) -> Any:
 
 def _component(kind: tuple[Any, ...], array: Any) -> Any:
     return array[0] if kind[0] == STACKED else array
-
-
-def stacked(parts: Sequence[Any], mesh: ReplicaMesh) -> jax.Array:
-    """One array over the replicas; entry i of it is `parts[i]`, on device i."""
-    shards = [
-        jax.device_put(jax.numpy.asarray(part)[None], device)
-        for part, device in zip(parts, mesh.devices, strict=True)
-    ]
-    shape = (len(parts), *shards[0].shape[1:])
-    return jax.make_array_from_single_device_arrays(shape, mesh.split, shards)

@@ -1,14 +1,18 @@
 """The scope of a strategy: what is in place while it is open."""
 
 import contextlib
+import functools
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import keras
 
 from keras_strategies.keras_bridge import binding as binding_lib
-from keras_strategies.keras_bridge import model_hooks
-from keras_strategies.keras_bridge.layout import distribution_scope
+from keras_strategies.keras_bridge import model_hooks, on_read
+from keras_strategies.keras_bridge.layout import (
+    distribution_scope,
+    variable_creator_scope,
+)
 from keras_strategies.strategy import current
 
 if TYPE_CHECKING:
@@ -25,6 +29,7 @@ class Scope:
     def __enter__(self) -> "Strategy":
         strategy = self._strategy
         current.check_not_mixing(strategy)
+        current.check_cross_replica("scope")
         stack = contextlib.ExitStack()
         with stack:
             current.stack.entered.append(strategy)
@@ -32,6 +37,8 @@ class Scope:
             stack.enter_context(
                 distribution_scope(strategy._runtime.distribution)
             )
+            create = functools.partial(on_read.create, strategy._runtime.mesh)
+            stack.enter_context(variable_creator_scope(create))
             stack.enter_context(
                 model_hooks.keras_hooks(
                     _claim, _check, _bind, current.has_strategy

@@ -6,17 +6,22 @@ import numpy as np
 from keras_strategies.keras_bridge.binding import all_variables
 
 
-def assert_replicated(model: keras.Model) -> None:
-    """Asserts that all copies of all of a model's variables are bit-equal.
+def assert_replicated(*owners: keras.Model | keras.Variable) -> None:
+    """Asserts that all copies of replicated variables are equal, bit by bit.
 
     Args:
-      model: A model that was bound to a strategy.
+      *owners: Models that were bound to a strategy, whose variables (also of
+        their optimizers, metrics and losses) are looked at, and variables.
 
     Raises:
       AssertionError: copies differ; the text lists the variables.
     """
+    variables: list[keras.Variable] = []
+    for owner in owners:
+        is_variable = isinstance(owner, keras.Variable)
+        variables += [owner] if is_variable else all_variables(owner)
     different = []
-    for variable in all_variables(model):
+    for variable in variables:
         shards = [np.asarray(s.data) for s in variable.value.addressable_shards]
         if any(s.tobytes() != shards[0].tobytes() for s in shards[1:]):
             different.append(variable.path)

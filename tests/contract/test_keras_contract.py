@@ -15,6 +15,7 @@ import keras
 import numpy as np
 import pytest
 from keras.src.backend import get_keras_mask, set_keras_mask
+from keras.src.backend.common import global_state
 from keras.src.backend.common.variables import Variable as KerasVariable
 from keras.src.distribution.distribution_lib import Distribution
 from keras.src.losses import loss as loss_module
@@ -45,6 +46,7 @@ Y = X[:, :1]
 
 RELIED_ON = {
     # Variables.
+    "_initializer",
     "_layout",
     "_value",
     # Models.
@@ -52,6 +54,7 @@ RELIED_ON = {
     "_flatten_layers",
     "_jax_state",
     "_jax_state_synced",
+    "_loss_tracker",
     "_losses_override",
     "_symbolic_build",
     "_use_cached_eval_dataset",
@@ -107,6 +110,58 @@ def test_every_module_imported_from_keras_src_is_imported_here():
 
     used = set().union(*map(imported, BRIDGE.glob("*.py")))
     assert used - imported(pathlib.Path(__file__)) == set()
+
+
+# State of a thread: debug_run.py, on_read.py.
+
+
+def test_what_is_open_in_a_thread_is_kept_in_its_global_state():
+    tracker = global_state.GLOBAL_STATE_TRACKER
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        kept = dict(vars(tracker))
+    finally:
+        keras.config.set_dtype_policy(before)
+    seen = []
+
+    def look():
+        assert keras.config.dtype_policy().name == "float32"
+        vars(tracker).update(kept)
+        seen.append(keras.config.dtype_policy().name)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert seen == ["mixed_bfloat16"]
+    assert keras.config.dtype_policy() is before
+
+
+def test_a_metric_is_the_caller_of_the_scope_that_it_makes_variables_in():
+    callers = []
+
+    def creator(shape, dtype):
+        stack = global_state.get_global_attribute("name_scope_stack")
+        callers.append(stack[-1].caller if stack else None)
+        return keras.ops.zeros(shape, dtype)
+
+    keras.Variable(creator, shape=())
+    metric = keras.metrics.Sum()
+    variable = metric.add_variable((), creator)
+    assert callers == [None, metric]
+    assert variable.synchronization == "on_read"
+    assert variable.aggregation == "sum"
+
+
+def test_a_variable_made_in_a_stateless_scope_waits_for_its_value():
+    with keras.StatelessScope():
+        variable = keras.Variable(
+            lambda shape, dtype: keras.ops.ones(shape, dtype), shape=()
+        )
+        assert variable._value is None, "_value"
+        value = variable._initializer(variable.shape, dtype=variable.dtype)
+        assert float(value) == 1.0, "_initializer"
+    assert float(variable._value) == 1.0
 
 
 # Distribution and variables: layout.py.
@@ -783,6 +838,7 @@ def test_loss_tracker_counts_the_rows_of_a_step():
     model.train_on_batch(X, Y)
     tracker = model.metrics[0]
     assert float(tracker.variables[1].value) == 6
+    assert model._loss_tracker is tracker, "_loss_tracker"
 
 
 def test_array_adapter_chooses_rows_for_any_nest():

@@ -10,6 +10,7 @@ import pytest
 from keras import ops
 
 import keras_strategies as ks
+from keras_strategies.keras_bridge import tracing
 from tests.plain_keras import assert_same, check_same, dense, run_both
 
 _random = np.random.default_rng(5)
@@ -669,6 +670,17 @@ def test_a_metric_fed_with_rows_of_several_dimensions_stays_mapped():
             return {"sum": self.tracker.result()}
 
     check_own(Flat, replicas=8)
+
+
+def test_kerass_own_step_is_traced_once(monkeypatch):
+    def fail(*args):
+        raise AssertionError("a second trace")
+
+    monkeypatch.setattr(tracing, "_check_sizes", fail)
+    with ks.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        model = two_outputs()
+        model.compile("sgd", "mse", metrics=["mae", keras.metrics.R2Score()])
+    train(model)
 
 
 class Gram(keras.Model):

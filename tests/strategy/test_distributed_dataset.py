@@ -140,3 +140,97 @@ def test_batches_lie_on_the_devices():
         {d} for d in strategy.extended.worker_devices
     ]
     assert all(isinstance(v, jax.Array) for v in x.values)
+
+
+# Datasets made by a function: a replica's batches already.
+
+
+def sizes_of_steps(strategy, lengths):
+    """Each step's rows on each replica, of batches with so many rows."""
+    ends = np.cumsum(lengths)
+    batches = [
+        X[end - length : end] for end, length in zip(ends, lengths, strict=True)
+    ]
+    dataset = strategy.distribute_datasets_from_function(
+        lambda _: batches_of(batches)
+    )
+    steps, rows = [], []
+    for batch in dataset:
+        parts = strategy.experimental_local_results(batch)
+        steps.append(tuple(len(part) for part in parts))
+        rows.append(np.asarray(strategy.gather(batch, axis=0)))
+    np.testing.assert_array_equal(np.concatenate(rows), X[: ends[-1]])
+    return steps
+
+
+class batches_of:
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "lengths", "steps"),
+    [
+        (1, [4, 4, 2], [(4,), (4,), (2,)]),
+        (2, [4, 4, 4, 2], [(4, 4), (4, 2)]),
+        (2, [4, 4, 4], [(4, 4), (4, 0)]),
+        (3, [1, 1, 1, 1], [(1, 1, 1), (1, 0, 0)]),
+        (8, [2] * 7, [(2,) * 7 + (0,)]),
+    ],
+)
+def test_a_function_gives_each_replica_the_next_batch(replicas, lengths, steps):
+    assert sizes_of_steps(mirrored(replicas), lengths) == steps
+
+
+def test_a_function_is_told_about_its_pipeline():
+    contexts = []
+
+    def make(context):
+        contexts.append(context)
+        size = context.get_per_replica_batch_size(8)
+        return NUMPY.batch(size)
+
+    strategy = mirrored(2)
+    dataset = strategy.distribute_datasets_from_function(make)
+    assert len(contexts) == 1
+    assert contexts[0] == ks.InputContext(
+        num_input_pipelines=1, input_pipeline_id=0, num_replicas_in_sync=2
+    )
+    for _ in range(2):
+        shapes = [
+            [
+                len(part)
+                for part in strategy.experimental_local_results(batch[0])
+            ]
+            for batch in dataset
+        ]
+        assert shapes == [[4, 4], [4, 2]]
+    with pytest.raises(ValueError, match="share a global batch evenly"):
+        contexts[0].get_per_replica_batch_size(7)
+
+
+def test_the_old_name_of_datasets_from_function_warns_once():
+    strategy = mirrored(2)
+
+    def make():
+        return strategy.experimental_distribute_datasets_from_function(
+            lambda _: NUMPY.batch(2)
+        )
+
+    with pytest.warns(DeprecationWarning, match="is the old name of"):
+        make()
+    make()
+
+
+def test_what_is_no_function_of_batches_is_refused():
+    strategy = mirrored(2)
+    with pytest.raises(TypeError, match="A function that makes a dataset"):
+        strategy.distribute_datasets_from_function(NUMPY.batch(2))
+    with pytest.raises(TypeError, match="yields global batches"):
+        strategy.distribute_datasets_from_function(lambda _: X)
+    mixed = batches_of([X[:2], X[:2].astype("int32")])
+    with pytest.raises(ValueError, match="in their number of rows only"):
+        next(iter(strategy.distribute_datasets_from_function(lambda _: mixed)))

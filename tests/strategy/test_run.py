@@ -713,16 +713,6 @@ def test_what_differs_in_a_later_call_is_told_at_the_next():
         strategy.run(fn, args=(np.float32(0),))
 
 
-def test_on_read_variables_are_refused_in_replicas():
-    strategy = mirrored(2)
-    with strategy.scope():
-        variable = keras.Variable(
-            0.0, synchronization="on_read", aggregation="sum", name="v"
-        )
-    with pytest.raises(ValueError, match="keras.metrics.Sum or Mean"):
-        strategy.run(lambda: variable.assign_add(1.0))
-
-
 def test_what_a_loss_writes_is_combined_once():
     strategy = mirrored(2)
     with strategy.scope():

@@ -82,6 +82,7 @@ def hooked_attributes():
 IN_SCOPE = [
     f"keras.src.{place}"
     for place in (
+        "backend.Variable.__init__",
         "layers.normalization.batch_normalization.BatchNormalization.__init__",
         "optimizers.base_optimizer.BaseOptimizer.add_variable_from_reference",
         "trainers.trainer.Trainer.__init__",

@@ -1,0 +1,58 @@
+"""The counterpart of `tf.function` for functions of whole steps or epochs."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def function(fn: Function | None = None, **options: Any) -> Any:
+    """Stands where `tf.function` stood, around loops that call `run`.
+
+    There is nothing left to compile here: `run` compiles what it is given,
+    once, also where the function that it is given is made anew each time, and
+    the host prepares the next batch while the devices work. So Python runs
+    at each call: prints, files and other side effects happen every time, not
+    only in a first trace.
+
+    Args:
+      fn: The function. Without it a decorator is returned.
+      **options: None: those of `tf.function` are about its graphs.
+
+    Returns:
+      A function that calls `fn`.
+
+    Raises:
+      TypeError: options were given, or `fn` cannot be called.
+
+    Example:
+      ```python
+      @ks.function
+      def train_epoch(dataset):
+          total = 0.0
+          for batch in dataset:
+              losses = strategy.run(step, args=(batch,))
+              total += strategy.reduce("sum", losses, axis=None)
+          return total
+      ```
+    """
+    if options:
+        raise TypeError(
+            "`function` takes no options: there is no graph to make. "
+            f"Received: {', '.join(sorted(options))}. Leave them out; `run` "
+            "compiles once for each shape of its arguments."
+        )
+    if fn is None:
+        return function
+    if not callable(fn):
+        raise TypeError(
+            "`function` decorates a function. Received: an object of type "
+            f"{type(fn).__name__}. Write `@ks.function` above a `def`."
+        )
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs)
+
+    return call

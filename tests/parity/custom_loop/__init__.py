@@ -1,0 +1,1 @@
+"""Loops of one's own against fit, and against loops by hand."""
