@@ -47,8 +47,8 @@ class StepContext:
       in_update: The function writes the same to all copies of a variable.
       in_compiled: Losses and metrics that were given to `compile` are being
         called: with rows.
-      is_empty: This replica has no rows: what is no number of its gradients
-        is the mean of nothing, and counts nothing.
+      rows_of_all: Of uneven arguments, by this replica's number of rows, that
+        of all replicas together.
       share: This replica's weight in averages of states, where some have no
         rows and so no say; None where all weigh the same.
       loss_tracker: The metric that Keras's own step gives the loss and the
@@ -76,7 +76,7 @@ class StepContext:
     is_local: bool = False
     in_update: bool = False
     in_compiled: bool = False
-    is_empty: bool = False
+    rows_of_all: dict[int, set[int]] = dataclasses.field(default_factory=dict)
     share: Any = None
     loss_tracker: Any = None
     is_probe: bool = False
@@ -94,6 +94,15 @@ class StepContext:
     def num_replicas(self) -> int:
         """Number of replicas."""
         return self.mesh.num_replicas
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this replica has no rows.
+
+        What is no number of its gradients is then the mean of nothing, and
+        counts nothing.
+        """
+        return self.rows_of_all.keys() == {0}
 
     @property
     def flat(self) -> bool:

@@ -6,7 +6,7 @@ by the same code that the compiled program is made of.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -33,7 +33,12 @@ from keras_strategies.keras_bridge.run_trace import (
     replica_tracing,
     unaggregated,
 )
-from keras_strategies.keras_bridge.uneven import Called
+from keras_strategies.keras_bridge.uneven import (
+    Called,
+    Variant,
+    rows_of_all,
+    shares_of,
+)
 
 
 def debug_run(
@@ -42,7 +47,7 @@ def debug_run(
     mesh: ReplicaMesh,
     scope: Callable[[], contextlib.AbstractContextManager[Any]],
     replica_scope: ReplicaScope,
-    shares: list[float] | None = None,
+    rows: Sequence[Variant] = (),
     is_update: bool = False,
 ) -> Any:
     """Calls `fn(replica)` eagerly for each replica; as a `RunProgram` would.
@@ -52,10 +57,11 @@ def debug_run(
       mesh: The replicas.
       scope: Opens the strategy's scope: the function may create variables.
       replica_scope: Makes a replica context of a step for a block.
-      shares: Each replica's weight in averages of states, or None.
+      rows: Each replica's numbers of rows, of all uneven arguments.
       is_update: Whether it writes the same to every copy.
     """
     keras_state = dict(vars(global_state.GLOBAL_STATE_TRACKER))
+    shares = shares_of(rows)
     lockstep = Lockstep(mesh.num_replicas, mesh.axis)
 
     def replica(index: int) -> Any:
@@ -67,7 +73,8 @@ def debug_run(
             }
         )
         step = new_step(mesh, is_update=is_update)
-        step.is_empty = shares is not None and not shares[index]
+        if rows:
+            step.rows_of_all = rows_of_all(rows[index], rows)
         seen = _SeenScope(step, mesh, index)
         with scope(), deferred(), seen:
             with replica_tracing(step, replica_scope):

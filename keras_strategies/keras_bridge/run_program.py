@@ -42,6 +42,7 @@ from keras_strategies.keras_bridge.run_trace import (
 from keras_strategies.keras_bridge.uneven import (
     Called,
     call_unevenly,
+    rows_of_all,
     shares_of,
 )
 
@@ -308,12 +309,12 @@ class RunProgram:
     ) -> Called:
         """The function on one replica's arguments."""
         step = new_step(self._mesh, is_update=self._is_update)
-        uneven = [
-            leaf
+        own = [
+            leaf.shape[1]
             for leaf, uneven in zip(leaves, self._is_uneven, strict=True)
             if uneven
         ]
-        step.is_empty = bool(uneven) and not any(a.size for a in uneven)
+        step.rows_of_all = rows_of_all(own, self._variant_of)
         step.before = {
             id(v): value for v, value in zip(variables, folded, strict=True)
         }

@@ -125,6 +125,21 @@ def shares_of(rows: Sequence[Variant]) -> list[float] | None:
     return [is_full / sum(has_rows) for is_full in has_rows]
 
 
+def rows_of_all(
+    own: Sequence[int], rows: Sequence[Variant]
+) -> dict[int, set[int]]:
+    """By a replica's own number of rows, that of all replicas together.
+
+    Args:
+      own: The replica's numbers of rows, of all uneven arguments.
+      rows: Those of each replica.
+    """
+    totals: dict[int, set[int]] = {}
+    for count, column in zip(own, zip(*rows, strict=True), strict=True):
+        totals.setdefault(count, set()).add(sum(column))
+    return totals
+
+
 def _padding(branch: Callable[..., Any], shapes: list[Any]) -> Any:
     def with_padding(*args: Any) -> Any:
         outputs, new, start = branch(*args)

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from keras_strategies._core.step_context import current_step
 from keras_strategies.strategy.current import get_strategy
 
 
@@ -22,14 +23,15 @@ def compute_average_loss(
         loss with `reduction="none"`.
       sample_weight: Their weights, (rows,) or as the losses.
       global_batch_size: Rows of all replicas. Left out, it is the replica's
-        rows times the number of replicas; give it where a last batch is not
-        shared evenly.
+        rows times the number of replicas; in a batch that they do not share
+        evenly, the rows of that argument of `run` that has as many here.
 
     Returns:
       A scalar.
 
     Raises:
-      ValueError: losses without rows.
+      ValueError: losses without rows, or a number of rows that several
+        uneven arguments have here, and not the same in all.
 
     References:
       `tf.nn.compute_average_loss`.
@@ -41,13 +43,26 @@ def compute_average_loss(
             'a scalar. Make the loss with `reduction="none"`.'
         )
     if global_batch_size is None:
-        count = get_strategy().num_replicas_in_sync
-        global_batch_size = losses.shape[0] * count
+        global_batch_size = _rows_of_all(losses.shape[0])
     if sample_weight is not None:
         weight = jnp.asarray(sample_weight, losses.dtype)
         extra = losses.ndim - weight.ndim
         losses = losses * weight.reshape(*weight.shape, *[1] * extra)
     return jnp.sum(losses) / global_batch_size
+
+
+def _rows_of_all(rows: int) -> int:
+    step = current_step()
+    known = step.rows_of_all.get(rows, set()) if step is not None else set()
+    if len(known) > 1:
+        raise ValueError(
+            "Which rows the losses belong to decides what they are divided "
+            f"by. Received: {rows} losses on this replica, where arguments "
+            f"of `run` with as many rows have {sorted(known)} on all. Pass "
+            "`global_batch_size`."
+        )
+    count = get_strategy().num_replicas_in_sync
+    return next(iter(known), rows * count)
 
 
 def scale_regularization_loss(regularization_loss: Any) -> Any:

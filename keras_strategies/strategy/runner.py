@@ -28,7 +28,6 @@ from keras_strategies.keras_bridge.function_keys import (
     value_key,
 )
 from keras_strategies.keras_bridge.run_program import RunProgram
-from keras_strategies.keras_bridge.uneven import shares_of
 from keras_strategies.strategy import current
 from keras_strategies.strategy.replica_context import ReplicaContext
 
@@ -135,7 +134,7 @@ class Runner:
             mesh=mesh,
             scope=self._strategy.scope,
             replica_scope=scope,
-            shares=shares_of(list(zip(*rows, strict=True))),
+            rows=list(zip(*rows, strict=True)),
             is_update=is_update,
         )
 

@@ -1,5 +1,7 @@
 """reduce, gather, local results: TF_SEMANTICS' table, and its mistakes."""
 
+import contextlib
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -164,3 +166,30 @@ def test_losses_of_the_global_batch():
     assert regular == pytest.approx(4.0)
     with pytest.raises(ValueError, match="losses of rows"):
         ks.compute_average_loss(1.0)
+
+
+@pytest.mark.parametrize("is_debug", [False, True])
+@pytest.mark.parametrize(
+    ("replicas", "rows"), [(2, 6), (2, 3), (3, 4), (8, 3), (8, 16)]
+)
+def test_the_average_loss_of_a_batch_is_that_of_its_rows(
+    replicas, rows, is_debug
+):
+    strategy = mirrored(replicas)
+    x = np.arange(rows, dtype="float32") ** 2
+    first = np.zeros(8, "float32")
+    dataset = strategy.experimental_distribute_dataset(iter([first, x]))
+    *_, batch = dataset
+    with strategy.debug() if is_debug else contextlib.nullcontext():
+        parts = strategy.run(ks.compute_average_loss, args=(batch,))
+    total = strategy.reduce("sum", parts, axis=None)
+    assert float(total) == pytest.approx(float(x.mean()))
+
+
+def test_an_average_loss_of_rows_that_are_not_known_is_refused():
+    strategy = mirrored(2)
+    parts = [ks.PerReplica([np.ones(2), np.ones(n)]) for n in (1, 3)]
+    with pytest.raises(ValueError, match="Pass `global_batch_size`"):
+        strategy.run(
+            lambda x, y: ks.compute_average_loss(x + y[:1]), args=parts
+        )
