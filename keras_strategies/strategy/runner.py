@@ -36,6 +36,11 @@ if TYPE_CHECKING:
 
 _MAX_PROGRAMS = 128
 _WARN_AFTER = 5
+_NEEDS_VALUE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
 _WHOLE = "whole"
 _STATIC = "static"
 
@@ -75,6 +80,7 @@ class Runner:
             the same to every copy; see `StrategyExtended.update`.
         """
         current.check_not_mixing(self._strategy)
+        _check_call(fn, args, kwargs)
         leaves, structure = jax.tree.flatten(
             (tuple(args), kwargs), is_leaf=_is_leaf
         )
@@ -86,6 +92,26 @@ class Runner:
             kinds.append(kind)
             if kind[0] != _STATIC:
                 arrays.append(array)
+        try:
+            return self._compiled(fn, structure, kinds, arrays, is_update)
+        except _NEEDS_VALUE as error:
+            raise TypeError(
+                "A function given to `run` is traced, so its arrays have no "
+                "values that Python could use. Received: a function that "
+                "makes a number, a condition or a numpy array of one "
+                f"({type(error).__name__}). Use `keras.ops` (`where`, `cond`, "
+                "`cast`) instead, or look at values in `with "
+                "strategy.debug():`."
+            ) from error
+
+    def _compiled(
+        self,
+        fn: Callable[..., Any],
+        structure: Any,
+        kinds: list[tuple[Any, ...]],
+        arrays: list[Any],
+        is_update: bool,
+    ) -> Any:
         kept = tuple(k[:4] for k in kinds)
         key = (function_key(fn), structure, kept, is_update)
         program = self._programs.get(key)
@@ -246,6 +272,20 @@ class Runner:
                 UserWarning,
                 stacklevel=4,
             )
+
+
+def _check_call(fn: Any, args: Any, kwargs: Any) -> None:
+    if not callable(fn):
+        raise TypeError(
+            "`run` calls a function on every replica. Received: an object of "
+            f"type {type(fn).__name__}. Pass the function itself."
+        )
+    if not isinstance(args, list | tuple) or not isinstance(kwargs, dict):
+        raise TypeError(
+            "`run` takes its function's arguments as a tuple `args` and a "
+            f"dict `kwargs`. Received: args of type {type(args).__name__}, "
+            f"kwargs of type {type(kwargs).__name__}. Write `args=(x,)`."
+        )
 
 
 def _is_leaf(value: Any) -> bool:

@@ -755,3 +755,97 @@ def test_gradients_outside_of_run_write_variables_too():
     assert float(seen) == 2.0
     with pytest.raises(TypeError, match="with respect to Keras variables"):
         ks.grad(loss, [np.ones(2)])
+
+
+# What run cannot do.
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "kwargs", "text"),
+    [
+        (3, (), None, "calls a function on every replica"),
+        (abs, np.ones(3), None, r"Write `args=\(x,\)`"),
+        (abs, (), [1], r"Write `args=\(x,\)`"),
+    ],
+)
+def test_what_is_no_call_is_refused(fn, args, kwargs, text):
+    with pytest.raises(TypeError, match=text):
+        mirrored(2).run(fn, args=args, kwargs=kwargs)
+
+
+def test_options_that_are_none_are_refused():
+    strategy = mirrored(2)
+    assert strategy.run(lambda: 1, options=ks.RunOptions()) == 1
+    with pytest.raises(TypeError, match="are `RunOptions`"):
+        strategy.run(lambda: 1, options={"a": 1})
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        float,
+        np.asarray,
+        lambda x: 1 if x > 0 else 2,
+        lambda x: [1, 2][x.astype("int32")],
+        lambda x: range(x.astype("int32")),
+    ],
+)
+def test_python_that_needs_an_arrays_value_is_told_of_debug_mode(fn):
+    strategy = mirrored(2)
+    x = by_replica(strategy, lambda i: np.float32(i))
+    with pytest.raises(TypeError, match=r"look at values in `with strategy"):
+        strategy.run(lambda x: (fn(x), None)[1], args=(x,))
+    with strategy.debug():
+        strategy.run(lambda x: (fn(x), None)[1], args=(x,))
+
+
+@pytest.mark.parametrize("replicas", [2, 8])
+def test_gradients_compose_with_jaxs_transformations(replicas):
+    strategy = mirrored(replicas)
+    with strategy.scope():
+        layer = dense(2)
+        layer.build((None, 3))
+    x = by_replica(strategy, lambda i: _random.normal(size=(4, 3)) + i)
+
+    def loss(x):
+        return jnp.sum(jnp.tanh(layer(x)) ** 2)
+
+    def plainly(x):
+        return ks.value_and_grad(loss, layer.trainable_variables)(x)
+
+    def checkpointed(x):
+        # Made here: JAX keeps what it traced of a function, and with it the
+        # values that variables had then.
+        again = jax.checkpoint(lambda x: loss(x))
+        return ks.value_and_grad(again, layer.trainable_variables)(x)
+
+    def inside_of_jaxs(x):
+        def penalty(x):
+            value, grads = plainly(x)
+            return value + sum(jnp.sum(g**2) for g in grads)
+
+        return jax.grad(penalty)(x)
+
+    expected = strategy.run(plainly, args=(x,))
+    found = strategy.run(checkpointed, args=(x,))
+    for a, b in zip(
+        jax.tree.leaves(expected), jax.tree.leaves(found), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+    second = strategy.run(inside_of_jaxs, args=(x,))
+    epsilon = 1e-2
+    for replica, (of_x, part) in enumerate(
+        zip(x.values, second.values, strict=True)
+    ):
+
+        def penalty(x):
+            value, grads = plainly(x)
+            return float(value + sum(jnp.sum(g**2) for g in grads))
+
+        of_x = jnp.asarray(np.asarray(of_x))
+        step = np.zeros((4, 3), "float32")
+        step[1, 2] = epsilon
+        slope = (penalty(of_x + step) - penalty(of_x - step)) / (2 * epsilon)
+        assert slope == pytest.approx(float(part[1, 2]), rel=2e-2, abs=1e-2), (
+            replica
+        )
