@@ -33,8 +33,10 @@ def dispatch(mesh: ReplicaMesh, fn: Callable[..., Any], *args: Any) -> Any:
     if mesh.platform != "cpu" or mesh.num_replicas == 1:
         return fn(*args)
     with _turn:
-        if _in_flight is not None and not _in_flight.is_deleted():
-            _in_flight.block_until_ready()
+        # An error of that program is told once.
+        waited_for, _in_flight = _in_flight, None
+        if waited_for is not None and not waited_for.is_deleted():
+            waited_for.block_until_ready()
         result = fn(*args)
         # All outputs of a program become ready together.
         leaves = jax.tree.leaves(result[0]) or jax.tree.leaves(result)

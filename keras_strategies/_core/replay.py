@@ -44,6 +44,7 @@ class Replay:
     def __init__(self, known: list[list[Any]]) -> None:
         self._known = known
         self._position = 0
+        self._has_ended = False
         self._state = get_opaque_trace_state()
 
     def collective(self, reduce: Reduce, operands: list[Any]) -> list[Any]:
@@ -60,7 +61,18 @@ class Replay:
         self._position += 1
         if position < len(self._known):
             return list(self._known[position])
+        self._has_ended = True
         raise Reached(reduce, list(operands))
+
+    def check_not_swallowed(self) -> None:
+        """Raises RuntimeError if the function went on after the end."""
+        if self._has_ended:
+            raise RuntimeError(
+                "A function given to `run` is run up to each collective with "
+                "an uneven batch, and ended by an exception there. Received: "
+                "a function that caught it (`except:` or `except "
+                "BaseException:`). Catch `Exception` instead."
+            )
 
 
 class Side(Protocol):

@@ -47,8 +47,10 @@ class StepContext:
       in_update: The function writes the same to all copies of a variable.
       in_compiled: Losses and metrics that were given to `compile` are being
         called: with rows.
-      rows_of_all: Of uneven arguments, by this replica's number of rows, that
-        of all replicas together.
+      is_uneven: Replicas may do something else than others, since their
+        numbers of rows differ.
+      rows_of_all: Of uneven arguments, by this replica's number of rows, those
+        of all replicas; several where arguments differ.
       share: This replica's weight in averages of states, where some have no
         rows and so no say; None where all weigh the same.
       loss_tracker: The metric that Keras's own step gives the loss and the
@@ -76,7 +78,10 @@ class StepContext:
     is_local: bool = False
     in_update: bool = False
     in_compiled: bool = False
-    rows_of_all: dict[int, set[int]] = dataclasses.field(default_factory=dict)
+    is_uneven: bool = False
+    rows_of_all: dict[int, set[tuple[int, ...]]] = dataclasses.field(
+        default_factory=dict
+    )
     share: Any = None
     loss_tracker: Any = None
     is_probe: bool = False
@@ -127,6 +132,11 @@ class StepContext:
           reason: A sentence for the warning: what the step does, and what
             would let it be mapped.
         """
+        if self.is_local:
+            raise ValueError(
+                "What the replicas do in `run` cannot be combined. Received: "
+                f"{reason}."
+            )
         self.whole_reason = reason
         raise WholeBatchNeeded(reason)
 

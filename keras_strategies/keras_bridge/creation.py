@@ -44,5 +44,11 @@ def deferred() -> Iterator[None]:
 def sync_fits(variables: Sequence[keras.Variable]) -> None:
     """Gives variables the values that a running fit has taken from them."""
     if any(v._value is None for v in variables):
-        for model in list(models_in_loops):
+        sync_all_fits()
+
+
+def sync_all_fits() -> None:
+    """Gives all variables the values that running fits have taken."""
+    for model in list(models_in_loops):
+        if any(v._value is None for v in model.variables):
             model.jax_state_sync()

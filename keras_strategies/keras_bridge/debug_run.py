@@ -22,7 +22,10 @@ from keras_strategies._core.values import STACKED, PerReplica, stacked
 from keras_strategies.keras_bridge import on_read
 from keras_strategies.keras_bridge import state as state_lib
 from keras_strategies.keras_bridge.creation import deferred
-from keras_strategies.keras_bridge.run_results import Constant, Note
+from keras_strategies.keras_bridge.run_results import (
+    Note,
+    regrouped_constants,
+)
 from keras_strategies.keras_bridge.run_trace import (
     ReplicaScope,
     called_in,
@@ -80,6 +83,7 @@ def debug_run(
             with replica_tracing(step, replica_scope):
                 results = fn(index)
             merging = new_step(mesh)
+            merging.is_uneven = True
             merging.share = None if shares is None else shares[index]
             return _ended(step, seen, results, merging)
 
@@ -162,11 +166,13 @@ class _SeenScope(keras.StatelessScope):
         """This replica's value before the call, its seed folded."""
         key = id(variable)
         if key not in self.old:
-            self.old[key] = self._start(variable)
+            # Not in the branch or loop that may be traced.
+            with jax.ensure_compile_time_eval():
+                self.old[key] = self._start(variable)
+                (folded,) = state_lib.fold_seeds(
+                    [variable], [self.old[key]], self._step
+                )
             self.variables.append(variable)
-            (folded,) = state_lib.fold_seeds(
-                [variable], [self.old[key]], self._step
-            )
             self._step.before[key] = folded
             self._folded[key] = folded
         return self._folded[key]
@@ -188,30 +194,19 @@ class _SeenScope(keras.StatelessScope):
 
 def _regrouped(ended: list[Called], mesh: ReplicaMesh) -> Any:
     """The replicas' results as one nest, as a compiled `run` returns it."""
-    structures = [called.note.structure[0] for called in ended]
-    kinds = [
-        [_kind(constant) for constant in called.note.structure[1]]
-        for called in ended
-    ]
-    if any(s != structures[0] for s in structures) or any(
-        k != kinds[0] for k in kinds
-    ):
-        raise ValueError(
-            "All replicas must return results of one structure. Received: "
-            f"{[str(s) for s in structures]} with leaves {kinds}. Return the "
-            "same nest on every replica."
-        )
+    notes = [called.note.structure for called in ended]
+    constants = regrouped_constants(notes)
     columns = zip(*[called.outputs for called in ended], strict=True)
     values = (_wrapped(list(column), mesh) for column in columns)
-    leaves = [
-        constant.value if isinstance(constant, Constant) else next(values)
-        for constant in ended[0].note.structure[1]
-    ]
-    return jax.tree.unflatten(structures[0], leaves)
+    leaves = [next(values) if c is None else _of(c, mesh) for c in constants]
+    return jax.tree.unflatten(notes[0][0], leaves)
 
 
-def _kind(constant: Constant | None) -> str:
-    return "array" if constant is None else repr(constant.value)
+def _of(values: list[Any], mesh: ReplicaMesh) -> Any:
+    """A result that is no array, or the replicas' different numbers."""
+    if len(values) == 1:
+        return values[0]
+    return _wrapped([jax.numpy.asarray(value) for value in values], mesh)
 
 
 def _wrapped(parts: list[Any], mesh: ReplicaMesh) -> Any:

@@ -10,7 +10,7 @@ import types
 from typing import Any
 
 _CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_PLAIN = (bool, int, str, bytes, type(None))
 
 
 class Same:
@@ -38,10 +38,11 @@ class Same:
 def function_key(fn: Any, inside: frozenset[int] = frozenset()) -> Any:
     """A key that equal functions share.
 
-    Functions are equal if they have the same code, globals, defaults and
-    cells; methods, if they are the same method of one object; partials, if
-    their parts are. In cells and arguments, numbers, strings and functions
-    are compared by value, anything else by identity.
+    Functions are equal if they have the same code, defaults and cells, and
+    the same values of the global names that they mention; methods, if they
+    are the same method of one object; partials, if their parts are. In cells
+    and arguments, numbers, strings and functions are compared by value,
+    anything else by identity.
 
     Args:
       fn: A function, method, partial or other callable.
@@ -65,6 +66,10 @@ def function_key(fn: Any, inside: frozenset[int] = frozenset()) -> Any:
             "function",
             fn.__code__,
             id(fn.__globals__),
+            tuple(
+                _global_key(fn.__globals__, name, inside)
+                for name in _global_names(fn.__code__)
+            ),
             tuple(_cell_key(cell, inside) for cell in fn.__closure__ or ()),
             tuple(map(key, fn.__defaults__ or ())),
             tuple(
@@ -77,6 +82,11 @@ def function_key(fn: Any, inside: frozenset[int] = frozenset()) -> Any:
 
 def value_key(value: Any, inside: frozenset[int] = frozenset()) -> Any:
     """A key for a value: by value where it is plain, else by identity."""
+    if isinstance(value, float):
+        # Tells 0.0 from -0.0, and NaN is itself.
+        return float, value.hex()
+    if isinstance(value, complex):
+        return complex, repr(value)
     if isinstance(value, _PLAIN):
         return type(value), value
     if isinstance(value, _CALLABLES):
@@ -84,6 +94,29 @@ def value_key(value: Any, inside: frozenset[int] = frozenset()) -> Any:
     if type(value) is tuple:
         return "tuple", tuple(value_key(v, inside) for v in value)
     return Same(value)
+
+
+@functools.cache
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+    """Names that code, and the functions in it, may look up globally."""
+    names = dict.fromkeys(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= dict.fromkeys(_global_names(constant))
+    return tuple(names)
+
+
+def _global_key(
+    scope: dict[str, Any], name: str, inside: frozenset[int]
+) -> Any:
+    if name not in scope:
+        return None  # A built-in, or an attribute.
+    value = scope[name]
+    if isinstance(value, types.FunctionType) and (
+        value.__globals__ is not scope
+    ):
+        return Same(value)  # Of a library: its globals do not change.
+    return value_key(value, inside)
 
 
 def _cell_key(cell: Any, inside: frozenset[int]) -> Any:

@@ -4,8 +4,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import keras
 
+from keras_strategies._core.replica_map import all_rows
 from keras_strategies._core.step_context import StepContext
 from keras_strategies.keras_bridge import metric_rules
 from keras_strategies.keras_bridge import state as state_lib
@@ -60,12 +63,41 @@ def update_state(
         )
     for variable in metric.variables:
         step.metric_rules[id(variable)] = rule
+    if rule == metric_rules.IN_TURN:
+        return _update_in_turn(step, original, metric, args, kwargs)
     if rule == metric_rules.SAME and step.is_local:
         args, kwargs = all_gathered(step, (args, kwargs))
     elif rule == metric_rules.SAME and not step.is_whole:
         args, kwargs = gathered(step, (args, kwargs))
     with step.flag("in_metric"):
         return original(metric, *args, **kwargs)
+
+
+def _update_in_turn(
+    step: StepContext,
+    original: Method,
+    metric: keras.metrics.Metric,
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    """Updates with the scalars of all replicas, in the order of their ids."""
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    of_all = [
+        all_rows(jnp.asarray(leaf)[None], step.axis)
+        if isinstance(leaf, jax.Array)
+        else None
+        for leaf in leaves
+    ]
+    result = None
+    with step.flag("in_metric"):
+        for replica in range(step.num_replicas):
+            own = [
+                leaf if every is None else every[replica]
+                for leaf, every in zip(leaves, of_all, strict=True)
+            ]
+            args, kwargs = jax.tree.unflatten(structure, own)
+            result = original(metric, *args, **kwargs)
+    return result
 
 
 def reset_state(

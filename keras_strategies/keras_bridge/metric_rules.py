@@ -9,7 +9,7 @@ known for Keras's own metrics and tried out once for a user's.
 import threading
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +26,8 @@ MEAN = "mean"
 """The replicas' changes are averaged: each was told its own share's mean."""
 SAME = "same"
 """Every replica made the same change."""
+IN_TURN = "in turn"
+"""Every replica made the updates of all, one after the other."""
 WHOLE = "whole"
 """No rule is right for sure: the step must see the whole batch."""
 
@@ -76,9 +78,12 @@ def rule_of_local_update(
     metric that is not a sum of its updates sees the entries of all replicas.
     """
     arrays = [a for a in tree.flatten((args, kwargs)) if _is_array(a)]
-    if _is_keras_own(metric) or not any(len(a.shape) for a in arrays):
+    if _is_keras_own(metric):
         return SUM
-    return SUM if _is_additive(metric, args, kwargs) else SAME
+    if any(len(a.shape) for a in arrays):
+        return SUM if _is_additive(metric, args, kwargs) else SAME
+    is_sum = _in_own_thread(lambda: _adds_the_same(metric, args, kwargs))
+    return SUM if is_sum else IN_TURN
 
 
 def title(metric: keras.metrics.Metric) -> str:
@@ -222,19 +227,55 @@ def _try_out(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype) if _is_array(a) else a,
         (tuple(args), dict(kwargs)),
     )
+    return _in_own_thread(lambda: _adds_up(metric, shapes, rows))
+
+
+def _in_own_thread(question: Callable[[], bool]) -> bool:
+    """The answer, found where nothing is known of the trace under way."""
     answer: list[bool] = []
 
     def try_out() -> None:
         try:
-            answer.append(_adds_up(metric, shapes, rows))
+            answer.append(question())
         except Exception:  # The user's code met data it was not made for.
             answer.append(False)
 
-    # A thread of its own: it knows nothing of the trace that is under way.
     thread = threading.Thread(target=try_out)
     thread.start()
     thread.join()
     return answer[0]
+
+
+def _adds_the_same(
+    metric: keras.metrics.Metric, args: Sequence[Any], kwargs: dict[str, Any]
+) -> bool:
+    """Whether updates with scalars add what does not depend on the state."""
+    random = np.random.default_rng(0)
+    for toy in _TOYS:
+        state = [np.asarray(v) for v in metric.stateless_reset_state()]
+        for _ in range(12):
+            batch = tree.map_structure(
+                lambda a, toy=toy: (
+                    np.asarray(random.uniform(toy.low, toy.high)).astype(
+                        a.dtype
+                    )
+                    if _is_array(a)
+                    else a
+                ),
+                (tuple(args), dict(kwargs)),
+            )
+            first = [np.asarray(v) for v in metric.stateless_reset_state()]
+            at_once = _updated(metric, first, batch)
+            later = _updated(metric, state, batch)
+            for a, f, x, s in zip(at_once, first, later, state, strict=True):
+                added, then = (
+                    np.subtract(a, f, dtype="float64"),
+                    np.subtract(x, s, dtype="float64"),
+                )
+                if not np.allclose(added, then, rtol=1e-3, atol=1e-4):
+                    return False
+            state = later
+    return True
 
 
 def _adds_up(metric: keras.metrics.Metric, shapes: Any, rows: int) -> bool:

@@ -37,6 +37,8 @@ class Unreadable:
         self.ndim = len(self.shape)
         self._path = variable.path
 
+    __hash__ = None  # type: ignore[assignment]
+
     def _raise(self, *args: Any, **kwargs: Any) -> Any:
         raise ValueError(
             "A variable with a copy on each replica and no aggregation has no "
@@ -48,6 +50,7 @@ class Unreadable:
 
     __array__ = __jax_array__ = __float__ = __int__ = __bool__ = _raise
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _raise
+    __eq__ = __ne__ = __lt__ = __gt__ = _raise  # type: ignore[assignment]
     astype = item = __getitem__ = __iter__ = _raise
 
 
@@ -82,17 +85,19 @@ def create(
             f"{kwargs.get('name')}. Choose 'auto', 'on_write' or 'on_read'."
         )
     variable = next_creator(**kwargs)
-    if variable.synchronization == "on_read" and not _is_in_metric():
+    caller = _caller()
+    variable._ks_users = caller is None
+    is_metrics = isinstance(caller, keras.metrics.Metric)
+    if variable.synchronization == "on_read" and not is_metrics:
         setattr(variable, _MARK, True)
         settle(variable, mesh)
     return variable
 
 
-def _is_in_metric() -> bool:
-    """Whether a Keras metric is making the variable: it is merged by run."""
+def _caller() -> Any:
+    """The layer, optimizer or metric that is making a variable, or None."""
     stack = global_state.get_global_attribute("name_scope_stack")
-    caller = stack[-1].caller if stack else None
-    return isinstance(caller, keras.metrics.Metric)
+    return stack[-1].caller if stack else None
 
 
 def is_on_read(variable: Any) -> bool:
@@ -110,12 +115,26 @@ def copies_of(variable: keras.Variable, mesh: ReplicaMesh) -> jax.Array:
     held: Copies | None = getattr(variable, _COPIES, None)
     value = variable._value
     if held is not None and held.value is value:
+        _check_home(variable, held.array, mesh)
         return held.array
     host = np.asarray(value)
     parts = np.broadcast_to(host, (mesh.num_replicas, *host.shape))
     if held is not None and variable.aggregation == "sum":
         parts = _parts_of_sum(host, mesh.num_replicas)
     return jax.device_put(parts, mesh.split)
+
+
+def _check_home(
+    variable: keras.Variable, array: jax.Array, mesh: ReplicaMesh
+) -> None:
+    if array.sharding.device_set != set(mesh.devices):
+        raise ValueError(
+            "A variable with a copy on each replica is used by the strategy "
+            f"that made it. Received: {variable.path!r}, whose copies are on "
+            f"{array.shape[0]} devices, in `run` of a strategy of "
+            f"{mesh.num_replicas} replicas on others. Create it in this "
+            "strategy's scope."
+        )
 
 
 def settle(variable: keras.Variable, mesh: ReplicaMesh) -> None:

@@ -138,16 +138,17 @@ class PredictProgram:
             return self._whole_body(trainable, old, data)
         self._traced = step
         folded = state_lib.fold_seeds(self._variables, old, step)
-        outputs, new = self._predict(step, trainable, folded, data)
-        if not _is_by_rows(outputs, rows):
-            raise _NotByRows
         if not self._has_known_outputs():
-            # Their number may be that of the rows by chance.
+            # Their number may be that of the rows by chance, so it is looked
+            # at with twice as many.
             probe = StepContext(mesh=self._mesh, rows=2 * rows, is_probe=True)
             body = functools.partial(self._predict, probe)
             more, _ = eval_with_rows(2 * rows, body, (trainable, folded), data)
             if not _is_by_rows(more, 2 * rows):
                 raise _NotByRows
+        outputs, new = self._predict(step, trainable, folded, data)
+        if not _is_by_rows(outputs, rows):
+            raise _NotByRows
         plan = state_lib.Merge(step=step)
         finish = state_lib.plan_merge(plan, self._variables, old, folded, new)
         merged = finish(plan.sums())

@@ -40,7 +40,21 @@ def gathered(step: StepContext, values: Any) -> Any:
 
 def all_gathered(step: StepContext, values: Any) -> Any:
     """The nest with the entries of all replicas in every array's first dim."""
-    return tree.map_structure(
-        lambda a: all_rows(jnp.asarray(a), step.axis) if jnp.ndim(a) else a,
-        values,
-    )
+
+    def gather(value: Any) -> Any:
+        if not jnp.ndim(value):
+            return value
+        array = jnp.asarray(value)
+        columns = step.rows_of_all.get(array.shape[0], set())
+        if len(columns) != 1:
+            return all_rows(array, step.axis)
+        (counts,) = columns
+        most = max(counts)
+        missing = [(0, most - array.shape[0])] + [(0, 0)] * (array.ndim - 1)
+        rows = all_rows(jnp.pad(array, missing), step.axis)
+        parts = [
+            rows[k * most : k * most + count] for k, count in enumerate(counts)
+        ]
+        return jnp.concatenate(parts)
+
+    return tree.map_structure(gather, values)

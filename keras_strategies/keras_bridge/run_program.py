@@ -6,8 +6,9 @@ replicas each; small ones are summed along the way, since most are losses that
 are reduced next.
 """
 
+import dataclasses
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -28,9 +29,10 @@ from keras_strategies.keras_bridge import on_read
 from keras_strategies.keras_bridge import state as state_lib
 from keras_strategies.keras_bridge.creation import deferred
 from keras_strategies.keras_bridge.lifting import LiftingScope
-from keras_strategies.keras_bridge.run_results import Constant
+from keras_strategies.keras_bridge.run_results import regrouped_constants
 from keras_strategies.keras_bridge.run_trace import (
     ReplicaScope,
+    as_summand,
     called_in,
     is_same,
     merged_state,
@@ -44,6 +46,7 @@ from keras_strategies.keras_bridge.uneven import (
     call_unevenly,
     rows_of_all,
     shares_of,
+    variants_of,
 )
 
 _SUMMED = 64
@@ -80,6 +83,7 @@ class RunProgram:
         self._mesh = mesh
         self._replica_scope = replica_scope
         self._is_update = is_update
+        self._is_split = is_split
         self._specs = [
             split_spec(mesh) if split else whole_spec() for split in is_split
         ]
@@ -89,7 +93,7 @@ class RunProgram:
             zip(*[counts for counts in rows if counts is not None], strict=True)
         )
         self._lifted: list[keras.Variable] = []
-        self._trainable: list[bool] = []
+        self._trainable: list[tuple[Any, bool]] = []
         # The lifted variables: written ones, those with a copy on each
         # replica, and those that are only read.
         self._written: list[keras.Variable] = []
@@ -106,14 +110,23 @@ class RunProgram:
         self._program: Any = None
         self.num_traces = 0
 
-    def prepare(self, leaves: list[Any]) -> None:
+    def prepare(
+        self, leaves: list[Any], others: Iterable[keras.Variable] = ()
+    ) -> None:
         """Finds the variables and builds the program; runs nothing.
 
         To be called in the strategy's scope: the function may create
         variables.
+
+        Args:
+          leaves: The arguments that are arrays.
+          others: Variables whose being trainable the function may look at.
         """
         scope = LiftingScope()
-        step = new_step(self._mesh, is_update=self._is_update)
+        # Another axis name: JAX keeps what it traced of inner functions by the
+        # mesh, too, and must not meet this trace's zeros again.
+        mesh = dataclasses.replace(self._mesh, axis="lifting")
+        step = new_step(mesh, is_update=self._is_update)
 
         def abstract(*components: Any) -> Any:
             own = self._rows_of(self._variant_of[:1], list(components))
@@ -123,14 +136,21 @@ class RunProgram:
 
         mapped = replica_map(
             abstract,
-            self._mesh,
-            in_specs=tuple(self._specs),
-            out_specs=split_spec(self._mesh),
+            mesh,
+            in_specs=tuple(
+                split_spec(mesh) if split else whole_spec()
+                for split in self._is_split
+            ),
+            out_specs=split_spec(mesh),
         )
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in leaves]
         with deferred(), scope:
-            jax.eval_shape(mapped, *leaves)
+            jax.eval_shape(mapped, *shapes)
         self._lifted = list(scope.variables.values())
-        self._trainable = [v.trainable for v in self._lifted]
+        known = {id(v): v for v in (*others, *self._lifted)}
+        self._trainable = [
+            (weakref.ref(v), v.trainable) for v in known.values()
+        ]
         for variable in self._lifted:
             on_read.settle(variable, self._mesh)
             if on_read.is_on_read(variable):
@@ -151,7 +171,10 @@ class RunProgram:
     @property
     def is_current(self) -> bool:
         """Whether the variables are as they were when it was traced."""
-        return self._trainable == [v.trainable for v in self._lifted]
+        return all(
+            (variable := reference()) is None or variable.trainable == flag
+            for reference, flag in self._trainable
+        )
 
     @property
     def lifted(self) -> list[keras.Variable]:
@@ -200,12 +223,13 @@ class RunProgram:
             whole = self._mesh.whole
             state_lib.own(taken, written, (), made, whole, donate=True)
         shared = [v._value for v in read]
-        if not _are(self._last_read, shared):
+        if not state_lib.are(self._last_read, shared):
             references = list(map(weakref.ref, shared))
             whole = self._mesh.whole
             state_lib.own(shared, read, (), None, whole, donate=False)
             # Those that had to be moved are looked at again next time.
-            self._last_read = references if _are(references, shared) else []
+            are_moved = not state_lib.are(references, shared)
+            self._last_read = [] if are_moved else references
         return taken, shared
 
     def _check_last(self) -> None:
@@ -222,10 +246,24 @@ class RunProgram:
             for k, array in enumerate(arrays)
         )
         leaves = [
-            constant.value if isinstance(constant, Constant) else next(wrapped)
-            for constant in self._constants
+            next(wrapped) if constants is None else self._constant(constants)
+            for constants in self._constants
         ]
         return jax.tree.unflatten(self._structure, leaves)
+
+    def _constant(self, values: list[Any]) -> Any:
+        """A result that is no array; of replicas with other rows, another."""
+        if len(values) == 1:
+            return values[0]
+        variants = variants_of(self._variant_of)
+        return PerReplica(
+            [
+                jax.device_put(values[variants.index(variant)], device)
+                for variant, device in zip(
+                    self._variant_of, self._mesh.devices, strict=True
+                )
+            ]
+        )
 
     def _wrapped(self, position: int, array: Any, total: Any) -> Any:
         if self._mesh.num_replicas == 1:
@@ -257,6 +295,7 @@ class RunProgram:
         variables = self._ordered()
         old = [*written, *[c[0] for c in copies], *read]
         folded = state_lib.fold_seeds(variables, old, step)
+        step.is_uneven = bool(self._variant_of)
         shares = shares_of(self._variant_of)
         if shares is not None:
             step.share = jnp.array(shares)[replica_id(step.axis)]
@@ -265,7 +304,10 @@ class RunProgram:
             notes = [called.note]
         else:
             called, notes = self._call_unevenly(variables, folded, leaves)
-        self._structure, self._constants = notes[0].structure
+        self._structure, _ = notes[0].structure
+        self._constants = regrouped_constants(
+            [note.structure for note in notes]
+        )
         outputs = called.outputs
         self._summed = [
             k
@@ -295,11 +337,9 @@ class RunProgram:
         )
 
     def _has_one_shape(self, position: int) -> bool:
-        if self._mesh.num_replicas == 1:
-            return False
-        return self._shapes is None or (
-            len({shapes[position] for shapes in self._shapes}) == 1
-        )
+        if self._shapes is None:
+            return self._mesh.num_replicas > 1
+        return len({shapes[position] for shapes in self._shapes}) == 1
 
     def _call(
         self,
@@ -332,7 +372,7 @@ class RunProgram:
         folded: list[Any],
         leaves: list[Any],
     ) -> tuple[Called, list[Any]]:
-        variants = sorted(set(self._variant_of), reverse=True)
+        variants = variants_of(self._variant_of)
         table = jnp.array([variants.index(v) for v in self._variant_of])
         called, notes, shapes = call_unevenly(
             lambda state, own: self._call(variables, state, own),
@@ -357,16 +397,3 @@ class RunProgram:
 
     def _ordered(self) -> list[keras.Variable]:
         return [*self._written, *self._on_read, *self._read]
-
-
-def _are(references: list[Any], values: list[Any]) -> bool:
-    """Whether weak references are to these very arrays."""
-    return len(references) == len(values) and all(
-        reference() is value
-        for reference, value in zip(references, values, strict=True)
-    )
-
-
-def as_summand(array: Any) -> Any:
-    """An array as it is added up: booleans are counted."""
-    return array.astype("int32") if array.dtype == bool else array

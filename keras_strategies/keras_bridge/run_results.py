@@ -1,7 +1,7 @@
 """What is known of a replica function's results when it is traced."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import keras
@@ -50,4 +50,49 @@ def constant_of(leaf: Any) -> Constant | None:
         "A function given to `run` returns arrays, numbers, strings or None, "
         "in nests of tuples, lists and dicts. Received: a result of type "
         f"{type(leaf).__name__}. Return its arrays instead."
+    )
+
+
+def regrouped_constants(structures: list[Any]) -> list[list[Any] | None]:
+    """The results that are no arrays, of the variants of a function.
+
+    Args:
+      structures: Each variant's `Note.structure`.
+
+    Returns:
+      For each leaf None if it is an array; a list of its one value; or of the
+      variants' numbers, where they differ.
+
+    Raises:
+      ValueError: the variants return nests of different structures.
+    """
+    trees = [tree for tree, _ in structures]
+    kinds = [[c is None for c in constants] for _, constants in structures]
+    if any(t != trees[0] for t in trees) or any(k != kinds[0] for k in kinds):
+        _refuse(trees, kinds)
+    result: list[list[Any] | None] = []
+    for column in zip(*[constants for _, constants in structures], strict=True):
+        if column[0] is None:
+            result.append(None)
+            continue
+        values = [constant.value for constant in column]
+        if all(v is values[0] or _is_same(v, values[0]) for v in values):
+            result.append(values[:1])
+        elif all(isinstance(v, bool | int | float | complex) for v in values):
+            result.append(values)
+        else:
+            _refuse(trees, values)
+    return result
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    is_plain = isinstance(a, bool | int | float | complex | str | bytes)
+    return is_plain and type(a) is type(b) and a == b
+
+
+def _refuse(trees: list[Any], leaves: list[Any]) -> NoReturn:
+    raise ValueError(
+        "All replicas must return results of one structure. Received: "
+        f"{[str(tree) for tree in trees]} with leaves {leaves}. Return the "
+        "same nest on every replica."
     )

@@ -171,3 +171,8 @@ def refuse_difference(variable: keras.Variable) -> None:
         "a mean of them, or replica 0's integer). Create it with "
         'aggregation="sum", "mean" or "only_first_replica".'
     )
+
+
+def as_summand(array: Any) -> Any:
+    """An array as it is added up: booleans are counted."""
+    return array.astype("int32") if array.dtype == bool else array

@@ -160,10 +160,12 @@ def _finisher(
     if id(new) in step.equal:
         return lambda sums: new
     if is_seed(variable):
-        # Every replica drew as often; the stream's own seed stays.
-        return lambda sums: jnp.stack([old[0], new[1]])
+        # Every replica drew as often, or the next draws are those after the
+        # most; the stream's own seed stays.
+        drawn = all_max(new[1], step.axis) if step.is_uneven else new[1]
+        return lambda sums: jnp.stack([old[0], drawn])
     rule = _rule(variable, step, is_metric)
-    if rule == metric_rules.SAME:
+    if rule in (metric_rules.SAME, metric_rules.IN_TURN):
         return lambda sums: new
     number = new.astype("int32") if _is_bool(new) else new
     if rule in ("max", "any"):
@@ -279,6 +281,14 @@ def are_alone(values: Arrays, known: Sequence[Any]) -> bool:
     return all(
         count == alone + 1 and reference is not None and reference() is value
         for count, reference, value in zip(counts, known, values, strict=True)
+    )
+
+
+def are(references: list[Any], values: list[Any]) -> bool:
+    """Whether weak references are to these very arrays."""
+    return len(references) == len(values) and all(
+        reference() is value
+        for reference, value in zip(references, values, strict=True)
     )
 
 

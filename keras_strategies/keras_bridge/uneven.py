@@ -70,8 +70,10 @@ def call_unevenly(
                 for leaf, uneven in zip(leaves, is_uneven, strict=True)
             ]
             try:
-                with replay_scope(Replay(known)):
+                replay = Replay(known)
+                with replay_scope(replay):
                     called = call(state, own)
+                replay.check_not_swallowed()
             except Reached as reached:
                 found[variant] = reached
                 return reached.operands, [], []
@@ -110,6 +112,11 @@ def call_unevenly(
         known = [*known, ends[0].reduce(result[0])]
 
 
+def variants_of(rows: Sequence[Variant]) -> list[Variant]:
+    """The different numbers of rows, each once; the largest first."""
+    return sorted(set(rows), reverse=True)
+
+
 def shares_of(rows: Sequence[Variant]) -> list[float] | None:
     """Each replica's weight in averages: none without rows.
 
@@ -127,17 +134,17 @@ def shares_of(rows: Sequence[Variant]) -> list[float] | None:
 
 def rows_of_all(
     own: Sequence[int], rows: Sequence[Variant]
-) -> dict[int, set[int]]:
-    """By a replica's own number of rows, that of all replicas together.
+) -> dict[int, set[tuple[int, ...]]]:
+    """By a replica's own number of rows, those of all replicas.
 
     Args:
       own: The replica's numbers of rows, of all uneven arguments.
       rows: Those of each replica.
     """
-    totals: dict[int, set[int]] = {}
+    columns: dict[int, set[tuple[int, ...]]] = {}
     for count, column in zip(own, zip(*rows, strict=True), strict=True):
-        totals.setdefault(count, set()).add(sum(column))
-    return totals
+        columns.setdefault(count, set()).add(column)
+    return columns
 
 
 def _padding(branch: Callable[..., Any], shapes: list[Any]) -> Any:

@@ -20,10 +20,14 @@ from keras_strategies.keras_bridge.state import is_seed
 def is_users(variable: keras.Variable) -> bool:
     """Whether a user made the variable, or chose how it is aggregated.
 
-    Keras's layers, metrics and optimizers make theirs under their own names.
+    Keras's layers, metrics and optimizers make theirs under their own names,
+    which tells of variables that were made outside of scopes.
     """
     if variable.aggregation != "none":
         return True
+    made_by_user = getattr(variable, "_ks_users", None)
+    if made_by_user is not None:
+        return made_by_user and not is_seed(variable)
     return variable.path == variable.name and not is_seed(variable)
 
 

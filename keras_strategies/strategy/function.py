@@ -2,12 +2,10 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
-
-Function = TypeVar("Function", bound=Callable[..., Any])
+from typing import Any
 
 
-def function(fn: Function | None = None, **options: Any) -> Any:
+def function(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Stands where `tf.function` stood, around loops that call `run`.
 
     There is nothing left to compile here: `run` compiles what it is given,

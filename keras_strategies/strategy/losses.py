@@ -53,7 +53,8 @@ def compute_average_loss(
 
 def _rows_of_all(rows: int) -> int:
     step = current_step()
-    known = step.rows_of_all.get(rows, set()) if step is not None else set()
+    columns = step.rows_of_all.get(rows, set()) if step is not None else ()
+    known = {sum(column) for column in columns}
     if len(known) > 1:
         raise ValueError(
             "Which rows the losses belong to decides what they are divided "

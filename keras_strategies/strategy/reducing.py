@@ -12,8 +12,10 @@ from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.reduce_op import ReduceOp, as_reduce_op
 from keras_strategies._core.replica_map import all_sum
+from keras_strategies._core.step_context import current_step
 from keras_strategies._core.values import (
     LOCAL,
+    PARTS,
     STACKED,
     DistributedValues,
     Mirrored,
@@ -40,31 +42,41 @@ def _reduce_one(op: ReduceOp, value: Any, axis: Any, mesh: ReplicaMesh) -> Any:
         value = value.array
     if not isinstance(value, PerReplica):
         return _reduce_plain(op, value, axis, mesh)
+    _check_home(value, mesh)
     if value.layout == LOCAL:
         if axis is not None:
             raise ValueError(
                 "`reduce` inside of `merge_call` takes axis=None. Received: "
                 f"axis={axis}. Sum over the dimension in the replica."
             )
-        flat = mesh.platform == "cpu"
-        (total,) = all_sum([value.arrays[0]], mesh.axis, flat=flat)
+        step = current_step()
+        axis_name = mesh.axis if step is None else step.axis
+        array = summable(value.arrays[0], op)
+        (total,) = all_sum([array], axis_name, flat=False)
         return total / mesh.num_replicas if op is ReduceOp.MEAN else total
-    if axis is None and value.total is not None:
-        is_mean = op is ReduceOp.MEAN
+    is_mean = op is ReduceOp.MEAN
+    if (
+        axis is None
+        and value.total is not None
+        and not (
+            # The sum of integers may be out of their range.
+            is_mean and jnp.issubdtype(value.total.dtype, jnp.integer)
+        )
+    ):
         return value.total / mesh.num_replicas if is_mean else value.total
     if axis is None and value.layout == STACKED:
-        program = _over_replicas(mesh, op is ReduceOp.MEAN)
+        program = _over_replicas(mesh, op)
         return dispatch(mesh, program, value.arrays[0])[0]
     if axis is None:
         parts = _components(value, mesh)
         _check_equal_shapes(parts)
-        total = sum_in_order(parts)
-        return total / len(parts) if op is ReduceOp.MEAN else total
+        total = sum_in_order([summable(part, op) for part in parts])
+        return total / len(parts) if is_mean else total
     parts = _components(value, mesh)
-    axes = axis if isinstance(axis, tuple) else (axis,)
+    axes = _as_axes(axis)
     for part in parts:
         _check_axes(axes, part)
-    total = sum_in_order([_sum_over(p, axes) for p in parts])
+    total = sum_in_order([_sum_over(summable(p, op), axes) for p in parts])
     if op is ReduceOp.SUM:
         return total
     count = sum(int(np.prod([p.shape[a] for a in axes])) for p in parts)
@@ -85,7 +97,7 @@ def _reduce_plain(
 ) -> Any:
     array = jnp.asarray(value)
     if axis is not None:
-        axes = axis if isinstance(axis, tuple) else (axis,)
+        axes = _as_axes(axis)
         _check_axes(axes, array)
         if op is ReduceOp.MEAN:
             return jnp.mean(array, axis=axes)
@@ -101,9 +113,40 @@ def _reduce_plain(
     )
 
 
+def _as_axes(axis: Any) -> tuple[Any, ...]:
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    return tuple(int(a) if isinstance(a, np.integer) else a for a in axes)
+
+
+def _check_home(value: PerReplica, mesh: ReplicaMesh) -> None:
+    """Raises ValueError for the values of another strategy."""
+    first = value.arrays[0] if value.arrays else None
+    if value.layout == PARTS:
+        is_ours = len(value.arrays) == mesh.num_replicas
+    elif value.layout == LOCAL:
+        return
+    else:
+        is_ours = first.sharding.device_set == set(mesh.devices)  # type: ignore[union-attr]
+    if not is_ours:
+        raise ValueError(
+            "Values are reduced by the strategy whose `run` returned them. "
+            f"Received: {value!r} from other devices than this strategy's "
+            f"{mesh.num_replicas}. Call the method of that strategy."
+        )
+
+
+def summable(array: Any, op: ReduceOp) -> Any:
+    """An array as it is added up: booleans counted, means not in integers."""
+    is_exact = jnp.issubdtype(array.dtype, jnp.integer) or array.dtype == bool
+    if op is ReduceOp.MEAN and is_exact:
+        return array.astype("float32")
+    return array.astype("int32") if array.dtype == bool else array
+
+
 def _check_axes(axes: tuple[Any, ...], array: Any) -> None:
     for axis in axes:
-        if not isinstance(axis, int) or not (-array.ndim <= axis < array.ndim):
+        is_number = isinstance(axis, int) and not isinstance(axis, bool)
+        if not is_number or not (-array.ndim <= axis < array.ndim):
             raise ValueError(
                 f"Invalid reduction dimension {axis} for input with "
                 f"{array.ndim} dimensions. Received: a component of shape "
@@ -134,18 +177,15 @@ def sum_in_order(arrays: list[Any]) -> Any:
 
 
 @functools.cache
-def _over_replicas(mesh: ReplicaMesh, is_mean: bool) -> Any:
+def _over_replicas(mesh: ReplicaMesh, op: ReduceOp) -> Any:
     """The compiled reduction of arrays with a dimension of replicas."""
 
     def over(array: Any) -> tuple[Any]:
-        total = jnp.sum(array, axis=0, dtype=_sum_dtype(array))
-        return (total / mesh.num_replicas if is_mean else total,)
+        array = summable(array, op)
+        total = jnp.sum(array, axis=0, dtype=array.dtype)
+        return (total / mesh.num_replicas if op is ReduceOp.MEAN else total,)
 
     return jax.jit(over, out_shardings=mesh.whole)
-
-
-def _sum_dtype(array: Any) -> Any:
-    return jnp.int32 if array.dtype == bool else array.dtype
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -157,8 +197,11 @@ def gather(value: Any, axis: int, mesh: ReplicaMesh) -> Any:
     """See `Strategy.gather`."""
 
     def one(leaf: Any) -> Any:
+        if isinstance(leaf, keras.Variable):
+            leaf = _of_variable(leaf, mesh)
         if not isinstance(leaf, PerReplica):
             return leaf.array if isinstance(leaf, Mirrored) else leaf
+        _check_home(leaf, mesh)
         parts = _components(leaf, mesh)
         for part in parts:
             _check_gathered(axis, part, parts)

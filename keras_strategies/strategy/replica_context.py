@@ -17,6 +17,7 @@ from keras_strategies._core.replica_map import (
 from keras_strategies._core.step_context import StepContext
 from keras_strategies._core.values import LOCAL, PerReplica
 from keras_strategies.strategy import current
+from keras_strategies.strategy.reducing import summable
 
 if TYPE_CHECKING:
     from keras_strategies.strategy.strategy import Strategy
@@ -97,6 +98,7 @@ class ReplicaContext:
         op = as_reduce_op(reduce_op)
         leaves, structure = jax.tree.flatten(value)
         arrays = [jnp.asarray(leaf) for leaf in leaves]
+        arrays = [summable(array, op) for array in arrays]
         if self._step is not None:
             arrays = all_sum(arrays, self._step.axis, flat=self._step.flat)
         if op is ReduceOp.MEAN:

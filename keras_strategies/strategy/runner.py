@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from keras_strategies.strategy.strategy import Strategy
 
 _MAX_PROGRAMS = 128
+_MAX_FLAGS = 8
 _WARN_AFTER = 5
 _NEEDS_VALUE = (
     jax.errors.ConcretizationTypeError,
@@ -56,11 +57,12 @@ class Runner:
     def __init__(self, strategy: "Strategy", mesh: ReplicaMesh) -> None:
         self._strategy = strategy
         self._mesh = mesh
-        self._programs: collections.OrderedDict[Any, RunProgram]
+        self._programs: collections.OrderedDict[Any, list[RunProgram]]
         self._programs = collections.OrderedDict()
         self._last: dict[int, Any] = {}
         self._num_made: collections.Counter[Any] = collections.Counter()
         self._threads = threading.local()
+        self._lock = threading.RLock()
 
     def __call__(
         self,
@@ -93,7 +95,9 @@ class Runner:
             if kind[0] != _STATIC:
                 arrays.append(array)
         try:
-            return self._compiled(fn, structure, kinds, arrays, is_update)
+            # State is taken, changed and put back: one thread at a time.
+            with self._lock:
+                return self._compiled(fn, structure, kinds, arrays, is_update)
         except _NEEDS_VALUE as error:
             raise TypeError(
                 "A function given to `run` is traced, so its arrays have no "
@@ -114,10 +118,12 @@ class Runner:
     ) -> Any:
         kept = tuple(k[:4] for k in kinds)
         key = (function_key(fn), structure, kept, is_update)
-        program = self._programs.get(key)
-        if program is None or not program.is_current:
+        # One for each set of flags: a loop may freeze layers in turn.
+        made = self._programs.setdefault(key, [])
+        program = next((p for p in made if p.is_current), None)
+        if program is None:
             program = self._make(fn, structure, kinds, arrays, is_update)
-            self._programs[key] = program
+            made[:] = [program, *made[: _MAX_FLAGS - 1]]
             self._count(fn)
             while len(self._programs) > _MAX_PROGRAMS:
                 self._programs.popitem(last=False)
@@ -144,6 +150,7 @@ class Runner:
     ) -> Any:
         mesh = self._mesh
         rows = []
+        creation.sync_all_fits()
         for leaf in leaves:
             if isinstance(leaf, PerReplica):
                 _, _, counts = self._one_array(leaf)
@@ -167,7 +174,7 @@ class Runner:
     @property
     def num_programs(self) -> int:
         """How many programs are kept."""
-        return len(self._programs)
+        return sum(map(len, self._programs.values()))
 
     def _argument(self, leaf: Any) -> tuple[tuple[Any, ...], Any]:
         """How an argument enters the program: (kind, shape, dtype, key)."""
@@ -247,7 +254,7 @@ class Runner:
             is_update=is_update,
         )
         with self._strategy.scope():
-            program.prepare(arrays)
+            program.prepare(arrays, self._strategy._runtime.registry)
         return program
 
     def _replica_scope(self, step: StepContext) -> Any:

@@ -88,8 +88,17 @@ def results(strategy, batch_size, debug):
     return jax.tree.map(np.asarray, (found, copies, values))
 
 
-@pytest.mark.parametrize("batch_size", [8, 7])
-@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("replicas", "batch_size"),
+    [
+        (2, 8),
+        (3, 7),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in ((1, 8), (2, 7), (3, 8), (8, 7))
+        ),
+    ],
+)
 def test_a_training_step_has_the_programs_numbers(replicas, batch_size):
     compiled = results(mirrored(replicas), batch_size, debug=False)
     eager = results(mirrored(replicas), batch_size, debug=True)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
+from keras_strategies.strategy import current
 from tests.plain_keras import mirrored
 
 X = np.arange(14, dtype="float32")[:, None]
@@ -212,7 +213,8 @@ def test_a_function_is_told_about_its_pipeline():
         contexts[0].get_per_replica_batch_size(7)
 
 
-def test_the_old_name_of_datasets_from_function_warns_once():
+def test_the_old_name_of_datasets_from_function_warns_once(monkeypatch):
+    monkeypatch.setattr(current, "_warned", set())
     strategy = mirrored(2)
 
     def make():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
+from keras_strategies.strategy import current
 from keras_strategies.testing import assert_replicated
 from tests.plain_keras import dense, mirrored
 
@@ -511,7 +512,8 @@ def test_mistakes_with_collectives(call, error, text):
         mirrored(2).run(lambda: call(ks.get_replica_context()))
 
 
-def test_old_names_warn_once():
+def test_old_names_warn_once(monkeypatch):
+    monkeypatch.setattr(current, "_warned", set())
     strategy = mirrored(2)
     with pytest.warns(DeprecationWarning, match="old name of `run`"):
         strategy.experimental_run_v2(lambda: 1)
