@@ -15,10 +15,13 @@ class ReplicaMesh:
     Attributes:
       devices: The devices, in the order of the replica ids; no device twice.
       axis: Name of the mesh axis that the replicas lie on.
+      marker: Name of a second axis, of size one, by which JAX tells this mesh
+        from another with the same devices; or None.
     """
 
     devices: tuple[jax.Device, ...]
     axis: str = "replica"
+    marker: str | None = None
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -35,8 +38,11 @@ class ReplicaMesh:
 
     @functools.cached_property
     def mesh(self) -> Mesh:
-        """The JAX mesh, of shape (num_replicas,)."""
-        return Mesh(np.array(self.devices, dtype=object), (self.axis,))
+        """The JAX mesh, of shape (num_replicas,), or with a marker's axis."""
+        devices = np.array(self.devices, dtype=object)
+        if self.marker is not None:
+            return Mesh(devices[:, None], (self.axis, self.marker))
+        return Mesh(devices, (self.axis,))
 
     @functools.cached_property
     def whole(self) -> NamedSharding:

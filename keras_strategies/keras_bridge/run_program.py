@@ -123,9 +123,9 @@ class RunProgram:
           others: Variables whose being trainable the function may look at.
         """
         scope = LiftingScope()
-        # Another axis name: JAX keeps what it traced of inner functions by the
-        # mesh, too, and must not meet this trace's zeros again.
-        mesh = dataclasses.replace(self._mesh, axis="lifting")
+        # Another mesh: JAX keeps what it traced of inner functions by the mesh,
+        # too, and must not meet this trace's zeros again.
+        mesh = dataclasses.replace(self._mesh, marker="lifting")
         step = new_step(mesh, is_update=self._is_update)
 
         def abstract(*components: Any) -> Any:

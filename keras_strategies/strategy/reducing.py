@@ -12,7 +12,6 @@ from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.reduce_op import ReduceOp, as_reduce_op
 from keras_strategies._core.replica_map import all_sum
-from keras_strategies._core.step_context import current_step
 from keras_strategies._core.values import (
     LOCAL,
     PARTS,
@@ -49,10 +48,8 @@ def _reduce_one(op: ReduceOp, value: Any, axis: Any, mesh: ReplicaMesh) -> Any:
                 "`reduce` inside of `merge_call` takes axis=None. Received: "
                 f"axis={axis}. Sum over the dimension in the replica."
             )
-        step = current_step()
-        axis_name = mesh.axis if step is None else step.axis
         array = summable(value.arrays[0], op)
-        (total,) = all_sum([array], axis_name, flat=False)
+        (total,) = all_sum([array], mesh.axis, flat=False)
         return total / mesh.num_replicas if op is ReduceOp.MEAN else total
     is_mean = op is ReduceOp.MEAN
     if (

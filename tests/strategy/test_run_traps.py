@@ -131,6 +131,14 @@ def test_functions_that_jax_keeps_see_the_variables():
     }
 
 
+def test_jaxs_own_collectives_know_the_replica_axis():
+    strategy = mirrored(2)
+    total = strategy.run(
+        lambda x: jax.lax.psum(x, "replica"), args=(ids(strategy),)
+    )
+    assert values(total) == [3.0, 3.0]
+
+
 # Metrics of one's own, fed with scalars.
 
 
