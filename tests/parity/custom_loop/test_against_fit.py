@@ -60,11 +60,20 @@ CASES = {
 }
 
 
+DEFAULT = {
+    ("sgd", 1),
+    ("sgd", 2),
+    ("sgd", 8),
+    ("adam", 3),
+    ("adam", 8),
+    ("bfloat16", 3),
+    ("float16", 3),
+}
 ALL = [
     pytest.param(
         name,
         replicas,
-        marks=pytest.mark.slow if "16" in name and replicas != 3 else (),
+        marks=() if (name, replicas) in DEFAULT else pytest.mark.slow,
     )
     for name in CASES
     for replicas in (1, 2, 3, 8)
