@@ -117,7 +117,12 @@ print(sorted(heavy & set(sys.modules)))
     assert output_of(code) == ["[]"]
 
 
-def test_import_costs_less_than_a_tenth_of_a_second():
+def test_import_costs_less_than_a_tenth_of_a_second(tmp_path):
+    # An installed package is compiled to bytecode; so is this, the first time.
+    compiled = {
+        "PYTHONPYCACHEPREFIX": str(tmp_path),
+        "PYTHONDONTWRITEBYTECODE": "",
+    }
     code = """
 import gc, time, keras
 gc.collect()  # Or one of all of Keras's objects may fall into our import.
@@ -127,7 +132,8 @@ print(time.process_time() - start)
 """
     seconds = []
     for _ in range(3):
-        seconds.append(float(output_of(code, KERAS_BACKEND="jax")[0]))
+        output = output_of(code, KERAS_BACKEND="jax", **compiled)
+        seconds.append(float(output[0]))
         if min(seconds) < 0.1:
             break
     assert min(seconds) < 0.1, seconds
