@@ -1,7 +1,8 @@
 """fit, evaluate and predict give one device's numbers (docs/parity.md).
 
-The default run covers every case on even and uneven numbers of rows and on
-2, 3 and 8 replicas; `-m slow` runs every case x strategy x rows/batch pair.
+The default run covers every case on even and uneven numbers of rows on 2
+replicas, and on 8 those that are no single loss or metric; `-m slow` runs every
+case x strategy x rows/batch pair.
 """
 
 import pytest
@@ -20,8 +21,15 @@ _NAMES = [
 ]
 
 
-@pytest.mark.parametrize("strategy", list(_QUICK))
-@pytest.mark.parametrize("name", _NAMES)
+_CHOSEN = [
+    pytest.param(name, strategy, marks=pytest.mark.xdist_group(name))
+    for name in CASES
+    for strategy in _QUICK
+    if strategy == "mirrored2" or name not in LOSSES | METRICS
+]
+
+
+@pytest.mark.parametrize(("name", "strategy"), _CHOSEN)
 def test_equals_one_device(name, strategy):
     check(name, strategy, _QUICK[strategy], _seen(name))
 
