@@ -146,6 +146,27 @@ jax.tree_util.register_pytree_node(
 )
 
 
+def check_home(value: PerReplica, mesh: ReplicaMesh) -> None:
+    """Raises ValueError for a value of another strategy than the mesh's."""
+    if value.layout == LOCAL:
+        return
+    if value.layout == PARTS:
+        count = len(value.arrays)
+        is_ours = count == mesh.num_replicas
+    else:
+        devices = value.arrays[0].sharding.device_set
+        count = len(devices)
+        is_ours = devices == set(mesh.devices)
+    if not is_ours:
+        raise ValueError(
+            "A value per replica has a component for each replica, and is of "
+            "use to the strategy whose `run` returned it. Received: "
+            f"{count} components, {mesh.num_replicas} replicas, on other "
+            "devices. Use it with that strategy, or make it with "
+            "`experimental_distribute_values_from_function`."
+        )
+
+
 def is_distributed(value: Any) -> bool:
     """Whether a leaf of a nest is a value of several replicas."""
     return isinstance(value, DistributedValues)

@@ -54,10 +54,6 @@ class Values(Sequence[Any]):
         return self._arrays[index]
 
 
-_device_sets: set[frozenset[jax.Device]] = set()
-"""The devices of every strategy that had a model."""
-
-
 class Functions:
     """Makes and keeps one model's step functions.
 
@@ -75,7 +71,7 @@ class Functions:
         self._last: dict[str, Any] = {}
         # What the loops before returned, weakly and by id.
         self._made: state_lib.Made = {}
-        _device_sets.add(frozenset(mesh.devices))
+        state_lib.note_devices(mesh)
         creation.models_in_loops.add(model)
 
     def make_train_function(self, force: bool = False) -> None:
@@ -145,7 +141,7 @@ class Functions:
                             group,
                             variables[g],
                             [holder[g] for holder in holders],
-                            None if _has_rivals(mesh) else self._made,
+                            None if state_lib.has_rivals(mesh) else self._made,
                             mesh.whole,
                             donate=g in donated,
                         )
@@ -239,16 +235,6 @@ def _variables(
         return list(model.optimizer.variables) if model.optimizer else []
 
     return tuple(map(group, _GROUPS[kind]))
-
-
-def _has_rivals(mesh: ReplicaMesh) -> bool:
-    """Whether another strategy uses some of the devices, and not the same.
-
-    A variable of one that is assigned to the other's then shares its buffers
-    on the common devices, which neither array tells.
-    """
-    mine = frozenset(mesh.devices)
-    return any(mine != other and mine & other for other in _device_sets)
 
 
 def _holders(

@@ -108,7 +108,7 @@ class RunProgram:
         self._shapes: list[list[tuple[int, ...]]] | None = None
         self._same: list[Any] | None = None
         self._program: Any = None
-        self.num_traces = 0
+        state_lib.note_devices(mesh)
 
     def prepare(
         self, leaves: list[Any], others: Iterable[keras.Variable] = ()
@@ -214,12 +214,11 @@ class RunProgram:
         """The values of written and of read variables, ready to be passed."""
         written, read = self._written, self._read
         taken = [v._value for v in written]
-        if not state_lib.are_alone(taken, [last.get(id(v)) for v in written]):
-            made = {
-                id(value): last[id(v)]
-                for v, value in zip(written, taken, strict=True)
-                if id(v) in last
-            }
+        known = [last.get(id(v)) for v in written]
+        is_rivalled = state_lib.has_rivals(self._mesh)
+        if is_rivalled or not state_lib.are_alone(taken, known):
+            made = zip(map(id, taken), known, strict=True)
+            made = None if is_rivalled else {k: r for k, r in made if r}
             whole = self._mesh.whole
             state_lib.own(taken, written, (), made, whole, donate=True)
         shared = [v._value for v in read]
@@ -290,7 +289,6 @@ class RunProgram:
         read: list[Any],
         leaves: list[Any],
     ) -> Any:
-        self.num_traces += 1
         step = new_step(self._mesh, is_update=self._is_update)
         variables = self._ordered()
         old = [*written, *[c[0] for c in copies], *read]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
+from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import (
     all_max,
     all_min,
@@ -266,6 +267,27 @@ def own(
                     value = jnp.copy(value)
                 pointers.add(pointer)
         group[i] = value
+
+
+_device_sets: set[frozenset[jax.Device]] = set()
+"""The devices of every strategy whose steps took some state."""
+
+
+def note_devices(mesh: ReplicaMesh) -> None:
+    """Notes the devices of a strategy whose steps donate what they take."""
+    _device_sets.add(frozenset(mesh.devices))
+
+
+def has_rivals(mesh: ReplicaMesh) -> bool:
+    """Whether another strategy uses some of the devices, and not the same.
+
+    A variable of one that is assigned to the other's then shares its buffers
+    on the common devices, which neither array tells.
+    """
+    if len(_device_sets) < 2:
+        return False
+    mine = frozenset(mesh.devices)
+    return any(mine != other and mine & other for other in _device_sets)
 
 
 def are_alone(values: Arrays, known: Sequence[Any]) -> bool:

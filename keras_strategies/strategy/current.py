@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from keras_strategies.strategy.custom_loops import CustomLoops
     from keras_strategies.strategy.replica_context import ReplicaContext
     from keras_strategies.strategy.strategy import Strategy
 
@@ -142,7 +143,7 @@ def experimental_set_strategy(strategy: "Strategy | None") -> None:
         stack.set_globally = entering
 
 
-def check_not_mixing(strategy: "Strategy") -> None:
+def check_not_mixing(strategy: "CustomLoops") -> None:
     """Raises unless this thread is in no scope or in `strategy`'s.
 
     Raises:

@@ -274,4 +274,4 @@ class CustomLoops:
             yield
 
     def _check_context(self) -> None:
-        raise NotImplementedError
+        current.check_not_mixing(self)

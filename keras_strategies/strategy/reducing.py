@@ -14,11 +14,11 @@ from keras_strategies._core.reduce_op import ReduceOp, as_reduce_op
 from keras_strategies._core.replica_map import all_sum
 from keras_strategies._core.values import (
     LOCAL,
-    PARTS,
     STACKED,
     DistributedValues,
     Mirrored,
     PerReplica,
+    check_home,
     is_distributed,
 )
 from keras_strategies.keras_bridge import on_read
@@ -41,7 +41,7 @@ def _reduce_one(op: ReduceOp, value: Any, axis: Any, mesh: ReplicaMesh) -> Any:
         value = value.array
     if not isinstance(value, PerReplica):
         return _reduce_plain(op, value, axis, mesh)
-    _check_home(value, mesh)
+    check_home(value, mesh)
     if value.layout == LOCAL:
         if axis is not None:
             raise ValueError(
@@ -115,23 +115,6 @@ def _as_axes(axis: Any) -> tuple[Any, ...]:
     return tuple(int(a) if isinstance(a, np.integer) else a for a in axes)
 
 
-def _check_home(value: PerReplica, mesh: ReplicaMesh) -> None:
-    """Raises ValueError for the values of another strategy."""
-    first = value.arrays[0] if value.arrays else None
-    if value.layout == PARTS:
-        is_ours = len(value.arrays) == mesh.num_replicas
-    elif value.layout == LOCAL:
-        return
-    else:
-        is_ours = first.sharding.device_set == set(mesh.devices)  # type: ignore[union-attr]
-    if not is_ours:
-        raise ValueError(
-            "Values are reduced by the strategy whose `run` returned them. "
-            f"Received: {value!r} from other devices than this strategy's "
-            f"{mesh.num_replicas}. Call the method of that strategy."
-        )
-
-
 def summable(array: Any, op: ReduceOp) -> Any:
     """An array as it is added up: booleans counted, means not in integers."""
     is_exact = jnp.issubdtype(array.dtype, jnp.integer) or array.dtype == bool
@@ -198,7 +181,7 @@ def gather(value: Any, axis: int, mesh: ReplicaMesh) -> Any:
             leaf = _of_variable(leaf, mesh)
         if not isinstance(leaf, PerReplica):
             return leaf.array if isinstance(leaf, Mirrored) else leaf
-        _check_home(leaf, mesh)
+        check_home(leaf, mesh)
         parts = _components(leaf, mesh)
         for part in parts:
             _check_gathered(axis, part, parts)

@@ -18,6 +18,7 @@ from keras_strategies._core.values import (
     STACKED,
     Mirrored,
     PerReplica,
+    check_home,
     is_distributed,
     stacked,
 )
@@ -119,11 +120,11 @@ class Runner:
         kept = tuple(k[:4] for k in kinds)
         key = (function_key(fn), structure, kept, is_update)
         # One for each set of flags: a loop may freeze layers in turn.
-        made = self._programs.setdefault(key, [])
+        made = self._programs.get(key, [])
         program = next((p for p in made if p.is_current), None)
         if program is None:
             program = self._make(fn, structure, kinds, arrays, is_update)
-            made[:] = [program, *made[: _MAX_FLAGS - 1]]
+            self._programs[key] = [program, *made[: _MAX_FLAGS - 1]]
             self._count(fn)
             while len(self._programs) > _MAX_PROGRAMS:
                 self._programs.popitem(last=False)
@@ -197,10 +198,10 @@ class Runner:
         self, value: PerReplica
     ) -> tuple[str, Any, tuple[int, ...] | None]:
         """The layout, the array, and each replica's rows if they differ."""
+        check_home(value, self._mesh)
         if value.layout != PARTS:
             return value.layout, value.arrays[0], None
         parts = value.arrays
-        self._check_count(value)
         shapes = [np.shape(part) for part in parts]
         dtypes = [str(jax.numpy.result_type(part)) for part in parts]
         if len(set(dtypes)) > 1 or len({(len(s), s[1:]) for s in shapes}) > 1:
@@ -214,15 +215,6 @@ class Runner:
         rows = tuple(shape[0] for shape in shapes)
         padded = [_padded(part, max(rows)) for part in parts]
         return STACKED, stacked(padded, self._mesh), rows
-
-    def _check_count(self, value: PerReplica) -> None:
-        parts, count = value.arrays, self._mesh.num_replicas
-        if value.layout == PARTS and len(parts) != count:
-            raise ValueError(
-                "A PerReplica has one component for each replica. Received: "
-                f"{len(parts)} components, {count} replicas. Make it with "
-                "`experimental_distribute_values_from_function`."
-            )
 
     def _make(
         self,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import keras
 
 from keras_strategies.keras_bridge import binding as binding_lib
-from keras_strategies.keras_bridge import model_hooks, on_read
+from keras_strategies.keras_bridge import model_hooks, on_read, state
 from keras_strategies.keras_bridge.layout import (
     distribution_scope,
     variable_creator_scope,
@@ -37,6 +37,7 @@ class Scope:
             stack.enter_context(
                 distribution_scope(strategy._runtime.distribution)
             )
+            state.note_devices(strategy._runtime.mesh)
             create = functools.partial(on_read.create, strategy._runtime.mesh)
             stack.enter_context(variable_creator_scope(create))
             stack.enter_context(

@@ -7,7 +7,7 @@ import keras
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.keras_bridge import binding as binding_lib
 from keras_strategies.keras_bridge.layout import check_home
-from keras_strategies.strategy import current, old_names
+from keras_strategies.strategy import old_names
 from keras_strategies.strategy.custom_loops import CustomLoops
 from keras_strategies.strategy.extended import StrategyExtended
 from keras_strategies.strategy.runner import Runner
@@ -35,11 +35,6 @@ class Strategy(CustomLoops):
     def extended(self) -> StrategyExtended:
         """Further methods, for libraries."""
         return self._extended
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """Number of replicas that gradients are aggregated over."""
-        return self._runtime.mesh.num_replicas
 
     @property
     def cluster_resolver(self) -> None:
@@ -179,9 +174,6 @@ class Strategy(CustomLoops):
             )
         variables = binding_lib.all_variables(model)
         check_home(variables, self._runtime.mesh)
-
-    def _check_context(self) -> None:
-        current.check_not_mixing(self)
 
 
 def _check_model(name: str, model: Any) -> None:

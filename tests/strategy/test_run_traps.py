@@ -339,6 +339,53 @@ def test_a_users_variable_in_a_name_scope_is_a_users():
         )
 
 
+def test_variables_assigned_between_strategies_on_common_devices():
+    """They share buffers there, which neither strategy's step may take."""
+    two, three = mirrored(2), mirrored(3)
+    with two.scope():
+        ours = keras.Variable(np.zeros(64, "float32"), name="ours")
+    with three.scope():
+        theirs = keras.Variable(np.ones(64, "float32"), name="theirs")
+
+    def add_to_ours():
+        ours.assign_add(jnp.ones(64))
+
+    def add_to_theirs():
+        theirs.assign_add(jnp.ones(64))
+
+    expected = 1.0
+    for _ in range(3):
+        three.run(add_to_theirs)
+        expected += 1
+        ours.assign(theirs)
+        three.run(add_to_theirs)
+        np.testing.assert_array_equal(ours.numpy(), np.full(64, expected))
+        two.run(add_to_ours)
+        theirs.assign(ours)
+        two.run(add_to_ours)
+        expected += 1
+        np.testing.assert_array_equal(theirs.numpy(), np.full(64, expected))
+        assert_replicated(ours, theirs)
+
+
+def test_run_refuses_values_of_another_strategy():
+    two, three = mirrored(2), mirrored(3)
+    for value in (ids(three), three.run(lambda: jnp.ones(2))):
+        with pytest.raises(ValueError, match="strategy whose `run`"):
+            two.run(lambda x: x, args=(value,))
+
+
+def test_a_function_that_fails_leaves_no_program():
+    strategy = mirrored(2)
+
+    def fail():
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        strategy.run(fail)
+    assert len(strategy._runner._programs) == 0
+
+
 def test_copies_of_another_strategy_are_refused():
     two, three = mirrored(2), mirrored(3)
     with three.scope():
