@@ -17,15 +17,15 @@ RANKS = {
     "_core": 0,
     "cluster": 0,
     "data": 1,
-    "keras_bridge": 1,
     "tpu": 1,
-    "strategy": 2,
-    "checkpoint": 3,
-    "estimator": 3,
+    "keras_bridge": 2,
+    "strategy": 3,
+    "checkpoint": 4,
+    "estimator": 4,
     # The public names: keras_strategies/__init__.py, as users import it.
-    "": 4,
-    "cli": 5,
-    "testing": 5,
+    "": 5,
+    "cli": 6,
+    "testing": 6,
 }
 WITHOUT_KERAS = {"_core", "cluster"}
 LAZY = {"tensorflow", "orbax", "grain", "torch"}

@@ -4,6 +4,7 @@ A batch is a nest of arrays whose first dimension is its rows. A batch that
 the replicas can share evenly is split over them as it is. Any other one is
 padded to the next multiple of their number (by repeating its last row) and
 carries its true number of rows; what reads it cuts the padding off first.
+Of several processes each holds its rows only, and moves them to its devices.
 """
 
 import dataclasses
@@ -14,9 +15,34 @@ import jax
 import numpy as np
 
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.rows import (
+    balanced_rows,
+    padded_rows,
+    rows_of_processes,
+)
 
 Tree = Any
 _Key = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostBatch:
+    """A global batch, as one process holds it.
+
+    Attributes:
+      data: The nest of host arrays with this process's rows.
+      parts: Number of rows of each process.
+      batch_size: Rows of a whole batch of this step.
+    """
+
+    data: Tree
+    parts: tuple[int, ...]
+    batch_size: int
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of all processes."""
+        return sum(self.parts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,11 +54,57 @@ class Segment:
         padded rows, ...) for several; rows split over the replicas.
       rows: Number of rows of each batch, without the padding.
       steps: Number of batches.
+      parts: Number of rows of each process, where each has padding of its
+        own; None where all padding is at the end.
     """
 
     data: Tree
     rows: int
     steps: int
+    parts: tuple[int, ...] | None = None
+
+    @property
+    def padded(self) -> int:
+        """Number of rows of each batch, with the padding."""
+        return jax.tree.leaves(self.data)[0].shape[self.steps > 1]
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether there is padding."""
+        return self.padded != self.rows
+
+    @property
+    def shape(self) -> "RowShape":
+        """What the batch's rows look like; static in programs."""
+        return RowShape(rows=self.rows, steps=self.steps, parts=self.parts)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowShape:
+    """The numbers of a segment; see there."""
+
+    rows: int
+    steps: int
+    parts: tuple[int, ...] | None
+
+    def without_padding(self, leaf: Any, axis: int) -> Any:
+        """An array's true rows, in their order.
+
+        Args:
+          leaf: An array, of numpy or traced.
+          axis: The dimension of the rows.
+        """
+        before = (slice(None),) * axis
+        if self.parts is None:
+            return leaf[(*before, slice(self.rows))]
+        block = leaf.shape[axis] // len(self.parts)
+        pieces = [
+            leaf[(*before, slice(p * block, p * block + count))]
+            for p, count in enumerate(self.parts)
+            if count
+        ]
+        library = np if isinstance(leaf, np.ndarray) else jax.numpy
+        return library.concatenate(pieces, axis=axis)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,16 +115,11 @@ class Execution:
 
 
 jax.tree_util.register_dataclass(
-    Segment, data_fields=["data"], meta_fields=["rows", "steps"]
+    Segment, data_fields=["data"], meta_fields=["rows", "steps", "parts"]
 )
 jax.tree_util.register_dataclass(
     Execution, data_fields=["segments"], meta_fields=[]
 )
-
-
-def padded_rows(rows: int, num_replicas: int) -> int:
-    """The next multiple of `num_replicas`: rows with their padding."""
-    return -(-rows // num_replicas) * num_replicas
 
 
 def num_rows(batch: Tree) -> int:
@@ -118,17 +185,36 @@ def _holds_numbers(leaf: Any) -> bool:
     return getattr(leaf, "dtype", np.dtype("O")).kind not in "OSUmM"
 
 
-def place(batches: Sequence[Tree], mesh: ReplicaMesh) -> Execution:
+def whole_batch(batch: Tree, mesh: ReplicaMesh) -> HostBatch:
+    """A batch that this process holds with the rows of all processes.
+
+    Of several processes each takes its own.
+
+    Raises:
+      ValueError, TypeError: see `num_rows`.
+    """
+    rows = num_rows(batch)
+    if mesh.num_processes == 1:
+        return HostBatch(data=batch, parts=(rows,), batch_size=rows)
+    counts = balanced_rows(rows, mesh.num_replicas)
+    parts = rows_of_processes(counts, mesh.num_processes)
+    start = sum(parts[: mesh.process_index])
+    stop = start + parts[mesh.process_index]
+    data = jax.tree.map(lambda leaf: leaf[start:stop], batch)
+    return HostBatch(data=data, parts=parts, batch_size=rows)
+
+
+def place(batches: Sequence[HostBatch], mesh: ReplicaMesh) -> Execution:
     """Moves batches to the devices, one transfer for each run of equal ones.
 
     Args:
-      batches: Nests of host arrays.
+      batches: What this process holds of them.
       mesh: The replicas to split the rows over.
     """
     runs: list[tuple[_Key, list[list[Any]]]] = []
     for batch in batches:
-        leaves, structure = jax.tree.flatten(batch)
-        key = (structure, num_rows(batch), *map(_signature, leaves))
+        leaves, structure = jax.tree.flatten(batch.data)
+        key = (structure, batch.parts, *map(_signature, leaves))
         if not runs or runs[-1][0] != key:
             runs.append((key, []))
         runs[-1][1].append(leaves)
@@ -140,16 +226,37 @@ def place(batches: Sequence[Tree], mesh: ReplicaMesh) -> Execution:
 
 
 def _place_run(
-    structure: Any, rows: int, run: list[list[Any]], mesh: ReplicaMesh
+    structure: Any,
+    parts: tuple[int, ...],
+    run: list[list[Any]],
+    mesh: ReplicaMesh,
 ) -> Segment:
-    missing = padded_rows(rows, mesh.num_replicas) - rows
+    rows = sum(parts)
+    block = _block_of(parts, mesh)
     put = _put if len(run) == 1 else _put_stacked
-    leaves = [
-        put([_pad(leaf, missing) for leaf in column], mesh)
-        for column in zip(*run, strict=True)
-    ]
+    leaves = [put(column, block, mesh) for column in zip(*run, strict=True)]
+    is_in_order = parts == _blocks(rows, block, len(parts))
     return Segment(
-        data=jax.tree.unflatten(structure, leaves), rows=rows, steps=len(run)
+        data=jax.tree.unflatten(structure, leaves),
+        rows=rows,
+        steps=len(run),
+        parts=None if is_in_order else parts,
+    )
+
+
+def _block_of(parts: tuple[int, ...], mesh: ReplicaMesh) -> int:
+    """How many rows each process has with its padding."""
+    block = padded_rows(max(parts), mesh.replicas_per_process)
+    rows = sum(parts)
+    even = padded_rows(rows, mesh.num_replicas) // len(parts)
+    # As short as can be, if the processes hold just that.
+    return even if parts == _blocks(rows, even, len(parts)) else block
+
+
+def _blocks(rows: int, block: int, num_processes: int) -> tuple[int, ...]:
+    """The parts of rows that fill one block after the other."""
+    return tuple(
+        min(max(rows - p * block, 0), block) for p in range(num_processes)
     )
 
 
@@ -157,10 +264,30 @@ def _place_run(
 # long on the host for an array that is split (jax 0.10.2).
 
 
-def _put(column: list[Any], mesh: ReplicaMesh) -> jax.Array:
+def _put(column: Sequence[Any], block: int, mesh: ReplicaMesh) -> jax.Array:
     (leaf,) = column
-    return jax.make_array_from_callback(
-        leaf.shape, mesh.split, leaf.__getitem__
+    if _is_placed(leaf, mesh):
+        return leaf
+    leaf = _padded(leaf, block)
+    if mesh.num_processes == 1:
+        return jax.make_array_from_callback(
+            leaf.shape, mesh.split, leaf.__getitem__
+        )
+    first = mesh.process_index * block
+
+    def rows_of(index: Any) -> Any:
+        start, stop, _ = index[0].indices(shape[0])
+        return leaf[start - first : stop - first]
+
+    shape = (block * mesh.num_processes, *leaf.shape[1:])
+    return jax.make_array_from_callback(shape, mesh.split, rows_of)
+
+
+def _is_placed(leaf: Any, mesh: ReplicaMesh) -> bool:
+    return (
+        isinstance(leaf, jax.Array)
+        and leaf.shape[0] % mesh.num_replicas == 0
+        and leaf.sharding.is_equivalent_to(mesh.split, leaf.ndim)
     )
 
 
@@ -169,20 +296,31 @@ def unstacked(data: Tree, steps: int) -> list[Tree]:
     return [jax.tree.map(lambda a, k=k: a[k], data) for k in range(steps)]
 
 
-def _put_stacked(column: list[Any], mesh: ReplicaMesh) -> jax.Array:
+def _put_stacked(
+    column: Sequence[Any], block: int, mesh: ReplicaMesh
+) -> jax.Array:
     """Stacks what each replica reads: its rows are copied once."""
-    shape = (len(column), *np.shape(column[0]))
+    column = [_padded(leaf, block) for leaf in column]
+    rows = block * mesh.num_processes
+    shape = (len(column), rows, *np.shape(column[0])[1:])
+    first = mesh.process_index * block
 
     def rows_of(index: Any) -> Any:
-        return np.stack([leaf[index[1:]] for leaf in column])
+        start, stop, _ = index[1].indices(rows)
+        part = slice(start - first, stop - first)
+        return np.stack([leaf[part] for leaf in column])
 
     return jax.make_array_from_callback(shape, mesh.stacked, rows_of)
 
 
-def _pad(leaf: Any, missing: int) -> Any:
+def _padded(leaf: Any, rows: int) -> Any:
+    """The array with `rows` rows: its last one again and again, or zeros."""
+    missing = rows - leaf.shape[0]
     if not missing:
         return leaf
     leaf = np.asarray(leaf)
+    if not len(leaf):
+        return np.zeros((rows, *leaf.shape[1:]), leaf.dtype)
     return np.concatenate([leaf, np.repeat(leaf[-1:], missing, axis=0)])
 
 

@@ -35,6 +35,14 @@ class ReplicaMesh:
                 f" Received: {[str(d) for d in self.devices]}. Name each "
                 "device once."
             )
+        owners = [device.process_index for device in self.devices]
+        counts = {owners.count(owner) for owner in self.processes}
+        if owners != sorted(owners) or len(counts) > 1:
+            raise ValueError(
+                "All processes hold equally many replicas, in the order of "
+                f"the processes. Received: devices of processes {owners}. "
+                "Choose as many devices in each process, sorted."
+            )
 
     @functools.cached_property
     def mesh(self) -> Mesh:
@@ -63,6 +71,40 @@ class ReplicaMesh:
     def num_replicas(self) -> int:
         """Number of replicas, which is the number of devices."""
         return len(self.devices)
+
+    @functools.cached_property
+    def processes(self) -> tuple[int, ...]:
+        """JAX's ids of the processes that hold replicas, in their order."""
+        return tuple(dict.fromkeys(d.process_index for d in self.devices))
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes that hold replicas."""
+        return len(self.processes)
+
+    @functools.cached_property
+    def process_index(self) -> int:
+        """Which of `processes` this one is."""
+        if len(self.processes) == 1:
+            return 0
+        return self.processes.index(jax.process_index())
+
+    @property
+    def replicas_per_process(self) -> int:
+        """Number of replicas in each process."""
+        return self.num_replicas // self.num_processes
+
+    @functools.cached_property
+    def local_replicas(self) -> range:
+        """The ids of this process's replicas."""
+        count = self.replicas_per_process
+        start = self.process_index * count
+        return range(start, start + count)
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process is the one that writes files and prints."""
+        return self.process_index == 0
 
     @property
     def platform(self) -> str:

@@ -1,4 +1,6 @@
-"""Which rows of a batch go to which replica."""
+"""Which rows of a batch go to which replica and process."""
+
+from collections.abc import Sequence
 
 
 def rows_of_replicas(
@@ -27,3 +29,74 @@ def rows_of_replicas(
         counts.append(count)
         left -= count
     return tuple(counts)
+
+
+def padded_rows(rows: int, num_replicas: int) -> int:
+    """The next multiple of `num_replicas`: rows with their padding."""
+    return -(-rows // num_replicas) * num_replicas
+
+
+def balanced_rows(rows: int, num_replicas: int) -> tuple[int, ...]:
+    """How many rows each replica holds of a batch that is padded at its end.
+
+    Args:
+      rows: Rows of the batch.
+      num_replicas: Number of replicas.
+    """
+    most = padded_rows(rows, num_replicas) // num_replicas
+    return tuple(
+        min(max(rows - replica * most, 0), most)
+        for replica in range(num_replicas)
+    )
+
+
+def rotated_rows(
+    step: int, batch_size: int, num_replicas: int, num_processes: int
+) -> tuple[int, ...]:
+    """How many rows each replica reads in a step, of rows that are its own.
+
+    As `rows_of_replicas` of a whole batch. Where some process would never be
+    given a row, the places move on by `batch_size` from step to step.
+
+    Args:
+      step: Number of the step.
+      batch_size: Rows of all replicas in a step.
+      num_replicas: Number of replicas.
+      num_processes: Number of processes that hold them.
+    """
+    counts = rows_of_replicas(batch_size, batch_size, num_replicas)
+    if all(rows_of_processes(counts, num_processes)):
+        return counts
+    shift = step * batch_size % num_replicas
+    return counts[num_replicas - shift :] + counts[: num_replicas - shift]
+
+
+def rows_of_processes(
+    counts: Sequence[int], num_processes: int
+) -> tuple[int, ...]:
+    """How many rows each process holds, of those of the replicas.
+
+    Args:
+      counts: The replicas' numbers of rows, equally many of each process.
+      num_processes: Number of processes.
+    """
+    share = len(counts) // num_processes
+    return tuple(
+        sum(counts[p * share : (p + 1) * share]) for p in range(num_processes)
+    )
+
+
+def filled(counts: Sequence[int], rows: int) -> tuple[int, ...]:
+    """The places of a process's replicas, filled in order with its rows.
+
+    Args:
+      counts: How many rows each of its replicas takes.
+      rows: The rows there are; if more than fit, they are shared evenly.
+    """
+    if rows > sum(counts):
+        return rows_of_replicas(rows, rows, len(counts))
+    taken = []
+    for count in counts:
+        taken.append(min(count, rows))
+        rows -= taken[-1]
+    return tuple(taken)

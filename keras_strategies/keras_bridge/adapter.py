@@ -1,8 +1,8 @@
 """The data of fit, evaluate and predict, as executions on the devices.
 
 Keras passes a `DataAdapter` given as `x` through untouched: that is the door.
-The adapter that Keras would have made reads the user's data, so its rules
-(shuffling, class weights, workers) hold as they are.
+Behind it a source reads the user's data, `data.steps` makes steps of it that
+all processes take, and a thread moves them to the devices ahead of time.
 """
 
 from collections.abc import Iterator
@@ -16,24 +16,19 @@ from keras.src.trainers.data_adapters import (
     data_adapter_utils,
     get_data_adapter,
 )
-from keras.src.trainers.data_adapters.array_data_adapter import (
-    ArrayDataAdapter,
-)
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
-from keras.src.trainers.data_adapters.generator_data_adapter import (
-    GeneratorDataAdapter,
-)
-from keras.src.trainers.data_adapters.py_dataset_adapter import (
-    PyDatasetAdapter,
-)
 
 from keras_strategies._core.batches import (
     Execution,
+    HostBatch,
     check_numbers,
-    num_rows,
     place,
+    whole_batch,
 )
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.data.prefetch import Prefetched
+from keras_strategies.data.steps import IsStopped, Steps
+from keras_strategies.keras_bridge import sources
 
 Tree = Any
 
@@ -42,8 +37,7 @@ class Feed(DataAdapter):
     """Reads host batches and yields executions of up to K of them.
 
     Args:
-      source: Keras's adapter of the user's data.
-      mesh: The replicas that the rows are split over.
+      steps: The steps of the user's data.
       steps_per_execution: K.
       steps_per_epoch: Where an epoch ends before the data does; no execution
         reaches over it.
@@ -51,60 +45,110 @@ class Feed(DataAdapter):
 
     def __init__(
         self,
-        source: DataAdapter,
-        mesh: ReplicaMesh,
+        steps: Steps,
         *,
         steps_per_execution: int = 1,
         steps_per_epoch: int | None = None,
     ) -> None:
+        source = steps.source
         if source.num_batches == 0:
             raise ValueError(_NO_ROWS)
         self._source = source
-        self._mesh = mesh
+        self._steps = steps
+        self._mesh = steps.mesh
         self._steps_per_execution = steps_per_execution
         self._steps_per_epoch = steps_per_epoch
-        # User code may fill one buffer again and again, and the next batch is
-        # asked for while the last one is being read.
-        self._is_copying = isinstance(
-            source, GeneratorDataAdapter | PyDatasetAdapter
-        )
-        self._has_rows = False
         self._signature: Any = None
         self._first: Tree = None
+        # Of the epoch that is read next, and of what was given out last.
+        self._epoch = 0
+        self._start = 0
+        self._given = (0, 0)
+        self._begun = (0, 0)
+        self._is_reading = False
 
     def get_numpy_iterator(self) -> Iterator[Tree]:
         """Host batches; used to build a model that is not built yet."""
-        for batch in _host_batches(self._source):
-            if self._is_copying:
-                batch = jax.tree.map(np.array, batch)
-            num_rows(batch)
-            self._has_rows = True
-            yield batch
-        if not self._has_rows:
+        has_rows = False
+        for batch in self._steps.epoch(self._epoch, self._start):
+            if not has_rows and self._source.order is not None:
+                # Keras draws an order for each of its iterators.
+                self._source.order.skip()
+            has_rows = True
+            yield _at_least_one_row(batch.data)
+        if not has_rows:
             raise ValueError(_NO_ROWS)
 
     def get_jax_iterator(self) -> Iterator[Execution]:
         """Executions whose arrays lie on the devices."""
-        batches = enumerate(self.get_numpy_iterator())
-        while True:
-            group: list[Tree] = []
-            for index, batch in batches:
-                self._check_structure(index, batch)
-                group.append(batch)
-                is_last = self._steps_per_epoch and (
-                    (index + 1) % self._steps_per_epoch == 0
-                )
-                if is_last or len(group) == self._steps_per_execution:
-                    break
-            if not group:
-                return
-            yield place(group, self._mesh)
+        # Keras makes iterators that it never asks for anything.
+        epoch, start = self._epoch, self._start
+        self._epoch, self._start = epoch + 1, 0
+        self._is_reading = True
+        executions = self._executions_ahead(epoch, start)
+        try:
+            for execution, stop in executions:
+                self._given = (epoch, stop)
+                yield execution
+        finally:
+            self._is_reading = False
+            executions.close()
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """Where the loop is: the epoch, and steps of it that were given out.
+
+        Also the seed of the order, if the data are shuffled here.
+        """
+        epoch, step = self._given
+        order = self._source.order
+        seed = None if order is None else order.seed
+        return {"epoch": epoch, "step": step, "seed": seed}
+
+    def _executions_ahead(self, epoch: int, start: int) -> Any:
+        def make(is_stopped: IsStopped) -> Iterator[tuple[Execution, int]]:
+            return self._executions(epoch, start, is_stopped)
+
+        if self._steps.is_planned:
+            # Slicing arrays takes less time than a thread's turn.
+            return make(lambda: False)
+        return Prefetched(
+            make,
+            num_bytes=lambda item: sum(
+                leaf.nbytes for leaf in jax.tree.leaves(item[0])
+            ),
+            is_pause=lambda item: self._ends_epoch(item[1]),
+        )
+
+    def _executions(
+        self, epoch: int, start: int, is_stopped: IsStopped
+    ) -> Iterator[tuple[Execution, int]]:
+        """Executions, and the number of steps after each."""
+        group: list[HostBatch] = []
+        stop = start
+        for batch in self._steps.epoch(epoch, start, is_stopped):
+            self._check_structure(stop, batch.data)
+            group.append(batch)
+            stop += 1
+            if len(group) == self._steps_per_execution or self._ends_epoch(
+                stop
+            ):
+                yield place(group, self._mesh), stop
+                group = []
+        if group:
+            yield place(group, self._mesh), stop
+        if not stop:
+            raise ValueError(_NO_ROWS)
+
+    def _ends_epoch(self, stop: int) -> bool:
+        steps = self._steps_per_epoch
+        return steps is not None and steps > 0 and stop % steps == 0
 
     def _check_structure(self, index: int, batch: Tree) -> None:
-        leaves, structure = jax.tree.flatten(batch)
+        leaves, nest = jax.tree.flatten(batch)
         # Types that are one on the devices (float64 is float32) are one here.
         signature = (
-            structure,
+            nest,
             [
                 (leaf.ndim, jax.dtypes.canonicalize_dtype(leaf.dtype))
                 for leaf in leaves
@@ -123,7 +167,8 @@ class Feed(DataAdapter):
     @property
     def num_batches(self) -> int | None:
         """Number of batches in an epoch, if known."""
-        return self._source.num_batches
+        # Of rows that are each process's own, nobody knows the longest.
+        return None if self._source.is_own else self._source.num_batches
 
     @property
     def batch_size(self) -> int | None:
@@ -133,20 +178,23 @@ class Feed(DataAdapter):
     @property
     def has_partial_batch(self) -> bool | None:
         """Whether the last batch is shorter, if known."""
-        return self._source.has_partial_batch
+        return None
 
     @property
     def partial_batch_size(self) -> int | None:
         """Rows of the shorter last batch, if any."""
-        return self._source.partial_batch_size
+        return None
 
     def on_epoch_begin(self) -> None:
         """Called by Keras before each epoch."""
-        self._source.on_epoch_begin()
+        if not self._is_reading:
+            # Otherwise it goes on where the epoch before has stopped.
+            self._begun = (self._epoch, self._start)
+        self._source.begin_epoch(*self._begun)
 
     def on_epoch_end(self) -> None:
         """Called by Keras after each epoch."""
-        self._source.on_epoch_end()
+        self._source.end_epoch()
 
 
 def make_feed(
@@ -160,6 +208,7 @@ def make_feed(
     shuffle: Any = False,
     steps_per_epoch: int | None = None,
     steps_per_execution: int = 1,
+    name: str = "fit",
 ) -> Any:
     """Returns the feed of what was given to fit, evaluate or predict.
 
@@ -170,7 +219,7 @@ def make_feed(
     for array in tree.flatten((x, y, sample_weight)):
         if isinstance(array, np.ndarray):
             check_numbers(array)
-    source = get_data_adapter(
+    adapter = get_data_adapter(
         x=x,
         y=y,
         sample_weight=sample_weight,
@@ -179,9 +228,23 @@ def make_feed(
         shuffle=shuffle,
         class_weight=class_weight,
     )
+    source = sources.as_source(adapter, mesh)
+    facts: dict[str, Any] = {
+        "steps_per_epoch": steps_per_epoch,
+        "steps_per_execution": steps_per_execution,
+    }
+    is_planned = isinstance(source, sources.ArraySource)
+    if isinstance(source, sources.ArraySource):
+        facts["number of rows"] = source.num_rows
+    steps = Steps(
+        source=source,
+        mesh=mesh,
+        name=name,
+        is_planned=is_planned,
+        facts=facts,
+    )
     return Feed(
-        source,
-        mesh,
+        steps,
         steps_per_execution=steps_per_execution,
         steps_per_epoch=steps_per_epoch,
     )
@@ -215,41 +278,11 @@ def batch_weights(y: Any, sample_weight: Any, class_weight: Any) -> Any:
 
 
 def place_batch(batch: Tree, mesh: ReplicaMesh) -> Execution:
-    """Moves one batch of a `*_on_batch` call to the devices."""
-    return place([_host_batch(batch)], mesh)
+    """Moves one batch of a `*_on_batch` call to the devices.
 
-
-def _host_batches(source: Any) -> Iterator[Tree]:
-    """The batches of Keras's adapter as numpy arrays."""
-    arrays = _numpy_arrays(source)
-    if arrays is None:
-        for batch in source.get_numpy_iterator():
-            yield _host_batch(batch)
-        return
-    # Keras chooses the rows; taking them one array after the other through
-    # its nests would cost as much as a small step.
-    leaves, structure = jax.tree.flatten(arrays)
-
-    def take(_: Any, indices: Any) -> list[np.ndarray]:
-        return [leaf[indices] for leaf in leaves]
-
-    for batch in source._get_iterator(take, 0):
-        yield jax.tree.unflatten(structure, batch)
-
-
-def _numpy_arrays(source: Any) -> Tree:
-    """The nest of an array adapter's arrays if all are numpy's, or None."""
-    if type(source) is not ArrayDataAdapter:
-        return None
-    inputs = array_slicing.convert_to_sliceable(
-        source._inputs, target_backend="numpy"
-    )
-    if not all(
-        type(leaf) is array_slicing.NumpySliceable
-        for leaf in jax.tree.leaves(inputs)
-    ):
-        return None
-    return jax.tree.map(lambda leaf: leaf.array, inputs)
+    Every process gives the rows of all.
+    """
+    return place([whole_batch(sources.host_batch(batch), mesh)], mesh)
 
 
 _NO_ROWS = (
@@ -258,24 +291,13 @@ _NO_ROWS = (
 )
 
 
-def _host_batch(batch: Tree) -> Tree:
-    """The batch with its leaves as numpy arrays; sparse ones made dense."""
-    return jax.tree.map(_as_numpy, batch, is_leaf=_is_sparse)
-
-
-def _is_sparse(value: Any) -> bool:
-    # Of jax too, whose sparse arrays are nests of their parts elsewhere.
-    return hasattr(value, "todense")
-
-
-def _as_numpy(leaf: Any) -> np.ndarray:
-    if type(leaf) is np.ndarray:
-        return leaf
-    if data_adapter_utils.is_tensorflow_sparse(leaf):
-        leaf = data_adapter_utils.tf_sparse_to_jax_sparse(leaf)
-    if _is_sparse(leaf):
-        leaf = leaf.todense()
-    return np.asarray(leaf)
+def _at_least_one_row(batch: Tree) -> Tree:
+    """A batch to build a model on: the rows are of no interest."""
+    if all(len(leaf) for leaf in jax.tree.leaves(batch)):
+        return batch
+    return jax.tree.map(
+        lambda leaf: np.zeros((1, *leaf.shape[1:]), leaf.dtype), batch
+    )
 
 
 def _summary(batch: Tree) -> str:

@@ -182,12 +182,15 @@ class Functions:
         mesh = self._mesh
 
         def run(state: Any, segment: Segment) -> Iterator[tuple[Any, Any]]:
-            data = jax.device_put(segment.data, mesh.whole)
+            data = _on_all(segment.data, mesh)
             if segment.steps == 1:
                 data = jax.tree.map(lambda a: a[None], data)
             done = []
+            shape = segment.shape
             for k in range(segment.steps):
-                batch = jax.tree.map(lambda a, k=k: a[k, : segment.rows], data)
+                batch = jax.tree.map(
+                    lambda a, k=k: shape.without_padding(a[k], 0), data
+                )
                 outputs, new = step(state, batch)
                 state = (state[0], new) if kind == "predict" else new
                 done.append(outputs)
@@ -256,6 +259,13 @@ def _execution(data: Any, mesh: ReplicaMesh) -> Execution:
     if isinstance(data, Execution):
         return data
     return adapter.place_batch(data, mesh)
+
+
+def _on_all(data: Any, mesh: ReplicaMesh) -> Any:
+    """The arrays whole on every device."""
+    if mesh.num_processes == 1:
+        return jax.device_put(data, mesh.whole)
+    return jax.jit(lambda value: value, out_shardings=mesh.whole)(data)
 
 
 def _concatenated(outputs: list[Any]) -> Any:

@@ -14,7 +14,7 @@ import jax
 import keras
 import numpy as np
 
-from keras_strategies._core.batches import Segment
+from keras_strategies._core.batches import RowShape, Segment
 from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import (
@@ -63,8 +63,10 @@ class PredictProgram:
         many = self._scanned(self._replica_step)
         self._many = jax.jit(self._mapped(many, stacked=True))
         self._whole = jax.jit(
-            self._whole_step, static_argnums=(3, 4), out_shardings=mesh.whole
+            self._whole_step, static_argnums=3, out_shardings=mesh.whole
         )
+        # Of several processes, each returns all rows.
+        self._gather = jax.jit(_same, out_shardings=mesh.whole)
         self._is_by_rows = not is_whole
 
     def __call__(
@@ -91,10 +93,9 @@ class PredictProgram:
                     self._reason = self._traced.whole_reason or reason_of(error)
                 self._traced = None
                 forget_losses(self._step)
-        shape = (segment.rows, segment.steps)
         try:
             result = dispatch(
-                self._mesh, self._whole, *state, segment.data, *shape
+                self._mesh, self._whole, *state, segment.data, segment.shape
             )
         finally:
             self._reason = None
@@ -102,8 +103,9 @@ class PredictProgram:
         return result
 
     def _rows(self, outputs: Any, segment: Segment) -> Any:
-        padded = jax.tree.leaves(segment.data)[0].shape[segment.steps > 1]
-        is_padded = self._is_by_rows and padded != segment.rows
+        is_padded = self._is_by_rows and segment.is_padded
+        if self._is_by_rows and self._mesh.num_processes > 1:
+            (outputs,) = dispatch(self._mesh, self._gather, (outputs,))
         if segment.steps == 1 and not is_padded:
             return outputs
 
@@ -112,7 +114,7 @@ class PredictProgram:
             if segment.steps == 1:
                 host = host[None]
             if is_padded:
-                host = host[:, : segment.rows]
+                host = segment.shape.without_padding(host, 1)
             return host.reshape(-1, *host.shape[2:])
 
         return jax.tree.map(cut, outputs)
@@ -183,12 +185,11 @@ class PredictProgram:
         trainable: list[Any],
         old: list[Any],
         data: Any,
-        rows: int,
-        steps: int,
+        shape: RowShape,
     ) -> Any:
-        data = whole_rows(data, rows, self._mesh, stacked=steps > 1)
+        data = whole_rows(data, shape, self._mesh)
         body = self._whole_body
-        if steps > 1:
+        if shape.steps > 1:
             body = self._scanned(body)
         outputs = body(trainable, old, data)
         if self._reason is not None:
@@ -218,6 +219,10 @@ class PredictProgram:
             return outputs, {k: carry[int(k)] for k in keys}
 
         return many
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _is_by_rows(outputs: Any, rows: int) -> bool:

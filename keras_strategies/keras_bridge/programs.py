@@ -7,6 +7,7 @@ exact for every loss, metric and layer, and no device holds more than its
 share (docs/architecture.md).
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,8 +15,8 @@ import jax
 import keras
 
 from keras_strategies._core.batches import (
+    RowShape,
     Segment,
-    padded_rows,
     unstacked,
 )
 from keras_strategies._core.dispatch import dispatch
@@ -84,7 +85,7 @@ class StepProgram:
         self._whole = jax.jit(
             self._whole_step,
             donate_argnums=0,
-            static_argnums=(3, 4),
+            static_argnums=3,
             out_shardings=mesh.whole,
         )
         self._unstack = jax.jit(
@@ -114,15 +115,14 @@ class StepProgram:
             self._mesh, self._unstack, segment.data, segment.steps
         )
         for data in batches:
-            one = Segment(data=data, rows=segment.rows, steps=1)
+            one = dataclasses.replace(segment, data=data, steps=1)
             logs, state = self._run(state, one)
             yield logs, state
 
     def _run(self, state: Groups, segment: Segment) -> tuple[Any, Groups]:
         written, read = self._divide(state)
         args = (written, read, segment.data)
-        is_even = segment.rows % self._mesh.num_replicas == 0
-        if is_even and not self._is_whole:
+        if not segment.is_padded and not self._is_whole:
             fn = self._even if segment.steps == 1 else self._even_many
             try:
                 outputs = dispatch(self._mesh, fn, *args)
@@ -139,9 +139,8 @@ class StepProgram:
                 return logs, self._joined(state, new, changed)
         # Where the trace of a replica's step failed by the user's code, so
         # does this one, and its error speaks of the batch as the user made it.
-        shape = (segment.rows, segment.steps)
         try:
-            outputs = dispatch(self._mesh, self._whole, *args, *shape)
+            outputs = dispatch(self._mesh, self._whole, *args, segment.shape)
         finally:
             # A batch that fails both ways says nothing of the next one.
             self._reason = None
@@ -157,9 +156,7 @@ class StepProgram:
     def lower_whole(self, state: Groups, segment: Segment) -> Any:
         """Lowers the program of an indivisible batch."""
         written, read = self._divide(state)
-        return self._whole.lower(
-            written, read, segment.data, segment.rows, segment.steps
-        )
+        return self._whole.lower(written, read, segment.data, segment.shape)
 
     def _divide(self, state: Groups) -> tuple[list[Any], list[Any]]:
         return (
@@ -295,12 +292,11 @@ class StepProgram:
         written: list[Any],
         read: list[Any],
         data: Any,
-        rows: int,
-        steps: int,
+        shape: RowShape,
     ) -> Any:
-        data = whole_rows(data, rows, self._mesh, stacked=steps > 1)
+        data = whole_rows(data, shape, self._mesh)
         body = self._whole_body
-        if steps > 1:
+        if shape.steps > 1:
             body = self._scanned(body)
         outputs = body(written, read, data)
         if self._reason is not None and not self._is_whole:
@@ -375,16 +371,15 @@ def changed_values(old: list[Any], new: list[Any]) -> dict[str, Any]:
     }
 
 
-def whole_rows(
-    data: Any, rows: int, mesh: ReplicaMesh, *, stacked: bool
-) -> Any:
+def whole_rows(data: Any, shape: RowShape, mesh: ReplicaMesh) -> Any:
     """Cuts the padding off; the rows stay divided over the devices."""
-    if rows == padded_rows(rows, mesh.num_replicas):
-        return data
-    sharding = mesh.stacked if stacked else mesh.split
+    axis = int(shape.steps > 1)
+    sharding = mesh.stacked if axis else mesh.split
 
     def cut(leaf: jax.Array) -> jax.Array:
-        leaf = leaf[:, :rows] if stacked else leaf[:rows]
+        if leaf.shape[axis] == shape.rows:
+            return leaf
+        leaf = shape.without_padding(leaf, axis)
         return jax.lax.with_sharding_constraint(leaf, sharding)
 
     return jax.tree.map(cut, data)

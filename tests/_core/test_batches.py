@@ -5,10 +5,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from keras_strategies._core.batches import num_rows, padded_rows, place
+from keras_strategies._core.batches import num_rows, whole_batch
+from keras_strategies._core.batches import place as place_on
+from keras_strategies._core.rows import padded_rows
 from keras_strategies._core.mesh import ReplicaMesh
 
 CPUS = tuple(jax.devices("cpu"))
+
+
+def place(batches, mesh):
+    return place_on([whole_batch(batch, mesh) for batch in batches], mesh)
 
 
 def mesh_of(count):

@@ -6,7 +6,8 @@ import pytest
 from keras import layers
 
 import keras_strategies as ks
-from keras_strategies._core.batches import Segment, padded_rows
+from keras_strategies._core.batches import Segment
+from keras_strategies._core.rows import padded_rows
 from keras_strategies.keras_bridge.functions import make_program
 
 

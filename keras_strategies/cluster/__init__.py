@@ -1,0 +1,1 @@
+"""Who is in a cluster, and what its processes agree on."""

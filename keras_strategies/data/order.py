@@ -1,0 +1,191 @@
+"""The shuffled orders of epochs: a function of a start state and the epoch.
+
+The random state that a loop finds when it starts is the seed, and the epochs'
+orders are those that Keras would draw from it one after the other: so a run
+is shuffled as plain Keras shuffles it, every process can be told the seed,
+and an interrupted run finds its order again.
+"""
+
+import abc
+import base64
+import random
+from typing import Any
+
+import numpy as np
+
+
+class Order(abc.ABC):
+    """Orders drawn from one of the global random generators.
+
+    Args:
+      seed: What `seed` of another order returned, to have its orders; the
+        generator's present state if left out.
+    """
+
+    def __init__(self, seed: str | None = None) -> None:
+        self.restart(self._global() if seed is None else seed)
+
+    @property
+    def seed(self) -> str:
+        """The state that the orders are drawn from, as text."""
+        return self._seed
+
+    def restart(self, seed: str) -> None:
+        """Takes the orders of another seed.
+
+        Args:
+          seed: What `seed` of another order returned.
+        """
+        self._seed = seed
+        self._state = seed
+        self._epoch = 0
+        self._last: tuple[int, np.ndarray] | None = None
+
+    def skip(self) -> None:
+        """Makes the second order the first one."""
+        self.of(0)
+        self.restart(self._state)
+
+    def of(self, epoch: int) -> np.ndarray:
+        """The order of an epoch: indices, shape (size,).
+
+        Moves the global generator on, as drawing from it would, unless
+        somebody else has used it meanwhile.
+
+        Args:
+          epoch: Its number, from 0.
+        """
+        if self._last is not None and self._last[0] == epoch:
+            return self._last[1]
+        if epoch < self._epoch:
+            self._state, self._epoch = self._seed, 0
+        order = np.zeros(0, int)
+        while self._epoch <= epoch:
+            before = self._state
+            order, self._state = self._draw(before)
+            if self._global() == before:
+                self._set_global(self._state)
+            self._epoch += 1
+        self._last = (epoch, order)
+        return order
+
+    @abc.abstractmethod
+    def _draw(self, state: str) -> tuple[np.ndarray, str]:
+        """One order and the state after it."""
+
+    @abc.abstractmethod
+    def _global(self) -> str:
+        """The global generator's state."""
+
+    @abc.abstractmethod
+    def _set_global(self, state: str) -> None:
+        """Sets it."""
+
+
+class RowOrder(Order):
+    """Orders of rows, drawn as Keras does for arrays, with numpy.
+
+    Args:
+      rows: Number of rows.
+      window: Rows of a batch where only the rows of each are shuffled, or
+        None.
+      seed: See `Order`.
+    """
+
+    def __init__(
+        self, rows: int, window: int | None = None, seed: str | None = None
+    ) -> None:
+        self._rows = rows
+        self._window = window
+        super().__init__(seed)
+
+    def _draw(self, state: str) -> tuple[np.ndarray, str]:
+        generator = np.random.RandomState()
+        generator.set_state(_numpy_state(state))
+        if self._window is None:
+            order = generator.permutation(self._rows)
+        else:
+            order = np.concatenate(
+                [
+                    generator.permutation(min(self._window, self._rows - start))
+                    + start
+                    for start in range(0, self._rows, self._window)
+                ]
+            )
+        return order, _text(generator.get_state(legacy=True))
+
+    def _global(self) -> str:
+        return _text(np.random.get_state(legacy=True))
+
+    def _set_global(self, state: str) -> None:
+        np.random.set_state(_numpy_state(state))
+
+
+class BatchOrder(Order):
+    """Orders of batches, drawn as Keras does, with Python's generator.
+
+    Args:
+      size: Number of batches.
+      seed: See `Order`.
+    """
+
+    def __init__(self, size: int, seed: str | None = None) -> None:
+        self._size = size
+        super().__init__(seed)
+
+    def _draw(self, state: str) -> tuple[np.ndarray, str]:
+        generator = random.Random()
+        generator.setstate(_python_state(state))
+        order = list(range(self._size))
+        generator.shuffle(order)
+        return np.array(order, int), _python_text(generator.getstate())
+
+    def _global(self) -> str:
+        return _python_text(random.getstate())
+
+    def _set_global(self, state: str) -> None:
+        random.setstate(_python_state(state))
+
+
+# Both generators are Mersenne Twisters: 624 words and a position; numpy's
+# has a spare Gaussian besides.
+
+
+def _packed(words: Any, *others: Any) -> str:
+    raw = np.asarray(words, "<u4").tobytes()
+    text = base64.b64encode(raw).decode("ascii")
+    return ":".join([text, *map(repr, others)])
+
+
+def _words(text: str) -> Any:
+    return np.frombuffer(base64.b64decode(text), "<u4")
+
+
+def _text(state: Any) -> str:
+    _, words, position, has_spare, spare = state
+    return _packed(words, int(position), int(has_spare), float(spare))
+
+
+def _numpy_state(text: str) -> Any:
+    words, position, has_spare, spare = text.split(":")
+    return (
+        "MT19937",
+        _words(words),
+        int(position),
+        int(has_spare),
+        float(spare),
+    )
+
+
+def _python_text(state: Any) -> str:
+    version, words, spare = state
+    return _packed(words, int(version), spare)
+
+
+def _python_state(text: str) -> Any:
+    words, version, spare = text.split(":")
+    return (
+        int(version),
+        tuple(map(int, _words(words))),
+        None if spare == "None" else float(spare),
+    )

@@ -1,0 +1,137 @@
+"""Reading ahead in a thread."""
+
+import collections
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+Item = TypeVar("Item")
+
+_MEMORY_SHARE = 0.05
+_MAX_DEPTH = 4
+
+
+class Prefetched(Generic[Item]):
+    """An iterator whose items a thread makes ahead of time.
+
+    An error of the iterator is raised where its item would have come. The
+    thread ends with the iterator, or when this object is closed or collected.
+
+    Args:
+      make: Called in the thread with a function that tells whether to stop;
+        returns the iterator.
+      num_bytes: Memory that an item holds; the more, the fewer are made ahead.
+      is_pause: Whether to go on after an item only when the next one is asked
+        for: so nothing is read that may never be wanted.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[Callable[[], bool]], Iterator[Item]],
+        num_bytes: Callable[[Item], int],
+        is_pause: Callable[[Item], bool],
+    ) -> None:
+        self._shared: _Shared[Item] = _Shared()
+        self._thread = threading.Thread(
+            target=_read,
+            args=(self._shared, make, num_bytes, is_pause),
+            name="keras_strategies-prefetch",
+            daemon=True,
+        )
+        self._is_started = False
+
+    def __iter__(self) -> "Prefetched[Item]":
+        return self
+
+    def __next__(self) -> Item:
+        shared = self._shared
+        if not self._is_started:
+            self._is_started = True
+            self._thread.start()
+        with shared.changed:
+            shared.num_wanted += 1
+            shared.changed.notify_all()
+            shared.changed.wait_for(lambda: shared.items or shared.is_over)
+            if shared.items:
+                item = shared.items.popleft()
+                shared.changed.notify_all()
+                return item
+            error, shared.error = shared.error, None
+        if error is not None:
+            raise error
+        raise StopIteration
+
+    def close(self) -> None:
+        """Stops the thread; the iterator has ended."""
+        with self._shared.changed:
+            self._shared.is_closed = True
+            self._shared.is_over = True
+            self._shared.items.clear()
+            self._shared.changed.notify_all()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class _Shared(Generic[Item]):
+    """What the thread and its reader share; not the reader itself, so that
+    it can be collected."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.items: collections.deque[Item] = collections.deque()
+        self.num_wanted = 0
+        self.is_over = False
+        self.is_closed = False
+        self.error: BaseException | None = None
+
+
+def _read(
+    shared: "_Shared[Any]",
+    make: Callable[[Callable[[], bool]], Iterator[Any]],
+    num_bytes: Callable[[Any], int],
+    is_pause: Callable[[Any], bool],
+) -> None:
+    num_made, depth, must_pause = 0, 1, False
+
+    def may_go_on() -> bool:
+        if shared.is_closed:
+            return True
+        if must_pause:
+            return shared.num_wanted > num_made
+        return len(shared.items) < depth
+
+    items = make(lambda: shared.is_closed)
+    try:
+        for item in items:
+            if not num_made:
+                depth = _depth(num_bytes(item))
+            num_made += 1
+            with shared.changed:
+                if shared.is_closed:
+                    return
+                shared.items.append(item)
+                shared.changed.notify_all()
+                must_pause = is_pause(item)
+                del item
+                shared.changed.wait_for(may_go_on)
+    except BaseException as error:  # Raised again where the item is awaited.
+        shared.error = error
+    finally:
+        with shared.changed:
+            shared.is_over = True
+            shared.changed.notify_all()
+        close = getattr(items, "close", None)
+        if close is not None and shared.is_closed:
+            close()
+
+
+def _depth(num_bytes: int) -> int:
+    """How many items to hold, so that memory is left for others."""
+    try:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # Not on this system.
+        return 2
+    fit = int(_MEMORY_SHARE * free / max(num_bytes, 1))
+    return min(max(fit, 1), _MAX_DEPTH)

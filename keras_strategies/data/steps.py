@@ -1,0 +1,349 @@
+"""The steps of a source's epochs: as many, and alike, in every process."""
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+
+from keras_strategies._core.batches import HostBatch, num_rows
+from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.rows import (
+    balanced_rows,
+    rotated_rows,
+    rows_of_processes,
+    rows_of_replicas,
+)
+from keras_strategies.cluster.agreement import Agreement
+from keras_strategies.data import structure
+from keras_strategies.data.source import Part, Source
+
+Tree = Any
+IsStopped = Callable[[], bool]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Steps:
+    """A source's epochs as steps of all processes.
+
+    A source that every process sees whole is cut: each process gets its rows
+    of every batch. Of a source that is each process's own, the rows are
+    regrouped to its share of a batch; processes whose rows have ended take
+    part without rows until all have ended.
+
+    Several processes tell each other, on the host, what each read for a step
+    (`Agreement`): nobody starts one that the others cannot take part in. Of
+    data whose length is known, that is done once an epoch.
+
+    Attributes:
+      source: What is read.
+      mesh: The replicas.
+      name: The loop that it is for, for messages: "fit".
+      is_balanced: Whether a batch's rows are shared out evenly, as the steps
+        of models do; otherwise the replicas have fixed places in it (rule V2
+        of docs/parity.md).
+      is_planned: Whether reading cannot fail and all lengths are known.
+      facts: Further numbers that must be the same in every process.
+    """
+
+    source: Source
+    mesh: ReplicaMesh
+    name: str
+    is_balanced: bool = True
+    is_planned: bool = False
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def epoch(
+        self, epoch: int, start: int = 0, is_stopped: IsStopped | None = None
+    ) -> Iterator[HostBatch]:
+        """The steps of an epoch.
+
+        Args:
+          epoch: Its number, from 0.
+          start: Number of steps to leave out at the beginning.
+          is_stopped: Asked while the others are waited for; True ends it.
+
+        Yields:
+          What this process holds of each step's batch.
+
+        Raises:
+          ValueError: the processes' data differ in what must be the same;
+            all processes raise.
+          RuntimeError: reading failed in another process.
+        """
+        if self.mesh.num_processes == 1:
+            return self._alone(epoch, start)
+        parts = (
+            self._own_parts(epoch, start)
+            if self.source.is_own
+            else self.source.read(epoch, start, self._cut)
+        )
+        return self._agreed(parts, epoch, start, is_stopped)
+
+    def _alone(self, epoch: int, start: int) -> Iterator[HostBatch]:
+        size = self.source.batch_size
+        for part in self.source.read(epoch, start, _all_rows):
+            size = size or part.rows
+            yield HostBatch(data=part.data, parts=(part.rows,), batch_size=size)
+
+    def _cut(self, rows: int) -> tuple[int, int]:
+        parts = self._parts_of(rows, self.source.batch_size or rows)
+        start = sum(parts[: self.mesh.process_index])
+        return start, start + parts[self.mesh.process_index]
+
+    def _parts_of(self, rows: int, batch_size: int) -> tuple[int, ...]:
+        """How many rows each process takes of a batch that all see."""
+        count = self.mesh.num_replicas
+        counts = (
+            balanced_rows(rows, count)
+            if self.is_balanced
+            else rows_of_replicas(rows, batch_size, count)
+        )
+        return rows_of_processes(counts, self.mesh.num_processes)
+
+    def _own_parts(self, epoch: int, start: int) -> Iterator[Part]:
+        """This process's rows, in its share of each step."""
+        rows = _Rows(self.source.read(epoch, 0, _all_rows))
+        for step in itertools.count():
+            wanted = self._own_share(step)
+            data = rows.take(wanted)
+            if data is None:
+                return
+            if step >= start:
+                yield Part(data=data, rows=len(jax.tree.leaves(data)[0]))
+
+    def _own_share(self, step: int) -> int | None:
+        size = self.source.batch_size
+        if size is None:
+            return None
+        mesh = self.mesh
+        counts = rotated_rows(step, size, mesh.num_replicas, mesh.num_processes)
+        return rows_of_processes(counts, mesh.num_processes)[mesh.process_index]
+
+    def _agreed(
+        self,
+        parts: Iterator[Part],
+        epoch: int,
+        start: int,
+        is_stopped: IsStopped | None,
+    ) -> Iterator[HostBatch]:
+        mesh = self.mesh
+        agreement = Agreement(mesh.processes, f"`{self.name}`'s data")
+        facts = self.facts | {
+            "loop": self.name,
+            "data": self.source.kind,
+            "batch_size": self.source.batch_size,
+            "num_batches": self.source.num_batches,
+            "epoch": epoch,
+            "start": start,
+        }
+        spec: str | None = None
+        for step in itertools.count(start):
+            part, error = _next(parts)
+            if self.is_planned and step > start:
+                if error is not None:
+                    raise error
+                if part is None:
+                    return
+                yield self._whole(part)
+                continue
+            said: dict[str, Any] = {"rows": None if part is None else part.rows}
+            if error is not None:
+                said["error"] = f"{type(error).__name__}: {error}"
+            if part is not None:
+                said |= {
+                    "spec": structure.spec_of(part.data),
+                    "mark": part.mark,
+                }
+            if step == start:
+                said["facts"] = facts
+            heard = [
+                json.loads(text)
+                for text in agreement.exchange(json.dumps(said), is_stopped)
+            ]
+            self._check_errors(heard, error)
+            if step == start:
+                self._check_facts(heard)
+            if all(h["rows"] is None for h in heard):
+                return
+            self._check_specs(heard, step, spec)
+            spec = _first_spec(heard)
+            if not self.source.is_own:
+                self._check_whole(heard, step)
+                assert part is not None
+                yield self._whole(part)
+                continue
+            counts = tuple(h["rows"] or 0 for h in heard)
+            if not any(counts):
+                continue
+            data = structure.empty(spec) if part is None else part.data
+            size = self.source.batch_size or sum(counts)
+            yield HostBatch(data=data, parts=counts, batch_size=size)
+
+    def _whole(self, part: Part) -> HostBatch:
+        size = self.source.batch_size or part.rows
+        return HostBatch(
+            data=part.data,
+            parts=self._parts_of(part.rows, size),
+            batch_size=size,
+        )
+
+    # What can be wrong. Every process sees all that was said, so all raise.
+
+    def _check_errors(
+        self, heard: list[dict[str, Any]], error: Exception | None
+    ) -> None:
+        failed = [
+            f"process {p}: {h['error']}"
+            for p, h in zip(self.mesh.processes, heard, strict=True)
+            if "error" in h
+        ]
+        if not failed:
+            return
+        message = (
+            f"Reading the data of `{self.name}` failed, so all processes "
+            f"stop. Received: {'; '.join(failed)}."
+        )
+        if error is not None:
+            error.add_note(message)
+            raise error
+        raise RuntimeError(message)
+
+    def _check_facts(self, heard: list[dict[str, Any]]) -> None:
+        for name in heard[0]["facts"]:
+            values = [h["facts"].get(name) for h in heard]
+            if any(value != values[0] for value in values):
+                raise ValueError(
+                    "All processes must be given the same data, batch size "
+                    f"and number of steps. Received: {name} of "
+                    f"{self._by_process(values)}. Give all processes the "
+                    "same; of rows that are each process's own, with "
+                    "`AutoShardPolicy.OFF`, only the number may differ."
+                )
+
+    def _check_specs(
+        self, heard: list[dict[str, Any]], step: int, before: str | None
+    ) -> None:
+        specs = [h.get("spec") for h in heard]
+        known = {spec for spec in specs if spec is not None}
+        if len(known) > 1:
+            raise ValueError(
+                "The batches of all processes must have the same structure, "
+                f"shapes and dtypes. Received: in step {step} "
+                f"{self._by_process(list(map(_shown, specs)))}. Check what "
+                "each process reads."
+            )
+        if (
+            before is not None
+            and known
+            and not structure.is_like(before, *known)
+        ):
+            raise ValueError(
+                "All batches must have the same structure, ranks and dtypes. "
+                f"Received: {_shown(before)} before, {_shown(*known)} in step "
+                f"{step}. Make the dataset yield one structure."
+            )
+
+    def _check_whole(self, heard: list[dict[str, Any]], step: int) -> None:
+        rows = [h["rows"] for h in heard]
+        if None in rows or len(set(rows)) > 1:
+            self._refuse_lengths(heard, step)
+        marks = [h.get("mark") for h in heard]
+        if any(mark != marks[0] for mark in marks):
+            raise ValueError(
+                "Every process must see the same batches, of which it takes "
+                "its rows: otherwise rows are lost and others used twice. "
+                f"Received: batches of step {step} with different first or "
+                f"last rows ({self._by_process(marks)}, checksums). Shuffle "
+                "and augment with one seed in all processes, or give each "
+                "process rows of its own with `AutoShardPolicy.OFF`."
+            )
+
+    def _refuse_lengths(
+        self, heard: list[dict[str, Any]], step: int
+    ) -> NoReturn:
+        rows = [
+            "no more rows" if h["rows"] is None else f"{h['rows']} rows"
+            for h in heard
+        ]
+        raise ValueError(
+            "All processes must see the same number of batches and rows. "
+            f"Received: in step {step} {self._by_process(rows)}. Give all "
+            "processes the same data, or each its own with "
+            "`AutoShardPolicy.OFF`."
+        )
+
+    def _by_process(self, values: list[Any]) -> str:
+        return ", ".join(
+            f"{value} (process {p})"
+            for p, value in zip(self.mesh.processes, values, strict=True)
+        )
+
+
+class _Rows:
+    """Rows of batches of any size, taken in pieces of any size."""
+
+    def __init__(self, parts: Iterator[Part]) -> None:
+        self._parts = parts
+        self._left: list[Tree] = []
+        self._count = 0
+
+    def take(self, count: int | None) -> Tree | None:
+        """The next rows: fewer at the end, None where no row is left.
+
+        Args:
+          count: How many; None takes those of the next batch.
+        """
+        # One batch at least, so that its shapes are known.
+        while self._count < (1 if count is None else max(count, 1)):
+            part = next(self._parts, None)
+            if part is None:
+                break
+            if num_rows(part.data):
+                self._left.append(part.data)
+                self._count += part.rows
+        if not self._count:
+            return None
+        taken, wanted = [], self._count if count is None else count
+        if wanted == 0:
+            return _rows(self._left[0], 0, 0)
+        while wanted and self._left:
+            first = self._left[0]
+            rows = num_rows(first)
+            if rows <= wanted:
+                taken.append(self._left.pop(0))
+            else:
+                taken.append(_rows(first, 0, wanted))
+                self._left[0] = _rows(first, wanted, rows)
+            got = min(rows, wanted)
+            wanted -= got
+            self._count -= got
+        if len(taken) == 1:
+            return taken[0]
+        return jax.tree.map(lambda *leaves: np.concatenate(leaves), *taken)
+
+
+def _rows(batch: Tree, start: int, stop: int) -> Tree:
+    return jax.tree.map(lambda leaf: leaf[start:stop], batch)
+
+
+def _first_spec(heard: list[dict[str, Any]]) -> str:
+    return next(h["spec"] for h in heard if "spec" in h)
+
+
+def _all_rows(rows: int) -> tuple[int, int]:
+    return 0, rows
+
+
+def _next(parts: Iterator[Part]) -> tuple[Part | None, Exception | None]:
+    try:
+        return next(parts, None), None
+    except Exception as error:
+        return None, error
+
+
+def _shown(spec: str | None) -> str:
+    return "no rows" if spec is None else structure.shown(spec)
