@@ -18,6 +18,7 @@ from keras_strategies.keras_bridge.backend import (
 
 _require_jax_backend()
 
+from keras_strategies import data as data  # noqa: E402
 from keras_strategies._core.reduce_op import (  # noqa: E402
     ReduceOp as ReduceOp,
 )
@@ -30,8 +31,20 @@ from keras_strategies._core.values import (  # noqa: E402
 from keras_strategies._core.values import (  # noqa: E402
     PerReplica as PerReplica,
 )
+from keras_strategies.data.distributed import (  # noqa: E402
+    DistributedDataset as DistributedDataset,
+)
+from keras_strategies.data.distributed import (  # noqa: E402
+    DistributedIterator as DistributedIterator,
+)
 from keras_strategies.data.from_function import (  # noqa: E402
     InputContext as InputContext,
+)
+from keras_strategies.data.options import (  # noqa: E402
+    InputOptions as InputOptions,
+)
+from keras_strategies.data.options import (  # noqa: E402
+    InputReplicationMode as InputReplicationMode,
 )
 from keras_strategies.keras_bridge.gradients import (  # noqa: E402
     grad as grad,
@@ -77,6 +90,9 @@ from keras_strategies.strategy.losses import (  # noqa: E402
 )
 from keras_strategies.strategy.mirrored import (  # noqa: E402
     MirroredStrategy as MirroredStrategy,
+)
+from keras_strategies.strategy.multi_worker import (  # noqa: E402
+    MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
 )
 from keras_strategies.strategy.one_device import (  # noqa: E402
     OneDeviceStrategy as OneDeviceStrategy,

@@ -33,11 +33,14 @@ class HostBatch:
       data: The nest of host arrays with this process's rows.
       parts: Number of rows of each process.
       batch_size: Rows of a whole batch of this step.
+      counts: Number of rows of each replica, if that is given and not left to
+        a rule.
     """
 
     data: Tree
     parts: tuple[int, ...]
     batch_size: int
+    counts: tuple[int, ...] | None = None
 
     @property
     def rows(self) -> int:

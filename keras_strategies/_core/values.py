@@ -12,10 +12,15 @@ STACKED = "stacked"
 """Component i is entry i of the first dimension."""
 ROWS = "rows"
 """Component i is the i-th of equal parts of the first dimension."""
+PADDED = "padded"
+"""As `stacked`; component i is cut to its own shape."""
 LOCAL = "local"
 """Inside of a traced program: the array is this replica's component."""
 PARTS = "parts"
 """One array for each replica, of whatever shapes."""
+
+
+Shapes = tuple[tuple[int, ...], ...]
 
 
 class DistributedValues:
@@ -41,21 +46,35 @@ class PerReplica(DistributedValues):
         self._layout = PARTS
         self._arrays = tuple(values)
         self._total: Any = None
+        self._shapes: Shapes | None = None
 
     @classmethod
-    def of(cls, array: Any, layout: str, total: Any = None) -> "PerReplica":
+    def of(
+        cls,
+        array: Any,
+        layout: str,
+        total: Any = None,
+        shapes: "Shapes | None" = None,
+    ) -> "PerReplica":
         """A value held as one array over all replicas.
 
         Args:
           array: The array.
           layout: How the components lie in it.
           total: Their sum, if it is known already.
+          shapes: The components' shapes, if the layout is `PADDED`.
         """
         made = cls.__new__(cls)
         made._layout = layout
         made._arrays = (array,)
         made._total = total
+        made._shapes = shapes
         return made
+
+    @property
+    def shapes(self) -> "Shapes | None":
+        """The shapes of all components, if the layout is `PADDED`."""
+        return self._shapes
 
     @property
     def total(self) -> Any:
@@ -89,6 +108,11 @@ class PerReplica(DistributedValues):
         )
         if self._layout == ROWS:
             return tuple(shard.data for shard in shards)
+        if self._shapes is not None:
+            return tuple(
+                cut(shard.data[0], self._shapes[shard.index[0].start or 0])
+                for shard in shards
+            )
         return tuple(shard.data[0] for shard in shards)
 
     def __repr__(self) -> str:
@@ -132,11 +156,11 @@ class Mirrored(DistributedValues):
 
 jax.tree_util.register_pytree_node(
     PerReplica,
-    lambda value: (value.arrays, value.layout),
-    lambda layout, arrays: (
+    lambda value: (value.arrays, (value.layout, value.shapes)),
+    lambda kept, arrays: (
         PerReplica(arrays)
-        if layout == PARTS
-        else PerReplica.of(arrays[0], layout)
+        if kept[0] == PARTS
+        else PerReplica.of(arrays[0], kept[0], shapes=kept[1])
     ),
 )
 jax.tree_util.register_pytree_node(
@@ -172,11 +196,21 @@ def is_distributed(value: Any) -> bool:
     return isinstance(value, DistributedValues)
 
 
+def cut(array: Any, shape: tuple[int, ...]) -> Any:
+    """The first entries of each dimension."""
+    return array[tuple(map(slice, shape))]
+
+
 def stacked(parts: Sequence[Any], mesh: ReplicaMesh) -> jax.Array:
-    """One array over the replicas; entry i of it is `parts[i]`, on device i."""
+    """One array over the replicas; entry i of it lies on device i.
+
+    Args:
+      parts: The entries of this process's replicas, all of one shape.
+      mesh: The replicas.
+    """
     shards = [
-        jax.device_put(jax.numpy.asarray(part)[None], device)
-        for part, device in zip(parts, mesh.devices, strict=True)
+        jax.device_put(jax.numpy.asarray(part)[None], mesh.devices[replica])
+        for part, replica in zip(parts, mesh.local_replicas, strict=True)
     ]
-    shape = (len(parts), *shards[0].shape[1:])
+    shape = (mesh.num_replicas, *shards[0].shape[1:])
     return jax.make_array_from_single_device_arrays(shape, mesh.split, shards)

@@ -1,16 +1,18 @@
 """Datasets for custom loops: global batches in, values per replica out."""
 
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
-from keras_strategies._core.batches import num_rows
+from keras_strategies._core.batches import HostBatch
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.rows import rows_of_replicas
-from keras_strategies._core.values import ROWS, PerReplica
+from keras_strategies._core.rows import filled, rows_of_replicas
+from keras_strategies._core.values import PADDED, ROWS, PerReplica
+from keras_strategies.data.prefetch import Prefetched
+from keras_strategies.data.source import Source
+from keras_strategies.data.steps import IsStopped, Steps
 
 Tree = Any
 
@@ -19,30 +21,53 @@ class DistributedDataset:
     """A dataset whose batches are divided over the replicas.
 
     Made by `Strategy.experimental_distribute_dataset`. May be iterated again
-    and again if what it reads may be. Iterating yields nests of `PerReplica`
-    (of plain arrays, with one replica).
+    and again if what it reads may be: each iteration is an epoch. Iterating
+    yields nests of `PerReplica` (of plain arrays, with one replica). On
+    several processes it is collective: all take the same number of steps.
+    `fit`, `evaluate` and `predict` take it, too.
 
     Args:
-      dataset: An iterable of global batches: nests of arrays whose first
-        dimension is the rows.
+      source: Where the batches come from.
       mesh: The replicas.
     """
 
-    def __init__(self, dataset: Iterable[Tree], mesh: ReplicaMesh) -> None:
-        check_batches(dataset)
-        self._dataset = dataset
+    def __init__(self, source: Source, mesh: ReplicaMesh) -> None:
+        self._source = source
         self._mesh = mesh
+        self._epoch = 0
+
+    @property
+    def source(self) -> Source:
+        """Where the batches come from."""
+        return self._source
 
     def __iter__(self) -> "DistributedIterator":
-        """Starts at the first batch."""
-        return DistributedIterator(host_batches(self._dataset), self._mesh)
+        """Starts the next epoch, at its first batch."""
+        epoch, self._epoch = self._epoch, self._epoch + 1
+        return self.iterator(epoch)
+
+    def iterator(self, epoch: int, start: int = 0) -> "DistributedIterator":
+        """Starts anywhere, as after an interruption.
+
+        Args:
+          epoch: Number of the epoch, from 0.
+          start: Number of steps to leave out.
+        """
+        self._epoch = max(self._epoch, epoch + 1)
+        steps = Steps(
+            source=self._source,
+            mesh=self._mesh,
+            name="experimental_distribute_dataset",
+            is_balanced=False,
+        )
+        return DistributedIterator(steps, epoch, start)
 
     @property
     def element_spec(self) -> Tree:
         """The shapes and dtypes of a global batch, rows left open (None)."""
-        batch = next(iter(host_batches(self._dataset)))
+        part = next(self._source.read(0, 0, lambda rows: (0, rows)))
         return jax.tree.map(
-            lambda leaf: ((None, *leaf.shape[1:]), leaf.dtype), batch
+            lambda leaf: ((None, *leaf.shape[1:]), leaf.dtype), part.data
         )
 
 
@@ -50,14 +75,15 @@ class DistributedIterator:
     """Iterates over the batches of a `DistributedDataset`.
 
     Args:
-      batches: Global batches on the host.
-      mesh: The replicas.
+      steps: The steps.
+      epoch: Which epoch it reads.
+      start: How many steps to leave out.
     """
 
-    def __init__(self, batches: Iterator[Tree], mesh: ReplicaMesh) -> None:
-        self._batches = batches
-        self._mesh = mesh
-        self._batch_size: int | None = None
+    def __init__(self, steps: Steps, epoch: int, start: int = 0) -> None:
+        self._steps = steps
+        self._place = (epoch, start)
+        self._batches: Any = None
 
     def __iter__(self) -> "DistributedIterator":
         """Goes on where it is."""
@@ -65,11 +91,67 @@ class DistributedIterator:
 
     def __next__(self) -> Tree:
         """The next batch, divided over the replicas."""
+        epoch, step = self._place
+        if self._batches is None:
+            self._batches = self._started(epoch, step)
         batch = next(self._batches)
-        rows = num_rows(batch)
-        if self._batch_size is None:
-            self._batch_size = rows
-        return divided(batch, rows, self._batch_size, self._mesh)
+        self._place = (epoch, step + 1)
+        return batch
+
+    def _started(self, epoch: int, start: int) -> Iterator[Tree]:
+        mesh = self._steps.mesh
+
+        source = self._steps.source
+
+        def make(is_stopped: IsStopped) -> Iterator[Tree]:
+            source.begin_epoch(epoch, start)
+            try:
+                for batch in self._steps.epoch(epoch, start, is_stopped):
+                    yield divided(batch, mesh)
+            finally:
+                source.end_epoch()
+
+        if self._steps.source.is_planned:
+            # Slicing arrays takes less time than a thread's turn.
+            return make(lambda: False)
+        return Prefetched(
+            make,
+            num_bytes=lambda batch: sum(
+                leaf.nbytes for leaf in jax.tree.leaves(batch)
+            ),
+            is_pause=lambda batch: False,
+        )
+
+    def get_state(self) -> dict[str, Any]:
+        """Where it is; what JSON can hold.
+
+        `set_state` of another iterator, in another process too, goes on from
+        there.
+        """
+        epoch, step = self._place
+        order = self._steps.source.order
+        seed = None if order is None else order.seed
+        return {"epoch": epoch, "step": step, "seed": seed}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes on from where another one was.
+
+        Args:
+          state: What `get_state` returned.
+
+        Raises:
+          ValueError: not such a state.
+        """
+        if set(state) != {"epoch", "step", "seed"}:
+            raise ValueError(
+                "The state of an iterator is what `get_state` returned. "
+                f"Received: {state!r}. Pass that."
+            )
+        order = self._steps.source.order
+        if order is not None and state["seed"] is not None:
+            order.restart(state["seed"])
+        self._place = (state["epoch"], state["step"])
+        self._batches = None
 
     def get_next(self) -> Tree:
         """The next batch; raises StopIteration at the end, as `next` does."""
@@ -113,125 +195,74 @@ class Optional:
         return self._value
 
 
-def divided(batch: Tree, rows: int, batch_size: int, mesh: ReplicaMesh) -> Tree:
+def divided(batch: HostBatch, mesh: ReplicaMesh) -> Tree:
     """A global batch on the devices, each replica's rows on its own."""
-    count = mesh.num_replicas
-    if count == 1:
-        return jax.device_put(batch, mesh.devices[0])
-    shares = rows_of_replicas(rows, batch_size, count)
-    if len(set(shares)) == 1:
-        return jax.tree.map(lambda leaf: _split(leaf, mesh), batch)
-    ends = np.cumsum(shares)
-
-    def parts(leaf: np.ndarray) -> PerReplica:
-        return PerReplica(
-            [
-                jax.device_put(leaf[end - share : end], device)
-                for share, end, device in zip(
-                    shares, ends, mesh.devices, strict=True
-                )
-            ]
+    if mesh.num_replicas == 1:
+        return jax.device_put(batch.data, mesh.devices[0])
+    counts = counts_of(batch, mesh)
+    if len(set(counts)) == 1:
+        return jax.tree.map(
+            lambda leaf: _even(leaf, sum(counts), mesh), batch.data
         )
+    return jax.tree.map(lambda leaf: _uneven(leaf, counts, mesh), batch.data)
 
-    return jax.tree.map(parts, batch)
+
+def counts_of(batch: HostBatch, mesh: ReplicaMesh) -> tuple[int, ...]:
+    """How many rows each replica gets of a batch."""
+    if batch.counts is not None:
+        return batch.counts
+    count = mesh.num_replicas
+    if mesh.num_processes == 1:
+        return rows_of_replicas(batch.rows, batch.batch_size, count)
+    places = rows_of_replicas(batch.batch_size, batch.batch_size, count)
+    share = mesh.replicas_per_process
+    return tuple(
+        n
+        for p, rows in enumerate(batch.parts)
+        for n in filled(places[p * share : (p + 1) * share], rows)
+    )
 
 
-def _split(leaf: np.ndarray, mesh: ReplicaMesh) -> PerReplica:
+def _even(leaf: np.ndarray, rows: int, mesh: ReplicaMesh) -> PerReplica:
+    first = rows // mesh.num_processes * mesh.process_index
+
+    def rows_of(index: Any) -> np.ndarray:
+        start, stop, _ = index[0].indices(rows)
+        return leaf[start - first : stop - first]
+
     array = jax.make_array_from_callback(
-        leaf.shape, mesh.split, leaf.__getitem__
+        (rows, *leaf.shape[1:]), mesh.split, rows_of
     )
     return PerReplica.of(array, ROWS)
 
 
-def host_batches(dataset: Any) -> Iterator[Tree]:
-    """The batches of a dataset as nests of numpy arrays."""
-    tensorflow = sys.modules.get("tensorflow")
-    if tensorflow is not None and isinstance(dataset, tensorflow.data.Dataset):
-        return dataset.as_numpy_iterator()
-    if hasattr(dataset, "on_epoch_end") and hasattr(dataset, "__getitem__"):
-        return _of_py_dataset(dataset)
-    return (jax.tree.map(np.asarray, batch) for batch in dataset)
-
-
-def _of_py_dataset(dataset: Any) -> Iterator[Tree]:
-    for index in range(len(dataset)):
-        yield jax.tree.map(np.asarray, dataset[index])
-    dataset.on_epoch_end()
-
-
-def check_batches(dataset: Any) -> None:
-    """Raises TypeError for what cannot be iterated over in batches."""
-    if isinstance(dataset, np.ndarray | jax.Array | dict | tuple | list):
-        raise TypeError(
-            "A dataset yields global batches. Received: "
-            f"{type(dataset).__name__}. Make batches of arrays with "
-            "`experimental_make_numpy_dataset(arrays).batch(batch_size)`."
+def _uneven(
+    leaf: np.ndarray, counts: tuple[int, ...], mesh: ReplicaMesh
+) -> PerReplica:
+    own = counts[mesh.local_replicas.start : mesh.local_replicas.stop]
+    ends = np.cumsum(own)
+    pieces = [
+        leaf[end - count : end] for end, count in zip(ends, own, strict=True)
+    ]
+    if mesh.num_processes == 1:
+        return PerReplica(
+            [
+                jax.device_put(piece, device)
+                for piece, device in zip(pieces, mesh.devices, strict=True)
+            ]
         )
-    if not hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"):
-        raise TypeError(
-            "A dataset yields global batches. Received: an object of type "
-            f"{type(dataset).__name__}, which is not iterable. Pass a "
-            "tf.data.Dataset, a keras PyDataset or an iterable of batches."
-        )
+    most = max(counts)
 
+    def entry(index: Any) -> np.ndarray:
+        replica = index[0].indices(len(counts))[0]
+        piece = pieces[replica - mesh.local_replicas.start]
+        padded = np.zeros((1, most, *leaf.shape[1:]), leaf.dtype)
+        padded[0, : len(piece)] = piece
+        return padded
 
-class NumpyDataset:
-    """Arrays as a dataset of their rows; `batch` makes it one of batches.
-
-    Args:
-      arrays: A nest of arrays; lists in it are stacked to arrays.
-      batch_size: Rows of a batch; None yields single rows.
-      drop_remainder: Whether a short last batch is left out.
-    """
-
-    def __init__(
-        self,
-        arrays: Tree,
-        batch_size: int | None = None,
-        drop_remainder: bool = False,
-    ) -> None:
-        self._arrays = jax.tree.map(
-            np.asarray, arrays, is_leaf=lambda leaf: isinstance(leaf, list)
-        )
-        self._rows = num_rows(self._arrays)
-        self._batch_size = batch_size
-        self._drop_remainder = drop_remainder
-
-    def batch(
-        self, batch_size: int, drop_remainder: bool = False
-    ) -> "NumpyDataset":
-        """The same rows in batches.
-
-        Args:
-          batch_size: Rows of a global batch.
-          drop_remainder: Whether a short last batch is left out.
-
-        Raises:
-          ValueError: not a positive number.
-        """
-        if batch_size < 1:
-            raise ValueError(
-                "A batch has at least one row. Received: "
-                f"batch_size={batch_size}. Pass a positive number."
-            )
-        return NumpyDataset(self._arrays, batch_size, drop_remainder)
-
-    def __len__(self) -> int:
-        """Number of batches, or of rows."""
-        size = self._batch_size or 1
-        rows = (
-            self._rows
-            if not self._drop_remainder
-            else (self._rows - self._rows % size)
-        )
-        return -(-rows // size)
-
-    def __iter__(self) -> Iterator[Tree]:
-        """Yields batches, or rows."""
-        for index in range(len(self)):
-            if self._batch_size is None:
-                yield jax.tree.map(lambda a, i=index: a[i], self._arrays)
-                continue
-            start = index * self._batch_size
-            part = slice(start, start + self._batch_size)
-            yield jax.tree.map(lambda a, part=part: a[part], self._arrays)
+    shape = (len(counts), most, *leaf.shape[1:])
+    return PerReplica.of(
+        jax.make_array_from_callback(shape, mesh.split, entry),
+        PADDED,
+        shapes=tuple((count, *leaf.shape[1:]) for count in counts),
+    )

@@ -1,7 +1,8 @@
 """Datasets whose batches are a replica's, made by a function."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -9,13 +10,8 @@ import numpy as np
 
 from keras_strategies._core.batches import num_rows
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.values import PerReplica
-from keras_strategies.data.distributed import (
-    DistributedDataset,
-    DistributedIterator,
-    divided,
-    host_batches,
-)
+from keras_strategies.data.iterables import check_batches, host_batches
+from keras_strategies.data.source import Cut, Part, Source
 
 Tree = Any
 
@@ -54,18 +50,28 @@ class InputContext:
         return rows
 
 
-class DatasetFromFunction(DistributedDataset):
-    """Made by `Strategy.distribute_datasets_from_function`.
+class FunctionSource(Source):
+    """The datasets that a function makes: each replica takes whole batches.
 
     Args:
       dataset_fn: Makes the dataset.
       mesh: The replicas.
+      is_per_replica: Whether it makes one for each replica.
+
+    Raises:
+      TypeError: `dataset_fn` cannot be called, or what it returns does not
+        yield batches.
+      ValueError: several datasets on several processes.
     """
+
+    kind = "a dataset from a function"
 
     def __init__(
         self,
         dataset_fn: Callable[[InputContext], Iterable[Tree]],
         mesh: ReplicaMesh,
+        *,
+        is_per_replica: bool = False,
     ) -> None:
         if not callable(dataset_fn):
             raise TypeError(
@@ -73,45 +79,54 @@ class DatasetFromFunction(DistributedDataset):
                 f"object of type {type(dataset_fn).__name__}. Pass a dataset "
                 "itself to `experimental_distribute_dataset`."
             )
-        context = InputContext(num_replicas_in_sync=mesh.num_replicas)
-        super().__init__(dataset_fn(context), mesh)
+        self._num_replicas = mesh.replicas_per_process
+        self.is_own = mesh.num_processes > 1
+        count, index = mesh.num_processes, mesh.process_index
+        if is_per_replica:
+            if count > 1:
+                raise ValueError(
+                    "A dataset for each replica is for one process. Received: "
+                    f"`PER_REPLICA` in a job of {count} processes. Use "
+                    "`InputReplicationMode.PER_WORKER`."
+                )
+            count = mesh.num_replicas
+        contexts = [
+            InputContext(
+                num_input_pipelines=count,
+                input_pipeline_id=i,
+                num_replicas_in_sync=mesh.num_replicas,
+            )
+            for i in (range(count) if is_per_replica else [index])
+        ]
+        self._datasets = [dataset_fn(context) for context in contexts]
+        for dataset in self._datasets:
+            check_batches(dataset)
 
-    def __iter__(self) -> "DistributedIterator":
-        """Starts at the first batch."""
-        return _Iterator(host_batches(self._dataset), self._mesh)
+    def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
+        """See `Source.read`."""
+        del epoch, cut
+        return itertools.islice(self._steps(), start, None)
 
-
-class _Iterator(DistributedIterator):
-    """Gives each replica the next batch."""
-
-    def __next__(self) -> Tree:
-        """The next batches, one for each replica."""
-        count = self._mesh.num_replicas
-        parts = []
-        for batch in self._batches:
-            num_rows(batch)  # Refuses what is no batch.
-            parts.append(batch)
-            if len(parts) == count:
-                break
-        if not parts:
-            raise StopIteration
-        if count == 1:
-            return divided(parts[0], 1, 1, self._mesh)
-        _check_alike(parts)
-        while len(parts) < count:
-            parts.append(jax.tree.map(lambda leaf: leaf[:0], parts[0]))
-        return jax.tree.map(self._one_value, *parts)
-
-    def _one_value(self, *leaves: np.ndarray) -> PerReplica:
-        if len({leaf.shape for leaf in leaves}) == 1:
-            whole = np.concatenate(leaves)
-            return divided(whole, len(whole), len(whole), self._mesh)
-        return PerReplica(
-            [
-                jax.device_put(leaf, device)
-                for leaf, device in zip(leaves, self._mesh.devices, strict=True)
-            ]
-        )
+    def _steps(self) -> Iterator[Part]:
+        count = self._num_replicas
+        iterators = [host_batches(dataset) for dataset in self._datasets]
+        if len(iterators) == 1:
+            iterators *= count
+        while True:
+            parts = [next(batches, None) for batches in iterators]
+            given = [part for part in parts if part is not None]
+            if not given:
+                return
+            for part in given:
+                num_rows(part)  # Refuses what is no batch.
+            _check_alike(given)
+            nothing = jax.tree.map(lambda leaf: leaf[:0], given[0])
+            whole = [nothing if part is None else part for part in parts]
+            counts = tuple(
+                0 if part is None else num_rows(part) for part in parts
+            )
+            data = jax.tree.map(lambda *leaves: np.concatenate(leaves), *whole)
+            yield Part(data=data, rows=sum(counts), counts=counts)
 
 
 def _check_alike(parts: list[Tree]) -> None:

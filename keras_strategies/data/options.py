@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+from typing import Any
 
 
 class AutoShardPolicy(enum.IntEnum):
@@ -83,3 +84,26 @@ class InputOptions:
     experimental_place_dataset_on_device: bool = False
     experimental_per_replica_buffer_size: int = 1
     distribute: DistributeOptions | None = None
+
+
+def check_input_options(options: Any) -> None:
+    """Raises for options of input that cannot be followed.
+
+    Raises:
+      TypeError: not an `InputOptions`.
+      ValueError: the dataset is to be placed on the device.
+    """
+    if options is None:
+        return
+    if not isinstance(options, InputOptions):
+        raise TypeError(
+            "`options` are `ks.InputOptions`. Received: an object of type "
+            f"{type(options).__name__}. Options of tf.data belong to the "
+            "dataset: `dataset.with_options(options)`."
+        )
+    if options.experimental_place_dataset_on_device:
+        raise ValueError(
+            "Datasets are read by the host. Received: "
+            "experimental_place_dataset_on_device=True. Leave it out: batches "
+            "are moved to the devices ahead of time anyway."
+        )

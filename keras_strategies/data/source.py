@@ -29,11 +29,14 @@ class Part:
         a source that is a process's own, those of `data`.
       mark: A checksum of the first and the last row of the whole batch, if
         it was computed, to tell whether all processes see the same.
+      counts: Of a source that is a process's own: how many of the rows each
+        of its replicas gets, if that is not left to the feed.
     """
 
     data: Tree
     rows: int
     mark: int | None = None
+    counts: tuple[int, ...] | None = None
 
 
 class Source(abc.ABC):
@@ -46,6 +49,8 @@ class Source(abc.ABC):
     Attributes:
       kind: What the user gave, for messages: "numpy arrays".
       is_own: Whether the rows are this process's own.
+      is_planned: Whether all lengths are known and reading cannot fail: then
+        processes need not tell each other what they have read.
       batch_size: Rows of a whole global batch, if known. A source that is
         own yields batches of any size: the feed regroups their rows to this
         process's share of `batch_size`.
@@ -55,6 +60,7 @@ class Source(abc.ABC):
 
     kind: ClassVar[str] = "data"
     is_own: bool = False
+    is_planned: bool = False
     batch_size: int | None = None
     num_batches: int | None = None
     order: Order | None = None

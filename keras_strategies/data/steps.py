@@ -45,7 +45,6 @@ class Steps:
       is_balanced: Whether a batch's rows are shared out evenly, as the steps
         of models do; otherwise the replicas have fixed places in it (rule V2
         of docs/parity.md).
-      is_planned: Whether reading cannot fail and all lengths are known.
       facts: Further numbers that must be the same in every process.
     """
 
@@ -53,7 +52,6 @@ class Steps:
     mesh: ReplicaMesh
     name: str
     is_balanced: bool = True
-    is_planned: bool = False
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def epoch(
@@ -87,7 +85,12 @@ class Steps:
         size = self.source.batch_size
         for part in self.source.read(epoch, start, _all_rows):
             size = size or part.rows
-            yield HostBatch(data=part.data, parts=(part.rows,), batch_size=size)
+            yield HostBatch(
+                data=part.data,
+                parts=(part.rows,),
+                batch_size=size,
+                counts=part.counts,
+            )
 
     def _cut(self, rows: int) -> tuple[int, int]:
         parts = self._parts_of(rows, self.source.batch_size or rows)
@@ -106,7 +109,11 @@ class Steps:
 
     def _own_parts(self, epoch: int, start: int) -> Iterator[Part]:
         """This process's rows, in its share of each step."""
-        rows = _Rows(self.source.read(epoch, 0, _all_rows))
+        parts = self.source.read(epoch, 0, _all_rows)
+        if self.source.batch_size is None:
+            yield from itertools.islice(parts, start, None)
+            return
+        rows = _Rows(parts)
         for step in itertools.count():
             wanted = self._own_share(step)
             data = rows.take(wanted)
@@ -115,11 +122,9 @@ class Steps:
             if step >= start:
                 yield Part(data=data, rows=len(jax.tree.leaves(data)[0]))
 
-    def _own_share(self, step: int) -> int | None:
-        size = self.source.batch_size
-        if size is None:
-            return None
-        mesh = self.mesh
+    def _own_share(self, step: int) -> int:
+        mesh, size = self.mesh, self.source.batch_size
+        assert size is not None
         counts = rotated_rows(step, size, mesh.num_replicas, mesh.num_processes)
         return rows_of_processes(counts, mesh.num_processes)[mesh.process_index]
 
@@ -143,7 +148,7 @@ class Steps:
         spec: str | None = None
         for step in itertools.count(start):
             part, error = _next(parts)
-            if self.is_planned and step > start:
+            if self.source.is_planned and step > start:
                 if error is not None:
                     raise error
                 if part is None:
@@ -157,6 +162,7 @@ class Steps:
                 said |= {
                     "spec": structure.spec_of(part.data),
                     "mark": part.mark,
+                    "counts": part.counts,
                 }
             if step == start:
                 said["facts"] = facts
@@ -181,7 +187,20 @@ class Steps:
                 continue
             data = structure.empty(spec) if part is None else part.data
             size = self.source.batch_size or sum(counts)
-            yield HostBatch(data=data, parts=counts, batch_size=size)
+            yield HostBatch(
+                data=data,
+                parts=counts,
+                batch_size=size,
+                counts=self._counts_of_all(heard),
+            )
+
+    def _counts_of_all(
+        self, heard: list[dict[str, Any]]
+    ) -> tuple[int, ...] | None:
+        if all(h.get("counts") is None for h in heard):
+            return None
+        nothing = [0] * self.mesh.replicas_per_process
+        return tuple(n for h in heard for n in h.get("counts") or nothing)
 
     def _whole(self, part: Part) -> HostBatch:
         size = self.source.batch_size or part.rows
@@ -291,14 +310,10 @@ class _Rows:
         self._left: list[Tree] = []
         self._count = 0
 
-    def take(self, count: int | None) -> Tree | None:
-        """The next rows: fewer at the end, None where no row is left.
-
-        Args:
-          count: How many; None takes those of the next batch.
-        """
-        # One batch at least, so that its shapes are known.
-        while self._count < (1 if count is None else max(count, 1)):
+    def take(self, count: int) -> Tree | None:
+        """The next rows: fewer at the end, None where no row is left."""
+        # One at least is read, so that the shapes are known.
+        while self._count < max(count, 1):
             part = next(self._parts, None)
             if part is None:
                 break
@@ -307,7 +322,7 @@ class _Rows:
                 self._count += part.rows
         if not self._count:
             return None
-        taken, wanted = [], self._count if count is None else count
+        taken, wanted = [], count
         if wanted == 0:
             return _rows(self._left[0], 0, 0)
         while wanted and self._left:

@@ -14,7 +14,6 @@ from keras import tree
 from keras.src.trainers.data_adapters import (
     array_slicing,
     data_adapter_utils,
-    get_data_adapter,
 )
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
@@ -29,6 +28,7 @@ from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.data.prefetch import Prefetched
 from keras_strategies.data.steps import IsStopped, Steps
 from keras_strategies.keras_bridge import sources
+from keras_strategies.keras_bridge.choosing import source_of_loop
 
 Tree = Any
 
@@ -109,7 +109,7 @@ class Feed(DataAdapter):
         def make(is_stopped: IsStopped) -> Iterator[tuple[Execution, int]]:
             return self._executions(epoch, start, is_stopped)
 
-        if self._steps.is_planned:
+        if self._source.is_planned:
             # Slicing arrays takes less time than a thread's turn.
             return make(lambda: False)
         return Prefetched(
@@ -219,28 +219,26 @@ def make_feed(
     for array in tree.flatten((x, y, sample_weight)):
         if isinstance(array, np.ndarray):
             check_numbers(array)
-    adapter = get_data_adapter(
+    source = source_of_loop(
+        mesh,
         x=x,
         y=y,
         sample_weight=sample_weight,
-        batch_size=batch_size,
-        steps_per_epoch=steps_per_epoch,
-        shuffle=shuffle,
         class_weight=class_weight,
+        batch_size=batch_size,
+        shuffle=shuffle,
+        steps_per_epoch=steps_per_epoch,
     )
-    source = sources.as_source(adapter, mesh)
     facts: dict[str, Any] = {
         "steps_per_epoch": steps_per_epoch,
         "steps_per_execution": steps_per_execution,
     }
-    is_planned = isinstance(source, sources.ArraySource)
     if isinstance(source, sources.ArraySource):
         facts["number of rows"] = source.num_rows
     steps = Steps(
         source=source,
         mesh=mesh,
         name=name,
-        is_planned=is_planned,
         facts=facts,
     )
     return Feed(

@@ -98,7 +98,7 @@ class Binding:
     # The loops. Keras's own run below them, on feeds instead of data.
 
     def _fit(self, *args: Any, **kwargs: Any) -> Any:
-        call = _Call(self.model, "fit", args, kwargs)
+        call = self._call("fit", args, kwargs)
         with self._session("train"):
             _check_fraction(call["validation_split"])
             if call["validation_split"] and call["validation_data"] is None:
@@ -129,6 +129,7 @@ class Binding:
                     or call["batch_size"],
                     steps_per_epoch=call["validation_steps"],
                     steps_per_execution=self.model.steps_per_execution,
+                    name="validation_data",
                 )
                 call.set(validation_data=validation)
             call.set_feed(feed)
@@ -137,7 +138,7 @@ class Binding:
             return call.run()
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        call = _Call(self.model, "evaluate", args, kwargs)
+        call = self._call("evaluate", args, kwargs)
         with self._session("test"):
             if not call.keywords.get("_use_cached_eval_dataset"):
                 feed = self._feed(call, steps=call["steps"])
@@ -150,7 +151,7 @@ class Binding:
                 raise
 
     def _predict(self, *args: Any, **kwargs: Any) -> Any:
-        call = _Call(self.model, "predict", args, kwargs)
+        call = self._call("predict", args, kwargs)
         with self._session("predict"):
             feed = self._feed(call, steps=call["steps"])
             call.set_feed(feed)
@@ -196,6 +197,14 @@ class Binding:
             self.model.jax_state_sync()
             raise
 
+    def _call(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> "_Call":
+        call = _Call(self.model, name, args, kwargs)
+        if not self._mesh.is_chief:
+            call.hush()
+        return call
+
     def _feed(self, call: "_Call", *, steps: int | None) -> Any:
         return adapter.make_feed(
             self._mesh,
@@ -207,6 +216,7 @@ class Binding:
             shuffle=call["shuffle"],
             steps_per_epoch=steps,
             steps_per_execution=self.model.steps_per_execution,
+            name=call.name,
         )
 
     # Building and adopting.
@@ -292,6 +302,10 @@ class _Call:
     def set_feed(self, feed: Any) -> None:
         """Replaces the data; what the feed has taken in is left out."""
         self.set(x=feed, y=None, sample_weight=None, class_weight=None)
+
+    def hush(self) -> None:
+        """Leaves the progress to another process."""
+        self.set(verbose=0)
 
     def run(self) -> Any:
         """Calls the class's own loop."""

@@ -19,7 +19,9 @@ import keras
 from keras.src.distribution.distribution_lib import Distribution
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
+from keras_strategies._core.chief import from_chief
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.keras_bridge import initial_values
 
 VariableCreator = Callable[..., keras.Variable]
 
@@ -80,6 +82,13 @@ class ReplicaDistribution(Distribution):
         self._registry.add(variable)
         return self._mesh.whole
 
+    def alike(self) -> contextlib.AbstractContextManager[None]:
+        """While it is open, processes create variables with equal values."""
+        if self._mesh.num_processes == 1:
+            return contextlib.nullcontext()
+        create = functools.partial(initial_values.create, self._mesh)
+        return variable_creator_scope(create)
+
     def get_data_layout(self, data_shape: Iterable[int]) -> Any:
         """Not used: batches are placed by the feed."""
         return self._mesh.split
@@ -97,7 +106,10 @@ def distribution_scope(
     before = keras.distribution.distribution()
     keras.distribution.set_distribution(distribution)
     try:
-        with _slots_registered() if distribution else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if distribution is not None:
+                stack.enter_context(_slots_registered())
+                stack.enter_context(distribution.alike())
             yield
     finally:
         keras.distribution.set_distribution(before)
@@ -168,10 +180,12 @@ def adopt(
     for variable in moved:
         variable._layout = mesh.whole
     if moved:
-        copies = [
-            jnp.copy(value)
-            for value in jax.device_put([v._value for v in moved], mesh.whole)
-        ]
+        values = [v._value for v in moved]
+        copies = (
+            list(map(jnp.copy, jax.device_put(values, mesh.whole)))
+            if mesh.num_processes == 1
+            else from_chief(values, mesh)
+        )
         for variable, value in zip(moved, copies, strict=True):
             variable._value = value
 

@@ -15,20 +15,12 @@ from keras.src.trainers.data_adapters import (
     array_slicing,
     data_adapter_utils,
 )
-from keras.src.trainers.data_adapters.array_data_adapter import (
-    ArrayDataAdapter,
-)
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
-from keras.src.trainers.data_adapters.generator_data_adapter import (
-    GeneratorDataAdapter,
-)
 from keras.src.trainers.data_adapters.py_dataset_adapter import (
     PyDatasetAdapter,
 )
 
-from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies.cluster.agreement import Agreement
-from keras_strategies.data.order import BatchOrder, Order, RowOrder
+from keras_strategies.data.order import BatchOrder, RowOrder
 from keras_strategies.data.source import Cut, Part, Source, take
 
 Tree = Any
@@ -42,6 +34,7 @@ class ArraySource(Source):
     """
 
     kind = "arrays"
+    is_planned = True
 
     def __init__(self, adapter: Any) -> None:
         inputs = array_slicing.convert_to_sliceable(
@@ -216,37 +209,6 @@ class _View(keras.utils.PyDataset):
 
     def on_epoch_end(self) -> None:
         self._dataset.on_epoch_end()
-
-
-def as_source(adapter: Any, mesh: ReplicaMesh) -> Source:
-    """The source of what Keras chose an adapter for.
-
-    Several processes read the same data. Collective over them.
-    """
-    if type(adapter) is ArrayDataAdapter:
-        source = ArraySource(adapter)
-        _agree(source.order, mesh)
-        return source
-    if isinstance(adapter, PyDatasetAdapter):
-        source = PyDatasetSource(adapter)
-        _agree(source.order, mesh)
-        return source
-    is_generator = isinstance(adapter, GeneratorDataAdapter)
-    return AdapterSource(
-        adapter,
-        kind="a generator" if is_generator else "a dataset",
-        is_own=False,
-        is_marked=mesh.num_processes > 1,
-        is_copied=is_generator,
-    )
-
-
-def _agree(order: Order | None, mesh: ReplicaMesh) -> None:
-    """Takes the chief's seed in all processes."""
-    if order is None or mesh.num_processes == 1:
-        return
-    agreement = Agreement(mesh.processes, "the shuffled order")
-    order.restart(agreement.exchange(order.seed)[0])
 
 
 def host_batch(batch: Tree) -> Tree:

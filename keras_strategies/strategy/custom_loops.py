@@ -8,14 +8,15 @@ import jax
 
 from keras_strategies._core.reduce_op import ReduceOp
 from keras_strategies._core.values import PerReplica
-from keras_strategies.data.distributed import (
-    DistributedDataset,
-    NumpyDataset,
+from keras_strategies.data.distributed import DistributedDataset
+from keras_strategies.data.from_function import FunctionSource, InputContext
+from keras_strategies.data.numpy_dataset import NumpyDataset
+from keras_strategies.data.options import (
+    InputOptions,
+    InputReplicationMode,
+    check_input_options,
 )
-from keras_strategies.data.from_function import (
-    DatasetFromFunction,
-    InputContext,
-)
+from keras_strategies.keras_bridge.choosing import source_of_dataset
 from keras_strategies.strategy import current, reducing
 from keras_strategies.strategy.options import RunOptions, check_options
 from keras_strategies.strategy.replica_context import ValueContext
@@ -181,7 +182,7 @@ class CustomLoops:
         return jax.tree.map(lambda *parts: PerReplica(parts), *made)
 
     def experimental_distribute_dataset(
-        self, dataset: Iterable[Any], options: Any = None
+        self, dataset: Iterable[Any], options: InputOptions | None = None
     ) -> DistributedDataset:
         """Divides the batches of a dataset over the replicas.
 
@@ -192,8 +193,11 @@ class CustomLoops:
         Args:
           dataset: Yields global batches: a `tf.data.Dataset`, what
             `experimental_make_numpy_dataset(...).batch(B)` returns, a
-            `keras.utils.PyDataset`, or an iterable of nests of arrays.
-          options: Not used; for tf's signature.
+            `keras.utils.PyDataset`, a dataset or loader of grain or torch,
+            what `ks.data.files` returns, or an iterable of nests of arrays.
+            On several processes an iterable is run whole by each, which keeps
+            its rows, unless `options` say otherwise.
+          options: How several processes share the dataset.
 
         Returns:
           An iterable of nests of `PerReplica`, for `run`.
@@ -203,7 +207,13 @@ class CustomLoops:
         """
         self._check_context()
         current.check_cross_replica("experimental_distribute_dataset")
-        return DistributedDataset(dataset, self._runtime.mesh)
+        mesh, policy = self._runtime.mesh, None
+        if options is not None:
+            check_input_options(options)
+            if options.distribute is not None:
+                policy = options.distribute.policy
+        source = source_of_dataset(dataset, mesh, policy=policy)
+        return DistributedDataset(source, mesh)
 
     def experimental_make_numpy_dataset(self, arrays: Any) -> NumpyDataset:
         """Makes a dataset of the rows of arrays; `.batch(B)` batches it.
@@ -220,8 +230,8 @@ class CustomLoops:
     def distribute_datasets_from_function(
         self,
         dataset_fn: Callable[[InputContext], Iterable[Any]],
-        options: Any = None,
-    ) -> DatasetFromFunction:
+        options: InputOptions | None = None,
+    ) -> DistributedDataset:
         """Distributes a dataset that has a replica's batches already.
 
         Args:
@@ -230,7 +240,8 @@ class CustomLoops:
             `context.get_per_replica_batch_size(global_batch_size)`). Each
             replica of a step gets the next one; where they end within a
             step, the replicas that are left get batches without rows.
-          options: Not used; for tf's signature.
+          options: With `InputReplicationMode.PER_REPLICA` it is called once
+            for each replica; on one process.
 
         Returns:
           An iterable of nests of `PerReplica`, for `run`.
@@ -240,13 +251,21 @@ class CustomLoops:
         """
         self._check_context()
         current.check_cross_replica("distribute_datasets_from_function")
-        return DatasetFromFunction(dataset_fn, self._runtime.mesh)
+        check_input_options(options)
+        is_per_replica = (
+            options is not None
+            and options.experimental_replication_mode
+            is InputReplicationMode.PER_REPLICA
+        )
+        mesh = self._runtime.mesh
+        source = FunctionSource(dataset_fn, mesh, is_per_replica=is_per_replica)
+        return DistributedDataset(source, mesh)
 
     def experimental_distribute_datasets_from_function(
         self,
         dataset_fn: Callable[[InputContext], Iterable[Any]],
-        options: Any = None,
-    ) -> DatasetFromFunction:
+        options: InputOptions | None = None,
+    ) -> DistributedDataset:
         """The old name of `distribute_datasets_from_function`; warns once."""
         current.warn_of_old_name(
             "experimental_distribute_datasets_from_function",

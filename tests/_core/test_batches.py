@@ -7,8 +7,8 @@ import pytest
 
 from keras_strategies._core.batches import num_rows, whole_batch
 from keras_strategies._core.batches import place as place_on
-from keras_strategies._core.rows import padded_rows
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.rows import padded_rows
 
 CPUS = tuple(jax.devices("cpu"))
 

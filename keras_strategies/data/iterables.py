@@ -1,0 +1,72 @@
+"""Iterables of batches as sources."""
+
+import itertools
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from keras_strategies.data.source import Cut, Part, Source, take
+
+Tree = Any
+
+
+class IterableSource(Source):
+    """Anything that yields batches; every process runs all of it.
+
+    Args:
+      dataset: An iterable of nests of arrays.
+      is_own: Whether each process has rows of its own.
+      is_marked: See `take`.
+    """
+
+    kind = "an iterable"
+
+    def __init__(
+        self, dataset: Iterable[Tree], *, is_own: bool, is_marked: bool
+    ) -> None:
+        check_batches(dataset)
+        self._dataset = dataset
+        self.is_own = is_own
+        self._is_marked = is_marked and not is_own
+
+    def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
+        """See `Source.read`."""
+        del epoch
+        batches = host_batches(self._dataset)
+        for batch in itertools.islice(batches, start, None):
+            yield take(batch, cut, is_marked=self._is_marked)
+
+
+def host_batches(dataset: Any) -> Iterator[Tree]:
+    """The batches of a dataset as nests of numpy arrays."""
+    tensorflow = sys.modules.get("tensorflow")
+    if tensorflow is not None and isinstance(dataset, tensorflow.data.Dataset):
+        return dataset.as_numpy_iterator()
+    if hasattr(dataset, "on_epoch_end") and hasattr(dataset, "__getitem__"):
+        return _of_py_dataset(dataset)
+    return (jax.tree.map(np.asarray, batch) for batch in dataset)
+
+
+def _of_py_dataset(dataset: Any) -> Iterator[Tree]:
+    for index in range(len(dataset)):
+        yield jax.tree.map(np.asarray, dataset[index])
+    dataset.on_epoch_end()
+
+
+def check_batches(dataset: Any) -> None:
+    """Raises TypeError for what cannot be iterated over in batches."""
+    if isinstance(dataset, np.ndarray | jax.Array | dict | tuple | list):
+        raise TypeError(
+            "A dataset yields global batches. Received: "
+            f"{type(dataset).__name__}. Make batches of arrays with "
+            "`experimental_make_numpy_dataset(arrays).batch(batch_size)`."
+        )
+    if not hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"):
+        raise TypeError(
+            "A dataset yields global batches. Received: an object of type "
+            f"{type(dataset).__name__}, which is not iterable. Pass a "
+            "tf.data.Dataset, a keras PyDataset or an iterable of batches."
+        )

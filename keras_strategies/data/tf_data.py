@@ -1,0 +1,251 @@
+"""A `tf.data.Dataset` as a source, shared by several processes.
+
+TensorFlow is not imported here: whoever has a dataset has done so.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from keras_strategies._core.batches import num_rows
+from keras_strategies.data.options import AutoShardPolicy
+from keras_strategies.data.source import Cut, Part, Source, take
+from keras_strategies.data.tf_files import (
+    damage,
+    files_of,
+    files_of_part,
+    missing_file,
+    texts_of,
+)
+from keras_strategies.data.tf_graph import (
+    graph_of,
+    is_plain,
+    tensorflow,
+)
+from keras_strategies.data.tf_order import (
+    EpochDatasets,
+    changes_rows,
+    has_variables,
+    hints_of,
+    is_drawn,
+)
+from keras_strategies.data.tf_plan import plan_shards
+
+Tree = Any
+_Policy = AutoShardPolicy
+
+
+class TfDataSource(Source):
+    """The batches of a `tf.data.Dataset`.
+
+    What the processes do with the dataset:
+
+    * DATA: each runs the whole pipeline, in one order, and keeps its rows: a
+      contiguous piece of each batch.
+    * FILE: TensorFlow puts a shard in front of what reads the files. The
+      batches are the process's own.
+    * AUTO: as FILE if there are enough files and if it is sure that all
+      processes together read what one would, every row once; otherwise as
+      DATA, with a warning if files are read. It is not sure where operations
+      count or pair rows of all files: `take`, `skip`, `zip` (rows stay paired
+      only if all files are equally long), `drop_remainder=True` unless the
+      rows repeat for ever (each process would drop a remainder of its own),
+      `batch` on batches, `filter` on batches, `padded_batch` to the longest.
+      FILE itself is then followed as tf does, with a warning.
+    * HINT: each `shard(SHARD_HINT, ...)` becomes the process's.
+    * OFF: each reads all that its dataset yields.
+
+    Shuffles without a seed are seeded, so the order of an epoch is a function
+    of (`seed`, epoch), the same in all processes and when reading begins
+    anew. With seeds of the user's, epoch `e` has the order that tf.data gives
+    the `e`-th iterator. For that the dataset is made anew from its graph in
+    each epoch. On one process it is iterated as it is where that cannot be: if
+    it has no graph (arrays of 2 GiB and more), or if its functions use a
+    `tf.Variable` or `tf.random.Generator`. On several processes each epoch
+    sees a copy of their present values.
+
+    On several processes a `cache("file")` gets a file for each. Under DATA
+    parallel operations keep their order even if they need not
+    (`deterministic=False`); under the other policies they do as they are told,
+    and an order can then not be found again.
+
+    Differs from tf: too few files are an error or DATA on every process; HINT
+    without a `shard(SHARD_HINT, ...)`, and a `shard` of the user's under
+    another policy than OFF and HINT, are errors; DATA gives contiguous rows.
+
+    Args:
+      dataset: The dataset; its elements are global batches.
+      num_processes: Number of processes that share it.
+      process_index: This process's place among them.
+      seed: Any number, the same in all processes.
+      policy: How they share it; None for what the dataset's options say.
+
+    Attributes:
+      plan: What was decided, for `Strategy.explain_input`.
+      is_infinite: Whether it surely never ends.
+
+    Raises:
+      TypeError: the elements are no dense arrays of numbers.
+      ValueError: the dataset is not batched, or cannot be shared like this.
+    """
+
+    kind = "a tf.data.Dataset"
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        num_processes: int,
+        process_index: int,
+        seed: int,
+        policy: AutoShardPolicy | None = None,
+    ) -> None:
+        _check_elements(dataset.element_spec)
+        if policy is None:
+            options = dataset.options().experimental_distribute
+            policy = _Policy(int(options.auto_shard_policy))
+        graph = None if is_plain(dataset) else graph_of(dataset)
+        self.plan, split = plan_shards(
+            dataset, graph, policy, num_processes, process_index
+        )
+        self.is_own = num_processes > 1 and self.plan.applied in (
+            _Policy.FILE,
+            _Policy.HINT,
+            _Policy.OFF,
+        )
+        self.batch_size = _batch_size(dataset)
+        count = int(dataset.cardinality())
+        self.is_infinite = count == tensorflow().data.INFINITE_CARDINALITY
+        if count >= 0 and not self.is_own:
+            self.num_batches = count
+        # Whether all processes must see the same, and can: functions may
+        # draw, which changes rows but loses none.
+        self._is_shared = num_processes > 1 and not self.is_own
+        self._is_marked = self._is_shared and (
+            is_plain(dataset, with_functions=False)
+            if graph is None
+            else not changes_rows(graph)
+        )
+        self._dataset, self._epochs = dataset, None
+        if split is not None:
+            self._dataset, graph = split.dataset, split.graph
+        if graph is not None and (
+            num_processes > 1
+            or hints_of(graph)
+            or (is_drawn(graph) and not has_variables(graph))
+        ):
+            self._epochs = EpochDatasets(
+                self._dataset,
+                graph,
+                seed=seed,
+                num_processes=num_processes,
+                process_index=process_index,
+                is_whole=not self.is_own,
+            )
+        if split is not None and self._epochs is not None:
+            first, _ = self._epochs.graph(0)
+            files = files_of_part(first)
+            self.plan = dataclasses.replace(self.plan, files=files)
+
+    def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
+        """See `Source.read`.
+
+        Raises:
+          OSError: a file is missing, damaged or cut off.
+        """
+        dataset, kept = self._dataset, None
+        if self._epochs is not None:
+            dataset, kept = self._epochs.of(epoch)
+        if self._is_shared:
+            options = tensorflow().data.Options()
+            options.deterministic = True
+            dataset = dataset.with_options(options)
+        if start:
+            dataset = dataset.skip(start)
+        for batch in self._batches(dataset):
+            if self.is_own:
+                yield Part(data=batch, rows=num_rows(batch))
+            else:
+                yield take(batch, cut, is_marked=self._is_marked)
+        del kept
+
+    def _batches(self, dataset: Any) -> Iterator[Tree]:
+        errors = tensorflow().errors
+        iterator = dataset.as_numpy_iterator()
+        while True:
+            try:
+                batch = next(iterator, None)
+            except (
+                errors.DataLossError,
+                errors.NotFoundError,
+                errors.PermissionDeniedError,
+            ) as error:
+                self._explain(error)
+                raise
+            if batch is None:
+                return
+            yield batch
+
+    def _explain(self, error: Any) -> None:
+        """Raises which file it was, if that can be found."""
+        files = self.plan.files or files_of(self._dataset)
+        if isinstance(error, tensorflow().errors.DataLossError):
+            graph = graph_of(self._dataset)
+            others = () if graph is None else texts_of(graph)
+            received = damage((*files, *others))
+        else:
+            received = missing_file(files)
+        if received is not None:
+            raise OSError(
+                "The files of a dataset must be there and whole. Received: "
+                f"{received}. Write the file again, or leave it out of the "
+                "dataset."
+            ) from error
+
+
+def _check_elements(element_spec: Any) -> None:
+    tf = tensorflow()
+    for spec in tf.nest.flatten(element_spec):
+        if _is_none(spec):
+            continue
+        if not isinstance(spec, tf.TensorSpec):
+            raise TypeError(
+                "The elements of a dataset must be dense tensors. Received: "
+                f"{spec}. Use `dataset.map(tf.sparse.to_dense)` for sparse "
+                "ones, `.to_tensor()` or `padded_batch` for ragged ones."
+            )
+        if spec.dtype in (tf.string, tf.resource, tf.variant):
+            raise TypeError(
+                "The arrays of a batch must hold numbers or booleans. "
+                f"Received: {spec}. Encode it before training."
+            )
+        if spec.shape.rank == 0:
+            raise ValueError(
+                "The elements of a dataset must be batches of rows. "
+                f"Received: {spec}, a scalar. Call "
+                "`.batch(global_batch_size)` first."
+            )
+
+
+def _is_none(spec: Any) -> bool:
+    """Whether it stands for a None, in which there is no tensor."""
+    return type(spec).__name__ == "NoneTensorSpec"
+
+
+def _batch_size(dataset: Any) -> int | None:
+    """Rows of a whole batch, where shapes or the last `batch` tell."""
+    tf = tensorflow()
+    specs = tf.nest.flatten(dataset.element_spec)
+    sizes = {
+        None if spec.shape.rank is None else spec.shape[0]
+        for spec in specs
+        if not _is_none(spec)
+    }
+    if None not in sizes:
+        return sizes.pop() if len(sizes) == 1 else None
+    size = int(
+        tf.raw_ops.ComputeBatchSize(
+            input_dataset=tf.data.experimental.to_variant(dataset)
+        )
+    )
+    return size if size > 0 else None

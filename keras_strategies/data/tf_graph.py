@@ -1,0 +1,262 @@
+"""Graphs of tf.data datasets: read, edited, and made datasets again.
+
+The ops that write a dataset as a graph and read it again are public, the
+names of the nodes between them are TensorFlow 2.21's: a dataset that these
+functions do not know is left as it is, and tests/data/test_tf_data.py shows
+where a later TensorFlow differs.
+"""
+
+import re
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+Graph = Any
+Node = Any
+
+_MAX_BYTES = 1 << 31
+
+
+def tensorflow() -> Any:
+    """TensorFlow, which whoever has a `tf.data.Dataset` has imported."""
+    return sys.modules["tensorflow"]
+
+
+def kinds(names: str) -> frozenset[str]:
+    """What `kind_of` gives, of names without "Dataset", parted by spaces."""
+    return frozenset(f"{name}Dataset" for name in names.split())
+
+
+# In them no order is drawn, no row left out and no file read.
+_PLAIN = kinds(
+    "_TensorSlice _Tensor _Range _Batch _ParallelBatch _PaddedBatch _Map "
+    "_ParallelMap _Filter _Prefetch _Options _Repeat _Take _Skip _Zip "
+    "_Concatenate _Unbatch"
+)
+
+
+def is_plain(dataset: Any, *, with_functions: bool = True) -> bool:
+    """Whether a dataset surely has no shuffle, shard or reader.
+
+    It need not be written as a graph then, with all the arrays in it.
+
+    Args:
+      dataset: The dataset.
+      with_functions: Whether it may call the user's functions.
+    """
+    parts = [dataset]
+    while parts:
+        part = parts.pop()
+        if (
+            type(part).__name__ not in _PLAIN
+            or getattr(part, "_deterministic", None) == "false"
+            or not (with_functions or not part._functions())
+        ):
+            return False
+        parts += part._inputs()
+    return True
+
+
+def graph_of(dataset: Any) -> Graph | None:
+    """A dataset's graph.
+
+    None if it has none: it is too large (2 GiB), or made by an operation of
+    which TensorFlow cannot write a graph.
+    """
+    tf = tensorflow()
+    if _num_bytes(dataset) >= _MAX_BYTES:
+        return None  # Finding out by writing it takes long.
+    try:
+        written = tf.raw_ops.DatasetToGraphV2(
+            input_dataset=tf.data.experimental.to_variant(dataset),
+            external_state_policy=1,  # Ignore: it is the same process.
+            strip_device_assignment=True,
+        )
+    except tf.errors.OpError:
+        return None
+    graph = tf.compat.v1.GraphDef()
+    graph.ParseFromString(written.numpy())
+    return graph if graph.node else None
+
+
+def _num_bytes(dataset: Any) -> int:
+    """The size of the arrays that a dataset slices, as far as is known."""
+    size = 0
+    parts = [dataset]
+    while parts:
+        part = parts.pop()
+        for array in getattr(part, "_tensors", ()):
+            size += array.shape.num_elements() * array.dtype.size
+        parts += part._inputs()
+    return size
+
+
+def dataset_of(graph: Graph, structure: Any) -> Any:
+    """The dataset that a graph describes.
+
+    Args:
+      graph: The graph.
+      structure: The dataset's `element_spec`.
+    """
+    tf = tensorflow()
+    variant = tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString())
+    return tf.data.experimental.from_variant(variant, structure)
+
+
+def part_of(graph: Graph, node: Node) -> Any:
+    """The dataset that one node of a graph makes.
+
+    Its elements are tuples of tensors, whatever structure they have.
+    """
+    tf = tensorflow()
+    top = Scope(graph.node)
+    part = tf.compat.v1.GraphDef(library=graph.library, versions=graph.versions)
+    part.node.extend(upstream(top, node))
+    part.node.add(name="dataset", op="_Retval", input=[node.name])
+    part.node[-1].attr["T"].type = tf.variant.as_datatype_enum
+    part.node[-1].attr["index"].i = 0
+    prefix = "T" if "Toutput_types" in node.attr else ""
+    types = node.attr[prefix + "output_types"].list.type
+    shapes = node.attr["output_shapes"].list.shape
+    return dataset_of(
+        part,
+        tuple(
+            tf.TensorSpec(tf.TensorShape(shape), dtype)
+            for shape, dtype in zip(shapes, types, strict=True)
+        ),
+    )
+
+
+def kind_of(node: Node) -> str:
+    """A node's operation without its version: "BatchDataset"."""
+    return re.sub(r"V\d+$", "", node.op)
+
+
+def constant(node: Node) -> np.ndarray | None:
+    """What a node of kind "Const" holds, unless it is a resource."""
+    tf = tensorflow()
+    tensor = node.attr["value"].tensor
+    dtype = tf.as_dtype(tensor.dtype)
+    if dtype == tf.resource:
+        return None
+    # `tf.make_ndarray` cannot read text (2.21).
+    read = tf.io.parse_tensor(tensor.SerializeToString(), dtype)
+    return np.asarray(read.numpy())
+
+
+class Scope:
+    """The nodes of a graph, or of one of its functions.
+
+    Args:
+      nodes: Their repeated field, to which nodes may be added.
+      caller: Of a function: the graph's node that calls it, if need be
+        through other functions. None for the graph itself.
+    """
+
+    def __init__(self, nodes: Any, caller: Node | None = None) -> None:
+        self.nodes = nodes
+        self.caller = caller
+        self._named = {node.name: node for node in nodes}
+
+    def source(self, node: Node, index: int) -> Node | None:
+        """The node that makes an input, unless a function's argument does."""
+        name = node.input[index].removeprefix("^").split(":")[0]
+        return self._named.get(name)
+
+    def datasets(self, node: Node) -> list[Node]:
+        """The nodes of the datasets that a node reads."""
+        sources = (self.source(node, i) for i in range(len(node.input)))
+        return [
+            source
+            for source in sources
+            if source is not None and kind_of(source).endswith("Dataset")
+        ]
+
+    def value(self, node: Node, index: int) -> np.ndarray | None:
+        """An input's value, if it is a constant of numbers or text."""
+        source = self.source(node, index)
+        if source is None or source.op != "Const":
+            return None
+        return constant(source)
+
+    def feed(self, node: Node, index: int, value: Any) -> None:
+        """Gives a node another input.
+
+        Args:
+          node: The node.
+          index: Which of its inputs.
+          value: A number or text; or a node without inputs, of which a copy
+            is added.
+        """
+        name = f"{node.name}/fed_{index}"
+        if isinstance(value, type(node)):
+            fed = value
+        else:
+            tensor = tensorflow().make_tensor_proto(np.asarray(value))
+            fed = type(node)(op="Const")
+            fed.attr["dtype"].type = tensor.dtype
+            fed.attr["value"].tensor.CopyFrom(tensor)
+        self.nodes.add().CopyFrom(fed)
+        self.nodes[-1].name = name
+        output = "output" if fed.op == "Const" else "handle"
+        node.input[index] = f"{name}:{output}:0" if self.caller else name
+
+
+def scopes(graph: Graph) -> list[Scope]:
+    """The graph's own nodes, then those of each function that is called.
+
+    In an order that does not depend on the functions' names, which count
+    what the process did before.
+    """
+    bodies = {f.signature.name: f.node_def for f in graph.library.function}
+    found = [Scope(graph.node)]
+    for scope in found:  # It grows meanwhile.
+        for node in scope.nodes:
+            for name in functions_of(node):
+                if name in bodies:
+                    body = bodies.pop(name)
+                    found.append(Scope(body, scope.caller or node))
+    return found
+
+
+def sink_of(top: Scope) -> Node:
+    """The node of the whole dataset."""
+    (result,) = (node for node in top.nodes if node.op == "_Retval")
+    sink = top.source(result, 0)
+    assert sink is not None
+    return sink
+
+
+def upstream(scope: Scope, node: Node) -> list[Node]:
+    """A node and all that it is made from."""
+    found = {}
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node.name not in found:
+            found[node.name] = node
+            waiting += [scope.source(node, i) for i in range(len(node.input))]
+    return list(found.values())
+
+
+def functions_of(node: Node) -> list[str]:
+    """The names of the functions that a node calls."""
+    attrs = (node.attr[key] for key in sorted(node.attr))
+    return [
+        name
+        for attr in attrs
+        for name in (attr.func.name, *(f.name for f in attr.list.func))
+        if name
+    ]
+
+
+def called(graph: Graph, nodes: Iterable[Node]) -> list[Node]:
+    """Nodes, and those of all functions that they call."""
+    bodies = {f.signature.name: f.node_def for f in graph.library.function}
+    found = list(nodes)
+    for node in found:  # It grows meanwhile.
+        for name in functions_of(node):
+            found += bodies.pop(name, ())
+    return found

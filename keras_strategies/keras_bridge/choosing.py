@@ -1,0 +1,257 @@
+"""Which source reads what a user gave."""
+
+import sys
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from keras.src.trainers.data_adapters import (
+    data_adapter_utils,
+    get_data_adapter,
+    is_grain_dataset,
+    is_tf_dataset,
+    is_torch_dataloader,
+)
+from keras.src.trainers.data_adapters.array_data_adapter import (
+    ArrayDataAdapter,
+)
+from keras.src.trainers.data_adapters.generator_data_adapter import (
+    GeneratorDataAdapter,
+)
+from keras.src.trainers.data_adapters.grain_dataset_adapter import (
+    GrainDatasetAdapter,
+)
+from keras.src.trainers.data_adapters.py_dataset_adapter import (
+    PyDataset,
+    PyDatasetAdapter,
+)
+from keras.src.trainers.data_adapters.tf_dataset_adapter import (
+    TFDatasetAdapter,
+)
+from keras.src.trainers.data_adapters.torch_data_loader_adapter import (
+    TorchDataLoaderAdapter,
+)
+
+from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.cluster.agreement import Agreement
+from keras_strategies.data.distributed import DistributedDataset
+from keras_strategies.data.file_source import Files, FilesSource
+from keras_strategies.data.grain_data import GrainSource
+from keras_strategies.data.iterables import IterableSource, check_batches
+from keras_strategies.data.numpy_dataset import NumpyDataset, RowsSource
+from keras_strategies.data.options import AutoShardPolicy
+from keras_strategies.data.order import Order
+from keras_strategies.data.source import Cut, Part, Source
+from keras_strategies.data.tf_data import TfDataSource
+from keras_strategies.data.torch_data import TorchSource
+from keras_strategies.keras_bridge.sources import (
+    AdapterSource,
+    ArraySource,
+    PyDatasetSource,
+)
+
+
+def source_of_loop(
+    mesh: ReplicaMesh,
+    *,
+    x: Any,
+    y: Any,
+    sample_weight: Any,
+    class_weight: Any,
+    batch_size: int | None,
+    shuffle: Any,
+    steps_per_epoch: int | None,
+) -> Source:
+    """The source of what was given to `fit` and its like. Collective.
+
+    Raises:
+      ValueError: arguments that do not go together, as in Keras.
+    """
+    if isinstance(x, DistributedDataset | Files) or _is_torch_dataset(x):
+        if y is not None or sample_weight is not None:
+            raise ValueError(
+                "A dataset yields targets and sample weights itself. "
+                f"Received: `y` or `sample_weight` beside x of type "
+                f"{type(x).__name__}. Let it yield (x, y, sample_weight)."
+            )
+        source = (
+            x.source
+            if isinstance(x, DistributedDataset)
+            else source_of_dataset(
+                x, mesh, batch_size=batch_size, shuffle=bool(shuffle)
+            )
+        )
+        return _weighted(source, class_weight)
+    adapter: Any = get_data_adapter(
+        x=x,
+        y=y,
+        sample_weight=sample_weight,
+        batch_size=batch_size,
+        steps_per_epoch=steps_per_epoch,
+        shuffle=shuffle,
+        class_weight=class_weight,
+    )
+    if type(adapter) is ArrayDataAdapter:
+        source = ArraySource(adapter)
+        _agree(source.order, mesh)
+        return source
+    if isinstance(adapter, PyDatasetAdapter):
+        source = PyDatasetSource(adapter)
+        _agree(source.order, mesh)
+        return source
+    if isinstance(
+        adapter, TFDatasetAdapter | GrainDatasetAdapter | TorchDataLoaderAdapter
+    ):
+        source = _weighted(source_of_dataset(x, mesh), class_weight)
+        _check_ends(source, steps_per_epoch)
+        return source
+    is_generator = isinstance(adapter, GeneratorDataAdapter)
+    return AdapterSource(
+        adapter,
+        kind="a generator" if is_generator else "a dataset",
+        is_own=False,
+        is_marked=mesh.num_processes > 1,
+        is_copied=is_generator,
+    )
+
+
+def source_of_dataset(
+    dataset: Any,
+    mesh: ReplicaMesh,
+    *,
+    policy: AutoShardPolicy | None = None,
+    batch_size: int | None = None,
+    shuffle: bool = False,
+) -> Source:
+    """The source of a dataset that yields batches. Collective.
+
+    Args:
+      dataset: The dataset.
+      mesh: The replicas.
+      policy: How several processes share it; None for what it says itself.
+      batch_size: Of a dataset that yields rows (torch's): rows of a batch.
+      shuffle: Whether to shuffle such a one.
+
+    Raises:
+      TypeError: not a dataset.
+      ValueError: a policy that the dataset has no use for.
+    """
+    places: dict[str, Any] = {
+        "num_processes": mesh.num_processes,
+        "process_index": mesh.process_index,
+        "seed": _agreed_number(mesh),
+    }
+    if is_tf_dataset(dataset):
+        return TfDataSource(dataset, policy=policy, **places)
+    chosen = AutoShardPolicy.AUTO if policy is None else policy
+    if isinstance(dataset, Files):
+        return FilesSource(dataset, policy=chosen, **places)
+    if _is_torch_dataset(dataset):
+        return TorchSource(
+            dataset,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            policy=chosen,
+            **places,
+        )
+    if is_torch_dataloader(dataset):
+        return TorchSource(dataset, policy=chosen, **places)
+    if is_grain_dataset(dataset):
+        return GrainSource(dataset, policy=chosen, **places)
+    is_own = mesh.num_processes > 1 and chosen is AutoShardPolicy.OFF
+    if chosen in (AutoShardPolicy.FILE, AutoShardPolicy.HINT):
+        raise ValueError(
+            f"`{chosen.name}` is a policy for datasets that read files with "
+            f"tf.data or `ks.data.files`. Received: an object of type "
+            f"{type(dataset).__name__}. Use AUTO, DATA or OFF."
+        )
+    if isinstance(dataset, NumpyDataset) and not is_own:
+        return RowsSource(dataset)
+    if isinstance(dataset, PyDataset):
+        return PyDatasetSource(PyDatasetAdapter(dataset), is_own=is_own)
+    check_batches(dataset)
+    return IterableSource(
+        dataset, is_own=is_own, is_marked=mesh.num_processes > 1
+    )
+
+
+class _Weighted(Source):
+    """A source whose rows are given the weights of their classes."""
+
+    def __init__(self, source: Source, class_weight: dict[int, float]) -> None:
+        self._source = source
+        self._class_weight = class_weight
+        self.kind = source.kind  # pyright: ignore[reportAttributeAccessIssue]
+        self.is_own = source.is_own
+        self.is_planned = source.is_planned
+        self.batch_size = source.batch_size
+        self.num_batches = source.num_batches
+        self.order = source.order
+
+    def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
+        for part in self._source.read(epoch, start, cut):
+            data = part.data
+            if not isinstance(data, list | tuple) or len(data) != 2:
+                raise ValueError(
+                    "`class_weight` is for data of inputs and one target, "
+                    "without sample weights. Received: batches of "
+                    f"{len(data)} entries. Multiply the class weights into "
+                    "the sample weights."
+                )
+            weight = data_adapter_utils.class_weight_to_sample_weights(
+                data[1], self._class_weight
+            )
+            data = (*data, np.asarray(weight))
+            yield Part(
+                data=data, rows=part.rows, mark=part.mark, counts=part.counts
+            )
+
+    def begin_epoch(self, epoch: int, start: int) -> None:
+        self._source.begin_epoch(epoch, start)
+
+    def end_epoch(self) -> None:
+        self._source.end_epoch()
+
+
+def _weighted(source: Source, class_weight: Any) -> Source:
+    return _Weighted(source, class_weight) if class_weight else source
+
+
+def _check_ends(source: Source, steps_per_epoch: int | None) -> None:
+    if getattr(source, "is_infinite", False) and not steps_per_epoch:
+        raise ValueError(
+            "An epoch of an infinite dataset needs an end. Received: a "
+            "dataset that repeats for ever, and no number of steps. Pass "
+            "`steps_per_epoch` (to evaluate and predict: `steps`), or leave "
+            "`.repeat()` out."
+        )
+
+
+def _is_torch_dataset(value: Any) -> bool:
+    """Whether it is a dataset of torch that any row can be asked of."""
+    torch = sys.modules.get("torch.utils.data")
+    return (
+        torch is not None
+        and isinstance(value, torch.Dataset)
+        and hasattr(value, "__getitem__")
+        and hasattr(value, "__len__")
+    )
+
+
+def _agree(order: Order | None, mesh: ReplicaMesh) -> None:
+    """Takes the chief's seed in all processes."""
+    if order is None or mesh.num_processes == 1:
+        return
+    agreement = Agreement(mesh.processes, "the shuffled order")
+    order.restart(agreement.exchange(order.seed)[0])
+
+
+def _agreed_number(mesh: ReplicaMesh) -> int:
+    """A number from the chief's random state, which is left as it is."""
+    _, words, position, *_ = np.random.get_state(legacy=True)
+    number = zlib.crc32(np.asarray(words).tobytes(), int(position))
+    if mesh.num_processes == 1:
+        return number
+    agreement = Agreement(mesh.processes, "a seed")
+    return int(agreement.exchange(str(number))[0])

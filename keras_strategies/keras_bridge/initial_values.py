@@ -1,0 +1,58 @@
+"""Values that all processes have alike: those of the chief.
+
+Each process draws the initial values of its variables itself, from a random
+state of its own. Before they are placed, the chief's are sent to all.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+from jax.core import Tracer
+
+from keras_strategies._core.chief import from_chief
+from keras_strategies._core.mesh import ReplicaMesh
+
+
+def create(
+    mesh: ReplicaMesh,
+    next_creator: Callable[..., keras.Variable],
+    **kwargs: Any,
+) -> keras.Variable:
+    """A variable creator: initializers give the chief's value.
+
+    Args:
+      mesh: The replicas.
+      next_creator: Makes the variable.
+      **kwargs: Those of `keras.Variable`.
+    """
+    initializer = kwargs.get("initializer")
+    if mesh.num_processes > 1 and kwargs.get("layout") is None:
+        if isinstance(initializer, str):
+            initializer = keras.initializers.get(initializer)
+        if callable(initializer) and not _is_constant(initializer):
+            kwargs |= {"initializer": _FromChief(initializer, mesh)}
+    return next_creator(**kwargs)
+
+
+class _FromChief:
+    """An initializer that gives the chief's value on all processes."""
+
+    def __init__(self, initializer: Any, mesh: ReplicaMesh) -> None:
+        self._initializer = initializer
+        self._mesh = mesh
+
+    def __call__(self, shape: Any, dtype: Any = None, **kwargs: Any) -> Any:
+        value = self._initializer(shape, dtype=dtype, **kwargs)
+        if isinstance(value, Tracer):
+            return value
+        return from_chief([value], self._mesh)[0]
+
+
+def _is_constant(initializer: Any) -> bool:
+    return isinstance(
+        initializer,
+        keras.initializers.Zeros
+        | keras.initializers.Ones
+        | keras.initializers.Constant,
+    )

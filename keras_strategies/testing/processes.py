@@ -1,0 +1,215 @@
+"""Running a function in several processes of one `jax.distributed` job.
+
+For tests on one machine: the processes have virtual CPU devices and talk over
+127.0.0.1.
+"""
+
+import dataclasses
+import importlib
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_POLL_S = 0.05
+_GRACE_S = 20.0
+_SHOWN = 4000
+_PROGRAM = (
+    "import sys; from keras_strategies.testing.processes import run; "
+    "run(sys.argv[1])"
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProcessResult:
+    """How one process ended.
+
+    Attributes:
+      returncode: Its exit status; negative for a signal.
+      value: What the function returned, through JSON; None if it failed.
+      output: What the process wrote to stdout and stderr.
+    """
+
+    returncode: int
+    value: Any
+    output: str
+
+
+def run_processes(
+    target: str,
+    num_processes: int,
+    *,
+    args: Sequence[Any] = (),
+    devices_per_process: int = 2,
+    timeout_s: float = 120.0,
+    env: Mapping[str, str] | None = None,
+    must_succeed: bool = True,
+) -> list[ProcessResult]:
+    """Calls a function in several processes of one job, and waits for them.
+
+    Args:
+      target: The function, as "package.module:name"; it must be importable in
+        a new process that is started in the present folder. It returns what
+        JSON can hold.
+      num_processes: How many processes; with 1 there is no job.
+      args: Its arguments; what JSON can hold.
+      devices_per_process: Virtual CPU devices of each.
+      timeout_s: How long they may take altogether, in seconds.
+      env: Environment variables to add.
+      must_succeed: Whether to raise if one fails.
+
+    Returns:
+      How each ended, in the order of the processes.
+
+    Raises:
+      TimeoutError: some did not end in time; all are ended by then.
+      RuntimeError: some failed, and all must succeed.
+    """
+    address = f"127.0.0.1:{_free_port()}"
+    with tempfile.TemporaryDirectory() as folder:
+        running = [
+            _start(
+                target,
+                (num_processes, index, address),
+                list(args),
+                pathlib.Path(folder),
+                _environment(devices_per_process, env),
+            )
+            for index in range(num_processes)
+        ]
+        try:
+            is_late = not _wait(running, timeout_s)
+        finally:
+            for process in running:
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
+        results = [
+            _result(process, pathlib.Path(folder), index)
+            for index, process in enumerate(running)
+        ]
+    if is_late:
+        raise TimeoutError(
+            f"{target} did not end within {timeout_s:.0f} s in "
+            f"{num_processes} processes.{_shown(results)}"
+        )
+    if must_succeed and any(result.returncode for result in results):
+        raise RuntimeError(
+            f"{target} failed in one of {num_processes} processes."
+            f"{_shown(results)}"
+        )
+    return results
+
+
+def _start(
+    target: str,
+    place: tuple[int, int, str],
+    args: list[Any],
+    folder: pathlib.Path,
+    env: dict[str, str],
+) -> subprocess.Popen[bytes]:
+    index = place[1]
+    words = json.dumps([target, *place, args, str(folder / f"{index}.json")])
+    with open(folder / f"{index}.log", "wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, words],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=env,
+        )
+
+
+def _environment(
+    num_devices: int, env: Mapping[str, str] | None
+) -> dict[str, str]:
+    flags = [
+        flag
+        for flag in os.environ.get("XLA_FLAGS", "").split()
+        if "device_count" not in flag
+    ]
+    flags.append(f"--xla_force_host_platform_device_count={num_devices}")
+    path = [os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return (
+        dict(os.environ)
+        | {
+            "XLA_FLAGS": " ".join(flags),
+            "JAX_PLATFORMS": "cpu",
+            "KERAS_BACKEND": "jax",
+            "PYTHONPATH": os.pathsep.join(filter(None, path)),
+            "PYTHONUNBUFFERED": "1",
+        }
+        | dict(env or {})
+    )
+
+
+def _wait(running: list[subprocess.Popen[bytes]], timeout_s: float) -> bool:
+    """Waits until all have ended; soon after one has failed, no longer."""
+    end = time.monotonic() + timeout_s
+    failed_at: float | None = None
+    while any(process.poll() is None for process in running):
+        now = time.monotonic()
+        if now > end:
+            return False
+        if any(process.returncode for process in running):
+            failed_at = failed_at or now
+            if now - failed_at > _GRACE_S:
+                return True
+        time.sleep(_POLL_S)
+    return True
+
+
+def _result(
+    process: subprocess.Popen[bytes], folder: pathlib.Path, index: int
+) -> ProcessResult:
+    path = folder / f"{index}.json"
+    value = json.loads(path.read_text("utf-8")) if path.exists() else None
+    output = (folder / f"{index}.log").read_text("utf-8", errors="replace")
+    return ProcessResult(
+        returncode=process.returncode, value=value, output=output
+    )
+
+
+def _shown(results: list[ProcessResult]) -> str:
+    return "".join(
+        f"\n--- process {index}, exit status {result.returncode} ---\n"
+        f"{result.output[-_SHOWN:]}"
+        for index, result in enumerate(results)
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run(words: str) -> None:
+    """What each process runs.
+
+    Args:
+      words: What `run_processes` tells it.
+    """
+    target, num_processes, index, address, args, path = json.loads(words)
+    try:
+        if num_processes > 1:
+            import jax
+
+            jax.distributed.initialize(
+                address, num_processes, index, coordinator_bind_address=address
+            )
+        module, name = target.split(":")
+        value = getattr(importlib.import_module(module), name)(*args)
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(value, file)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        # Past JAX's shutdown barrier, which would wait for the others.
+        os._exit(1)

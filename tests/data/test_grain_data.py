@@ -1,0 +1,422 @@
+"""grain's datasets and loaders as sources."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from keras_strategies.data.grain_data import GrainSource, is_grain
+from keras_strategies.data.options import AutoShardPolicy
+
+grain = pytest.importorskip("grain")
+absl_flags = pytest.importorskip("absl.flags")
+
+WORKERS = [1, 2, 3, 5]
+ROWS = [0, 1, 7, 8, 13, 64]
+BATCHES = [1, 4, 8, 9]
+
+
+class Counted:
+    """A random-access source of pairs that counts what is read of it."""
+
+    def __init__(self, rows):
+        self.rows = rows
+        self.read = []
+
+    def __len__(self):
+        return self.rows
+
+    def __repr__(self):
+        return f"Counted({self.rows})"
+
+    def __getitem__(self, index):
+        self.read.append(int(index))
+        return np.full(2, index, "float32"), np.int32(index)
+
+
+class Double(grain.transforms.Map):
+    def map(self, element):
+        return element * 2
+
+
+def pairs(rows):
+    return grain.MapDataset.source(Counted(rows))
+
+
+def cut_of(worker, workers):
+    return lambda rows: (
+        rows * worker // workers,
+        rows * (worker + 1) // workers,
+    )
+
+
+def sources(dataset, workers, **options):
+    return [
+        GrainSource(
+            dataset, num_processes=workers, process_index=worker, **options
+        )
+        for worker in range(workers)
+    ]
+
+
+def parts_of(source, worker, workers, epoch=0, start=0):
+    return list(source.read(epoch, start, cut_of(worker, workers)))
+
+
+def ids(parts):
+    """The rows' numbers, of each batch; the other component must agree."""
+    for part in parts:
+        x, y = part.data
+        assert x.shape[1:] == (2,)
+        assert x.dtype == "float32"
+        assert y.dtype == "int32"
+        np.testing.assert_array_equal(x[:, 0], y)
+    return [part.data[1].tolist() for part in parts]
+
+
+def joined(dataset, workers, epoch=0, start=0, **options):
+    """The global batches, put together from all workers' pieces."""
+    read = [
+        parts_of(source, worker, workers, epoch, start)
+        for worker, source in enumerate(sources(dataset, workers, **options))
+    ]
+    batches = []
+    for of_workers in zip(*read, strict=True):
+        batches.append(list(itertools.chain(*ids(of_workers))))
+        assert {part.rows for part in of_workers} == {len(batches[-1])}
+        assert len({part.mark for part in of_workers if part.mark}) <= 1
+    return batches
+
+
+def cut_up(rows, batch):
+    return [
+        list(range(rows))[start : start + batch]
+        for start in range(0, rows, batch)
+    ]
+
+
+def of_map(rows, batch):
+    return pairs(rows).batch(batch)
+
+
+def of_mapped_batches(rows, batch):
+    return pairs(rows).batch(batch).map(lambda element: element)
+
+
+def of_iter(rows, batch):
+    return pairs(rows).to_iter_dataset().batch(batch)
+
+
+def of_loader(rows, batch):
+    return grain.DataLoader(
+        data_source=Counted(rows),
+        sampler=grain.samplers.SequentialSampler(rows),
+        operations=[grain.transforms.Batch(batch)],
+        shard_options=grain.sharding.NoSharding(),
+    )
+
+
+FORMS = [of_map, of_mapped_batches, of_iter, of_loader]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rows", ROWS)
+def test_every_row_is_used_once_in_its_batch(form, rows):
+    if rows == 0 and form is of_loader:
+        pytest.skip("grain has no sampler of no rows")
+    for batch, workers in itertools.product(BATCHES, WORKERS):
+        assert joined(form(rows, batch), workers) == cut_up(rows, batch)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rows", [1, 7, 64])
+def test_off_gives_every_row_to_every_worker(form, rows):
+    for source in sources(form(rows, 4), 3, policy=AutoShardPolicy.OFF):
+        assert source.is_own
+        assert source.batch_size in (4, rows)
+        assert source.num_batches is None
+        assert ids(parts_of(source, 0, 3)) == cut_up(rows, 4)
+
+
+def test_size_and_length_are_known():
+    source = GrainSource(of_map(13, 4))
+    assert (source.batch_size, source.num_batches) == (4, 4)
+    assert not source.is_own
+    source = GrainSource(pairs(13).batch(4, drop_remainder=True))
+    assert (source.batch_size, source.num_batches) == (4, 3)
+    source = GrainSource(of_mapped_batches(13, 4))
+    assert (source.batch_size, source.num_batches) == (4, 4)
+    for form in (of_iter, of_loader):
+        source = GrainSource(form(13, 4))
+        assert (source.batch_size, source.num_batches) == (4, None)
+    assert GrainSource(of_map(0, 4)).num_batches == 0
+
+
+def test_batches_read_whole_are_marked_for_comparison():
+    for form in FORMS[1:]:
+        marks = [
+            [part.mark for part in parts_of(source, worker, 2)]
+            for worker, source in enumerate(sources(form(8, 4), 2))
+        ]
+        assert marks[0] == marks[1]
+        assert len(set(marks[0])) == 2
+
+
+def test_worker_reads_its_own_rows_only():
+    for worker in range(3):
+        data = Counted(25)
+        source = GrainSource(
+            grain.MapDataset.source(data).batch(4),
+            num_processes=3,
+            process_index=worker,
+        )
+        wanted = sum(ids(parts_of(source, worker, 3)), [])
+        assert sorted(data.read) == wanted
+        assert len(wanted) < 14
+
+
+def test_worker_without_rows_reads_one_for_its_shape():
+    data = Counted(20)
+    source = GrainSource(grain.MapDataset.source(data).batch(1))
+    parts = list(source.read(0, 0, lambda rows: (rows, rows)))
+    assert len(parts) == 20
+    assert ids(parts) == [[]] * 20
+    assert len(data.read) < 20
+
+
+def test_dropped_remainder():
+    dataset = pairs(13).batch(4, drop_remainder=True)
+    assert joined(dataset, 3) == cut_up(12, 4)
+
+
+def test_shuffle_is_grains_and_anew_in_each_epoch():
+    dataset = pairs(13).shuffle(seed=3).batch(4)
+    repeated = [
+        batch[1].tolist() for batch in pairs(13).shuffle(3).batch(4).repeat(3)
+    ]
+    for epoch, workers in itertools.product(range(3), WORKERS):
+        got = joined(dataset, workers, epoch)
+        assert got == repeated[4 * epoch : 4 * epoch + 4]
+    assert repeated[:4] != repeated[4:8]
+
+
+def test_endless_dataset_goes_on_over_its_epochs():
+    dataset = pairs(5).shuffle(seed=3).repeat().batch(4)
+    source = GrainSource(dataset)
+    assert source.num_batches is None
+    read = source.read(0, 0, cut_of(0, 1))
+    seen = ids([next(read) for _ in range(10)])
+    read.close()
+    assert sorted(sum(seen, [])) == sorted(list(range(5)) * 8)
+    later = source.read(1, 7, cut_of(0, 1))
+    assert ids([next(later) for _ in range(3)]) == seen[7:]
+    later.close()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_resumes_on_any_number_of_workers(form):
+    for workers, start in itertools.product(WORKERS, range(5)):
+        got = joined(form(13, 4), workers, 0, start)
+        assert got == cut_up(13, 4)[start:]
+
+
+def test_shuffled_dataset_resumes_in_a_later_epoch():
+    dataset = pairs(13).shuffle(seed=3).batch(4)
+    whole = joined(dataset, 2, epoch=2)
+    assert joined(dataset, 3, epoch=2, start=2) == whole[2:]
+
+
+@pytest.mark.parametrize("form", [of_iter, of_loader])
+def test_iterator_goes_on_from_its_state(form):
+    source = GrainSource(form(64, 4))
+    read = source.read(0, 0, cut_of(0, 1))
+    for _ in range(6):
+        next(read)
+    read.close()
+    state = source.state(5)
+    assert source.state(7) is None
+    state = json.loads(json.dumps(state)) if form is of_iter else state
+
+    data = Counted(64)
+    fresh = (
+        grain.MapDataset.source(data)
+        .to_iter_dataset(grain.ReadOptions(0, 0))
+        .batch(4)
+        if form is of_iter
+        else form(64, 4)
+    )
+    other = GrainSource(fresh)
+    other.restore(5, state)
+    data.read.clear()
+    got = ids(parts_of(other, 0, 1, start=5))
+    assert got == cut_up(64, 4)[5:]
+    if form is of_iter:
+        assert min(data.read) == 20
+
+
+def test_window_shuffled_iterator_resumes():
+    dataset = grain.experimental.WindowShuffleIterDataset(
+        pairs(20).to_iter_dataset(), window_size=6, seed=1
+    ).batch(4)
+    source = GrainSource(dataset)
+    whole = ids(parts_of(source, 0, 1))
+    assert whole != cut_up(20, 4)
+    for start in (1, 3):
+        assert ids(parts_of(source, 0, 1, start=start)) == whole[start:]
+        assert joined(dataset, 3, start=start) == whole[start:]
+
+
+def test_iterator_epochs_are_alike():
+    source = GrainSource(of_iter(13, 4))
+    for epoch in range(3):
+        assert ids(parts_of(source, 0, 1, epoch)) == cut_up(13, 4)
+
+
+def test_reads_may_overlap_and_be_left():
+    source = GrainSource(of_iter(13, 4))
+    first = source.read(0, 0, cut_of(0, 1))
+    next(first)
+    second = source.read(0, 0, cut_of(0, 1))
+    assert ids(list(second)) == cut_up(13, 4)
+    assert ids(list(first)) == cut_up(13, 4)[1:]
+
+
+def test_own_batch_function_sees_whole_batches():
+    def padded(rows):
+        return grain.experimental.batch_and_pad(rows, batch_size=4)
+
+    dataset = grain.MapDataset.range(1, 8).batch(4, batch_fn=padded)
+    read = [
+        parts_of(source, worker, 2)
+        for worker, source in enumerate(sources(dataset, 2))
+    ]
+    batches = [
+        np.concatenate([part.data for part in of_workers]).tolist()
+        for of_workers in zip(*read, strict=True)
+    ]
+    assert batches == [[1, 2, 3, 4], [5, 6, 7, 0]]
+
+
+@pytest.mark.parametrize("policy", [AutoShardPolicy.AUTO, AutoShardPolicy.DATA])
+def test_loader_divided_by_grain_is_left_alone(policy):
+    seen = []
+    for worker in range(2):
+        loader = grain.DataLoader(
+            data_source=Counted(12),
+            sampler=grain.samplers.IndexSampler(12, num_epochs=1),
+            operations=[grain.transforms.Batch(3)],
+            shard_options=grain.sharding.ShardOptions(worker, 2),
+        )
+        source = GrainSource(
+            loader, num_processes=2, process_index=worker, policy=policy
+        )
+        assert source.is_own
+        assert source.batch_size == 6
+        assert source.num_batches is None
+        seen += ids(parts_of(source, worker, 2))
+    assert sorted(sum(seen, [])) == list(range(12))
+
+
+def test_foreign_shards_are_refused():
+    loader = grain.DataLoader(
+        data_source=Counted(12),
+        sampler=grain.samplers.IndexSampler(12, num_epochs=1),
+        operations=[grain.transforms.Batch(3)],
+        shard_options=grain.sharding.ShardOptions(1, 4),
+    )
+    with pytest.raises(ValueError, match="shard_index=1, shard_count=4"):
+        GrainSource(loader, num_processes=2, process_index=1)
+    assert GrainSource(
+        loader,
+        num_processes=2,
+        process_index=1,
+        policy=AutoShardPolicy.OFF,
+    ).is_own
+    assert not GrainSource(loader).is_own
+
+
+def test_dataset_sliced_by_process_is_warned_of():
+    dataset = pairs(12)[1::2].batch(3)
+    with pytest.warns(UserWarning, match=r"\[1::2\] in process 1 of 2"):
+        GrainSource(dataset, num_processes=2, process_index=1)
+    GrainSource(
+        dataset, num_processes=2, process_index=1, policy=AutoShardPolicy.OFF
+    )
+
+
+@pytest.mark.parametrize("policy", [AutoShardPolicy.FILE, AutoShardPolicy.HINT])
+def test_policies_of_files_are_refused(policy):
+    with pytest.raises(ValueError, match="divided by rows"):
+        GrainSource(of_map(4, 2), policy=policy)
+
+
+def test_dataset_without_batches_is_refused():
+    with pytest.raises(ValueError, match=r"batch\(global_batch_size\)"):
+        GrainSource(grain.MapDataset.range(4))
+    with pytest.raises(ValueError, match=r"batch\(global_batch_size\)"):
+        GrainSource(pairs(4).to_iter_dataset())
+
+
+def test_gaps_are_refused():
+    dataset = of_mapped_batches(8, 2).filter(lambda batch: batch[1][0] != 2)
+    source = GrainSource(dataset)
+    with pytest.raises(ValueError, match="None at 1"):
+        parts_of(source, 0, 1)
+    assert joined(dataset.to_iter_dataset(), 2) == [[0, 1], [4, 5], [6, 7]]
+
+
+def test_rows_of_different_shape_are_refused():
+    rows = [np.zeros(2), np.zeros(3)]
+    source = GrainSource(grain.MapDataset.source(rows).batch(2))
+    with pytest.raises(ValueError, match=r"Received: \[\(2,\), \(3,\)\]"):
+        parts_of(source, 0, 1)
+
+
+def test_error_of_the_pipeline_comes_at_its_batch():
+    def checked(element):
+        if element[1] == 9:
+            raise OSError("row 9 is lost")
+        return element
+
+    source = GrainSource(pairs(13).map(checked).batch(4))
+    read = source.read(0, 0, cut_of(0, 1))
+    assert ids([next(read), next(read)]) == cut_up(8, 4)
+    with pytest.raises(OSError, match="row 9 is lost"):
+        next(read)
+
+
+def test_what_is_grains():
+    assert not is_grain([1, 2])
+    assert is_grain(of_loader(4, 2))
+
+
+def test_list_at_the_top_becomes_a_tuple():
+    dataset = grain.MapDataset.range(4).map(lambda i: [i, i + 1]).batch(2)
+    for part in parts_of(GrainSource(dataset), 0, 1):
+        assert type(part.data) is tuple
+
+
+def test_other_seeds_have_other_marks():
+    marks = {
+        next(GrainSource(d).read(0, 0, cut_of(0, 1))).mark
+        for d in (pairs(8).shuffle(seed).batch(4) for seed in (1, 2, 1))
+    }
+    assert len(marks) == 2
+
+
+@pytest.mark.slow
+def test_worker_processes_of_a_loader():
+    # grain's worker processes read absl's flags.
+    absl_flags.FLAGS.mark_as_parsed()
+    loader = grain.DataLoader(
+        data_source=np.arange(10),
+        sampler=grain.samplers.SequentialSampler(10),
+        operations=[Double(), grain.transforms.Batch(4)],
+        worker_count=1,
+        shard_options=grain.sharding.NoSharding(),
+    )
+    source = GrainSource(loader)
+    parts = list(source.read(0, 0, cut_of(1, 2)))
+    got = [part.data.tolist() for part in parts]
+    assert got == [[4, 6], [12, 14], [18]]

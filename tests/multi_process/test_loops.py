@@ -1,0 +1,49 @@
+"""fit, evaluate and predict on several processes: the numbers of one."""
+
+import jax
+import numpy as np
+import pytest
+
+from keras_strategies.testing import run_processes
+
+CASES = [(16, 8, 1), (20, 8, 1), (30, 8, 1), (5, 8, 1), (30, 8, 3), (9, 1, 1)]
+NAMES = ["arrays", "PyDataset", "generator", "tf.data", "grain", "torch"]
+
+
+def assert_close(actual, expected):
+    assert actual.keys() == expected.keys()
+    for key in expected:
+        jax.tree.map(
+            lambda a, e, key=key: np.testing.assert_allclose(
+                a, e, rtol=1e-5, atol=1e-5, err_msg=key
+            ),
+            actual[key],
+            expected[key],
+        )
+
+
+def test_loops_equal_those_of_one_process():
+    check(NAMES, CASES[2:3], 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", [2, 3])
+def test_loops_equal_those_of_one_process_for_all_sizes(num_processes):
+    check(NAMES, CASES, num_processes)
+
+
+def check(names, cases, num_processes):
+    args = (names, cases)
+    target = "tests.multi_process.scenarios:loops"
+    (one,) = run_processes(
+        target,
+        1,
+        args=args,
+        devices_per_process=2 * num_processes,
+        timeout_s=300,
+    )
+    assert len(one.value) == len(names) * len(cases)
+    several = run_processes(target, num_processes, args=args, timeout_s=400)
+    for result in several:
+        assert_close(result.value, one.value)
+        assert result.value == several[0].value
