@@ -24,7 +24,7 @@ from keras_strategies._core.replica_map import (
     split_spec,
     whole_spec,
 )
-from keras_strategies._core.values import STACKED, PerReplica
+from keras_strategies._core.values import PADDED, STACKED, PerReplica, stacked
 from keras_strategies.keras_bridge import on_read
 from keras_strategies.keras_bridge import state as state_lib
 from keras_strategies.keras_bridge.creation import deferred
@@ -255,14 +255,9 @@ class RunProgram:
         if len(values) == 1:
             return values[0]
         variants = variants_of(self._variant_of)
-        return PerReplica(
-            [
-                jax.device_put(values[variants.index(variant)], device)
-                for variant, device in zip(
-                    self._variant_of, self._mesh.devices, strict=True
-                )
-            ]
-        )
+        mesh, of = self._mesh, self._variant_of
+        own = [values[variants.index(of[r])] for r in mesh.local_replicas]
+        return PerReplica.of(stacked(own, mesh), STACKED)
 
     def _wrapped(self, position: int, array: Any, total: Any) -> Any:
         if self._mesh.num_replicas == 1:
@@ -273,6 +268,8 @@ class RunProgram:
         shapes = [of_replica[position] for of_replica in self._shapes]
         if len(set(shapes)) == 1:
             return value
+        if self._mesh.num_processes > 1:
+            return PerReplica.of(array, PADDED, shapes=tuple(shapes))
         return PerReplica(
             [
                 part[tuple(map(slice, shape))]

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from keras_strategies._core.reduce_op import ReduceOp
-from keras_strategies._core.values import PerReplica
+from keras_strategies._core.values import STACKED, PerReplica, stacked
 from keras_strategies.data.distributed import DistributedDataset
 from keras_strategies.data.from_function import FunctionSource, InputContext
 from keras_strategies.data.numpy_dataset import NumpyDataset
@@ -165,8 +165,9 @@ class CustomLoops:
         """Makes one value for each replica.
 
         Args:
-          value_fn: Called with a `ValueContext` for each replica; returns a
-            nest of arrays or numbers.
+          value_fn: Called with a `ValueContext` for each replica of this
+            process; returns a nest of arrays or numbers, of the same shapes
+            in all processes if there are several.
 
         Returns:
           The nest, of `PerReplica`; with one replica, of plain values.
@@ -175,11 +176,15 @@ class CustomLoops:
         current.check_cross_replica(
             "experimental_distribute_values_from_function"
         )
-        count = self.num_replicas_in_sync
-        made = [value_fn(ValueContext(i, count)) for i in range(count)]
+        count, mesh = self.num_replicas_in_sync, self._runtime.mesh
+        made = [value_fn(ValueContext(i, count)) for i in mesh.local_replicas]
         if count == 1:
             return made[0]
-        return jax.tree.map(lambda *parts: PerReplica(parts), *made)
+        if mesh.num_processes == 1:
+            return jax.tree.map(lambda *parts: PerReplica(parts), *made)
+        return jax.tree.map(
+            lambda *parts: PerReplica.of(stacked(parts, mesh), STACKED), *made
+        )
 
     def experimental_distribute_dataset(
         self, dataset: Iterable[Any], options: InputOptions | None = None

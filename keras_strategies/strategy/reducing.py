@@ -14,11 +14,14 @@ from keras_strategies._core.reduce_op import ReduceOp, as_reduce_op
 from keras_strategies._core.replica_map import all_sum
 from keras_strategies._core.values import (
     LOCAL,
+    PARTS,
+    ROWS,
     STACKED,
     DistributedValues,
     Mirrored,
     PerReplica,
     check_home,
+    cut,
     is_distributed,
 )
 from keras_strategies.keras_bridge import on_read
@@ -64,13 +67,18 @@ def _reduce_one(op: ReduceOp, value: Any, axis: Any, mesh: ReplicaMesh) -> Any:
     if axis is None and value.layout == STACKED:
         program = _over_replicas(mesh, op)
         return dispatch(mesh, program, value.arrays[0])[0]
-    if axis is None:
-        parts = _components(value, mesh)
+    axes = None if axis is None else _as_axes(axis)
+    return _with_components(value, mesh, _reduced, op, axes)
+
+
+def _reduced(
+    parts: list[Any], op: ReduceOp, axes: tuple[int, ...] | None
+) -> Any:
+    """Components, all in one place, reduced to one value."""
+    if axes is None:
         _check_equal_shapes(parts)
         total = sum_in_order([summable(part, op) for part in parts])
-        return total / len(parts) if is_mean else total
-    parts = _components(value, mesh)
-    axes = _as_axes(axis)
+        return total / len(parts) if op is ReduceOp.MEAN else total
     for part in parts:
         _check_axes(axes, part)
     total = sum_in_order([_sum_over(summable(p, op), axes) for p in parts])
@@ -78,6 +86,42 @@ def _reduce_one(op: ReduceOp, value: Any, axis: Any, mesh: ReplicaMesh) -> Any:
         return total
     count = sum(int(np.prod([p.shape[a] for a in axes])) for p in parts)
     return total / count
+
+
+def _with_components(
+    value: PerReplica, mesh: ReplicaMesh, fn: Any, *args: Any
+) -> Any:
+    """Calls `fn(components, *args)`: on the first device, or compiled.
+
+    Of several processes, none has all components: there it is a program over
+    all devices.
+    """
+    if mesh.num_processes == 1:
+        return fn(_components(value, mesh), *args)
+    if value.layout == PARTS:
+        raise ValueError(
+            "A `PerReplica` made of a component for each replica is a value "
+            "of one process. Received: one in a job of several processes. "
+            "Make it with `experimental_distribute_values_from_function`."
+        )
+    program = _over_components(mesh, value.layout, value.shapes, fn, *args)
+    return dispatch(mesh, program, value.arrays[0])[0]
+
+
+@functools.lru_cache(maxsize=256)
+def _over_components(
+    mesh: ReplicaMesh, layout: str, shapes: Any, fn: Any, *args: Any
+) -> Any:
+    def over(array: Any) -> tuple[Any]:
+        if layout == ROWS:
+            parts = jnp.split(array, mesh.num_replicas)
+        elif shapes is None:
+            parts = list(array)
+        else:
+            parts = list(map(cut, array, shapes))
+        return (fn(parts, *args),)
+
+    return jax.jit(over, out_shardings=mesh.whole)
 
 
 def _of_variable(variable: keras.Variable, mesh: ReplicaMesh) -> Any:
@@ -182,12 +226,15 @@ def gather(value: Any, axis: int, mesh: ReplicaMesh) -> Any:
         if not isinstance(leaf, PerReplica):
             return leaf.array if isinstance(leaf, Mirrored) else leaf
         check_home(leaf, mesh)
-        parts = _components(leaf, mesh)
-        for part in parts:
-            _check_gathered(axis, part, parts)
-        return jnp.concatenate(parts, axis=axis)
+        return _with_components(leaf, mesh, _gathered, axis)
 
     return jax.tree.map(one, value, is_leaf=is_distributed)
+
+
+def _gathered(parts: list[Any], axis: int) -> Any:
+    for part in parts:
+        _check_gathered(axis, part, parts)
+    return jnp.concatenate(parts, axis=axis)
 
 
 def _check_gathered(axis: Any, part: Any, parts: list[Any]) -> None:

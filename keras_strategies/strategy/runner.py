@@ -13,6 +13,7 @@ import numpy as np
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.step_context import StepContext
 from keras_strategies._core.values import (
+    PADDED,
     PARTS,
     ROWS,
     STACKED,
@@ -88,6 +89,7 @@ class Runner:
             (tuple(args), kwargs), is_leaf=_is_leaf
         )
         if self._is_debugging:
+            _check_debug(self._mesh)
             return self._debug(fn, leaves, structure, is_update)
         kinds, arrays = [], []
         for leaf in leaves:
@@ -199,6 +201,8 @@ class Runner:
     ) -> tuple[str, Any, tuple[int, ...] | None]:
         """The layout, the array, and each replica's rows if they differ."""
         check_home(value, self._mesh)
+        if value.layout == PADDED:
+            return (STACKED, value.arrays[0], _rows_of(value))
         if value.layout != PARTS:
             return value.layout, value.arrays[0], None
         parts = value.arrays
@@ -271,6 +275,31 @@ class Runner:
                 UserWarning,
                 stacklevel=4,
             )
+
+
+def _check_debug(mesh: ReplicaMesh) -> None:
+    if mesh.num_processes > 1:
+        raise RuntimeError(
+            "`debug` runs all replicas in one process. Received: `run` on a "
+            f"strategy of {mesh.num_processes} processes. Debug with a "
+            "`MirroredStrategy` on one of them, with the same data."
+        )
+
+
+def _rows_of(value: PerReplica) -> tuple[int, ...]:
+    """Each replica's rows of a padded value.
+
+    Raises:
+      ValueError: the components differ in other dimensions.
+    """
+    shapes = value.shapes or ()
+    if len({shape[1:] for shape in shapes}) > 1 or not all(shapes):
+        raise ValueError(
+            "The components of a PerReplica given to `run` may differ in "
+            "their number of rows only, the first dimension. Received: "
+            f"shapes {list(shapes)}. Pad them to one shape."
+        )
+    return tuple(shape[0] for shape in shapes)
 
 
 def _check_call(fn: Any, args: Any, kwargs: Any) -> None:

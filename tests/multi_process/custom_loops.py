@@ -1,0 +1,118 @@
+"""Loops of one's own on several processes; see `run_processes`."""
+
+import keras
+import numpy as np
+from keras import ops
+
+import keras_strategies as ks
+from keras_strategies.testing import assert_replicated
+from tests.multi_process.scenarios import data
+
+SIZE = 8
+
+
+def lists(value):
+    return np.asarray(value).tolist()
+
+
+def train(rows):
+    """Two epochs with BatchNormalization, uneven tails and empty replicas."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    initial = keras.initializers.GlorotUniform
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((3,)),
+                keras.layers.Dense(4, "tanh", kernel_initializer=initial(1)),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dense(1, kernel_initializer=initial(2)),
+            ]
+        )
+        optimizer = keras.optimizers.Adam(0.05)
+        error = keras.metrics.MeanSquaredError()
+        seen = keras.Variable(0.0, aggregation="sum", trainable=False)
+    arrays = strategy.experimental_make_numpy_dataset(data(rows))
+    dataset = strategy.experimental_distribute_dataset(arrays.batch(SIZE))
+
+    def step(x, y):
+        def loss():
+            predicted = model(x, training=True)
+            error.update_state(y, predicted)
+            losses = ops.mean((predicted - y) ** 2, axis=-1)
+            return ks.compute_average_loss(losses, global_batch_size=SIZE)
+
+        value, gradients = ks.value_and_grad(loss, model.trainable_variables)()
+        optimizer.apply(gradients, model.trainable_variables)
+        seen.assign_add(ops.cast(ops.shape(x)[0], "float32"))
+        return value, x, ks.get_replica_context().replica_id_in_sync_group
+
+    results = {"losses": [], "rows": [], "means": [], "sums": [], "ids": []}
+    for _ in range(2):
+        for batch in dataset:
+            value, x, replica = strategy.run(step, args=batch)
+            reduced = strategy.reduce("sum", value, axis=None)
+            results["losses"].append(float(reduced))
+            results["rows"].append(lists(strategy.gather(x, axis=0)))
+            mean = strategy.reduce("mean", x, axis=0)
+            results["means"].append(lists(mean))
+            total = strategy.reduce("sum", x, axis=(0, 1))
+            results["sums"].append(float(total))
+            ids = strategy.reduce("sum", replica, axis=None)
+            results["ids"].append(int(ids))
+    assert_replicated(model, seen, *error.variables)
+    return results | {
+        "weights": [lists(v) for v in model.weights],
+        "error": float(error.result()),
+        "seen": float(seen.value),
+    }
+
+
+class Pieces:
+    """An iterable of batches."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+def values():
+    """Values, datasets from functions, variables with copies, errors."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    count = strategy.num_replicas_in_sync
+    made = strategy.experimental_distribute_values_from_function(
+        lambda c: np.float32(c.replica_id_in_sync_group + 1)
+    )
+    doubled = strategy.run(lambda a: 2 * a, args=(made,))
+    x = np.arange(40, dtype="float32")
+
+    def of_process(context):
+        i = context.input_pipeline_id
+        assert context.num_replicas_in_sync == count
+        stop = 6 + 4 * i
+        return Pieces([x[k + i : k + i + 2] for k in range(0, stop, 2)])
+
+    dataset = strategy.distribute_datasets_from_function(of_process)
+    steps = [
+        lists(strategy.gather(strategy.run(lambda a: a, args=(b,)), axis=0))
+        for b in dataset
+    ]
+    with strategy.scope():
+        copies = keras.Variable(
+            1.0, synchronization="on_read", aggregation="sum", trainable=False
+        )
+    strategy.run(lambda: copies.assign_add(2.0))
+    try:
+        with strategy.debug():
+            strategy.run(lambda: 0)
+        refused = ""
+    except RuntimeError as error:
+        refused = str(error)
+    return {
+        "sum": float(strategy.reduce("sum", doubled, axis=None)),
+        "local": lists(strategy.experimental_local_results(doubled)),
+        "steps": steps,
+        "copies": float(copies.value),
+        "refused": refused,
+    }

@@ -1,0 +1,53 @@
+"""run, reduce, gather and datasets on several processes."""
+
+import numpy as np
+import pytest
+
+from keras_strategies.testing import run_processes
+from tests.multi_process.test_loops import assert_close
+
+TARGET = "tests.multi_process.custom_loops"
+
+
+def test_a_loop_equals_one_process():
+    # 21 rows in batches of 8: 5 rows are left, and a replica without any.
+    check(21, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rows", "count"), [(16, 2), (21, 3), (3, 3)])
+def test_loops_equal_one_process(rows, count):
+    check(rows, count)
+
+
+def check(rows, count):
+    target = f"{TARGET}:train"
+    (one,) = run_processes(
+        target, 1, args=[rows], devices_per_process=2 * count, timeout_s=200
+    )
+    assert one.value["seen"] == 2 * rows
+    for result in run_processes(target, count, args=[rows], timeout_s=300):
+        assert_close(result.value, one.value)
+
+
+def test_values_are_those_of_all_processes():
+    first, second = (
+        result.value for result in run_processes(f"{TARGET}:values", 2)
+    )
+    assert first["sum"] == second["sum"] == 2 * (1 + 2 + 3 + 4)
+    assert (first["local"], second["local"]) == ([2, 4], [6, 8])
+    # Process 0 has three batches of two rows, process 1 five: [2, 2 | 2, 2],
+    # [2, 0 | 2, 2], [0, 0 | 2, 0].
+    assert first["steps"] == second["steps"]
+    expected = [
+        [0, 1, 2, 3, 1, 2, 3, 4],
+        [4, 5, 5, 6, 7, 8],
+        [9, 10],
+    ]
+    np.testing.assert_array_equal(
+        sum(first["steps"], []), np.concatenate(expected)
+    )
+    assert [len(s) for s in first["steps"]] == list(map(len, expected))
+    # Each of the four copies starts with 1, and is added 2.
+    assert first["copies"] == second["copies"] == 12
+    assert "one process" in first["refused"]
