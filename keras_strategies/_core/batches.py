@@ -116,12 +116,19 @@ class Execution:
 
     segments: tuple[Segment, ...]
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the arrays hold, on all devices."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.segments))
+
 
 jax.tree_util.register_dataclass(
     Segment, data_fields=["data"], meta_fields=["rows", "steps", "parts"]
 )
+# Without leaves: Keras moves what it is given to one device, and must not meet
+# the arrays, which lie where they belong.
 jax.tree_util.register_dataclass(
-    Execution, data_fields=["segments"], meta_fields=[]
+    Execution, data_fields=[], meta_fields=["segments"]
 )
 
 

@@ -21,6 +21,8 @@ from keras_strategies.keras_bridge.callback_lists import quiet_list
 from keras_strategies.keras_bridge.functions import Functions
 from keras_strategies.keras_bridge.model_hooks import COMPILE
 
+# Of the epochs that all processes must run alike.
+_COUNTS = ("epochs", "initial_epoch", "validation_freq")
 _LOOPS = (
     "fit",
     "evaluate",
@@ -48,6 +50,7 @@ class Binding:
       distribution: The strategy's variable creator.
       registry: The variables created in the strategy's scope.
       check_context: Raises when another strategy's scope is open.
+      outputs_on_chief: Whether `predict` returns rows in the chief alone.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class Binding:
         distribution: layout.ReplicaDistribution,
         registry: layout.Registry,
         check_context: Callable[[], None],
+        outputs_on_chief: bool = False,
     ) -> None:
         self.model = model
         self.owner = owner
@@ -66,7 +70,9 @@ class Binding:
         self._distribution = distribution
         self._registry = registry
         self._check_context = check_context
-        self._functions = Functions(model, mesh)
+        self._functions = Functions(
+            model, mesh, keeps_outputs=mesh.is_chief or not outputs_on_chief
+        )
 
     def install(self) -> None:
         """Takes over the model's loops.
@@ -217,6 +223,7 @@ class Binding:
             steps_per_epoch=steps,
             steps_per_execution=self.model.steps_per_execution,
             name=call.name,
+            facts=call.facts(),
         )
 
     # Building and adopting.
@@ -292,6 +299,13 @@ class _Call:
 
     def __getitem__(self, name: str) -> Any:
         return self.keywords.get(name)
+
+    def facts(self) -> dict[str, Any]:
+        """What all processes must give it alike, to stay together."""
+        facts = {n: self[n] for n in _COUNTS if n in self.keywords}
+        if "validation_data" in self.keywords:
+            facts["validation"] = self["validation_data"] is not None
+        return facts
 
     def set(self, **keywords: Any) -> None:
         """Replaces arguments, those that the loop has."""

@@ -60,10 +60,18 @@ class Functions:
     Args:
       model: A compiled or plain Keras model.
       mesh: The replicas.
+      keeps_outputs: Whether this process returns what `predict` computes.
     """
 
-    def __init__(self, model: keras.Model, mesh: ReplicaMesh) -> None:
+    def __init__(
+        self,
+        model: keras.Model,
+        mesh: ReplicaMesh,
+        *,
+        keeps_outputs: bool = True,
+    ) -> None:
         self._model = model
+        self._keeps_outputs = keeps_outputs
         self._mesh = mesh
         self._keys: dict[str, Any] = {}
         # What the last step of each kind returned: passed back unchanged, it
@@ -160,6 +168,8 @@ class Functions:
             self._last[kind] = state
             if kind == "predict" and len(done) > 1:
                 outputs = _concatenated(done)
+            if kind == "predict" and not self._keeps_outputs:
+                outputs = jax.tree.map(lambda a: np.asarray(a)[:0], outputs)
             return outputs, state
 
         return function

@@ -26,10 +26,12 @@ class MultiWorkerMirroredStrategy(Strategy):
       coordinator_address: "host:port" of process 0, where it is to listen.
       num_processes: How many processes there are.
       process_id: Which of them this one is.
+      predict_in: "all": `predict` returns all rows in every process;
+        "chief": in the chief, and arrays without rows in the others.
 
     Raises:
-      ValueError: some of the three are given and others not, or processes
-        with different numbers of devices.
+      ValueError: an unknown `predict_in`; some of the three are given and
+        others not; processes with different numbers of devices.
       RuntimeError: JAX's devices are in use already.
 
     Example:
@@ -52,6 +54,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         coordinator_address: str | None = None,
         num_processes: int | None = None,
         process_id: int | None = None,
+        predict_in: str = "all",
     ) -> None:
         for name, value in (
             ("cluster_resolver", cluster_resolver),
@@ -63,6 +66,11 @@ class MultiWorkerMirroredStrategy(Strategy):
                     "`coordinator_address`, `num_processes` and `process_id`, "
                     "or call `jax.distributed.initialize` before."
                 )
+        if predict_in not in ("all", "chief"):
+            raise ValueError(
+                "`predict` returns its rows in all processes or in the chief. "
+                f"Received: predict_in={predict_in!r}. Pass 'all' or 'chief'."
+            )
         given = {
             "coordinator_address": coordinator_address,
             "num_processes": num_processes,
@@ -71,7 +79,10 @@ class MultiWorkerMirroredStrategy(Strategy):
         if any(value is not None for value in given.values()):
             _join(given)
         devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
-        super().__init__(ReplicaMesh(devices=tuple(devices)))
+        super().__init__(
+            ReplicaMesh(devices=tuple(devices)),
+            outputs_on_chief=predict_in == "chief",
+        )
 
 
 def _join(given: dict[str, str | int | None]) -> None:

@@ -14,18 +14,23 @@ class Runtime:
       mesh: Its replicas.
       registry: The variables created in its scope.
       distribution: Its variable creator.
+      outputs_on_chief: Whether `predict` returns rows in the chief alone.
     """
 
     mesh: ReplicaMesh
     registry: Registry
     distribution: ReplicaDistribution
+    outputs_on_chief: bool = False
 
     @classmethod
-    def over(cls, mesh: ReplicaMesh) -> "Runtime":
+    def over(
+        cls, mesh: ReplicaMesh, *, outputs_on_chief: bool = False
+    ) -> "Runtime":
         """The runtime of a strategy over `mesh`."""
         registry = Registry()
         return cls(
             mesh=mesh,
             registry=registry,
             distribution=ReplicaDistribution(mesh, registry),
+            outputs_on_chief=outputs_on_chief,
         )

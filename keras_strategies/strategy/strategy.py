@@ -24,10 +24,13 @@ class Strategy(CustomLoops):
 
     Args:
       mesh: The replicas. Users make a concrete strategy instead.
+      outputs_on_chief: Whether `predict` returns rows in the chief alone.
     """
 
-    def __init__(self, mesh: ReplicaMesh) -> None:
-        self._runtime = Runtime.over(mesh)
+    def __init__(
+        self, mesh: ReplicaMesh, *, outputs_on_chief: bool = False
+    ) -> None:
+        self._runtime = Runtime.over(mesh, outputs_on_chief=outputs_on_chief)
         self._runner = Runner(self, mesh)
         self._extended = StrategyExtended(self._runtime, self._runner)
 
@@ -90,6 +93,7 @@ class Strategy(CustomLoops):
             mesh=self._runtime.mesh,
             distribution=self._runtime.distribution,
             registry=self._runtime.registry,
+            outputs_on_chief=self._runtime.outputs_on_chief,
             check_context=self._check_context,
         )
         binding.install()

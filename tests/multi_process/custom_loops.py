@@ -116,3 +116,30 @@ def values():
         "copies": float(copies.value),
         "refused": refused,
     }
+
+
+def on_chief():
+    """predict with rows in the chief alone; progress and loops' ends."""
+    strategy = ks.MultiWorkerMirroredStrategy(predict_in="chief")
+    x, y = data(13)
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((3,)),
+                keras.layers.Dropout(0.5),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile("adam", "mse")
+    model.fit(x, y, batch_size=SIZE, epochs=2)
+    assert_replicated(model)
+    outputs = model.predict(x, batch_size=SIZE)
+    logs = model.evaluate(x, y, return_dict=True)
+    again = model.predict_on_batch(x)
+    return {
+        "shape": list(outputs.shape),
+        "weights": [lists(w) for w in model.get_weights()],
+        "logs": logs,
+        "on batch": list(again.shape),
+        "trained": model.train_on_batch(x[:5], y[:5], return_dict=True),
+    }

@@ -51,3 +51,15 @@ def test_values_are_those_of_all_processes():
     # Each of the four copies starts with 1, and is added 2.
     assert first["copies"] == second["copies"] == 12
     assert "one process" in first["refused"]
+
+
+def test_the_chief_alone_shows_progress_and_keeps_outputs():
+    first, second = run_processes(f"{TARGET}:on_chief", 2)
+    assert "Epoch 1/2" in first.output
+    assert "Epoch" not in second.output
+    assert "step" not in second.output
+    assert first.value["shape"] == [13, 1]
+    assert second.value["shape"] == [0, 1]
+    # Their random states differ; the initial weights are the chief's.
+    for name in ("weights", "logs", "trained"):
+        assert first.value[name] == second.value[name]
