@@ -310,7 +310,7 @@ def _put_stacked(
     column: Sequence[Any], block: int, mesh: ReplicaMesh
 ) -> jax.Array:
     """Stacks what each replica reads: its rows are copied once."""
-    column = [_padded(leaf, block) for leaf in column]
+    column = [_padded(np.asarray(leaf), block) for leaf in column]
     rows = block * mesh.num_processes
     shape = (len(column), rows, *np.shape(column[0])[1:])
     first = mesh.process_index * block

@@ -6,15 +6,29 @@ public name for the store's client; this is its only user.
 """
 
 import itertools
+import json
+import os
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
-_SLICE_MS = 1000
+TIMEOUT = "KERAS_STRATEGIES_TIMEOUT_S"
+"""The environment variable that says how long to wait for other processes,
+in seconds."""
+
+_SLICE_MS = 250
 _TIMEOUT_S = 600.0
+# Later agreements after which nobody can still be hearing an ended one.
+_NUM_KEPT = 64
+_SAME_CALLS = (
+    "All processes must run the same calls of fit, evaluate, predict and of "
+    "datasets in the same order, with as many epochs."
+)
+_CURE = "Look at the logs of all processes for the call that differs."
 _numbers = itertools.count()
+_ended: dict[int, str] = {}
 
 
 class Agreement:
@@ -25,8 +39,9 @@ class Agreement:
 
     Args:
       processes: JAX's ids of the processes that take part.
-      name: What it is about, for messages.
-      timeout_s: How long to wait for the others in a round, in seconds.
+      name: What it is about; the same in all, which is checked.
+      timeout_s: How long to wait for the others in a round, in seconds; None
+        for what `KERAS_STRATEGIES_TIMEOUT_S` says, else 600.
     """
 
     def __init__(
@@ -34,13 +49,22 @@ class Agreement:
         processes: tuple[int, ...],
         name: str,
         *,
-        timeout_s: float = _TIMEOUT_S,
+        timeout_s: float | None = None,
     ) -> None:
         self._processes = processes
         self._name = name
-        self._timeout_s = timeout_s
+        self._timeout_s = _timeout() if timeout_s is None else timeout_s
         self._number = next(_numbers)
         self._round = 0
+        forgotten = _ended.pop(self._number - _NUM_KEPT, None)
+        if forgotten is not None:
+            _client().key_value_delete(forgotten)
+
+    def end(self) -> None:
+        """Takes part in no further round; what was said is kept a while."""
+        if self._round:
+            me = jax.process_index()
+            _ended[self._number] = self._key(self._round - 1, me)
 
     def exchange(
         self, text: str, is_stopped: Callable[[], bool] | None = None
@@ -49,30 +73,41 @@ class Agreement:
 
         Args:
           text: What this process says; short.
-          is_stopped: Asked about once a second; True gives up waiting.
+          is_stopped: Asked about a few times a second; True gives up waiting.
 
         Returns:
           What each process says, in the order of `processes`.
 
         Raises:
+          ValueError: the processes are in different agreements; all raise.
           TimeoutError: a process said nothing in time; it is named.
           InterruptedError: `is_stopped` said so.
         """
         client = _client()
         me = jax.process_index()
         number, self._round = self._round, self._round + 1
-        client.key_value_set(self._key(number, me), text)
-        heard = []
-        for process in self._processes:
-            if process == me:
-                heard.append(text)
-                continue
-            heard.append(self._hear(client, number, process, is_stopped))
+        # One that does not hear the others in time has said something still:
+        # they hear of it as soon as they get here.
+        told = json.dumps([self._name, text])
+        client.key_value_set(self._key(number, me), told)
+        heard = [
+            told
+            if process == me
+            else self._hear(client, number, process, is_stopped)
+            for process in self._processes
+        ]
+        names, texts = zip(*map(json.loads, heard), strict=True)
+        if len(set(names)) > 1:
+            calls = ", ".join(
+                f"{name} (process {process})"
+                for process, name in zip(self._processes, names, strict=True)
+            )
+            raise ValueError(f"{_SAME_CALLS} Received: {calls}. {_CURE}")
         if number:
             # All have said something in this round, so all have heard all of
             # the last one.
             client.key_value_delete(self._key(number - 1, me))
-        return heard
+        return list(texts)
 
     def _hear(
         self,
@@ -94,14 +129,29 @@ class Agreement:
             if time.monotonic() > end:
                 raise TimeoutError(
                     f"Process {process} did not take part in {self._name} "
-                    f"within {self._timeout_s:.0f} s, round {number}. All "
-                    "processes must run the same calls of fit, evaluate, "
-                    "predict and of datasets in the same order. Look at the "
-                    f"log of process {process}."
+                    f"within {self._timeout_s:.0f} s. {_SAME_CALLS} Received: "
+                    f"nothing from process {process} in round {number}. "
+                    f"{_CURE} If it has no error and needs longer (to read "
+                    f"its data), set the environment variable {TIMEOUT} to "
+                    "more seconds."
                 )
 
     def _key(self, number: int, process: int) -> str:
         return f"keras_strategies/{self._number}/{number}/{process}"
+
+
+def _timeout() -> float:
+    text = os.environ.get(TIMEOUT, str(_TIMEOUT_S))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise ValueError(
+            f"The environment variable {TIMEOUT} is a positive number of "
+            f"seconds. Received: {text!r}. Leave it out for {_TIMEOUT_S:.0f}."
+        )
+    return seconds
 
 
 def is_available() -> bool:

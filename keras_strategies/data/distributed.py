@@ -10,7 +10,7 @@ from keras_strategies._core.batches import HostBatch
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.rows import filled, rows_of_replicas
 from keras_strategies._core.values import PADDED, ROWS, PerReplica
-from keras_strategies.data.prefetch import Prefetched
+from keras_strategies.data.prefetch import Prefetched, Stop
 from keras_strategies.data.source import Source
 from keras_strategies.data.steps import IsStopped, Steps
 
@@ -99,21 +99,29 @@ class DistributedIterator:
         return batch
 
     def _started(self, epoch: int, start: int) -> Iterator[Tree]:
-        mesh = self._steps.mesh
+        # Not this object: it could not be collected while the thread waits.
+        steps = self._steps
+        mesh, source = steps.mesh, steps.source
 
-        source = self._steps.source
+        stop = Stop()
+        batches = steps.epoch(epoch, start, stop)
 
-        def make(is_stopped: IsStopped) -> Iterator[Tree]:
+        def placed() -> Iterator[Tree]:
             source.begin_epoch(epoch, start)
             try:
-                for batch in self._steps.epoch(epoch, start, is_stopped):
+                for batch in batches:
                     yield divided(batch, mesh)
             finally:
                 source.end_epoch()
 
-        if self._steps.source.is_planned:
+        if source.is_planned:
             # Slicing arrays takes less time than a thread's turn.
-            return make(lambda: False)
+            return placed()
+
+        def make(asks: IsStopped) -> Iterator[Tree]:
+            stop.asks = asks
+            return placed()
+
         return Prefetched(
             make,
             num_bytes=lambda batch: sum(
@@ -129,8 +137,7 @@ class DistributedIterator:
         there.
         """
         epoch, step = self._place
-        order = self._steps.source.order
-        seed = None if order is None else order.seed
+        seed = self._steps.source.seed
         return {"epoch": epoch, "step": step, "seed": seed}
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -147,11 +154,9 @@ class DistributedIterator:
                 "The state of an iterator is what `get_state` returned. "
                 f"Received: {state!r}. Pass that."
             )
-        order = self._steps.source.order
-        if order is not None and state["seed"] is not None:
-            order.restart(state["seed"])
-        self._place = (state["epoch"], state["step"])
         self._batches = None
+        self._steps.source.restart(state["seed"])
+        self._place = (state["epoch"], state["step"])
 
     def get_next(self) -> Tree:
         """The next batch; raises StopIteration at the end, as `next` does."""

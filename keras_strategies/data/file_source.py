@@ -209,6 +209,16 @@ class FilesSource(Source):
             whole, rest = divmod(sum(self._counts.values()), data.batch_size)
             self.num_batches = whole + bool(rest and not data.drop_remainder)
 
+    @property
+    def seed(self) -> int:
+        """See `Source.seed`."""
+        return self._seed
+
+    def restart(self, seed: str | int | None) -> None:
+        """See `Source.restart`."""
+        if seed is not None:
+            self._seed = int(seed)
+
     def assigned_files(
         self, process_index: int, epoch: int = 0
     ) -> tuple[str, ...]:

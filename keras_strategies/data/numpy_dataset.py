@@ -7,7 +7,13 @@ import jax
 import numpy as np
 
 from keras_strategies._core.batches import num_rows
-from keras_strategies.data.source import Cut, Part, Source
+from keras_strategies.data.source import (
+    Cut,
+    Part,
+    Source,
+    checksum,
+    rows_to_mark,
+)
 
 Tree = Any
 
@@ -107,6 +113,11 @@ class RowsSource(Source):
         self._num_rows = num_rows(self._arrays)
         self.batch_size = dataset.batch_size
         self.num_batches = len(dataset)
+
+    @property
+    def mark(self) -> int:
+        """See `Source.mark`."""
+        return checksum(self._arrays, rows_to_mark(self._num_rows))
 
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
         """See `Source.read`."""

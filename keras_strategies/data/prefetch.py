@@ -2,6 +2,7 @@
 
 import collections
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
@@ -10,6 +11,21 @@ Item = TypeVar("Item")
 
 _MEMORY_SHARE = 0.05
 _MAX_DEPTH = 4
+_LAST_ITEM_S = 5.0
+
+
+class Stop:
+    """Whether to stop: asked by an iterator that is made before its thread.
+
+    Attributes:
+      asks: Tells it; nobody stops before that is set.
+    """
+
+    asks: Callable[[], bool] | None = None
+
+    def __call__(self) -> bool:
+        """Whether to stop."""
+        return self.asks is not None and self.asks()
 
 
 class Prefetched(Generic[Item]):
@@ -63,12 +79,24 @@ class Prefetched(Generic[Item]):
         raise StopIteration
 
     def close(self) -> None:
-        """Stops the thread; the iterator has ended."""
+        """Stops the thread; the iterator has ended.
+
+        Waits a moment for the thread to be done with what it reads: it may be
+        read by somebody else then.
+        """
         with self._shared.changed:
             self._shared.is_closed = True
             self._shared.is_over = True
             self._shared.items.clear()
             self._shared.changed.notify_all()
+        is_waited_for = (
+            self._thread.is_alive()
+            and self._thread is not threading.current_thread()
+            # Daemons do not run any more.
+            and not sys.is_finalizing()
+        )
+        if is_waited_for:
+            self._thread.join(_LAST_ITEM_S)
 
     def __del__(self) -> None:
         self.close()
@@ -102,8 +130,9 @@ def _read(
             return shared.num_wanted > num_made
         return len(shared.items) < depth
 
-    items = make(lambda: shared.is_closed)
+    items = None
     try:
+        items = make(lambda: shared.is_closed)
         for item in items:
             if not num_made:
                 depth = _depth(num_bytes(item))
@@ -116,15 +145,18 @@ def _read(
                 must_pause = is_pause(item)
                 del item
                 shared.changed.wait_for(may_go_on)
+                if shared.is_closed:
+                    return  # One more item might be read otherwise.
     except BaseException as error:  # Raised again where the item is awaited.
-        shared.error = error
+        if not shared.is_closed:  # Nobody waits then.
+            shared.error = error
     finally:
-        with shared.changed:
-            shared.is_over = True
-            shared.changed.notify_all()
         close = getattr(items, "close", None)
         if close is not None and shared.is_closed:
             close()
+        with shared.changed:
+            shared.is_over = True
+            shared.changed.notify_all()
 
 
 def _depth(num_bytes: int) -> int:

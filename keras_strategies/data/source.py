@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
 import jax
@@ -13,6 +13,7 @@ from keras_strategies._core.batches import num_rows
 from keras_strategies.data.order import Order
 
 Tree = Any
+_NUM_MARKED = 16
 Cut = Callable[[int], tuple[int, int]]
 """Of a global batch with that many rows, the first and one past the last row
 that this process wants."""
@@ -65,6 +66,37 @@ class Source(abc.ABC):
     num_batches: int | None = None
     order: Order | None = None
 
+    def facts(self) -> dict[str, Any]:
+        """What the sources of all processes must have alike."""
+        return {
+            "data": self.kind,
+            "own rows": self.is_own,
+            "batch_size": self.batch_size,
+            "num_batches": None if self.is_own else self.num_batches,
+        }
+
+    @property
+    def mark(self) -> int | None:
+        """A checksum of some rows: the same where the same was given.
+
+        None if the parts have marks, or need none.
+        """
+        return None
+
+    @property
+    def seed(self) -> str | int | None:
+        """What the epochs' orders are drawn from; None if that is not ours."""
+        return None if self.order is None else self.order.seed
+
+    def restart(self, seed: str | int | None) -> None:
+        """Takes the orders of another one; before anything is read.
+
+        Args:
+          seed: What `seed` of another source of the same data was.
+        """
+        if self.order is not None and seed is not None:
+            self.order.restart(str(seed))
+
     @abc.abstractmethod
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
         """Reads an epoch.
@@ -103,13 +135,23 @@ def take(batch: Tree, cut: Cut, *, is_marked: bool = False) -> Part:
         process reads in an order which nothing but itself determines.
     """
     rows = num_rows(batch)
-    mark = None
-    if is_marked:
-        mark = 0
-        for leaf in jax.tree.leaves(batch):
-            for row in (leaf[0], leaf[-1]):
-                mark = zlib.crc32(np.ascontiguousarray(row).tobytes(), mark)
+    mark = checksum(batch, (0, rows - 1)) if is_marked else None
     start, stop = cut(rows)
     if (start, stop) != (0, rows):
         batch = jax.tree.map(lambda leaf: leaf[start:stop], batch)
     return Part(data=batch, rows=rows, mark=mark)
+
+
+def checksum(batch: Tree, rows: Iterable[int]) -> int:
+    """A checksum of some rows of a nest of arrays."""
+    mark = 0
+    for leaf in jax.tree.leaves(batch):
+        for row in rows:
+            mark = zlib.crc32(np.ascontiguousarray(leaf[row]).tobytes(), mark)
+    return mark
+
+
+def rows_to_mark(rows: int) -> list[int]:
+    """Rows all over a dataset, to tell by whether it is the same one."""
+    count = min(rows, _NUM_MARKED)
+    return [index * (rows - 1) // max(count - 1, 1) for index in range(count)]

@@ -20,6 +20,7 @@ from keras_strategies._core.rows import (
 from keras_strategies.cluster.agreement import Agreement
 from keras_strategies.data import structure
 from keras_strategies.data.source import Part, Source
+from keras_strategies.data.together import raise_together
 
 Tree = Any
 IsStopped = Callable[[], bool]
@@ -45,14 +46,14 @@ class Steps:
       is_balanced: Whether a batch's rows are shared out evenly, as the steps
         of models do; otherwise the replicas have fixed places in it (rule V2
         of docs/parity.md).
-      facts: Further numbers that must be the same in every process.
+      agree: Makes the `Agreement` of an epoch; tests have another.
     """
 
     source: Source
     mesh: ReplicaMesh
     name: str
     is_balanced: bool = True
-    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    agree: Callable[[tuple[int, ...], str], Any] = Agreement
 
     def epoch(
         self, epoch: int, start: int = 0, is_stopped: IsStopped | None = None
@@ -79,7 +80,11 @@ class Steps:
             if self.source.is_own
             else self.source.read(epoch, start, self._cut)
         )
-        return self._agreed(parts, epoch, start, is_stopped)
+        # Made now and not when the first step is read: that may be in a thread,
+        # and agreements are made in one order in all processes.
+        name = f"reading the data of `{self.name}`"
+        agreement = self.agree(self.mesh.processes, name)
+        return self._agreed(agreement, parts, epoch, start, is_stopped)
 
     def _alone(self, epoch: int, start: int) -> Iterator[HostBatch]:
         size = self.source.batch_size
@@ -130,49 +135,43 @@ class Steps:
 
     def _agreed(
         self,
+        agreement: Agreement,
         parts: Iterator[Part],
         epoch: int,
         start: int,
         is_stopped: IsStopped | None,
     ) -> Iterator[HostBatch]:
-        mesh = self.mesh
-        agreement = Agreement(mesh.processes, f"`{self.name}`'s data")
-        facts = self.facts | {
-            "loop": self.name,
-            "data": self.source.kind,
-            "batch_size": self.source.batch_size,
-            "num_batches": self.source.num_batches,
-            "epoch": epoch,
-            "start": start,
-        }
+        try:
+            yield from self._in_agreement(
+                agreement, parts, epoch, start, is_stopped
+            )
+        finally:
+            agreement.end()
+
+    def _in_agreement(
+        self,
+        agreement: Agreement,
+        parts: Iterator[Part],
+        epoch: int,
+        start: int,
+        is_stopped: IsStopped | None,
+    ) -> Iterator[HostBatch]:
         spec: str | None = None
         for step in itertools.count(start):
-            part, error = _next(parts)
-            if self.source.is_planned and step > start:
-                if error is not None:
-                    raise error
-                if part is None:
-                    return
-                yield self._whole(part)
-                continue
-            said: dict[str, Any] = {"rows": None if part is None else part.rows}
-            if error is not None:
-                said["error"] = f"{type(error).__name__}: {error}"
-            if part is not None:
-                said |= {
-                    "spec": structure.spec_of(part.data),
-                    "mark": part.mark,
-                    "counts": part.counts,
-                }
+            part, said, error = _next(parts)
             if step == start:
-                said["facts"] = facts
+                said["place"] = f"step {step} of epoch {epoch}"
+                said.setdefault("mark", None)
+                if said["mark"] is None:
+                    said["mark"] = self.source.mark
             heard = [
                 json.loads(text)
                 for text in agreement.exchange(json.dumps(said), is_stopped)
             ]
-            self._check_errors(heard, error)
+            what = f"Reading the data of `{self.name}`"
+            raise_together(self.mesh, what, heard, error)
             if step == start:
-                self._check_facts(heard)
+                self._check_places(heard)
             if all(h["rows"] is None for h in heard):
                 return
             self._check_specs(heard, step, spec)
@@ -181,6 +180,9 @@ class Steps:
                 self._check_whole(heard, step)
                 assert part is not None
                 yield self._whole(part)
+                if self.source.is_planned:
+                    yield from map(self._whole, parts)
+                    return
                 continue
             counts = tuple(h["rows"] or 0 for h in heard)
             if not any(counts):
@@ -212,36 +214,14 @@ class Steps:
 
     # What can be wrong. Every process sees all that was said, so all raise.
 
-    def _check_errors(
-        self, heard: list[dict[str, Any]], error: Exception | None
-    ) -> None:
-        failed = [
-            f"process {p}: {h['error']}"
-            for p, h in zip(self.mesh.processes, heard, strict=True)
-            if "error" in h
-        ]
-        if not failed:
-            return
-        message = (
-            f"Reading the data of `{self.name}` failed, so all processes "
-            f"stop. Received: {'; '.join(failed)}."
-        )
-        if error is not None:
-            error.add_note(message)
-            raise error
-        raise RuntimeError(message)
-
-    def _check_facts(self, heard: list[dict[str, Any]]) -> None:
-        for name in heard[0]["facts"]:
-            values = [h["facts"].get(name) for h in heard]
-            if any(value != values[0] for value in values):
-                raise ValueError(
-                    "All processes must be given the same data, batch size "
-                    f"and number of steps. Received: {name} of "
-                    f"{self._by_process(values)}. Give all processes the "
-                    "same; of rows that are each process's own, with "
-                    "`AutoShardPolicy.OFF`, only the number may differ."
-                )
+    def _check_places(self, heard: list[dict[str, Any]]) -> None:
+        places = [h["place"] for h in heard]
+        if len(set(places)) > 1:
+            raise ValueError(
+                "All processes must read the same step of the same epoch. "
+                f"Received: {self._by_process(places)}. Iterate over datasets "
+                "equally often in all processes, and resume all at one place."
+            )
 
     def _check_specs(
         self, heard: list[dict[str, Any]], step: int, before: str | None
@@ -275,8 +255,8 @@ class Steps:
             raise ValueError(
                 "Every process must see the same batches, of which it takes "
                 "its rows: otherwise rows are lost and others used twice. "
-                f"Received: batches of step {step} with different first or "
-                f"last rows ({self._by_process(marks)}, checksums). Shuffle "
+                f"Received: rows that differ in step {step} (checksums "
+                f"{self._by_process(marks)}). Shuffle "
                 "and augment with one seed in all processes, or give each "
                 "process rows of its own with `AutoShardPolicy.OFF`."
             )
@@ -353,11 +333,24 @@ def _all_rows(rows: int) -> tuple[int, int]:
     return 0, rows
 
 
-def _next(parts: Iterator[Part]) -> tuple[Part | None, Exception | None]:
+def _next(
+    parts: Iterator[Part],
+) -> tuple[Part | None, dict[str, Any], Exception | None]:
+    """A part or an error, and what to tell the others of it."""
     try:
-        return next(parts, None), None
+        part = next(parts, None)
+        if part is None:
+            return None, {"rows": None}, None
+        said = {
+            "rows": part.rows,
+            "spec": structure.spec_of(part.data),
+            "mark": part.mark,
+            "counts": part.counts,
+        }
+        return part, said, None
     except Exception as error:
-        return None, error
+        said = {"rows": None, "error": f"{type(error).__name__}: {error}"}
+        return None, said, error
 
 
 def _shown(spec: str | None) -> str:

@@ -4,6 +4,7 @@ TensorFlow is not imported here: whoever has a dataset has done so.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -127,6 +128,7 @@ class TfDataSource(Source):
             else not changes_rows(graph)
         )
         self._dataset, self._epochs = dataset, None
+        self._seed: int | None = None
         if split is not None:
             self._dataset, graph = split.dataset, split.graph
         if graph is not None and (
@@ -134,18 +136,33 @@ class TfDataSource(Source):
             or hints_of(graph)
             or (is_drawn(graph) and not has_variables(graph))
         ):
-            self._epochs = EpochDatasets(
+            self._make_epochs = functools.partial(
+                EpochDatasets,
                 self._dataset,
-                graph,
-                seed=seed,
                 num_processes=num_processes,
                 process_index=process_index,
                 is_whole=not self.is_own,
             )
+            self._seed = seed
+            self._epochs = self._make_epochs(graph, seed=seed)
         if split is not None and self._epochs is not None:
             first, _ = self._epochs.graph(0)
             files = files_of_part(first)
             self.plan = dataclasses.replace(self.plan, files=files)
+
+    @property
+    def seed(self) -> int | None:
+        """See `Source.seed`."""
+        return self._seed
+
+    def restart(self, seed: str | int | None) -> None:
+        """See `Source.restart`."""
+        if self._epochs is None or seed in (None, self._seed):
+            return
+        self._seed = int(seed)  # pyright: ignore[reportArgumentType]
+        # Anew: its caches may hold rows in the other order.
+        graph = graph_of(self._dataset)
+        self._epochs = self._make_epochs(graph, seed=self._seed)
 
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
         """See `Source.read`.

@@ -13,6 +13,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from keras_strategies.data.file_rows import all_rows
 from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.source import Cut, Part, Source, take
 
@@ -89,10 +90,20 @@ class TorchSource(Source):
             self.num_batches = self._batches.length
             self._batches.is_marked = num_processes > 1
 
+    @property
+    def seed(self) -> int:
+        """See `Source.seed`."""
+        return self._batches.seed
+
+    def restart(self, seed: str | int | None) -> None:
+        """See `Source.restart`."""
+        if seed is not None:
+            self._batches.seed = int(seed)
+
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
         """See `Source`."""
         if self.is_own:
-            cut = _all_rows
+            cut = all_rows
         return self._batches.read(epoch, start, cut)
 
 
@@ -118,7 +129,7 @@ class _IndexedBatches:
             self._sampler, self._by_rows = loader.sampler, False
         self._process_index = process_index
         self._should_shuffle = should_shuffle
-        self._seed = _seed_of(loader, seed)
+        self.seed = _seed_of(loader, seed)
         self._keys = _Keys()
         self._inner: Any = None
         self.length = None
@@ -145,7 +156,7 @@ class _IndexedBatches:
 
     def _batches_of_keys(self, epoch: int, start: int) -> Iterator[Any]:
         """The keys of each batch from `start` on."""
-        sampler, key = self._sampler, (self._seed, epoch)
+        sampler, key = self._sampler, (self.seed, epoch)
         order = None
         if type(sampler) is _data().BatchSampler:
             order = self._known_order(sampler.sampler, key)
@@ -179,7 +190,7 @@ class _IndexedBatches:
             return _rows_of(_arrays(user.dataset.tensors), keys)
         # Each process augments its rows in its own way; batches that all
         # processes read must come out alike.
-        key = (self._seed, epoch, 1 + self._process_index * self._by_rows)
+        key = (self.seed, epoch, 1 + self._process_index * self._by_rows)
         if self._inner is None:
             self._inner = _loader_like(user, self._keys)
         inner = self._inner
@@ -215,7 +226,7 @@ class _IteratedBatches:
 
     def __init__(self, loader: Any, seed: int) -> None:
         self._loader = loader
-        self._seed = _seed_of(loader, seed)
+        self.seed = _seed_of(loader, seed)
         self.batch_size: int | None = loader.batch_size
 
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
@@ -223,7 +234,7 @@ class _IteratedBatches:
         for part in (loader.dataset, loader.sampler, loader.batch_sampler):
             _set_epoch(part, epoch)
         own = [loader.generator] if loader.generator else []
-        batches = _seeded(lambda: iter(loader), (self._seed, epoch), 0, own)
+        batches = _seeded(lambda: iter(loader), (self.seed, epoch), 0, own)
         for batch in itertools.islice(batches, start, None):
             yield take(_arrays(batch), cut, is_marked=self.is_marked)
 
@@ -358,10 +369,6 @@ def _rows_of(arrays: Tree, keys: Iterator[Any]) -> Iterator[Tree]:
         is_range = isinstance(wanted, range)
         rows = slice(wanted.start, wanted.stop) if is_range else list(wanted)
         yield tuple(array[rows] for array in arrays)
-
-
-def _all_rows(rows: int) -> tuple[int, int]:
-    return 0, rows
 
 
 def _arrays(batch: Any) -> Tree:

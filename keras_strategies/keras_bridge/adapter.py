@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from keras import tree
 from keras.src.trainers.data_adapters import (
     array_slicing,
     data_adapter_utils,
@@ -20,12 +19,11 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras_strategies._core.batches import (
     Execution,
     HostBatch,
-    check_numbers,
     place,
     whole_batch,
 )
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies.data.prefetch import Prefetched
+from keras_strategies.data.prefetch import Prefetched, Stop
 from keras_strategies.data.steps import IsStopped, Steps
 from keras_strategies.keras_bridge import sources
 from keras_strategies.keras_bridge.choosing import source_of_loop
@@ -90,43 +88,63 @@ class Feed(DataAdapter):
             for execution, stop in executions:
                 self._given = (epoch, stop)
                 yield execution
+            self._given = (epoch + 1, 0)
         finally:
             self._is_reading = False
             executions.close()
 
     @property
     def position(self) -> dict[str, Any]:
-        """Where the loop is: the epoch, and steps of it that were given out.
+        """Where the loop is; what JSON can hold.
 
-        Also the seed of the order, if the data are shuffled here.
+        An epoch here is one pass over the data: with `steps_per_epoch` it may
+        last for several of the loop's. "step" is the number of its steps that
+        were given out. Of data that are the process's own (`is_own` of the
+        source), each process has a position.
         """
         epoch, step = self._given
-        order = self._source.order
-        seed = None if order is None else order.seed
-        return {"epoch": epoch, "step": step, "seed": seed}
+        if self.num_batches is not None and step >= self.num_batches:
+            epoch, step = epoch + 1, 0
+        return {"epoch": epoch, "step": step, "seed": self._source.seed}
+
+    def go_on(self, position: dict[str, Any]) -> None:
+        """Begins the next epoch that is read where another feed was.
+
+        That one may have been in another process, and, unless the data are
+        each process's own, in a job with another number of them.
+
+        Args:
+          position: What `position` of a feed of the same data was.
+        """
+        self._source.restart(position["seed"])
+        self._epoch, self._start = position["epoch"], position["step"]
+        self._given = (self._epoch, self._start)
 
     def _executions_ahead(self, epoch: int, start: int) -> Any:
-        def make(is_stopped: IsStopped) -> Iterator[tuple[Execution, int]]:
-            return self._executions(epoch, start, is_stopped)
-
+        stop = Stop()
+        batches = self._steps.epoch(epoch, start, stop)
+        executions = self._executions(batches, start)
         if self._source.is_planned:
             # Slicing arrays takes less time than a thread's turn.
-            return make(lambda: False)
+            return executions
+
+        def make(asks: IsStopped) -> Iterator[tuple[Execution, int]]:
+            stop.asks = asks
+            return executions
+
         return Prefetched(
             make,
-            num_bytes=lambda item: sum(
-                leaf.nbytes for leaf in jax.tree.leaves(item[0])
-            ),
+            num_bytes=lambda item: item[0].num_bytes,
             is_pause=lambda item: self._ends_epoch(item[1]),
         )
 
     def _executions(
-        self, epoch: int, start: int, is_stopped: IsStopped
+        self, batches: Iterator[HostBatch], start: int
     ) -> Iterator[tuple[Execution, int]]:
         """Executions, and the number of steps after each."""
         group: list[HostBatch] = []
         stop = start
-        for batch in self._steps.epoch(epoch, start, is_stopped):
+        for batch in batches:
             self._check_structure(stop, batch.data)
             group.append(batch)
             stop += 1
@@ -209,16 +227,15 @@ def make_feed(
     steps_per_epoch: int | None = None,
     steps_per_execution: int = 1,
     name: str = "fit",
+    facts: dict[str, Any] | None = None,
 ) -> Any:
     """Returns the feed of what was given to fit, evaluate or predict.
 
+    `facts` are numbers that must be the same in every process.
     Data that is a Keras adapter already (a feed) is returned as it is.
     """
     if isinstance(x, DataAdapter):
         return x
-    for array in tree.flatten((x, y, sample_weight)):
-        if isinstance(array, np.ndarray):
-            check_numbers(array)
     source = source_of_loop(
         mesh,
         x=x,
@@ -228,21 +245,15 @@ def make_feed(
         batch_size=batch_size,
         shuffle=shuffle,
         steps_per_epoch=steps_per_epoch,
-    )
-    facts: dict[str, Any] = {
-        "steps_per_epoch": steps_per_epoch,
-        "steps_per_execution": steps_per_execution,
-    }
-    if isinstance(source, sources.ArraySource):
-        facts["number of rows"] = source.num_rows
-    steps = Steps(
-        source=source,
-        mesh=mesh,
         name=name,
-        facts=facts,
+        facts={
+            **(facts or {}),
+            "steps_per_epoch": steps_per_epoch,
+            "steps_per_execution": steps_per_execution,
+        },
     )
     return Feed(
-        steps,
+        Steps(source=source, mesh=mesh, name=name),
         steps_per_execution=steps_per_execution,
         steps_per_epoch=steps_per_epoch,
     )

@@ -20,6 +20,7 @@ from keras_strategies.keras_bridge import adapter, layout
 from keras_strategies.keras_bridge.callback_lists import quiet_list
 from keras_strategies.keras_bridge.functions import Functions
 from keras_strategies.keras_bridge.model_hooks import COMPILE
+from keras_strategies.keras_bridge.shared_callbacks import of_this_process
 
 # Of the epochs that all processes must run alike.
 _COUNTS = ("epochs", "initial_epoch", "validation_freq")
@@ -209,6 +210,7 @@ class Binding:
         call = _Call(self.model, name, args, kwargs)
         if not self._mesh.is_chief:
             call.hush()
+        call.set(callbacks=of_this_process(call["callbacks"], self._mesh))
         return call
 
     def _feed(self, call: "_Call", *, steps: int | None) -> Any:

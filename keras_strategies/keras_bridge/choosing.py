@@ -1,11 +1,12 @@
 """Which source reads what a user gave."""
 
+import functools
 import sys
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from keras import tree
 from keras.src.trainers.data_adapters import (
     data_adapter_utils,
     get_data_adapter,
@@ -33,17 +34,17 @@ from keras.src.trainers.data_adapters.torch_data_loader_adapter import (
     TorchDataLoaderAdapter,
 )
 
+from keras_strategies._core.batches import check_numbers
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies.cluster.agreement import Agreement
 from keras_strategies.data.distributed import DistributedDataset
 from keras_strategies.data.file_source import Files, FilesSource
 from keras_strategies.data.grain_data import GrainSource
 from keras_strategies.data.iterables import IterableSource, check_batches
 from keras_strategies.data.numpy_dataset import NumpyDataset, RowsSource
 from keras_strategies.data.options import AutoShardPolicy
-from keras_strategies.data.order import Order
 from keras_strategies.data.source import Cut, Part, Source
 from keras_strategies.data.tf_data import TfDataSource
+from keras_strategies.data.together import made_together
 from keras_strategies.data.torch_data import TorchSource
 from keras_strategies.keras_bridge.sources import (
     AdapterSource,
@@ -62,12 +63,67 @@ def source_of_loop(
     batch_size: int | None,
     shuffle: Any,
     steps_per_epoch: int | None,
+    name: str,
+    facts: dict[str, Any],
 ) -> Source:
     """The source of what was given to `fit` and its like. Collective.
 
     Raises:
       ValueError: arguments that do not go together, as in Keras.
+      RuntimeError: they do not in another process.
     """
+    choose = functools.partial(
+        _of_loop,
+        mesh,
+        x=x,
+        y=y,
+        sample_weight=sample_weight,
+        class_weight=class_weight,
+        batch_size=batch_size,
+        shuffle=shuffle,
+        steps_per_epoch=steps_per_epoch,
+    )
+    return made_together(mesh, f"`{name}`", choose, facts)
+
+
+def source_of_dataset(
+    dataset: Any,
+    mesh: ReplicaMesh,
+    *,
+    policy: AutoShardPolicy | None = None,
+) -> Source:
+    """The source of a dataset that yields batches. Collective.
+
+    Args:
+      dataset: The dataset.
+      mesh: The replicas.
+      policy: How several processes share it; None for what it says itself.
+
+    Raises:
+      TypeError: not a dataset.
+      ValueError: a policy that the dataset has no use for.
+      RuntimeError: another process cannot read its dataset.
+    """
+    choose = functools.partial(_of_dataset, dataset, mesh, policy=policy)
+    name = "`experimental_distribute_dataset`"
+    return made_together(mesh, name, choose)
+
+
+def _of_loop(
+    mesh: ReplicaMesh,
+    seed: int,
+    *,
+    x: Any,
+    y: Any,
+    sample_weight: Any,
+    class_weight: Any,
+    batch_size: int | None,
+    shuffle: Any,
+    steps_per_epoch: int | None,
+) -> Source:
+    for array in tree.flatten((x, y, sample_weight)):
+        if isinstance(array, np.ndarray):
+            check_numbers(array)
     if isinstance(x, DistributedDataset | Files) or _is_torch_dataset(x):
         if y is not None or sample_weight is not None:
             raise ValueError(
@@ -78,10 +134,11 @@ def source_of_loop(
         source = (
             x.source
             if isinstance(x, DistributedDataset)
-            else source_of_dataset(
-                x, mesh, batch_size=batch_size, shuffle=bool(shuffle)
+            else _of_dataset(
+                x, mesh, seed, batch_size=batch_size, shuffle=bool(shuffle)
             )
         )
+        _check_ends(source, steps_per_epoch)
         return _weighted(source, class_weight)
     adapter: Any = get_data_adapter(
         x=x,
@@ -93,19 +150,15 @@ def source_of_loop(
         class_weight=class_weight,
     )
     if type(adapter) is ArrayDataAdapter:
-        source = ArraySource(adapter)
-        _agree(source.order, mesh)
-        return source
+        return ArraySource(adapter)
     if isinstance(adapter, PyDatasetAdapter):
-        source = PyDatasetSource(adapter)
-        _agree(source.order, mesh)
-        return source
+        return PyDatasetSource(adapter, is_marked=mesh.num_processes > 1)
     if isinstance(
         adapter, TFDatasetAdapter | GrainDatasetAdapter | TorchDataLoaderAdapter
     ):
-        source = _weighted(source_of_dataset(x, mesh), class_weight)
+        source = _of_dataset(_dense(x), mesh, seed)
         _check_ends(source, steps_per_epoch)
-        return source
+        return _weighted(source, class_weight)
     is_generator = isinstance(adapter, GeneratorDataAdapter)
     return AdapterSource(
         adapter,
@@ -116,31 +169,19 @@ def source_of_loop(
     )
 
 
-def source_of_dataset(
+def _of_dataset(
     dataset: Any,
     mesh: ReplicaMesh,
+    seed: int,
     *,
     policy: AutoShardPolicy | None = None,
     batch_size: int | None = None,
     shuffle: bool = False,
 ) -> Source:
-    """The source of a dataset that yields batches. Collective.
-
-    Args:
-      dataset: The dataset.
-      mesh: The replicas.
-      policy: How several processes share it; None for what it says itself.
-      batch_size: Of a dataset that yields rows (torch's): rows of a batch.
-      shuffle: Whether to shuffle such a one.
-
-    Raises:
-      TypeError: not a dataset.
-      ValueError: a policy that the dataset has no use for.
-    """
     places: dict[str, Any] = {
         "num_processes": mesh.num_processes,
         "process_index": mesh.process_index,
-        "seed": _agreed_number(mesh),
+        "seed": seed,
     }
     if is_tf_dataset(dataset):
         return TfDataSource(dataset, policy=policy, **places)
@@ -169,7 +210,11 @@ def source_of_dataset(
     if isinstance(dataset, NumpyDataset) and not is_own:
         return RowsSource(dataset)
     if isinstance(dataset, PyDataset):
-        return PyDatasetSource(PyDatasetAdapter(dataset), is_own=is_own)
+        return PyDatasetSource(
+            PyDatasetAdapter(dataset),
+            is_own=is_own,
+            is_marked=mesh.num_processes > 1,
+        )
     check_batches(dataset)
     return IterableSource(
         dataset, is_own=is_own, is_marked=mesh.num_processes > 1
@@ -188,6 +233,20 @@ class _Weighted(Source):
         self.batch_size = source.batch_size
         self.num_batches = source.num_batches
         self.order = source.order
+
+    def facts(self) -> dict[str, Any]:
+        return self._source.facts()
+
+    @property
+    def mark(self) -> int | None:
+        return self._source.mark
+
+    @property
+    def seed(self) -> str | int | None:
+        return self._source.seed
+
+    def restart(self, seed: str | int | None) -> None:
+        self._source.restart(seed)
 
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
         for part in self._source.read(epoch, start, cut):
@@ -228,6 +287,29 @@ def _check_ends(source: Source, steps_per_epoch: int | None) -> None:
         )
 
 
+def _dense(dataset: Any) -> Any:
+    """A dataset of tf.data with its sparse elements made dense."""
+    if not is_tf_dataset(dataset):
+        return dataset
+    tensorflow = sys.modules["tensorflow"]
+    nest, sparse = tensorflow.nest, tensorflow.SparseTensor
+
+    def dense(*element: Any) -> Any:
+        made = [
+            tensorflow.sparse.to_dense(leaf)
+            if isinstance(leaf, sparse)
+            else leaf
+            for leaf in nest.flatten(element)
+        ]
+        made = nest.pack_sequence_as(element, made)
+        return made if len(made) > 1 else made[0]
+
+    specs = nest.flatten(dataset.element_spec)
+    if any(isinstance(s, tensorflow.SparseTensorSpec) for s in specs):
+        return dataset.map(dense)
+    return dataset
+
+
 def _is_torch_dataset(value: Any) -> bool:
     """Whether it is a dataset of torch that any row can be asked of."""
     torch = sys.modules.get("torch.utils.data")
@@ -237,21 +319,3 @@ def _is_torch_dataset(value: Any) -> bool:
         and hasattr(value, "__getitem__")
         and hasattr(value, "__len__")
     )
-
-
-def _agree(order: Order | None, mesh: ReplicaMesh) -> None:
-    """Takes the chief's seed in all processes."""
-    if order is None or mesh.num_processes == 1:
-        return
-    agreement = Agreement(mesh.processes, "the shuffled order")
-    order.restart(agreement.exchange(order.seed)[0])
-
-
-def _agreed_number(mesh: ReplicaMesh) -> int:
-    """A number from the chief's random state, which is left as it is."""
-    _, words, position, *_ = np.random.get_state(legacy=True)
-    number = zlib.crc32(np.asarray(words).tobytes(), int(position))
-    if mesh.num_processes == 1:
-        return number
-    agreement = Agreement(mesh.processes, "a seed")
-    return int(agreement.exchange(str(number))[0])

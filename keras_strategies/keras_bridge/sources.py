@@ -5,6 +5,7 @@ first batches) hold as they are; what is ours is which rows a process reads,
 and orders that can be found again.
 """
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,13 +16,25 @@ from keras.src.trainers.data_adapters import (
     array_slicing,
     data_adapter_utils,
 )
+from keras.src.trainers.data_adapters.array_data_adapter import (
+    ArrayDataAdapter,
+    can_convert_arrays,
+)
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import (
     PyDatasetAdapter,
 )
 
+from keras_strategies._core.batches import num_rows
 from keras_strategies.data.order import BatchOrder, RowOrder
-from keras_strategies.data.source import Cut, Part, Source, take
+from keras_strategies.data.source import (
+    Cut,
+    Part,
+    Source,
+    checksum,
+    rows_to_mark,
+    take,
+)
 
 Tree = Any
 
@@ -53,10 +66,19 @@ class ArraySource(Source):
             window = self.batch_size if adapter._shuffle == "batch" else None
             self.order = RowOrder(self._rows, window)
 
+    def facts(self) -> dict[str, Any]:
+        """See `Source.facts`."""
+        return {"number of rows": self._rows, **super().facts()}
+
     @property
-    def num_rows(self) -> int:
-        """Number of rows in an epoch."""
-        return self._rows
+    def mark(self) -> int:
+        """See `Source.mark`."""
+        rows = rows_to_mark(self._rows)
+        leaves = [
+            as_numpy(leaf.convert_to_numpy(leaf[np.array(rows)]))
+            for leaf in self._leaves
+        ]
+        return checksum(leaves, range(len(rows)))
 
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
         """See `Source.read`."""
@@ -124,12 +146,12 @@ class AdapterSource(Source):
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
         """See `Source.read`."""
         del epoch
-        for index, batch in enumerate(self._adapter.get_numpy_iterator()):
+        for index, batch in enumerate(self._adapter.get_jax_iterator()):
             if index < start:
                 continue
             part = take(host_batch(batch), cut, is_marked=self._is_marked)
             if self._is_copied:
-                data = jax.tree.map(np.array, part.data)
+                data = jax.tree.map(_copied, part.data)
                 part = Part(data=data, rows=part.rows, mark=part.mark)
             yield part
 
@@ -140,91 +162,136 @@ class PyDatasetSource(Source):
     Args:
       adapter: Keras's adapter of it.
       is_own: Whether each process has rows of its own.
+      is_marked: Whether the processes compare their batches: the targets and
+        weights, where there are some, since inputs may be augmented in
+        another way by each.
     """
 
     kind = "a PyDataset"
 
-    def __init__(self, adapter: Any, *, is_own: bool = False) -> None:
+    def __init__(
+        self, adapter: Any, *, is_own: bool = False, is_marked: bool = False
+    ) -> None:
         self.is_own = is_own
+        self._is_marked = is_marked and not is_own
+        self._error: Exception | None = None
         self.num_batches = adapter.num_batches
-        self._view = _View(adapter.py_dataset)
+        self._dataset = adapter.py_dataset
+        self._class_weight = adapter.class_weight
         if adapter.shuffle and self.num_batches is not None:
             self.order = BatchOrder(self.num_batches)
-        self._adapter = PyDatasetAdapter(
-            self._view, class_weight=adapter.class_weight, shuffle=False
-        )
 
     def begin_epoch(self, epoch: int, start: int) -> None:
-        """Chooses the batches, and starts the workers."""
-        self._choose(epoch, start)
-        self._adapter.on_epoch_begin()
+        """See `Source.begin_epoch`."""
+        self._error = None
+        try:
+            self._dataset.on_epoch_begin()
+        except Exception as error:
+            # Raised where it is read: there all processes are told.
+            self._error = error
 
     def end_epoch(self) -> None:
-        """Stops the workers."""
-        self._adapter.on_epoch_end()
+        """See `Source.end_epoch`."""
+        self._dataset.on_epoch_end()
 
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
         """See `Source.read`."""
-        self._choose(epoch, start)
-        if self._view.num_batches == 0:
+        order = None if self.order is None else self.order.of(epoch)
+        view = _View(self._dataset, start, order)
+        if self._error is not None:
+            raise self._error
+        if view.num_batches == 0:
             return
-        for batch in self._adapter.get_numpy_iterator():
-            part = take(host_batch(batch), cut)
-            # Its next item may be put into the same buffers.
-            data = jax.tree.map(np.array, part.data)
-            yield Part(data=data, rows=part.rows)
+        # One adapter for each pass: what the workers of one that was left
+        # have read is yielded by the next pass of the same adapter.
+        adapter = PyDatasetAdapter(view, class_weight=self._class_weight)
+        try:
+            yield from self._parts(adapter, cut)
+        finally:
+            if adapter.enqueuer is not None:
+                # Nobody waits for what the workers raise now.
+                with contextlib.suppress(Exception):
+                    adapter.enqueuer.stop()
 
-    def _choose(self, epoch: int, start: int) -> None:
-        self._view.first = start
-        if self.order is not None:
-            self._view.order = self.order.of(epoch)
+    def _parts(self, adapter: PyDatasetAdapter, cut: Cut) -> Iterator[Part]:
+        for batch in adapter.get_jax_iterator():
+            batch = host_batch(batch)
+            part = take(batch, cut)
+            mark = _mark_of_targets(batch) if self._is_marked else None
+            # Its next item may be put into the same buffers.
+            data = jax.tree.map(_copied, part.data)
+            yield Part(data=data, rows=part.rows, mark=mark)
 
 
 class _View(keras.utils.PyDataset):
     """A PyDataset's batches in another order, from one of them on."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(
+        self, dataset: Any, first: int, order: np.ndarray | None
+    ) -> None:
         super().__init__(
             workers=dataset.workers,
             use_multiprocessing=dataset.use_multiprocessing,
             max_queue_size=dataset.max_queue_size,
         )
         self._dataset = dataset
-        self.first = 0
-        self.order: np.ndarray | None = None
+        self._first = first
+        self._order = order
 
     @property
     def num_batches(self) -> int | None:
         size = self._dataset.num_batches
-        return None if size is None else size - self.first
+        return None if size is None else size - self._first
 
     def __getitem__(self, index: int) -> Any:
-        index += self.first
-        if self.order is not None:
-            index = int(self.order[index])
+        index += self._first
+        if self._order is not None:
+            index = int(self._order[index])
         return self._dataset[index]
 
-    def on_epoch_begin(self) -> None:
-        self._dataset.on_epoch_begin()
 
-    def on_epoch_end(self) -> None:
-        self._dataset.on_epoch_end()
+def _mark_of_targets(batch: Tree) -> int:
+    if isinstance(batch, tuple) and len(batch) > 1:
+        batch = batch[1:]
+    return checksum(batch, rows_to_mark(num_rows(batch)))
+
+
+def source_of_arrays(arrays: Tree, batch_size: int) -> ArraySource:
+    """The source of a nest of arrays, in their order."""
+    return ArraySource(ArrayDataAdapter(arrays, batch_size=batch_size))
+
+
+def are_arrays(values: Any) -> bool:
+    """Whether all values of a nest are what Keras takes for arrays."""
+    return can_convert_arrays(values)
 
 
 def host_batch(batch: Tree) -> Tree:
-    """The batch with its leaves as numpy arrays; sparse ones made dense."""
+    """The batch with its leaves as numpy arrays; sparse ones made dense.
+
+    Arrays that lie on several devices are left alone: they may be where they
+    are wanted.
+    """
     return jax.tree.map(as_numpy, batch, is_leaf=_is_sparse)
 
 
-def as_numpy(leaf: Any) -> np.ndarray:
-    """An array of numpy; a sparse one made dense."""
-    if type(leaf) is np.ndarray:
+def as_numpy(leaf: Any) -> Any:
+    """An array of numpy, for `host_batch`."""
+    if type(leaf) is np.ndarray or _is_distributed(leaf):
         return leaf
     if data_adapter_utils.is_tensorflow_sparse(leaf):
         leaf = data_adapter_utils.tf_sparse_to_jax_sparse(leaf)
     if _is_sparse(leaf):
         leaf = leaf.todense()
     return np.asarray(leaf)
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf if _is_distributed(leaf) else np.array(leaf)
+
+
+def _is_distributed(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1
 
 
 def _is_sparse(value: Any) -> bool:

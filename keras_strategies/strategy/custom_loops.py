@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -16,12 +16,16 @@ from keras_strategies.data.options import (
     InputReplicationMode,
     check_input_options,
 )
+from keras_strategies.data.together import made_together
 from keras_strategies.keras_bridge.choosing import source_of_dataset
 from keras_strategies.strategy import current, reducing
 from keras_strategies.strategy.options import RunOptions, check_options
 from keras_strategies.strategy.replica_context import ValueContext
 from keras_strategies.strategy.runner import Runner
 from keras_strategies.strategy.runtime import Runtime
+
+if TYPE_CHECKING:
+    from keras_strategies.strategy.explain_input import InputExplanation
 
 
 class CustomLoops:
@@ -263,7 +267,13 @@ class CustomLoops:
             is InputReplicationMode.PER_REPLICA
         )
         mesh = self._runtime.mesh
-        source = FunctionSource(dataset_fn, mesh, is_per_replica=is_per_replica)
+        source = made_together(
+            mesh,
+            "`distribute_datasets_from_function`",
+            lambda _: FunctionSource(
+                dataset_fn, mesh, is_per_replica=is_per_replica
+            ),
+        )
         return DistributedDataset(source, mesh)
 
     def experimental_distribute_datasets_from_function(
@@ -296,6 +306,44 @@ class CustomLoops:
         """
         with self._runner.debugging():
             yield
+
+    def explain_input(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        options: InputOptions | None = None,
+    ) -> "InputExplanation":
+        """Explains which process and replica reads what of a dataset.
+
+        Nothing is trained and no process waits for another. Of the data a
+        first batch is read at most, and nothing of an iterable, which might
+        be used up: what it would tell is "unknown" then.
+
+        Args:
+          dataset: What `fit` or `experimental_distribute_dataset` takes:
+            arrays in a nest, as (x, y), or a dataset; or a distributed one.
+          batch_size: Rows of a global batch: of arrays and torch datasets,
+            32 if left out.
+          options: Those of `experimental_distribute_dataset`.
+
+        Returns:
+          An object that prints as a table: the policy and the reason for it,
+          and each replica's rows of a whole batch and of the last one. In
+          notebooks it is an SVG picture (`_repr_svg_()`).
+
+        Raises:
+          TypeError: not a dataset.
+          ValueError: arguments that do not go together.
+
+        Example:
+          ```python
+          print(strategy.explain_input((x, y), batch_size=256))
+          ```
+        """
+        from keras_strategies.strategy.explain_input import explain_input
+
+        mesh = self._runtime.mesh
+        return explain_input(dataset, mesh, batch_size, options)
 
     def _check_context(self) -> None:
         current.check_not_mixing(self)

@@ -29,16 +29,34 @@ from keras.src.trainers.data_adapters import (
     array_slicing,
     data_adapter_utils,
     get_data_adapter,
+    is_grain_dataset,
+    is_tf_dataset,
+    is_torch_dataloader,
+)
+from keras.src.trainers.data_adapters.array_data_adapter import (
+    ArrayDataAdapter,
+    can_convert_arrays,
 )
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.generator_data_adapter import (
     GeneratorDataAdapter,
 )
+from keras.src.trainers.data_adapters.grain_dataset_adapter import (
+    GrainDatasetAdapter,
+)
 from keras.src.trainers.data_adapters.py_dataset_adapter import (
+    PyDataset,
     PyDatasetAdapter,
+)
+from keras.src.trainers.data_adapters.tf_dataset_adapter import (
+    TFDatasetAdapter,
+)
+from keras.src.trainers.data_adapters.torch_data_loader_adapter import (
+    TorchDataLoaderAdapter,
 )
 from keras.src.trainers.epoch_iterator import EpochIterator
 from keras.src.trainers.trainer import Trainer
+from keras.src.utils import file_utils
 
 BRIDGE = pathlib.Path(__file__).parents[2] / "keras_strategies/keras_bridge"
 X = np.arange(12, dtype="float32").reshape(6, 2)
@@ -61,10 +79,11 @@ RELIED_ON = {
     # Layers, optimizers, metrics.
     "_fn",
     "_fn_kwargs",
-    "_get_iterator",
     "_inputs",
     "_moments",
+    "_num_samples",
     "_reduction_axes",
+    "_shuffle",
     "_trainable_variables",
 }
 """Private names of Keras, each with a test here."""
@@ -581,6 +600,46 @@ def test_adapters_are_chosen_by_kind_of_data():
     assert all(
         isinstance(x, np.ndarray) for x, _ in arrays.get_numpy_iterator()
     )
+
+
+def test_datasets_of_others_are_chosen_by_kind():
+    import grain
+    import tensorflow as tf
+    import torch
+
+    dataset = tf.data.Dataset.from_tensor_slices(X).batch(2)
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.tensor(X)), batch_size=2
+    )
+    of_grain = grain.MapDataset.source(list(X)).batch(2)
+    for given, is_one, kind in (
+        (dataset, is_tf_dataset, TFDatasetAdapter),
+        (loader, is_torch_dataloader, TorchDataLoaderAdapter),
+        (of_grain, is_grain_dataset, GrainDatasetAdapter),
+    ):
+        assert is_one(given)
+        assert not is_one(X)
+        assert isinstance(get_data_adapter(x=given), kind)
+
+
+def test_array_adapters_tell_what_they_hold():
+    adapter = ArrayDataAdapter(X, Y, batch_size=4, shuffle="batch")
+    assert adapter._num_samples == 6, "_num_samples"
+    assert adapter._shuffle == "batch", "_shuffle"
+    assert can_convert_arrays((X, None, Y))
+    assert not can_convert_arrays(("text",))
+    assert PyDataset is keras.utils.PyDataset
+
+
+def test_backups_are_found_restored_and_saved_by_methods(tmp_path):
+    backup = keras.callbacks.BackupAndRestore(tmp_path / "b")
+    assert not file_utils.exists(backup._weights_path)
+    assert not file_utils.exists(backup._training_metadata_path)
+    model = model_of(keras.layers.Dense(1))
+    backup.set_model(model)
+    backup._save_model()
+    assert file_utils.exists(backup._weights_path), "_save_model"
+    assert file_utils.exists(backup._training_metadata_path)
 
 
 def test_helpers_for_data():

@@ -1,0 +1,142 @@
+"""Making a source in every process, or in none."""
+
+import itertools
+import json
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.cluster.agreement import Agreement
+from keras_strategies.data.source import Source
+
+
+def made_together(
+    mesh: ReplicaMesh,
+    name: str,
+    make: Callable[[int], Source],
+    facts: dict[str, Any] | None = None,
+) -> Source:
+    """Makes a source in every process. Collective.
+
+    All take the chief's seed, unless the rows are the process's own. If one
+    process cannot make its source, all raise; nobody waits for it later on.
+
+    Args:
+      mesh: The replicas.
+      name: The call that it is for, for messages.
+      make: Makes it, from a number that is the same in all processes.
+      facts: What else must be the same in all, by name; what JSON can hold.
+
+    Raises:
+      ValueError: the processes are in different calls, or were given
+        different data or numbers.
+      RuntimeError: another process could not make it.
+    """
+    number = _number()
+    if mesh.num_processes == 1:
+        return make(number)
+    agreement = Agreement(mesh.processes, f"preparing the data of {name}")
+    try:
+        return _made(mesh, agreement, number, name, make, facts or {})
+    finally:
+        agreement.end()
+
+
+def _made(
+    mesh: ReplicaMesh,
+    agreement: Agreement,
+    number: int,
+    name: str,
+    make: Callable[[int], Source],
+    facts: dict[str, Any],
+) -> Source:
+    heard = _exchange(agreement, {"number": number})
+    source, error = None, None
+    try:
+        source = make(heard[0]["number"])
+    except Exception as raised:
+        error = raised
+    said: dict[str, Any] = {}
+    if error is not None:
+        said["error"] = f"{type(error).__name__}: {error}"
+    elif source is not None:
+        said["facts"] = facts | source.facts()
+        if mesh.process_index == 0:
+            said["seed"] = source.seed
+    heard = _exchange(agreement, said)
+    raise_together(mesh, f"Preparing the data of {name}", heard, error)
+    _check_facts(mesh, name, [said["facts"] for said in heard])
+    assert source is not None
+    if not source.is_own:
+        source.restart(heard[0]["seed"])
+    return source
+
+
+def _check_facts(
+    mesh: ReplicaMesh, name: str, facts: list[dict[str, Any]]
+) -> None:
+    for fact in dict.fromkeys(itertools.chain(*facts)):
+        values = [given.get(fact) for given in facts]
+        if any(value != values[0] for value in values):
+            received = ", ".join(
+                f"{value} (process {process})"
+                for process, value in zip(mesh.processes, values, strict=True)
+            )
+            raise ValueError(
+                f"All processes must give {name} the same data, batch size "
+                f"and numbers of steps and epochs. Received: {fact} of "
+                f"{received}. Give all processes the same; of rows that are "
+                "each process's own, with `AutoShardPolicy.OFF`, the number "
+                "may differ."
+            )
+
+
+def raise_together(
+    mesh: ReplicaMesh,
+    what: str,
+    heard: list[dict[str, Any]],
+    error: Exception | None,
+) -> None:
+    """Raises if a process has said that it had an error.
+
+    Args:
+      mesh: The replicas.
+      what: What was done, to begin a sentence with.
+      heard: What each process said; with "error" if it had one.
+      error: This process's own, which is raised itself.
+
+    Raises:
+      RuntimeError: another process had one.
+    """
+    failed = [
+        f"process {process}: {said['error'].rstrip(' .')}"
+        for process, said in zip(mesh.processes, heard, strict=True)
+        if "error" in said
+    ]
+    if not failed:
+        return
+    if error is not None:
+        if len(failed) < mesh.num_processes:
+            error.add_note(f"{what} failed here, so all processes stop.")
+        raise error
+    raise RuntimeError(
+        f"{what} failed in another process, so all processes stop. Received: "
+        f"{'; '.join(failed)}. Mend what the named process reads."
+    )
+
+
+def _exchange(
+    agreement: Agreement, said: dict[str, Any]
+) -> list[dict[str, Any]]:
+    # Numbers of numpy's too, and what else arguments may be.
+    text = json.dumps(said, default=str)
+    return [json.loads(text) for text in agreement.exchange(text)]
+
+
+def _number() -> int:
+    """A number from the random state, which is left as it is."""
+    _, words, position, *_ = np.random.get_state(legacy=True)
+    return zlib.crc32(np.asarray(words).tobytes(), int(position))

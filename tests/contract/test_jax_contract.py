@@ -1,0 +1,85 @@
+"""What JAX does that `keras_strategies.cluster` relies on."""
+
+import inspect
+
+from jax._src import distributed
+
+from keras_strategies.testing import run_processes
+
+
+def client_calls():
+    """Uses the key-value client as an `Agreement` does."""
+    import jax
+
+    client = distributed.global_state.client
+    me = jax.process_index()
+    client.key_value_set(f"contract/{me}", "é" * 100_000)
+    other = client.blocking_key_value_get(f"contract/{1 - me}", 60_000)
+    told = {}
+    try:
+        client.blocking_key_value_get("contract/never", 50)
+    except jax.errors.JaxRuntimeError as error:
+        told["late"] = str(error)
+    try:
+        client.key_value_set(f"contract/{me}", "again")
+    except jax.errors.JaxRuntimeError as error:
+        told["twice"] = str(error)
+    client.key_value_set(f"heard/{me}", "")
+    client.blocking_key_value_get(f"heard/{1 - me}", 60_000)
+    client.key_value_delete(f"contract/{me}")
+    client.key_value_delete("contract/no such key")
+    try:
+        client.blocking_key_value_get(f"contract/{me}", 50)
+    except jax.errors.JaxRuntimeError as error:
+        told["deleted"] = str(error)
+    return told | {"other": len(other), "first": other[0]}
+
+
+def agree():
+    """Many agreements: what was said is forgotten at last."""
+    import jax
+
+    from keras_strategies.cluster import agreement
+
+    client = distributed.global_state.client
+    assert agreement.is_available()
+    for number in range(agreement._NUM_KEPT + 5):
+        made = agreement.Agreement((0, 1), "x")
+        for count in range(2):
+            text = f"{number} {count} {jax.process_index()}"
+            heard = made.exchange(text)
+            assert heard == [f"{number} {count} {p}" for p in (0, 1)]
+        made.end()
+    left = client.key_value_dir_get("keras_strategies/")
+    try:
+        agreement.Agreement((0, 1), f"call {jax.process_index()}").exchange("")
+    except ValueError as error:
+        return len(left), str(error)
+
+
+def run():
+    return client_calls(), agree()
+
+
+def test_the_key_value_client_and_what_it_forgets():
+    from keras_strategies.cluster import agreement
+
+    results = run_processes(
+        "tests.contract.test_jax_contract:run", 2, timeout_s=200
+    )
+    for result in results:
+        told, (count, error) = result.value
+        assert (told["other"], told["first"]) == (100_000, "é")
+        assert "DEADLINE_EXCEEDED" in told["late"]
+        assert "DEADLINE_EXCEEDED" in told["deleted"]
+        assert "ALREADY_EXISTS" in told["twice"]
+        assert count <= 2 * (agreement._NUM_KEPT + 2)
+        assert "Received: call 0 (process 0), call 1 (process 1)" in error
+
+
+def test_there_is_no_public_name_of_the_client():
+    import jax
+
+    assert not hasattr(jax.distributed, "global_state")
+    source = inspect.getsource(distributed.State)
+    assert "client" in source

@@ -1,0 +1,139 @@
+"""Orders: Keras's draws, as a pure function of a seed and the epoch."""
+
+import random
+
+import numpy as np
+import pytest
+
+from keras_strategies.data.order import BatchOrder, RowOrder
+
+
+def row_order():
+    return RowOrder(13)
+
+
+def window_order():
+    return RowOrder(13, window=4)
+
+
+def batch_order():
+    return BatchOrder(7)
+
+
+MAKERS = [row_order, window_order, batch_order]
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    states = random.getstate(), np.random.get_state()
+    random.seed(3)
+    np.random.seed(3)
+    yield
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+
+
+def lists(order, epochs):
+    return [order.of(epoch).tolist() for epoch in epochs]
+
+
+def test_rows_are_in_the_order_of_numpys_draws():
+    order = RowOrder(13)
+    state = np.random.get_state()
+    made = lists(order, range(3))
+    after = np.random.random()
+    np.random.set_state(state)
+    assert made == [np.random.permutation(13).tolist() for _ in range(3)]
+    # The global generator has moved on, as drawing from it would.
+    assert np.random.random() == after
+
+
+def test_rows_are_shuffled_within_windows():
+    order = RowOrder(13, window=4).of(0)
+    for start in range(0, 13, 4):
+        window = order[start : start + 4]
+        assert sorted(window) == list(range(start, min(start + 4, 13)))
+
+
+def test_batches_are_in_the_order_of_pythons_draws():
+    order = BatchOrder(7)
+    state = random.getstate()
+    made = lists(order, range(3))
+    after = random.random()
+    random.setstate(state)
+    for epoch in range(3):
+        indices = list(range(7))
+        random.shuffle(indices)
+        assert made[epoch] == indices
+    assert random.random() == after
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_any_epoch_may_be_asked_for_at_any_time(make):
+    order = make()
+    first = lists(order, range(5))
+    assert lists(order, [4, 0, 2, 2, 3]) == [first[i] for i in [4, 0, 2, 2, 3]]
+    assert len({tuple(epoch) for epoch in first}) > 1
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_seed_gives_the_same_orders_elsewhere(make):
+    order = make()
+    expected = lists(order, range(3))
+    random.seed(99)
+    np.random.seed(99)
+    other = make()
+    assert lists(other, range(3)) != expected
+    other.restart(order.seed)
+    assert lists(other, range(3)) == expected
+    assert other.seed == order.seed
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_seed_is_kept_while_orders_are_drawn(make):
+    order = make()
+    seed = order.seed
+    order.of(3)
+    assert order.seed == seed
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_skip_makes_the_second_order_the_first(make):
+    order = make()
+    expected = lists(order, range(3))
+    order.restart(order.seed)
+    order.skip()
+    assert lists(order, range(2)) == expected[1:]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_somebody_elses_draws_change_nothing(make):
+    expected = lists(make(), range(3))
+    random.seed(3)
+    np.random.seed(3)
+    order = make()
+    made = lists(order, [0])
+    random.random(), np.random.random()
+    states = random.getstate(), np.random.get_state()[1].tolist()
+    assert made + lists(order, [1, 2]) == expected
+    # And those draws are not disturbed either.
+    assert states == (random.getstate(), np.random.get_state()[1].tolist())
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_spare_gaussian_is_part_of_the_seed(make):
+    np.random.normal()
+    random.gauss(0, 1)
+    order = make()
+    order.of(0)
+    other = make()
+    other.restart(order.seed)
+    assert other.seed == order.seed
+    assert other.of(2).tolist() == order.of(2).tolist()
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_small_orders(size):
+    assert RowOrder(size).of(1).tolist() == list(range(size))
+    assert BatchOrder(size).of(1).tolist() == list(range(size))
+    assert BatchOrder(size).of(1).dtype.kind == "i"

@@ -1,0 +1,314 @@
+"""Every row once, equally many steps, and what each batch is made of."""
+
+import collections
+
+import jax
+import keras
+import numpy as np
+import pytest
+from keras.src.trainers.data_adapters.array_data_adapter import (
+    ArrayDataAdapter,
+)
+from keras.src.trainers.data_adapters.py_dataset_adapter import (
+    PyDatasetAdapter,
+)
+
+from keras_strategies._core.rows import rows_of_processes, rows_of_replicas
+from keras_strategies.data.distributed import counts_of
+from keras_strategies.data.iterables import IterableSource
+from keras_strategies.data.numpy_dataset import NumpyDataset, RowsSource
+from keras_strategies.data.options import AutoShardPolicy
+from keras_strategies.keras_bridge.sources import ArraySource, PyDatasetSource
+from tests.data.workers import Mesh, global_batches, read_all, rows_of
+
+WORKERS = [1, 2, 3, 5]
+REPLICAS = [1, 2, 4]
+ROWS = [0, 1, 7, 8, 13, 64]
+SIZES = [1, 4, 8, 9]
+
+
+def values(rows):
+    return np.arange(rows, dtype="float32")[:, None]
+
+
+def batches_of(rows, size):
+    whole = values(rows)
+    return [whole[i : i + size] for i in range(0, rows, size)]
+
+
+class Iterable:
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+class Dataset(keras.utils.PyDataset):
+    def __init__(self, batches, **kwargs):
+        super().__init__(**kwargs)
+        self.batches = batches
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __getitem__(self, index):
+        return (self.batches[index],)
+
+
+def arrays(rows, size, count, index, own):
+    del count, index, own
+    return ArraySource(ArrayDataAdapter(values(rows), batch_size=size))
+
+
+def rows_source(rows, size, count, index, own):
+    del count, index, own
+    return RowsSource(NumpyDataset(values(rows)).batch(size))
+
+
+def py_dataset(rows, size, count, index, own):
+    dataset = Dataset(batches_of(rows, size))
+    return PyDatasetSource(
+        PyDatasetAdapter(dataset), is_own=own, is_marked=count > 1
+    )
+
+
+def iterable(rows, size, count, index, own):
+    return IterableSource(
+        Iterable(batches_of(rows, size)), is_own=own, is_marked=count > 1
+    )
+
+
+def files(folder):
+    from keras_strategies.data.file_source import FilesSource
+    from keras_strategies.data.file_source import files as files_of
+
+    def make(rows, size, count, index, own, policy=AutoShardPolicy.DATA):
+        cuts = [0, rows // 7, rows // 7, rows // 2, rows, rows]
+        paths = []
+        for number, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False)):
+            path = folder / f"{rows}-{number}.npy"
+            if not path.exists():
+                temporary = folder / f"{rows}-{number}-{count}-{index}"
+                with open(temporary, "wb") as file:
+                    np.save(file, values(rows)[a:b])
+                temporary.replace(path)
+            paths.append(path)
+        if own:
+            policy = AutoShardPolicy.OFF
+        return FilesSource(
+            files_of(paths, "npy", batch_size=size),
+            num_processes=count,
+            process_index=index,
+            policy=policy,
+        )
+
+    return make
+
+
+def by_file(folder):
+    make = files(folder)
+
+    def by_file(rows, size, count, index, own):
+        return make(rows, size, count, index, own, AutoShardPolicy.FILE)
+
+    return by_file
+
+
+def grain_dataset(rows, size, count, index, own):
+    import grain
+
+    from keras_strategies.data.grain_data import GrainSource
+
+    policy = AutoShardPolicy.OFF if own else AutoShardPolicy.AUTO
+    return GrainSource(
+        grain.MapDataset.source(values(rows)).batch(size),
+        num_processes=count,
+        process_index=index,
+        policy=policy,
+    )
+
+
+def torch_loader(rows, size, count, index, own):
+    import torch
+
+    from keras_strategies.data.torch_data import TorchSource
+
+    dataset = torch.utils.data.TensorDataset(torch.tensor(values(rows)))
+    return TorchSource(
+        torch.utils.data.DataLoader(dataset, batch_size=size),
+        num_processes=count,
+        process_index=index,
+        policy=AutoShardPolicy.OFF if own else AutoShardPolicy.AUTO,
+    )
+
+
+def tf_data(rows, size, count, index, own):
+    import tensorflow as tf
+
+    from keras_strategies.data.tf_data import TfDataSource
+
+    dataset = tf.data.Dataset.from_tensor_slices(values(rows)).batch(size)
+    return TfDataSource(
+        dataset,
+        num_processes=count,
+        process_index=index,
+        seed=0,
+        policy=AutoShardPolicy.OFF if own else AutoShardPolicy.AUTO,
+    )
+
+
+def check(make, workers, replicas, rows, size, own, is_balanced, times):
+    made = read_all(
+        lambda count, index: make(rows, size, count, index, times > 1),
+        workers=workers,
+        replicas=replicas,
+        is_balanced=is_balanced,
+    )
+    steps = global_batches(made)
+    taken = collections.Counter(sum(steps, []))
+    assert taken == dict.fromkeys(range(rows), times)
+    for number, step in enumerate(zip(*made, strict=True)):
+        plans = {(batch.parts, batch.batch_size) for batch in step}
+        assert len(plans) == 1
+        ((parts, batch_size),) = plans
+        assert parts == tuple(len(rows_of(batch)) for batch in step)
+        assert sum(parts) <= batch_size
+        shapes = {
+            str(jax.tree.map(lambda a: (a.shape[1:], a.dtype), b.data))
+            for b in step
+        }
+        assert len(shapes) == 1
+        if step[0].batch_size == size and len(made) > 1:
+            check_counts(step[0], workers, replicas, own, is_balanced)
+        if not own:
+            # A batch of one process, cut in pieces in their order.
+            first = number * size
+            assert steps[number] == list(range(first, min(first + size, rows)))
+    return steps
+
+
+def check_counts(batch, workers, replicas, own, is_balanced):
+    """The places of the replicas are those of rule V2."""
+    if is_balanced:
+        return
+    mesh = Mesh(num_processes=workers, replicas_per_process=replicas)
+    counts = counts_of(batch, mesh)
+    assert rows_of_processes(counts, workers) == batch.parts
+    if not own and batch.rows == batch.batch_size:
+        size = batch.batch_size
+        assert counts == rows_of_replicas(size, size, mesh.num_replicas)
+
+
+FAST = [arrays, rows_source, py_dataset, iterable]
+
+
+CASES = [
+    (workers, replicas, rows, size)
+    for workers in WORKERS
+    for replicas in REPLICAS
+    for rows in ROWS
+    for size in SIZES
+]
+
+
+def check_all(make, own, cases):
+    for number, (workers, replicas, rows, size) in enumerate(cases):
+        is_own = workers > 1 and (own or make.__name__ == "by_file")
+        check(
+            make,
+            workers,
+            replicas,
+            rows,
+            size,
+            is_own,
+            is_balanced=bool(number % 2),
+            times=workers if own else 1,
+        )
+
+
+@pytest.mark.parametrize("make", FAST)
+def test_each_row_is_used_once(make):
+    # Arrays without rows are refused before.
+    is_array = make in (arrays, rows_source)
+    check_all(make, False, [c for c in CASES if c[2] or not is_array])
+
+
+@pytest.mark.parametrize("make", [py_dataset, iterable])
+def test_each_process_uses_its_own_rows_once(make):
+    check_all(make, True, CASES)
+
+
+def made(name, folder):
+    return {
+        "files": lambda: files(folder),
+        "by file": lambda: by_file(folder),
+        "grain": lambda: grain_dataset,
+        "torch": lambda: torch_loader,
+        "tf.data": lambda: tf_data,
+    }[name]()
+
+
+NAMES = ["files", "by file", "grain", "torch", "tf.data"]
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_each_row_is_used_once_of_other_sources(name, own, tmp_path):
+    cases = [
+        (workers, replicas, rows, size)
+        for workers, replicas in [(2, 2), (3, 1), (5, 4)]
+        for rows, size in [(0, 4), (1, 4), (13, 4), (8, 9), (7, 1)]
+    ]
+    check_all(made(name, tmp_path), own, cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_each_row_is_used_once_in_all_cases(name, own, tmp_path):
+    check_all(made(name, tmp_path), own, CASES)
+
+
+def test_own_rows_of_unequal_numbers_fill_equal_steps():
+    for rows in ([0, 9], [13, 2], [1, 1], [5, 0, 7], [64, 63, 1]):
+        for size in SIZES:
+            read = read_all(
+                lambda count, index, rows=rows, size=size: PyDatasetSource(
+                    PyDatasetAdapter(
+                        Dataset(batches_of(rows[index], 3) or [values(1)[:0]])
+                        if rows[index]
+                        else Dataset([])
+                    ),
+                    is_own=True,
+                ),
+                workers=len(rows),
+                replicas=2,
+            )
+            for index, batches in enumerate(read):
+                own = sum(map(rows_of, batches), [])
+                assert own == list(range(rows[index])), (rows, size)
+            assert len({len(batches) for batches in read}) == 1
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_an_error_of_one_process_is_raised_in_all(index):
+    raised = []
+
+    class Broken:
+        def __init__(self, is_broken):
+            self.is_broken = is_broken
+
+        def __iter__(self):
+            yield values(4)
+            if self.is_broken:
+                raise OSError("gone")
+            yield values(4)
+
+    def make(count, i):
+        raised.append(i)
+        return IterableSource(Broken(i == index), is_own=False, is_marked=True)
+
+    with pytest.raises((OSError, RuntimeError), match="gone"):
+        read_all(make, workers=3)
+    assert sorted(raised) == [0, 1, 2]

@@ -1,0 +1,62 @@
+"""What batches are made of, as text."""
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from keras_strategies.data import structure
+
+NESTS = [
+    np.zeros((3, 2), "float32"),
+    (np.zeros((3, 2), "float64"), np.zeros(3, "int64")),
+    [np.zeros((3, 1), bool)],
+    {"b": np.zeros((3, 1), "uint8"), "a": (np.zeros((3, 4, 5), "int8"), None)},
+    (np.zeros((3, 2), ml_dtypes.bfloat16),),
+    {1: np.zeros(3, "float16"), 0: []},
+    (),
+]
+
+
+@pytest.mark.parametrize("nest", NESTS, ids=str)
+def test_an_empty_batch_is_like_its_first(nest):
+    empty = structure.empty(structure.spec_of(nest))
+    assert jax.tree.structure(empty) == jax.tree.structure(nest)
+    for leaf, like in zip(
+        jax.tree.leaves(empty), jax.tree.leaves(nest), strict=True
+    ):
+        assert leaf.dtype == like.dtype
+        assert leaf.shape == (0, *like.shape[1:])
+    assert structure.spec_of(empty) == structure.spec_of(nest)
+
+
+def test_dicts_of_another_order_are_alike():
+    x, y = np.zeros((2, 1)), np.zeros(2)
+    assert structure.spec_of({"x": x, "y": y}) == structure.spec_of(
+        {"y": y, "x": x}
+    )
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_like"),
+    [
+        (np.zeros((2, 3)), np.zeros((4, 3)), True),
+        (np.zeros((2, 3)), np.zeros((2, 5)), True),  # Padded to its own length.
+        (np.zeros((2, 3)), np.zeros(2), False),
+        (np.zeros(2, "float64"), np.zeros(2, "float32"), True),
+        (np.zeros(2, "int32"), np.zeros(2, "float32"), False),
+        ((np.zeros(2),), [np.zeros(2)], False),
+        ((np.zeros(2), None), (np.zeros(2), np.zeros(2)), False),
+    ],
+)
+def test_what_is_like_another(one, other, is_like):
+    specs = structure.spec_of(one), structure.spec_of(other)
+    assert structure.is_like(*specs) is is_like
+    assert structure.is_like(*reversed(specs)) is is_like
+
+
+def test_it_is_shown_as_users_write_it():
+    batch = {"x": np.zeros((2, 3), "float32"), "y": np.zeros(2, "int64")}
+    assert structure.shown(structure.spec_of(batch)) == str(
+        {"x": "float32[?, 3]", "y": "int64[?]"}
+    )

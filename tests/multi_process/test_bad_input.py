@@ -1,0 +1,90 @@
+"""Wrong data on several processes: one error in each, and nothing hangs."""
+
+import pytest
+
+from keras_strategies.testing import run_processes
+
+TARGET = "tests.multi_process.bad_input:run"
+# What every process is told, by case; and what the failing one is told.
+EVERYWHERE = {
+    "lengths of arrays": "number of rows of 32 (process 0), 33 (process 1)",
+    "contents of arrays": "rows that differ in step 0",
+    "dtypes of arrays": "rows that differ in step 0",
+    "shapes of arrays": "('float32[?, 4]', 'float32[?, 1]') (process 1)",
+    "structures of arrays": "in step 0 ('float32[?, 3]', 'float32[?, 1]')",
+    "batch sizes": "batch_size of 8 (process 0), 16 (process 1)",
+    "a shorter PyDataset": "no batch 3",
+    "other numbers of batches": "num_batches of 4 (process 0), 5 (process 1)",
+    "a PyDataset in two orders": "rows that differ in step 0",
+    "structure changes in all": "must have the same structure",
+    "structure changes in one": "must have the same structure",
+    "rank changes": "must have the same structure",
+    "a generator of two orders": "rows that differ in step 0",
+    "a longer generator": "in step 4 no more rows (process 0), 8 rows",
+    "text": "needs a first dimension",
+    "an infinite dataset": "Pass `steps_per_epoch`",
+    "an unbatched dataset": "Call `.batch(global_batch_size)` first",
+    "a ragged dataset": "must be dense tensors",
+    "an empty dataset": "need at least one row",
+    "too few files": "needs a dataset that reads at least one file for each",
+    "another call": "`fit` (process 0), preparing the data of `evaluate` (",
+    "other epochs": "epochs of 1 (process 0), 2 (process 1)",
+    "validation in one": "validation of True (process 0), False (process 1)",
+    "steps per epoch": "steps_per_epoch of 2 (process 0), 3 (process 1)",
+}
+IN_ONE = {
+    "a generator fails": "OSError: the disk is gone",
+    "a generator fails at K=3": "OSError: the disk is gone",
+    "a generator fails at once": "OSError: no such bucket",
+    "evaluate fails": "OSError: the disk is gone",
+    "predict fails": "OSError: the disk is gone",
+    "validation fails": "OSError: the disk is gone",
+    "x and y of one process": "ValueError: Data cardinality is ambiguous",
+    "strings in one process": "TypeError: The arrays of a batch must hold",
+    "a PyDataset's hook": "OSError: no connection",
+    "a PyDataset fails": "OSError: cannot decode",
+    "a PyDataset with workers fails": "OSError: cannot decode",
+    "a cut record": "cut-1.tfrecord, damaged or cut off at record 15",
+    "own rows fail": "OSError: own disk is gone",
+    "a function fails": "OSError: no shard here",
+}
+
+
+def test_wrong_data_ends_in_one_error_everywhere(tmp_path):
+    first, second = run_processes(
+        TARGET, 2, args=(str(tmp_path),), timeout_s=300
+    )
+    assert first.value.keys() == second.value.keys()
+    for name, told in first.value.items():
+        other = second.value[name]
+        # The model is used again, and the replicas stay together.
+        assert told["after"] == other["after"], name
+        if name in EVERYWHERE:
+            assert EVERYWHERE[name] in told["error"], name
+            assert EVERYWHERE[name] in other["error"], name
+        elif name in IN_ONE:
+            message = f"process 1: {IN_ONE[name].split(': ')[0]}"
+            if "cut" not in name:
+                assert message in told["error"], name
+            assert IN_ONE[name].split(": ")[-1] in told["error"], name
+            assert other["error"].startswith(IN_ONE[name][:8]) or (
+                "cut" in name
+            ), name
+            assert "failed here, so all processes stop" in other["error"]
+        else:
+            assert name == "a process stays away"
+    away = [result.value["a process stays away"] for result in (first, second)]
+    assert "TimeoutError: Process 1 did not take part" in away[0]["error"]
+    assert "TimeoutError: Process 0 did not take part" in away[1]["error"]
+
+
+@pytest.mark.slow
+def test_wrong_data_in_one_of_three_processes(tmp_path):
+    names = ["a generator fails", "own rows fail", "a PyDataset fails"]
+    results = run_processes(
+        TARGET, 3, args=(str(tmp_path), names), timeout_s=300
+    )
+    for name in names:
+        errors = [result.value[name]["error"] for result in results]
+        assert all("OSError" in error for error in errors), name
+        assert len({str(r.value[name]["after"]) for r in results}) == 1

@@ -1,0 +1,26 @@
+"""Files are the chief's; a backup is restored by all."""
+
+import numpy as np
+
+from keras_strategies.testing import run_processes
+
+
+def test_the_chief_writes_and_all_restore(tmp_path):
+    results = run_processes(
+        "tests.multi_process.with_callbacks:files", 2, args=[str(tmp_path)]
+    )
+    first, second = (result.value for result in results)
+    for name in ("history", "rest", "weights", "again"):
+        assert first[name] == second[name]
+    assert (tmp_path / "0.keras").exists()
+    assert not (tmp_path / "1.keras").exists()
+    lines = (tmp_path / "log.csv").read_text().splitlines()
+    assert [line.split(",")[0] for line in lines] == ["epoch", *"0123"]
+    # The epochs after the interruption, and no others, were run again.
+    assert len(first["rest"]["loss"]) == 2
+    np.testing.assert_allclose(
+        first["rest"]["loss"], first["history"]["loss"][2:], rtol=1e-5
+    )
+    for actual, expected in zip(first["again"], first["weights"], strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+    assert "must find the same backup" in first["refused"]

@@ -1,0 +1,66 @@
+"""Callbacks on several processes; see `run_processes`."""
+
+import contextlib
+import pathlib
+
+import jax
+import keras
+
+import keras_strategies as ks
+from keras_strategies.testing import assert_replicated
+from tests.multi_process.custom_loops import SIZE, lists
+from tests.multi_process.scenarios import build, data
+
+
+class Stop(keras.callbacks.Callback):
+    """Ends a fit as a crash would."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 2:
+            raise InterruptedError
+
+
+def files(folder):
+    """Checkpoints, logs, and a backup that a second fit goes on from."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    folder = pathlib.Path(folder)
+    x, y = data(21)
+    own = folder / f"{jax.process_index()}.keras"
+    callbacks = [
+        keras.callbacks.ModelCheckpoint(own),
+        keras.callbacks.CSVLogger(folder / "log.csv"),
+        keras.callbacks.EarlyStopping(monitor="loss", patience=50),
+    ]
+    given = {"batch_size": SIZE, "shuffle": False, "verbose": 0}
+    whole = build(strategy)
+    whole.build((None, 3))
+    history = whole.fit(x, y, epochs=4, callbacks=callbacks, **given).history
+    backup = keras.callbacks.BackupAndRestore(
+        folder / "backup", delete_checkpoint=False
+    )
+    model = build(strategy)
+    model.build((None, 3))
+    with contextlib.suppress(InterruptedError):
+        model.fit(x, y, epochs=4, callbacks=[backup, Stop()], **given)
+    again = build(strategy)
+    again.build((None, 3))
+    rest = again.fit(x, y, epochs=4, callbacks=[backup], **given).history
+    assert_replicated(again)
+    assert type(backup) is keras.callbacks.BackupAndRestore
+    # Of a folder that not all processes see.
+    lonely = keras.callbacks.BackupAndRestore(folder / str(jax.process_index()))
+    if jax.process_index() == 0:
+        (folder / "0").mkdir()
+        again.save_weights(folder / "0" / "latest.weights.h5")
+    try:
+        again.fit(x, y, callbacks=[lonely], **given)
+        refused = ""
+    except ValueError as error:
+        refused = str(error)
+    return {
+        "history": history,
+        "rest": rest,
+        "weights": [lists(w) for w in whole.get_weights()],
+        "again": [lists(w) for w in again.get_weights()],
+        "refused": refused,
+    }
