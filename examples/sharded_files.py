@@ -38,13 +38,13 @@ def write_files(folder):
     import tensorflow as tf
 
     x, y = rows()
-    paths, row = [], 0
+    paths, first = [], 0
     for number, count in enumerate(ROWS_OF_FILES):
         paths.append(os.path.join(folder, f"train-{number}.tfrecord"))
         with tf.io.TFRecordWriter(paths[-1]) as file:
-            for row in range(row, row + count):
+            for row in range(first, first + count):
                 file.write(record(row, x[row], y[row]))
-        row += 1
+        first += count
     return paths
 
 
@@ -208,7 +208,9 @@ def print_result(results, difference):
     of_each = zip(*steps, strict=True)
     logs = results[0]["evaluate"]
     table = Table(title="Training on both", show_header=False)
-    table.add_row("rows of each step", ", ".join(f"{a}+{b}" for a, b in of_each))
+    table.add_row(
+        "rows of each step", ", ".join(f"{a}+{b}" for a, b in of_each)
+    )
     table.add_row("accuracy", f"{logs['accuracy']:.3f}")
     table.add_row("loss", f"{logs['loss']:.4f}")
     table.add_row(

@@ -25,6 +25,15 @@ from keras_strategies.keras_bridge.choosing import source_of_dataset
 from keras_strategies.keras_bridge.sources import ArraySource, PyDatasetSource
 from tests.data.workers import global_batches, read_all
 
+
+@pytest.fixture(autouse=True)
+def no_seed_of_tensorflow():
+    """Other tests set one; shuffles without a seed have some after it."""
+    import tensorflow as tf
+
+    tf.random.set_seed(None)
+
+
 ROWS, SIZE = 30, 4  # Seven batches and a half.
 STEPS = 8
 X = np.arange(ROWS, dtype="float32")[:, None]

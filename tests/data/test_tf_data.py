@@ -15,6 +15,15 @@ import pytest
 from keras_strategies.data.options import SHARD_HINT, AutoShardPolicy
 from keras_strategies.data.tf_data import TfDataSource
 
+
+@pytest.fixture(autouse=True)
+def no_seed_of_tensorflow():
+    """Other tests set one; shuffles without a seed have some after it."""
+    import tensorflow as tf
+
+    tf.random.set_seed(None)
+
+
 tf = pytest.importorskip("tensorflow")
 
 AUTO, FILE, DATA, HINT, OFF = (

@@ -1,8 +1,8 @@
 """fit, evaluate and predict give one device's numbers (docs/parity.md).
 
 The default run covers every case on even and uneven numbers of rows on 2
-replicas, and on 8 those that are no single loss or metric; `-m slow` runs every
-case x strategy x rows/batch pair.
+replicas, and a basic one on every strategy; `-m slow` runs every case x
+strategy x rows/batch pair.
 """
 
 import pytest
@@ -10,10 +10,7 @@ import pytest
 from tests.parity.cases import CASES, LOSSES, METRICS
 from tests.parity.one_device import PAIRS, STRATEGIES, check
 
-_QUICK = {
-    "mirrored2": ((64, 16), (13, 5)),
-    "mirrored8": ((70, 16),),
-}
+_QUICK = ((64, 16), (13, 5))
 _BASIC = "sgd"
 # One worker runs all tests of a case: they share the one-device results.
 _NAMES = [
@@ -21,17 +18,9 @@ _NAMES = [
 ]
 
 
-_CHOSEN = [
-    pytest.param(name, strategy, marks=pytest.mark.xdist_group(name))
-    for name in CASES
-    for strategy in _QUICK
-    if strategy == "mirrored2" or name not in LOSSES | METRICS
-]
-
-
-@pytest.mark.parametrize(("name", "strategy"), _CHOSEN)
-def test_equals_one_device(name, strategy):
-    check(name, strategy, _QUICK[strategy], _seen(name))
+@pytest.mark.parametrize("name", _NAMES)
+def test_equals_one_device(name):
+    check(name, "mirrored2", _QUICK, _seen(name))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -1,0 +1,37 @@
+"""The example that trains from TFRecord files on two processes."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+EXAMPLE = pathlib.Path(__file__).parents[1] / "examples" / "sharded_files.py"
+HIDING = """
+import importlib.util, runpy, sys
+importlib.util.find_spec = lambda name: None
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=os.environ | {"COLUMNS": "80", "PYTHONIOENCODING": "utf-8"},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=300,
+    )
+
+
+def test_it_tells_who_read_which_file():
+    result = run(str(EXAMPLE))
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = [line for line in result.stdout.splitlines() if ".tfrecord" in line]
+    readers = [line.split("│")[-2].strip() for line in lines]
+    assert readers == ["0", "1"] * 3
+
+
+def test_it_asks_for_tensorflow():
+    result = run("-c", HIDING, str(EXAMPLE))
+    assert result.returncode == 1
+    assert 'pip install "keras-strategies[tensorflow]"' in result.stderr
