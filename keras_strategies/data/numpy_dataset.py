@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from keras_strategies._core.batches import num_rows
+from keras_strategies.data.mapped import let_go
 from keras_strategies.data.source import (
     Cut,
     Part,
@@ -131,3 +132,5 @@ class RowsSource(Source):
             part = slice(first + begin, first + end)
             data = jax.tree.map(lambda a, part=part: a[part], self._arrays)
             yield Part(data=data, rows=rows)
+            for array in jax.tree.leaves(self._arrays):
+                let_go(array)

@@ -26,6 +26,7 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import (
 )
 
 from keras_strategies._core.batches import num_rows
+from keras_strategies.data.mapped import is_mapped, let_go
 from keras_strategies.data.order import BatchOrder, RowOrder
 from keras_strategies.data.source import (
     Cut,
@@ -50,9 +51,7 @@ class ArraySource(Source):
     is_planned = True
 
     def __init__(self, adapter: Any) -> None:
-        inputs = array_slicing.convert_to_sliceable(
-            adapter._inputs, target_backend="numpy"
-        )
+        inputs = keras.tree.map_structure(_sliceable, adapter._inputs)
         self._leaves, self._structure = jax.tree.flatten(inputs)
         # Keras takes the rows one array after the other through its nests,
         # which would cost as much as a small step.
@@ -102,6 +101,30 @@ class ArraySource(Source):
             yield Part(
                 data=jax.tree.unflatten(self._structure, leaves), rows=rows
             )
+
+
+def _sliceable(array: Any) -> Any:
+    if is_mapped(array):
+        return _MappedRows(array)
+    return array_slicing.convert_to_sliceable(array, target_backend="numpy")
+
+
+class _MappedRows(array_slicing.NumpySliceable):
+    """Rows of an array that lies in a file, which stay in memory no longer
+    than they are needed. Keras would cast all of them at once."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        super().__init__(array)
+        is_float = keras.backend.is_float_dtype(array.dtype.name)
+        self._dtype = keras.config.floatx() if is_float else array.dtype
+
+    def __getitem__(self, indices: Any) -> np.ndarray:
+        is_view = isinstance(indices, slice)
+        rows = np.array(
+            self.array[indices], self._dtype, copy=True if is_view else None
+        )
+        let_go(self.array)
+        return rows
 
 
 class AdapterSource(Source):
