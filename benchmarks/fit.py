@@ -308,6 +308,7 @@ def report(options):
             measured["tf"] = known
         samples |= {(workload, spe, peer): t for peer, t in measured.items()}
     medians = {cell: statistics.median(s) for cell, s in samples.items()}
+    cells = [cell for cell in cells if cell in samples]
     table = Table(
         title=f"fit on {options.devices} virtual CPU devices, ms a step "
         f"(ours / peer), medians of {options.repeats}"
@@ -320,7 +321,10 @@ def report(options):
         for spe in options.spe:
             row = [workload, str(spe)]
             for peer in options.peers:
-                ms = medians[workload, spe, peer]
+                ms = medians.get((workload, spe, peer))
+                if ms is None:
+                    row.append("aborted")
+                    continue
                 text = f"{ms:.2f}"
                 if peer != "ours" and "ours" in options.peers:
                     text += f" ({medians[workload, spe, 'ours'] / ms:.2f}x)"

@@ -65,7 +65,8 @@ def session(peers, start_peer, repeats):
     """Measures peers in turns; again if XLA aborts one that is not ours.
 
     The collectives of keras.distribution's programs can wait for each other
-    for ever where there are more virtual CPU devices than cores.
+    for ever where there are more virtual CPU devices than cores. A peer that
+    is aborted every time is left out.
 
     Args:
       peers: Their names.
@@ -73,20 +74,26 @@ def session(peers, start_peer, repeats):
       repeats: Number of turns.
 
     Returns:
-      For each peer, what it told after each turn.
+      For each peer that was measured, what it told after each turn.
     """
-    for attempt in range(1, ATTEMPTS):
+    left = list(peers)
+    aborts = dict.fromkeys(peers, 0)
+    while True:
         try:
-            return _one_session(peers, start_peer, repeats)
+            return _one_session(left, start_peer, repeats)
         except PeerEnded as ended:
             if ended.peer == "ours":
                 raise
+            aborts[ended.peer] += 1
+            given_up = aborts[ended.peer] == ATTEMPTS
+            if given_up:
+                left.remove(ended.peer)
             print(
-                f"{ended.peer} was aborted by XLA (attempt {attempt} of "
-                f"{ATTEMPTS}); starting the session again",
+                f"{ended.peer} was aborted by XLA (attempt "
+                f"{aborts[ended.peer]} of {ATTEMPTS}); starting the session "
+                f"again{' without it' if given_up else ''}. It said:\n{ended}",
                 file=sys.stderr,
             )
-    return _one_session(peers, start_peer, repeats)
 
 
 def _one_session(peers, start_peer, repeats):

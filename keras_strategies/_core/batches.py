@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
+from keras_strategies._core import host_arrays
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.rows import (
     balanced_rows,
@@ -279,18 +280,23 @@ def _put(column: Sequence[Any], block: int, mesh: ReplicaMesh) -> jax.Array:
     if _is_placed(leaf, mesh):
         return leaf
     leaf = _padded(leaf, block)
+    taken = host_arrays.aligned if mesh.platform == "cpu" else _as_it_is
     if mesh.num_processes == 1:
         return jax.make_array_from_callback(
-            leaf.shape, mesh.split, leaf.__getitem__
+            leaf.shape, mesh.split, lambda index: taken(leaf[index])
         )
     first = mesh.process_index * block
 
     def rows_of(index: Any) -> Any:
         start, stop, _ = index[0].indices(shape[0])
-        return leaf[start - first : stop - first]
+        return taken(leaf[start - first : stop - first])
 
     shape = (block * mesh.num_processes, *leaf.shape[1:])
     return jax.make_array_from_callback(shape, mesh.split, rows_of)
+
+
+def _as_it_is(leaf: Any) -> Any:
+    return leaf
 
 
 def _is_placed(leaf: Any, mesh: ReplicaMesh) -> bool:
@@ -318,7 +324,7 @@ def _put_stacked(
     def rows_of(index: Any) -> Any:
         start, stop, _ = index[1].indices(rows)
         part = slice(start - first, stop - first)
-        return np.stack([leaf[part] for leaf in column])
+        return host_arrays.stacked([leaf[part] for leaf in column])
 
     return jax.make_array_from_callback(shape, mesh.stacked, rows_of)
 

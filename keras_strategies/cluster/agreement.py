@@ -22,13 +22,19 @@ _SLICE_MS = 250
 _TIMEOUT_S = 600.0
 # Later agreements after which nobody can still be hearing an ended one.
 _NUM_KEPT = 64
+# So many processes hear each other. Of more, the first hears all and tells
+# all: reads of the store grow with their number, not with its square.
+_MOST_HEARD_BY_ALL = 4
 _SAME_CALLS = (
     "All processes must run the same calls of fit, evaluate, predict and of "
     "datasets in the same order, with as many epochs."
 )
 _CURE = "Look at the logs of all processes for the call that differs."
+_ALL = "all"
 _numbers = itertools.count()
-_ended: dict[int, str] = {}
+# Agreements by their numbers, each with what forgets its last round.
+_ended: dict[int, Callable[[], None]] = {}
+IsStopped = Callable[[], bool]
 
 
 class Agreement:
@@ -58,16 +64,16 @@ class Agreement:
         self._round = 0
         forgotten = _ended.pop(self._number - _NUM_KEPT, None)
         if forgotten is not None:
-            _client().key_value_delete(forgotten)
+            forgotten()
 
     def end(self) -> None:
         """Takes part in no further round; what was said is kept a while."""
-        if self._round:
-            me = jax.process_index()
-            _ended[self._number] = self._key(self._round - 1, me)
+        last = self._round - 1
+        if last >= 0:
+            _ended[self._number] = lambda: self._forget(_client(), last)
 
     def exchange(
-        self, text: str, is_stopped: Callable[[], bool] | None = None
+        self, text: str, is_stopped: IsStopped | None = None
     ) -> list[str]:
         """One round. Collective over the processes, not over the devices.
 
@@ -90,12 +96,12 @@ class Agreement:
         # they hear of it as soon as they get here.
         told = json.dumps([self._name, text])
         client.key_value_set(self._key(number, me), told)
-        heard = [
-            told
-            if process == me
-            else self._hear(client, number, process, is_stopped)
-            for process in self._processes
-        ]
+        if len(self._processes) <= _MOST_HEARD_BY_ALL:
+            heard = self._hear_all(client, number, told, is_stopped)
+        elif me == self._processes[0]:
+            heard = self._tell_all(client, number, told, is_stopped)
+        else:
+            heard = self._hear_from_first(client, number, is_stopped)
         names, texts = zip(*map(json.loads, heard), strict=True)
         if len(set(names)) > 1:
             calls = ", ".join(
@@ -106,18 +112,65 @@ class Agreement:
         if number:
             # All have said something in this round, so all have heard all of
             # the last one.
-            client.key_value_delete(self._key(number - 1, me))
+            self._forget(client, number - 1)
         return list(texts)
+
+    def _hear_all(
+        self, client: Any, number: int, told: str, is_stopped: IsStopped | None
+    ) -> list[str]:
+        me = jax.process_index()
+        return [
+            told
+            if process == me
+            else self._hear(client, number, process, is_stopped)
+            for process in self._processes
+        ]
+
+    def _tell_all(
+        self, client: Any, number: int, told: str, is_stopped: IsStopped | None
+    ) -> list[str]:
+        try:
+            heard = self._hear_all(client, number, told, is_stopped)
+        except TimeoutError as error:
+            client.key_value_set(
+                self._key(number, _ALL), json.dumps(str(error))
+            )
+            raise
+        client.key_value_set(self._key(number, _ALL), json.dumps(heard))
+        return heard
+
+    def _hear_from_first(
+        self, client: Any, number: int, is_stopped: IsStopped | None
+    ) -> list[str]:
+        # The first may wait for another one, for as long as it may itself be
+        # waited for.
+        heard = json.loads(
+            self._hear(client, number, _ALL, is_stopped, 2 * self._timeout_s)
+        )
+        if isinstance(heard, str):
+            raise TimeoutError(heard)
+        return heard
+
+    def _forget(self, client: Any, number: int) -> None:
+        me = jax.process_index()
+        client.key_value_delete(self._key(number, me))
+        is_many = len(self._processes) > _MOST_HEARD_BY_ALL
+        if is_many and me == self._processes[0]:
+            client.key_value_delete(self._key(number, _ALL))
 
     def _hear(
         self,
         client: Any,
         number: int,
-        process: int,
-        is_stopped: Callable[[], bool] | None,
+        process: int | str,
+        is_stopped: IsStopped | None,
+        timeout_s: float | None = None,
     ) -> str:
-        end = time.monotonic() + self._timeout_s
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        end = time.monotonic() + timeout_s
         key = self._key(number, process)
+        if process == _ALL:
+            process = self._processes[0]
         while True:
             try:
                 return client.blocking_key_value_get(key, _SLICE_MS)
@@ -129,14 +182,14 @@ class Agreement:
             if time.monotonic() > end:
                 raise TimeoutError(
                     f"Process {process} did not take part in {self._name} "
-                    f"within {self._timeout_s:.0f} s. {_SAME_CALLS} Received: "
+                    f"within {timeout_s:.0f} s. {_SAME_CALLS} Received: "
                     f"nothing from process {process} in round {number}. "
                     f"{_CURE} If it has no error and needs longer (to read "
                     f"its data), set the environment variable {TIMEOUT} to "
                     "more seconds."
                 )
 
-    def _key(self, number: int, process: int) -> str:
+    def _key(self, number: int, process: int | str) -> str:
         return f"keras_strategies/{self._number}/{number}/{process}"
 
 

@@ -6,14 +6,19 @@ import copy
 import itertools
 import sys
 import warnings
-import zlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from keras_strategies._core.batches import num_rows
+from keras_strategies.data.grain_rows import (
+    Stacked,
+    mark_of,
+    stacked_rows,
+    with_parents,
+)
 from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.source import Cut, Part, Source, take
 
@@ -117,13 +122,6 @@ def is_grain(dataset: Any) -> bool:
     return _is_a(dataset, "MapDataset", "IterDataset", "DataLoader")
 
 
-class _Stacked(NamedTuple):
-    """A `MapDataset` of rows that are stacked to batches."""
-
-    rows: Any
-    batch_size: int
-
-
 class _MapBatches:
     """Batches of a `MapDataset`, in any order."""
 
@@ -132,9 +130,9 @@ class _MapBatches:
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
         self._len = len(dataset)
-        self._stacked = _stacked(dataset)
+        self._stacked = stacked_rows(dataset)
         self._no_rows: Tree | None = None
-        self._mark = _mark_of(dataset)
+        self._mark = mark_of(dataset)
         self.states: dict[int, Any] = {}
         self.length = self._len if self._len < _ENDLESS else None
         self.batch_size = None
@@ -165,9 +163,7 @@ class _MapBatches:
             )
         return _arrays(batch)
 
-    def _rows(
-        self, stacked: _Stacked, epoch: int, index: int, cut: Cut
-    ) -> Part:
+    def _rows(self, stacked: Stacked, epoch: int, index: int, cut: Cut) -> Part:
         total = len(stacked.rows)
         first = index * stacked.batch_size
         rows = min(stacked.batch_size, total - first)
@@ -176,7 +172,7 @@ class _MapBatches:
             return Part(data=self._no_rows, rows=rows, mark=self._mark)
         wanted = range(start, stop) or [min(start, rows - 1)]
         first += 0 if self.length is None else epoch * total
-        data = _stack([stacked.rows[first + i] for i in wanted])
+        data = _stack(stacked.read([first + i for i in wanted]))
         if self._no_rows is None:
             self._no_rows = jax.tree.map(lambda leaf: leaf[:0].copy(), data)
         if start == stop:
@@ -235,41 +231,6 @@ class _IteratedBatches:
             del self.states[next(iter(self.states))]
 
 
-# grain tells in private attributes what a transformation does. Without them
-# (tests/data/test_grain_data.py sees it) whole batches are read instead.
-
-
-def _stacked(dataset: Any) -> _Stacked | None:
-    """The rows below a `.batch(...)` that only stacks them."""
-    if type(dataset).__name__ != "BatchMapDataset":
-        return None
-    from grain._src.python.dataset.transformations import batch
-
-    if getattr(dataset, "_batch_fn", None) is not batch.make_batch:
-        return None
-    size = getattr(dataset, "_batch_size", None)
-    if not isinstance(size, int):
-        return None
-    return _Stacked(rows=dataset.parents[0], batch_size=size)
-
-
-def _mark_of(dataset: Any) -> int:
-    """A checksum of the transformations' names, lengths and seeds."""
-    said = [
-        (type(inner).__name__, len(inner), getattr(inner, "_seed", None))
-        for inner in _with_parents(dataset)
-    ]
-    return zlib.crc32(repr(said).encode())
-
-
-def _with_parents(dataset: Any) -> Iterator[Any]:
-    """A dataset and all that it is made of."""
-    waiting = [dataset]
-    for inner in waiting:
-        yield inner
-        waiting.extend(getattr(inner, "parents", ()))
-
-
 def _size_of_operations(dataset: Any) -> int | None:
     """The batch size that is the last of a `DataLoader`'s operations."""
     batch = sys.modules["grain"].transforms.Batch
@@ -299,7 +260,7 @@ def _is_divided(dataset: Any, num_processes: int, process_index: int) -> bool:
 
 def _warn_of_slices(dataset: Any, count: int, process_index: int) -> None:
     """Warns of a dataset that seems to be the process's shard already."""
-    for inner in _with_parents(dataset):
+    for inner in with_parents(dataset):
         begin, step = (getattr(inner, n, None) for n in ("_start", "_step"))
         if (begin, step) == (process_index, count):
             warnings.warn(

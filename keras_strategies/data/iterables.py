@@ -1,6 +1,7 @@
 """Iterables of batches as sources."""
 
 import itertools
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -58,6 +59,12 @@ def _of_py_dataset(dataset: Any) -> Iterator[Tree]:
 
 def check_batches(dataset: Any) -> None:
     """Raises TypeError for what cannot be iterated over in batches."""
+    if isinstance(dataset, str | bytes | os.PathLike):
+        raise TypeError(
+            "A dataset yields global batches. Received: "
+            f"{dataset!r}. For the files of a path or a pattern pass "
+            "`ks.data.files(path, reader)`."
+        )
     if isinstance(dataset, np.ndarray | jax.Array | dict | tuple | list):
         raise TypeError(
             "A dataset yields global batches. Received: "

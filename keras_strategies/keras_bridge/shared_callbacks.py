@@ -2,8 +2,8 @@
 
 Keras's callbacks that write (checkpoints, logs) are left to the chief; all
 processes would write the same files otherwise. What decides about training
-(early stopping, learning rates, callbacks of the user's) runs in all of them,
-on equal logs.
+(early stopping, learning rates, callbacks of the user's, subclasses of Keras's
+too, since they may predict) runs in all of them, on equal logs.
 """
 
 import copy
@@ -40,7 +40,7 @@ def of_this_process(callbacks: Any, mesh: ReplicaMesh) -> Any:
     for callback in keras.tree.flatten(callbacks):
         if isinstance(callback, keras.callbacks.BackupAndRestore):
             chosen.append(_together(callback, mesh))
-        elif mesh.is_chief or not isinstance(callback, _WRITERS):
+        elif mesh.is_chief or type(callback) not in _WRITERS:
             chosen.append(callback)
     return chosen
 

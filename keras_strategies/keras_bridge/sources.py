@@ -25,6 +25,7 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import (
     PyDatasetAdapter,
 )
 
+from keras_strategies._core import host_arrays
 from keras_strategies._core.batches import num_rows
 from keras_strategies.data.mapped import is_mapped, let_go
 from keras_strategies.data.order import BatchOrder, RowOrder
@@ -91,9 +92,7 @@ class ArraySource(Source):
             if order is not None:
                 indices = order[indices]
             leaves = [
-                leaf.array[indices]
-                if is_plain
-                else as_numpy(leaf.convert_to_numpy(leaf[indices]))
+                _rows_of(leaf, indices, is_plain)
                 for leaf, is_plain in zip(
                     self._leaves, self._is_plain, strict=True
                 )
@@ -101,6 +100,14 @@ class ArraySource(Source):
             yield Part(
                 data=jax.tree.unflatten(self._structure, leaves), rows=rows
             )
+
+
+def _rows_of(leaf: Any, indices: Any, is_plain: bool) -> Any:
+    if not is_plain:
+        return as_numpy(leaf.convert_to_numpy(leaf[indices]))
+    if isinstance(indices, slice):
+        return leaf.array[indices]
+    return host_arrays.taken(leaf.array, indices)
 
 
 def _sliceable(array: Any) -> Any:
@@ -310,7 +317,7 @@ def as_numpy(leaf: Any) -> Any:
 
 
 def _copied(leaf: Any) -> Any:
-    return leaf if _is_distributed(leaf) else np.array(leaf)
+    return leaf if _is_distributed(leaf) else host_arrays.copied(leaf)
 
 
 def _is_distributed(leaf: Any) -> bool:

@@ -1,5 +1,6 @@
 """Files given directly as sources."""
 
+import functools
 import itertools
 import sys
 import tracemalloc
@@ -11,10 +12,18 @@ import pytest
 
 from keras_strategies.data.file_source import FilesSource, files
 from keras_strategies.data.options import AutoShardPolicy
+from tests.data.parts import (
+    BATCHES,
+    ROWS,
+    WORKERS,
+    cut_of,
+    cut_up,
+    ids,
+    joined_of,
+    parts_of,
+    sources_of,
+)
 
-WORKERS = [1, 2, 3, 5]
-ROWS = [0, 1, 7, 8, 13, 64]
-BATCHES = [1, 4, 8, 9]
 DATA, FILE, OFF = (
     AutoShardPolicy.DATA,
     AutoShardPolicy.FILE,
@@ -98,57 +107,9 @@ def written(tmp_path_factory):
     return make
 
 
-def cut_of(worker, workers):
-    return lambda rows: (
-        rows * worker // workers,
-        rows * (worker + 1) // workers,
-    )
-
-
-def sources(data, workers, **options):
-    return [
-        FilesSource(
-            data, num_processes=workers, process_index=worker, **options
-        )
-        for worker in range(workers)
-    ]
-
-
-def parts_of(source, worker, workers, epoch=0, start=0):
-    return list(source.read(epoch, start, cut_of(worker, workers)))
-
-
-def ids(parts):
-    for part in parts:
-        x, y = part.data
-        assert x.shape[1:] == (2,)
-        assert x.dtype == "float32"
-        assert y.dtype == "int32"
-        np.testing.assert_array_equal(x[:, 0], y)
-    return [part.data[1].tolist() for part in parts]
-
-
-def joined(data, workers, epoch=0, start=0, **options):
-    """The global batches, put together from all workers' pieces."""
-    read = [
-        parts_of(source, worker, workers, epoch, start)
-        for worker, source in enumerate(
-            sources(data, workers, policy=DATA, **options)
-        )
-    ]
-    batches = []
-    for of_workers in zip(*read, strict=True):
-        batches.append(list(itertools.chain(*ids(of_workers))))
-        assert {part.rows for part in of_workers} == {len(batches[-1])}
-        assert len({part.mark for part in of_workers}) == 1
-    return batches
-
-
-def cut_up(rows, batch):
-    return [
-        list(range(rows))[start : start + batch]
-        for start in range(0, rows, batch)
-    ]
+sources = functools.partial(sources_of, FilesSource)
+# The rows divided, also where there are files enough for all.
+joined = functools.partial(joined_of, FilesSource, policy=DATA)
 
 
 @pytest.mark.parametrize("form", FORMATS)

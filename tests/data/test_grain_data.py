@@ -1,20 +1,31 @@
 """grain's datasets and loaders as sources."""
 
+import functools
 import itertools
 import json
 
+import jax
 import numpy as np
 import pytest
 
+from keras_strategies.data import grain_rows
 from keras_strategies.data.grain_data import GrainSource, is_grain
+from keras_strategies.data.grain_rows import stacked_rows
 from keras_strategies.data.options import AutoShardPolicy
+from tests.data.parts import (
+    BATCHES,
+    ROWS,
+    WORKERS,
+    cut_of,
+    cut_up,
+    ids,
+    joined_of,
+    parts_of,
+    sources_of,
+)
 
 grain = pytest.importorskip("grain")
 absl_flags = pytest.importorskip("absl.flags")
-
-WORKERS = [1, 2, 3, 5]
-ROWS = [0, 1, 7, 8, 13, 64]
-BATCHES = [1, 4, 8, 9]
 
 
 class Counted:
@@ -44,56 +55,8 @@ def pairs(rows):
     return grain.MapDataset.source(Counted(rows))
 
 
-def cut_of(worker, workers):
-    return lambda rows: (
-        rows * worker // workers,
-        rows * (worker + 1) // workers,
-    )
-
-
-def sources(dataset, workers, **options):
-    return [
-        GrainSource(
-            dataset, num_processes=workers, process_index=worker, **options
-        )
-        for worker in range(workers)
-    ]
-
-
-def parts_of(source, worker, workers, epoch=0, start=0):
-    return list(source.read(epoch, start, cut_of(worker, workers)))
-
-
-def ids(parts):
-    """The rows' numbers, of each batch; the other component must agree."""
-    for part in parts:
-        x, y = part.data
-        assert x.shape[1:] == (2,)
-        assert x.dtype == "float32"
-        assert y.dtype == "int32"
-        np.testing.assert_array_equal(x[:, 0], y)
-    return [part.data[1].tolist() for part in parts]
-
-
-def joined(dataset, workers, epoch=0, start=0, **options):
-    """The global batches, put together from all workers' pieces."""
-    read = [
-        parts_of(source, worker, workers, epoch, start)
-        for worker, source in enumerate(sources(dataset, workers, **options))
-    ]
-    batches = []
-    for of_workers in zip(*read, strict=True):
-        batches.append(list(itertools.chain(*ids(of_workers))))
-        assert {part.rows for part in of_workers} == {len(batches[-1])}
-        assert len({part.mark for part in of_workers if part.mark}) <= 1
-    return batches
-
-
-def cut_up(rows, batch):
-    return [
-        list(range(rows))[start : start + batch]
-        for start in range(0, rows, batch)
-    ]
+sources = functools.partial(sources_of, GrainSource)
+joined = functools.partial(joined_of, GrainSource)
 
 
 def of_map(rows, batch):
@@ -420,3 +383,68 @@ def test_worker_processes_of_a_loader():
     parts = list(source.read(0, 0, cut_of(1, 2)))
     got = [part.data.tolist() for part in parts]
     assert got == [[4, 6], [12, 14], [18]]
+
+
+class Doubled(grain.transforms.RandomMap):
+    def random_map(self, element, rng):
+        return element[0] + rng.integers(9), element[1]
+
+
+PIPELINES = {
+    "source": lambda: pairs(13),
+    "shuffled": lambda: pairs(13).seed(3).shuffle(),
+    "mapped": lambda: pairs(13).map(lambda e: (e[0] * 2, e[1])),
+    "mapped at random": lambda: pairs(13).seed(3).random_map(Doubled()),
+    "mapped with its index": lambda: pairs(13).map_with_index(
+        lambda i, e: (e[0] + i, e[1])
+    ),
+    "sliced": lambda: pairs(29)[3::2],
+    "repeated and shuffled": lambda: pairs(5).repeat(3).seed(1).shuffle(),
+    "shuffled in windows": lambda: grain.experimental.WindowShuffleMapDataset(
+        pairs(13), window_size=4, seed=2
+    ),
+    "zipped": lambda: grain.experimental.ZipMapDataset(
+        [pairs(13), pairs(13).seed(1).shuffle()]
+    ),
+    "concatenated": lambda: grain.MapDataset.concatenate([pairs(6), pairs(7)]),
+    "mixed": lambda: grain.MapDataset.mix(
+        [pairs(40), pairs(40)], weights=[0.3, 0.7]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_many_rows_are_those_read_one_by_one(name):
+    rows = PIPELINES[name]()
+    below = stacked_rows(rows.batch(4))
+    assert below.many is not None
+    for indices in (range(13), range(5), [7, 3, 7], range(50, 90), []):
+        many = below.read(list(indices))
+        assert len(many) == len(indices)
+        for actual, index in zip(many, indices, strict=True):
+            expected = rows[index]
+            assert type(actual) is type(expected)
+            jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def test_rows_of_unknown_datasets_are_read_one_by_one():
+    class Own(grain.MapDataset):
+        def __len__(self):
+            return 13
+
+        def __getitem__(self, index):
+            return np.float32(index)
+
+    below = stacked_rows(Own().map(lambda e: e + 1).batch(4))
+    assert below.many is None
+    assert below.read([2, 3]) == [3, 4]
+    assert stacked_rows(grain.MapDataset.range(13).batch(4)).many is None
+
+
+def test_reading_many_leaves_the_dataset_as_it_was():
+    source = Counted(100)
+    rows = grain.MapDataset.source(source).shuffle(seed=1)
+    stacked_rows(rows.batch(50)).read(range(50))
+    assert len(source.read) == 50
+    assert not isinstance(rows.parents[0]._source, grain_rows._Rows)
+    assert rows.parents[0]._source is source

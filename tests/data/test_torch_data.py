@@ -1,5 +1,6 @@
 """torch's datasets and loaders as sources."""
 
+import functools
 import itertools
 
 import ml_dtypes
@@ -8,13 +9,20 @@ import pytest
 
 from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.torch_data import TorchSource, is_torch
+from tests.data.parts import (
+    BATCHES,
+    ROWS,
+    WORKERS,
+    cut_of,
+    cut_up,
+    ids,
+    joined_of,
+    parts_of,
+    sources_of,
+)
 
 torch = pytest.importorskip("torch")
 from torch.utils import data as torch_data  # noqa: E402
-
-WORKERS = [1, 2, 3, 5]
-ROWS = [0, 1, 7, 8, 13, 64]
-BATCHES = [1, 4, 8, 9]
 
 
 class Counted(torch_data.Dataset):
@@ -68,57 +76,8 @@ def tensors(rows):
     return torch_data.TensorDataset(x, torch.arange(rows))
 
 
-def cut_of(worker, workers):
-    return lambda rows: (
-        rows * worker // workers,
-        rows * (worker + 1) // workers,
-    )
-
-
-def sources(data, workers, **options):
-    return [
-        TorchSource(
-            data, num_processes=workers, process_index=worker, **options
-        )
-        for worker in range(workers)
-    ]
-
-
-def parts_of(source, worker, workers, epoch=0, start=0):
-    return list(source.read(epoch, start, cut_of(worker, workers)))
-
-
-def ids(parts):
-    """The rows' numbers, of each batch; the other component must agree."""
-    for part in parts:
-        assert type(part.data) is tuple
-        x, y = part.data
-        assert x.shape[1:] == (2,)
-        assert x.dtype == "float32"
-        assert y.dtype == "int64"
-        np.testing.assert_array_equal(x[:, 0], y)
-    return [part.data[1].tolist() for part in parts]
-
-
-def joined(data, workers, epoch=0, start=0, **options):
-    """The global batches, put together from all workers' pieces."""
-    read = [
-        parts_of(source, worker, workers, epoch, start)
-        for worker, source in enumerate(sources(data, workers, **options))
-    ]
-    batches = []
-    for of_workers in zip(*read, strict=True):
-        batches.append(list(itertools.chain(*ids(of_workers))))
-        assert {part.rows for part in of_workers} == {len(batches[-1])}
-        assert len({part.mark for part in of_workers if part.mark}) <= 1
-    return batches
-
-
-def cut_up(rows, batch):
-    return [
-        list(range(rows))[start : start + batch]
-        for start in range(0, rows, batch)
-    ]
+sources = functools.partial(sources_of, TorchSource)
+joined = functools.partial(joined_of, TorchSource)
 
 
 def own_collate(rows):

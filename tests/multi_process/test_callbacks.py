@@ -14,6 +14,10 @@ def test_the_chief_writes_and_all_restore(tmp_path):
         assert first[name] == second[name]
     assert (tmp_path / "0.keras").exists()
     assert not (tmp_path / "1.keras").exists()
+    # A subclass is called in all processes.
+    assert first["rows"] == second["rows"] == 21
+    assert (tmp_path / "own_0.keras").exists()
+    assert (tmp_path / "own_1.keras").exists()
     lines = (tmp_path / "log.csv").read_text().splitlines()
     assert [line.split(",")[0] for line in lines] == ["epoch", *"0123"]
     # The epochs after the interruption, and no others, were run again.
