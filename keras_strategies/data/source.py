@@ -10,7 +10,9 @@ import jax
 import numpy as np
 
 from keras_strategies._core.batches import num_rows
+from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.order import Order
+from keras_strategies.data.outline import Outline
 
 Tree = Any
 _NUM_MARKED = 16
@@ -74,6 +76,17 @@ class Source(abc.ABC):
             "batch_size": self.batch_size,
             "num_batches": None if self.is_own else self.num_batches,
         }
+
+    def outline(self) -> Outline:
+        """What `Strategy.explain_input` shows of it; reads nothing."""
+        if self.is_own:
+            return Outline(
+                applied=AutoShardPolicy.OFF,
+                reason="each process has rows of its own",
+            )
+        return Outline(
+            applied=AutoShardPolicy.DATA, reason="it is not split by files"
+        )
 
     @property
     def mark(self) -> int | None:
