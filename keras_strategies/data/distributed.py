@@ -11,7 +11,7 @@ from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.rows import filled, rows_of_replicas
 from keras_strategies._core.values import PADDED, ROWS, PerReplica
 from keras_strategies.data.prefetch import Prefetched, Stop
-from keras_strategies.data.source import Source
+from keras_strategies.data.source import Source, all_rows
 from keras_strategies.data.steps import IsStopped, Steps
 
 Tree = Any
@@ -65,7 +65,7 @@ class DistributedDataset:
     @property
     def element_spec(self) -> Tree:
         """The shapes and dtypes of a global batch, rows left open (None)."""
-        part = next(self._source.read(0, 0, lambda rows: (0, rows)))
+        part = next(self._source.read(0, 0, all_rows))
         return jax.tree.map(
             lambda leaf: ((None, *leaf.shape[1:]), leaf.dtype), part.data
         )

@@ -350,8 +350,3 @@ def _sliced(indices: np.ndarray) -> Any:
     if np.all(np.diff(indices) == 1):
         return slice(int(indices[0]), int(indices[-1]) + 1)
     return indices
-
-
-def all_rows(rows: int) -> tuple[int, int]:
-    """A `Cut` that wants every row."""
-    return 0, rows

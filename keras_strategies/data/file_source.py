@@ -14,12 +14,12 @@ import numpy as np
 from keras_strategies.data.file_rows import (
     ArrayRows,
     RecordRows,
-    all_rows,
     count_of,
     counts_of_arrays,
 )
 from keras_strategies.data.options import AutoShardPolicy
-from keras_strategies.data.source import Cut, Part, Source
+from keras_strategies.data.outline import Outline, Reading
+from keras_strategies.data.source import Cut, Part, Source, all_rows
 
 Tree = Any
 Reader = str | Callable[[str], Iterable[Tree]]
@@ -208,6 +208,26 @@ class FilesSource(Source):
         if self._counts and not self.is_own:
             whole, rest = divmod(sum(self._counts.values()), data.batch_size)
             self.num_batches = whole + bool(rest and not data.drop_remainder)
+
+    def outline(self) -> Outline:
+        """See `Source.outline`."""
+        said, data = super().outline(), self._data
+        files = dict.fromkeys(range(self._num_processes), data.paths)
+        if self._is_by_file:
+            files = {process: self.assigned_files(process) for process in files}
+            said = Outline(
+                applied=AutoShardPolicy.FILE,
+                reason="there is a file for each process",
+            )
+        is_array = data.reader in _ARRAYS
+        note = "The files are shuffled anew in each epoch."
+        return dataclasses.replace(
+            said,
+            reading=Reading.ROWS if is_array else Reading.PIPELINE,
+            num_rows=sum(self._counts.values()) or None,
+            files=files,
+            notes=(note,) if data.window else (),
+        )
 
     @property
     def seed(self) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 from keras_strategies._core.batches import num_rows
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.data.iterables import check_batches, host_batches
+from keras_strategies.data.outline import Outline, Reading
 from keras_strategies.data.source import Cut, Part, Source
 
 Tree = Any
@@ -101,6 +102,10 @@ class FunctionSource(Source):
         self._datasets = [dataset_fn(context) for context in contexts]
         for dataset in self._datasets:
             check_batches(dataset)
+
+    def outline(self) -> Outline:
+        """See `Source.outline`."""
+        return dataclasses.replace(super().outline(), reading=Reading.REPLICAS)
 
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
         """See `Source.read`."""

@@ -3,6 +3,7 @@
 import collections
 import concurrent.futures
 import copy
+import dataclasses
 import itertools
 import sys
 import warnings
@@ -20,7 +21,8 @@ from keras_strategies.data.grain_rows import (
     with_parents,
 )
 from keras_strategies.data.options import AutoShardPolicy
-from keras_strategies.data.source import Cut, Part, Source, take
+from keras_strategies.data.outline import Outline, Reading
+from keras_strategies.data.source import Cut, Part, Source, all_rows, take
 
 Tree = Any
 
@@ -90,10 +92,18 @@ class GrainSource(Source):
             self.num_batches = self._batches.length
             self._batches.is_marked = num_processes > 1
 
+    def outline(self) -> Outline:
+        """See `Source.outline`."""
+        stacked, said = self._batches.stacked, super().outline()
+        if stacked is None:
+            return said
+        rows = len(stacked.rows)
+        return dataclasses.replace(said, reading=Reading.ROWS, num_rows=rows)
+
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
         """See `Source`."""
         if self.is_own:
-            cut = _all_rows
+            cut = all_rows
         return self._batches.read(epoch, start, cut)
 
     def state(self, start: int) -> Any | None:
@@ -130,14 +140,14 @@ class _MapBatches:
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
         self._len = len(dataset)
-        self._stacked = stacked_rows(dataset)
+        self.stacked = stacked_rows(dataset)
         self._no_rows: Tree | None = None
         self._mark = mark_of(dataset)
         self.states: dict[int, Any] = {}
         self.length = self._len if self._len < _ENDLESS else None
         self.batch_size = None
-        if self._stacked is not None:
-            self.batch_size = self._stacked.batch_size
+        if self.stacked is not None:
+            self.batch_size = self.stacked.batch_size
         elif self._len:
             self.batch_size = _rows_of_first(self._whole(0))
 
@@ -145,11 +155,11 @@ class _MapBatches:
         offset = 0 if self.length is None else epoch * self._len
 
         def part(index: int) -> Part:
-            if self._stacked is None:
+            if self.stacked is None:
                 return take(
                     self._whole(offset + index), cut, is_marked=self.is_marked
                 )
-            return self._rows(self._stacked, epoch, index, cut)
+            return self._rows(self.stacked, epoch, index, cut)
 
         return _in_threads(part, range(start, self._len))
 
@@ -186,7 +196,7 @@ class _IteratedBatches:
     The first one is read at once, and kept for the first epoch.
     """
 
-    length = None
+    length = stacked = None
     is_marked = False
 
     def __init__(self, dataset: Any) -> None:
@@ -331,10 +341,6 @@ def _in_threads(
             yield reading.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _all_rows(rows: int) -> tuple[int, int]:
-    return 0, rows
 
 
 def _close(iterator: Any) -> None:

@@ -1,5 +1,6 @@
 """Arrays as a dataset of their rows."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 
 from keras_strategies._core.batches import num_rows
 from keras_strategies.data.mapped import let_go
+from keras_strategies.data.outline import Outline, Reading
 from keras_strategies.data.source import (
     Cut,
     Part,
@@ -114,6 +116,12 @@ class RowsSource(Source):
         self._num_rows = num_rows(self._arrays)
         self.batch_size = dataset.batch_size
         self.num_batches = len(dataset)
+
+    def outline(self) -> Outline:
+        """See `Source.outline`."""
+        return dataclasses.replace(
+            super().outline(), reading=Reading.ROWS, num_rows=self._num_rows
+        )
 
     @property
     def mark(self) -> int:

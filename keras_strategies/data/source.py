@@ -10,7 +10,9 @@ import jax
 import numpy as np
 
 from keras_strategies._core.batches import num_rows
+from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.order import Order
+from keras_strategies.data.outline import Outline
 
 Tree = Any
 _NUM_MARKED = 16
@@ -75,6 +77,17 @@ class Source(abc.ABC):
             "num_batches": None if self.is_own else self.num_batches,
         }
 
+    def outline(self) -> Outline:
+        """What `Strategy.explain_input` shows of it; reads nothing."""
+        if self.is_own:
+            return Outline(
+                applied=AutoShardPolicy.OFF,
+                reason="each process has rows of its own",
+            )
+        return Outline(
+            applied=AutoShardPolicy.DATA, reason="it is not split by files"
+        )
+
     @property
     def mark(self) -> int | None:
         """A checksum of some rows: the same where the same was given.
@@ -123,6 +136,11 @@ class Source(abc.ABC):
     def end_epoch(self) -> None:
         """Called after an epoch, whether it was read to its end or not."""
         return
+
+
+def all_rows(rows: int) -> tuple[int, int]:
+    """A `Cut` that wants every row."""
+    return 0, rows
 
 
 def take(batch: Tree, cut: Cut, *, is_marked: bool = False) -> Part:

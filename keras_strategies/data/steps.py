@@ -19,7 +19,7 @@ from keras_strategies._core.rows import (
 )
 from keras_strategies.cluster.agreement import Agreement
 from keras_strategies.data import structure
-from keras_strategies.data.source import Part, Source
+from keras_strategies.data.source import Part, Source, all_rows
 from keras_strategies.data.together import raise_together
 
 Tree = Any
@@ -88,7 +88,7 @@ class Steps:
 
     def _alone(self, epoch: int, start: int) -> Iterator[HostBatch]:
         size = self.source.batch_size
-        for part in self.source.read(epoch, start, _all_rows):
+        for part in self.source.read(epoch, start, all_rows):
             size = size or part.rows
             yield HostBatch(
                 data=part.data,
@@ -114,7 +114,7 @@ class Steps:
 
     def _own_parts(self, epoch: int, start: int) -> Iterator[Part]:
         """This process's rows, in its share of each step."""
-        parts = self.source.read(epoch, 0, _all_rows)
+        parts = self.source.read(epoch, 0, all_rows)
         if self.source.batch_size is None:
             yield from itertools.islice(parts, start, None)
             return
@@ -327,10 +327,6 @@ def _rows(batch: Tree, start: int, stop: int) -> Tree:
 
 def _first_spec(heard: list[dict[str, Any]]) -> str:
     return next(h["spec"] for h in heard if "spec" in h)
-
-
-def _all_rows(rows: int) -> tuple[int, int]:
-    return 0, rows
 
 
 def _next(

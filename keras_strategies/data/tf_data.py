@@ -10,6 +10,7 @@ from typing import Any
 
 from keras_strategies._core.batches import num_rows
 from keras_strategies.data.options import AutoShardPolicy
+from keras_strategies.data.outline import Outline
 from keras_strategies.data.source import Cut, Part, Source, take
 from keras_strategies.data.tf_files import (
     damage,
@@ -34,6 +35,10 @@ from keras_strategies.data.tf_plan import plan_shards
 
 Tree = Any
 _Policy = AutoShardPolicy
+
+# Operations that batch rows, and that leave batches as they are.
+_BATCHES = ("_Batch", "_ParallelBatch", "_PaddedBatch")
+_ONE_TO_ONE = ("_Map", "_ParallelMap", "_Prefetch", "_Options", "Cache")
 
 
 class TfDataSource(Source):
@@ -102,6 +107,7 @@ class TfDataSource(Source):
         policy: AutoShardPolicy | None = None,
     ) -> None:
         _check_elements(dataset.element_spec)
+        self._process_index = process_index
         if policy is None:
             options = dataset.options().experimental_distribute
             policy = _Policy(int(options.auto_shard_policy))
@@ -149,6 +155,21 @@ class TfDataSource(Source):
             first, _ = self._epochs.graph(0)
             files = files_of_part(first)
             self.plan = dataclasses.replace(self.plan, files=files)
+
+    def outline(self) -> Outline:
+        """See `Source.outline`."""
+        plan, files = self.plan, self.plan.files
+        first = rows = None
+        if not self.is_own:
+            first, rows = _known_rows(self._dataset)
+        return Outline(
+            asked=plan.asked,
+            applied=plan.applied,
+            reason=plan.reason,
+            num_rows=rows,
+            first_rows=first,
+            files={} if files is None else {self._process_index: files},
+        )
 
     @property
     def seed(self) -> int | None:
@@ -266,3 +287,14 @@ def _batch_size(dataset: Any) -> int | None:
         )
     )
     return size if size > 0 else None
+
+
+def _known_rows(dataset: Any) -> tuple[int | None, int | None]:
+    """Rows of a batch and of an epoch, as far as `batch` tells."""
+    kind = type(dataset).__name__.removesuffix("Dataset")
+    if kind in _ONE_TO_ONE:
+        return _known_rows(dataset._inputs()[0])
+    if kind not in _BATCHES:
+        return None, None
+    rows = int(dataset._inputs()[0].cardinality())
+    return int(dataset._batch_size), rows if rows > 0 else None

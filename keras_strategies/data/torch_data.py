@@ -2,20 +2,21 @@
 
 import contextlib
 import copy
+import dataclasses
 import itertools
 import sys
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 
-from keras_strategies.data.file_rows import all_rows
 from keras_strategies.data.options import AutoShardPolicy
-from keras_strategies.data.source import Cut, Part, Source, take
+from keras_strategies.data.outline import Outline, Reading
+from keras_strategies.data.source import Cut, Part, Source, all_rows, take
+from keras_strategies.data.tensors import arrays_of
 
 Tree = Any
 _Key = tuple[int, ...]
@@ -90,6 +91,14 @@ class TorchSource(Source):
             self.num_batches = self._batches.length
             self._batches.is_marked = num_processes > 1
 
+    def outline(self) -> Outline:
+        """See `Source.outline`."""
+        said = super().outline()
+        if not self._batches.is_by_rows:
+            return said
+        rows = self._batches.num_rows
+        return dataclasses.replace(said, reading=Reading.ROWS, num_rows=rows)
+
     @property
     def seed(self) -> int:
         """See `Source.seed`."""
@@ -124,32 +133,34 @@ class _IndexedBatches:
     ) -> None:
         self._loader = loader
         self._sampler, collate = loader.batch_sampler, loader.collate_fn
-        self._by_rows = collate is _data().default_collate
+        self.is_by_rows = collate is _data().default_collate
         if self._sampler is None:
-            self._sampler, self._by_rows = loader.sampler, False
+            self._sampler, self.is_by_rows = loader.sampler, False
         self._process_index = process_index
         self._should_shuffle = should_shuffle
         self.seed = _seed_of(loader, seed)
         self._keys = _Keys()
         self._inner: Any = None
-        self.length = None
+        self.length = self.num_rows = None
         with contextlib.suppress(TypeError, NotImplementedError):
             self.length = len(self._sampler)
+            if type(self._sampler) is _data().BatchSampler:
+                self.num_rows = len(self._sampler.sampler)
         self.batch_size = getattr(self._sampler, "batch_size", None)
 
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
         _set_epoch(self._loader.dataset, epoch)
         keys = self._batches_of_keys(epoch, start)
-        if not self._by_rows:
+        if not self.is_by_rows:
             for batch in self._items(keys, epoch, start):
-                yield take(_arrays(batch), cut, is_marked=self.is_marked)
+                yield take(arrays_of(batch), cut, is_marked=self.is_marked)
             return
         plan, ahead = itertools.tee(_plan(keys, cut))
         own = (wanted[0] for wanted in ahead if wanted[0] is not None)
         items = self._items(own, epoch, start)
         no_rows: Tree = None
         for wanted, count, rows, mark in plan:
-            data = no_rows if wanted is None else _arrays(next(items))
+            data = no_rows if wanted is None else arrays_of(next(items))
             if no_rows is None:
                 no_rows = jax.tree.map(lambda leaf: leaf[:0], data)
             yield Part(data=data if count else no_rows, rows=rows, mark=mark)
@@ -185,12 +196,12 @@ class _IndexedBatches:
     ) -> Iterator[Any]:
         """What the dataset holds at the keys, collated."""
         user = self._loader
-        is_plain = self._by_rows and not user.num_workers
+        is_plain = self.is_by_rows and not user.num_workers
         if is_plain and type(user.dataset) is _data().TensorDataset:
-            return _rows_of(_arrays(user.dataset.tensors), keys)
+            return _rows_of(arrays_of(user.dataset.tensors), keys)
         # Each process augments its rows in its own way; batches that all
         # processes read must come out alike.
-        key = (self.seed, epoch, 1 + self._process_index * self._by_rows)
+        key = (self.seed, epoch, 1 + self._process_index * self.is_by_rows)
         if self._inner is None:
             self._inner = _loader_like(user, self._keys)
         inner = self._inner
@@ -221,8 +232,8 @@ def _plan(
 class _IteratedBatches:
     """Batches that a loader gives one after the other."""
 
-    length = None
-    is_marked = False
+    length = num_rows = None
+    is_marked = is_by_rows = False
 
     def __init__(self, loader: Any, seed: int) -> None:
         self._loader = loader
@@ -236,7 +247,7 @@ class _IteratedBatches:
         own = [loader.generator] if loader.generator else []
         batches = _seeded(lambda: iter(loader), (self.seed, epoch), 0, own)
         for batch in itertools.islice(batches, start, None):
-            yield take(_arrays(batch), cut, is_marked=self.is_marked)
+            yield take(arrays_of(batch), cut, is_marked=self.is_marked)
 
 
 class _Keys:
@@ -369,31 +380,3 @@ def _rows_of(arrays: Tree, keys: Iterator[Any]) -> Iterator[Tree]:
         is_range = isinstance(wanted, range)
         rows = slice(wanted.start, wanted.stop) if is_range else list(wanted)
         yield tuple(array[rows] for array in arrays)
-
-
-def _arrays(batch: Any) -> Tree:
-    """A nest of numpy arrays; a list at its top is a tuple, as fit wants it."""
-    batch = jax.tree.map(_array, batch)
-    return tuple(batch) if type(batch) is list else batch
-
-
-def _array(leaf: Any) -> Any:
-    """A tensor as an array, of the same memory where it is the host's."""
-    torch = sys.modules["torch"]
-    if isinstance(leaf, Mapping):
-        return _arrays(dict(leaf))
-    if not isinstance(leaf, torch.Tensor):
-        return leaf if isinstance(leaf, str) else np.asarray(leaf)
-    if leaf.layout is not torch.strided or leaf.is_nested:
-        raise ValueError(
-            "Batches must hold dense tensors. Received: one with layout "
-            f"{leaf.layout}{' that is nested' * leaf.is_nested}. Call "
-            "`.to_dense()`, or pad it, in the dataset or in `collate_fn`."
-        )
-    leaf = leaf.detach().cpu()
-    name = str(leaf.dtype).removeprefix("torch.")
-    # numpy's own dtypes need no view: bfloat16 and float8 are ml_dtypes'.
-    if not leaf.is_floating_point() or not hasattr(ml_dtypes, name):
-        return leaf.numpy()
-    same_size = {1: torch.uint8, 2: torch.int16}[leaf.element_size()]
-    return leaf.view(same_size).numpy().view(getattr(ml_dtypes, name))

@@ -42,6 +42,7 @@ from keras_strategies.data.grain_data import GrainSource
 from keras_strategies.data.iterables import IterableSource, check_batches
 from keras_strategies.data.numpy_dataset import NumpyDataset, RowsSource
 from keras_strategies.data.options import AutoShardPolicy
+from keras_strategies.data.outline import Outline
 from keras_strategies.data.source import Cut, Part, Source
 from keras_strategies.data.tf_data import TfDataSource
 from keras_strategies.data.together import made_together
@@ -104,72 +105,12 @@ def source_of_dataset(
       ValueError: a policy that the dataset has no use for.
       RuntimeError: another process cannot read its dataset.
     """
-    choose = functools.partial(_of_dataset, dataset, mesh, policy=policy)
+    choose = functools.partial(local_source, dataset, mesh, policy=policy)
     name = "`experimental_distribute_dataset`"
     return made_together(mesh, name, choose)
 
 
-def _of_loop(
-    mesh: ReplicaMesh,
-    seed: int,
-    *,
-    x: Any,
-    y: Any,
-    sample_weight: Any,
-    class_weight: Any,
-    batch_size: int | None,
-    shuffle: Any,
-    steps_per_epoch: int | None,
-) -> Source:
-    for array in tree.flatten((x, y, sample_weight)):
-        if isinstance(array, np.ndarray):
-            check_numbers(array)
-    if isinstance(x, DistributedDataset | Files) or _is_torch_dataset(x):
-        if y is not None or sample_weight is not None:
-            raise ValueError(
-                "A dataset yields targets and sample weights itself. "
-                f"Received: `y` or `sample_weight` beside x of type "
-                f"{type(x).__name__}. Let it yield (x, y, sample_weight)."
-            )
-        source = (
-            x.source
-            if isinstance(x, DistributedDataset)
-            else _of_dataset(
-                x, mesh, seed, batch_size=batch_size, shuffle=bool(shuffle)
-            )
-        )
-        _check_ends(source, steps_per_epoch)
-        return _weighted(source, class_weight)
-    adapter: Any = get_data_adapter(
-        x=x,
-        y=y,
-        sample_weight=sample_weight,
-        batch_size=batch_size,
-        steps_per_epoch=steps_per_epoch,
-        shuffle=shuffle,
-        class_weight=class_weight,
-    )
-    if type(adapter) is ArrayDataAdapter:
-        return ArraySource(adapter)
-    if isinstance(adapter, PyDatasetAdapter):
-        return PyDatasetSource(adapter, is_marked=mesh.num_processes > 1)
-    if isinstance(
-        adapter, TFDatasetAdapter | GrainDatasetAdapter | TorchDataLoaderAdapter
-    ):
-        source = _of_dataset(_dense(x), mesh, seed)
-        _check_ends(source, steps_per_epoch)
-        return _weighted(source, class_weight)
-    is_generator = isinstance(adapter, GeneratorDataAdapter)
-    return AdapterSource(
-        adapter,
-        kind="a generator" if is_generator else "a dataset",
-        is_own=False,
-        is_marked=mesh.num_processes > 1,
-        is_copied=is_generator,
-    )
-
-
-def _of_dataset(
+def local_source(
     dataset: Any,
     mesh: ReplicaMesh,
     seed: int,
@@ -178,6 +119,21 @@ def _of_dataset(
     batch_size: int | None = None,
     shuffle: bool = False,
 ) -> Source:
+    """What this process reads of a dataset; the others are not asked.
+
+    Args:
+      dataset: The dataset.
+      mesh: The replicas.
+      seed: Of the orders, where the dataset has none. The same in all
+        processes.
+      policy: See `source_of_dataset`.
+      batch_size: Of torch datasets without a loader.
+      shuffle: Of those, too.
+
+    Raises:
+      TypeError: not a dataset.
+      ValueError: a policy that the dataset has no use for.
+    """
     places: dict[str, Any] = {
         "num_processes": mesh.num_processes,
         "process_index": mesh.process_index,
@@ -221,6 +177,66 @@ def _of_dataset(
     )
 
 
+def _of_loop(
+    mesh: ReplicaMesh,
+    seed: int,
+    *,
+    x: Any,
+    y: Any,
+    sample_weight: Any,
+    class_weight: Any,
+    batch_size: int | None,
+    shuffle: Any,
+    steps_per_epoch: int | None,
+) -> Source:
+    for array in tree.flatten((x, y, sample_weight)):
+        if isinstance(array, np.ndarray):
+            check_numbers(array)
+    if isinstance(x, DistributedDataset | Files) or _is_torch_dataset(x):
+        if y is not None or sample_weight is not None:
+            raise ValueError(
+                "A dataset yields targets and sample weights itself. "
+                f"Received: `y` or `sample_weight` beside x of type "
+                f"{type(x).__name__}. Let it yield (x, y, sample_weight)."
+            )
+        source = (
+            x.source
+            if isinstance(x, DistributedDataset)
+            else local_source(
+                x, mesh, seed, batch_size=batch_size, shuffle=bool(shuffle)
+            )
+        )
+        _check_ends(source, steps_per_epoch)
+        return _weighted(source, class_weight)
+    adapter: Any = get_data_adapter(
+        x=x,
+        y=y,
+        sample_weight=sample_weight,
+        batch_size=batch_size,
+        steps_per_epoch=steps_per_epoch,
+        shuffle=shuffle,
+        class_weight=class_weight,
+    )
+    if type(adapter) is ArrayDataAdapter:
+        return ArraySource(adapter)
+    if isinstance(adapter, PyDatasetAdapter):
+        return PyDatasetSource(adapter, is_marked=mesh.num_processes > 1)
+    if isinstance(
+        adapter, TFDatasetAdapter | GrainDatasetAdapter | TorchDataLoaderAdapter
+    ):
+        source = local_source(_dense(x), mesh, seed)
+        _check_ends(source, steps_per_epoch)
+        return _weighted(source, class_weight)
+    is_generator = isinstance(adapter, GeneratorDataAdapter)
+    return AdapterSource(
+        adapter,
+        kind="a generator" if is_generator else "a dataset",
+        is_own=False,
+        is_marked=mesh.num_processes > 1,
+        is_copied=is_generator,
+    )
+
+
 class _Weighted(Source):
     """A source whose rows are given the weights of their classes."""
 
@@ -236,6 +252,9 @@ class _Weighted(Source):
 
     def facts(self) -> dict[str, Any]:
         return self._source.facts()
+
+    def outline(self) -> Outline:
+        return self._source.outline()
 
     @property
     def mark(self) -> int | None:

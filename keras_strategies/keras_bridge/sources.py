@@ -6,6 +6,7 @@ and orders that can be found again.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,6 +30,7 @@ from keras_strategies._core import host_arrays
 from keras_strategies._core.batches import num_rows
 from keras_strategies.data.mapped import is_mapped, let_go
 from keras_strategies.data.order import BatchOrder, RowOrder
+from keras_strategies.data.outline import Outline, Reading
 from keras_strategies.data.source import (
     Cut,
     Part,
@@ -69,6 +71,12 @@ class ArraySource(Source):
     def facts(self) -> dict[str, Any]:
         """See `Source.facts`."""
         return {"number of rows": self._rows, **super().facts()}
+
+    def outline(self) -> Outline:
+        """See `Source.outline`."""
+        return dataclasses.replace(
+            super().outline(), reading=Reading.ROWS, num_rows=self._rows
+        )
 
     @property
     def mark(self) -> int:

@@ -84,15 +84,15 @@ def draw_mesh(devices: Sequence[jax.Device], axis_name: str) -> Group:
         # One process has the whole drawing to itself.
         num_shown = MAX_DEVICES_OF_PROCESS * (2 if len(groups) == 1 else 1)
     parts: list[RenderableType] = [_heading(devices, axis_name, len(groups))]
-    for group in _abbreviate(groups, MAX_PROCESSES if is_many else len(groups)):
+    for group in abbreviate(groups, MAX_PROCESSES if is_many else len(groups)):
         if group is None:
             parts.append(Text("..."))
             continue
         process_id, replicas = group
         if len(groups) > 1:
-            count = _count(len(replicas), "replica")
+            count = counted(len(replicas), "replica")
             parts.append(Text(f"process {process_id}: {count}"))
-        boxes = [_box(item) for item in _abbreviate(replicas, num_shown)]
+        boxes = [_box(item) for item in abbreviate(replicas, num_shown)]
         parts.append(Columns(boxes, padding=(0, 0)))
     return Group(*parts)
 
@@ -118,7 +118,7 @@ def tabulate_variables(
     table = Table(box=rich.box.SIMPLE_HEAD, show_footer=True)
     elements = sum(_num_elements(row) for row in rows)
     footers = (
-        _count(len(rows), "variable"),
+        counted(len(rows), "variable"),
         f"{elements:,}",
         "",
         "",
@@ -201,11 +201,28 @@ def describe_sharding(sharding: Sharding, devices: Sequence[jax.Device]) -> str:
         if held == set(devices):
             return "replicated"
         if len(held) == 1:
-            return f"on {_name(*held)}"
+            return f"on {device_name(*held)}"
         return f"replicated on {len(held)} devices"
     if isinstance(sharding, NamedSharding):
         return str(sharding.spec)
     return type(sharding).__name__
+
+
+def abbreviate(items: Sequence[Any], num_shown: int) -> list[Any]:
+    """The first items, None for those left out, and the last one."""
+    if len(items) <= num_shown:
+        return list(items)
+    return [*items[: num_shown - 2], None, items[-1]]
+
+
+def device_name(device: jax.Device) -> str:
+    """A device in a word: "tpu:0"."""
+    return f"{device.platform}:{device.id}"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things in words: "1 row", "1,024 rows"."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def _heading(
@@ -213,7 +230,7 @@ def _heading(
 ) -> Text:
     kinds = sorted({device.device_kind for device in devices})
     text = (
-        f"Mesh: {_count(len(devices), 'replica')} on axis {axis_name!r}, "
+        f"Mesh: {counted(len(devices), 'replica')} on axis {axis_name!r}, "
         f"{', '.join(kinds)}"
     )
     if num_processes > 1:
@@ -231,23 +248,12 @@ def _by_process(
     return [(process_id, list(items)) for process_id, items in grouped]
 
 
-def _abbreviate(items: Sequence[Any], num_shown: int) -> list[Any]:
-    """The first items, None for those left out, and the last one."""
-    if len(items) <= num_shown:
-        return list(items)
-    return [*items[: num_shown - 2], None, items[-1]]
-
-
 def _box(item: tuple[int, jax.Device] | None) -> RenderableType:
     if item is None:
         return Text("\n ... ")
     replica_id, device = item
-    label = Text(f"{replica_id}\n{_name(device)}", justify="center")
+    label = Text(f"{replica_id}\n{device_name(device)}", justify="center")
     return Panel(label, expand=False)
-
-
-def _name(device: jax.Device) -> str:
-    return f"{device.platform}:{device.id}"
 
 
 def _num_elements(row: VariableRow) -> int:
@@ -263,7 +269,3 @@ def _shape(row: VariableRow) -> str:
 
 def _megabytes(num_bytes: int) -> str:
     return f"{num_bytes / BYTES_PER_MB:,.3f}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")

@@ -20,9 +20,9 @@ from keras_strategies._core import rows as rows_lib
 from keras_strategies._core.batches import num_rows
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.data.distributed import DistributedDataset
-from keras_strategies.data.file_source import Files, FilesSource
-from keras_strategies.data.from_function import FunctionSource
+from keras_strategies.data.file_source import Files
 from keras_strategies.data.options import AutoShardPolicy, check_input_options
+from keras_strategies.data.outline import Outline, Reading
 from keras_strategies.data.source import Source
 from keras_strategies.data.tf_data import TfDataSource
 from keras_strategies.data.torch_data import is_torch
@@ -34,16 +34,12 @@ Shares = tuple[Counts, Counts]
 """Rows of each replica: in `fit` and its like; from a distributed dataset."""
 _Policy = AutoShardPolicy
 
-_ARRAYS = ("npz", "npy")
 _BAR = 16  # Characters.
 _READING = {
     _Policy.FILE: "each process reads its own files only",
     _Policy.HINT: "each process reads its own shard only",
     _Policy.OFF: "each process reads all of its own dataset",
 }
-# tf.data's operations that batch rows, and that leave batches as they are.
-_BATCHES = ("_Batch", "_ParallelBatch", "_PaddedBatch")
-_ONE_TO_ONE = ("_Map", "_ParallelMap", "_Prefetch", "_Options", "Cache")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -152,20 +148,23 @@ def explain_input(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         source = _source(dataset, mesh, policy, batch_size)
-        files = _files(source, dataset, mesh, policy)
+        outline = source.outline()
+        files = _files(outline, dataset, mesh, policy)
     notes = [str(w.message) for w in caught if w.category is UserWarning]
+    notes += outline.notes
     size, count = source.batch_size, source.num_batches
     if size is None and not source.is_own and count != 0:
-        size = _size_of_first(source, dataset)
+        size = outline.first_rows
+        if isinstance(dataset, PyDataset):
+            size = num_rows(sources.host_batch(dataset[0]))
         notes += ["Batches may have other sizes than the first."] * bool(size)
-    if isinstance(source, FilesSource) and source._data.window:
-        notes.append("The files are shuffled anew in each epoch.")
-    whole, last = _shares(source, size, mesh)
-    applied, policies = _policies(source, dataset, mesh, policy)
+    whole, last = _shares(source, outline, size, mesh)
+    is_distributed = isinstance(dataset, DistributedDataset)
+    policies = _policies(outline, is_distributed, mesh, policy)
     facts = {
         "data": source.kind,
         "policy": policies,
-        "reading": _reading(source, applied, mesh.num_processes),
+        "reading": _reading(source, outline, mesh.num_processes),
         "batch": _known(size, "row"),
         "epoch": _known(count, "step"),
         "last batch": _known(last and sum(last[0]), "row"),
@@ -174,7 +173,7 @@ def explain_input(
         facts["note"] = "\n".join(dict.fromkeys(notes))
     return InputExplanation(
         facts=facts,
-        devices=tuple(map(describe._name, mesh.devices)),
+        devices=tuple(map(describe.device_name, mesh.devices)),
         num_processes=mesh.num_processes,
         is_own=source.is_own,
         batch_size=size,
@@ -210,10 +209,10 @@ def shown_replicas(num_replicas: int, num_processes: int) -> list[Any]:
         most = describe.MAX_DEVICES_OF_PROCESS * (1 + (num_processes == 1))
         most_processes = describe.MAX_PROCESSES
     groups = [
-        (p, describe._abbreviate(range(p * each, (p + 1) * each), most))
+        (p, describe.abbreviate(range(p * each, (p + 1) * each), most))
         for p in range(num_processes)
     ]
-    return describe._abbreviate(groups, most_processes)
+    return describe.abbreviate(groups, most_processes)
 
 
 def _policy_of(dataset: Any, size: int | None, options: Any) -> _Policy | None:
@@ -250,7 +249,7 @@ def _source(
     if isinstance(dataset, Files) and dataset.count is True:
         # It would read the files to count their rows.
         dataset = dataclasses.replace(dataset, count=False)
-    return choosing._of_dataset(
+    return choosing.local_source(
         dataset, mesh, 0, policy=policy, batch_size=size
     )
 
@@ -262,29 +261,22 @@ def _arrays(dataset: Any) -> list[Any]:
 
 
 def _files(
-    source: Source, dataset: Any, mesh: ReplicaMesh, policy: _Policy | None
+    outline: Outline, dataset: Any, mesh: ReplicaMesh, policy: _Policy | None
 ) -> tuple[tuple[str, ...] | None, ...]:
     """The files of each process; None for those not known here."""
-    files: list[Any] = [None] * mesh.num_processes
-    is_distributed = isinstance(dataset, DistributedDataset)
-    if isinstance(source, FilesSource):
-        if not source._is_by_file:
-            return (source._data.paths,) * len(files)
-        is_seeded = is_distributed or source._data.seed is not None
-        if source._data.window and not is_seeded:
-            return tuple(files)  # A seed is drawn when reading begins.
-        return tuple(map(source.assigned_files, range(len(files))))
-    plan = getattr(source, "plan", None)
-    if plan is None or plan.files is None:
-        return ()
-    files[mesh.process_index] = plan.files
-    place: Any = {"num_processes": len(files), "seed": 0, "policy": policy}
-    groups = shown_replicas(mesh.num_replicas, len(files))
-    for process, _ in filter(None, groups):
-        if files[process] is None and not is_distributed:
-            other = TfDataSource(dataset, process_index=process, **place)
-            files[process] = other.plan.files
-    return tuple(files)
+    files, count = dict(outline.files), mesh.num_processes
+    if isinstance(dataset, Files):
+        is_drawn = dataset.window and dataset.seed is None
+        if is_drawn and outline.applied is _Policy.FILE:
+            return (None,) * count  # A seed is drawn when reading begins.
+    elif files and not isinstance(dataset, DistributedDataset):
+        place: Any = {"num_processes": count, "seed": 0, "policy": policy}
+        groups = shown_replicas(mesh.num_replicas, count)
+        for process, _ in filter(None, groups):
+            if process not in files:
+                other = TfDataSource(dataset, process_index=process, **place)
+                files |= other.outline().files
+    return tuple(map(files.get, range(count))) if files else ()
 
 
 def _names(paths: tuple[str, ...] | None) -> str:
@@ -295,44 +287,8 @@ def _names(paths: tuple[str, ...] | None) -> str:
     return f"{len(paths)}: {', '.join(names)}"
 
 
-def _rows_of_last(source: Any, size: int, count: int) -> int | None:
-    """Rows of the last batch that all processes see whole, if known unread."""
-    batches: Any = getattr(source, "_batches", None)
-    rows = None
-    if source.is_planned:
-        return next(source.read(0, count - 1, lambda rows: (0, 0))).rows
-    if isinstance(source, FilesSource):
-        rows = sum(source._counts.values())
-    elif isinstance(source, TfDataSource):
-        rows = _sizes_of_tf(source._dataset)[1]
-    elif getattr(batches, "_stacked", None) is not None:
-        rows = len(batches._stacked.rows)
-    elif getattr(batches, "_by_rows", False):
-        sampler = batches._sampler
-        is_known = type(sampler).__name__ == "BatchSampler"
-        rows = len(sampler.sampler) if is_known else None
-    return min(rows - (count - 1) * size, size) if rows else None
-
-
-def _size_of_first(source: Source, dataset: Any) -> int | None:
-    if isinstance(dataset, PyDataset):
-        return num_rows(sources.host_batch(dataset[0]))
-    return _sizes_of_tf(getattr(source, "_dataset", None))[0]
-
-
-def _sizes_of_tf(dataset: Any) -> tuple[int | None, int | None]:
-    """Rows of a batch and of an epoch, as far as tf.data's `batch` tells."""
-    kind = type(dataset).__name__.removesuffix("Dataset")
-    if kind in _ONE_TO_ONE:
-        return _sizes_of_tf(dataset._inputs()[0])
-    if kind not in _BATCHES:
-        return None, None
-    rows = int(dataset._inputs()[0].cardinality())
-    return int(dataset._batch_size), rows if rows > 0 else None
-
-
 def _shares(
-    source: Source, size: int | None, mesh: ReplicaMesh
+    source: Source, outline: Outline, size: int | None, mesh: ReplicaMesh
 ) -> tuple[Shares | None, Shares | None]:
     """How a whole batch is divided, and the last one, where that is known."""
     if not size:
@@ -340,59 +296,45 @@ def _shares(
     if source.is_own:
         return shares_of_own(size, mesh.num_replicas, mesh.num_processes), None
     whole = shares_of_batch(size, size, mesh.num_replicas)
-    count = source.num_batches
-    rows = _rows_of_last(source, size, count) if count else None
-    if not rows:
+    rows, count = outline.num_rows, source.num_batches
+    last = min(rows - (count - 1) * size, size) if rows and count else None
+    if not last:
         return whole, None
     if source.batch_size is None and mesh.num_processes > 1:
-        size = rows  # As in `Steps`.
-    return whole, shares_of_batch(rows, size, mesh.num_replicas)
+        size = last  # As in `Steps`.
+    return whole, shares_of_batch(last, size, mesh.num_replicas)
 
 
 def _policies(
-    source: Any, dataset: Any, mesh: ReplicaMesh, policy: _Policy | None
-) -> tuple[_Policy, str]:
-    """The policy that is followed, and words for it with the reason."""
-    asked, plan = policy or _Policy.AUTO, getattr(source, "plan", None)
-    if plan is not None:
-        asked, applied, reason = plan.asked, plan.applied, plan.reason
-    elif mesh.num_processes == 1:
-        applied = asked or _Policy.DATA
-        reason = "one process reads the whole dataset"
-    elif getattr(source, "_is_by_file", False):
-        applied, reason = _Policy.FILE, "there is a file for each process"
-    elif source.is_own:
-        applied, reason = _Policy.OFF, "each process has rows of its own"
-    else:
-        applied, reason = _Policy.DATA, "it is not split by files"
-    if plan is None and policy is applied:
-        reason = "the policy was chosen"
+    outline: Outline,
+    is_distributed: bool,
+    mesh: ReplicaMesh,
+    policy: _Policy | None,
+) -> str:
+    """Words for the policy that is followed, with the reason."""
+    asked, applied, reason = outline.asked, outline.applied, outline.reason
+    if asked is None:
+        if mesh.num_processes == 1:
+            applied = policy or _Policy.DATA
+            reason = "one process reads the whole dataset"
+        if policy is applied:
+            reason = "the policy was chosen"
+        # What a distributed dataset was made with is not known any more.
+        asked = applied if is_distributed else policy or _Policy.AUTO
     words = f"{applied.name}, because {reason}"
-    is_known = plan is not None or not isinstance(dataset, DistributedDataset)
-    if is_known and asked is not applied:
-        words = f"{asked.name}, applied as {words}"
-    return applied, words
+    return words if asked is applied else f"{asked.name}, applied as {words}"
 
 
-def _reading(source: Any, applied: _Policy, num_processes: int) -> str:
+def _reading(source: Source, outline: Outline, num_processes: int) -> str:
     """What each process reads."""
-    batches = getattr(source, "_batches", None)
-    if isinstance(source, FunctionSource):
-        return "each replica takes whole batches from its process's dataset"
-    if num_processes == 1:
+    is_of_process = outline.reading is not Reading.REPLICAS
+    if num_processes == 1 and is_of_process:
         return "the only process reads all rows"
-    if source.is_own:
-        return _READING[applied]
-    if (
-        source.is_planned
-        or getattr(batches, "_by_rows", False)
-        or getattr(batches, "_stacked", None) is not None
-        or (isinstance(source, FilesSource) and source._data.reader in _ARRAYS)
-    ):
-        return "each process reads its own rows of each batch only"
-    return "each process runs the whole pipeline and keeps its own rows"
+    if source.is_own and is_of_process:
+        return _READING[outline.applied]
+    return outline.reading.value
 
 
 def _known(number: int | None, noun: str) -> str:
     unknown = "unknown: not looked at ahead"
-    return unknown if number is None else describe._count(number, noun)
+    return unknown if number is None else describe.counted(number, noun)
