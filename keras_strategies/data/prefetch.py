@@ -67,11 +67,14 @@ class Prefetched(Generic[Item]):
             self._thread.start()
         with shared.changed:
             shared.num_wanted += 1
-            shared.changed.notify_all()
-            shared.changed.wait_for(lambda: shared.items or shared.is_over)
+            if not shared.items:
+                shared.changed.notify_all()
+                shared.changed.wait_for(lambda: shared.items or shared.is_over)
             if shared.items:
                 item = shared.items.popleft()
-                shared.changed.notify_all()
+                # Not for each item: a thread's turn takes as long as a batch.
+                if len(shared.items) <= shared.num_low:
+                    shared.changed.notify_all()
                 return item
             error, shared.error = shared.error, None
         if error is not None:
@@ -110,6 +113,8 @@ class _Shared(Generic[Item]):
         self.changed = threading.Condition()
         self.items: collections.deque[Item] = collections.deque()
         self.num_wanted = 0
+        # Items left when the thread makes more.
+        self.num_low = 0
         self.is_over = False
         self.is_closed = False
         self.error: BaseException | None = None
@@ -128,7 +133,7 @@ def _read(
             return True
         if must_pause:
             return shared.num_wanted > num_made
-        return len(shared.items) < depth
+        return len(shared.items) <= shared.num_low
 
     items = None
     try:
@@ -136,6 +141,7 @@ def _read(
         for item in items:
             if not num_made:
                 depth = _depth(num_bytes(item))
+                shared.num_low = depth // 2
             num_made += 1
             with shared.changed:
                 if shared.is_closed:
@@ -144,7 +150,8 @@ def _read(
                 shared.changed.notify_all()
                 must_pause = is_pause(item)
                 del item
-                shared.changed.wait_for(may_go_on)
+                if must_pause or len(shared.items) >= depth:
+                    shared.changed.wait_for(may_go_on)
                 if shared.is_closed:
                     return  # One more item might be read otherwise.
     except BaseException as error:  # Raised again where the item is awaited.

@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,9 +20,6 @@ from keras.src.trainers.data_adapters.array_data_adapter import (
 )
 from keras.src.trainers.data_adapters.generator_data_adapter import (
     GeneratorDataAdapter,
-)
-from keras.src.trainers.data_adapters.grain_dataset_adapter import (
-    GrainDatasetAdapter,
 )
 from keras.src.trainers.data_adapters.py_dataset_adapter import (
     PyDataset,
@@ -192,7 +190,7 @@ def _of_loop(
     for array in tree.flatten((x, y, sample_weight)):
         if isinstance(array, np.ndarray):
             check_numbers(array)
-    if isinstance(x, DistributedDataset | Files) or _is_torch_dataset(x):
+    if _is_read_without_keras(x):
         if y is not None or sample_weight is not None:
             raise ValueError(
                 "A dataset yields targets and sample weights itself. "
@@ -207,6 +205,12 @@ def _of_loop(
             )
         )
         _check_ends(source, steps_per_epoch)
+        if shuffle and is_grain_dataset(x):
+            warnings.warn(
+                "`shuffle=True` is ignored: a grain dataset has the order "
+                "that its own `shuffle` gives it. Pass `shuffle=False`.",
+                stacklevel=2,
+            )
         return _weighted(source, class_weight)
     adapter: Any = get_data_adapter(
         x=x,
@@ -221,9 +225,7 @@ def _of_loop(
         return ArraySource(adapter)
     if isinstance(adapter, PyDatasetAdapter):
         return PyDatasetSource(adapter, is_marked=mesh.num_processes > 1)
-    if isinstance(
-        adapter, TFDatasetAdapter | GrainDatasetAdapter | TorchDataLoaderAdapter
-    ):
+    if isinstance(adapter, TFDatasetAdapter | TorchDataLoaderAdapter):
         source = local_source(_dense(x), mesh, seed)
         _check_ends(source, steps_per_epoch)
         return _weighted(source, class_weight)
@@ -327,6 +329,19 @@ def _dense(dataset: Any) -> Any:
     if any(isinstance(s, tensorflow.SparseTensorSpec) for s in specs):
         return dataset.map(dense)
     return dataset
+
+
+def _is_read_without_keras(x: Any) -> bool:
+    """Whether Keras has no adapter for it, or one that reads it at once.
+
+    That of a grain `MapDataset` lets grain read 500 batches ahead, for the
+    shapes of the first.
+    """
+    return (
+        isinstance(x, DistributedDataset | Files)
+        or _is_torch_dataset(x)
+        or is_grain_dataset(x)
+    )
 
 
 def _is_torch_dataset(value: Any) -> bool:
