@@ -84,7 +84,9 @@ def train_by_hand(model, x, y, batch_size, replicas, epochs=2):
     return [np.asarray(v) for v in (*trainable, *other, *optimizer)]
 
 
-@pytest.mark.parametrize("replicas", [2, 3, 8])
+@pytest.mark.parametrize(
+    "replicas", [2, 3, pytest.param(8, marks=pytest.mark.slow)]
+)
 def test_equals_a_loop_over_replicas(replicas):
     with ks.MirroredStrategy(jax.devices()[:replicas]).scope():
         model = build()

@@ -1,0 +1,290 @@
+"""A meeting of all processes of a job before `jax.distributed` starts.
+
+JAX ends a process, uncatchably and without names, where one is missing, there
+twice, or of another opinion about their number. So all meet on the chief's
+address first, over plain TCP: each says who it is, and all hear the same: go
+on, or what is wrong. The port is free again for JAX's coordination service
+when they part.
+
+Nothing secret is said, and nothing that a stranger says is believed but who
+it claims to be: the network has to be trusted, as JAX's service needs it.
+"""
+
+import contextlib
+import json
+import selectors
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_HELLO = "keras_strategies"
+_MAX_BYTES = 65_536
+_RETRY_S = 0.1
+# What a verdict may take beyond the time for all to come.
+_GRACE_S = 2.0
+# How long to wait for others once something is wrong, to tell them too.
+_LINGER_S = 5.0
+
+
+class RendezvousError(RuntimeError):
+    """The processes of a job did not meet as they should."""
+
+
+def meet(
+    address: str,
+    *,
+    process_id: int,
+    num_processes: int,
+    facts: Mapping[str, Any],
+    timeout_s: float,
+    bind_address: str | None = None,
+    names: Sequence[str] = (),
+) -> None:
+    """Waits until all processes are there and agree. Collective.
+
+    Args:
+      address: `host:port` of process 0, where all meet.
+      process_id: This process's number.
+      num_processes: How many there are, in this process's opinion.
+      facts: What must be the same in all: versions, the strategy. What JSON
+        can hold.
+      timeout_s: How long to wait for all, in seconds.
+      bind_address: Where process 0 listens, if not at `address`.
+      names: The processes for messages, in the order of their numbers.
+
+    Raises:
+      RendezvousError: some did not come, one came twice, or they differ. All
+        that are there raise the same text.
+    """
+    if num_processes == 1:
+        return
+    hello = {
+        "job": _HELLO,
+        "process": process_id,
+        "count": num_processes,
+        "facts": dict(facts),
+    }
+    if process_id == 0:
+        host, port = split(bind_address or address)
+        verdict = _Host(hello, names).run(host, port, timeout_s)
+    else:
+        verdict = _join(split(address), hello, timeout_s)
+    if verdict:
+        raise RendezvousError(verdict)
+
+
+def split(address: str) -> tuple[str, int]:
+    """The host and the port of `host:port` or `[host]:port`."""
+    host, _, port = address.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+class _Host:
+    """Process 0: hears all, finds what is wrong, tells all."""
+
+    def __init__(self, hello: dict[str, Any], names: Sequence[str]) -> None:
+        self._count = self._most = hello["count"]
+        self._names = names
+        self._end = 0.0
+        self._hellos: dict[int, dict[str, Any]] = {0: hello}
+        self._received: dict[socket.socket, bytes] = {}
+        self._joined: list[socket.socket] = []
+        self._problem = ""
+
+    def run(self, host: str, port: int, timeout_s: float) -> str:
+        """Returns what is wrong, or an empty text."""
+        self._end = time.monotonic() + timeout_s
+        with contextlib.ExitStack() as stack:
+            try:
+                server = socket.create_server(
+                    (host, port), family=_family(host), backlog=self._count
+                )
+            except OSError as error:
+                raise RendezvousError(
+                    f"Process 0 cannot listen at {host}:{port}. Its address "
+                    "must be one of this machine, with a free port. Received: "
+                    f"{error.strerror or error}. Look for another job on the "
+                    "port, or for the address of another machine."
+                ) from error
+            stack.enter_context(server)
+            self._selector = stack.enter_context(selectors.DefaultSelector())
+            server.setblocking(False)
+            self._selector.register(server, selectors.EVENT_READ)
+            stack.callback(self._close)
+            while len(self._hellos) < self._most and self._left() > 0:
+                for key, _ in self._selector.select(self._left()):
+                    if key.fileobj is server:
+                        self._accept(server)
+                    else:
+                        self._read(key.fileobj)
+            verdict = self._problem or self._missing(timeout_s)
+            self._tell(verdict)
+        return verdict
+
+    def _left(self) -> float:
+        return max(self._end - time.monotonic(), 0.0)
+
+    def _accept(self, server: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = server.accept()
+            connection.setblocking(False)
+            self._received[connection] = b""
+            self._selector.register(connection, selectors.EVENT_READ)
+
+    def _read(self, connection: Any) -> None:
+        try:
+            data = connection.recv(_MAX_BYTES)
+        except OSError:
+            data = b""
+        text = self._received[connection] + data
+        self._received[connection] = text
+        if not data or len(text) > _MAX_BYTES:
+            self._leave(connection)
+        elif text.endswith(b"\n"):
+            self._hear(connection, text)
+
+    def _hear(self, connection: socket.socket, text: bytes) -> None:
+        hello = _parsed(text)
+        if hello is None:  # A stranger: a port scanner, a health check.
+            self._leave(connection)
+            return
+        self._selector.unregister(connection)
+        self._joined.append(connection)
+        process = hello["process"]
+        problem = self._problem_of(process, hello)
+        self._hellos.setdefault(process, hello)
+        if problem and not self._problem:
+            self._problem = problem
+            self._most = max(self._most, hello["count"])
+            self._end = min(self._end, time.monotonic() + _LINGER_S)
+
+    def _problem_of(self, process: int, hello: dict[str, Any]) -> str:
+        if hello["count"] != self._count:
+            return (
+                "All processes must be told the same number of processes. "
+                f"Received: {self._count} in process 0, {hello['count']} in "
+                f"{self._name(process)}. Give all the same cluster."
+            )
+        if not 0 <= process < self._count:
+            return (
+                "The processes of a job are numbered from 0. Received: process "
+                f"{process} of {self._count}. Give each its own number."
+            )
+        if process in self._hellos:
+            return (
+                "Each process of a job has a number of its own. Received: two "
+                f"processes that say they are {self._name(process)}. Give each "
+                "its own task index, and end processes of earlier runs."
+            )
+        mine = self._hellos[0]["facts"]
+        other = hello["facts"]
+        for name in sorted(mine.keys() | other.keys()):
+            if mine.get(name) != other.get(name):
+                return (
+                    f"All processes must have the same {name}. Received: "
+                    f"{mine.get(name)!r} in process 0, {other.get(name)!r} in "
+                    f"{self._name(process)}. Start all from one environment "
+                    "and one script."
+                )
+        return ""
+
+    def _missing(self, timeout_s: float) -> str:
+        missing = [i for i in range(self._count) if i not in self._hellos]
+        if not missing:
+            return ""
+        names = ", ".join(map(self._name, missing[:8]))
+        names += ", ..." * (len(missing) > 8)
+        return (
+            f"All {self._count} processes must start within {timeout_s:.0f} s. "
+            f"Received: nothing from {names}. Look at the logs there, whether "
+            "it was started, and whether it reaches process 0."
+        )
+
+    def _name(self, process: int) -> str:
+        if 0 <= process < len(self._names):
+            return f"process {process} ({self._names[process]})"
+        return f"process {process}"
+
+    def _tell(self, verdict: str) -> None:
+        words = json.dumps({"job": _HELLO, "verdict": verdict}) + "\n"
+        for connection in self._joined:
+            with contextlib.suppress(OSError):
+                connection.settimeout(_GRACE_S)
+                connection.sendall(words.encode())
+        # They close first, so that the port is not kept by the system.
+        end = time.monotonic() + _GRACE_S
+        for connection in self._joined:
+            with contextlib.suppress(OSError):
+                connection.settimeout(max(end - time.monotonic(), 0.001))
+                connection.recv(1)
+
+    def _leave(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        del self._received[connection]
+        connection.close()
+
+    def _close(self) -> None:
+        for connection in self._received:
+            connection.close()
+
+
+def _join(
+    address: tuple[str, int], hello: dict[str, Any], timeout_s: float
+) -> str:
+    """Goes to process 0, and returns what it finds wrong."""
+    end = time.monotonic() + timeout_s + _GRACE_S
+    reason = "no answer"
+    while (left := end - time.monotonic()) > 0:
+        try:
+            with socket.create_connection(address, timeout=left) as connection:
+                connection.sendall(f"{json.dumps(hello)}\n".encode())
+                verdict = _verdict(connection, end)
+        except OSError as error:
+            reason = error.strerror or str(error)
+        else:
+            if verdict is not None:
+                return verdict
+            reason = "it hung up, as another service would"
+        time.sleep(min(_RETRY_S, max(left, 0)))
+    host, port = address
+    return (
+        f"Process {hello['process']} must reach process 0 at {host}:{port} "
+        f"within {timeout_s:.0f} s. Received: {reason}. Look whether process 0 "
+        "was started there, and for a firewall between the machines."
+    )
+
+
+def _verdict(connection: socket.socket, end: float) -> str | None:
+    """What process 0 says; None if that is no process of ours."""
+    text = b""
+    while not text.endswith(b"\n"):
+        connection.settimeout(max(end - time.monotonic(), 0.001))
+        data = connection.recv(_MAX_BYTES)
+        text += data
+        if not data or len(text) > _MAX_BYTES:
+            return None
+    try:
+        said = json.loads(text)
+        return said["verdict"] if said["job"] == _HELLO else None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _parsed(text: bytes) -> dict[str, Any] | None:
+    """What a process says; None if it is no process of ours."""
+    try:
+        said = json.loads(text)
+        is_ours = (
+            said["job"] == _HELLO
+            and isinstance(said["process"], int)
+            and isinstance(said["count"], int)
+            and isinstance(said["facts"], dict)
+        )
+    except (ValueError, KeyError, TypeError):
+        return None
+    return said if is_ours else None
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,0 +1,188 @@
+"""How processes meet; they are threads here."""
+
+import concurrent.futures
+import contextlib
+import socket
+import time
+
+import pytest
+
+from keras_strategies.cluster import rendezvous
+from keras_strategies.cluster.rendezvous import RendezvousError, meet
+
+LIMIT = 1.5
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_LINGER_S", 0.5)
+    monkeypatch.setattr(rendezvous, "_GRACE_S", 0.5)
+
+
+@pytest.fixture
+def address():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def run(address, processes, timeout_s=30.0):
+    """What each process is told; each is (delay, id, count, facts)."""
+
+    def call(process):
+        delay, index, count, facts = process
+        time.sleep(delay)
+        try:
+            meet(
+                address,
+                process_id=index,
+                num_processes=count,
+                facts=facts,
+                timeout_s=timeout_s,
+                names=[f"worker {i}" for i in range(count)],
+            )
+        except RendezvousError as error:
+            return str(error)
+        return "met"
+
+    with concurrent.futures.ThreadPoolExecutor(len(processes)) as pool:
+        return list(pool.map(call, processes))
+
+
+def same(*ids, count=None, facts=None):
+    return [(0, i, count or len(ids), facts or {}) for i in ids]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 40])
+def test_all_meet(address, count):
+    assert run(address, same(*range(count))) == ["met"] * count
+    # The port is free at once.
+    if count > 1:
+        host, port = rendezvous.split(address)
+        with socket.create_server((host, port)):
+            pass
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_late_ones_are_waited_for(address, late):
+    processes = [(0.7 * (i == late), i, 2, {}) for i in range(2)]
+    assert run(address, processes) == ["met"] * 2
+
+
+def test_missing_ones_are_named_in_all(address):
+    start = time.monotonic()
+    told = run(address, same(0, 1, count=4), LIMIT)
+    assert time.monotonic() - start < LIMIT + 2
+    assert told[0] == told[1]
+    expected = "nothing from process 2 (worker 2), process 3 (worker 3)"
+    assert expected in told[0]
+
+
+def test_a_missing_chief_is_named(address):
+    told = run(address, same(1, 2, count=3), LIMIT)
+    for text in told:
+        assert f"must reach process 0 at {address}" in text
+        assert "refused" in text
+
+
+@pytest.mark.parametrize(
+    ("processes", "words"),
+    [
+        (
+            [*same(0, 1, 1, count=3), (0.2, 2, 3, {})],
+            "two processes that say they are process 1 (worker 1)",
+        ),
+        (
+            [*same(0, 0, count=2), (0.2, 1, 2, {})],
+            None,
+        ),
+        (
+            [*same(0, count=2), *same(1, 2, count=3)],
+            "2 in process 0, 3 in process",
+        ),
+        ([*same(0, count=3), *same(1, count=2)], "3 in process 0, 2 in"),
+        (same(0, 7, count=3), "process 7 of 3"),
+        (
+            [
+                (0, 0, 2, {"version of jax": "0.10.2", "strategy": "A"}),
+                (0, 1, 2, {"version of jax": "0.10.1", "strategy": "A"}),
+            ],
+            "'0.10.2' in process 0, '0.10.1' in process 1 (worker 1)",
+        ),
+    ],
+)
+def test_what_is_wrong_is_told_to_all(address, processes, words):
+    told = run(address, processes, LIMIT)
+    if words is None:
+        # Two chiefs: one of them cannot listen, and says so.
+        assert sum("cannot listen at" in text for text in told) == 1
+        assert sum(text == "met" for text in told) == 2
+        return
+    assert len(set(told)) == 1
+    assert words in told[0]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"",
+        b"\n",
+        b"[]\n",
+        b'{"job": "keras_strategies"}\n',
+        b'{"job": "keras_strategies", "process": "1", "count": 2}\n',
+        b"\xff\xfe\n",
+        b"x" * 200_000,
+    ],
+)
+def test_strangers_are_left_alone(address, words):
+    def bother():
+        host, port = rendezvous.split(address)
+        for _ in range(100):
+            with contextlib.suppress(OSError):
+                stranger = socket.create_connection((host, port), 1)
+                stranger.sendall(words)
+                time.sleep(0.3)
+                stranger.close()
+                return
+            time.sleep(0.02)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(bother)
+        told = run(address, [(0, 0, 2, {}), (0.6, 1, 2, {})], 10.0)
+    assert told == ["met", "met"]
+
+
+def test_another_service_at_the_address_is_no_process_0(address):
+    host, port = rendezvous.split(address)
+    with socket.create_server((host, port)) as server:
+        server.settimeout(10)
+
+        def answer():
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+                    connection.close()
+
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            pool.submit(answer)
+            told = run(address, same(1, count=2), LIMIT)
+            server.close()
+    assert "it hung up, as another service would" in told[0]
+
+
+def test_an_address_of_another_machine_is_refused():
+    with pytest.raises(RendezvousError, match="cannot listen at 192.0.2.1:"):
+        meet(
+            "192.0.2.1:2222",
+            process_id=0,
+            num_processes=2,
+            facts={},
+            timeout_s=LIMIT,
+        )
+
+
+def test_addresses():
+    assert rendezvous.split("host:1") == ("host", 1)
+    assert rendezvous.split("[::1]:22") == ("::1", 22)
