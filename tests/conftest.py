@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import re
 import shutil
 import tempfile
 
@@ -23,3 +24,16 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
     atexit.register(shutil.rmtree, _cache, ignore_errors=True)
+
+
+def pytest_xdist_make_scheduler(config, log):
+    """One worker runs all parity tests of a case: they share the one-device
+    results. (pytest 9.2 hides the mark `xdist_group` from xdist 3.8.)"""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByCase(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            case = re.search(r"parity/test_fit\.py::\w+\[(\w+)", nodeid)
+            return case[1] if case else nodeid
+
+    return ByCase(config, log)

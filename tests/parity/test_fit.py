@@ -14,26 +14,22 @@ _QUICK = ((64, 16), (13, 5))
 # Fewer rows than replicas, too.
 _BASIC_PAIRS = (*_QUICK, (3, 8))
 _BASIC = "sgd"
-# One worker runs all tests of a case: they share the one-device results.
-_NAMES = [
-    pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in CASES
-]
 
 
-@pytest.mark.parametrize("name", _NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_equals_one_device(name):
     check(name, "mirrored2", _QUICK, _seen(name))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", [p for p in _NAMES if p.values[0] == _BASIC])
+@pytest.mark.parametrize("name", [_BASIC])
 def test_a_basic_case_equals_one_device_everywhere(name, strategy):
     check(name, strategy, _BASIC_PAIRS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", _NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_every_case_equals_one_device_everywhere(name, strategy):
     check(name, strategy, PAIRS, _seen(name))
 
