@@ -16,6 +16,9 @@ os.environ["XLA_FLAGS"] = (
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["KERAS_BACKEND"] = "jax"
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+# libtpu compiles here, in several processes, and finds no TPU to ask about.
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 # Many tests compile the same program: all workers share what was compiled.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:

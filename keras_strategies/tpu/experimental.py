@@ -1,0 +1,18 @@
+"""TPU topologies and device assignments, under tf.tpu.experimental's names."""
+
+from keras_strategies.tpu.device_assignment import (
+    SINGLE_CORE_ASSIGNMENT as SINGLE_CORE_ASSIGNMENT,
+)
+from keras_strategies.tpu.device_assignment import (
+    DeviceAssignment as DeviceAssignment,
+)
+from keras_strategies.tpu.device_assignment import (
+    DeviceOrderMode as DeviceOrderMode,
+)
+from keras_strategies.tpu.system import (
+    initialize_tpu_system as initialize_tpu_system,
+)
+from keras_strategies.tpu.system import (
+    shutdown_tpu_system as shutdown_tpu_system,
+)
+from keras_strategies.tpu.topology import Topology as Topology

@@ -1,0 +1,58 @@
+"""The devices of TPU slices by name, to compile for without a TPU."""
+
+import math
+import re
+from typing import Any
+
+import jax
+
+# More than any slice has; libtpu makes an object for each.
+_MOST_CHIPS = 2**17
+_NAME = re.compile(
+    r"[A-Za-z0-9]+:(?P<shape>\d+(x\d+){1,2})(_twisted|_untwisted)?"
+)
+_EXAMPLES = "'v5e:4x4', 'v5p:2x2x2', 'v6e:4x4' or 'tpu7x:2x2x1'"
+
+
+def devices_by_name(
+    name: str, *, num_slices: int = 1
+) -> tuple[jax.Device, ...]:
+    """Returns the devices of a TPU slice by its name, without a TPU.
+
+    They can be compiled for, not run on. Needs libtpu, the extra `tpu`.
+
+    Args:
+      name: Generation and chips in each dimension, as "v5e:4x4".
+      num_slices: The number of such slices, joined by the data centre.
+
+    Raises: see `Topology.from_name`.
+    """
+    match = _NAME.fullmatch(name) if isinstance(name, str) else None
+    sizes = match["shape"].split("x") if match else ["0"]
+    if any(len(size) > 6 for size in sizes) or not (
+        0 < math.prod(int(size) for size in sizes) * num_slices <= _MOST_CHIPS
+    ):
+        raise ValueError(_unknown(name, "not of that form, or too large"))
+    from jax.experimental import topologies
+
+    try:
+        described = topologies.get_topology_desc(
+            name, "tpu", num_slices=num_slices
+        )
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(_unknown(name, str(error).splitlines()[0])) from error
+    except RuntimeError as error:
+        raise ImportError(
+            "A topology by name comes from libtpu, which JAX does not find. "
+            f"Received: name={name!r}. Run `pip install "
+            "'keras-strategies[tpu]'`; it needs no TPU."
+        ) from error
+    return tuple(described.devices)
+
+
+def _unknown(name: Any, reason: str) -> str:
+    return (
+        "There is no such TPU slice to compile for. A name is a generation "
+        f"and the chips in each dimension. Received: {name!r} ({reason}). "
+        f"Write for example {_EXAMPLES}, in one process at a time."
+    )

@@ -1,0 +1,76 @@
+"""Finding the TPUs, and letting go of what was compiled for them."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+from keras_strategies.tpu.topology import Topology
+
+
+def initialize_tpu_system(
+    cluster_resolver: Any = None,
+    *,
+    devices: Iterable[jax.Device] | None = None,
+) -> Topology:
+    """Returns the topology of the TPUs that JAX sees.
+
+    JAX starts the TPUs when it is first asked for devices. On several hosts
+    call `jax.distributed.initialize` before.
+
+    Args:
+      cluster_resolver: A cluster resolver or None. JAX finds the TPUs itself,
+        so that nothing is read from it.
+      devices: The devices to take instead of all TPUs; of any platform, so
+        that a script can be tried where there is no TPU.
+
+    Raises:
+      RuntimeError: JAX sees no TPU and `devices` is not given.
+      TypeError: `cluster_resolver` is no resolver.
+
+    Example:
+      ```python
+      topology = ks.tpu.experimental.initialize_tpu_system(
+          devices=jax.devices()
+      )
+      ```
+    """
+    _check_resolver(cluster_resolver)
+    if devices is not None:
+        return Topology.from_devices(devices)
+    found = jax.devices()
+    if found[0].platform != "tpu":
+        raise RuntimeError(
+            "A TPU system needs TPUs. Received: "
+            f"{len(found)} devices of the platform '{found[0].platform}'. On "
+            "a TPU machine install 'keras-strategies[tpu]' and leave "
+            "JAX_PLATFORMS unset; elsewhere pass `devices=jax.devices()`, or "
+            "use `Topology.from_name('v5e:4x4')` to compile only."
+        )
+    return Topology.from_devices(found)
+
+
+def shutdown_tpu_system(cluster_resolver: Any = None) -> None:
+    """Drops all compiled programs, and with them the memory they hold.
+
+    Differs from tf: the process keeps its TPUs. JAX gives them back when the
+    process ends. Arrays stay; what is called next is compiled again.
+
+    Args:
+      cluster_resolver: See `initialize_tpu_system`.
+
+    Raises:
+      TypeError: `cluster_resolver` is no resolver.
+    """
+    _check_resolver(cluster_resolver)
+    jax.clear_caches()
+
+
+def _check_resolver(cluster_resolver: Any) -> None:
+    if cluster_resolver is None or hasattr(cluster_resolver, "cluster_spec"):
+        return
+    raise TypeError(
+        "`cluster_resolver` is a cluster resolver or None. Received: "
+        f"{cluster_resolver!r} of type {type(cluster_resolver).__name__}. "
+        "Leave it out."
+    )

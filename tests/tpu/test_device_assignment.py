@@ -1,0 +1,332 @@
+"""DeviceAssignment: against tf's over a table, and where tf is wrong."""
+
+import itertools
+import math
+
+import jax
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_strategies.tpu.device_assignment import replica_mesh_devices
+from keras_strategies.tpu.experimental import (
+    SINGLE_CORE_ASSIGNMENT,
+    DeviceAssignment,
+    DeviceOrderMode,
+    Topology,
+)
+from keras_strategies.tpu.rings import count_ring_hops
+from tests.tpu.slices import coordinates, make_slice
+
+Theirs = tf.tpu.experimental.DeviceAssignment
+TheirMode = tf.tpu.experimental.DeviceOrderMode
+
+# mesh, host, whether tf makes its rings as we do (it has none for odd sizes).
+MESHES = {
+    "v5e:1x1": ((1, 1, 1, 1), (1, 1, 1)),
+    "v5e:2x2": ((2, 2, 1, 1), (2, 2, 1)),
+    "v5e:4x4": ((4, 4, 1, 1), (2, 2, 1)),
+    "v5e:4x8": ((4, 8, 1, 1), (2, 2, 1)),
+    "v5p:2x2x2": ((2, 2, 2, 1), (2, 2, 1)),
+    "v5p:4x4x4": ((4, 4, 4, 1), (2, 2, 1)),
+    "v3:4x4": ((4, 4, 1, 2), (2, 2, 1)),
+    "tpu7x:2x2x1": ((2, 2, 1, 2), (2, 2, 1)),
+    "v4:2x2x4": ((2, 2, 4, 2), (2, 2, 1)),
+    "3x2": ((3, 2, 1, 1), (3, 1, 1)),
+    "3x5x1x2": ((3, 5, 1, 2), (3, 1, 1)),
+}
+SHAPES = [
+    None,
+    (1, 1, 1, 1),
+    (1, 1, 1, 2),
+    (2, 1, 1, 1),
+    (1, 2, 1, 1),
+    (2, 2, 1, 1),
+    (2, 2, 1, 2),
+    (4, 2, 1, 1),
+    (2, 2, 2, 1),
+    (4, 4, 1, 1),
+    (3, 1, 1, 1),
+    (1, 5, 1, 2),
+    (0, 1, 1, 1),
+    (2, 1, 1),
+]
+STRIDES = [
+    None,
+    (1, 1, 1, 1),
+    (2, 1, 1, 1),
+    (2, 2, 1, 1),
+    (1, 1, 1, 2),
+    (0, 1, 1, 1),
+    (1, 1, 1, 1, 1),
+]
+
+
+def make_both(name, missing=0):
+    mesh_shape, host = MESHES[name]
+    places = coordinates(mesh_shape, host)
+    places = places[: len(places) - missing]
+    arguments = {"mesh_shape": mesh_shape, "device_coordinates": places}
+    return Topology(**arguments), tf.tpu.experimental.Topology(**arguments)
+
+
+def counts_of(topology, shape):
+    cores = math.prod(topology.mesh_shape.tolist())
+    most = max(cores // max(math.prod(shape or (1,)), 1), 1)
+    return sorted({1, 2, 3, max(most - 1, 1), most, most + 1})
+
+
+def result_of(function, *args):
+    try:
+        return function(*args), None
+    except (ValueError, AssertionError) as error:
+        return None, error
+
+
+def has_odd_grid(topology, shape):
+    """Whether tf's ring is of an odd, wide grid: there it has none."""
+    shape = shape or (1, 1, 1, 1)
+    blocks = topology.mesh_shape // shape
+    grids = [blocks[:3].tolist(), list(shape[:3])]
+    return any(
+        sum(n > 1 for n in grid) > 1 and any(n % 2 and n > 1 for n in grid)
+        for grid in grids
+    )
+
+
+@pytest.mark.parametrize("mode", list(DeviceOrderMode))
+@pytest.mark.parametrize("name", MESHES)
+def test_build_answers_as_tf(name, mode):
+    ours, theirs = make_both(name)
+    compared = built = 0
+    for shape, stride in itertools.product(SHAPES, STRIDES):
+        for count in counts_of(ours, shape):
+            arguments = (shape, stride, count, int(mode))
+            mine, error = result_of(DeviceAssignment.build, ours, *arguments)
+            other, expected = result_of(Theirs.build, theirs, *arguments)
+            assert type(error) is type(expected), (arguments, error, expected)
+            compared += 1
+            if mine is None:
+                assert "Received" in str(error)
+                continue
+            built += 1
+            if mode != DeviceOrderMode.MESH and has_odd_grid(ours, shape):
+                continue
+            np.testing.assert_array_equal(
+                mine.core_assignment,
+                other.core_assignment,
+                strict=True,
+                err_msg=str(arguments),
+            )
+    assert compared > 200
+    assert built >= 1
+
+
+@pytest.mark.parametrize("name", ["v5e:4x4", "tpu7x:2x2x1", "v4:2x2x4"])
+def test_an_assignment_answers_as_tf(name):
+    ours, theirs = make_both(name)
+    count = math.prod(MESHES[name][0]) // 2
+    mine = DeviceAssignment.build(ours, (2, 1, 1, 1), num_replicas=count)
+    other = Theirs.build(theirs, (2, 1, 1, 1), num_replicas=count)
+    assert mine.topology is ours
+    assert mine.num_replicas == other.num_replicas
+    assert mine.num_cores_per_replica == other.num_cores_per_replica
+    for replica, core in itertools.product(range(count), range(2)):
+        for question in (
+            "coordinates",
+            "tpu_ordinal",
+            "host_device",
+            "tpu_device",
+        ):
+            answer = getattr(mine, question)(replica, core)
+            assert answer == getattr(other, question)(replica, core)
+        for question in ("host_device", "tpu_device"):
+            answer = getattr(mine, question)(replica, core, job="w")
+            assert answer == getattr(other, question)(replica, core, job="w")
+    for task, core in itertools.product(range(ours.num_tasks), range(2)):
+        answer = mine.lookup_replicas(task, core)
+        assert answer == other.lookup_replicas(task, core)
+    for task, core in ((99, 0), (0, 2), (-1, 0)):
+        with pytest.raises(ValueError, match="contains logical_core"):
+            other.lookup_replicas(task, core)
+        with pytest.raises(ValueError, match="No replica"):
+            mine.lookup_replicas(task, core)
+
+
+@pytest.mark.parametrize("shape", [None, (2, 2, 1, 1), (2, 1, 1, 1)])
+def test_missing_devices_are_filled_in_order_as_tf(shape):
+    ours, theirs = make_both("v5e:4x4", missing=1)
+    for count in (1, 2, 3):
+        mine = DeviceAssignment.build(ours, shape, num_replicas=count)
+        other = Theirs.build(theirs, shape, num_replicas=count)
+        np.testing.assert_array_equal(
+            mine.core_assignment, other.core_assignment, strict=True
+        )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [((2, 2, 1, 1), None, 4), ((2, 1, 1, 1), (2, 1, 1, 1), 1)],
+)
+def test_missing_devices_raise_an_error_where_tf_asserts(arguments):
+    ours, theirs = make_both("v5e:4x4", missing=1)
+    with pytest.raises(AssertionError):
+        Theirs.build(theirs, *arguments)
+    with pytest.raises(ValueError, match="4 devices missing"):
+        DeviceAssignment.build(ours, *arguments)
+
+
+def test_rings_are_refused_where_devices_are_missing_and_tf_makes_none():
+    ours, theirs = make_both("v5e:4x4", missing=1)
+    Theirs.build(theirs, None, None, 16 - 4, TheirMode.RING)
+    with pytest.raises(ValueError, match="no rings"):
+        DeviceAssignment.build(ours, None, None, 12, DeviceOrderMode.RING)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("3x2", None), ("v5e:4x8", (4, 1, 1, 1))]
+)
+def test_neighbours_on_a_ring_are_neighbours_on_the_chips(name, shape):
+    ours, _ = make_both(name)
+    count = ours.num_tpus_per_task * ours.num_tasks
+    count //= math.prod(shape or (1,))
+    built = DeviceAssignment.build(
+        ours, shape, None, count, DeviceOrderMode.RING
+    )
+    firsts = [tuple(cores[0]) for cores in built.core_assignment.tolist()]
+    if shape is None:
+        assert count_ring_hops(firsts) == count
+    for cores in built.core_assignment.tolist():
+        torus = ours.mesh_shape.tolist()
+        places = [tuple(place) for place in cores]
+        assert count_ring_hops(places, torus) == max(len(cores), 0) * (
+            len(cores) > 1
+        )
+
+
+def test_odd_rings_are_rings_where_tf_makes_rows():
+    ours, theirs = make_both("3x2")
+    mine = DeviceAssignment.build(ours, num_replicas=6)
+    other = Theirs.build(theirs, num_replicas=6)
+
+    def hops(built):
+        return count_ring_hops(
+            [tuple(cores[0]) for cores in built.core_assignment.tolist()]
+        )
+
+    assert (hops(mine), hops(other)) == (6, 10)
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.5, "4", [1], 2**40])
+def test_a_number_of_replicas_is_positive(count):
+    ours, _ = make_both("v5e:4x4")
+    with pytest.raises(ValueError, match="num_replicas"):
+        DeviceAssignment.build(ours, num_replicas=count)
+
+
+@pytest.mark.parametrize("shape", [(1.5, 1, 1, 1), "2x2", [[1, 1], [1]]])
+def test_a_shape_of_no_integers_is_refused(shape):
+    ours, _ = make_both("v5e:4x4")
+    with pytest.raises(ValueError, match="`computation_shape`"):
+        DeviceAssignment.build(ours, shape)
+
+
+def test_an_unknown_order_is_refused():
+    ours, theirs = make_both("v5e:4x4")
+    Theirs.build(theirs, None, None, 1, 7)
+    with pytest.raises(ValueError, match="AUTO, RING or MESH"):
+        DeviceAssignment.build(ours, None, None, 1, 7)
+
+
+def test_order_modes_have_the_numbers_of_tf():
+    assert {mode.name: int(mode) for mode in DeviceOrderMode} == {
+        mode.name: int(mode) for mode in TheirMode
+    }
+
+
+def test_build_takes_a_serialized_topology():
+    ours, _ = make_both("v5e:4x4")
+    built = DeviceAssignment.build(ours.serialized(), num_replicas=2)
+    assert built.topology == ours
+
+
+@pytest.mark.parametrize("topology", [None, "v5e:4x4", 3])
+def test_what_is_no_topology_is_refused_as_in_tf(topology):
+    for make in (
+        lambda: DeviceAssignment(topology, SINGLE_CORE_ASSIGNMENT),
+        lambda: DeviceAssignment.build(topology),
+    ):
+        with pytest.raises(ValueError, match="`topology` is a Topology"):
+            make()
+    with pytest.raises(ValueError, match="Topology"):
+        Theirs(topology, SINGLE_CORE_ASSIGNMENT)
+
+
+@pytest.mark.parametrize(
+    "cores", [[[0, 0, 0, 0]], [[[0, 0, 0]]], [[[[0, 0, 0, 0]]]]]
+)
+def test_a_wrong_shape_is_refused_as_in_tf(cores):
+    ours, theirs = make_both("v5e:4x4")
+    with pytest.raises(ValueError, match="core_assignment"):
+        Theirs(theirs, cores)
+    with pytest.raises(ValueError, match=r"\(replicas, cores, 4\)"):
+        DeviceAssignment(ours, cores)
+
+
+@pytest.mark.parametrize(
+    ("cores", "text"),
+    [
+        # tf takes all but the second.
+        ([[[-1, 0, 0, 0]]], "not in the topology"),
+        ([[[4, 0, 0, 0]]], "not in the topology"),
+        ([[[3, 3, 0, 0]]], "No device is at"),
+        ([[[0, 0, 0, 0]], [[0, 0, 0, 0]]], "core 0 of replica 1"),
+        ([[[0, 0, 0, 0], [0, 0, 0, 0]]], "core 1 of replica 0"),
+        (np.zeros((0, 1, 4), int), "at least one"),
+        ([[[0.5, 0, 0, 0]]], "whole numbers"),
+    ],
+)
+def test_impossible_assignments_are_refused(cores, text):
+    ours, theirs = make_both("v5e:4x4", missing=1)
+    if text != "not in the topology":
+        Theirs(theirs, cores)
+    with pytest.raises(ValueError, match=text):
+        DeviceAssignment(ours, cores)
+
+
+@pytest.mark.parametrize("place", [(1, 0), (0, 1), (-1, 0), (0, -1)])
+def test_a_core_that_is_not_there_is_refused(place):
+    ours, _ = make_both("v5e:4x4")
+    built = DeviceAssignment(ours, SINGLE_CORE_ASSIGNMENT)
+    with pytest.raises(IndexError, match="of 1"):
+        built.coordinates(*place)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 1, 1, 1), (4, 1, 1, 1)])
+def test_an_assignment_gives_the_devices_of_a_mesh(shape):
+    topology = Topology.from_devices(jax.devices())
+    count = 8 // shape[0]
+    built = DeviceAssignment.build(topology, shape, num_replicas=count)
+    devices = replica_mesh_devices(built)
+    assert devices.shape == (count, shape[0])
+    assert sorted(devices.flat, key=lambda d: d.id) == jax.devices()
+    mesh = jax.sharding.Mesh(devices, ("replica", "model"))
+    assert mesh.shape == {"replica": count, "model": shape[0]}
+
+
+def test_devices_lie_where_the_assignment_says():
+    topology = Topology.from_devices(make_slice((4, 4, 1)))
+    built = DeviceAssignment.build(topology, (2, 2, 1, 1), num_replicas=4)
+    devices = replica_mesh_devices(built)
+    for replica, core in np.ndindex(4, 4):
+        place = built.coordinates(replica, core)
+        assert devices[replica, core].coords == place[:3]
+    # Each replica is one host.
+    for cores in devices:
+        assert len({device.process_index for device in cores}) == 1
+
+
+def test_a_topology_without_devices_gives_no_mesh():
+    ours, _ = make_both("v5e:4x4")
+    with pytest.raises(ValueError, match="from_devices"):
+        replica_mesh_devices(DeviceAssignment(ours, SINGLE_CORE_ASSIGNMENT))

@@ -1,0 +1,68 @@
+"""initialize_tpu_system and shutdown_tpu_system."""
+
+import jax
+import numpy as np
+import pytest
+
+import keras_strategies as ks
+from tests.tpu.slices import make_slice
+
+experimental = ks.tpu.experimental
+
+
+def test_the_names_of_tf_are_there():
+    names = {name for name in vars(experimental) if not name.startswith("_")}
+    assert names == {
+        "DeviceAssignment",
+        "DeviceOrderMode",
+        "SINGLE_CORE_ASSIGNMENT",
+        "Topology",
+        "initialize_tpu_system",
+        "shutdown_tpu_system",
+    }
+
+
+def test_without_a_tpu_the_error_says_what_to_do():
+    with pytest.raises(RuntimeError, match=r"devices=jax\.devices\(\)"):
+        experimental.initialize_tpu_system()
+
+
+@pytest.mark.parametrize("devices", [jax.devices(), make_slice((4, 4, 1))])
+def test_given_devices_are_the_system(devices):
+    topology = experimental.initialize_tpu_system(devices=devices)
+    assert topology == experimental.Topology.from_devices(devices)
+
+
+class Resolver:
+    def cluster_spec(self):
+        return None
+
+
+def test_a_resolver_is_taken():
+    topology = experimental.initialize_tpu_system(
+        Resolver(), devices=jax.devices()
+    )
+    assert topology.num_tpus_per_task == 8
+    experimental.shutdown_tpu_system(Resolver())
+
+
+@pytest.mark.parametrize("resolver", ["", "local", 3])
+def test_what_is_no_resolver_is_refused(resolver):
+    with pytest.raises(TypeError, match="cluster_resolver"):
+        experimental.initialize_tpu_system(resolver)
+    with pytest.raises(TypeError, match="cluster_resolver"):
+        experimental.shutdown_tpu_system(resolver)
+
+
+def test_after_a_shutdown_programs_are_compiled_again():
+    traced = []
+
+    @jax.jit
+    def double(x):
+        traced.append(x)
+        return 2 * x
+
+    kept = double(np.arange(3))
+    experimental.shutdown_tpu_system()
+    assert double(np.arange(3)).tolist() == kept.tolist() == [0, 2, 4]
+    assert len(traced) == 2
