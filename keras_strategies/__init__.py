@@ -18,6 +18,9 @@ from keras_strategies.keras_bridge.backend import (
 
 _require_jax_backend()
 
+from keras_strategies import (  # noqa: E402
+    cluster_resolver as cluster_resolver,
+)
 from keras_strategies import data as data  # noqa: E402
 from keras_strategies import tpu as tpu  # noqa: E402
 from keras_strategies._core.reduce_op import (  # noqa: E402

@@ -1,0 +1,114 @@
+"""What every cluster resolver answers, with tf's names."""
+
+import abc
+import os
+from collections.abc import Mapping
+
+from keras_strategies.cluster.spec import ClusterSpec
+
+
+class ClusterResolver(abc.ABC):
+    """Answers who is in the cluster and which task this process is.
+
+    Base class of all resolvers, and of users' own: a subclass gives
+    `cluster_spec` and `master`, and sets `task_type` and `task_id` or
+    overrides them. A resolver reads the environment variables of its cluster
+    and nothing else: it starts no devices and connects to nobody.
+
+    Differs from tf: `num_accelerators` is what the resolver was told, since
+    counting would start JAX's devices; it takes no `config_proto`.
+
+    References:
+      https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/ClusterResolver
+    """
+
+    _task_type: str | None = None
+    _task_id: int | None = None
+    _rpc_layer: str | None = None
+
+    @abc.abstractmethod
+    def cluster_spec(self) -> ClusterSpec:
+        """The addresses of all tasks that are known; empty without a cluster.
+
+        Returns:
+          The `ClusterSpec` of this moment: the variables are read again.
+        """
+
+    @abc.abstractmethod
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """The address of a task, with the RPC layer before it; for tf 1.
+
+        Args:
+          task_type: The task's job.
+          task_id: The task's index in it.
+          rpc_layer: What goes before the address: "grpc" gives
+            "grpc://host:port".
+
+        Returns:
+          The address, or "" without a cluster.
+        """
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None
+    ) -> dict[str, int]:
+        """How many accelerators a task has, by kind.
+
+        Args:
+          task_type: The task's job.
+          task_id: The task's index in it.
+
+        Returns:
+          Such as `{"GPU": 4}`; empty where the resolver was not told.
+        """
+        del task_type, task_id
+        return {}
+
+    @property
+    def num_processes(self) -> int | None:
+        """How many processes train, where the addresses of some are unknown.
+
+        None where `cluster_spec` has all of them. Not in tf.
+        """
+        return None
+
+    @property
+    def environment(self) -> str | None:
+        """Where the program runs: "" outside of Google."""
+        return ""
+
+    @property
+    def task_type(self) -> str | None:
+        """The job of this process, None if it is not known."""
+        return self._task_type
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int | None:
+        """The index of this process in its job, None if it is not known."""
+        return self._task_id
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    @property
+    def rpc_layer(self) -> str | None:
+        """What `master` puts before addresses; JAX does not use it."""
+        return self._rpc_layer
+
+    @rpc_layer.setter
+    def rpc_layer(self, rpc_layer: str | None) -> None:
+        self._rpc_layer = rpc_layer
+
+
+def environ_or_own(environ: Mapping[str, str] | None) -> Mapping[str, str]:
+    """The mapping to read; None is this process's environment variables."""
+    return os.environ if environ is None else environ

@@ -1,0 +1,99 @@
+"""SLURM's short ways to write lists of hosts and of numbers of tasks."""
+
+import itertools
+import math
+import re
+from collections.abc import Iterator
+
+from keras_strategies.cluster.addresses import shown
+
+_MAX_HOSTS = 100_000
+_PARTS = re.compile(r"\[[^\[\]]*\]|[^\[\],]+|,", re.ASCII)
+_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", re.ASCII)
+_COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", re.ASCII)
+
+
+def expand_hostlist(hostlist: str) -> list[str]:
+    """The hosts that a list such as SLURM_STEP_NODELIST means, in its order.
+
+    Args:
+      hostlist: `"n[1-2],m5,o[3-4,06]"` is n1, n2, m5, o3, o4, o06;
+        `"r[1-2]n[1-2]"` is r1n1, r1n2, r2n1, r2n2.
+
+    Raises:
+      ValueError: it is no such list, or one of more than 100 000 hosts.
+    """
+    hosts: list[str] = []
+    for parts in _split(hostlist):
+        choices = [
+            list(_expand_ranges(part[1:-1], hostlist))
+            if part.startswith("[")
+            else [part]
+            for part in parts
+        ]
+        count = math.prod(map(len, choices))
+        if len(hosts) + count > _MAX_HOSTS:
+            raise _fault(hostlist, "it has too many hosts")
+        hosts += ["".join(host) for host in itertools.product(*choices)]
+    return hosts
+
+
+def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
+    """The numbers that a list such as SLURM_STEP_TASKS_PER_NODE means.
+
+    Args:
+      tasks_per_node: `"3(x2),2,1"` is 3, 3, 2, 1.
+
+    Raises:
+      ValueError: it is no such list, or one of more than 100 000 hosts.
+    """
+    counts: list[int] = []
+    for part in tasks_per_node.split(","):
+        match = _COUNT.fullmatch(part)
+        repeats = int(match[2] or 1) if match else 0
+        if not match or len(counts) + repeats > _MAX_HOSTS:
+            raise ValueError(
+                "Invalid tasks-per-node list format: it is numbers such as "
+                f"'3(x2),2,1'. Received: {shown(tasks_per_node)}. It is set "
+                "by srun: look at what else sets SLURM_STEP_TASKS_PER_NODE."
+            )
+        counts += [int(match[1])] * repeats
+    return counts
+
+
+def _split(hostlist: str) -> Iterator[list[str]]:
+    """The texts and the ranges in brackets that each entry is made of."""
+    parts = _PARTS.findall(hostlist)
+    if "".join(parts) != hostlist:
+        raise _fault(hostlist, "brackets do not match")
+    entry: list[str] = []
+    for part in [*parts, ","]:
+        if part != ",":
+            entry.append(part)
+            continue
+        if not entry:
+            raise _fault(hostlist, "a host is missing")
+        yield entry
+        entry = []
+
+
+def _expand_ranges(ranges: str, hostlist: str) -> Iterator[str]:
+    total = 0
+    for part in ranges.split(","):
+        match = _RANGE.fullmatch(part)
+        if not match:
+            raise _fault(hostlist, "what is in brackets is no list of ranges")
+        first, last = match[1], match[2] or match[1]
+        total += int(last) - int(first) + 1
+        if int(last) < int(first) or total > _MAX_HOSTS:
+            raise _fault(hostlist, "a range is empty or too long")
+        for number in range(int(first), int(last) + 1):
+            yield str(number).zfill(len(first))
+
+
+def _fault(hostlist: str, fault: str) -> ValueError:
+    return ValueError(
+        f"Invalid hostlist format: {fault}. Received: {shown(hostlist)}. It "
+        "is set by srun as 'n[1-4],m5': look at what else sets "
+        "SLURM_STEP_NODELIST."
+    )
