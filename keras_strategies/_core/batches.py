@@ -173,7 +173,8 @@ def _refused(batch: Tree) -> NoReturn:
     if len(set(lengths.values())) > 1:
         raise ValueError(
             "All arrays of a batch must have the same number of rows. "
-            f"Received: {lengths}. Check x, y and sample_weight."
+            f"Received: {lengths}. Check x, y and sample_weight, and that a "
+            "dataset yields batches (`.batch(global_batch_size)`)."
         )
     raise ValueError(
         "A batch must have at least one row. Received: shapes "

@@ -34,7 +34,6 @@ class DistributedDataset:
     def __init__(self, source: Source, mesh: ReplicaMesh) -> None:
         self._source = source
         self._mesh = mesh
-        self._epoch = 0
 
     @property
     def source(self) -> Source:
@@ -43,8 +42,7 @@ class DistributedDataset:
 
     def __iter__(self) -> "DistributedIterator":
         """Starts the next epoch, at its first batch."""
-        epoch, self._epoch = self._epoch, self._epoch + 1
-        return self.iterator(epoch)
+        return self.iterator(self._source.passes.next)
 
     def iterator(self, epoch: int, start: int = 0) -> "DistributedIterator":
         """Starts anywhere, as after an interruption.
@@ -53,7 +51,7 @@ class DistributedDataset:
           epoch: Number of the epoch, from 0.
           start: Number of steps to leave out.
         """
-        self._epoch = max(self._epoch, epoch + 1)
+        self._source.passes.reach(epoch + 1)
         steps = Steps(
             source=self._source,
             mesh=self._mesh,

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from keras_strategies._core import host_arrays
 from keras_strategies._core.batches import num_rows
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.data.iterables import check_batches, host_batches
@@ -118,7 +119,11 @@ class FunctionSource(Source):
         if len(iterators) == 1:
             iterators *= count
         while True:
-            parts = [next(batches, None) for batches in iterators]
+            # Copies: the next one may be in the same arrays.
+            parts = [
+                jax.tree.map(host_arrays.owned, next(batches, None))
+                for batches in iterators
+            ]
             given = [part for part in parts if part is not None]
             if not given:
                 return

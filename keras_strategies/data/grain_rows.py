@@ -10,6 +10,9 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
+
 Tree = Any
 
 # Rows that are read at once: as many are in memory before they are mapped.
@@ -84,7 +87,7 @@ def _of_many(dataset: Any) -> Any:
         return None
     made = copy.copy(dataset)
     if kind.__name__ == "SourceMapDataset":
-        if not hasattr(dataset._source, "_getitems"):
+        if not _is_grains(dataset._source):
             made._source = _Rows(dataset._source)
         # For each row again, where Prometheus is installed.
         made._record_metrics = False
@@ -96,6 +99,12 @@ def _of_many(dataset: Any) -> Any:
     # They know the original's parents.
     vars(made).pop("_stats", None)
     return made
+
+
+def _is_grains(source: Any) -> bool:
+    """Whether a source is grain's own, and gives many rows by itself."""
+    module = type(source).__module__
+    return module.startswith("grain.") and hasattr(source, "_getitems")
 
 
 def _has_many(kind: type) -> bool:
@@ -119,4 +128,17 @@ class _Rows:
         return self._source[index]
 
     def _getitems(self, indices: Sequence[int]) -> list[Tree]:
-        return [self._source[index] for index in indices]
+        # Copies: read one by one, each would be mapped before the next one is
+        # read, maybe into the same array.
+        return [_copy(self._source[index]) for index in indices]
+
+
+def _copy(row: Tree) -> Tree:
+    if isinstance(row, np.ndarray):
+        return row.copy()
+    if isinstance(row, tuple | list | dict):
+        return jax.tree.map(
+            lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf,
+            row,
+        )
+    return row

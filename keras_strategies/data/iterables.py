@@ -38,7 +38,7 @@ class IterableSource(Source):
         del epoch
         batches = host_batches(self._dataset)
         for batch in itertools.islice(batches, start, None):
-            yield take(batch, cut, is_marked=self._is_marked)
+            yield take(batch, cut, is_marked=self._is_marked, is_copied=True)
 
 
 def host_batches(dataset: Any) -> Iterator[Tree]:

@@ -133,6 +133,16 @@ class BatchOrder(Order):
         self._size = size
         super().__init__(seed)
 
+    def resize(self, size: int) -> None:
+        """Draws orders of another number of batches from now on.
+
+        Args:
+          size: The number.
+        """
+        if size != self._size:
+            self._size = size
+            self._last = None
+
     def _draw(self, state: str) -> tuple[np.ndarray, str]:
         generator = random.Random()
         generator.setstate(_python_state(state))

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import functools
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
@@ -9,6 +10,7 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
+from keras_strategies._core import host_arrays
 from keras_strategies._core.batches import num_rows
 from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.order import Order
@@ -42,6 +44,21 @@ class Part:
     counts: tuple[int, ...] | None = None
 
 
+class Passes:
+    """How often a dataset was read, by all loops together.
+
+    Attributes:
+      next: Number of the epoch that the next loop begins with.
+    """
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def reach(self, epoch: int) -> None:
+        """Says that a loop has begun all epochs before that one."""
+        self.next = max(self.next, epoch)
+
+
 class Source(abc.ABC):
     """Batches of one order of rows.
 
@@ -67,6 +84,11 @@ class Source(abc.ABC):
     batch_size: int | None = None
     num_batches: int | None = None
     order: Order | None = None
+
+    @functools.cached_property
+    def passes(self) -> Passes:
+        """The passes over its dataset; its own, if it is not given others."""
+        return Passes()
 
     def facts(self) -> dict[str, Any]:
         """What the sources of all processes must have alike."""
@@ -143,7 +165,9 @@ def all_rows(rows: int) -> tuple[int, int]:
     return 0, rows
 
 
-def take(batch: Tree, cut: Cut, *, is_marked: bool = False) -> Part:
+def take(
+    batch: Tree, cut: Cut, *, is_marked: bool = False, is_copied: bool = False
+) -> Part:
     """The rows of a whole global batch that a process wants.
 
     Args:
@@ -151,12 +175,17 @@ def take(batch: Tree, cut: Cut, *, is_marked: bool = False) -> Part:
       cut: See `Cut`.
       is_marked: Whether to compute the part's `mark`: for data that every
         process reads in an order which nothing but itself determines.
+      is_copied: Whether user code may fill the same arrays again while the
+        part is still needed: it is read ahead, and CPU devices use a host's
+        memory as it is.
     """
     rows = num_rows(batch)
     mark = checksum(batch, (0, rows - 1)) if is_marked else None
     start, stop = cut(rows)
     if (start, stop) != (0, rows):
         batch = jax.tree.map(lambda leaf: leaf[start:stop], batch)
+    if is_copied:
+        batch = jax.tree.map(host_arrays.owned, batch)
     return Part(data=batch, rows=rows, mark=mark)
 
 

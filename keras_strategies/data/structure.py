@@ -1,5 +1,7 @@
 """What a batch is made of, as a text that processes can tell each other."""
 
+import collections
+import importlib
 import json
 from typing import Any
 
@@ -46,11 +48,24 @@ def is_like(spec: str, other: str) -> bool:
 def _encoded(value: Any) -> Any:
     if value is None:
         return None
-    if isinstance(value, dict):
+    if type(value) is dict:
         return {"dict": [[key, _encoded(value[key])] for key in sorted(value)]}
-    if isinstance(value, list | tuple):
+    if type(value) is collections.OrderedDict:
+        # JAX keeps the order of its keys.
+        return {"ordered": [[k, _encoded(item)] for k, item in value.items()]}
+    if type(value) in (list, tuple):
         kind = "list" if isinstance(value, list) else "tuple"
         return {kind: [_encoded(item) for item in value]}
+    if hasattr(value, "_fields"):
+        named = type(value)
+        name = f"{named.__module__}:{named.__qualname__}"
+        return {"named": name, "items": [_encoded(item) for item in value]}
+    if not hasattr(value, "dtype"):
+        raise TypeError(
+            "On several processes a batch is a nest of dicts, lists, tuples "
+            f"and arrays. Received: a {type(value).__name__} in it. Make it "
+            "one of those."
+        )
     return {"dtype": str(value.dtype), "shape": list(np.shape(value)[1:])}
 
 
@@ -59,9 +74,30 @@ def _decoded(value: Any) -> Any:
         return None
     if "dict" in value:
         return {key: _decoded(item) for key, item in value["dict"]}
+    if "ordered" in value:
+        items = [(key, _decoded(item)) for key, item in value["ordered"]]
+        return collections.OrderedDict(items)
+    if "named" in value:
+        return _named(value["named"])(*map(_decoded, value["items"]))
     if "list" in value:
         return [_decoded(item) for item in value["list"]]
     if "tuple" in value:
         return tuple(_decoded(item) for item in value["tuple"])
     dtype = jax.numpy.dtype(value["dtype"])
     return np.zeros((0, *value["shape"]), dtype)
+
+
+def _named(name: str) -> Any:
+    """The class of a named tuple, which another process told of."""
+    module, _, path = name.partition(":")
+    found: Any = importlib.import_module(module)
+    try:
+        for part in path.split("."):
+            found = getattr(found, part)
+    except AttributeError:
+        raise TypeError(
+            "A process without rows needs the class of the others' batches. "
+            f"Received: a named tuple {path}, which is not found in {module}. "
+            "Define it at the top of a module, or yield tuples."
+        ) from None
+    return found

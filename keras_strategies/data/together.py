@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +11,16 @@ from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.cluster.agreement import Agreement
 from keras_strategies.data.source import Source
 
+_MAX_NUMBER = 2**31 - 1
+
 
 def made_together(
     mesh: ReplicaMesh,
     name: str,
     make: Callable[[int], Source],
     facts: dict[str, Any] | None = None,
+    *,
+    draws: bool = False,
 ) -> Source:
     """Makes a source in every process. Collective.
 
@@ -29,13 +32,14 @@ def made_together(
       name: The call that it is for, for messages.
       make: Makes it, from a number that is the same in all processes.
       facts: What else must be the same in all, by name; what JSON can hold.
+      draws: Whether the number is drawn, so that the next one is another.
 
     Raises:
       ValueError: the processes are in different calls, or were given
         different data or numbers.
       RuntimeError: another process could not make it.
     """
-    number = _number()
+    number = int(np.random.randint(_MAX_NUMBER)) if draws else 0
     if mesh.num_processes == 1:
         return make(number)
     agreement = Agreement(mesh.processes, f"preparing the data of {name}")
@@ -134,9 +138,3 @@ def _exchange(
     # Numbers of numpy's too, and what else arguments may be.
     text = json.dumps(said, default=str)
     return [json.loads(text) for text in agreement.exchange(text)]
-
-
-def _number() -> int:
-    """A number from the random state, which is left as it is."""
-    _, words, position, *_ = np.random.get_state(legacy=True)
-    return zlib.crc32(np.asarray(words).tobytes(), int(position))

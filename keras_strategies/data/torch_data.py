@@ -153,7 +153,12 @@ class _IndexedBatches:
         keys = self._batches_of_keys(epoch, start)
         if not self.is_by_rows:
             for batch in self._items(keys, epoch, start):
-                yield take(arrays_of(batch), cut, is_marked=self.is_marked)
+                yield take(
+                    arrays_of(batch),
+                    cut,
+                    is_marked=self.is_marked,
+                    is_copied=True,
+                )
             return
         plan, ahead = itertools.tee(_plan(keys, cut))
         own = (wanted[0] for wanted in ahead if wanted[0] is not None)
@@ -247,7 +252,13 @@ class _IteratedBatches:
         own = [loader.generator] if loader.generator else []
         batches = _seeded(lambda: iter(loader), (self.seed, epoch), 0, own)
         for batch in itertools.islice(batches, start, None):
-            yield take(arrays_of(batch), cut, is_marked=self.is_marked)
+            yield take(
+                arrays_of(batch),
+                cut,
+                is_marked=self.is_marked,
+                # That makes new tensors each time.
+                is_copied=loader.collate_fn is not _data().default_collate,
+            )
 
 
 class _Keys:

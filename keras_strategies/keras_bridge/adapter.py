@@ -59,10 +59,9 @@ class Feed(DataAdapter):
         self._signature: Any = None
         self._first: Tree = None
         # Of the epoch that is read next, and of what was given out last.
-        self._epoch = 0
+        self._epoch = source.passes.next
         self._start = 0
-        self._given = (0, 0)
-        self._begun = (0, 0)
+        self._given = self._begun = (self._epoch, 0)
         self._is_reading = False
 
     def get_numpy_iterator(self) -> Iterator[Tree]:
@@ -82,6 +81,7 @@ class Feed(DataAdapter):
         # Keras makes iterators that it never asks for anything.
         epoch, start = self._epoch, self._start
         self._epoch, self._start = epoch + 1, 0
+        self._source.passes.reach(self._epoch)
         self._is_reading = True
         executions = self._executions_ahead(epoch, start)
         try:

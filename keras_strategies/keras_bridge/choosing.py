@@ -3,6 +3,7 @@
 import functools
 import sys
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,9 +29,6 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import (
 from keras.src.trainers.data_adapters.tf_dataset_adapter import (
     TFDatasetAdapter,
 )
-from keras.src.trainers.data_adapters.torch_data_loader_adapter import (
-    TorchDataLoaderAdapter,
-)
 
 from keras_strategies._core.batches import check_numbers
 from keras_strategies._core.mesh import ReplicaMesh
@@ -41,7 +39,7 @@ from keras_strategies.data.iterables import IterableSource, check_batches
 from keras_strategies.data.numpy_dataset import NumpyDataset, RowsSource
 from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.outline import Outline
-from keras_strategies.data.source import Cut, Part, Source
+from keras_strategies.data.source import Cut, Part, Passes, Source
 from keras_strategies.data.tf_data import TfDataSource
 from keras_strategies.data.together import made_together
 from keras_strategies.data.torch_data import TorchSource
@@ -82,7 +80,8 @@ def source_of_loop(
         shuffle=shuffle,
         steps_per_epoch=steps_per_epoch,
     )
-    return made_together(mesh, f"`{name}`", choose, facts)
+    draws = _draws_orders(x)
+    return made_together(mesh, f"`{name}`", choose, facts, draws=draws)
 
 
 def source_of_dataset(
@@ -105,7 +104,7 @@ def source_of_dataset(
     """
     choose = functools.partial(local_source, dataset, mesh, policy=policy)
     name = "`experimental_distribute_dataset`"
-    return made_together(mesh, name, choose)
+    return made_together(mesh, name, choose, draws=_draws_orders(dataset))
 
 
 def local_source(
@@ -204,11 +203,13 @@ def _of_loop(
                 x, mesh, seed, batch_size=batch_size, shuffle=bool(shuffle)
             )
         )
+        if not isinstance(x, DistributedDataset):
+            source.passes = _passes_of(x)
         _check_ends(source, steps_per_epoch)
-        if shuffle and is_grain_dataset(x):
+        if shuffle and (is_grain_dataset(x) or is_torch_dataloader(x)):
             warnings.warn(
-                "`shuffle=True` is ignored: a grain dataset has the order "
-                "that its own `shuffle` gives it. Pass `shuffle=False`.",
+                "`shuffle=True` was passed, but is ignored: a "
+                f"{type(x).__name__} has an order of its own.",
                 stacklevel=2,
             )
         return _weighted(source, class_weight)
@@ -225,8 +226,9 @@ def _of_loop(
         return ArraySource(adapter)
     if isinstance(adapter, PyDatasetAdapter):
         return PyDatasetSource(adapter, is_marked=mesh.num_processes > 1)
-    if isinstance(adapter, TFDatasetAdapter | TorchDataLoaderAdapter):
+    if isinstance(adapter, TFDatasetAdapter):
         source = local_source(_dense(x), mesh, seed)
+        source.passes = _passes_of(x)
         _check_ends(source, steps_per_epoch)
         return _weighted(source, class_weight)
     is_generator = isinstance(adapter, GeneratorDataAdapter)
@@ -251,6 +253,7 @@ class _Weighted(Source):
         self.batch_size = source.batch_size
         self.num_batches = source.num_batches
         self.order = source.order
+        self.passes = source.passes
 
     def facts(self) -> dict[str, Any]:
         return self._source.facts()
@@ -331,16 +334,40 @@ def _dense(dataset: Any) -> Any:
     return dataset
 
 
+def _draws_orders(x: Any) -> bool:
+    """Whether a dataset may ask us for the seed of its shuffling."""
+    return (
+        isinstance(x, Files)
+        or is_tf_dataset(x)
+        or is_torch_dataloader(x)
+        or _is_torch_dataset(x)
+    )
+
+
+# Of datasets whose orders depend on the number of the pass, by their ids.
+_passes: dict[int, Passes] = {}
+
+
+def _passes_of(dataset: Any) -> Passes:
+    """The passes over a dataset, counted for as long as it lives."""
+    key = id(dataset)
+    if key not in _passes:
+        _passes[key] = Passes()
+        weakref.finalize(dataset, _passes.pop, key, None)
+    return _passes[key]
+
+
 def _is_read_without_keras(x: Any) -> bool:
     """Whether Keras has no adapter for it, or one that reads it at once.
 
     That of a grain `MapDataset` lets grain read 500 batches ahead, for the
-    shapes of the first.
+    shapes of the first; that of a torch loader starts its workers.
     """
     return (
         isinstance(x, DistributedDataset | Files)
         or _is_torch_dataset(x)
         or is_grain_dataset(x)
+        or is_torch_dataloader(x)
     )
 
 

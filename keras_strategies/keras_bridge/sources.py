@@ -187,11 +187,12 @@ class AdapterSource(Source):
         for index, batch in enumerate(self._adapter.get_jax_iterator()):
             if index < start:
                 continue
-            part = take(host_batch(batch), cut, is_marked=self._is_marked)
-            if self._is_copied:
-                data = jax.tree.map(_copied, part.data)
-                part = Part(data=data, rows=part.rows, mark=part.mark)
-            yield part
+            yield take(
+                host_batch(batch),
+                cut,
+                is_marked=self._is_marked,
+                is_copied=self._is_copied,
+            )
 
 
 class PyDatasetSource(Source):
@@ -234,7 +235,11 @@ class PyDatasetSource(Source):
 
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
         """See `Source.read`."""
-        order = None if self.order is None else self.order.of(epoch)
+        order = None
+        if isinstance(self.order, BatchOrder):
+            # It may have become another one at the end of the epoch before.
+            self.order.resize(self._dataset.num_batches)
+            order = self.order.of(epoch)
         view = _View(self._dataset, start, order)
         if self._error is not None:
             raise self._error
@@ -254,11 +259,9 @@ class PyDatasetSource(Source):
     def _parts(self, adapter: PyDatasetAdapter, cut: Cut) -> Iterator[Part]:
         for batch in adapter.get_jax_iterator():
             batch = host_batch(batch)
-            part = take(batch, cut)
+            part = take(batch, cut, is_copied=True)
             mark = _mark_of_targets(batch) if self._is_marked else None
-            # Its next item may be put into the same buffers.
-            data = jax.tree.map(_copied, part.data)
-            yield Part(data=data, rows=part.rows, mark=mark)
+            yield dataclasses.replace(part, mark=mark)
 
 
 class _View(keras.utils.PyDataset):
@@ -322,10 +325,6 @@ def as_numpy(leaf: Any) -> Any:
     if _is_sparse(leaf):
         leaf = leaf.todense()
     return np.asarray(leaf)
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf if _is_distributed(leaf) else host_arrays.copied(leaf)
 
 
 def _is_distributed(leaf: Any) -> bool:

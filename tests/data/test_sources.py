@@ -41,6 +41,7 @@ from tests.data.sources import (
 from tests.plain_keras import (
     check_same,
     dense,
+    mirrored,
     run_both,
 )
 
@@ -386,3 +387,43 @@ def test_steps_per_epoch_smaller_than_the_data_continues_in_it():
 def test_steps_per_epoch_that_does_not_divide_the_data():
     act = fit(x=X, y=Y, batch_size=4, steps_per_epoch=4, epochs=3)
     check_same(one_input, act, **REGRESSION)
+
+
+@pytest.mark.parametrize("name", ["torch", "grain"])
+def test_class_weights_of_datasets_are_those_of_arrays(name):
+    """Plain Keras refuses them there."""
+    random = np.random.default_rng(0)
+    x = random.normal(size=(10, 3)).astype("float32")
+    y = random.integers(0, 2, (10,)).astype("int32")
+    if name == "torch":
+        import torch
+
+        rows = torch.utils.data.TensorDataset(*map(torch.from_numpy, (x, y)))
+        data = torch.utils.data.DataLoader(rows, batch_size=4)
+    else:
+        import grain
+
+        data = grain.MapDataset.source(list(zip(x, y, strict=True))).batch(4)
+    weights = []
+    for given in ({"x": data}, {"x": x, "y": y, "batch_size": 4}):
+        with mirrored(2).scope():
+            model = keras.Sequential([keras.Input((3,)), dense()])
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.fit(
+            **given, class_weight={0: 1.0, 1: 5.0}, shuffle=False, verbose=0
+        )
+        weights.append(np.asarray(model.get_weights()[0]))
+    np.testing.assert_allclose(weights[0], weights[1], rtol=1e-5)
+
+
+def test_a_dataset_without_batches_is_told_to_make_them():
+    import tensorflow as tf
+
+    rows = (np.ones((6, 5), "float32"), np.ones((6, 1), "float32"))
+    with mirrored(2).scope():
+        model = keras.Sequential([keras.Input((5,)), dense()])
+        model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match=r"\.batch\(global_batch_size\)"):
+        model.fit(
+            tf.data.Dataset.from_tensor_slices(rows), shuffle=False, verbose=0
+        )

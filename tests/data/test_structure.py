@@ -1,5 +1,8 @@
 """What batches are made of, as text."""
 
+import collections
+from typing import NamedTuple
+
 import jax
 import ml_dtypes
 import numpy as np
@@ -60,3 +63,33 @@ def test_it_is_shown_as_users_write_it():
     assert structure.shown(structure.spec_of(batch)) == str(
         {"x": "float32[?, 3]", "y": "int64[?]"}
     )
+
+
+class Named(NamedTuple):
+    b: np.ndarray
+    a: np.ndarray
+
+
+def test_nests_keep_their_kinds_and_order():
+    """Or the leaves of a process without rows would be in another order."""
+    arrays = np.ones((2, 3), "float32"), np.ones((2,), "int32")
+    for batch in (
+        collections.OrderedDict(b=arrays[0], a=arrays[1]),
+        Named(*arrays),
+        {"b": Named(*arrays), "a": [arrays[0]]},
+    ):
+        made = structure.empty(structure.spec_of(batch))
+        assert jax.tree.structure(made) == jax.tree.structure(batch)
+        for leaf, other in zip(
+            jax.tree.leaves(made), jax.tree.leaves(batch), strict=True
+        ):
+            assert leaf.shape == (0, *other.shape[1:])
+            assert leaf.dtype == other.dtype
+
+
+def test_what_cannot_be_told_is_refused():
+    with pytest.raises(TypeError, match="Received: a set"):
+        structure.spec_of((np.ones(2), {1}))
+    spec = structure.spec_of(Named(np.ones(2), np.ones(2)))
+    with pytest.raises(TypeError, match="top of a module"):
+        structure.empty(spec.replace("Named", "Gone"))
