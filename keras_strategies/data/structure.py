@@ -59,6 +59,9 @@ def _encoded(value: Any) -> Any:
     if hasattr(value, "_fields"):
         named = type(value)
         name = f"{named.__module__}:{named.__qualname__}"
+        # Now, where all processes hear of it: later, only one without rows
+        # would look for the class, and the others wait for it.
+        _named(name)
         return {"named": name, "items": [_encoded(item) for item in value]}
     if not hasattr(value, "dtype"):
         raise TypeError(
@@ -90,11 +93,11 @@ def _decoded(value: Any) -> Any:
 def _named(name: str) -> Any:
     """The class of a named tuple, which another process told of."""
     module, _, path = name.partition(":")
-    found: Any = importlib.import_module(module)
     try:
+        found: Any = importlib.import_module(module)
         for part in path.split("."):
             found = getattr(found, part)
-    except AttributeError:
+    except (ImportError, AttributeError):
         raise TypeError(
             "A process without rows needs the class of the others' batches. "
             f"Received: a named tuple {path}, which is not found in {module}. "

@@ -90,6 +90,9 @@ def test_nests_keep_their_kinds_and_order():
 def test_what_cannot_be_told_is_refused():
     with pytest.raises(TypeError, match="Received: a set"):
         structure.spec_of((np.ones(2), {1}))
+    own = collections.namedtuple("own", "a b")
+    with pytest.raises(TypeError, match="Received: a named tuple own"):
+        structure.spec_of(own(np.ones(2), np.ones(2)))
     spec = structure.spec_of(Named(np.ones(2), np.ones(2)))
     with pytest.raises(TypeError, match="top of a module"):
         structure.empty(spec.replace("Named", "Gone"))
