@@ -1,8 +1,12 @@
 """MultiWorkerMirroredStrategy: one replica on each device of all processes."""
 
+import os
+from typing import Any
+
 import jax
 
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.cluster import bootstrap
 from keras_strategies.strategy.strategy import Strategy
 
 
@@ -15,24 +19,30 @@ class MultiWorkerMirroredStrategy(Strategy):
     and `reduce` are collective: all processes make them, in the same order.
 
     Make it before anything else uses JAX's devices, or after
-    `jax.distributed.initialize`. In one process that is told of no others it
-    is a `MirroredStrategy`.
+    `jax.distributed.initialize`. A process that is told of no others, by its
+    arguments or by TF_CONFIG, has a `MirroredStrategy`. What keeps the
+    processes from meeting (one that is missing, there twice, or of another
+    version) is raised by all that are there.
 
     Args:
-      cluster_resolver: Must be None. Give the three arguments below, or call
-        `jax.distributed.initialize` first.
+      cluster_resolver: Tells who is in the job (`ks.cluster_resolver`); None
+        for what TF_CONFIG says, if it is set.
       communication_options: Must be None: XLA chooses how devices
         communicate.
-      coordinator_address: "host:port" of process 0, where it is to listen.
+      coordinator_address: "host:port" of process 0, where it is to listen;
+        with the next two, instead of a resolver.
       num_processes: How many processes there are.
       process_id: Which of them this one is.
+      startup_timeout_s: How long to wait for all processes, in seconds.
       predict_in: "all": `predict` returns all rows in every process;
         "chief": in the chief, and arrays without rows in the others.
 
     Raises:
       ValueError: an unknown `predict_in`; some of the three are given and
-        others not; processes with different numbers of devices.
-      RuntimeError: JAX's devices are in use already.
+        others not; a cluster that cannot be followed; processes with
+        different numbers of devices.
+      RuntimeError: JAX's devices are in use already; the processes did not
+        meet in time, or differ.
 
     Example:
       ```python
@@ -48,36 +58,40 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     def __init__(
         self,
-        cluster_resolver: None = None,
+        cluster_resolver: Any = None,
         communication_options: None = None,
         *,
         coordinator_address: str | None = None,
         num_processes: int | None = None,
         process_id: int | None = None,
+        startup_timeout_s: float = bootstrap.STARTUP_TIMEOUT_S,
         predict_in: str = "all",
     ) -> None:
-        for name, value in (
-            ("cluster_resolver", cluster_resolver),
-            ("communication_options", communication_options),
-        ):
-            if value is not None:
-                raise ValueError(
-                    f"`{name}` is not supported. Received: {value!r}. Pass "
-                    "`coordinator_address`, `num_processes` and `process_id`, "
-                    "or call `jax.distributed.initialize` before."
-                )
+        if communication_options is not None:
+            raise ValueError(
+                "`communication_options` is not supported. Received: "
+                f"{communication_options!r}. Leave it out: XLA chooses how "
+                "devices communicate."
+            )
         if predict_in not in ("all", "chief"):
             raise ValueError(
                 "`predict` returns its rows in all processes or in the chief. "
                 f"Received: predict_in={predict_in!r}. Pass 'all' or 'chief'."
             )
-        given = {
-            "coordinator_address": coordinator_address,
-            "num_processes": num_processes,
-            "process_id": process_id,
-        }
-        if any(value is not None for value in given.values()):
-            _join(given)
+        task = _task(
+            cluster_resolver,
+            {
+                "coordinator_address": coordinator_address,
+                "num_processes": num_processes,
+                "process_id": process_id,
+            },
+        )
+        if task is not None:
+            bootstrap.join(
+                task,
+                strategy="MultiWorkerMirroredStrategy",
+                timeout_s=startup_timeout_s,
+            )
         devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
         super().__init__(
             ReplicaMesh(devices=tuple(devices)),
@@ -85,22 +99,27 @@ class MultiWorkerMirroredStrategy(Strategy):
         )
 
 
-def _join(given: dict[str, str | int | None]) -> None:
+def _task(resolver: Any, given: dict[str, Any]) -> Any:
+    """This process's place, a `TaskInfo`; None where nothing tells."""
+    # They would take a tenth of the time of importing this package.
+    from keras_strategies.cluster import tasks, tf_config_resolver
+
     missing = [name for name, value in given.items() if value is None]
+    if len(missing) == len(given):
+        if resolver is None and "TF_CONFIG" in os.environ:
+            resolver = tf_config_resolver.TFConfigClusterResolver()
+        return None if resolver is None else tasks.task_info(resolver)
+    if resolver is not None:
+        raise ValueError(
+            "A job is described by a resolver or by numbers. Received: "
+            "`cluster_resolver` and "
+            f"{', '.join(n for n in given if n not in missing)}. Give one of "
+            "the two."
+        )
     if missing:
         raise ValueError(
             "A job of several processes is described by "
             "`coordinator_address`, `num_processes` and `process_id` together. "
             f"Received: {given}. Give {' and '.join(missing)} as well."
         )
-    if jax.distributed.is_initialized():
-        known = (jax.process_count(), jax.process_index())
-        if known != (given["num_processes"], given["process_id"]):
-            raise ValueError(
-                "This process is part of a job already. Received: "
-                f"num_processes={given['num_processes']}, process_id="
-                f"{given['process_id']}, in a job of {known[0]} as process "
-                f"{known[1]}. Leave the arguments out."
-            )
-        return
-    jax.distributed.initialize(**given)  # pyright: ignore[reportArgumentType]
+    return tasks.task_of_process(**given)
