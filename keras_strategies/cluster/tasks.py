@@ -121,8 +121,8 @@ def task_of_process(
     count = parse_index(num_processes, "The number of processes")
     process = parse_index(process_id, "The number of a process")
     return TaskInfo(
-        type="worker" if process else "chief",
-        index=max(process - 1, 0),
+        type="worker",
+        index=process,
         is_chief=not process,
         process_id=process,
         num_processes=count,

@@ -6,7 +6,11 @@ from typing import Any
 import jax
 
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies.cluster import bootstrap
+from keras_strategies.cluster import agreement, bootstrap
+from keras_strategies.strategy.communication import (
+    CommunicationOptions,
+    checked_options,
+)
 from keras_strategies.strategy.strategy import Strategy
 
 
@@ -25,10 +29,9 @@ class MultiWorkerMirroredStrategy(Strategy):
     version) is raised by all that are there.
 
     Args:
-      cluster_resolver: Tells who is in the job (`ks.cluster_resolver`); None
-        for what TF_CONFIG says, if it is set.
-      communication_options: Must be None: XLA chooses how devices
-        communicate.
+      cluster_resolver: Tells who is in the job (`ks.cluster_resolver`, or one
+        of tf's); None for what TF_CONFIG says, if it is set.
+      communication_options: `ks.experimental.CommunicationOptions`.
       coordinator_address: "host:port" of process 0, where it is to listen;
         with the next two, instead of a resolver.
       num_processes: How many processes there are.
@@ -59,7 +62,7 @@ class MultiWorkerMirroredStrategy(Strategy):
     def __init__(
         self,
         cluster_resolver: Any = None,
-        communication_options: None = None,
+        communication_options: CommunicationOptions | None = None,
         *,
         coordinator_address: str | None = None,
         num_processes: int | None = None,
@@ -67,59 +70,92 @@ class MultiWorkerMirroredStrategy(Strategy):
         startup_timeout_s: float = bootstrap.STARTUP_TIMEOUT_S,
         predict_in: str = "all",
     ) -> None:
-        if communication_options is not None:
-            raise ValueError(
-                "`communication_options` is not supported. Received: "
-                f"{communication_options!r}. Leave it out: XLA chooses how "
-                "devices communicate."
-            )
+        options = checked_options(communication_options)
         if predict_in not in ("all", "chief"):
             raise ValueError(
                 "`predict` returns its rows in all processes or in the chief. "
                 f"Received: predict_in={predict_in!r}. Pass 'all' or 'chief'."
             )
-        task = _task(
-            cluster_resolver,
-            {
-                "coordinator_address": coordinator_address,
-                "num_processes": num_processes,
-                "process_id": process_id,
-            },
-        )
+        numbers = {
+            "coordinator_address": coordinator_address,
+            "num_processes": num_processes,
+            "process_id": process_id,
+        }
+        _check_one_way(cluster_resolver, numbers)
+        resolver, task = _place(cluster_resolver, numbers)
         if task is not None:
             bootstrap.join(
-                task,
-                strategy="MultiWorkerMirroredStrategy",
-                timeout_s=startup_timeout_s,
+                task, strategy=type(self).__name__, timeout_s=startup_timeout_s
             )
+        if resolver is None:
+            resolver = _resolver_of_job()
+        if options.timeout_seconds is not None:
+            agreement.limit_waiting(options.timeout_seconds)
         devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+        options.check_platform(devices[0].platform)
         super().__init__(
             ReplicaMesh(devices=tuple(devices)),
             outputs_on_chief=predict_in == "chief",
         )
+        self._cluster_resolver = resolver
+
+    @property
+    def cluster_resolver(self) -> Any:
+        """The resolver given, or one of this process's place in the job.
+
+        Its `task_type` and `task_id` say who writes files, as in tf: the
+        chief, or worker 0 where there is none.
+        """
+        return self._cluster_resolver
 
 
-def _task(resolver: Any, given: dict[str, Any]) -> Any:
-    """This process's place, a `TaskInfo`; None where nothing tells."""
-    # They would take a tenth of the time of importing this package.
-    from keras_strategies.cluster import tasks, tf_config_resolver
-
-    missing = [name for name, value in given.items() if value is None]
-    if len(missing) == len(given):
-        if resolver is None and "TF_CONFIG" in os.environ:
-            resolver = tf_config_resolver.TFConfigClusterResolver()
-        return None if resolver is None else tasks.task_info(resolver)
+def _check_one_way(resolver: Any, numbers: dict[str, Any]) -> None:
+    """Raises unless a job is described in one way, and wholly."""
+    missing = [name for name, value in numbers.items() if value is None]
+    if len(missing) == len(numbers):
+        return
     if resolver is not None:
+        given = ", ".join(f"`{n}`" for n in numbers if n not in missing)
         raise ValueError(
             "A job is described by a resolver or by numbers. Received: "
-            "`cluster_resolver` and "
-            f"{', '.join(n for n in given if n not in missing)}. Give one of "
-            "the two."
+            f"`cluster_resolver` and {given}. Give one of the two."
         )
     if missing:
         raise ValueError(
             "A job of several processes is described by "
             "`coordinator_address`, `num_processes` and `process_id` together. "
-            f"Received: {given}. Give {' and '.join(missing)} as well."
+            f"Received: {numbers}. Give {' and '.join(missing)} as well."
         )
-    return tasks.task_of_process(**given)
+
+
+def _place(resolver: Any, numbers: dict[str, Any]) -> tuple[Any, Any]:
+    """A resolver and this process's `TaskInfo`; None where nothing tells."""
+    # They would take a tenth of the time of importing this package.
+    from keras_strategies.cluster import tasks, tf_config_resolver
+
+    if resolver is None and numbers["num_processes"] is not None:
+        return None, tasks.task_of_process(**numbers)
+    if resolver is None:
+        if not os.environ.get("TF_CONFIG"):
+            return None, None
+        resolver = tf_config_resolver.TFConfigClusterResolver()
+    if not hasattr(resolver, "cluster_spec"):
+        raise TypeError(
+            "`cluster_resolver` tells who is in the job, by `cluster_spec()`, "
+            "`task_type` and `task_id`. Received: an object of type "
+            f"{type(resolver).__name__}. Pass one of `ks.cluster_resolver`, or "
+            "none for what TF_CONFIG says."
+        )
+    return resolver, tasks.task_info(resolver)
+
+
+def _resolver_of_job() -> Any:
+    """A resolver that answers for a process which JAX knows the place of."""
+    from keras_strategies.cluster import simple_resolver, spec
+
+    is_alone = jax.process_count() == 1
+    return simple_resolver.SimpleClusterResolver(
+        spec.ClusterSpec({}),
+        task_type=None if is_alone else "worker",
+        task_id=None if is_alone else jax.process_index(),
+    )
