@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.cluster.same_program import check_same
 
 _turn = threading.Lock()
 _in_flight: jax.Array | None = None
@@ -28,8 +29,13 @@ def dispatch(mesh: ReplicaMesh, fn: Callable[..., Any], *args: Any) -> Any:
       fn: The program; returns a tuple whose first entry (logs, outputs) is
         not donated to another program.
       *args: Its arguments.
+
+    Raises:
+      RuntimeError: another process is about to run another program.
     """
     global _in_flight
+    if mesh.num_processes > 1:
+        check_same(mesh.processes, fn, args)
     if mesh.platform != "cpu" or mesh.num_replicas == 1:
         return fn(*args)
     with _turn:

@@ -62,7 +62,6 @@ def meet(
     if num_processes == 1:
         return
     hello = {
-        "job": _HELLO,
         "process": process_id,
         "count": num_processes,
         "facts": dict(facts),
@@ -158,6 +157,8 @@ class _Host:
             return
         self._selector.unregister(connection)
         self._joined.append(connection)
+        with contextlib.suppress(OSError):
+            connection.sendall(_line({"left_s": self._left()}))
         process = hello["process"]
         problem = self._problem_of(process, hello)
         self._hellos.setdefault(process, hello)
@@ -216,11 +217,11 @@ class _Host:
         return f"process {process}"
 
     def _tell(self, verdict: str) -> None:
-        words = json.dumps({"job": _HELLO, "verdict": verdict}) + "\n"
+        words = _line({"verdict": verdict})
         for connection in self._joined:
             with contextlib.suppress(OSError):
                 connection.settimeout(_GRACE_S)
-                connection.sendall(words.encode())
+                connection.sendall(words)
         # They close first, so that the port is not kept by the system.
         end = time.monotonic() + _GRACE_S
         for connection in self._joined:
@@ -247,7 +248,7 @@ def _join(
     while (left := end - time.monotonic()) > 0:
         try:
             with socket.create_connection(address, timeout=left) as connection:
-                connection.sendall(f"{json.dumps(hello)}\n".encode())
+                connection.sendall(_line(hello))
                 verdict = _verdict(connection, end)
         except OSError as error:
             reason = error.strerror or str(error)
@@ -267,17 +268,28 @@ def _join(
 def _verdict(connection: socket.socket, end: float) -> str | None:
     """What process 0 says; None if that is no process of ours."""
     text = b""
-    while not text.endswith(b"\n"):
+    while True:
         connection.settimeout(max(end - time.monotonic(), 0.001))
         data = connection.recv(_MAX_BYTES)
         text += data
         if not data or len(text) > _MAX_BYTES:
             return None
-    try:
-        said = json.loads(text)
-        return said["verdict"] if said["job"] == _HELLO else None
-    except (ValueError, KeyError, TypeError):
-        return None
+        *lines, text = text.split(b"\n")
+        for line in lines:
+            try:
+                said = json.loads(line)
+                if said["job"] != _HELLO:
+                    return None
+                if "verdict" in said:
+                    return said["verdict"]
+                # It has begun later, and waits for the others as long.
+                end = time.monotonic() + said["left_s"] + 2 * _GRACE_S
+            except (ValueError, KeyError, TypeError):
+                return None
+
+
+def _line(words: dict[str, Any]) -> bytes:
+    return f"{json.dumps({'job': _HELLO, **words})}\n".encode()
 
 
 def _parsed(text: bytes) -> dict[str, Any] | None:

@@ -186,3 +186,32 @@ def test_an_address_of_another_machine_is_refused():
 def test_addresses():
     assert rendezvous.split("host:1") == ("host", 1)
     assert rendezvous.split("[::1]:22") == ("::1", 22)
+
+
+def test_who_came_early_hears_who_is_missing(address):
+    early, late = run(
+        address, [(0, 1, 3, {}), (LIMIT - 0.3, 0, 3, {})], timeout_s=LIMIT
+    )
+    assert early == late
+    assert "nothing from process 2 (worker 2)" in early
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_who_cannot_go_on_says_why_to_all(address, which):
+    def call(index):
+        try:
+            meet(
+                address,
+                process_id=index,
+                num_processes=3,
+                facts={},
+                timeout_s=30.0,
+                problem="No devices." if index == which else "",
+            )
+        except RendezvousError as error:
+            return str(error)
+        return "met"
+
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(call, range(3)))
+    assert found == [f"process {which}: No devices."] * 3

@@ -2,6 +2,7 @@
 
 import inspect
 
+import pytest
 from jax._src import distributed
 
 from keras_strategies.testing import run_processes
@@ -83,3 +84,13 @@ def test_there_is_no_public_name_of_the_client():
     assert not hasattr(jax.distributed, "global_state")
     source = inspect.getsource(distributed.State)
     assert "client" in source
+
+
+def test_it_is_known_whether_devices_are_in_use():
+    import jax
+    from jax._src import xla_bridge
+
+    jax.devices()
+    assert xla_bridge.backends_are_initialized() is True
+    with pytest.raises(RuntimeError, match="before"):
+        jax.distributed.initialize("127.0.0.1:1", 1, 0)

@@ -1,11 +1,17 @@
 """MultiWorkerMirroredStrategy as it is made, in one process."""
 
+import json
+
 import jax
 import keras
 import numpy as np
 import pytest
 
 import keras_strategies as ks
+from keras_strategies.experimental import (
+    CommunicationImplementation,
+    CommunicationOptions,
+)
 
 
 def test_alone_it_is_a_mirrored_strategy():
@@ -18,11 +24,105 @@ def test_alone_it_is_a_mirrored_strategy():
     assert outputs.shape == (3, 1)
 
 
+def test_tf_config_of_one_process_is_alone(monkeypatch):
+    config = {
+        "cluster": {"worker": ["localhost:2222"]},
+        "task": {"type": "worker", "index": 0},
+    }
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    strategy = ks.MultiWorkerMirroredStrategy()
+    assert strategy.num_replicas_in_sync == len(jax.devices())
+    assert strategy.cluster_resolver.task_type == "worker"
+    assert strategy.cluster_resolver.task_id == 0
+
+
+def test_an_evaluator_is_alone(monkeypatch):
+    config = {
+        "cluster": {"worker": ["a:1", "b:1"], "evaluator": ["c:1"]},
+        "task": {"type": "evaluator", "index": 0},
+    }
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    strategy = ks.MultiWorkerMirroredStrategy()
+    assert strategy.num_replicas_in_sync == len(jax.devices())
+    assert strategy.cluster_resolver.task_type == "evaluator"
+
+
+@pytest.mark.parametrize("text", ["", "{}"])
+def test_an_empty_tf_config_is_none(monkeypatch, text):
+    monkeypatch.setenv("TF_CONFIG", text)
+    strategy = ks.MultiWorkerMirroredStrategy()
+    assert strategy.cluster_resolver.task_type is None
+    assert strategy.cluster_resolver.task_id is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "parts"),
+    [
+        ({"cluster_resolver": 3}, TypeError, ["`cluster_spec()`", "int"]),
+        ({"communication_options": 1}, TypeError, ["CommunicationOptions"]),
+        (
+            {"communication_options": CommunicationOptions(0, None, "NCCL")},
+            ValueError,
+            ["NCCL connects GPUs", "'cpu'"],
+        ),
+        (
+            {
+                "coordinator_address": "nowhere",
+                "num_processes": 2,
+                "process_id": 0,
+            },
+            ValueError,
+            ["'nowhere'"],
+        ),
+        (
+            {
+                "coordinator_address": "127.0.0.1:1",
+                "num_processes": 2,
+                "process_id": 0,
+                "startup_timeout_s": 0,
+            },
+            ValueError,
+            ["positive number of seconds"],
+        ),
+    ],
+)
+def test_what_cannot_be_followed_is_refused(arguments, error, parts):
+    with pytest.raises(error) as caught:
+        ks.MultiWorkerMirroredStrategy(**arguments)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "part"),
+    [
+        ({"bytes_per_pack": -1}, ValueError, "natural"),
+        ({"bytes_per_pack": "1"}, TypeError, "str"),
+        ({"timeout_seconds": 0}, ValueError, "positive"),
+        ({"timeout_seconds": True}, TypeError, "bool"),
+        ({"implementation": "RING"}, ValueError, "gloo"),
+        ({"implementation": "MPI"}, ValueError, "'NCCL'"),
+    ],
+)
+def test_options_are_checked(arguments, error, part):
+    with pytest.raises(error, match=part):
+        CommunicationOptions(**arguments)
+
+
+@pytest.mark.parametrize("value", ["NCCL", CommunicationImplementation.NCCL])
+def test_options_of_gpus(value):
+    options = CommunicationOptions(implementation=value)
+    assert options.implementation is CommunicationImplementation.NCCL
+    options.check_platform("gpu")
+
+
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        ({"cluster_resolver": object()}, ["cluster_resolver", "num_processes"]),
-        ({"communication_options": 1}, ["communication_options"]),
+        (
+            {"cluster_resolver": object(), "num_processes": 2},
+            ["a resolver or by numbers", "`num_processes`"],
+        ),
         ({"num_processes": 2}, ["Give coordinator_address and process_id"]),
         ({"predict_in": "some"}, ["'some'", "'chief'"]),
     ],

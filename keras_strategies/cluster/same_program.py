@@ -1,0 +1,121 @@
+"""Whether all processes are about to run the same program.
+
+Processes that run different programs do not fail: the collectives of one take
+what the other sends for something else, and a step's numbers are wrong before
+anything ends. So each compares what it has traced before it runs it first.
+"""
+
+import hashlib
+import re
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from keras_strategies.cluster.agreement import Agreement
+
+# Constants above this are compared by their shape and type alone.
+_MAX_CONSTANT_BYTES = 1 << 20
+_MAX_LINES = 20_000
+_MAX_SHOWN = 160
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+_CURE = (
+    "Look for what differs between the processes: the script, an environment "
+    "variable, the order of a set, a file that a layer was made from."
+)
+# By program: the arguments (shapes and types) that it was compared for.
+_compared: weakref.WeakKeyDictionary[Any, set[Any]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def check_same(
+    processes: tuple[int, ...], program: Any, args: tuple[Any, ...]
+) -> None:
+    """Raises unless all processes run one program. Collective at first.
+
+    Once for each program and the shapes of its arguments. Nothing is compiled.
+
+    Args:
+      processes: JAX's ids of the processes that run it.
+      program: A function made by `jax.jit`.
+      args: Its arguments.
+
+    Raises:
+      RuntimeError: processes have different programs; all raise.
+    """
+    leaves, structure = jax.tree.flatten(args)
+    key = (structure, *map(_signature, leaves))
+    compared = _compared.setdefault(program, set())
+    if key in compared:
+        return
+    text = _text(program.trace(*args).jaxpr)
+    agreement = Agreement(processes, "the comparison of programs")
+    digests = agreement.exchange(_digest(text))
+    if len(set(digests)) > 1:
+        raise RuntimeError(_difference(agreement, processes, digests, text))
+    agreement.end()
+    compared.add(key)
+
+
+def _signature(leaf: Any) -> Any:
+    return (leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf
+
+
+def _text(jaxpr: Any) -> str:
+    """A traced program with its constants, the same in every process."""
+    lines = [_ADDRESS.sub("", str(jaxpr.jaxpr)), *map(_constant, jaxpr.consts)]
+    return "\n".join(lines)
+
+
+def _constant(value: Any) -> str:
+    text = f"constant {getattr(value, 'dtype', '')}{list(np.shape(value))}"
+    is_here = getattr(value, "is_fully_addressable", True)
+    if not is_here or getattr(value, "nbytes", 0) > _MAX_CONSTANT_BYTES:
+        return text
+    is_numeric = jax.dtypes.issubdtype(np.result_type(value), np.generic)
+    return f"{text} {_digest(np.asarray(value))}" if is_numeric else text
+
+
+def _digest(content: str | np.ndarray) -> str:
+    data = content.encode() if isinstance(content, str) else content.tobytes()
+    return hashlib.sha256(data).hexdigest()
+
+
+def _difference(
+    agreement: Agreement,
+    processes: tuple[int, ...],
+    digests: list[str],
+    text: str,
+) -> str:
+    """What differs, found by all: the first line that is not the same."""
+    lines = text.splitlines()[:_MAX_LINES]
+    told = agreement.exchange(" ".join(_digest(line)[:8] for line in lines))
+    columns = [words.split() for words in told]
+    length = min(map(len, columns))
+    first = next(
+        (k for k in range(length) if len({c[k] for c in columns}) > 1), length
+    )
+    mine = lines[first].strip() if first < len(lines) else "nothing more"
+    shown = agreement.exchange(mine[:_MAX_SHOWN])
+    agreement.end()
+    groups: dict[str, list[int]] = {}
+    for process, digest in zip(processes, digests, strict=True):
+        groups.setdefault(digest, []).append(process)
+    there = dict(zip(processes, shown, strict=True))
+    parts = [
+        f"{_processes(group)} at `{there[group[0]]}`"
+        for group in groups.values()
+    ]
+    return (
+        "All processes must run the same program. Received: programs that "
+        f"differ from line {first + 1} on; {'; '.join(parts)}. {_CURE}"
+    )
+
+
+def _processes(numbers: Iterable[int]) -> str:
+    numbers = list(numbers)
+    names = ", ".join(map(str, numbers[:8])) + ", ..." * (len(numbers) > 8)
+    return f"process {names}" if len(numbers) == 1 else f"processes {names}"

@@ -1,0 +1,162 @@
+"""How a job starts: who is missing or differs is named by all, in time."""
+
+import concurrent.futures
+import contextlib
+import socket
+
+import pytest
+
+from keras_strategies.testing import run_processes
+from tests.multi_process.startup import TIMEOUT_S
+
+STARTUP = "tests.multi_process.startup:"
+
+
+def in_turn(target, count, *args, limit_s=120.0, **options):
+    """Runs a function in processes that are no job of JAX yet."""
+
+    def call(me):
+        (result,) = run_processes(
+            STARTUP + target, 1, args=[me, *args], timeout_s=limit_s, **options
+        )
+        return result.value
+
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        return list(pool.map(call, range(count)))
+
+
+def free_addresses(count):
+    """Addresses of ports that are free, each another one."""
+    with contextlib.ExitStack() as stack:
+        probes = [
+            stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            for _ in range(count)
+        ]
+        return [f"127.0.0.1:{probe.getsockname()[1]}" for probe in probes]
+
+
+def told(index, addresses, **more):
+    return {"index": index, "addresses": addresses, **more}
+
+
+def cases():
+    """(what each process is told, what all of them must say)."""
+    a, b, c, d, e, f = (free_addresses(3) for _ in range(6))
+    yield (
+        {"0": told(0, c), "1": told(1, c), "2": told(1, c)},
+        ["two processes that say they are process 1 (worker 1", "task index"],
+    )
+    yield (
+        {"0": told(0, d[:2]), "1": told(1, d)},
+        ["same number of processes", "2 in process 0, 3 in process 1"],
+    )
+    yield (
+        {"0": told(0, e[:2]), "1": told(1, e[:2], keras="3.14.0")},
+        ["version of keras", "'3.14.0' in process 1"],
+    )
+    yield (
+        {"0": told(0, f[:2]), "1": told(1, f[:2], strategy="TPUStrategy")},
+        ["same strategy", "'TPUStrategy' in process 1 (worker 1"],
+    )
+    # Who takes no part goes on to the next case: those who wait come last.
+    yield (
+        {"0": told(0, a[:2])},
+        [f"process 1 (worker 1, {a[1]})", f"within {TIMEOUT_S:.0f} s"],
+    )
+    yield (
+        {"1": told(1, b[:2])},
+        ["Process 1 must reach process 0", b[0], "refused"],
+    )
+
+
+def test_what_is_wrong_is_named_by_all_in_time():
+    table = list(cases())
+    found = in_turn("meet_in_turn", 3, [case for case, _ in table])
+    for number, (case, parts) in enumerate(table):
+        for process in map(int, case):
+            text, seconds = found[process][number]
+            print(f"case {number}, process {process}: {seconds:.1f} s, {text}")
+            assert seconds < 2 * TIMEOUT_S + 2
+            for part in parts:
+                assert part in text
+
+
+def test_a_port_that_is_taken_is_named():
+    (address,) = free_addresses(1)
+    host, port = address.split(":")
+    with socket.create_server((host, int(port))):
+        ((found,),) = in_turn(
+            "meet_in_turn", 1, [{"0": told(0, [address, "127.0.0.1:1"])}]
+        )
+    assert f"cannot listen at {address}" in found[0]
+    assert "in use" in found[0]
+
+
+def test_devices_that_are_in_use_are_named_by_all():
+    found = in_turn("use_devices", 2, free_addresses(2))
+    for text in found:
+        assert "process 1" in text
+        assert "Make the strategy first" in text
+
+
+def test_a_job_of_tf_config_trains_as_one_process():
+    addresses = free_addresses(2)
+    chiefs = {"chief": addresses[:1], "worker": addresses[1:]}
+    tasks = [{"type": "chief", "index": 0}, {"type": "worker", "index": 0}]
+
+    def call(me):
+        config = {"cluster": chiefs, "task": tasks[me]}
+        (result,) = run_processes(
+            STARTUP + "train", 1, args=[me, config, {}], timeout_s=120
+        )
+        return result.value
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(call, range(2)))
+    (alone,) = in_turn("train", 1, None, {}, devices_per_process=4)
+    assert alone["task"] == [None, None]
+    for result, task in zip(found, tasks, strict=True):
+        assert result["replicas"] == alone["replicas"] == 4
+        assert result["task"] == [task["type"], task["index"]]
+        assert result["warnings"] == []
+        assert result["loss"] == pytest.approx(alone["loss"], abs=1e-5)
+        for weights, others in zip(
+            result["weights"], alone["weights"], strict=True
+        ):
+            assert weights == pytest.approx(others, abs=1e-5)
+
+
+def test_other_numbers_of_devices_are_named_by_all():
+    addresses = free_addresses(2)
+
+    def call(me):
+        config = {
+            "cluster": {"worker": addresses},
+            "task": {"type": "worker", "index": me},
+        }
+        (result,) = run_processes(
+            STARTUP + "train",
+            1,
+            args=[me, config, {}],
+            devices_per_process=1 + me,
+            timeout_s=120,
+        )
+        return result.value
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for result in pool.map(call, range(2)):
+            assert "equally many" in result["error"]
+            assert "[0, 1, 1]" in result["error"]
+
+
+def test_programs_that_differ_are_refused_before_they_run():
+    (address,) = free_addresses(1)
+    for found in in_turn("different_programs", 2, address):
+        loss, is_untouched, constant, is_still, run, last = found
+        assert "process 0 at `" in loss
+        assert "mul" in loss
+        assert is_untouched
+        assert is_still
+        for text in (loss, constant, run):
+            assert "must run the same program" in text
+        assert last == "still usable"
