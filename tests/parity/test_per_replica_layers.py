@@ -85,7 +85,8 @@ def train_by_hand(model, x, y, batch_size, replicas, epochs=2):
 
 
 @pytest.mark.parametrize(
-    "replicas", [2, 3, pytest.param(8, marks=pytest.mark.slow)]
+    "replicas",
+    [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 8))],
 )
 def test_equals_a_loop_over_replicas(replicas):
     with ks.MirroredStrategy(jax.devices()[:replicas]).scope():
