@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 
 from keras_strategies.cluster.exits import Cause, ExitCode
 
-# A process that is done and one that waits for it: so long they may both be
-# so by the delay of their beats.
-_DONE_S = 2.5
+# A process that is done takes part in nothing more; those that wait for it are
+# given a moment, in case it has failed and tells so.
+_DONE_S = 1.0
 # The least that a beat's way takes; more is no news of this moment.
 _FRESH_S = 0.5
 _SILENT_S = 4.0
@@ -151,7 +151,7 @@ class Judge:
         beats = {p: heard.beat for p, heard in sorted(self._heard.items())}
         waits = max((b.waiting_s for b in beats.values()), default=0.0)
         # A first program may compile for as long as it takes.
-        is_compiling = any(beat.starting_s for beat in beats.values())
+        is_compiling = any(b.starting_s for b in beats.values())
         if waits <= self.timeout_s or is_compiling:
             return None
         most = max(beat.programs for beat in beats.values())
@@ -163,7 +163,7 @@ class Judge:
             )
         else:
             told = [self._told(p, now) for p in behind[:_SHOWN]]
-            ahead = next(p for p, beat in beats.items() if p not in behind)
+            ahead = next(p for p in beats if p not in behind)
             text = (
                 f"{'; '.join(told)}; process {ahead} has started {most} and "
                 f"waits for {waits:.0f} s"

@@ -13,31 +13,23 @@ import sys
 import threading
 import traceback
 import types
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax
 
+from keras_strategies.cluster import progress
 from keras_strategies.cluster.exits import Cause, ExitCode, Stalled
-from keras_strategies.cluster.progress import Progress, is_users
+
+if TYPE_CHECKING:
+    from keras_strategies.cluster.guard import Guard
 
 _MAX_TEXT = 2000
 _FLUSH_S = 1.0
+# XLA's errors come from JAX's lines, or from ours that start a program.
+_RAISING = (os.path.dirname(jax.__file__), progress.__file__)
 
 
-class Guarded(Protocol):
-    """What the hooks need of a guard."""
-
-    process: int
-    progress: Progress
-
-    def explain(self) -> None: ...
-    def fail(self, text: str, code: int, told: Cause) -> None: ...
-    def end_failed(self) -> None: ...
-    def wait_for_others(self) -> None: ...
-    def stop(self) -> None: ...
-
-
-def install(guard: Guarded) -> None:
+def install(guard: "Guard") -> None:
     """Installs the hooks, for the rest of this process."""
     hooks = _Hooks(guard)
     sys.excepthook = functools.partial(hooks.on_exception, sys.excepthook)
@@ -71,7 +63,7 @@ def write(line: str) -> None:
 
 
 class _Hooks:
-    def __init__(self, guard: Guarded) -> None:
+    def __init__(self, guard: "Guard") -> None:
         self._guard = guard
         self._process_id = os.getpid()
         # What `sys.exit` was called with, and after how many programs: who
@@ -105,10 +97,9 @@ class _Hooks:
 
     def on_exit(self, previous: Any, status: Any = None, /) -> None:
         """In the place of `sys.exit`."""
-        if self._is_here():
-            if threading.current_thread() is threading.main_thread():
-                programs = self._guard.progress.num_started
-                self._status = (status, programs)
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and self._is_here():
+            self._status = (status, self._guard.progress.num_started)
         previous(status)
 
     def on_shutdown(self, previous: Any) -> None:
@@ -123,14 +114,14 @@ class _Hooks:
             return
         guard.end_failed()
         status, programs = self._status
-        progress = guard.progress
-        if progress.was_preempted:
+        done = guard.progress
+        if done.was_preempted:
             write(
                 f"process {guard.process} was stopped by SIGTERM after "
-                f"{progress.num_started} programs, as all others; exit code "
+                f"{done.num_started} programs, as all others; exit code "
                 f"{int(ExitCode.PREEMPTED)}."
             )
-        elif status not in (None, 0) and programs == progress.num_started:
+        elif status not in (None, 0) and programs == done.num_started:
             told = f"process {guard.process} ended with sys.exit({status!r})"
             code = status if isinstance(status, int) else 1
             guard.fail(f"sys.exit({status!r})", code & 0xFF, Cause(text=told))
@@ -151,14 +142,12 @@ class _Hooks:
         return os.getpid() == self._process_id and not self._is_over
 
 
-def _described(
-    error: BaseException, trace: types.TracebackType | None
-) -> str:
-    """ "ValueError: user bug (train.py:42 in on_batch_end)"."""
+def _described(error: BaseException, trace: types.TracebackType | None) -> str:
+    """As in "ValueError: user bug (train.py:42 in on_batch_end)"."""
     text = "".join(traceback.format_exception_only(error)).strip()
     notes = text[:_MAX_TEXT].rstrip(".")
     frames = traceback.extract_tb(trace)
-    users = [frame for frame in frames if is_users(frame.filename)]
+    users = [frame for frame in frames if progress.is_users(frame.filename)]
     if users:
         last = users[-1]
         notes += f" ({os.path.basename(last.filename)}:{last.lineno} in "
@@ -167,10 +156,19 @@ def _described(
 
 
 def _is_suspect(error: BaseException | None) -> bool:
-    """Whether it may come of another process's end: an error of a device."""
+    """Whether it may come of another process's end: JAX or XLA raised it.
+
+    Errors of a collective have no type of their own.
+    """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, jax.errors.JaxRuntimeError):
+            return True
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        file = trace.tb_frame.f_code.co_filename if trace else ""
+        if file.startswith(_RAISING):
             return True
         seen.add(id(error))
         error = error.__cause__ or error.__context__

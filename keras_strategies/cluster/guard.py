@@ -8,6 +8,7 @@ How this process tells the others of its own end is in `ending`.
 import os
 import threading
 import time
+from typing import Any
 
 import jax
 
@@ -24,7 +25,7 @@ HEARTBEAT_S = 10
 JAX's heartbeats: they come from a thread of C++, which goes on while the
 process compiles, or is in a call that lets no thread of Python run."""
 
-INITIALIZE_ARGUMENTS = {
+INITIALIZE_ARGUMENTS: dict[str, Any] = {
     "heartbeat_timeout_seconds": HEARTBEAT_S,
     "shutdown_timeout_seconds": 60,
 }
@@ -34,7 +35,7 @@ hold."""
 _LOOK_S = 0.1
 # Between a failure that is heard of and the end: an error of the same kind
 # may be on its way here, with its traceback.
-_GRACE_S = 0.5
+_GRACE_S = 0.4
 # So long the store may not answer, or with errors, before a look at its host;
 # and before those who were silent already are taken for dead.
 _HUNG_S = 0.5
@@ -117,10 +118,12 @@ class Guard:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the threads."""
+        """Ends the threads; a later job of this process has its own."""
+        global _guard
         self._talker.stop()
         self._stop.set()
         self._thread.join(1.0)
+        _guard = None
 
     def set_timeout(self, timeout_s: float) -> None:
         """Says anew how long a program may be waited for."""
@@ -193,8 +196,10 @@ class Guard:
                     ending.end(self.process, *self._own)
                 continue
             self._look()
+            # Who hosts the store goes last.
+            grace_s = _GRACE_S * (2 if self.process == HOST else 1)
             waited = self._clock.seconds - self._cause_at
-            if self._cause is not None and waited > _GRACE_S:
+            if self._cause is not None and waited > grace_s:
                 ending.end(self.process, self._cause.text, self._cause.code)
 
     def _look(self) -> None:

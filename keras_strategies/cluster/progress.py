@@ -26,6 +26,9 @@ _OURS = str(PurePath(__file__).parents[1])
 # No user's code; sub-folders of the last one are site-packages mostly.
 _LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
 
+# Where JAX runs a program that it has just compiled.
+_EXECUTES = str(PurePath("jax", "_src", "interpreters", "pxla.py"))
+
 
 class Progress:
     """The programs of this process.
@@ -52,7 +55,9 @@ class Progress:
         # only reads.
         self._asked = 0
         self.num_started = 0
-        self._starting_since: float | None = None
+        # Since when a program is being started, and by which thread.
+        self._starting: tuple[float, int] | None = None
+        self._executing_since: float | None = None
         self._oldest: _InFlight | None = None
         self._last: _InFlight | None = None
         self.was_preempted = False
@@ -77,11 +82,11 @@ class Progress:
             self.was_preempted = True
             self._wait()
             raise Preempted
-        self._starting_since = self._clock()
+        self._starting = (self._clock(), threading.get_ident())
         try:
             outputs = program(*args)
         finally:
-            self._starting_since = None
+            self._starting = self._executing_since = None
         self.num_started += 1
         self._note(outputs)
         return outputs
@@ -91,18 +96,34 @@ class Progress:
         now = self._clock()
         flights = [self._oldest, self._last]
         waiting = [now - f.since for f in flights if f and not f.has_ended()]
-        since = self._starting_since
+        starting_s, executing_s = self._starting_s(now)
+        waiting.append(executing_s)
         agreeing, agreeing_s = agreement.longest_wait()
         return Beat(
             number=number,
-            programs=self.num_started,
-            waiting_s=max(waiting, default=0.0),
-            starting_s=0.0 if since is None else now - since,
+            programs=self.num_started + (executing_s > 0),
+            waiting_s=max(waiting),
+            starting_s=starting_s,
             agreeing=agreeing,
             agreeing_s=agreeing_s,
             where=where_is(self._main),
             is_done=self.is_done,
         )
+
+    def _starting_s(self, now: float) -> tuple[float, float]:
+        """For how long a program is being started, or runs before the call
+        returns: XLA does that on CPU with one device in each process."""
+        starting = self._starting
+        if starting is None:
+            return 0.0, 0.0
+        frame = sys._current_frames().get(starting[1])
+        if frame is None or not _is_executing(frame):
+            self._executing_since = None
+            return now - starting[0], 0.0
+        if self._executing_since is None:
+            is_first = frame.f_code is not Progress.start.__code__
+            self._executing_since = now if is_first else starting[0]
+        return 0.0, now - self._executing_since
 
     def _note(self, outputs: Any) -> None:
         # The first entry (logs, results) is donated to no program. Of another
@@ -172,6 +193,19 @@ def where_in(frame: types.FrameType | None) -> str:
         shown = shown or text
         frame = frame.f_back
     return shown
+
+
+def _is_executing(frame: types.FrameType) -> bool:
+    """Whether a program that is being started runs already.
+
+    JAX's fast path calls it from C++; the first time its Python does, when
+    all is compiled.
+    """
+    code = frame.f_code
+    is_first = code.co_filename.endswith(_EXECUTES) and (
+        code.co_name == "__call__"
+    )
+    return is_first or code is Progress.start.__code__
 
 
 def is_users(file: str) -> bool:

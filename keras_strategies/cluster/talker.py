@@ -25,7 +25,11 @@ _BEATS = f"{_FOLDER}/beats/"
 _HEARD = f"{_FOLDER}/heard/"
 _OVER, _JUDGE, _SILENT = "over", "judge", "silent"
 _TALK_S = 0.25
-_BEAT_S = 1.0
+_BEAT_S = 0.5
+# Who waits in vain asks by itself only if process 0 does not find out.
+_HOST_FIRST_S = 5.0
+# Of more processes each talks less often.
+_MANY = 64
 _FULL_S = 1.0
 # When only the others' ends are waited for.
 _HURRIED_S = 0.05
@@ -80,6 +84,7 @@ class Talker:
         self.has_told = threading.Event()
         self.all_heard = threading.Event()
         self.all_live = threading.Event()
+        self._slower = max(1.0, num_processes / _MANY)
         self._process = process
         self._others = {str(p) for p in range(num_processes)} - {str(process)}
         self._progress = progress
@@ -146,7 +151,7 @@ class Talker:
             finally:
                 self._call_since = None
             is_done = self._progress.is_done
-            self._wake.wait(_HURRIED_S if is_done else _TALK_S)
+            self._wake.wait(_HURRIED_S if is_done else _TALK_S * self._slower)
             self._wake.clear()
 
     def _talk(self) -> None:
@@ -169,7 +174,8 @@ class Talker:
             heard = client.key_value_dir_get(_HEARD)
             if self._others <= {key.rpartition("/")[2] for key, _ in heard}:
                 self.all_heard.set()
-        pause_s = 0 if self._progress.is_done else _BEAT_S
+        is_done = self._progress.is_done
+        pause_s = 0 if is_done else _BEAT_S * self._slower
         if self._clock.seconds - self._beat_at >= pause_s:
             self._beat_at = self._clock.seconds
             self._beat()
@@ -178,7 +184,7 @@ class Talker:
         beat = self._progress.beat(self._number)
         self._number += 1
         self._set(_BEATS, str(self._process), beat.to_json())
-        is_late = beat.waiting_s > self.judge.timeout_s
+        is_late = beat.waiting_s > self.judge.timeout_s + _HOST_FIRST_S
         if self._process == HOST or is_late or self._suspects_since is not None:
             told = self._client.key_value_dir_get(_BEATS)
             self._judge(
@@ -208,5 +214,3 @@ class Talker:
 
     def _set(self, folder: str, name: str, text: str) -> None:
         self._client.key_value_set(f"{folder}{name}", text, True)
-
-

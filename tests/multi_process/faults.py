@@ -131,7 +131,8 @@ def loop(case, process):
     )
     try:
         for count in range(1, STEPS):
-            float(np.sum(strategy.reduce("sum", strategy.run(step, (values,)))))
+            per_replica = strategy.run(step, (values,))
+            float(strategy.reduce("sum", per_replica, axis=None))
             say("step", count)
             time.sleep(SECONDS_A_STEP)
             if count == AT:

@@ -8,8 +8,13 @@ import pytest
 from tests.multi_process.jobs import run_job
 
 DETECTION_S = 15.0
-EXCEPTION_S = 3.5
+EXCEPTION_S = 2.0
 TIMEOUT_S = 4
+SECONDS = {
+    "stuck": TIMEOUT_S + 2.0,
+    "early": 5.0,
+    "stop_training": 5.0,
+}
 # Of the process that the fault is in.
 ITS_CODE = {
     "exception": 70,
@@ -79,7 +84,7 @@ def test_a_process_goes_wrong(case, process, kind, count, tmp_path):
         code=72 if is_stuck else 71,
         its_code=ITS_CODE[case],
         cause=CAUSES[case],
-        seconds=TIMEOUT_S + 2 if is_stuck else EXCEPTION_S,
+        seconds=SECONDS.get(case, EXCEPTION_S),
     )
 
 
