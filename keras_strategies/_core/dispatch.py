@@ -6,19 +6,40 @@ can take the threads the first one waits for, and the process is aborted after
 40 s. So on CPU at most one mapped program is in flight, whichever strategy or
 thread started it; the host reads the next batch meanwhile. GPU and TPU queue
 programs by themselves.
+
+Programs over several processes are started by whoever watches over the job.
 """
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies.cluster.same_program import check_same
 
 _turn = threading.Lock()
 _in_flight: jax.Array | None = None
+_starter: "Starter | None" = None
+
+
+class Starter(Protocol):
+    """Starts programs over several processes; what a job's guard gives."""
+
+    def start(
+        self,
+        num_processes: int,
+        program: Callable[..., Any],
+        args: tuple[Any, ...],
+    ) -> Any:
+        """Calls a program over so many processes; returns its outputs."""
+        ...
+
+
+def start_with(starter: Starter) -> None:
+    """Has programs over several processes started by `starter`."""
+    global _starter
+    _starter = starter
 
 
 def dispatch(mesh: ReplicaMesh, fn: Callable[..., Any], *args: Any) -> Any:
@@ -34,17 +55,23 @@ def dispatch(mesh: ReplicaMesh, fn: Callable[..., Any], *args: Any) -> Any:
       RuntimeError: another process is about to run another program.
     """
     global _in_flight
-    if mesh.num_processes > 1:
-        check_same(mesh.processes, fn, args)
     if mesh.platform != "cpu" or mesh.num_replicas == 1:
-        return fn(*args)
+        return _start(mesh, fn, args)
     with _turn:
         # An error of that program is told once.
         waited_for, _in_flight = _in_flight, None
         if waited_for is not None and not waited_for.is_deleted():
             waited_for.block_until_ready()
-        result = fn(*args)
+        result = _start(mesh, fn, args)
         # All outputs of a program become ready together.
         leaves = jax.tree.leaves(result[0]) or jax.tree.leaves(result)
         _in_flight = leaves[0] if leaves else None
         return result
+
+
+def _start(
+    mesh: ReplicaMesh, fn: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
+    if _starter is None or mesh.num_processes == 1:
+        return fn(*args)
+    return _starter.start(mesh.num_processes, fn, args)

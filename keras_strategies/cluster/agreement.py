@@ -1,18 +1,21 @@
 """What the processes of a job tell each other on the host.
 
 Goes through the key-value store of JAX's coordination service, never through
-the devices: so it may be called from any thread, at any time. JAX has no
-public name for the store's client; this is its only user.
+the devices: so it may be called from any thread, at any time.
 """
 
 import itertools
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
+
+from keras_strategies.cluster.exits import Stalled
+from keras_strategies.cluster.store import client as _client
 
 TIMEOUT = "KERAS_STRATEGIES_TIMEOUT_S"
 """The environment variable that says how long to wait for other processes,
@@ -32,6 +35,8 @@ _SAME_CALLS = (
 _CURE = "Look at the logs of all processes for the call that differs."
 _ALL = "all"
 _numbers = itertools.count()
+# What this process waits for, by thread: a name and since when.
+_waits: dict[int, tuple[str, float]] = {}
 # Agreements by their numbers, each with what forgets its last round.
 _ended: dict[int, Callable[[], None]] = {}
 # What `limit_waiting` was told.
@@ -98,12 +103,17 @@ class Agreement:
         # they hear of it as soon as they get here.
         told = json.dumps([self._name, text])
         client.key_value_set(self._key(number, me), told)
-        if len(self._processes) <= _MOST_HEARD_BY_ALL:
-            heard = self._hear_all(client, number, told, is_stopped)
-        elif me == self._processes[0]:
-            heard = self._tell_all(client, number, told, is_stopped)
-        else:
-            heard = self._hear_from_first(client, number, is_stopped)
+        thread = threading.get_ident()
+        _waits[thread] = (self._name, time.monotonic())
+        try:
+            if len(self._processes) <= _MOST_HEARD_BY_ALL:
+                heard = self._hear_all(client, number, told, is_stopped)
+            elif me == self._processes[0]:
+                heard = self._tell_all(client, number, told, is_stopped)
+            else:
+                heard = self._hear_from_first(client, number, is_stopped)
+        finally:
+            del _waits[thread]
         names, texts = zip(*map(json.loads, heard), strict=True)
         if len(set(names)) > 1:
             calls = ", ".join(
@@ -150,7 +160,7 @@ class Agreement:
             self._hear(client, number, _ALL, is_stopped, 2 * self._timeout_s)
         )
         if isinstance(heard, str):
-            raise TimeoutError(heard)
+            raise Stalled(heard)
         return heard
 
     def _forget(self, client: Any, number: int) -> None:
@@ -182,7 +192,7 @@ class Agreement:
             if is_stopped is not None and is_stopped():
                 raise InterruptedError
             if time.monotonic() > end:
-                raise TimeoutError(
+                raise Stalled(
                     f"Process {process} did not take part in {self._name} "
                     f"within {timeout_s:.0f} s. {_SAME_CALLS} Received: "
                     f"nothing from process {process} in round {number}. "
@@ -193,6 +203,17 @@ class Agreement:
 
     def _key(self, number: int, process: int | str) -> str:
         return f"keras_strategies/{self._number}/{number}/{process}"
+
+
+def longest_wait() -> tuple[str, float]:
+    """What this process waits for others in, and for how many seconds.
+
+    The name of the agreement that waits longest; "" and 0.0 for none.
+    """
+    now = time.monotonic()
+    waits = [(now - since, name) for name, since in list(_waits.values())]
+    seconds, name = max(waits, default=(0.0, ""))
+    return name, seconds
 
 
 def limit_waiting(seconds: float) -> None:
@@ -224,21 +245,3 @@ def waiting_limit_s() -> float:
             f"seconds. Received: {text!r}. Leave it out for {_TIMEOUT_S:.0f}."
         )
     return seconds
-
-
-def is_available() -> bool:
-    """Whether this process is part of a job of `jax.distributed`."""
-    return jax.distributed.is_initialized()
-
-
-def _client() -> Any:
-    from jax._src import distributed
-
-    client = distributed.global_state.client
-    if client is None:
-        raise RuntimeError(
-            "Several processes need JAX's coordination service. Received: a "
-            "strategy over their devices without it. Call "
-            "`jax.distributed.initialize` first."
-        )
-    return client

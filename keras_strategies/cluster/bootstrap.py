@@ -5,10 +5,10 @@ import ipaddress
 import os
 import platform
 import warnings
-from typing import Any
 
 import jax
 
+from keras_strategies.cluster import guard
 from keras_strategies.cluster.rendezvous import meet, split
 from keras_strategies.cluster.spec import TaskInfo
 
@@ -28,7 +28,6 @@ def join(
     *,
     strategy: str,
     timeout_s: float = STARTUP_TIMEOUT_S,
-    initialize_arguments: dict[str, Any] | None = None,
 ) -> None:
     """Makes this process part of the job. Collective.
 
@@ -40,7 +39,6 @@ def join(
         joins nothing.
       strategy: The name of the strategy, which is the same in all.
       timeout_s: How long to wait for all processes, in seconds.
-      initialize_arguments: More arguments of `jax.distributed.initialize`.
 
     Raises:
       RuntimeError: the processes did not meet in time or differ; or one uses
@@ -79,7 +77,7 @@ def join(
         task.process_id,
         coordinator_bind_address=bind_address,
         initialization_timeout=_JAX_TIMEOUT_S,
-        **(initialize_arguments or {}),
+        **guard.INITIALIZE_ARGUMENTS,
     )
 
 

@@ -31,33 +31,43 @@ _compared: weakref.WeakKeyDictionary[Any, set[Any]] = (
 )
 
 
-def check_same(
-    processes: tuple[int, ...], program: Any, args: tuple[Any, ...]
-) -> None:
-    """Raises unless all processes run one program. Collective at first.
+def traced(program: Any, args: tuple[Any, ...]) -> str | None:
+    """A program as text, to `compare`; None if that was done before.
 
-    Once for each program and the shapes of its arguments. Nothing is compiled.
+    It is compared once for the shapes of its arguments. Nothing is compiled,
+    and the program need not be traced again.
 
     Args:
-      processes: JAX's ids of the processes that run it.
-      program: A function made by `jax.jit`.
+      program: A function made by `jax.jit`; another one is not compared.
       args: Its arguments.
-
-    Raises:
-      RuntimeError: processes have different programs; all raise.
     """
+    if not hasattr(program, "trace"):
+        return None
     leaves, structure = jax.tree.flatten(args)
     key = (structure, *map(_signature, leaves))
     compared = _compared.setdefault(program, set())
     if key in compared:
-        return
+        return None
     text = _text(program.trace(*args).jaxpr)
+    compared.add(key)
+    return text
+
+
+def compare(processes: tuple[int, ...], text: str) -> None:
+    """Raises unless all processes run one program. Collective on the host.
+
+    Args:
+      processes: JAX's ids of the processes that run it.
+      text: What `traced` returned.
+
+    Raises:
+      RuntimeError: processes have different programs; all raise.
+    """
     agreement = Agreement(processes, "the comparison of programs")
     digests = agreement.exchange(_digest(text))
     if len(set(digests)) > 1:
         raise RuntimeError(_difference(agreement, processes, digests, text))
     agreement.end()
-    compared.add(key)
 
 
 def _signature(leaf: Any) -> Any:
@@ -75,7 +85,7 @@ def _constant(value: Any) -> str:
     is_here = getattr(value, "is_fully_addressable", True)
     if not is_here or getattr(value, "nbytes", 0) > _MAX_CONSTANT_BYTES:
         return text
-    is_numeric = jax.dtypes.issubdtype(np.result_type(value), np.generic)
+    is_numeric = jax.numpy.issubdtype(np.result_type(value), np.generic)
     return f"{text} {_digest(np.asarray(value))}" if is_numeric else text
 
 

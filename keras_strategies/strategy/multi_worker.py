@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies.cluster import agreement, bootstrap
+from keras_strategies.cluster import bootstrap, guard
 from keras_strategies.strategy.communication import (
     CommunicationOptions,
     checked_options,
@@ -89,8 +89,6 @@ class MultiWorkerMirroredStrategy(Strategy):
             )
         if resolver is None:
             resolver = _resolver_of_job()
-        if options.timeout_seconds is not None:
-            agreement.limit_waiting(options.timeout_seconds)
         devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
         options.check_platform(devices[0].platform)
         super().__init__(
@@ -98,6 +96,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             outputs_on_chief=predict_in == "chief",
         )
         self._cluster_resolver = resolver
+        if guard.is_running() and options.timeout_seconds is not None:
+            guard.start(options.timeout_seconds)
 
     @property
     def cluster_resolver(self) -> Any:

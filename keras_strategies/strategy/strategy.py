@@ -4,7 +4,9 @@ from typing import Any
 
 import keras
 
+from keras_strategies._core import dispatch
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.cluster import guard, store
 from keras_strategies.keras_bridge import binding as binding_lib
 from keras_strategies.keras_bridge.layout import check_home
 from keras_strategies.strategy import old_names
@@ -30,6 +32,9 @@ class Strategy(CustomLoops):
     def __init__(
         self, mesh: ReplicaMesh, *, outputs_on_chief: bool = False
     ) -> None:
+        # A mesh of a topology's devices has no job.
+        if mesh.num_processes > 1 and store.is_available():
+            dispatch.start_with(guard.start())
         self._runtime = Runtime.over(mesh, outputs_on_chief=outputs_on_chief)
         self._runner = Runner(self, mesh)
         self._extended = StrategyExtended(self._runtime, self._runner)

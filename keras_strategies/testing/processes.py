@@ -196,19 +196,28 @@ def run(words: str) -> None:
     Args:
       words: What `run_processes` tells it.
     """
+    # The parent process does without.
+    from keras_strategies.cluster import guard
+
     target, num_processes, index, address, args, path = json.loads(words)
     try:
         if num_processes > 1:
             import jax
 
             jax.distributed.initialize(
-                address, num_processes, index, coordinator_bind_address=address
+                address,
+                num_processes,
+                index,
+                coordinator_bind_address=address,
+                **guard.INITIALIZE_ARGUMENTS,
             )
         module, name = target.split(":")
         value = getattr(importlib.import_module(module), name)(*args)
         with open(path, "w", encoding="utf-8") as file:
             json.dump(value, file)
-    except BaseException:
+    except Exception:
+        if guard.is_running():
+            raise
         traceback.print_exc()
         sys.stderr.flush()
         # Past JAX's shutdown barrier, which would wait for the others.

@@ -3,8 +3,9 @@
 import inspect
 
 import pytest
-from jax._src import distributed
+from jax._src import api, distributed
 
+from keras_strategies.cluster import store
 from keras_strategies.testing import run_processes
 
 
@@ -25,6 +26,15 @@ def client_calls():
         client.key_value_set(f"contract/{me}", "again")
     except jax.errors.JaxRuntimeError as error:
         told["twice"] = str(error)
+    # What the guard needs besides: to write again, and to read a folder.
+    client.key_value_set(f"contract/{me}", "changed", True)
+    told["folder"] = [
+        value
+        for key, value in client.key_value_dir_get("contract/")
+        if key == f"contract/{me}"
+    ]
+    told["empty"] = client.key_value_dir_get("no such folder/")
+    told["is_reachable"] = store.is_reachable()
     client.key_value_set(f"heard/{me}", "")
     client.blocking_key_value_get(f"heard/{1 - me}", 60_000)
     client.key_value_delete(f"contract/{me}")
@@ -43,7 +53,7 @@ def agree():
     from keras_strategies.cluster import agreement
 
     client = distributed.global_state.client
-    assert agreement.is_available()
+    assert store.is_available()
     for number in range(agreement._NUM_KEPT + 5):
         made = agreement.Agreement((0, 1), "x")
         for count in range(2):
@@ -74,6 +84,9 @@ def test_the_key_value_client_and_what_it_forgets():
         assert "DEADLINE_EXCEEDED" in told["late"]
         assert "DEADLINE_EXCEEDED" in told["deleted"]
         assert "ALREADY_EXISTS" in told["twice"]
+        assert told["folder"] == ["changed"]
+        assert told["empty"] == []
+        assert told["is_reachable"]
         assert count <= 2 * (agreement._NUM_KEPT + 2)
         assert "Received: call 0 (process 0), call 1 (process 1)" in error
 
@@ -84,6 +97,7 @@ def test_there_is_no_public_name_of_the_client():
     assert not hasattr(jax.distributed, "global_state")
     source = inspect.getsource(distributed.State)
     assert "client" in source
+    assert "coordinator_address" in source
 
 
 def test_it_is_known_whether_devices_are_in_use():
@@ -94,3 +108,10 @@ def test_it_is_known_whether_devices_are_in_use():
     assert xla_bridge.backends_are_initialized() is True
     with pytest.raises(RuntimeError, match="before"):
         jax.distributed.initialize("127.0.0.1:1", 1, 0)
+
+
+def test_jax_leaves_a_job_past_the_public_name():
+    # The guard's hook on `jax.distributed.shutdown` is for users' calls; at
+    # the end of a script JAX calls another name, after the guard's `atexit`.
+    assert "distributed.shutdown()" in inspect.getsource(api.clean_up)
+    assert api.distributed is distributed

@@ -74,8 +74,8 @@ def test_wrong_data_ends_in_one_error_everywhere(tmp_path):
         else:
             assert name == "a process stays away"
     away = [result.value["a process stays away"] for result in (first, second)]
-    assert "TimeoutError: Process 1 did not take part" in away[0]["error"]
-    assert "TimeoutError: Process 0 did not take part" in away[1]["error"]
+    assert "Stalled: Process 1 did not take part" in away[0]["error"]
+    assert "Stalled: Process 0 did not take part" in away[1]["error"]
 
 
 @pytest.mark.slow

@@ -1,0 +1,76 @@
+"""What the launcher of local processes tells its children.
+
+Each child has the read end of a pipe. A line tells why the job ends; the end
+of the file without one tells that the launcher is gone.
+"""
+
+import os
+import select
+import stat
+import warnings
+from collections.abc import MutableMapping
+
+LAUNCHER_FD = "KERAS_STRATEGIES_LAUNCHER_FD"
+"""The environment variable with the pipe's number."""
+
+_GONE = "the launcher is gone"
+_MAX_BYTES = 4096
+
+
+class LauncherPipe:
+    """The read end of the launcher's pipe.
+
+    Args:
+      fd: Its number; a pipe that nobody else reads.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._text = b""
+        self._has_ended = False
+        # What this process starts must not keep the pipe open.
+        os.set_inheritable(fd, False)
+        self._poll = select.poll()
+        self._poll.register(fd, select.POLLIN)
+
+    def read(self) -> str | None:
+        """What the launcher has told; None for nothing. Never waits."""
+        while not self._has_ended:
+            if not self._poll.poll(0):
+                return None
+            try:
+                data = os.read(self._fd, _MAX_BYTES)
+            except OSError:
+                data = b""
+            self._text = (self._text + data)[:_MAX_BYTES]
+            line, newline, _ = self._text.partition(b"\n")
+            self._has_ended = not data or len(self._text) == _MAX_BYTES
+            if newline or self._has_ended:
+                return line.decode("utf-8", "replace").strip() or _GONE
+        return None
+
+
+def find_pipe(environ: MutableMapping[str, str]) -> LauncherPipe | None:
+    """Takes the pipe that an environment names, if there is one.
+
+    Args:
+      environ: `os.environ`; the variable is taken out, as processes started
+        by this one do not have the pipe.
+    """
+    text = environ.pop(LAUNCHER_FD, None)
+    if not text:
+        return None
+    try:
+        fd = int(text)
+        is_pipe = stat.S_ISFIFO(os.fstat(fd).st_mode)
+    except (ValueError, OverflowError, OSError):
+        is_pipe, fd = False, -1
+    if not is_pipe:
+        warnings.warn(
+            f"{LAUNCHER_FD} must be the number of a pipe that the launcher "
+            f"has opened. Received: {text[:40]!r}. It is ignored: this "
+            "process does not hear from a launcher.",
+            stacklevel=2,
+        )
+        return None
+    return LauncherPipe(fd)
