@@ -48,7 +48,7 @@ dl { display: grid; grid-template-columns: minmax(8rem, 30%) 1fr;
 dt { color: var(--soft); }
 dd { margin: 0; white-space: pre-line; overflow-wrap: anywhere;
   font-variant-numeric: tabular-nums; }
-@media (max-width: 30rem) { .finding { display: block; }
+@media (max-width: 34rem) { .finding { display: block; }
   dl { grid-template-columns: 1fr; gap: 0; }
   dd { margin-bottom: .5rem; } }
 @media print { :root { color-scheme: light; --ink: #000; --soft: #444;
