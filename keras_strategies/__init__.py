@@ -21,6 +21,7 @@ from keras_strategies.keras_bridge import backend as _backend
 if TYPE_CHECKING:
     from keras_strategies import cluster_resolver as cluster_resolver
     from keras_strategies import data as data
+    from keras_strategies import experimental as experimental
     from keras_strategies import tpu as tpu
     from keras_strategies._core.reduce_op import ReduceOp as ReduceOp
     from keras_strategies._core.values import (
@@ -95,6 +96,7 @@ __version__ = "0.1.0.dev0"
 _MODULES = {
     "cluster_resolver": "",
     "data": "",
+    "experimental": "",
     "tpu": "",
     "DistributedDataset": "data.distributed",
     "DistributedIterator": "data.distributed",

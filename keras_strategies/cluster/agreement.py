@@ -34,6 +34,8 @@ _ALL = "all"
 _numbers = itertools.count()
 # Agreements by their numbers, each with what forgets its last round.
 _ended: dict[int, Callable[[], None]] = {}
+# What `limit_waiting` was told.
+_limit_s: float | None = None
 IsStopped = Callable[[], bool]
 
 
@@ -59,7 +61,7 @@ class Agreement:
     ) -> None:
         self._processes = processes
         self._name = name
-        self._timeout_s = _timeout() if timeout_s is None else timeout_s
+        self._timeout_s = waiting_limit_s() if timeout_s is None else timeout_s
         self._number = next(_numbers)
         self._round = 0
         forgotten = _ended.pop(self._number - _NUM_KEPT, None)
@@ -193,7 +195,24 @@ class Agreement:
         return f"keras_strategies/{self._number}/{number}/{process}"
 
 
-def _timeout() -> float:
+def limit_waiting(seconds: float) -> None:
+    """Says how long to wait for other processes, in place of the environment.
+
+    Args:
+      seconds: A positive number; of this process, for all of its strategies.
+    """
+    global _limit_s
+    _limit_s = seconds
+
+
+def waiting_limit_s() -> float:
+    """How long to wait for other processes, in seconds.
+
+    Raises:
+      ValueError: the environment variable is no positive number.
+    """
+    if _limit_s is not None:
+        return _limit_s
     text = os.environ.get(TIMEOUT, str(_TIMEOUT_S))
     try:
         seconds = float(text)

@@ -38,6 +38,7 @@ def meet(
     num_processes: int,
     facts: Mapping[str, Any],
     timeout_s: float,
+    problem: str = "",
     bind_address: str | None = None,
     names: Sequence[str] = (),
 ) -> None:
@@ -50,12 +51,13 @@ def meet(
       facts: What must be the same in all: versions, the strategy. What JSON
         can hold.
       timeout_s: How long to wait for all, in seconds.
+      problem: Why this process cannot go on, for all to hear; or nothing.
       bind_address: Where process 0 listens, if not at `address`.
       names: The processes for messages, in the order of their numbers.
 
     Raises:
-      RendezvousError: some did not come, one came twice, or they differ. All
-        that are there raise the same text.
+      RendezvousError: some did not come, one came twice, they differ, or one
+        cannot go on. All that are there raise the same text.
     """
     if num_processes == 1:
         return
@@ -64,6 +66,7 @@ def meet(
         "process": process_id,
         "count": num_processes,
         "facts": dict(facts),
+        "problem": problem,
     }
     if process_id == 0:
         host, port = split(bind_address or address)
@@ -91,10 +94,14 @@ class _Host:
         self._received: dict[socket.socket, bytes] = {}
         self._joined: list[socket.socket] = []
         self._problem = ""
+        if hello["problem"]:
+            self._problem = f"{self._name(0)}: {hello['problem']}"
 
     def run(self, host: str, port: int, timeout_s: float) -> str:
         """Returns what is wrong, or an empty text."""
         self._end = time.monotonic() + timeout_s
+        if self._problem:
+            self._end = min(self._end, time.monotonic() + _LINGER_S)
         with contextlib.ExitStack() as stack:
             try:
                 server = socket.create_server(
@@ -177,6 +184,8 @@ class _Host:
                 f"processes that say they are {self._name(process)}. Give each "
                 "its own task index, and end processes of earlier runs."
             )
+        if hello["problem"]:
+            return f"{self._name(process)}: {hello['problem']}"
         mine = self._hellos[0]["facts"]
         other = hello["facts"]
         for name in sorted(mine.keys() | other.keys()):
@@ -280,6 +289,7 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
             and isinstance(said["process"], int)
             and isinstance(said["count"], int)
             and isinstance(said["facts"], dict)
+            and isinstance(said["problem"], str)
         )
     except (ValueError, KeyError, TypeError):
         return None

@@ -102,6 +102,34 @@ def task_info(resolver: AnyResolver) -> TaskInfo:
     )
 
 
+def task_of_process(
+    coordinator_address: str, num_processes: int, process_id: int
+) -> TaskInfo:
+    """The place of a process that was told JAX's three numbers.
+
+    Args:
+      coordinator_address: `host:port` of process 0.
+      num_processes: How many processes there are.
+      process_id: Which of them this one is.
+
+    Raises:
+      TypeError: a number that is no integer.
+      ValueError: one that is negative or too large, or an address that is no
+        `host:port`.
+    """
+    check_address(coordinator_address, "process 0")
+    count = parse_index(num_processes, "The number of processes")
+    process = parse_index(process_id, "The number of a process")
+    return TaskInfo(
+        type="worker",
+        index=process,
+        is_chief=not process,
+        process_id=process,
+        num_processes=count,
+        addresses=(coordinator_address, *[None] * (count - 1)),
+    )
+
+
 def check_roles(spec: ClusterSpec) -> None:
     """Raises for a job that `tf.distribute` does not know.
 

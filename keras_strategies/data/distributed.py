@@ -126,6 +126,7 @@ class DistributedIterator:
                 leaf.nbytes for leaf in jax.tree.leaves(batch)
             ),
             is_pause=lambda batch: False,
+            needs_thread=mesh.num_processes > 1,
         )
 
     def get_state(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import collections
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
@@ -12,6 +13,11 @@ Item = TypeVar("Item")
 _MEMORY_SHARE = 0.05
 _MAX_DEPTH = 4
 _LAST_ITEM_S = 5.0
+# A thread's turn takes 0.2 ms, and what it makes meanwhile takes the consumer's
+# time as well: items that take less than this are made by who asks for them.
+_QUICK_S = 0.0005
+# One that takes so long is not taken for a hiccup of the machine.
+_SLOW_S = 0.005
 
 
 class Stop:
@@ -33,13 +39,15 @@ class Prefetched(Generic[Item]):
 
     An error of the iterator is raised where its item would have come. The
     thread ends with the iterator, or when this object is closed or collected.
+    It starts with the first item, or when items turn out to be slow.
 
     Args:
-      make: Called in the thread with a function that tells whether to stop;
-        returns the iterator.
+      make: Called with a function that tells whether to stop; returns the
+        iterator.
       num_bytes: Memory that an item holds; the more, the fewer are made ahead.
       is_pause: Whether to go on after an item only when the next one is asked
         for: so nothing is read that may never be wanted.
+      needs_thread: Whether quick items are made in the thread, too.
     """
 
     def __init__(
@@ -47,6 +55,8 @@ class Prefetched(Generic[Item]):
         make: Callable[[Callable[[], bool]], Iterator[Item]],
         num_bytes: Callable[[Item], int],
         is_pause: Callable[[Item], bool],
+        *,
+        needs_thread: bool = True,
     ) -> None:
         self._shared: _Shared[Item] = _Shared()
         self._thread = threading.Thread(
@@ -55,13 +65,20 @@ class Prefetched(Generic[Item]):
             name="keras_strategies-prefetch",
             daemon=True,
         )
+        self._make = make
+        self._is_pause = is_pause
         self._is_started = False
+        self._is_quick = not needs_thread
+        # How long an item takes, in seconds: a running mean.
+        self._mean_s = 0.0
 
     def __iter__(self) -> "Prefetched[Item]":
         return self
 
     def __next__(self) -> Item:
         shared = self._shared
+        if self._is_quick:
+            return self._made_here()
         if not self._is_started:
             self._is_started = True
             self._thread.start()
@@ -80,6 +97,30 @@ class Prefetched(Generic[Item]):
         if error is not None:
             raise error
         raise StopIteration
+
+    def _made_here(self) -> Item:
+        """The next item, made in this thread; the others' by their time."""
+        shared = self._shared
+        if shared.is_over:
+            raise StopIteration
+        start = time.perf_counter()
+        try:
+            if shared.iterator is None:
+                shared.iterator = self._make(lambda: shared.is_closed)
+            item = next(shared.iterator)
+        except BaseException:
+            shared.is_over = True
+            raise
+        seconds = time.perf_counter() - start
+        self._mean_s += 0.25 * (min(seconds, 2 * _QUICK_S) - self._mean_s)
+        shared.num_wanted += 1
+        shared.num_made += 1
+        if seconds > _SLOW_S or self._mean_s > _QUICK_S:
+            self._is_quick = False
+            self._is_started = True
+            shared.must_pause = self._is_pause(item)
+            self._thread.start()
+        return item
 
     def close(self) -> None:
         """Stops the thread; the iterator has ended.
@@ -100,6 +141,8 @@ class Prefetched(Generic[Item]):
         )
         if is_waited_for:
             self._thread.join(_LAST_ITEM_S)
+        if self._is_quick:
+            _close(self._shared.iterator)
 
     def __del__(self) -> None:
         self.close()
@@ -112,7 +155,11 @@ class _Shared(Generic[Item]):
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.items: collections.deque[Item] = collections.deque()
+        # None before the first item.
+        self.iterator: Iterator[Item] | None = None
         self.num_wanted = 0
+        self.num_made = 0
+        self.must_pause = False
         # Items left when the thread makes more.
         self.num_low = 0
         self.is_over = False
@@ -126,31 +173,35 @@ def _read(
     num_bytes: Callable[[Any], int],
     is_pause: Callable[[Any], bool],
 ) -> None:
-    num_made, depth, must_pause = 0, 1, False
+    depth = 0  # Until the first item tells.
 
     def may_go_on() -> bool:
         if shared.is_closed:
             return True
-        if must_pause:
-            return shared.num_wanted > num_made
+        if shared.must_pause:
+            return shared.num_wanted > shared.num_made
         return len(shared.items) <= shared.num_low
 
-    items = None
     try:
-        items = make(lambda: shared.is_closed)
-        for item in items:
-            if not num_made:
+        if shared.iterator is None:
+            shared.iterator = make(lambda: shared.is_closed)
+        with shared.changed:
+            shared.changed.wait_for(may_go_on)
+        if shared.is_closed:
+            return
+        for item in shared.iterator:
+            if not depth:
                 depth = _depth(num_bytes(item))
                 shared.num_low = depth // 2
-            num_made += 1
+            shared.num_made += 1
             with shared.changed:
                 if shared.is_closed:
                     return
                 shared.items.append(item)
                 shared.changed.notify_all()
-                must_pause = is_pause(item)
+                shared.must_pause = is_pause(item)
                 del item
-                if must_pause or len(shared.items) >= depth:
+                if shared.must_pause or len(shared.items) >= depth:
                     shared.changed.wait_for(may_go_on)
                 if shared.is_closed:
                     return  # One more item might be read otherwise.
@@ -158,12 +209,17 @@ def _read(
         if not shared.is_closed:  # Nobody waits then.
             shared.error = error
     finally:
-        close = getattr(items, "close", None)
-        if close is not None and shared.is_closed:
-            close()
+        if shared.is_closed:
+            _close(shared.iterator)
         with shared.changed:
             shared.is_over = True
             shared.changed.notify_all()
+
+
+def _close(iterator: Any) -> None:
+    close = getattr(iterator, "close", None)
+    if close is not None:
+        close()
 
 
 def _depth(num_bytes: int) -> int:

@@ -136,6 +136,7 @@ class Feed(DataAdapter):
             make,
             num_bytes=lambda item: item[0].num_bytes,
             is_pause=lambda item: self._ends_epoch(item[1]),
+            needs_thread=self._mesh.num_processes > 1,
         )
 
     def _executions(

@@ -1,8 +1,16 @@
 """MultiWorkerMirroredStrategy: one replica on each device of all processes."""
 
+import os
+from typing import Any
+
 import jax
 
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.cluster import agreement, bootstrap
+from keras_strategies.strategy.communication import (
+    CommunicationOptions,
+    checked_options,
+)
 from keras_strategies.strategy.strategy import Strategy
 
 
@@ -15,24 +23,29 @@ class MultiWorkerMirroredStrategy(Strategy):
     and `reduce` are collective: all processes make them, in the same order.
 
     Make it before anything else uses JAX's devices, or after
-    `jax.distributed.initialize`. In one process that is told of no others it
-    is a `MirroredStrategy`.
+    `jax.distributed.initialize`. A process that is told of no others, by its
+    arguments or by TF_CONFIG, has a `MirroredStrategy`. What keeps the
+    processes from meeting (one that is missing, there twice, or of another
+    version) is raised by all that are there.
 
     Args:
-      cluster_resolver: Must be None. Give the three arguments below, or call
-        `jax.distributed.initialize` first.
-      communication_options: Must be None: XLA chooses how devices
-        communicate.
-      coordinator_address: "host:port" of process 0, where it is to listen.
+      cluster_resolver: Tells who is in the job (`ks.cluster_resolver`, or one
+        of tf's); None for what TF_CONFIG says, if it is set.
+      communication_options: `ks.experimental.CommunicationOptions`.
+      coordinator_address: "host:port" of process 0, where it is to listen;
+        with the next two, instead of a resolver.
       num_processes: How many processes there are.
       process_id: Which of them this one is.
+      startup_timeout_s: How long to wait for all processes, in seconds.
       predict_in: "all": `predict` returns all rows in every process;
         "chief": in the chief, and arrays without rows in the others.
 
     Raises:
       ValueError: an unknown `predict_in`; some of the three are given and
-        others not; processes with different numbers of devices.
-      RuntimeError: JAX's devices are in use already.
+        others not; a cluster that cannot be followed; processes with
+        different numbers of devices.
+      RuntimeError: JAX's devices are in use already; the processes did not
+        meet in time, or differ.
 
     Example:
       ```python
@@ -48,59 +61,101 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     def __init__(
         self,
-        cluster_resolver: None = None,
-        communication_options: None = None,
+        cluster_resolver: Any = None,
+        communication_options: CommunicationOptions | None = None,
         *,
         coordinator_address: str | None = None,
         num_processes: int | None = None,
         process_id: int | None = None,
+        startup_timeout_s: float = bootstrap.STARTUP_TIMEOUT_S,
         predict_in: str = "all",
     ) -> None:
-        for name, value in (
-            ("cluster_resolver", cluster_resolver),
-            ("communication_options", communication_options),
-        ):
-            if value is not None:
-                raise ValueError(
-                    f"`{name}` is not supported. Received: {value!r}. Pass "
-                    "`coordinator_address`, `num_processes` and `process_id`, "
-                    "or call `jax.distributed.initialize` before."
-                )
+        options = checked_options(communication_options)
         if predict_in not in ("all", "chief"):
             raise ValueError(
                 "`predict` returns its rows in all processes or in the chief. "
                 f"Received: predict_in={predict_in!r}. Pass 'all' or 'chief'."
             )
-        given = {
+        numbers = {
             "coordinator_address": coordinator_address,
             "num_processes": num_processes,
             "process_id": process_id,
         }
-        if any(value is not None for value in given.values()):
-            _join(given)
+        _check_one_way(cluster_resolver, numbers)
+        resolver, task = _place(cluster_resolver, numbers)
+        if task is not None:
+            bootstrap.join(
+                task, strategy=type(self).__name__, timeout_s=startup_timeout_s
+            )
+        if resolver is None:
+            resolver = _resolver_of_job()
+        if options.timeout_seconds is not None:
+            agreement.limit_waiting(options.timeout_seconds)
         devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+        options.check_platform(devices[0].platform)
         super().__init__(
             ReplicaMesh(devices=tuple(devices)),
             outputs_on_chief=predict_in == "chief",
         )
+        self._cluster_resolver = resolver
+
+    @property
+    def cluster_resolver(self) -> Any:
+        """The resolver given, or one of this process's place in the job.
+
+        Its `task_type` and `task_id` say who writes files, as in tf: the
+        chief, or worker 0 where there is none.
+        """
+        return self._cluster_resolver
 
 
-def _join(given: dict[str, str | int | None]) -> None:
-    missing = [name for name, value in given.items() if value is None]
+def _check_one_way(resolver: Any, numbers: dict[str, Any]) -> None:
+    """Raises unless a job is described in one way, and wholly."""
+    missing = [name for name, value in numbers.items() if value is None]
+    if len(missing) == len(numbers):
+        return
+    if resolver is not None:
+        given = ", ".join(f"`{n}`" for n in numbers if n not in missing)
+        raise ValueError(
+            "A job is described by a resolver or by numbers. Received: "
+            f"`cluster_resolver` and {given}. Give one of the two."
+        )
     if missing:
         raise ValueError(
             "A job of several processes is described by "
             "`coordinator_address`, `num_processes` and `process_id` together. "
-            f"Received: {given}. Give {' and '.join(missing)} as well."
+            f"Received: {numbers}. Give {' and '.join(missing)} as well."
         )
-    if jax.distributed.is_initialized():
-        known = (jax.process_count(), jax.process_index())
-        if known != (given["num_processes"], given["process_id"]):
-            raise ValueError(
-                "This process is part of a job already. Received: "
-                f"num_processes={given['num_processes']}, process_id="
-                f"{given['process_id']}, in a job of {known[0]} as process "
-                f"{known[1]}. Leave the arguments out."
-            )
-        return
-    jax.distributed.initialize(**given)  # pyright: ignore[reportArgumentType]
+
+
+def _place(resolver: Any, numbers: dict[str, Any]) -> tuple[Any, Any]:
+    """A resolver and this process's `TaskInfo`; None where nothing tells."""
+    # They would take a tenth of the time of importing this package.
+    from keras_strategies.cluster import tasks, tf_config_resolver
+
+    if resolver is None and numbers["num_processes"] is not None:
+        return None, tasks.task_of_process(**numbers)
+    if resolver is None:
+        if not os.environ.get("TF_CONFIG"):
+            return None, None
+        resolver = tf_config_resolver.TFConfigClusterResolver()
+    if not hasattr(resolver, "cluster_spec"):
+        raise TypeError(
+            "`cluster_resolver` tells who is in the job, by `cluster_spec()`, "
+            "`task_type` and `task_id`. Received: an object of type "
+            f"{type(resolver).__name__}. Pass one of `ks.cluster_resolver`, or "
+            "none for what TF_CONFIG says."
+        )
+    return resolver, tasks.task_info(resolver)
+
+
+def _resolver_of_job() -> Any:
+    """A resolver that answers for a process which JAX knows the place of."""
+    from keras_strategies.cluster import simple_resolver, spec
+
+    is_alone = jax.process_count() == 1
+    return simple_resolver.SimpleClusterResolver(
+        spec.ClusterSpec({}),
+        task_type=None if is_alone else "worker",
+        task_id=None if is_alone else jax.process_index(),
+    )

@@ -40,7 +40,7 @@ class Strategy(CustomLoops):
         return self._extended
 
     @property
-    def cluster_resolver(self) -> None:
+    def cluster_resolver(self) -> Any:
         """The cluster this strategy was made for; none on one machine."""
         return
 

@@ -12,8 +12,18 @@ from keras_strategies.data.prefetch import Prefetched
 LIMIT = 20  # Seconds; nothing here takes so long.
 
 
-def prefetched(make, num_bytes=lambda item: 8, is_pause=lambda item: False):
-    return Prefetched(make, num_bytes=num_bytes, is_pause=is_pause)
+def prefetched(
+    make,
+    num_bytes=lambda item: 8,
+    is_pause=lambda item: False,
+    needs_thread=True,
+):
+    return Prefetched(
+        make,
+        num_bytes=num_bytes,
+        is_pause=is_pause,
+        needs_thread=needs_thread,
+    )
 
 
 def threads():
@@ -186,3 +196,103 @@ def test_one_that_waits_is_told_to_stop():
     assert is_told.wait(LIMIT)
     with pytest.raises(StopIteration):
         next(items)
+
+
+class TestQuickItems:
+    """Items that take less time than a thread's turn need no thread."""
+
+    @pytest.fixture
+    def clock(self, monkeypatch):
+        return Clock(monkeypatch)
+
+    def test_they_are_made_where_they_are_asked_for(self, clock):
+        recorded = Recorded(20)
+        items = prefetched(recorded, needs_thread=False)
+        for asked in range(1, 21):
+            assert next(items) == asked - 1
+            assert recorded.made == list(range(asked))
+        assert not threads()
+        for _ in range(2):
+            with pytest.raises(StopIteration):
+                next(items)
+
+    @pytest.mark.parametrize("first_slow", [0, 1, 7])
+    @pytest.mark.parametrize("seconds", [0.02, 0.002])
+    def test_a_thread_goes_on_when_they_get_slow(
+        self, clock, first_slow, seconds
+    ):
+        recorded = Recorded(40)
+
+        def make(is_stopped):
+            for item in recorded(is_stopped):
+                clock.now += seconds if item >= first_slow else 0.0001
+                yield item
+
+        items = prefetched(make, needs_thread=False)
+        taken = [next(items) for _ in range(first_slow + 4)]
+        recorded.wait_for(lambda: len(recorded.made) > len(taken))
+        assert taken + list(items) == list(range(40))
+        assert recorded.made == list(range(40))
+
+    def test_one_hiccup_needs_no_thread(self, clock):
+        def make(is_stopped):
+            for item in range(30):
+                clock.now += 0.002 if item == 10 else 0.0002
+                yield item
+
+        items = prefetched(make, needs_thread=False)
+        for item in range(30):
+            assert next(items) == item
+            assert not threads()
+
+    def test_a_pause_is_kept_when_a_thread_goes_on(self, clock):
+        recorded = Recorded()
+
+        def make(is_stopped):
+            for item in recorded(is_stopped):
+                clock.now += 0.02 * (item == 2)
+                yield item
+
+        items = prefetched(
+            make, is_pause=lambda item: item % 3 == 2, needs_thread=False
+        )
+        assert [next(items) for _ in range(3)] == [0, 1, 2]
+        assert threads()
+        assert recorded.made == [0, 1, 2]
+        assert next(items) == 3
+        recorded.wait_for(lambda: recorded.made == [0, 1, 2, 3, 4, 5])
+        items.close()
+        assert recorded.is_closed
+
+    def test_an_error_ends_them(self, clock):
+        def make(is_stopped):
+            yield 1
+            raise OSError("gone")
+
+        items = prefetched(make, needs_thread=False)
+        assert next(items) == 1
+        with pytest.raises(OSError, match="gone"):
+            next(items)
+        with pytest.raises(StopIteration):
+            next(items)
+
+    @pytest.mark.parametrize("num_taken", [0, 1])
+    def test_closing_ends_the_iterator(self, clock, num_taken):
+        recorded = Recorded()
+        items = prefetched(recorded, needs_thread=False)
+        for _ in range(num_taken):
+            next(items)
+        items.close()
+        assert recorded.is_closed == bool(num_taken)
+        with pytest.raises(StopIteration):
+            next(items)
+
+
+class Clock:
+    """A clock that stands still but for what a test adds."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(
+            prefetch.time, "perf_counter", lambda: self.now, raising=True
+        )
