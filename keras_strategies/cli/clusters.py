@@ -20,6 +20,7 @@ from keras_strategies.cluster.kubernetes_job import has_job_variables
 from keras_strategies.cluster.kubernetes_resolver import (
     KubernetesClusterResolver,
 )
+from keras_strategies.cluster.rendezvous import split
 from keras_strategies.cluster.resolver import ClusterResolver
 from keras_strategies.cluster.slurm_resolver import SlurmClusterResolver
 from keras_strategies.cluster.spec import TaskInfo
@@ -28,6 +29,7 @@ from keras_strategies.cluster.tf_config_resolver import TFConfigClusterResolver
 from keras_strategies.cluster.torchrun_resolver import TorchrunClusterResolver
 
 _CONNECT_S = 2.0
+_BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
 _DOCUMENT = "docs/clusters.md"
 
 
@@ -163,7 +165,9 @@ def check_clusters(environ: Mapping[str, str]) -> tuple[Part, Cluster | None]:
     )
 
 
-def check_address(info: TaskInfo, *, connects: bool) -> list[Finding]:
+def check_address(
+    info: TaskInfo, environ: Mapping[str, str], *, connects: bool
+) -> list[Finding]:
     """Whether processes can meet at the chief's address.
 
     Process 0 tries to listen there, and lets go of it; the others look its
@@ -171,15 +175,18 @@ def check_address(info: TaskInfo, *, connects: bool) -> list[Finding]:
 
     Args:
       info: This process's place.
+      environ: The environment variables: JAX_COORDINATOR_BIND_ADDRESS says
+        where process 0 listens, if elsewhere.
       connects: Whether the others connect, too: process 0 has to be there.
     """
     address = info.coordinator_address
     if address is None or info.num_processes == 1 or info.process_id is None:
         return []
-    host, _, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
+    if info.process_id == 0:
+        address = environ.get(_BIND_ADDRESS) or address
+    host, port = split(address)
     try:
-        places = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         return [
             fault(

@@ -78,7 +78,7 @@ def examine(
     cluster_part, cluster = check_clusters(environ)
     info = None if cluster is None else cluster.info
     # Of a meeting, process 0 is asked by all and need not be tried out.
-    findings = [] if info is None else check_address(info, connects=quick)
+    findings = check_address(info, environ, connects=quick) if info else []
     parts = [
         check_packages(),
         check_variables(environ, _num_cores()),

@@ -24,8 +24,8 @@ def main(path: str, question: str) -> int:
 
     Args:
       path: The file to write to.
-      question: As JSON: "stages", names of functions here; "join", None or
-        what `_join` takes; "timeout_s".
+      question: As JSON: "stages", names of functions here; "join", the
+        attributes of a `TaskInfo` or None; "timeout_s".
 
     Returns:
       The exit status: 1 if a stage raised an error, which is written, too.
@@ -33,7 +33,6 @@ def main(path: str, question: str) -> int:
     asked = json.loads(question)
     stages: dict[str, Callable[[], dict[str, Any]]] = {
         "jax": _import_jax,
-        "meet": lambda: _meet(asked["join"], asked["timeout_s"]),
         "join": lambda: _join(asked["join"], asked["timeout_s"]),
         "devices": _devices,
         "all_reduce": _all_reduce,
@@ -45,8 +44,9 @@ def main(path: str, question: str) -> int:
             try:
                 told = stages[name]()
             except Exception as error:
-                text = f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
-                file.write(json.dumps({"stage": name, "error": text}) + "\n")
+                kind, text = type(error).__name__, str(error)[:_LONGEST_ERROR]
+                told = {"kind": kind, "error": text}
+                file.write(json.dumps({"stage": name, **told}) + "\n")
                 return 1
             file.write(json.dumps({"stage": name, **told}) + "\n")
     return 0
@@ -68,38 +68,22 @@ def _import_keras() -> dict[str, Any]:
     return {"seconds": _since(start)}
 
 
-def _meet(join: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    from keras_strategies.cli.installed import LEAST, version_of
-    from keras_strategies.cluster.rendezvous import meet
-
-    start = time.perf_counter()
-    meet(
-        join["address"],
-        process_id=join["process_id"],
-        num_processes=join["num_processes"],
-        facts={
-            "program": "doctor",
-            **{f"version of {name}": version_of(name) for name in LEAST},
-        },
-        timeout_s=timeout_s,
-    )
-    return {"seconds": _since(start)}
-
-
 def _join(join: dict[str, Any] | None, timeout_s: float) -> dict[str, Any]:
+    """Starts the job; JAX looks for one by itself if none is given."""
     import jax
 
+    from keras_strategies.cluster import bootstrap
+    from keras_strategies.cluster.spec import TaskInfo
+
     start = time.perf_counter()
-    given: dict[str, Any] = {"initialization_timeout": max(int(timeout_s), 1)}
-    if join is not None:
-        given |= {
-            "coordinator_address": join["address"],
-            "num_processes": join["num_processes"],
-            "process_id": join["process_id"],
-        }
-        if join["process_id"] == 0:
-            given["coordinator_bind_address"] = join["address"]
-    jax.distributed.initialize(**given)
+    if join is None:
+        limit = max(int(timeout_s), 1)
+        jax.distributed.initialize(initialization_timeout=limit)
+    else:
+        join["addresses"] = tuple(join["addresses"])
+        bootstrap.join(
+            TaskInfo(**join), strategy="none (doctor)", timeout_s=timeout_s
+        )
     return {"seconds": _since(start), "process": jax.process_index()}
 
 

@@ -1,5 +1,6 @@
 """Running `probe`, and what its answers mean."""
 
+import dataclasses
 import json
 import pathlib
 import signal
@@ -21,6 +22,7 @@ from keras_strategies.cli.findings import (
 )
 from keras_strategies.cli.installed import split_flags
 from keras_strategies.cli.job import described
+from keras_strategies.cluster.rendezvous import RendezvousError
 
 _FOLDER = str(pathlib.Path(__file__).parents[2])
 # At the end of the path: the folder may be one of many packages.
@@ -39,8 +41,7 @@ _MAKE_CLIENT = "from jaxlib import xla_client; xla_client.make_cpu_client()"
 _HARMLESS = "--xla_force_host_platform_device_count="
 _NAMES = {
     "jax": "JAX was imported",
-    "meet": "all processes met",
-    "join": "JAX's processes were joined",
+    "join": "the processes were joined",
     "devices": "JAX had started its devices",
     "all_reduce": "the all-reduce was done",
     "keras": "keras_strategies was imported",
@@ -113,14 +114,8 @@ def check_job(
       environ: The environment variables.
       timeout_s: How long to wait for the others, in seconds.
     """
-    join, stages = None, ["jax", "join", "devices", "all_reduce"]
-    if cluster.info is not None:
-        join = {
-            "address": cluster.info.coordinator_address,
-            "num_processes": cluster.info.num_processes,
-            "process_id": cluster.info.process_id,
-        }
-        stages.insert(1, "meet")
+    join = cluster.info and dataclasses.asdict(cluster.info)
+    stages = ["jax", "join", "devices", "all_reduce"]
     told, end = _probe(stages, join, timeout_s, environ)
     rows, findings = [], []
     if "seconds" in told.get("join", {}):
@@ -134,7 +129,7 @@ def check_job(
         findings += _of_counts(devices["by_process"])
     rows += _rows_of_all_reduce(told.get("all_reduce", {}))
     findings += _of_all_reduce(told, "all processes")
-    findings += _of_meeting(told, cluster)
+    findings += _of_meeting(told, cluster, environ)
     findings += _of_end(told, end, environ)
     return Part(title="Job", rows=tuple(rows), findings=tuple(findings))
 
@@ -262,11 +257,17 @@ def _of_all_reduce(told: Told, over: str) -> list[Finding]:
     ]
 
 
-def _of_meeting(told: Told, cluster: Cluster) -> list[Finding]:
-    error = told.get("meet", {}).get("error")
-    if error is None or cluster.info is None:
+def _is_apart(told: Told) -> bool:
+    """Whether the processes did not meet, or differ."""
+    return told.get("join", {}).get("kind") == RendezvousError.__name__
+
+
+def _of_meeting(
+    told: Told, cluster: Cluster, environ: Mapping[str, str]
+) -> list[Finding]:
+    if cluster.info is None or not _is_apart(told):
         return []
-    text = error.partition(": ")[2]
+    text = told["join"]["error"]
     advice = (
         "Run doctor in all processes at the same time: `srun "
         "keras-strategies doctor`, `torchrun -m keras_strategies.cli "
@@ -276,7 +277,7 @@ def _of_meeting(told: Told, cluster: Cluster) -> list[Finding]:
         fault(f"The processes did not meet. {text}", advice),
         *[
             finding
-            for finding in check_address(cluster.info, connects=True)
+            for finding in check_address(cluster.info, environ, connects=True)
             if finding.fix and cluster.info.process_id
         ],
     ]
@@ -287,7 +288,7 @@ def _of_end(
 ) -> list[Finding]:
     """What went wrong in the stage that came last."""
     code, text = end
-    if code == 0 or "error" in told.get("meet", {}):
+    if code == 0 or _is_apart(told):
         return []
     stage = list(told)[-1] if told else "jax"
     error = told.get(stage, {}).get("error")
@@ -298,7 +299,8 @@ def _of_end(
         if code < 0:
             what = what.replace("was killed by", "was ended by")
     else:
-        what = f"Something failed before {_NAMES[stage]}: {error}"
+        kind = told[stage].get("kind", "an error")
+        what = f"{kind} was raised before {_NAMES[stage]}: {error}"
     if error is None and text:
         what += f" It said last: {text}"
     if stage == "keras":

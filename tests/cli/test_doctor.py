@@ -378,12 +378,12 @@ def place(process_id, address, num_processes=2):
     )
 
 
-def found_at(process_id, address, **options):
+def found_at(process_id, address, environ=None):
     part = findings.Part(
         title="",
         findings=tuple(
             clusters.check_address(
-                place(process_id, address), connects=True, **options
+                place(process_id, address), environ or {}, connects=True
             )
         ),
     )
@@ -400,6 +400,8 @@ def test_address_of_the_coordinator_in_use():
         )
         assert address in text
         assert found_at(1, address)[0] == [Level.GOOD]
+        elsewhere = {"JAX_COORDINATOR_BIND_ADDRESS": address}
+        assert "Another process listens" in found_at(0, "h:1", elsewhere)[1]
 
 
 def test_address_of_the_coordinator_that_nobody_listens_at():
@@ -502,7 +504,7 @@ def test_process_that_does_not_come_is_named(process_id):
     environ = os.environ | {"XLA_FLAGS": ""}
     part = probing.check_job(cluster, environ, timeout_s=0.5)
     text = " ".join(wrong(part))
-    expected = "nothing from process 1" if process_id == 0 else addresses[0]
+    expected = "nothing from worker 1" if process_id == 0 else addresses[0]
     assert expected in text
     assert "Run doctor in all processes" in text
 
