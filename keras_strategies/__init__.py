@@ -9,113 +9,145 @@
         model.compile("adam", "mse")
     model.fit(x, y, batch_size=256)
 
-Importing this touches no device and patches nothing.
+Importing this touches no device, imports neither keras nor jax, and patches
+nothing: a name is imported when it is first asked for.
 """
 
-from keras_strategies.keras_bridge.backend import (
-    require_jax_backend as _require_jax_backend,
-)
+import importlib
+from typing import TYPE_CHECKING, Any
 
-_require_jax_backend()
+from keras_strategies.keras_bridge import backend as _backend
 
-from keras_strategies import (  # noqa: E402
-    cluster_resolver as cluster_resolver,
-)
-from keras_strategies import data as data  # noqa: E402
-from keras_strategies import experimental as experimental  # noqa: E402
-from keras_strategies import tpu as tpu  # noqa: E402
-from keras_strategies._core.reduce_op import (  # noqa: E402
-    ReduceOp as ReduceOp,
-)
-from keras_strategies._core.values import (  # noqa: E402
-    DistributedValues as DistributedValues,
-)
-from keras_strategies._core.values import (  # noqa: E402
-    Mirrored as Mirrored,
-)
-from keras_strategies._core.values import (  # noqa: E402
-    PerReplica as PerReplica,
-)
-from keras_strategies.data.distributed import (  # noqa: E402
-    DistributedDataset as DistributedDataset,
-)
-from keras_strategies.data.distributed import (  # noqa: E402
-    DistributedIterator as DistributedIterator,
-)
-from keras_strategies.data.from_function import (  # noqa: E402
-    InputContext as InputContext,
-)
-from keras_strategies.data.options import (  # noqa: E402
-    InputOptions as InputOptions,
-)
-from keras_strategies.data.options import (  # noqa: E402
-    InputReplicationMode as InputReplicationMode,
-)
-from keras_strategies.keras_bridge.gradients import (  # noqa: E402
-    grad as grad,
-)
-from keras_strategies.keras_bridge.gradients import (  # noqa: E402
-    value_and_grad as value_and_grad,
-)
-from keras_strategies.keras_bridge.layout import (  # noqa: E402
-    variable_creator_scope as variable_creator_scope,
-)
-from keras_strategies.keras_bridge.marks import (  # noqa: E402
-    global_batch_loss as global_batch_loss,
-)
-from keras_strategies.keras_bridge.state import (  # noqa: E402
-    merge as merge,
-)
-from keras_strategies.strategy.current import (  # noqa: E402
-    experimental_set_strategy as experimental_set_strategy,
-)
-from keras_strategies.strategy.current import (  # noqa: E402
-    get_replica_context as get_replica_context,
-)
-from keras_strategies.strategy.current import (  # noqa: E402
-    get_strategy as get_strategy,
-)
-from keras_strategies.strategy.current import (  # noqa: E402
-    has_strategy as has_strategy,
-)
-from keras_strategies.strategy.current import (  # noqa: E402
-    in_cross_replica_context as in_cross_replica_context,
-)
-from keras_strategies.strategy.extended import (  # noqa: E402
-    StrategyExtended as StrategyExtended,
-)
-from keras_strategies.strategy.function import (  # noqa: E402
-    function as function,
-)
-from keras_strategies.strategy.losses import (  # noqa: E402
-    compute_average_loss as compute_average_loss,
-)
-from keras_strategies.strategy.losses import (  # noqa: E402
-    scale_regularization_loss as scale_regularization_loss,
-)
-from keras_strategies.strategy.mirrored import (  # noqa: E402
-    MirroredStrategy as MirroredStrategy,
-)
-from keras_strategies.strategy.multi_worker import (  # noqa: E402
-    MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
-)
-from keras_strategies.strategy.one_device import (  # noqa: E402
-    OneDeviceStrategy as OneDeviceStrategy,
-)
-from keras_strategies.strategy.options import (  # noqa: E402
-    RunOptions as RunOptions,
-)
-from keras_strategies.strategy.replica_context import (  # noqa: E402
-    ReplicaContext as ReplicaContext,
-)
-from keras_strategies.strategy.replica_context import (  # noqa: E402
-    ValueContext as ValueContext,
-)
-from keras_strategies.strategy.strategy import (  # noqa: E402
-    Strategy as Strategy,
-)
-from keras_strategies.strategy.tpu import (  # noqa: E402
-    TPUStrategy as TPUStrategy,
-)
+if TYPE_CHECKING:
+    from keras_strategies import cluster_resolver as cluster_resolver
+    from keras_strategies import data as data
+    from keras_strategies import experimental as experimental
+    from keras_strategies import tpu as tpu
+    from keras_strategies._core.reduce_op import ReduceOp as ReduceOp
+    from keras_strategies._core.values import (
+        DistributedValues as DistributedValues,
+    )
+    from keras_strategies._core.values import Mirrored as Mirrored
+    from keras_strategies._core.values import PerReplica as PerReplica
+    from keras_strategies.data.distributed import (
+        DistributedDataset as DistributedDataset,
+    )
+    from keras_strategies.data.distributed import (
+        DistributedIterator as DistributedIterator,
+    )
+    from keras_strategies.data.from_function import InputContext as InputContext
+    from keras_strategies.data.options import InputOptions as InputOptions
+    from keras_strategies.data.options import (
+        InputReplicationMode as InputReplicationMode,
+    )
+    from keras_strategies.keras_bridge.gradients import grad as grad
+    from keras_strategies.keras_bridge.gradients import (
+        value_and_grad as value_and_grad,
+    )
+    from keras_strategies.keras_bridge.layout import (
+        variable_creator_scope as variable_creator_scope,
+    )
+    from keras_strategies.keras_bridge.marks import (
+        global_batch_loss as global_batch_loss,
+    )
+    from keras_strategies.keras_bridge.state import merge as merge
+    from keras_strategies.strategy.current import (
+        experimental_set_strategy as experimental_set_strategy,
+    )
+    from keras_strategies.strategy.current import (
+        get_replica_context as get_replica_context,
+    )
+    from keras_strategies.strategy.current import get_strategy as get_strategy
+    from keras_strategies.strategy.current import has_strategy as has_strategy
+    from keras_strategies.strategy.current import (
+        in_cross_replica_context as in_cross_replica_context,
+    )
+    from keras_strategies.strategy.extended import (
+        StrategyExtended as StrategyExtended,
+    )
+    from keras_strategies.strategy.function import function as function
+    from keras_strategies.strategy.losses import (
+        compute_average_loss as compute_average_loss,
+    )
+    from keras_strategies.strategy.losses import (
+        scale_regularization_loss as scale_regularization_loss,
+    )
+    from keras_strategies.strategy.mirrored import (
+        MirroredStrategy as MirroredStrategy,
+    )
+    from keras_strategies.strategy.multi_worker import (
+        MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
+    )
+    from keras_strategies.strategy.one_device import (
+        OneDeviceStrategy as OneDeviceStrategy,
+    )
+    from keras_strategies.strategy.options import RunOptions as RunOptions
+    from keras_strategies.strategy.replica_context import (
+        ReplicaContext as ReplicaContext,
+    )
+    from keras_strategies.strategy.replica_context import (
+        ValueContext as ValueContext,
+    )
+    from keras_strategies.strategy.strategy import Strategy as Strategy
+    from keras_strategies.strategy.tpu import TPUStrategy as TPUStrategy
 
 __version__ = "0.1.0.dev0"
+
+_MODULES = {
+    "cluster_resolver": "",
+    "data": "",
+    "experimental": "",
+    "tpu": "",
+    "DistributedDataset": "data.distributed",
+    "DistributedIterator": "data.distributed",
+    "DistributedValues": "_core.values",
+    "InputContext": "data.from_function",
+    "InputOptions": "data.options",
+    "InputReplicationMode": "data.options",
+    "Mirrored": "_core.values",
+    "MirroredStrategy": "strategy.mirrored",
+    "MultiWorkerMirroredStrategy": "strategy.multi_worker",
+    "OneDeviceStrategy": "strategy.one_device",
+    "PerReplica": "_core.values",
+    "ReduceOp": "_core.reduce_op",
+    "ReplicaContext": "strategy.replica_context",
+    "RunOptions": "strategy.options",
+    "Strategy": "strategy.strategy",
+    "StrategyExtended": "strategy.extended",
+    "TPUStrategy": "strategy.tpu",
+    "ValueContext": "strategy.replica_context",
+    "compute_average_loss": "strategy.losses",
+    "experimental_set_strategy": "strategy.current",
+    "function": "strategy.function",
+    "get_replica_context": "strategy.current",
+    "get_strategy": "strategy.current",
+    "global_batch_loss": "keras_bridge.marks",
+    "grad": "keras_bridge.gradients",
+    "has_strategy": "strategy.current",
+    "in_cross_replica_context": "strategy.current",
+    "merge": "keras_bridge.state",
+    "scale_regularization_loss": "strategy.losses",
+    "value_and_grad": "keras_bridge.gradients",
+    "variable_creator_scope": "keras_bridge.layout",
+}
+"""Where each public name is defined; "" for a module of that name."""
+
+if not _backend.is_command():
+    _backend.choose_backend()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    _backend.require_jax_backend()
+    if _MODULES[name]:
+        module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
+        value = getattr(module, name)
+    else:
+        value = importlib.import_module(f"{__name__}.{name}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

@@ -1,5 +1,6 @@
 """What importing keras_strategies does, and what it leaves alone."""
 
+import ast
 import importlib.util
 import os
 import pathlib
@@ -82,18 +83,40 @@ def error_of(code, **environ):
 
 
 def test_public_names():
-    names = {
-        name
-        for name, value in vars(ks).items()
-        if not name.startswith("_") and not _is_module(value)
-    }
+    values = {name: getattr(ks, name) for name in ks._MODULES}
+    names = {name for name, value in values.items() if not _is_module(value)}
     assert names == PUBLIC_NAMES
+    assert set(ks._MODULES) <= set(dir(ks))
     for name in names:
-        assert getattr(ks, name).__doc__, name
+        assert values[name].__doc__, name
+
+
+def test_type_checkers_see_the_public_names():
+    tree = ast.parse(pathlib.Path(ks.__file__).read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {
+        alias.asname: node.module.removeprefix("keras_strategies").lstrip(".")
+        for node in block.body
+        for alias in node.names
+    }
+    assert seen == ks._MODULES
+
+
+def test_unknown_name_is_no_attribute():
+    with pytest.raises(AttributeError, match="MirorredStrategy"):
+        ks.MirorredStrategy  # noqa: B018
 
 
 def _is_module(value):
     return isinstance(value, type(sys))
+
+
+def test_import_alone_loads_neither_keras_nor_jax():
+    code = """
+import sys, keras_strategies
+print(sorted({"keras", "jax", "numpy"} & set(sys.modules)))
+"""
+    assert output_of(code) == ["[]"]
 
 
 def test_import_touches_no_device_and_loads_no_extra():
@@ -101,6 +124,8 @@ def test_import_touches_no_device_and_loads_no_extra():
 import sys, keras
 before = set(sys.modules)
 import keras_strategies
+for name in dir(keras_strategies):
+    getattr(keras_strategies, name)
 from jax._src import xla_bridge
 print(xla_bridge.backends_are_initialized())
 heavy = {"tensorflow", "orbax", "grain", "torch", "rich", "tensorboard"}
@@ -116,6 +141,8 @@ assert xla_bridge.backends_are_initialized()
 def test_import_alone_loads_no_tensorflow():
     code = """
 import sys, keras_strategies
+for name in dir(keras_strategies):
+    getattr(keras_strategies, name)
 heavy = {"tensorflow", "orbax", "grain", "torch"}
 print(sorted(heavy & set(sys.modules)))
 """
@@ -133,6 +160,8 @@ import gc, time, keras
 gc.collect()  # Or one of all of Keras's objects may fall into our import.
 start = time.process_time()  # Others may keep the machine busy.
 import keras_strategies
+for name in dir(keras_strategies):
+    getattr(keras_strategies, name)
 print(time.process_time() - start)
 """
     seconds = []
@@ -154,6 +183,8 @@ def held():
             keras.layers.BatchNormalization.__init__)
 before = held()
 import keras_strategies
+for name in dir(keras_strategies):
+    getattr(keras_strategies, name)
 print(held() == before, keras.distribution.distribution())
 """
     assert output_of(code, KERAS_BACKEND="jax") == ["True", "None"]
@@ -188,19 +219,40 @@ print("KERAS_BACKEND" in os.environ)
 
 
 def test_nnx_variables_are_refused():
-    if importlib.util.find_spec("flax") is not None:
-        code = "import keras_strategies"
-        environ = {"KERAS_BACKEND": "jax", "KERAS_NNX_ENABLED": "true"}
-    else:
-        # Keras itself would not import; its answer is set afterwards.
-        code = """
+    of_keras = """
 import keras
 from keras.src.backend import config
-config._NNX_ENABLED = True
+config._NNX_ENABLED = True  # Keras itself would not import without flax.
 assert keras.config.is_nnx_enabled()
 import keras_strategies
 """
-        environ = {"KERAS_BACKEND": "jax"}
-    error = error_of(code, **environ)
-    assert error.startswith("ImportError: keras_strategies needs Keras's own")
-    assert "KERAS_NNX_ENABLED" in error
+    for code, environ in (
+        (of_keras, {}),
+        ("import keras_strategies", {"KERAS_NNX_ENABLED": "true"}),
+    ):
+        error = error_of(code, KERAS_BACKEND="jax", **environ)
+        assert error.startswith("ImportError: keras_strategies needs Keras's")
+        assert "KERAS_NNX_ENABLED" in error
+
+
+def test_backend_that_is_changed_after_import_is_noticed():
+    if importlib.util.find_spec("tensorflow") is None:
+        pytest.skip("tensorflow is not installed")
+    code = """
+import os, keras_strategies
+os.environ["KERAS_BACKEND"] = "tensorflow"
+keras_strategies.MirroredStrategy
+"""
+    assert "backend 'tensorflow'" in error_of(code)
+
+
+@pytest.mark.parametrize("words", [["--version"], ["--help"]])
+def test_command_starts_under_any_backend(words):
+    code = f"""
+import runpy, sys
+sys.orig_argv = ["python", "-m", "keras_strategies.cli", *{words}]
+sys.argv = ["-m", *{words}]
+runpy.run_module("keras_strategies.cli", run_name="__main__", alter_sys=True)
+"""
+    done = run_python(code, KERAS_BACKEND="tensorflow", KERAS_NNX_ENABLED="1")
+    assert done.returncode == 0, done.stderr

@@ -1,149 +1,135 @@
-"""`keras-strategies doctor`: what is on this machine, and advice."""
+"""`keras-strategies doctor`: what is on this machine, and advice.
 
-import collections
-import importlib.metadata
-import importlib.util
+Nothing here imports jax or keras: what needs them runs in processes of its own,
+so that this one starts and reports whatever is wrong with them.
+"""
+
+import datetime
+import json
 import os
-import platform
-from collections.abc import Mapping, Sequence
+import pathlib
+import socket
+import sys
+from collections.abc import Mapping
 
-import jax
-import keras
-import rich.box
-from rich.console import Console
-from rich.table import Table
+from keras_strategies.cli.clusters import (
+    Cluster,
+    check_address,
+    check_clusters,
+)
+from keras_strategies.cli.findings import Finding, Part, Report
+from keras_strategies.cli.installed import check_packages, check_variables
+from keras_strategies.cli.probing import (
+    check_devices,
+    check_flags,
+    check_job,
+)
+from keras_strategies.cli.report_html import as_html
+from keras_strategies.cli.report_text import print_report
 
-import keras_strategies
-
-# What is imported by name, and the extra that brings it.
-OPTIONAL_PACKAGES = {
-    "tensorflow": "tensorflow",
-    "tensorboardX": "tensorboard",
-    "grain": "grain",
-    "torch": "torch",
-    "sklearn": "examples",
-}
-VIRTUAL_DEVICES = "XLA_FLAGS=--xla_force_host_platform_device_count=4"
-
-
-def doctor() -> int:
-    """Prints the table of facts and the advice. Starts JAX's devices.
-
-    Returns:
-      The exit status: 0, or 1 if JAX could not start its devices.
-    """
-    console = Console()
-    try:
-        devices, fault = jax.devices(), None
-    except RuntimeError as error:
-        devices, fault = [], str(error)
-    table = Table(box=rich.box.SIMPLE, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column()
-    for name, value in [
-        *versions(),
-        ("backend", jax.default_backend() if devices else "none"),
-        ("devices", describe_devices(devices)),
-        *environment(os.environ),
-        *optional_packages(),
-    ]:
-        table.add_row(name, value)
-    console.print(table)
-    for line in advice(devices, fault, os.environ, os.cpu_count() or 1):
-        console.print(f"- {line}", markup=False, highlight=False)
-    return 0 if fault is None else 1
+_WRONG_ARGUMENTS = 2
 
 
-def versions() -> list[tuple[str, str]]:
-    """What is installed, as rows of a table."""
-    return [
-        ("python", platform.python_version()),
-        ("keras_strategies", keras_strategies.__version__),
-        ("keras", keras.__version__),
-        ("jax", jax.__version__),
-        ("jaxlib", importlib.metadata.version("jaxlib")),
-    ]
-
-
-def describe_devices(devices: Sequence[jax.Device]) -> str:
-    """One line for each kind of device, with how many there are."""
-    kinds = collections.Counter((d.platform, d.device_kind) for d in devices)
-    lines = [
-        f"{count} x {name}" + (f" ({kind})" if kind != name else "")
-        for (name, kind), count in kinds.items()
-    ]
-    return "\n".join(lines) or "none"
-
-
-def environment(environ: Mapping[str, str]) -> list[tuple[str, str]]:
-    """The variables that change what happens, as rows of a table.
-
-    TF_CONFIG is not shown: it holds the addresses of a cluster.
-    """
-    return [
-        ("KERAS_BACKEND", environ.get("KERAS_BACKEND", "not set")),
-        ("KERAS_NNX_ENABLED", environ.get("KERAS_NNX_ENABLED", "not set")),
-        ("TF_CONFIG", "set" if environ.get("TF_CONFIG") else "not set"),
-    ]
-
-
-def optional_packages() -> list[tuple[str, str]]:
-    """Which extras are there, as rows of a table. Imports none of them."""
-    return [
-        (
-            package,
-            "installed"
-            if importlib.util.find_spec(package)
-            else f"not installed (extra '{extra}')",
-        )
-        for package, extra in OPTIONAL_PACKAGES.items()
-    ]
-
-
-def advice(
-    devices: Sequence[jax.Device],
-    fault: str | None,
-    environ: Mapping[str, str],
-    num_cores: int,
-) -> list[str]:
-    """What the user may want to change.
+def doctor(
+    *,
+    quick: bool = False,
+    html: str | None = None,
+    as_json: bool = False,
+    timeout_s: float = 30.0,
+) -> int:
+    """Looks at everything and prints a report. Collective in a cluster.
 
     Args:
-      devices: The devices JAX found.
-      fault: Why it could not find them, if so.
-      environ: The environment variables.
-      num_cores: Number of cores of the CPU.
+      quick: Whether to look only at what is known without starting JAX.
+      html: A file to write the report to, too, as a page.
+      as_json: Whether to print JSON in place of the text.
+      timeout_s: How long to wait for the other processes, in seconds.
 
     Returns:
-      Sentences, the most important one first.
+      The exit status: 0; 1 if there is a fault; 2 if `html` cannot be written.
     """
-    lines = []
-    if fault is not None:
-        lines.append(
-            f"JAX could not start its devices: {fault}. Check the driver, or "
-            "set JAX_PLATFORMS=cpu to use the CPU."
+    if html is not None and not os.access(_folder_of(html), os.W_OK):
+        print(
+            f"keras-strategies doctor: {html!r} cannot be written. Give a "
+            "file in a folder that exists.",
+            file=sys.stderr,
         )
-    elif len(devices) == 1 and devices[0].platform == "cpu":
-        lines.append(
-            "JAX sees one CPU device, so a strategy has one replica. To try "
-            f"several, start Python with {VIRTUAL_DEVICES}."
-        )
-    elif len(devices) == 1:
-        lines.append("JAX sees one device, so a strategy has one replica.")
-    elif devices[0].platform == "cpu" and len(devices) > num_cores:
-        lines.append(
-            f"{len(devices)} virtual CPU devices share {num_cores} cores: "
-            "right for trying a script, no faster than fewer devices."
-        )
-    if environ.get("TF_CONFIG"):
-        lines.append(
-            "TF_CONFIG is set. The strategies of this version run on one "
-            "machine and do not read it."
-        )
-    if importlib.util.find_spec("tensorflow"):
-        lines.append(
-            "TensorFlow is installed. keras_strategies imports it only for "
-            "tf.data; `keras.utils.set_random_seed` and `model.save` import "
-            "it too, which takes seconds."
-        )
-    return lines or ["Nothing to change."]
+        return _WRONG_ARGUMENTS
+    report = examine(os.environ, quick=quick, timeout_s=timeout_s)
+    if as_json and report.is_chief:
+        print(json.dumps(report.as_dict(), indent=1))
+    elif not as_json:
+        print_report(report)
+    if html is not None and report.is_chief:
+        pathlib.Path(html).write_text(as_html(report), encoding="utf-8")
+    return 1 if report.has_faults else 0
+
+
+def examine(
+    environ: Mapping[str, str], *, quick: bool, timeout_s: float
+) -> Report:
+    """Everything that can be found out. Collective, unless it is quick.
+
+    Args:
+      environ: The environment variables.
+      quick: Whether to leave out what starts JAX.
+      timeout_s: How long to wait for the other processes, in seconds.
+    """
+    cluster_part, cluster = check_clusters(environ)
+    info = None if cluster is None else cluster.info
+    # Of a meeting, process 0 is asked by all and need not be tried out.
+    findings = check_address(info, environ, connects=quick) if info else []
+    parts = [
+        check_packages(),
+        check_variables(environ, _num_cores()),
+        _with(cluster_part, findings),
+    ]
+    if not quick:
+        parts += _started(environ, cluster, timeout_s)
+    number = None if info is None else info.process_id
+    is_one_of_many = info is not None and info.num_processes > 1
+    return Report(
+        host=socket.gethostname(),
+        when=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
+        process=f"process {number} of {info.num_processes}"
+        if info is not None and is_one_of_many and number is not None
+        else "",
+        is_chief=not number,
+        parts=tuple(parts),
+    )
+
+
+def _started(
+    environ: Mapping[str, str], cluster: Cluster | None, timeout_s: float
+) -> list[Part]:
+    """What is found out by starting JAX."""
+    flags = check_flags(environ)
+    if flags:
+        return [Part(title="Devices", findings=tuple(flags))]
+    if cluster is not None and (
+        cluster.error or not (cluster.is_found_by_jax or cluster.address)
+    ):
+        cluster = None
+    part, has_devices = check_devices(environ, is_alone=cluster is None)
+    if cluster is None or not has_devices:
+        return [part]
+    return [part, check_job(cluster, environ, timeout_s)]
+
+
+def _with(part: Part, findings: list[Finding]) -> Part:
+    return Part(
+        title=part.title,
+        rows=part.rows,
+        findings=(*part.findings, *findings),
+    )
+
+
+def _num_cores() -> int:
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # Not on macOS.
+        return os.cpu_count() or 1
+
+
+def _folder_of(path: str) -> pathlib.Path:
+    return pathlib.Path(path).resolve().parent

@@ -1,10 +1,34 @@
-"""The command line: which commands there are and what they take."""
+"""The command line: which commands there are and what they take.
+
+Nothing here imports jax or keras, so that `--help` is quick and the command
+starts where they do not.
+"""
 
 import argparse
 from collections.abc import Sequence
 
 import keras_strategies
-from keras_strategies.cli.doctor import doctor
+
+_LAUNCH = """\
+Starts several local processes of one script: a cluster on this machine.
+
+Each process finds TF_CONFIG set (workers only; worker 0 is the chief) and runs
+on virtual CPU devices. The chief's lines are shown as they are, those of the
+others with their number. When one process fails all are ended, and its exit
+code is this command's.
+"""
+_EXAMPLES = """\
+examples:
+  keras-strategies launch --processes 2 --devices-per-process 2 train.py
+  keras-strategies launch --processes 4 train.py --epochs 3
+  keras-strategies launch --processes 2 -m package.train
+  keras-strategies launch --processes 2 -m keras_strategies.cli doctor
+"""
+_DOCTOR = """\
+Shows what keras_strategies finds on this machine and in its cluster, and what
+to change. Run in all processes of a cluster (through srun, launch, ...), they
+meet and time an all-reduce. The exit code is 1 if there is a fault.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -15,15 +39,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         left out.
 
     Returns:
-      The exit status: 0, or 1 if `doctor` could not reach the devices.
+      The exit status. `doctor`: 0, or 1 if it found a fault. `launch`: that of
+      the process that failed first, else 0; 2 for wrong arguments.
 
     Raises:
-      SystemExit: for `--help`, `--version` and wrong arguments.
+      SystemExit: for `--help`, `--version` and wrong options.
     """
     parser = _make_parser()
     options = parser.parse_args(arguments)
     if options.command == "doctor":
-        return doctor()
+        from keras_strategies.cli.doctor import doctor
+
+        return doctor(
+            quick=options.quick,
+            html=options.html,
+            as_json=options.json,
+            timeout_s=options.timeout,
+        )
+    if options.command == "launch":
+        from keras_strategies.cli.launch import launch
+
+        return launch(
+            options.script if options.module is None else options.module,
+            is_module=options.module is not None,
+            num_processes=options.processes,
+            devices_per_process=options.devices_per_process,
+            platform=options.platform,
+        )
     parser.print_help()
     return 0
 
@@ -39,9 +81,82 @@ def _make_parser() -> argparse.ArgumentParser:
         version=f"keras-strategies {keras_strategies.__version__}",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    commands.add_parser(
-        "doctor",
-        help="show versions, devices and advice",
-        description="Shows what keras_strategies finds on this machine.",
-    )
+    _add_launch(commands)
+    _add_doctor(commands)
     return parser
+
+
+def _add_launch(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+):
+    parser = commands.add_parser(
+        "launch",
+        help="run a script in several local processes",
+        usage="keras-strategies launch [OPTIONS] (SCRIPT | -m MODULE) "
+        "[ARGUMENTS]",
+        description=_LAUNCH,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--processes", type=int, default=2, metavar="N", help="default: 2"
+    )
+    parser.add_argument(
+        "--devices-per-process",
+        type=int,
+        metavar="D",
+        help="virtual CPU devices of each process; default: 1",
+    )
+    parser.add_argument(
+        "--platform",
+        default="cpu",
+        help="what JAX runs on (JAX_PLATFORMS); default: cpu",
+    )
+    parser.add_argument(
+        "-m",
+        dest="module",
+        nargs=argparse.REMAINDER,
+        metavar="MODULE",
+        help="run a module, as `python -m` does; its arguments follow",
+    )
+    parser.add_argument(
+        "script",
+        nargs=argparse.REMAINDER,
+        metavar="SCRIPT",
+        help="the script; its arguments follow",
+    )
+
+
+def _add_doctor(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+):
+    parser = commands.add_parser(
+        "doctor",
+        help="show versions, devices, the cluster and advice",
+        description=_DOCTOR,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="what is known without starting JAX: no devices, no all-reduce",
+    )
+    parser.add_argument(
+        "--html",
+        metavar="FILE",
+        help="also write the report as a page (in a cluster, the chief does)",
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print the report as JSON (in a cluster, the chief does)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="how long to wait for the other processes; default: 30",
+    )

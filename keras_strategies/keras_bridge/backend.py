@@ -3,27 +3,73 @@
 import os
 import sys
 
+_BACKEND = "KERAS_BACKEND"
+_NNX = "KERAS_NNX_ENABLED"
+_COMMAND = "keras-strategies"
+_COMMAND_MODULE = "keras_strategies.cli"
+
+
+def is_command() -> bool:
+    """Whether this process runs the command `keras-strategies`.
+
+    It starts under every backend: `doctor` says what is wrong with it.
+    """
+    name = os.path.basename((getattr(sys, "argv", None) or [""])[0])
+    if name == "-m":  # The module is being looked for.
+        words = [word.removeprefix("-m") for word in sys.orig_argv]
+        return _COMMAND_MODULE in words
+    return name.removesuffix(".exe").removesuffix("-script.py") == _COMMAND
+
+
+def choose_backend() -> None:
+    """Chooses JAX if nobody chose; does not import keras.
+
+    Raises:
+      ImportError: another backend or NNX variables were chosen: in a keras
+        that was imported, or in the environment.
+    """
+    if "keras" in sys.modules:
+        require_jax_backend()
+        return
+    backend = os.environ.setdefault(_BACKEND, "jax")
+    if backend != "jax":
+        raise ImportError(_fault_of_backend(backend))
+    if is_switched_on(os.environ.get(_NNX, "")):
+        raise ImportError(_FAULT_OF_NNX)
+
 
 def require_jax_backend() -> None:
-    """Chooses Keras's JAX backend, or says why that cannot be.
+    """Imports keras, and says why this Keras cannot be used, if so.
 
     Raises:
       ImportError: Keras was imported with another backend, or with
         KERAS_NNX_ENABLED.
     """
     if "keras" not in sys.modules:
-        os.environ.setdefault("KERAS_BACKEND", "jax")
+        os.environ.setdefault(_BACKEND, "jax")
     import keras
 
     if keras.config.backend() != "jax":
-        raise ImportError(
-            "keras_strategies needs Keras on the JAX backend. Received: "
-            f"backend {keras.config.backend()!r}. Set KERAS_BACKEND=jax in the "
-            "environment before keras is imported (or import "
-            "keras_strategies first with KERAS_BACKEND unset)."
-        )
+        raise ImportError(_fault_of_backend(keras.config.backend()))
     if keras.config.is_nnx_enabled():
-        raise ImportError(
-            "keras_strategies needs Keras's own variables. Received: "
-            "KERAS_NNX_ENABLED is on. Unset it before keras is imported."
-        )
+        raise ImportError(_FAULT_OF_NNX)
+
+
+def is_switched_on(value: str) -> bool:
+    """Whether Keras takes the value of a variable for "on"."""
+    return value.lower() in ("true", "1")
+
+
+def _fault_of_backend(backend: str) -> str:
+    return (
+        "keras_strategies needs Keras on the JAX backend. Received: "
+        f"backend {backend!r}. Set KERAS_BACKEND=jax in the "
+        "environment before keras is imported (or import "
+        "keras_strategies first with KERAS_BACKEND unset)."
+    )
+
+
+_FAULT_OF_NNX = (
+    "keras_strategies needs Keras's own variables. Received: "
+    "KERAS_NNX_ENABLED is on. Unset it before keras is imported."
+)

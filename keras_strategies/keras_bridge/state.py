@@ -332,4 +332,6 @@ def _count_references(group: Arrays) -> list[int]:
 
 
 def _pointer(array: jax.Array) -> int:
-    return array.addressable_shards[0].data.unsafe_buffer_pointer()
+    # Not `addressable_shards`: with jax 0.10 it raises an error for arrays of
+    # several processes with a device each that were looked at in some ways.
+    return array.addressable_data(0).unsafe_buffer_pointer()

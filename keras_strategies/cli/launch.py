@@ -1,0 +1,199 @@
+"""`keras-strategies launch`: a cluster of processes on this machine."""
+
+import importlib.machinery
+import json
+import os
+import pathlib
+import random
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+
+from keras_strategies.cli.job import run_job
+
+_FLAGS = "XLA_FLAGS"
+_DEVICE_COUNT = "--xla_force_host_platform_device_count"
+_HOST = "127.0.0.1"
+# Below the ports that systems give to outgoing connections, one of which could
+# take a port between its choice here and its use.
+_PORTS = range(20000, 32000)
+# Two for output, one that ends when this process does.
+_FILES_PER_PROCESS = 3
+_OTHER_FILES = 64
+_WRONG_ARGUMENTS = 2
+_MOST_PROCESSES = 4096
+
+
+def launch(
+    command: Sequence[str],
+    *,
+    is_module: bool = False,
+    num_processes: int = 2,
+    devices_per_process: int | None = None,
+    platform: str = "cpu",
+) -> int:
+    """Runs a script in several processes of one cluster, and waits for them.
+
+    Called in the main thread: it handles the process's signals meanwhile.
+
+    Args:
+      command: The script, or the module's name, and its arguments.
+      is_module: Whether it is a module.
+      num_processes: How many processes.
+      devices_per_process: Virtual CPU devices of each; None for one.
+      platform: JAX_PLATFORMS of the processes.
+
+    Returns:
+      The exit code of the process that failed first (128 + n for signal n),
+      else 0; 130 after Ctrl-C; 2 for wrong arguments.
+    """
+    command = list(command[1:] if command[:1] == ["--"] else command)
+    fault = find_fault(
+        command, is_module, num_processes, devices_per_process, platform
+    )
+    if fault:
+        print(f"keras-strategies launch: {fault}", file=sys.stderr)
+        return _WRONG_ARGUMENTS
+    words = [sys.executable, "-u", *(["-m"] if is_module else []), *command]
+    addresses = [f"{_HOST}:{port}" for port in free_ports(num_processes)]
+    environments = [
+        make_environment(
+            os.environ,
+            addresses=addresses,
+            index=index,
+            num_devices=devices_per_process or 1,
+            platform=platform,
+        )
+        for index in range(num_processes)
+    ]
+    return run_job(words, environments)
+
+
+def find_fault(
+    command: Sequence[str],
+    is_module: bool,
+    num_processes: int,
+    devices_per_process: int | None,
+    platform: str,
+) -> str:
+    """What is wrong with the arguments of `launch`, and the cure; else ""."""
+    if os.name != "posix":
+        return "runs on Linux and macOS. Start the processes by hand here."
+    if not 1 <= num_processes <= _MOST_PROCESSES:
+        return (
+            f"--processes is from 1 to {_MOST_PROCESSES}. Received: "
+            f"{num_processes}. Give, for example, --processes 2."
+        )
+    if devices_per_process is not None and devices_per_process < 1:
+        return (
+            "--devices-per-process is 1 or more. Received: "
+            f"{devices_per_process}. Leave it out for one device each."
+        )
+    if devices_per_process is not None and platform != "cpu":
+        return (
+            "--devices-per-process makes virtual devices of the CPU. "
+            f"Received: --platform {platform}. Leave one of the two out."
+        )
+    if not command:
+        kind = "a module after -m" if is_module else "a script"
+        return (
+            f"{kind} is missing. Give what the processes run: "
+            "`keras-strategies launch --processes 2 train.py`."
+        )
+    return _fault_of_command(command[0], is_module) or _fault_of_limits(
+        num_processes
+    )
+
+
+def _fault_of_command(name: str, is_module: bool) -> str:
+    if is_module:
+        # Only its first part: to look further would import that.
+        path = [os.getcwd(), *sys.path]
+        root = name.split(".")[0]
+        if root in sys.builtin_module_names or root in sys.modules:
+            return ""
+        if importlib.machinery.PathFinder.find_spec(root, path) is None:
+            return (
+                f"there is no module {name!r}. Install it, or go to its folder."
+            )
+        return ""
+    path = pathlib.Path(name)
+    if not path.exists():
+        return (
+            f"there is no file {name!r} in {os.getcwd()!r}. Give the path of "
+            "a Python script, after all options."
+        )
+    if path.is_dir() and not (path / "__main__.py").exists():
+        return f"{name!r} is a folder. Give the path of a Python script."
+    if not os.access(path, os.R_OK):
+        return f"{name!r} cannot be read. Change its permissions."
+    return ""
+
+
+def _fault_of_limits(num_processes: int) -> str:
+    import resource  # Not on Windows.
+
+    needed = _FILES_PER_PROCESS * num_processes + _OTHER_FILES
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    if limit == unlimited or needed <= limit:
+        return ""
+    if most == unlimited or needed <= most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, most))
+        return ""
+    return (
+        f"{num_processes} processes need {needed} open files. Received: a "
+        f"limit of {most}. Raise it (`ulimit -n`), or start fewer processes."
+    )
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of 127.0.0.1 that nobody listens on now, all different."""
+    found: list[int] = []
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        if len(found) == count:
+            break
+        with socket.socket() as probe:
+            # As JAX's service binds: ports in TIME_WAIT can be taken.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((_HOST, port))
+            except OSError:
+                continue
+            found.append(port)
+    return found
+
+
+def make_environment(
+    environ: Mapping[str, str],
+    *,
+    addresses: Sequence[str],
+    index: int,
+    num_devices: int,
+    platform: str,
+) -> dict[str, str]:
+    """The variables of one process.
+
+    Args:
+      environ: Those of this process.
+      addresses: `host:port` of all processes, by number.
+      index: The number of the process.
+      num_devices: Its virtual devices; used on the CPU.
+      platform: What JAX runs on.
+    """
+    changed = {
+        "TF_CONFIG": json.dumps(
+            {
+                "cluster": {"worker": list(addresses)},
+                "task": {"type": "worker", "index": index},
+            }
+        ),
+        "JAX_PLATFORMS": platform,
+        "KERAS_BACKEND": "jax",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if platform == "cpu":
+        flags = environ.get(_FLAGS, "").split()
+        flags = [f for f in flags if not f.startswith(f"{_DEVICE_COUNT}=")]
+        changed[_FLAGS] = " ".join([*flags, f"{_DEVICE_COUNT}={num_devices}"])
+    return dict(environ) | changed
