@@ -504,7 +504,7 @@ def test_process_that_does_not_come_is_named(process_id):
     environ = os.environ | {"XLA_FLAGS": ""}
     part = probing.check_job(cluster, environ, timeout_s=0.5)
     text = " ".join(wrong(part))
-    expected = "nothing from worker 1" if process_id == 0 else addresses[0]
+    expected = "(worker 1, " if process_id == 0 else addresses[0]
     assert expected in text
     assert "Run doctor in all processes" in text
 
