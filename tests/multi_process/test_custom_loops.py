@@ -11,22 +11,35 @@ TARGET = "tests.multi_process.custom_loops"
 
 def test_a_loop_equals_one_process():
     # 21 rows in batches of 8: 5 rows are left, and a replica without any.
-    check(21, 2)
+    check(21, 2, 1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rows", "count"), [(16, 2), (21, 3), (3, 3)])
-def test_loops_equal_one_process(rows, count):
-    check(rows, count)
+@pytest.mark.parametrize(
+    ("rows", "count", "devices"),
+    [(16, 2, 2), (21, 2, 2), (21, 3, 2), (3, 3, 2), (21, 3, 1)],
+)
+def test_loops_equal_one_process(rows, count, devices):
+    check(rows, count, devices)
 
 
-def check(rows, count):
+def check(rows, count, devices):
     target = f"{TARGET}:train"
     (one,) = run_processes(
-        target, 1, args=[rows], devices_per_process=2 * count, timeout_s=200
+        target,
+        1,
+        args=[rows],
+        devices_per_process=devices * count,
+        timeout_s=200,
     )
     assert one.value["seen"] == 2 * rows
-    for result in run_processes(target, count, args=[rows], timeout_s=300):
+    for result in run_processes(
+        target,
+        count,
+        args=[rows],
+        devices_per_process=devices,
+        timeout_s=300,
+    ):
         assert_close(result.value, one.value)
 
 

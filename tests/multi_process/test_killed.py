@@ -4,6 +4,8 @@ import itertools
 import json
 import signal
 
+import pytest
+
 import keras_strategies as ks
 from keras_strategies.testing import run_processes
 from tests.multi_process import killed
@@ -12,6 +14,8 @@ GO_ON = "tests.multi_process.killed:go_on"
 STEPS = -(-killed.ROWS // killed.SIZE)
 
 
+# tests/data/test_positions.py has sources that go on in a harness of threads.
+@pytest.mark.slow
 def test_a_killed_job_goes_on_with_the_same_batches(tmp_path):
     killed.write_files(tmp_path)
     for count, stop, is_killed in [(2, 3, True), (1, 5, True), (3, 99, False)]:

@@ -23,27 +23,33 @@ def assert_close(actual, expected):
 
 
 def test_loops_equal_those_of_one_process():
-    check(NAMES, CASES[2:3], 2)
+    check(["arrays", "generator", "tf.data"], CASES[2:3], 2, 1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_processes", [2, 3])
-def test_loops_equal_those_of_one_process_for_all_sizes(num_processes):
-    check(NAMES, CASES, num_processes)
+@pytest.mark.parametrize(("num_processes", "devices"), [(2, 2), (3, 2), (2, 1)])
+def test_loops_equal_those_of_one_process_for_all_sizes(num_processes, devices):
+    check(NAMES, CASES, num_processes, devices)
 
 
-def check(names, cases, num_processes):
+def check(names, cases, num_processes, devices):
     args = (names, cases)
     target = "tests.multi_process.scenarios:loops"
     (one,) = run_processes(
         target,
         1,
         args=args,
-        devices_per_process=2 * num_processes,
+        devices_per_process=devices * num_processes,
         timeout_s=300,
     )
     assert len(one.value) == len(names) * len(cases)
-    several = run_processes(target, num_processes, args=args, timeout_s=400)
+    several = run_processes(
+        target,
+        num_processes,
+        args=args,
+        devices_per_process=devices,
+        timeout_s=400,
+    )
     for result in several:
         assert_close(result.value, one.value)
         assert result.value == several[0].value
