@@ -145,7 +145,7 @@ class Mirrored(DistributedValues):
     @property
     def values(self) -> tuple[Any, ...]:
         """The copies, one device each."""
-        return tuple(s.data for s in self._array.addressable_shards)
+        return tuple(copies_of(self._array))
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         return np.asarray(self._array, *args, **kwargs)
@@ -194,6 +194,15 @@ def check_home(value: PerReplica, mesh: ReplicaMesh) -> None:
 def is_distributed(value: Any) -> bool:
     """Whether a leaf of a nest is a value of several replicas."""
     return isinstance(value, DistributedValues)
+
+
+def copies_of(array: jax.Array) -> list[jax.Array]:
+    """The copies of an array on this process's devices that hold it whole."""
+    if len(array.sharding.addressable_devices) == 1:
+        # `addressable_shards` raises an error in a process with one device
+        # for what `device_put` has spread over several processes (jax 0.10).
+        return [array.addressable_data(0)]
+    return [shard.data for shard in array.addressable_shards]
 
 
 def cut(array: Any, shape: tuple[int, ...]) -> Any:

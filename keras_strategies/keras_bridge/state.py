@@ -332,6 +332,5 @@ def _count_references(group: Arrays) -> list[int]:
 
 
 def _pointer(array: jax.Array) -> int:
-    # Not `addressable_shards`: with jax 0.10 it raises an error for arrays of
-    # several processes with a device each that were looked at in some ways.
+    # Not `addressable_shards`: see `_core.values.copies_of`.
     return array.addressable_data(0).unsafe_buffer_pointer()

@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 
+from keras_strategies._core.values import copies_of
 from keras_strategies.keras_bridge.binding import all_variables
 
 
@@ -22,8 +23,8 @@ def assert_replicated(*owners: keras.Model | keras.Variable) -> None:
         variables += [owner] if is_variable else all_variables(owner)
     different = []
     for variable in variables:
-        shards = [np.asarray(s.data) for s in variable.value.addressable_shards]
-        if any(s.tobytes() != shards[0].tobytes() for s in shards[1:]):
+        copies = [np.asarray(copy) for copy in copies_of(variable.value)]
+        if any(c.tobytes() != copies[0].tobytes() for c in copies[1:]):
             different.append(variable.path)
     if different:
         raise AssertionError(

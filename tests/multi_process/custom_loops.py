@@ -1,5 +1,6 @@
 """Loops of one's own on several processes; see `run_processes`."""
 
+import jax
 import keras
 import numpy as np
 from keras import ops
@@ -28,6 +29,10 @@ def train(rows):
                 keras.layers.Dense(1, kernel_initializer=initial(2)),
             ]
         )
+        # In a process with one device arrays that were just placed are odd.
+        assert_replicated(model)
+        bias = model.layers[0].bias.value
+        assert len(ks.Mirrored(bias).values) == jax.local_device_count()
         optimizer = keras.optimizers.Adam(0.05)
         error = keras.metrics.MeanSquaredError()
         seen = keras.Variable(0.0, aggregation="sum", trainable=False)
