@@ -22,7 +22,11 @@ from keras_strategies import (  # noqa: E402
     cluster_resolver as cluster_resolver,
 )
 from keras_strategies import data as data  # noqa: E402
+from keras_strategies import experimental as experimental  # noqa: E402
 from keras_strategies import tpu as tpu  # noqa: E402
+from keras_strategies._core.compiled import (  # noqa: E402
+    CompiledProgram as CompiledProgram,
+)
 from keras_strategies._core.reduce_op import (  # noqa: E402
     ReduceOp as ReduceOp,
 )
