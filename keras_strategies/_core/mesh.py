@@ -10,6 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from keras_strategies._core.open_shardings import leave_out_open_constraints
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplicaMesh:
@@ -63,6 +65,7 @@ class ReplicaMesh:
         """
         shape, axes = [self.num_replicas], [self.axis]
         if self.cores_per_replica > 1:
+            leave_out_open_constraints()
             shape.append(self.cores_per_replica)
             axes.append(self.model_axis)
         if self.marker is not None:

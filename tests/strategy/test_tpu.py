@@ -243,7 +243,7 @@ def test_describe_and_explain_input_know_the_cores(capsys):
         model = make_model()
     strategy.describe(model)
     text = capsys.readouterr().out
-    assert "PartitionSpec(None, 'model')" in text
+    assert "P(None, 'model')" in text or "Spec(None, 'model')" in text
     assert "each of 2 cores" in text
     rows = str(strategy.explain_input((np.ones((8, 2)),), batch_size=8))
     assert "0 (cpu:0..cpu:1)" in rows
@@ -357,8 +357,9 @@ def test_a_step_is_compiled(abstract, kind):
     program = abstract.compile_step(model, batch, kind=kind)
     assert program.collectives["all-gather"] == 0
     assert (program.collectives["all-reduce"] > 0) == (kind != "predict")
+    # A replica's four rows, and kernel and bias.
     rows = 4 * 4 * (6 + (kind != "predict") * 4)
-    assert program.argument_bytes > rows + 4 * (6 * 4 + 4)
+    assert program.argument_bytes >= rows + 4 * (6 * 4 + 4)
     assert program.bytes_per_chip >= program.argument_bytes
     assert "HloModule" in program.as_text()
     lines = str(program).splitlines()
