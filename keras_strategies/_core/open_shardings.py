@@ -22,7 +22,7 @@ _is_installed = False
 
 
 def leave_out_open_constraints() -> None:
-    """From now on, in the whole process; where JAX has them no more, nothing."""
+    """From now on, in the whole process; nothing where JAX has none."""
     global _is_installed
     from jax._src.interpreters import mlir
 

@@ -102,7 +102,6 @@ class TPUStrategy(Strategy):
         *,
         num_slices: int = 1,
         computation_shape: Sequence[int] | None = None,
-        num_hosts: int | None = None,
         layout_map: Mapping[str, Any] | None = None,
     ) -> "TPUStrategy":
         """A strategy over a TPU slice by its name, which compiles only.
@@ -117,14 +116,11 @@ class TPUStrategy(Strategy):
           num_slices: The number of such slices, joined by the data centre.
           computation_shape: A replica's cores in x, y, z and core; one core
             if left out. Replicas fill the slice.
-          num_hosts: Of how many hosts' devices the strategy consists, the
-            first ones; all if left out.
           layout_map: See `TPUStrategy`.
 
         Raises:
           ImportError: libtpu is not installed.
-          ValueError: no such slice; an impossible `computation_shape`; more
-            hosts than there are.
+          ValueError: no such slice, or an impossible `computation_shape`.
 
         Example:
           ```python
@@ -141,8 +137,6 @@ class TPUStrategy(Strategy):
           ```
         """
         devices = devices_by_name(name, num_slices=num_slices)
-        if num_hosts is not None:
-            devices = _of_hosts(devices, num_hosts)
         if computation_shape is None:
             ordered, cores = default_device_order(devices), 1
         else:
@@ -222,20 +216,6 @@ def _filling(
 def _slices(devices: Iterable[jax.Device]) -> list[list[jax.Device]]:
     ordered = sorted(devices, key=slice_of)
     return [list(part) for _, part in itertools.groupby(ordered, slice_of)]
-
-
-def _of_hosts(
-    devices: Sequence[jax.Device], num_hosts: int
-) -> tuple[jax.Device, ...]:
-    hosts = sorted({device.process_index for device in devices})
-    if not 0 < num_hosts <= len(hosts):
-        raise ValueError(
-            "`num_hosts` is one of the slice's numbers of hosts. Received: "
-            f"num_hosts={num_hosts}, the slice has {len(hosts)}. Leave it out "
-            "for all."
-        )
-    chosen = set(hosts[:num_hosts])
-    return tuple(d for d in devices if d.process_index in chosen)
 
 
 def _check_resolver(resolver: Any) -> TPUClusterResolver | None:

@@ -5,6 +5,7 @@ Who is in the cluster is found by JAX, when the hosts are joined
 tell some of it before.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ _SLICE_ID = "MEGASCALE_SLICE_ID"
 _PORT = "JAX_COORDINATOR_PORT"
 # Where JAX's first process on a TPU listens (jax 0.10).
 _DEFAULT_PORT = 8482
+_WITH_PORT = re.compile(r"(\[.*\]|[^:]*):\d+")
 
 
 class TPUSystemMetadata(NamedTuple):
@@ -286,9 +288,9 @@ class TPUClusterResolver(ClusterResolver):
         addresses = []
         for i, host in enumerate(texts[0].split(",")):
             # libtpu's own port may be there; JAX meets at another.
-            name, _, rest = host.strip().rpartition(":")
-            is_plain = not name or not rest.isdecimal() or name.count(":") > 1
-            address = join_address(host.strip() if is_plain else name, port)
+            with_port = _WITH_PORT.fullmatch(host.strip())
+            name = with_port[1] if with_port else host.strip()
+            address = join_address(name, port)
             check_address(address, f"host {i} ({' or '.join(_HOSTS)})")
             addresses.append(address)
         return addresses

@@ -1,9 +1,16 @@
-"""What JAX does that `keras_strategies.cluster` relies on."""
+"""What JAX does that `keras_strategies` relies on."""
 
 import inspect
+import os
+import subprocess
+import sys
 
+import jax
+import numpy as np
 from jax._src import distributed
 
+from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.replica_map import replica_map, split_spec
 from keras_strategies.testing import run_processes
 
 
@@ -83,3 +90,41 @@ def test_there_is_no_public_name_of_the_client():
     assert not hasattr(jax.distributed, "global_state")
     source = inspect.getsource(distributed.State)
     assert "client" in source
+
+
+def test_open_constraints_are_still_emitted():
+    """Fails when JAX leaves them out: then _core/open_shardings.py can go."""
+    code = """
+import jax, numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
+mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("replica", "model"))
+step = jax.shard_map(
+    lambda x: x * 2.0 + 1.0, mesh=mesh, axis_names={"replica"},
+    in_specs=P("replica"), out_specs=P("replica"), check_vma=False,
+)
+print(jax.jit(step).lower(np.ones((4, 4), "float32")).as_text())
+"""
+    text = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ
+        | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    ).stdout
+    assert "sdy.sharding_constraint" in text
+
+
+def test_open_constraints_can_be_left_out():
+    devices = tuple(jax.devices()[:4])
+    mesh = ReplicaMesh(devices=devices, cores_per_replica=2)
+    step = replica_map(
+        lambda x: x * 2.0 + 1.0,
+        mesh,
+        in_specs=split_spec(mesh),
+        out_specs=split_spec(mesh),
+    )
+    text = jax.jit(step).lower(np.ones((4, 4), "float32")).as_text()
+    assert "manual_computation" in text
+    assert "sdy.sharding_constraint" not in text
