@@ -174,13 +174,13 @@ jax.tree_util.register_pytree_node(
 
 def _copies(array: Any) -> tuple[Any, ...]:
     sharding, shards = array.sharding, array.addressable_shards
-    has_axes = isinstance(sharding, NamedSharding)
-    if not has_axes or sharding.mesh.devices.ndim < 2:
+    devices = sharding.mesh.devices if hasattr(sharding, "mesh") else None
+    if devices is None or devices.ndim < 2:
         return tuple(shard.data for shard in shards)
     held = {shard.device: shard.data for shard in shards}
     axes = sharding.mesh.axis_names[1:]
     copies = []
-    for cores in sharding.mesh.devices:
+    for cores in devices:
         if cores.flat[0] not in held:
             continue
         if sharding.is_fully_replicated:
