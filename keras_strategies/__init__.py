@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from keras_strategies import data as data
     from keras_strategies import experimental as experimental
     from keras_strategies import tpu as tpu
+    from keras_strategies._core.compiled import (
+        CompiledProgram as CompiledProgram,
+    )
     from keras_strategies._core.reduce_op import ReduceOp as ReduceOp
     from keras_strategies._core.values import (
         DistributedValues as DistributedValues,
@@ -98,6 +101,7 @@ _MODULES = {
     "data": "",
     "experimental": "",
     "tpu": "",
+    "CompiledProgram": "_core.compiled",
     "DistributedDataset": "data.distributed",
     "DistributedIterator": "data.distributed",
     "DistributedValues": "_core.values",

@@ -38,7 +38,11 @@ if TYPE_CHECKING:
     from keras_strategies.cluster.union_resolver import (
         UnionResolver as UnionResolver,
     )
+    from keras_strategies.tpu.cluster_resolver import (
+        TPUClusterResolver as TPUClusterResolver,
+    )
 
+_PACKAGE = "keras_strategies.cluster"
 _MODULES = {
     "ClusterResolver": "resolver",
     "ClusterSpec": "spec",
@@ -47,6 +51,7 @@ _MODULES = {
     "SimpleClusterResolver": "simple_resolver",
     "SlurmClusterResolver": "slurm_resolver",
     "TFConfigClusterResolver": "tf_config_resolver",
+    "TPUClusterResolver": "tpu.cluster_resolver",
     "TaskInfo": "spec",
     "TorchrunClusterResolver": "torchrun_resolver",
     "UnionClusterResolver": "union_resolver",
@@ -58,7 +63,9 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = f"keras_strategies.cluster.{_MODULES[name]}"
+    module = _MODULES[name]
+    package = "keras_strategies" if "." in module else _PACKAGE
+    module = f"{package}.{module}"
     value = globals()[name] = getattr(importlib.import_module(module), name)
     return value
 

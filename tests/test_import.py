@@ -13,6 +13,7 @@ import keras_strategies as ks
 
 ROOT = str(pathlib.Path(__file__).parents[1])
 PUBLIC_NAMES = {
+    "CompiledProgram",
     "MirroredStrategy",
     "OneDeviceStrategy",
     "Strategy",

@@ -308,6 +308,20 @@ def _is_placed(leaf: Any, mesh: ReplicaMesh) -> bool:
     )
 
 
+def whole_rows(data: Any, shape: RowShape, mesh: ReplicaMesh) -> Any:
+    """Cuts the padding off; the rows stay divided over the devices."""
+    axis = int(shape.steps > 1)
+    sharding = mesh.stacked if axis else mesh.split
+
+    def cut(leaf: jax.Array) -> jax.Array:
+        if leaf.shape[axis] == shape.rows:
+            return leaf
+        leaf = shape.without_padding(leaf, axis)
+        return jax.lax.with_sharding_constraint(leaf, sharding)
+
+    return jax.tree.map(cut, data)
+
+
 def unstacked(data: Tree, steps: int) -> list[Tree]:
     """The batches of a segment of several steps; to be compiled."""
     return [jax.tree.map(lambda a, k=k: a[k], data) for k in range(steps)]

@@ -55,7 +55,7 @@ def dispatch(mesh: ReplicaMesh, fn: Callable[..., Any], *args: Any) -> Any:
       RuntimeError: another process is about to run another program.
     """
     global _in_flight
-    if mesh.platform != "cpu" or mesh.num_replicas == 1:
+    if mesh.platform != "cpu" or len(mesh.devices) == 1:
         return _start(mesh, fn, args)
     with _turn:
         # An error of that program is told once.

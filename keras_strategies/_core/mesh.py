@@ -1,27 +1,40 @@
-"""The devices of a strategy, as a mesh with one replica axis."""
+"""The devices of a strategy, as a mesh of replicas and their cores."""
 
 import dataclasses
 import functools
+import itertools
+from collections import Counter
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from keras_strategies._core.open_shardings import leave_out_open_constraints
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplicaMesh:
-    """One replica per device.
+    """Replicas of one device each, or of several that share a model.
 
     Attributes:
-      devices: The devices, in the order of the replica ids; no device twice.
+      devices: The devices, in the order of the replica ids, the cores of a
+        replica after each other; no device twice.
       axis: Name of the mesh axis that the replicas lie on.
-      marker: Name of a second axis, of size one, by which JAX tells this mesh
+      cores_per_replica: How many devices a replica has.
+      model_axis: Name of the axis of a replica's cores, if it has several.
+      marker: Name of a further axis, of size one, by which JAX tells this mesh
         from another with the same devices; or None.
+      is_abstract: Whether the devices are those of a TPU slice that can be
+        compiled for, and not run on.
     """
 
     devices: tuple[jax.Device, ...]
     axis: str = "replica"
+    cores_per_replica: int = 1
+    model_axis: str = "model"
     marker: str | None = None
+    is_abstract: bool = False
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -32,34 +45,46 @@ class ReplicaMesh:
         if len(set(self.devices)) != len(self.devices):
             raise ValueError(
                 "No duplicates allowed in `devices`: a device is one replica."
-                f" Received: {[str(d) for d in self.devices]}. Name each "
+                f" Received: {shown_devices(self.devices)}. Name each "
                 "device once."
             )
-        owners = [device.process_index for device in self.devices]
-        counts = {owners.count(owner) for owner in self.processes}
-        if owners != sorted(owners) or len(counts) > 1:
+        cores = self.cores_per_replica
+        if cores < 1 or len(self.devices) % cores:
             raise ValueError(
-                "All processes hold equally many replicas, in the order of "
-                f"the processes. Received: devices of processes {owners}. "
-                "Choose as many devices in each process, sorted."
+                "Every replica has equally many devices. Received: "
+                f"{len(self.devices)} devices, cores_per_replica={cores}. "
+                "Choose a multiple of them."
             )
+        _check_owners([d.process_index for d in self.devices], cores)
 
     @functools.cached_property
     def mesh(self) -> Mesh:
-        """The JAX mesh, of shape (num_replicas,), or with a marker's axis."""
-        devices = np.array(self.devices, dtype=object)
+        """The JAX mesh: (num_replicas,), or also a replica's cores.
+
+        With a marker it has that axis, too.
+        """
+        shape, axes = [self.num_replicas], [self.axis]
+        if self.cores_per_replica > 1:
+            leave_out_open_constraints()
+            shape.append(self.cores_per_replica)
+            axes.append(self.model_axis)
         if self.marker is not None:
-            return Mesh(devices[:, None], (self.axis, self.marker))
-        return Mesh(devices, (self.axis,))
+            shape.append(1)
+            axes.append(self.marker)
+        devices = np.array(self.devices, dtype=object)
+        return Mesh(devices.reshape(shape), tuple(axes))
 
     @functools.cached_property
     def whole(self) -> NamedSharding:
-        """The sharding of an array that every replica holds whole."""
+        """The sharding of an array that every device holds whole."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @functools.cached_property
     def split(self) -> NamedSharding:
-        """The sharding of a batch whose rows are split over the replicas."""
+        """The sharding of a batch whose rows are split over the replicas.
+
+        All cores of a replica hold its rows.
+        """
         return NamedSharding(self.mesh, PartitionSpec(self.axis))
 
     @functools.cached_property
@@ -69,8 +94,13 @@ class ReplicaMesh:
 
     @property
     def num_replicas(self) -> int:
-        """Number of replicas, which is the number of devices."""
-        return len(self.devices)
+        """Number of replicas."""
+        return len(self.devices) // self.cores_per_replica
+
+    @property
+    def first_devices(self) -> tuple[jax.Device, ...]:
+        """The first device of each replica."""
+        return self.devices[:: self.cores_per_replica]
 
     @functools.cached_property
     def processes(self) -> tuple[int, ...]:
@@ -106,7 +136,59 @@ class ReplicaMesh:
         """Whether this process is the one that writes files and prints."""
         return self.process_index == 0
 
+    def check_can_run(self) -> None:
+        """Raises RuntimeError if the devices can only be compiled for."""
+        if self.is_abstract:
+            raise RuntimeError(
+                "This strategy compiles for TPUs that are not there, and "
+                "cannot run: it has no values on them. Received: a call that "
+                f"needs {shown_devices(self.devices[:1])} and "
+                f"{len(self.devices) - 1} others to compute. Use "
+                "`strategy.compile_step(model, batch)` or "
+                "`strategy.compile_run(fn, args)`, and `ks.TPUStrategy()` "
+                "on the TPU itself."
+            )
+
     @property
     def platform(self) -> str:
         """`"cpu"`, `"gpu"` or `"tpu"`."""
         return self.devices[0].platform
+
+
+def shown_devices(devices: Sequence[jax.Device]) -> str:
+    """Devices for a message; of many, the first few."""
+    names = ", ".join(map(str, devices[:8]))
+    return f"[{names}{', ...' if len(devices) > 8 else ''}]"
+
+
+def _check_owners(owners: list[int], cores: int) -> None:
+    """Raises ValueError unless each process's replicas lie together.
+
+    Args:
+      owners: The process of each device.
+      cores: How many devices a replica has.
+    """
+    of_replicas = owners[::cores]
+    if any(owners[i] != of_replicas[i // cores] for i in range(len(owners))):
+        replica = next(
+            i // cores
+            for i in range(len(owners))
+            if owners[i] != of_replicas[i // cores]
+        )
+        found = sorted(set(owners[replica * cores : (replica + 1) * cores]))
+        raise ValueError(
+            "All cores of a replica belong to one process, which reads its "
+            f"rows. Received: replica {replica} with cores of the processes "
+            f"{found}. Choose a `computation_shape` within one host's chips, "
+            "as [2, 2, 1, 1]."
+        )
+    runs = [owner for owner, _ in itertools.groupby(of_replicas)]
+    counts = Counter(of_replicas)
+    if len(runs) != len(counts) or len(set(counts.values())) > 1:
+        raise ValueError(
+            "All processes hold equally many replicas, each its own after "
+            "each other. Received: replicas of the processes "
+            f"{of_replicas[:16]}{'...' if len(of_replicas) > 16 else ''}. "
+            "Choose as many devices in each process, in the order of the "
+            "processes."
+        )

@@ -112,7 +112,9 @@ class StepContext:
     @property
     def flat(self) -> bool:
         """Whether arrays are reduced as one flat buffer; see `all_sum`."""
-        return self.mesh.platform == "cpu"
+        # A replica's cores may hold parts, which a buffer would gather.
+        is_divided = self.mesh.cores_per_replica > 1
+        return self.mesh.platform == "cpu" and not is_divided
 
     def took_for_rows(self, size: float, is_rows: bool, of: str) -> None:
         """Notes a size that a probe is to confirm (keras_bridge/tracing.py).

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from keras_strategies._core.mesh import ReplicaMesh
 
@@ -93,7 +94,7 @@ class PerReplica(DistributedValues):
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """The components, one device each; no collective."""
+        """The components, on the first device of each; no collective."""
         if self._layout == PARTS:
             return self._arrays
         if self._layout == LOCAL:
@@ -103,7 +104,8 @@ class PerReplica(DistributedValues):
                 "of `merge_call`. Use `strategy.extended.reduce_to` on it."
             )
         shards = sorted(
-            self._arrays[0].addressable_shards,
+            # Of a replica's cores, the first.
+            (s for s in self._arrays[0].addressable_shards if not s.replica_id),
             key=lambda shard: shard.index[0].start or 0,
         )
         if self._layout == ROWS:
@@ -144,8 +146,8 @@ class Mirrored(DistributedValues):
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """The copies, one device each."""
-        return tuple(copies_of(self._array))
+        """The copies, one for each replica of this process."""
+        return _copies(self._array)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         return np.asarray(self._array, *args, **kwargs)
@@ -170,6 +172,31 @@ jax.tree_util.register_pytree_node(
 )
 
 
+def _copies(array: Any) -> tuple[Any, ...]:
+    sharding = array.sharding
+    devices = sharding.mesh.devices if hasattr(sharding, "mesh") else None
+    if devices is None or devices.ndim < 2:
+        return tuple(data for _, data in local_shards(array))
+    held = {shard.device: shard.data for shard in array.addressable_shards}
+    axes = sharding.mesh.axis_names[1:]
+    copies = []
+    for cores in devices:
+        if cores.flat[0] not in held:
+            continue
+        if sharding.is_fully_replicated:
+            copies.append(held[cores.flat[0]])
+            continue
+        # Divided over the replica's cores: it is whole on all of them.
+        of_replica = NamedSharding(Mesh(cores, axes), sharding.spec)
+        parts = [held[device] for device in cores.flat]
+        copies.append(
+            jax.make_array_from_single_device_arrays(
+                array.shape, of_replica, parts
+            )
+        )
+    return tuple(copies)
+
+
 def check_home(value: PerReplica, mesh: ReplicaMesh) -> None:
     """Raises ValueError for a value of another strategy than the mesh's."""
     if value.layout == LOCAL:
@@ -179,7 +206,8 @@ def check_home(value: PerReplica, mesh: ReplicaMesh) -> None:
         is_ours = count == mesh.num_replicas
     else:
         devices = value.arrays[0].sharding.device_set
-        count = len(devices)
+        # A replica of several cores has one component.
+        count = len(devices) // mesh.cores_per_replica
         is_ours = devices == set(mesh.devices)
     if not is_ours:
         raise ValueError(
@@ -196,13 +224,16 @@ def is_distributed(value: Any) -> bool:
     return isinstance(value, DistributedValues)
 
 
-def copies_of(array: jax.Array) -> list[jax.Array]:
-    """The copies of an array on this process's devices that hold it whole."""
-    if len(array.sharding.addressable_devices) == 1:
-        # `addressable_shards` raises an error in a process with one device
-        # for what `device_put` has spread over several processes (jax 0.10).
-        return [array.addressable_data(0)]
-    return [shard.data for shard in array.addressable_shards]
+def local_shards(array: jax.Array) -> list[tuple[Any, jax.Array]]:
+    """What this process's devices hold: the index of each part, and the part.
+
+    `addressable_shards` raises an error in a process with one device for what
+    `device_put` has spread over several processes (jax 0.10).
+    """
+    sharding = array.sharding
+    if len(sharding.addressable_devices) == 1 and sharding.is_fully_replicated:
+        return [((slice(None),) * array.ndim, array.addressable_data(0))]
+    return [(shard.index, shard.data) for shard in array.addressable_shards]
 
 
 def cut(array: Any, shape: tuple[int, ...]) -> Any:
@@ -211,15 +242,17 @@ def cut(array: Any, shape: tuple[int, ...]) -> Any:
 
 
 def stacked(parts: Sequence[Any], mesh: ReplicaMesh) -> jax.Array:
-    """One array over the replicas; entry i of it lies on device i.
+    """One array over the replicas; entry i of it lies on replica i.
 
     Args:
       parts: The entries of this process's replicas, all of one shape.
       mesh: The replicas.
     """
+    cores = mesh.cores_per_replica
     shards = [
-        jax.device_put(jax.numpy.asarray(part)[None], mesh.devices[replica])
+        jax.device_put(jax.numpy.asarray(part)[None], device)
         for part, replica in zip(parts, mesh.local_replicas, strict=True)
+        for device in mesh.devices[replica * cores : (replica + 1) * cores]
     ]
     shape = (mesh.num_replicas, *shards[0].shape[1:])
     return jax.make_array_from_single_device_arrays(shape, mesh.split, shards)

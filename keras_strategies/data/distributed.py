@@ -202,7 +202,9 @@ class Optional:
 def divided(batch: HostBatch, mesh: ReplicaMesh) -> Tree:
     """A global batch on the devices, each replica's rows on its own."""
     if mesh.num_replicas == 1:
-        return jax.device_put(batch.data, mesh.devices[0])
+        is_divided = mesh.cores_per_replica > 1
+        home = mesh.whole if is_divided else mesh.devices[0]
+        return jax.device_put(batch.data, home)
     counts = counts_of(batch, mesh)
     if len(set(counts)) == 1:
         return jax.tree.map(
@@ -252,7 +254,9 @@ def _uneven(
         return PerReplica(
             [
                 jax.device_put(piece, device)
-                for piece, device in zip(pieces, mesh.devices, strict=True)
+                for piece, device in zip(
+                    pieces, mesh.first_devices, strict=True
+                )
             ]
         )
     most = max(counts)

@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import keras
 from keras.src.trainers.epoch_iterator import EpochIterator
 
@@ -49,7 +50,6 @@ class Binding:
       owner: The strategy, for `binding_of` to tell.
       mesh: The strategy's replicas.
       distribution: The strategy's variable creator.
-      registry: The variables created in the strategy's scope.
       check_context: Raises when another strategy's scope is open.
       outputs_on_chief: Whether `predict` returns rows in the chief alone.
     """
@@ -61,7 +61,6 @@ class Binding:
         owner: Any,
         mesh: ReplicaMesh,
         distribution: layout.ReplicaDistribution,
-        registry: layout.Registry,
         check_context: Callable[[], None],
         outputs_on_chief: bool = False,
     ) -> None:
@@ -69,7 +68,6 @@ class Binding:
         self.owner = owner
         self._mesh = mesh
         self._distribution = distribution
-        self._registry = registry
         self._check_context = check_context
         self._functions = Functions(
             model, mesh, keeps_outputs=mesh.is_chief or not outputs_on_chief
@@ -252,6 +250,24 @@ class Binding:
             type(self.model)._symbolic_build(self.model, data_batch=batch)
         self._adopt()
 
+    def build_for_shapes(self, data: Any) -> None:
+        """Builds the model for a batch that is known by its shapes.
+
+        Args:
+          data: `(x,)`, or `(x, y, sample_weight)` for a compiled model.
+        """
+        if len(data) > 1:
+            self.model._assert_compile_called("compile_step")
+            self._build_on(data)
+            return
+        if not all(layer.built for layer in self.model._flatten_layers()):
+            with (
+                layout.distribution_scope(self._distribution),
+                keras.StatelessScope(),
+            ):
+                jax.eval_shape(self.model, data[0])
+        self._adopt()
+
     def _build_for_call(self, iterator: Any) -> None:
         """Builds a model that was never called, on its first batch."""
         if not all(layer.built for layer in self.model._flatten_layers()):
@@ -269,7 +285,11 @@ class Binding:
         self._adopt()
 
     def _adopt(self) -> None:
-        layout.adopt(all_variables(self.model), self._mesh, self._registry)
+        layout.adopt(
+            all_variables(self.model),
+            self._mesh,
+            self._distribution.partitions,
+        )
 
 
 class _Call:

@@ -216,7 +216,7 @@ def _wrapped(parts: list[Any], mesh: ReplicaMesh) -> Any:
         return PerReplica(
             [
                 jax.device_put(part, device)
-                for part, device in zip(parts, mesh.devices, strict=True)
+                for part, device in zip(parts, mesh.first_devices, strict=True)
             ]
         )
     return PerReplica.of(stacked(parts, mesh), STACKED)

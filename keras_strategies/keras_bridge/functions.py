@@ -116,7 +116,7 @@ class Functions:
     def _make(self, kind: str, force: bool) -> None:
         model = self._model
         name = f"{kind}_function"
-        variables = _variables(model, kind)
+        variables = step_variables(model, kind)
         # `trainable` may have been flipped: then the groups are others.
         key = (
             tuple(tuple(map(id, group)) for group in variables),
@@ -150,7 +150,7 @@ class Functions:
                             variables[g],
                             [holder[g] for holder in holders],
                             None if state_lib.has_rivals(mesh) else self._made,
-                            mesh.whole,
+                            mesh,
                             donate=g in donated,
                         )
                     holders = last = None
@@ -218,7 +218,7 @@ def make_program(
 ) -> Any:
     """The compiled program of a built model's train, test or predict step."""
     if variables is None:
-        variables = _variables(model, kind)
+        variables = step_variables(model, kind)
     step = getattr(model, f"{kind}_step")
     is_whole = _has_fixed_batch(model)
     if kind == "predict":
@@ -239,9 +239,11 @@ def _has_fixed_batch(model: keras.Model) -> bool:
     return any(getattr(layer, "stateful", False) for layer in layers)
 
 
-def _variables(
+def step_variables(
     model: keras.Model, kind: str
 ) -> tuple[list[keras.Variable], ...]:
+    """The groups of variables that a kind of step takes."""
+
     def group(name: str) -> list[keras.Variable]:
         if name != "optimizer_variables":
             return list(getattr(model, name))

@@ -20,8 +20,14 @@ from keras.src.distribution.distribution_lib import Distribution
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from keras_strategies._core.chief import from_chief
-from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.dispatch import dispatch
+from keras_strategies._core.mesh import ReplicaMesh, shown_devices
 from keras_strategies.keras_bridge import initial_values
+from keras_strategies.keras_bridge.partitions import (
+    Partitions,
+    follow,
+    sharding_of,
+)
 
 VariableCreator = Callable[..., keras.Variable]
 
@@ -58,12 +64,14 @@ class Registry:
 
 
 class ReplicaDistribution(Distribution):
-    """Replicates every variable over a mesh and registers it."""
+    """Lays every variable out over a mesh and registers it."""
 
-    def __init__(self, mesh: ReplicaMesh, registry: Registry) -> None:
+    def __init__(
+        self, mesh: ReplicaMesh, registry: Registry, partitions: Partitions
+    ) -> None:
         device_mesh = keras.distribution.DeviceMesh(
-            shape=(mesh.num_replicas,),
-            axis_names=[mesh.axis],
+            shape=mesh.mesh.devices.shape,
+            axis_names=list(mesh.mesh.axis_names),
             devices=[f"{d.platform}:{d.id}" for d in mesh.devices],
         )
         super().__init__(
@@ -71,6 +79,7 @@ class ReplicaDistribution(Distribution):
         )
         self._mesh = mesh
         self._registry = registry
+        self.partitions = partitions
 
     @property
     def num_model_replicas(self) -> int:
@@ -80,11 +89,14 @@ class ReplicaDistribution(Distribution):
     def get_variable_layout(self, variable: keras.Variable) -> Any:
         """The layout of a variable that is being created."""
         self._registry.add(variable)
-        return self._mesh.whole
+        self.partitions.assign([variable])
+        # Of a slice that is only compiled for, variables stay on the host.
+        mesh = self._mesh
+        return None if mesh.is_abstract else sharding_of(variable, mesh)
 
     def alike(self) -> contextlib.AbstractContextManager[None]:
         """While it is open, processes create variables with equal values."""
-        if self._mesh.num_processes == 1:
+        if self._mesh.num_processes == 1 or self._mesh.is_abstract:
             return contextlib.nullcontext()
         create = functools.partial(initial_values.create, self._mesh)
         return variable_creator_scope(create)
@@ -143,11 +155,14 @@ def _registering(
     make_slot: Callable[..., keras.Variable],
 ) -> Callable[..., keras.Variable]:
     @functools.wraps(make_slot)
-    def make(*args: Any, **kwargs: Any) -> keras.Variable:
-        slot = make_slot(*args, **kwargs)
+    def make(
+        optimizer: Any, reference_variable: Any, *args: Any, **kwargs: Any
+    ) -> keras.Variable:
+        slot = make_slot(optimizer, reference_variable, *args, **kwargs)
         # The calling thread's, if any.
         distribution = keras.distribution.distribution()
         if isinstance(distribution, ReplicaDistribution):
+            follow(slot, reference_variable)
             distribution.get_variable_layout(slot)
         return slot
 
@@ -155,54 +170,68 @@ def _registering(
 
 
 def adopt(
-    variables: Iterable[keras.Variable], mesh: ReplicaMesh, registry: Registry
+    variables: Iterable[keras.Variable],
+    mesh: ReplicaMesh,
+    partitions: Partitions,
 ) -> None:
     """Moves variables that were created elsewhere onto the mesh.
 
-    A variable gets the mesh's layout and a true copy of its value: a plain
+    A variable gets its layout and a true copy of its value: a plain
     `device_put` shares the source's buffer, which a donating step deletes.
+    For a mesh that is only compiled for nothing is moved.
 
     Raises:
       ValueError: a variable that is laid out over the devices of another
-        strategy or distribution.
+        strategy or distribution, or cannot have its layout.
     """
+    variables = list(variables)
+    partitions.assign(variables)
+    if mesh.is_abstract:
+        return
     moved = []
     for variable in variables:
-        value = variable._value
+        value, sharding = variable._value, sharding_of(variable, mesh)
         if value is None:
-            variable._layout = mesh.whole
+            variable._layout = sharding
             continue
-        is_ours = variable._layout is mesh.whole
-        if is_ours and value.sharding.is_equivalent_to(mesh.whole, value.ndim):
+        is_ours = variable._layout is sharding
+        if is_ours and value.sharding.is_equivalent_to(sharding, value.ndim):
             continue
         moved.append(variable)
     check_home(moved, mesh)
-    for variable in moved:
-        variable._layout = mesh.whole
+    shardings = [sharding_of(v, mesh) for v in moved]
     if moved:
         values = [v._value for v in moved]
         copies = (
-            list(map(jnp.copy, jax.device_put(values, mesh.whole)))
+            list(map(jnp.copy, jax.device_put(values, shardings)))
             if mesh.num_processes == 1
-            else from_chief(values, mesh)
+            else _laid_out(from_chief(values, mesh), shardings, mesh)
         )
         for variable, value in zip(moved, copies, strict=True):
             variable._value = value
+    for variable, sharding in zip(moved, shardings, strict=True):
+        variable._layout = sharding
+
+
+def _laid_out(values: list[Any], shardings: list[Any], mesh: Any) -> list[Any]:
+    if all(sharding is mesh.whole for sharding in shardings):
+        return values
+    return dispatch(mesh, jax.jit(list, out_shardings=shardings), values)
 
 
 def check_home(variables: Iterable[keras.Variable], mesh: ReplicaMesh) -> None:
     """Raises ValueError unless `adopt` can move all the variables."""
     for variable in variables:
         value = variable._value
-        if value is None or variable._layout is mesh.whole:
+        if value is None or variable._layout is sharding_of(variable, mesh):
             continue
         devices = value.sharding.device_set
         if len(devices) > 1 and devices != set(mesh.devices):
             raise ValueError(
                 "The model's variables must lie on one device or on the "
                 "devices of its strategy. Received: variable "
-                f"{variable.path!r} on {sorted(str(d) for d in devices)}, "
-                f"strategy on {[str(d) for d in mesh.devices]}. Create the "
+                f"{variable.path!r} on {shown_devices(list(devices))}, "
+                f"strategy on {shown_devices(mesh.devices)}. Create the "
                 "model in this strategy's scope, or call `detach(model)` on "
                 "the strategy (or leave the keras.distribution) that placed "
                 "it."

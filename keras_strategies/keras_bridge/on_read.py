@@ -6,7 +6,7 @@ one array with a dimension of replicas, beside the variable's own value.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -124,6 +124,17 @@ def copies_of(variable: keras.Variable, mesh: ReplicaMesh) -> jax.Array:
     return jax.device_put(parts, mesh.split)
 
 
+def shapes_of_copies(
+    variables: Sequence[keras.Variable], mesh: ReplicaMesh
+) -> list[jax.ShapeDtypeStruct]:
+    """What a program is lowered with in the place of variables' copies."""
+    count = mesh.num_replicas
+    return [
+        jax.ShapeDtypeStruct((count, *v.shape), v.dtype, sharding=mesh.split)
+        for v in variables
+    ]
+
+
 def _check_home(
     variable: keras.Variable, array: jax.Array, mesh: ReplicaMesh
 ) -> None:
@@ -139,7 +150,8 @@ def _check_home(
 
 def settle(variable: keras.Variable, mesh: ReplicaMesh) -> None:
     """Gives a variable its first copies, where it has none."""
-    is_made = variable._value is not None
+    # Of a slice that is only compiled for, variables stay on the host.
+    is_made = variable._value is not None and not mesh.is_abstract
     if is_on_read(variable) and is_made and not hasattr(variable, _COPIES):
         array = copies_of(variable, mesh)
         total = np.asarray(variable._value)

@@ -14,7 +14,7 @@ import jax
 import keras
 import numpy as np
 
-from keras_strategies._core.batches import RowShape, Segment
+from keras_strategies._core.batches import RowShape, Segment, whole_rows
 from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import (
@@ -23,8 +23,8 @@ from keras_strategies._core.replica_map import (
     whole_spec,
 )
 from keras_strategies._core.step_context import StepContext, step_scope
+from keras_strategies.keras_bridge import laid_out as laid_out_lib
 from keras_strategies.keras_bridge import state as state_lib
-from keras_strategies.keras_bridge.programs import changed_values, whole_rows
 from keras_strategies.keras_bridge.trace_hooks import trace_hooks
 from keras_strategies.keras_bridge.tracing import (
     eval_with_rows,
@@ -59,11 +59,17 @@ class PredictProgram:
         self._mesh = mesh
         self._traced: StepContext | None = None
         self._reason: str | None = None
-        self._one = jax.jit(self._mapped(self._replica_step, stacked=False))
-        many = self._scanned(self._replica_step)
-        self._many = jax.jit(self._mapped(many, stacked=True))
+        laid_out = functools.partial(
+            laid_out_lib.prediction, variables=non_trainable, mesh=mesh
+        )
+        one = self._mapped(self._replica_step, stacked=False)
+        self._one = jax.jit(laid_out(one, sharding=mesh.split))
+        many = self._mapped(self._scanned(self._replica_step), stacked=True)
+        self._many = jax.jit(laid_out(many, sharding=mesh.stacked))
         self._whole = jax.jit(
-            self._whole_step, static_argnums=3, out_shardings=mesh.whole
+            laid_out(self._whole_step, sharding=mesh.whole),
+            static_argnums=3,
+            out_shardings=mesh.whole if mesh.cores_per_replica == 1 else None,
         )
         # Of several processes, each returns all rows.
         self._gather = jax.jit(_same, out_shardings=mesh.whole)
@@ -87,12 +93,7 @@ class PredictProgram:
             try:
                 return dispatch(self._mesh, fn, *state, segment.data)
             except Exception as error:
-                if self._traced is None:
-                    raise
-                if not isinstance(error, _NotByRows):
-                    self._reason = self._traced.whole_reason or reason_of(error)
-                self._traced = None
-                forget_losses(self._step)
+                self._give_up_mapping(error)
         try:
             result = dispatch(
                 self._mesh, self._whole, *state, segment.data, segment.shape
@@ -131,6 +132,28 @@ class PredictProgram:
             out_specs=(split, whole),
         )
 
+    def lower(self, state: PredictState, segment: Segment) -> Any:
+        """Lowers the program that a call would run; of abstract arrays, too."""
+        if self._is_by_rows:
+            fn = self._one if segment.steps == 1 else self._many
+            try:
+                return fn.lower(*state, segment.data)
+            except Exception as error:
+                self._give_up_mapping(error)
+        try:
+            return self._whole.lower(*state, segment.data, segment.shape)
+        finally:
+            self._reason = None
+
+    def _give_up_mapping(self, error: Exception) -> None:
+        """Runs the step whole from now on, unless the error is another's."""
+        if self._traced is None:
+            raise error
+        if not isinstance(error, _NotByRows):
+            self._reason = self._traced.whole_reason or reason_of(error)
+        self._traced = None
+        forget_losses(self._step)
+
     def _replica_step(
         self, trainable: list[Any], old: list[Any], data: Any
     ) -> Any:
@@ -156,7 +179,7 @@ class PredictProgram:
         merged = finish(plan.sums())
         changed = {
             k: state_lib.as_type_of(merged[int(k)], old[int(k)])
-            for k in changed_values(folded, new)
+            for k in state_lib.changed_values(folded, new)
         }
         self._traced = None
         return outputs, changed
@@ -201,7 +224,7 @@ class PredictProgram:
         self, trainable: list[Any], old: list[Any], data: Any
     ) -> Any:
         outputs, new = self._step((list(trainable), list(old)), data)
-        return outputs, changed_values(old, new)
+        return outputs, state_lib.changed_values(old, new)
 
     def _scanned(self, body: Callable[..., Any]) -> Callable[..., Any]:
         def many(trainable: list[Any], old: list[Any], data: Any) -> Any:

@@ -8,6 +8,7 @@ share (docs/architecture.md).
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from keras_strategies._core.batches import (
     RowShape,
     Segment,
     unstacked,
+    whole_rows,
 )
 from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.mesh import ReplicaMesh
@@ -28,6 +30,7 @@ from keras_strategies._core.replica_map import (
     whole_spec,
 )
 from keras_strategies._core.step_context import StepContext, step_scope
+from keras_strategies.keras_bridge import laid_out as laid_out_lib
 from keras_strategies.keras_bridge import state as state_lib
 from keras_strategies.keras_bridge.trace_hooks import trace_hooks
 from keras_strategies.keras_bridge.tracing import (
@@ -76,17 +79,23 @@ class StepProgram:
         self._written = written
         self._mesh = mesh
         self._read = tuple(i for i in range(len(variables)) if i not in written)
+        laid_out = functools.partial(
+            laid_out_lib.step,
+            written=[variables[i] for i in self._written],
+            read=[variables[i] for i in self._read],
+            mesh=mesh,
+        )
         mapped = self._mapped(self._replica_step, stacked=False)
         mapped_many = self._mapped(
             self._scanned(self._replica_step), stacked=True
         )
-        self._even = jax.jit(mapped, donate_argnums=0)
-        self._even_many = jax.jit(mapped_many, donate_argnums=0)
+        self._even = jax.jit(laid_out(mapped), donate_argnums=0)
+        self._even_many = jax.jit(laid_out(mapped_many), donate_argnums=0)
         self._whole = jax.jit(
-            self._whole_step,
+            laid_out(self._whole_step),
             donate_argnums=0,
             static_argnums=3,
-            out_shardings=mesh.whole,
+            out_shardings=mesh.whole if mesh.cores_per_replica == 1 else None,
         )
         self._unstack = jax.jit(
             unstacked, static_argnums=1, out_shardings=mesh.split
@@ -129,11 +138,7 @@ class StepProgram:
             except StepsNotFused:
                 raise
             except Exception as error:
-                if self._traced is None:
-                    raise
-                self._reason = self._traced.whole_reason or reason_of(error)
-                self._traced = None
-                forget_losses(self._step)
+                self._give_up_mapping(error)
             else:
                 logs, new, changed = outputs
                 return logs, self._joined(state, new, changed)
@@ -147,11 +152,29 @@ class StepProgram:
         logs, new, changed = outputs
         return logs, self._joined(state, new, changed)
 
+    def _give_up_mapping(self, error: Exception) -> None:
+        """Runs the step whole from now on, unless the error is another's."""
+        if self._traced is None:
+            raise error
+        self._reason = self._traced.whole_reason or reason_of(error)
+        self._traced = None
+        forget_losses(self._step)
+
     def lower(self, state: Groups, segment: Segment) -> Any:
-        """Lowers the program of a divisible batch (abstract arrays will do)."""
+        """Lowers the program that a call would run; of abstract arrays, too."""
         written, read = self._divide(state)
-        fn = self._even if segment.steps == 1 else self._even_many
-        return fn.lower(written, read, segment.data)
+        if not segment.is_padded and not self._is_whole:
+            fn = self._even if segment.steps == 1 else self._even_many
+            try:
+                return fn.lower(written, read, segment.data)
+            except StepsNotFused:
+                raise
+            except Exception as error:
+                self._give_up_mapping(error)
+        try:
+            return self.lower_whole(state, segment)
+        finally:
+            self._reason = None
 
     def lower_whole(self, state: Groups, segment: Segment) -> Any:
         """Lowers the program of an indivisible batch."""
@@ -359,30 +382,9 @@ class StepProgram:
             ]
             for i in self._written
         ]
-        return written, [changed_values(old[i], new[i]) for i in self._read]
-
-
-def changed_values(old: list[Any], new: list[Any]) -> dict[str, Any]:
-    """The values that a step replaced, by their position in the group."""
-    return {
-        str(k): state_lib.as_type_of(n, o)
-        for k, (o, n) in enumerate(zip(old, new, strict=True))
-        if n is not o and n is not None
-    }
-
-
-def whole_rows(data: Any, shape: RowShape, mesh: ReplicaMesh) -> Any:
-    """Cuts the padding off; the rows stay divided over the devices."""
-    axis = int(shape.steps > 1)
-    sharding = mesh.stacked if axis else mesh.split
-
-    def cut(leaf: jax.Array) -> jax.Array:
-        if leaf.shape[axis] == shape.rows:
-            return leaf
-        leaf = shape.without_padding(leaf, axis)
-        return jax.lax.with_sharding_constraint(leaf, sharding)
-
-    return jax.tree.map(cut, data)
+        return written, [
+            state_lib.changed_values(old[i], new[i]) for i in self._read
+        ]
 
 
 def _averaged_logs(step: StepContext, logs: Any) -> dict[int, Any]:

@@ -25,7 +25,7 @@ from keras_strategies._core.replica_map import (
     whole_spec,
 )
 from keras_strategies._core.values import PADDED, STACKED, PerReplica, stacked
-from keras_strategies.keras_bridge import on_read
+from keras_strategies.keras_bridge import laid_out, on_read, partitions
 from keras_strategies.keras_bridge import state as state_lib
 from keras_strategies.keras_bridge.creation import deferred
 from keras_strategies.keras_bridge.lifting import LiftingScope
@@ -47,6 +47,7 @@ from keras_strategies.keras_bridge.uneven import (
     rows_of_all,
     shares_of,
     variants_of,
+    with_rows,
 )
 
 _SUMMED = 64
@@ -129,7 +130,9 @@ class RunProgram:
         step = new_step(mesh, is_update=self._is_update)
 
         def abstract(*components: Any) -> Any:
-            own = self._rows_of(self._variant_of[:1], list(components))
+            own = list(components)
+            if self._variant_of:
+                own = with_rows(self._variant_of[0], self._is_uneven, own)
             with replica_tracing(step, self._replica_scope):
                 self._fn(own)
             return jnp.zeros((1,))
@@ -166,7 +169,19 @@ class RunProgram:
             in_specs=(whole, split, whole, self._specs),
             out_specs=(split, split, whole, whole, whole),
         )
+        returned = [*self._written, *self._on_read]
+        program = laid_out.run(program, returned, self._mesh)
         self._program = jax.jit(program, donate_argnums=(0, 1))
+
+    def lower(self, leaves: list[Any]) -> Any:
+        """Lowers the program for arguments' shapes; reads no values."""
+        mesh = self._mesh
+        return self._program.lower(
+            partitions.shapes_of(self._written, mesh),
+            on_read.shapes_of_copies(self._on_read, mesh),
+            partitions.shapes_of(self._read, mesh),
+            leaves,
+        )
 
     @property
     def is_current(self) -> bool:
@@ -219,13 +234,13 @@ class RunProgram:
         if is_rivalled or not state_lib.are_alone(taken, known):
             made = zip(map(id, taken), known, strict=True)
             made = None if is_rivalled else {k: r for k, r in made if r}
-            whole = self._mesh.whole
-            state_lib.own(taken, written, (), made, whole, donate=True)
+            mesh = self._mesh
+            state_lib.own(taken, written, (), made, mesh, donate=True)
         shared = [v._value for v in read]
         if not state_lib.are(self._last_read, shared):
             references = list(map(weakref.ref, shared))
-            whole = self._mesh.whole
-            state_lib.own(shared, read, (), None, whole, donate=False)
+            mesh = self._mesh
+            state_lib.own(shared, read, (), None, mesh, donate=False)
             # Those that had to be moved are looked at again next time.
             are_moved = not state_lib.are(references, shared)
             self._last_read = [] if are_moved else references
@@ -379,16 +394,6 @@ class RunProgram:
         )
         self._shapes = [shapes[variants.index(v)] for v in self._variant_of]
         return called, notes
-
-    def _rows_of(self, variants: list[Any], leaves: list[Any]) -> list[Any]:
-        """The arguments with the rows of one variant, if there is one."""
-        if not variants:
-            return leaves
-        rows = iter(variants[0])
-        return [
-            leaf[:, : next(rows)] if uneven else leaf
-            for leaf, uneven in zip(leaves, self._is_uneven, strict=True)
-        ]
 
     def _ordered(self) -> list[keras.Variable]:
         return [*self._written, *self._on_read, *self._read]

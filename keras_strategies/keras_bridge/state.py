@@ -20,6 +20,7 @@ from keras_strategies._core.replica_map import (
 )
 from keras_strategies._core.step_context import StepContext
 from keras_strategies.keras_bridge import metric_rules
+from keras_strategies.keras_bridge.partitions import sharding_of
 
 Arrays = list[Any]
 Made = dict[int, "weakref.ref[Any]"]
@@ -221,12 +222,21 @@ def as_type_of(new: Any, old: Any) -> Any:
     return jax.lax.convert_element_type(jnp.asarray(new), old.dtype)
 
 
+def changed_values(old: list[Any], new: list[Any]) -> dict[str, Any]:
+    """The values that a step replaced, by their position in the group."""
+    return {
+        str(k): as_type_of(n, o)
+        for k, (o, n) in enumerate(zip(old, new, strict=True))
+        if n is not o and n is not None
+    }
+
+
 def own(
     group: Arrays,
     variables: Sequence[keras.Variable],
     holders: Sequence[Arrays],
     made: Made | None,
-    sharding: Any,
+    mesh: ReplicaMesh,
     *,
     donate: bool,
 ) -> None:
@@ -245,14 +255,14 @@ def own(
         never read them again.
       made: Arrays that steps returned in earlier loops, or None where even
         those may share their buffers.
-      sharding: Where every array must lie.
+      mesh: The replicas, where every array must lie.
       donate: Whether the step donates the group.
     """
     alone = _count_references([object()])[0]
     counts = _count_references(group) if donate else []
     pointers: set[int] = set()
     for i, variable in enumerate(variables):
-        value = group[i]
+        value, sharding = group[i], sharding_of(variable, mesh)
         if not value.sharding.is_equivalent_to(sharding, value.ndim):
             value = jnp.copy(jax.device_put(value, sharding))
         elif donate:
@@ -332,5 +342,5 @@ def _count_references(group: Arrays) -> list[int]:
 
 
 def _pointer(array: jax.Array) -> int:
-    # Not `addressable_shards`: see `_core.values.copies_of`.
+    # Not `addressable_shards`: see `_core.values.local_shards`.
     return array.addressable_data(0).unsafe_buffer_pointer()

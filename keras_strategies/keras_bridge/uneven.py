@@ -34,6 +34,17 @@ class Called:
     note: Any
 
 
+def with_rows(
+    variant: Variant, is_uneven: list[bool], leaves: list[Any]
+) -> list[Any]:
+    """The arguments with the rows of one variant; see `call_unevenly`."""
+    rows = iter(variant)
+    return [
+        leaf[:, : next(rows)] if uneven else leaf
+        for leaf, uneven in zip(leaves, is_uneven, strict=True)
+    ]
+
+
 def call_unevenly(
     call: Callable[[list[Any], list[Any]], Called],
     variants: list[Variant],
@@ -64,11 +75,7 @@ def call_unevenly(
 
     def traced(variant: Variant, found: dict[Any, Any]) -> Any:
         def branch(state: list[Any], leaves: list[Any], known: Any) -> Any:
-            rows = iter(variant)
-            own = [
-                leaf[:, : next(rows)] if uneven else leaf
-                for leaf, uneven in zip(leaves, is_uneven, strict=True)
-            ]
+            own = with_rows(variant, is_uneven, leaves)
             try:
                 replay = Replay(known)
                 with replay_scope(replay):

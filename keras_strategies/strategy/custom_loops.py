@@ -161,6 +161,7 @@ class CustomLoops:
           A tuple: of components, one for each local replica; of nests of
           them; or of the one value, if nothing in it is distributed.
         """
+        self._runtime.mesh.check_can_run()
         return reducing.local_results(value, self._runtime.mesh)
 
     def experimental_distribute_values_from_function(
@@ -347,3 +348,4 @@ class CustomLoops:
 
     def _check_context(self) -> None:
         current.check_not_mixing(self)
+        self._runtime.mesh.check_can_run()

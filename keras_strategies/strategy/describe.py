@@ -16,10 +16,14 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.keras_bridge.partitions import sharding_of
+
 # Above these, the middle of a sequence is left out.
 MAX_DEVICES = 16
 MAX_DEVICES_OF_PROCESS = 4
 MAX_PROCESSES = 4
+MAX_CORES = 8
 MAX_VARIABLES = 40
 MAX_WIDTH = 20
 
@@ -46,72 +50,88 @@ class VariableRow:
 
 
 def describe_table(
-    devices: Sequence[jax.Device],
-    axis_name: str,
-    variables: Sequence[keras.Variable],
+    mesh: ReplicaMesh, variables: Sequence[keras.Variable]
 ) -> Group:
     """Draws a mesh and lists variables.
 
     Args:
-      devices: The devices, in the order of the replica ids.
-      axis_name: Name of the mesh axis that the replicas lie on.
+      mesh: The replicas.
       variables: The variables; one given twice is listed once.
 
     Returns:
       Something a `rich.console.Console` prints, in lines that the number of
       devices and of variables does not let grow without bound.
     """
+    cores = mesh.cores_per_replica
     return Group(
-        draw_mesh(devices, axis_name), tabulate_variables(devices, variables)
+        draw_mesh(mesh.devices, mesh.axis, cores, mesh.model_axis),
+        tabulate_variables(mesh.devices, variables, mesh),
     )
 
 
-def draw_mesh(devices: Sequence[jax.Device], axis_name: str) -> Group:
+def draw_mesh(
+    devices: Sequence[jax.Device],
+    axis_name: str,
+    cores_per_replica: int = 1,
+    model_axis: str = "model",
+) -> Group:
     """Draws a box for each replica, with a heading for each process.
 
     Args:
       devices: The devices, in the order of the replica ids.
       axis_name: Name of the mesh axis that the replicas lie on.
+      cores_per_replica: How many devices a replica has, one after the other.
+      model_axis: Name of the mesh axis of a replica's cores.
 
     Returns:
-      A heading and the boxes; beyond 16 devices or 4 processes the first
+      A heading and the boxes; beyond 16 replicas or 4 processes the first
       few, "..." and the last.
     """
-    groups = _by_process(devices)
-    is_many = len(devices) > MAX_DEVICES
-    num_shown = len(devices)
+    replicas = [
+        devices[i : i + cores_per_replica]
+        for i in range(0, len(devices), cores_per_replica)
+    ]
+    groups = _by_process(replicas)
+    is_many = len(replicas) > MAX_DEVICES
+    num_shown = len(replicas)
     if is_many:
         # One process has the whole drawing to itself.
         num_shown = MAX_DEVICES_OF_PROCESS * (2 if len(groups) == 1 else 1)
-    parts: list[RenderableType] = [_heading(devices, axis_name, len(groups))]
+    heading = _heading(replicas, axis_name, model_axis, len(groups))
+    parts: list[RenderableType] = [heading]
     for group in abbreviate(groups, MAX_PROCESSES if is_many else len(groups)):
         if group is None:
             parts.append(Text("..."))
             continue
-        process_id, replicas = group
+        process_id, items = group
         if len(groups) > 1:
-            count = counted(len(replicas), "replica")
+            count = counted(len(items), "replica")
             parts.append(Text(f"process {process_id}: {count}"))
-        boxes = [_box(item) for item in abbreviate(replicas, num_shown)]
+        boxes = [_box(item) for item in abbreviate(items, num_shown)]
         parts.append(Columns(boxes, padding=(0, 0)))
     return Group(*parts)
 
 
 def tabulate_variables(
-    devices: Sequence[jax.Device], variables: Sequence[keras.Variable]
+    devices: Sequence[jax.Device],
+    variables: Sequence[keras.Variable],
+    mesh: ReplicaMesh | None = None,
 ) -> Table:
     """Lists variables with where they lie and what they cost.
 
     Args:
       devices: The devices of the mesh.
       variables: The variables; one given twice is listed once.
+      mesh: The mesh, where it is only compiled for: then variables are listed
+        as they would lie on it.
 
     Returns:
       A table with totals in its footer; beyond 40 variables it has the 40
       that take most memory on a device.
     """
     distinct = {id(variable): variable for variable in variables}.values()
-    rows = [describe_variable(variable, devices) for variable in distinct]
+    planned = mesh if mesh is not None and mesh.is_abstract else None
+    rows = [describe_variable(v, devices, planned) for v in distinct]
     shown = rows
     if len(rows) > MAX_VARIABLES:
         shown = sorted(rows, key=lambda row: -row.num_bytes)[:MAX_VARIABLES]
@@ -156,13 +176,16 @@ def tabulate_variables(
 
 
 def describe_variable(
-    variable: keras.Variable, devices: Sequence[jax.Device]
+    variable: keras.Variable,
+    devices: Sequence[jax.Device],
+    planned: ReplicaMesh | None = None,
 ) -> VariableRow:
     """The facts of one variable.
 
     Args:
       variable: A variable, built or not.
       devices: The devices of the mesh.
+      planned: The mesh it is to lie on, where it does not yet.
 
     Returns:
       Its row; "not built", with no bytes, if it has no value yet.
@@ -173,8 +196,11 @@ def describe_variable(
     dtype = keras.backend.standardize_dtype(variable.dtype)
     sharding, num_bytes = "not built", 0
     if array is not None:
-        sharding = describe_sharding(array.sharding, devices)
-        part = array.sharding.shard_shape(array.shape)
+        held = array.sharding
+        if planned is not None:
+            held = sharding_of(variable, planned)
+        sharding = describe_sharding(held, devices)
+        part = held.shard_shape(array.shape)
         num_bytes = math.prod(part) * array.dtype.itemsize
     return VariableRow(
         path=variable.path,
@@ -226,33 +252,38 @@ def counted(number: int, noun: str) -> str:
 
 
 def _heading(
-    devices: Sequence[jax.Device], axis_name: str, num_processes: int
+    replicas: Sequence[Sequence[jax.Device]],
+    axis_name: str,
+    model_axis: str,
+    num_processes: int,
 ) -> Text:
-    kinds = sorted({device.device_kind for device in devices})
-    text = (
-        f"Mesh: {counted(len(devices), 'replica')} on axis {axis_name!r}, "
-        f"{', '.join(kinds)}"
-    )
+    kinds = sorted({d.device_kind for cores in replicas for d in cores})
+    text = f"Mesh: {counted(len(replicas), 'replica')} on axis {axis_name!r}"
+    if len(replicas[0]) > 1:
+        text += f", each of {len(replicas[0])} cores on axis {model_axis!r}"
+    text += f", {', '.join(kinds)}"
     if num_processes > 1:
         text += f", {num_processes} processes"
     return Text(text)
 
 
 def _by_process(
-    devices: Sequence[jax.Device],
-) -> list[tuple[int, list[tuple[int, jax.Device]]]]:
-    """Neighbours of one process together: [(process, [(replica, device)])]."""
+    replicas: Sequence[Sequence[jax.Device]],
+) -> list[tuple[int, list[tuple[int, Sequence[jax.Device]]]]]:
+    """Neighbours of one process together: [(process, [(replica, cores)])]."""
     grouped = itertools.groupby(
-        enumerate(devices), key=lambda item: item[1].process_index
+        enumerate(replicas), key=lambda item: item[1][0].process_index
     )
     return [(process_id, list(items)) for process_id, items in grouped]
 
 
-def _box(item: tuple[int, jax.Device] | None) -> RenderableType:
+def _box(item: tuple[int, Sequence[jax.Device]] | None) -> RenderableType:
     if item is None:
         return Text("\n ... ")
-    replica_id, device = item
-    label = Text(f"{replica_id}\n{device_name(device)}", justify="center")
+    replica_id, cores = item
+    names = [device_name(device) for device in cores[:MAX_CORES]]
+    names += ["..."] * (len(cores) > MAX_CORES)
+    label = Text("\n".join([str(replica_id), *names]), justify="center")
     return Panel(label, expand=False)
 
 

@@ -173,7 +173,7 @@ def explain_input(
         facts["note"] = "\n".join(dict.fromkeys(notes))
     return InputExplanation(
         facts=facts,
-        devices=tuple(map(describe.device_name, mesh.devices)),
+        devices=_places(mesh),
         num_processes=mesh.num_processes,
         is_own=source.is_own,
         batch_size=size,
@@ -181,6 +181,16 @@ def explain_input(
         last=last,
         files=files,
     )
+
+
+def _places(mesh: ReplicaMesh) -> tuple[str, ...]:
+    """Each replica's device; of several cores the first and the last."""
+    cores = mesh.cores_per_replica
+    names = [describe.device_name(device) for device in mesh.devices]
+    if cores == 1:
+        return tuple(names)
+    ends = zip(names[::cores], names[cores - 1 :: cores], strict=True)
+    return tuple(f"{first}..{last}" for first, last in ends)
 
 
 def shares_of_batch(rows: int, batch_size: int, num_replicas: int) -> Shares:

@@ -29,8 +29,11 @@ class StrategyExtended:
 
     @property
     def worker_devices(self) -> tuple[jax.Device, ...]:
-        """The devices that replicas run on, in the order of their ids."""
-        return self._runtime.mesh.devices
+        """The devices that replicas run on, in the order of their ids.
+
+        Of replicas of several cores, the first.
+        """
+        return self._runtime.mesh.first_devices
 
     @property
     def parameter_devices(self) -> tuple[jax.Device, ...]:
@@ -59,12 +62,12 @@ class StrategyExtended:
     @property
     def should_checkpoint(self) -> bool:
         """Whether this process writes checkpoints: the first one does."""
-        return jax.process_index() == 0
+        return self._runtime.mesh.is_chief
 
     @property
     def should_save_summary(self) -> bool:
         """Whether this process writes summaries: the first one does."""
-        return jax.process_index() == 0
+        return self._runtime.mesh.is_chief
 
     def reduce_to(
         self,
@@ -88,6 +91,7 @@ class StrategyExtended:
           RuntimeError: called inside of a replica's function.
         """
         current.check_cross_replica("reduce_to")
+        self._runtime.mesh.check_can_run()
         return reducing.reduce(reduce_op, value, None, self._runtime.mesh)
 
     def batch_reduce_to(
@@ -196,6 +200,7 @@ class StrategyExtended:
         """
         current.check_cross_replica("broadcast_to")
         mesh = self._runtime.mesh
+        mesh.check_can_run()
         array = jax.device_put(jax.numpy.asarray(tensor), mesh.whole)
         return array if mesh.num_replicas == 1 else Mirrored(array)
 

@@ -13,16 +13,21 @@ INSTEAD = {
     "unwrap": "`experimental_local_results`",
     "update_config_proto": "nothing: there is no session to configure",
     # StrategyExtended.
-    "assign_to_logical_device": "`keras.distribution` to divide a model",
-    "experimental_logical_device": "`keras.distribution` to divide a model",
+    "assign_to_logical_device": "`TPUStrategy(layout_map=...)`",
+    "experimental_assign_to_logical_device": "`TPUStrategy(layout_map=...)`",
+    "experimental_logical_device": "`TPUStrategy(layout_map=...)`",
     "experimental_make_numpy_dataset": (
         "`strategy.experimental_make_numpy_dataset`"
     ),
     "experimental_run_steps_on_iterator": (
         "`steps_per_execution` of `compile`, or `run` in a loop"
     ),
-    "replicate_to_logical_devices": "`keras.distribution` to divide a model",
-    "split_to_logical_devices": "`keras.distribution` to divide a model",
+    "experimental_replicate_to_logical_devices": (
+        "`TPUStrategy(layout_map=...)`"
+    ),
+    "experimental_split_to_logical_devices": "`TPUStrategy(layout_map=...)`",
+    "replicate_to_logical_devices": "`TPUStrategy(layout_map=...)`",
+    "split_to_logical_devices": "`TPUStrategy(layout_map=...)`",
 }
 
 

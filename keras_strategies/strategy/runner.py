@@ -30,8 +30,9 @@ from keras_strategies.keras_bridge.function_keys import (
     value_key,
 )
 from keras_strategies.keras_bridge.run_program import RunProgram
-from keras_strategies.strategy import current
+from keras_strategies.strategy import current, run_shapes
 from keras_strategies.strategy.replica_context import ReplicaContext
+from keras_strategies.strategy.run_shapes import STATIC, WHOLE
 
 if TYPE_CHECKING:
     from keras_strategies.strategy.strategy import Strategy
@@ -44,8 +45,6 @@ _NEEDS_VALUE = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
-_WHOLE = "whole"
-_STATIC = "static"
 
 
 class Runner:
@@ -84,6 +83,7 @@ class Runner:
             the same to every copy; see `StrategyExtended.update`.
         """
         current.check_not_mixing(self._strategy)
+        self._mesh.check_can_run()
         _check_call(fn, args, kwargs)
         leaves, structure = jax.tree.flatten(
             (tuple(args), kwargs), is_leaf=_is_leaf
@@ -95,7 +95,7 @@ class Runner:
         for leaf in leaves:
             kind, array = self._argument(leaf)
             kinds.append(kind)
-            if kind[0] != _STATIC:
+            if kind[0] != STATIC:
                 arrays.append(array)
         try:
             # State is taken, changed and put back: one thread at a time.
@@ -133,6 +133,25 @@ class Runner:
         self._programs.move_to_end(key)
         creation.sync_fits(program.lifted)
         return program(arrays, self._last)
+
+    def lower(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Lowers the program of a call; see `Strategy.compile_run`."""
+        current.check_not_mixing(self._strategy)
+        _check_call(fn, args, kwargs)
+        leaves, structure = jax.tree.flatten(
+            (tuple(args), kwargs), is_leaf=_is_leaf
+        )
+        given = [run_shapes.argument(leaf, self._mesh) for leaf in leaves]
+        kinds = [kind for kind, _ in given]
+        arrays = [array for _, array in given if array is not None]
+        with self._lock:
+            program = self._make(fn, structure, kinds, arrays, False)
+            return program.lower(arrays)
 
     @contextlib.contextmanager
     def debugging(self) -> Iterator[None]:
@@ -193,8 +212,8 @@ class Runner:
                 and leaf.sharding.is_equivalent_to(self._mesh.whole, leaf.ndim)
             ):
                 array = jax.device_put(leaf, self._mesh.whole)
-            return (_WHOLE, array.shape, array.dtype, None), array
-        return (_STATIC, None, None, value_key(leaf), leaf), None
+            return (WHOLE, array.shape, array.dtype, None), array
+        return (STATIC, None, None, value_key(leaf), leaf), None
 
     def _one_array(
         self, value: PerReplica
@@ -231,14 +250,14 @@ class Runner:
         def of_components(components: list[Any]) -> Any:
             given = iter(components)
             leaves = [
-                kind[4] if kind[0] == _STATIC else _component(kind, next(given))
+                kind[4] if kind[0] == STATIC else _component(kind, next(given))
                 for kind in kinds
             ]
             args, kwargs = jax.tree.unflatten(structure, leaves)
             return fn(*args, **kwargs)
 
-        is_split = [k[0] in (STACKED, ROWS) for k in kinds if k[0] != _STATIC]
-        rows = [k[3] for k in kinds if k[0] != _STATIC]
+        is_split = [k[0] in (STACKED, ROWS) for k in kinds if k[0] != STATIC]
+        rows = [k[3] for k in kinds if k[0] != STATIC]
         program = RunProgram(
             of_components,
             is_split,

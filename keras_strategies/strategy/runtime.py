@@ -1,9 +1,12 @@
 """The fact sheet of a strategy, handed down to what it starts."""
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.keras_bridge.layout import Registry, ReplicaDistribution
+from keras_strategies.keras_bridge.partitions import Partitions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -24,13 +27,18 @@ class Runtime:
 
     @classmethod
     def over(
-        cls, mesh: ReplicaMesh, *, outputs_on_chief: bool = False
+        cls,
+        mesh: ReplicaMesh,
+        *,
+        layout_map: Mapping[str, Any] | None = None,
+        outputs_on_chief: bool = False,
     ) -> "Runtime":
         """The runtime of a strategy over `mesh`."""
         registry = Registry()
+        partitions = Partitions(mesh, layout_map)
         return cls(
             mesh=mesh,
             registry=registry,
-            distribution=ReplicaDistribution(mesh, registry),
+            distribution=ReplicaDistribution(mesh, registry, partitions),
             outputs_on_chief=outputs_on_chief,
         )

@@ -1,15 +1,18 @@
 """The behaviour that all strategies share."""
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 
 from keras_strategies._core import dispatch
+from keras_strategies._core.compiled import CompiledProgram, compile_program
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.cluster import guard, store
 from keras_strategies.keras_bridge import binding as binding_lib
 from keras_strategies.keras_bridge.layout import check_home
-from keras_strategies.strategy import old_names
+from keras_strategies.keras_bridge.step_shapes import lower_step
+from keras_strategies.strategy import current, old_names
 from keras_strategies.strategy.custom_loops import CustomLoops
 from keras_strategies.strategy.extended import StrategyExtended
 from keras_strategies.strategy.runner import Runner
@@ -26,16 +29,23 @@ class Strategy(CustomLoops):
 
     Args:
       mesh: The replicas. Users make a concrete strategy instead.
+      layout_map: Which variables a replica divides over its cores.
       outputs_on_chief: Whether `predict` returns rows in the chief alone.
     """
 
     def __init__(
-        self, mesh: ReplicaMesh, *, outputs_on_chief: bool = False
+        self,
+        mesh: ReplicaMesh,
+        *,
+        layout_map: Mapping[str, Any] | None = None,
+        outputs_on_chief: bool = False,
     ) -> None:
         # A mesh of a topology's devices has no job.
         if mesh.num_processes > 1 and store.is_available():
             dispatch.start_with(guard.start())
-        self._runtime = Runtime.over(mesh, outputs_on_chief=outputs_on_chief)
+        self._runtime = Runtime.over(
+            mesh, layout_map=layout_map, outputs_on_chief=outputs_on_chief
+        )
         self._runner = Runner(self, mesh)
         self._extended = StrategyExtended(self._runtime, self._runner)
 
@@ -97,7 +107,6 @@ class Strategy(CustomLoops):
             owner=self,
             mesh=self._runtime.mesh,
             distribution=self._runtime.distribution,
-            registry=self._runtime.registry,
             outputs_on_chief=self._runtime.outputs_on_chief,
             check_context=self._check_context,
         )
@@ -117,16 +126,91 @@ class Strategy(CustomLoops):
           ValueError: the model is not bound to this strategy.
         """
         _check_model("detach", model)
-        existing = binding_lib.binding_of(model)
-        if existing is None or existing.owner is not self:
-            raise ValueError(
-                "Only a model that is bound to this strategy can be "
-                f"detached. Received: {model.name!r}, bound to "
-                f"{existing.owner if existing else None!r}. Compile it in "
-                "the scope, or call `attach(model)`, first."
-            )
-        existing.remove()
+        self._binding_of("detach", model).remove()
         return model
+
+    def compile_step(
+        self, model: keras.Model, batch: Any, *, kind: str = "train"
+    ) -> CompiledProgram:
+        """Compiles a step of a model, without running it.
+
+        Says what `fit`, `evaluate` or `predict` will ask of each device.
+        Works for devices that are not there, too
+        (`TPUStrategy.for_topology`). Not in tf.
+
+        Args:
+          model: A model of this strategy; built here if it is not yet.
+          batch: What a dataset would yield: `x`, `(x, y)` or
+            `(x, y, sample_weight)`, nests of arrays or of
+            `jax.ShapeDtypeStruct`. Its rows are those of the GLOBAL batch.
+          kind: `"train"`, `"test"` or `"predict"`; `"predict"` looks at x
+            alone.
+
+        Returns:
+          The program: its collectives, bytes per chip and text.
+
+        Raises:
+          ValueError: the model is not this strategy's, an unknown kind, or
+            arrays with different numbers of rows.
+          TypeError: something without shape and dtype in `batch`.
+
+        Example:
+          ```python
+          program = strategy.compile_step(model, (x, y), kind="test")
+          print(program)
+          ```
+        """
+        _check_model("compile_step", model)
+        binding = self._binding_of("compile_step", model)
+        mesh = self._runtime.mesh
+        build = binding.build_for_shapes
+        return compile_program(
+            lambda: lower_step(model, mesh, kind, batch, build),
+            name=f"{kind} step",
+            num_replicas=mesh.num_replicas,
+            cores_per_replica=mesh.cores_per_replica,
+        )
+
+    def compile_run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> CompiledProgram:
+        """Compiles the program of `run(fn, args, kwargs)`; runs nothing.
+
+        Variables that the function makes on its first call are made. Not in
+        tf.
+
+        Args:
+          fn: The function.
+          args: Positional arguments: nests. Arrays, or
+            `jax.ShapeDtypeStruct`, of at least one dimension stand for a
+            distributed batch: their rows are those of the GLOBAL batch, a
+            multiple of the replicas. Scalars, and arrays within
+            `ks.Mirrored`, are passed whole; anything else as it is.
+          kwargs: Keyword arguments, likewise.
+
+        Returns:
+          The program: its collectives, bytes per chip and text.
+
+        Raises:
+          ValueError: rows that the replicas cannot share evenly.
+
+        Example:
+          ```python
+          rows = jax.ShapeDtypeStruct((256, 32), "float32")
+          print(strategy.compile_run(step, (rows,)))
+          ```
+        """
+        current.check_outside("compile_run")
+        mesh = self._runtime.mesh
+        return compile_program(
+            lambda: self._runner.lower(fn, args, kwargs or {}),
+            name=f"run of {getattr(fn, '__name__', 'a function')}",
+            num_replicas=mesh.num_replicas,
+            cores_per_replica=mesh.cores_per_replica,
+        )
 
     def describe(self, model: keras.Model | None = None) -> None:
         """Prints the mesh and a table of variables.
@@ -146,7 +230,7 @@ class Strategy(CustomLoops):
             variables = list(self._runtime.registry)
         else:
             variables = binding_lib.all_variables(model)
-        Console().print(describe_table(mesh.devices, mesh.axis, variables))
+        Console().print(describe_table(mesh, variables))
 
     def __copy__(self) -> "Strategy":
         raise RuntimeError(
@@ -165,12 +249,26 @@ class Strategy(CustomLoops):
     def __repr__(self) -> str:
         mesh = self._runtime.mesh
         names = [str(device) for device in mesh.devices[:4]]
-        if mesh.num_replicas > len(names):
+        if len(mesh.devices) > len(names):
             names.append("...")
+        cores = mesh.cores_per_replica
         return (
-            f"<{type(self).__name__} of {mesh.num_replicas} replicas on "
-            f"{', '.join(names)}>"
+            f"<{type(self).__name__} of {mesh.num_replicas} replicas"
+            f"{f' of {cores} cores' if cores > 1 else ''} on "
+            f"{', '.join(names)}{', to compile for' * mesh.is_abstract}>"
         )
+
+    def _binding_of(self, name: str, model: keras.Model) -> Any:
+        """The binding of a model of this strategy; `name` takes no other."""
+        existing = binding_lib.binding_of(model)
+        if existing is None or existing.owner is not self:
+            raise ValueError(
+                f"`{name}` takes a model that is bound to this strategy. "
+                f"Received: {model.name!r}, bound to "
+                f"{existing.owner if existing else None!r}. Compile it in "
+                "the scope, or call `attach(model)`, first."
+            )
+        return existing
 
     def _check_free(self, model: keras.Model) -> None:
         """Raises ValueError for a model of another strategy."""

@@ -3,12 +3,14 @@
 import keras
 import numpy as np
 
-from keras_strategies._core.values import copies_of
+from keras_strategies._core.values import local_shards
 from keras_strategies.keras_bridge.binding import all_variables
 
 
 def assert_replicated(*owners: keras.Model | keras.Variable) -> None:
     """Asserts that all copies of replicated variables are equal, bit by bit.
+
+    Of variables that a replica divides over its cores, all copies of a part.
 
     Args:
       *owners: Models that were bound to a strategy, whose variables (also of
@@ -23,9 +25,12 @@ def assert_replicated(*owners: keras.Model | keras.Variable) -> None:
         variables += [owner] if is_variable else all_variables(owner)
     different = []
     for variable in variables:
-        copies = [np.asarray(copy) for copy in copies_of(variable.value)]
-        if any(c.tobytes() != copies[0].tobytes() for c in copies[1:]):
-            different.append(variable.path)
+        parts: dict[str, bytes] = {}
+        for index, data in local_shards(variable.value):
+            copy = np.asarray(data).tobytes()
+            if parts.setdefault(str(index), copy) != copy:
+                different.append(variable.path)
+                break
     if different:
         raise AssertionError(
             "Replicas hold different values of replicated variables: "

@@ -7,7 +7,9 @@ References:
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 from jax.experimental import mesh_utils
@@ -167,44 +169,63 @@ def _wind_through(corners: Sequence[Cell], block: Cell) -> list[Cell]:
     the best ways to the exits of the block before it.
     """
     paths = paths_through_block(block)
-    best_hops, best_chips = math.inf, []
+    steps = [_subtract(b, a) for a, b in itertools.pairwise(corners)]
+    # Few kinds of steps lead from block to block: their hops are counted once.
+    gaps = {step: _gaps(step, paths) for step in set(steps)}
+    back = _gaps(_subtract(corners[0], corners[-1]), paths)
+    best: tuple[float, _Way | None] = (math.inf, None)
     for start in paths:
-        ways = {end: (0, [(start, end)]) for end in paths[start]}
-        for before, corner in itertools.pairwise(corners):
-            ways = _continue(ways, _subtract(corner, before), paths)
-        back = _subtract(corners[0], corners[-1])
-        for end, (hops, pairs) in ways.items():
-            hops += count_hops(end, _add(start, back))
-            if hops < best_hops:
-                best_hops = hops
-                best_chips = [
-                    _add(corner, cell)
-                    for corner, (entry, exit_) in zip(
-                        corners, pairs, strict=True
-                    )
-                    for cell in paths[entry][exit_]
-                ]
-    return best_chips
+        ways = {end: (0, (None, (start, end))) for end in paths[start]}
+        for step in steps:
+            ways = _continue(ways, gaps[step], paths)
+        for end, (hops, way) in ways.items():
+            hops += back[start, end]
+            if hops < best[0]:
+                best = hops, way
+    pairs = reversed(list(_pairs_of(best[1])))
+    return [
+        _add(corner, cell)
+        for corner, (entry, exit_) in zip(corners, pairs, strict=True)
+        for cell in paths[entry][exit_]
+    ]
 
 
-_Ways = dict[Cell, tuple[int, list[tuple[Cell, Cell]]]]
+_Paths = dict[Cell, dict[Cell, list[Cell]]]
+_Gaps = dict[tuple[Cell, Cell], int]
+_Way = tuple[Any, tuple[Cell, Cell]]
+"""The way before, and the entry and exit of the last block."""
+
+
+def _gaps(step: Cell, paths: _Paths) -> _Gaps:
+    """Hops to an entry of the next block from an exit of the one before."""
+    return {
+        (entry, end): count_hops(end, _add(entry, step))
+        for entry in paths
+        for end in paths
+    }
+
+
+def _pairs_of(way: _Way | None) -> Iterator[tuple[Cell, Cell]]:
+    while way is not None:
+        way, pair = way
+        yield pair
 
 
 def _continue(
-    ways: _Ways, step: Cell, paths: dict[Cell, dict[Cell, list[Cell]]]
-) -> _Ways:
-    longer: _Ways = {}
+    ways: dict[Cell, tuple[int, _Way]], gaps: _Gaps, paths: _Paths
+) -> dict[Cell, tuple[int, _Way]]:
+    longer: dict[Cell, tuple[int, _Way]] = {}
     for entry, exits in paths.items():
-        hops, pairs = min(
+        hops, way = min(
             (
-                (so_far + count_hops(end, _add(entry, step)), way)
+                (so_far + gaps[entry, end], way)
                 for end, (so_far, way) in ways.items()
             ),
-            key=lambda found: found[0],
+            key=operator.itemgetter(0),
         )
         for end in exits:
             if end not in longer or hops < longer[end][0]:
-                longer[end] = (hops, [*pairs, (entry, end)])
+                longer[end] = (hops, (way, (entry, end)))
     return longer
 
 

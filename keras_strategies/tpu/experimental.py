@@ -1,5 +1,8 @@
 """TPU topologies and device assignments, under tf.tpu.experimental's names."""
 
+from keras_strategies.tpu.cluster_resolver import (
+    TPUSystemMetadata as TPUSystemMetadata,
+)
 from keras_strategies.tpu.device_assignment import (
     SINGLE_CORE_ASSIGNMENT as SINGLE_CORE_ASSIGNMENT,
 )

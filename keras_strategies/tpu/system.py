@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from keras_strategies.tpu.cluster_resolver import TPUClusterResolver
 from keras_strategies.tpu.topology import Topology
 
 
@@ -15,12 +16,14 @@ def initialize_tpu_system(
 ) -> Topology:
     """Returns the topology of the TPUs that JAX sees.
 
-    JAX starts the TPUs when it is first asked for devices. On several hosts
-    call `jax.distributed.initialize` before.
+    JAX starts the TPUs when it is first asked for devices. A
+    `TPUClusterResolver` joins the hosts before; else call
+    `jax.distributed.initialize` on several.
 
     Args:
-      cluster_resolver: A cluster resolver or None. JAX finds the TPUs itself,
-        so that nothing is read from it.
+      cluster_resolver: A `TPUClusterResolver`, whose hosts are joined and
+        whose devices are taken; another resolver, of which nothing is read
+        since JAX finds the TPUs itself; or None.
       devices: The devices to take instead of all TPUs; of any platform, so
         that a script can be tried where there is no TPU.
 
@@ -38,7 +41,8 @@ def initialize_tpu_system(
     _check_resolver(cluster_resolver)
     if devices is not None:
         return Topology.from_devices(devices)
-    found = jax.devices()
+    is_tpu = isinstance(cluster_resolver, TPUClusterResolver)
+    found = cluster_resolver.devices() if is_tpu else jax.devices()
     if found[0].platform != "tpu":
         raise RuntimeError(
             "A TPU system needs TPUs. Received: "

@@ -1,10 +1,17 @@
-"""What JAX does that `keras_strategies.cluster` relies on."""
+"""What JAX does that `keras_strategies` relies on."""
 
 import inspect
+import os
+import subprocess
+import sys
 
+import jax
+import numpy as np
 import pytest
 from jax._src import api, distributed
 
+from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.replica_map import replica_map, split_spec
 from keras_strategies.cluster import store
 from keras_strategies.testing import run_processes
 
@@ -115,3 +122,41 @@ def test_jax_leaves_a_job_past_the_public_name():
     # the end of a script JAX calls another name, after the guard's `atexit`.
     assert "distributed.shutdown()" in inspect.getsource(api.clean_up)
     assert api.distributed is distributed
+
+
+def test_open_constraints_are_still_emitted():
+    """Fails when JAX leaves them out: then _core/open_shardings.py can go."""
+    code = """
+import jax, numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
+mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("replica", "model"))
+step = jax.shard_map(
+    lambda x: x * 2.0 + 1.0, mesh=mesh, axis_names={"replica"},
+    in_specs=P("replica"), out_specs=P("replica"), check_vma=False,
+)
+print(jax.jit(step).lower(np.ones((4, 4), "float32")).as_text())
+"""
+    text = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ
+        | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    ).stdout
+    assert "sdy.sharding_constraint" in text
+
+
+def test_open_constraints_can_be_left_out():
+    devices = tuple(jax.devices()[:4])
+    mesh = ReplicaMesh(devices=devices, cores_per_replica=2)
+    step = replica_map(
+        lambda x: x * 2.0 + 1.0,
+        mesh,
+        in_specs=split_spec(mesh),
+        out_specs=split_spec(mesh),
+    )
+    text = jax.jit(step).lower(np.ones((4, 4), "float32")).as_text()
+    assert "manual_computation" in text
+    assert "sdy.sharding_constraint" not in text

@@ -14,7 +14,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
 def run_blocks(has_names):
     names = {}
     for block in BLOCKS:
-        if has_names or "from_name" not in block:
+        if has_names or not re.search("from_name|for_topology", block):
             exec(block, names)
     return names
 

@@ -23,6 +23,15 @@ def make_strategy(name: str) -> ks.Strategy:
         return ks.OneDeviceStrategy("cpu:1")
     if name == "tpu":
         return ks.TPUStrategy()
+    if name.startswith("tpu"):
+        replicas, cores = map(int, name.removeprefix("tpu").split("x"))
+        topology = ks.tpu.experimental.Topology.from_devices(
+            jax.devices()[: replicas * cores]
+        )
+        assignment = ks.tpu.experimental.DeviceAssignment.build(
+            topology, [cores, 1, 1, 1], num_replicas=replicas
+        )
+        return ks.TPUStrategy(device_assignment=assignment)
     count = int(name.removeprefix("mirrored"))
     return ks.MirroredStrategy(jax.devices()[:count])
 
@@ -116,7 +125,9 @@ def check(
     with make_strategy(strategy).scope():
         trained = Trained(case)
     # With one replica nothing is gathered, so nothing is warned of.
-    is_alone = strategy in ("one", "mirrored1") and name == "not_additive"
+    is_alone = (
+        strategy in ("one", "mirrored1", "tpu1x4") and name == "not_additive"
+    )
     warned = (
         pytest.warns(UserWarning, match=case.warns)
         if case.warns and not is_alone

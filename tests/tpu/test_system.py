@@ -16,6 +16,7 @@ def test_the_names_of_tf_are_there():
         "DeviceAssignment",
         "DeviceOrderMode",
         "SINGLE_CORE_ASSIGNMENT",
+        "TPUSystemMetadata",
         "Topology",
         "initialize_tpu_system",
         "shutdown_tpu_system",
@@ -31,6 +32,12 @@ def test_without_a_tpu_the_error_says_what_to_do():
 def test_given_devices_are_the_system(devices):
     topology = experimental.initialize_tpu_system(devices=devices)
     assert topology == experimental.Topology.from_devices(devices)
+
+
+def test_a_tpu_resolver_gives_its_devices():
+    resolver = ks.cluster_resolver.TPUClusterResolver("local")
+    with pytest.raises(RuntimeError, match="platform 'cpu'"):
+        experimental.initialize_tpu_system(resolver)
 
 
 class Resolver:

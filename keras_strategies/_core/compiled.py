@@ -1,0 +1,135 @@
+"""A program that was compiled to be looked at: its collectives and memory."""
+
+import dataclasses
+import functools
+import re
+import time
+from typing import Any
+
+COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "collective-permute",
+    "all-to-all",
+)
+"""XLA's names of what devices do together."""
+
+BYTES_PER_MB = 1e6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class CompiledProgram:
+    """One step or function, compiled for a strategy's devices.
+
+    What `Strategy.compile_step` and `Strategy.compile_run` return. Nothing of
+    it has run.
+
+    Attributes:
+      name: What was compiled: "train step".
+      num_replicas: Number of replicas.
+      cores_per_replica: Number of devices of each.
+      trace_seconds: How long tracing and lowering took.
+      compile_seconds: How long compiling took.
+      executable: JAX's compiled object (`jax.stages.Compiled`).
+
+    Example:
+      ```python
+      program = strategy.compile_step(model, (x, y))
+      print(program.collectives["all-reduce"], program.bytes_per_chip)
+      ```
+    """
+
+    name: str
+    num_replicas: int
+    cores_per_replica: int
+    trace_seconds: float
+    compile_seconds: float
+    executable: Any
+
+    def as_text(self) -> str:
+        """The program as XLA will run it on a device (HLO)."""
+        return self.executable.as_text()
+
+    @functools.cached_property
+    def collectives(self) -> dict[str, int]:
+        """How many collectives of each kind the program has.
+
+        In the program's text: one in a loop counts once.
+        """
+        text = self.as_text()
+        return {
+            kind: len(re.findall(rf" {kind}(?:-start)?\(", text))
+            for kind in COLLECTIVES
+        }
+
+    @property
+    def argument_bytes(self) -> int:
+        """Bytes on each device of the state and the batch."""
+        return self._memory.argument_size_in_bytes
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes on each device of the results that are not state in place."""
+        memory = self._memory
+        return memory.output_size_in_bytes - memory.alias_size_in_bytes
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Bytes on each device of what the program needs in between."""
+        return self._memory.temp_size_in_bytes
+
+    @property
+    def bytes_per_chip(self) -> int:
+        """Bytes on each device in all, without the program's own code.
+
+        Of a chip with two cores, on each core.
+        """
+        return self.argument_bytes + self.output_bytes + self.temporary_bytes
+
+    @functools.cached_property
+    def _memory(self) -> Any:
+        return self.executable.memory_analysis()
+
+    def __str__(self) -> str:
+        cores = self.cores_per_replica
+        found = [f"{n} {kind}" for kind, n in self.collectives.items() if n]
+        sizes = (
+            ("arguments", self.argument_bytes),
+            ("outputs", self.output_bytes),
+            ("temporary", self.temporary_bytes),
+        )
+        parts = ", ".join(f"{n / BYTES_PER_MB:.3f} {name}" for name, n in sizes)
+        return (
+            f"{self.name}: {self.num_replicas} replicas"
+            f"{f' of {cores} cores' if cores > 1 else ''}\n"
+            f"collectives: {', '.join(found) or 'none'}\n"
+            f"MB per chip: {self.bytes_per_chip / BYTES_PER_MB:.3f} ({parts})\n"
+            f"seconds: {self.trace_seconds:.2f} to trace, "
+            f"{self.compile_seconds:.2f} to compile"
+        )
+
+
+def compile_program(
+    lower: Any, *, name: str, num_replicas: int, cores_per_replica: int
+) -> CompiledProgram:
+    """Lowers and compiles a program, with the time both take.
+
+    Args:
+      lower: Returns the lowered program.
+      name: What it is.
+      num_replicas: Number of replicas.
+      cores_per_replica: Number of devices of each.
+    """
+    start = time.perf_counter()
+    lowered = lower()
+    middle = time.perf_counter()
+    executable = lowered.compile()
+    return CompiledProgram(
+        name=name,
+        num_replicas=num_replicas,
+        cores_per_replica=cores_per_replica,
+        trace_seconds=middle - start,
+        compile_seconds=time.perf_counter() - middle,
+        executable=executable,
+    )

@@ -1,0 +1,155 @@
+"""Where variables lie: whole on every device, or divided over a replica's.
+
+A replica of several cores may divide its variables over them. Which ones is
+said by paths, as `keras.distribution.LayoutMap` does; XLA divides the work
+that uses them.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import keras
+from jax.sharding import NamedSharding, PartitionSpec
+
+from keras_strategies._core.mesh import ReplicaMesh
+
+_PARTITION = "_ks_partition"
+
+
+def sharding_of(variable: keras.Variable, mesh: ReplicaMesh) -> NamedSharding:
+    """Where a variable lies in a strategy's mesh."""
+    held: NamedSharding | None = getattr(variable, _PARTITION, None)
+    if held is None or held.mesh is not mesh.mesh:
+        return mesh.whole
+    return held
+
+
+def shapes_of(
+    variables: Iterable[keras.Variable], mesh: ReplicaMesh
+) -> list[jax.ShapeDtypeStruct]:
+    """What a program is lowered with in the place of variables' values."""
+    return [
+        jax.ShapeDtypeStruct(
+            tuple(v.shape), v.dtype, sharding=sharding_of(v, mesh)
+        )
+        for v in variables
+    ]
+
+
+class Partitions:
+    """Which variables a replica divides over its cores.
+
+    Args:
+      mesh: The replicas.
+      layout_map: Maps paths of variables, or regular expressions that match a
+        whole path, to the axes of their dimensions: the mesh's model axis or
+        None. A `keras.distribution.LayoutMap`, of whose layouts only the axes
+        count, or a dict of tuples.
+
+    Raises:
+      TypeError: `layout_map` is something else.
+      ValueError: it names another axis, or one twice.
+    """
+
+    def __init__(
+        self, mesh: ReplicaMesh, layout_map: Mapping[str, Any] | None = None
+    ) -> None:
+        self._mesh = mesh
+        self._map = keras.distribution.LayoutMap(None)
+        if layout_map is None:
+            layout_map = {}
+        if not isinstance(layout_map, Mapping):
+            raise TypeError(
+                "`layout_map` maps paths of variables to axes. Received: an "
+                f"object of type {type(layout_map).__name__}. Pass for "
+                f"example {{'.*/kernel': (None, {mesh.model_axis!r})}}."
+            )
+        for path in layout_map:
+            _check_path(path)
+            self._map[path] = self._axes_of(path, layout_map[path])
+        self._shardings: dict[tuple[str | None, ...], NamedSharding] = {}
+
+    def assign(self, variables: Iterable[keras.Variable]) -> None:
+        """Notes where variables lie, for `sharding_of`.
+
+        A slot that an optimizer made before follows its weight by its name,
+        as one that is made in the strategy's scope does (`follow`).
+
+        Raises:
+          ValueError: a layout that a variable cannot have, or two for one.
+        """
+        if not self._map or self._mesh.cores_per_replica == 1:
+            return
+        variables = list(variables)
+        for variable in variables:
+            self._assign_one(variable)
+        for variable in variables:
+            if sharding_of(variable, self._mesh) is self._mesh.whole:
+                self._follow_by_name(variable, variables)
+
+    def _assign_one(self, variable: keras.Variable) -> None:
+        layout = self._map[variable.path]
+        if layout is None or variable.synchronization == "on_read":
+            return
+        axes, shape = tuple(layout.axes), variable.shape
+        if shape is None:
+            return
+        cores = self._mesh.cores_per_replica
+        is_possible = len(axes) == len(shape) and all(
+            axis is None or size % cores == 0
+            for axis, size in zip(axes, shape, strict=True)
+        )
+        if not is_possible:
+            raise ValueError(
+                "A layout has an axis or None for each dimension of its "
+                "variable, and the dimension of an axis is a multiple of a "
+                f"replica's cores. Received: layout {axes} for variable "
+                f"{variable.path!r} of shape {tuple(shape)}, "
+                f"{cores} cores. Change its entry in `layout_map`."
+            )
+        if any(axes):
+            if axes not in self._shardings:
+                self._shardings[axes] = NamedSharding(
+                    self._mesh.mesh, PartitionSpec(*axes)
+                )
+            setattr(variable, _PARTITION, self._shardings[axes])
+
+    def _follow_by_name(
+        self, slot: keras.Variable, variables: list[keras.Variable]
+    ) -> None:
+        for weight in variables:
+            prefix = weight.path.replace("/", "_") + "_"
+            if slot.name.startswith(prefix):
+                follow(slot, weight)
+
+    def _axes_of(self, path: str, layout: Any) -> tuple[str | None, ...]:
+        axes = tuple(getattr(layout, "axes", layout))
+        model = self._mesh.model_axis
+        named = [axis for axis in axes if axis is not None]
+        if set(named) - {model} or len(named) > 1:
+            raise ValueError(
+                "A variable is divided over a replica's cores, along one "
+                f"dimension. Received: layout_map[{path!r}] = {axes}. Its "
+                f"entries are None, and {model!r} once at most."
+            )
+        return axes
+
+
+def _check_path(path: Any) -> None:
+    try:
+        re.compile(path)
+    except (TypeError, re.error) as error:
+        raise ValueError(
+            "A key of `layout_map` is a variable's path or a regular "
+            f"expression. Received: {path!r} ({error}). Write for example "
+            "'.*/kernel'."
+        ) from error
+
+
+def follow(slot: keras.Variable, weight: keras.Variable) -> None:
+    """Lays an optimizer's slot where its weight lies."""
+    held = getattr(weight, _PARTITION, None)
+    if held is not None and tuple(slot.shape) == tuple(weight.shape):
+        setattr(slot, _PARTITION, held)

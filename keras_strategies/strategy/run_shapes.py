@@ -1,0 +1,69 @@
+"""The arguments of `run` as shapes, for a program that is only compiled."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.values import (
+    ROWS,
+    STACKED,
+    Mirrored,
+    PerReplica,
+    check_home,
+)
+from keras_strategies.keras_bridge.function_keys import value_key
+from keras_strategies.keras_bridge.step_shapes import shape_of
+
+WHOLE = "whole"
+"""An argument that every replica gets as it is."""
+STATIC = "static"
+"""An argument that is no array: part of the program."""
+
+Kind = tuple[Any, ...]
+
+
+def argument(leaf: Any, mesh: ReplicaMesh) -> tuple[Kind, Any]:
+    """How an argument enters the program, and its shape.
+
+    Args:
+      leaf: A leaf of the arguments; see `Strategy.compile_run`.
+      mesh: The replicas.
+
+    Returns:
+      As `Runner` describes arguments: (kind, shape, dtype, key, leaf), and
+      the shape with its sharding, None of what is no array.
+    """
+    if isinstance(leaf, Mirrored):
+        return _kind(WHOLE, shape_of(leaf.array), mesh.whole)
+    if isinstance(leaf, PerReplica):
+        check_home(leaf, mesh)
+        if leaf.layout not in (ROWS, STACKED):
+            raise ValueError(
+                "A program is compiled for batches that all replicas share "
+                f"evenly. Received: {leaf!r}. Pass the shapes of an even one."
+            )
+        return _kind(leaf.layout, shape_of(leaf.arrays[0]), mesh.split)
+    shape = getattr(leaf, "shape", None)
+    is_array = shape is not None and hasattr(leaf, "dtype")
+    if not is_array:
+        return (STATIC, None, None, value_key(leaf), leaf), None
+    described = shape_of(leaf)
+    if not described.shape:
+        return _kind(WHOLE, described, mesh.whole)
+    if described.shape[0] % mesh.num_replicas or not described.shape[0]:
+        rows = described.shape[0]
+        raise ValueError(
+            "The rows of a distributed batch are a multiple of the replicas. "
+            f"Received: an array of {rows} rows, "
+            f"{mesh.num_replicas} replicas. Pass another number of rows, or "
+            "`ks.Mirrored(array)` for what each replica gets whole."
+        )
+    return _kind(ROWS, described, mesh.split)
+
+
+def _kind(layout: str, shape: Any, sharding: Any) -> tuple[Kind, Any]:
+    placed = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+    dtype = np.dtype(shape.dtype)
+    return (layout, shape.shape, dtype, None), placed

@@ -1,0 +1,276 @@
+"""Replicas of several cores, with divided variables: one device's numbers.
+
+Models whose variables are divided over a replica's cores train, evaluate and
+predict as on one device, with batches the replicas share evenly and others.
+"""
+
+import functools
+
+import jax
+import keras
+import numpy as np
+import pytest
+
+import keras_strategies as ks
+from keras_strategies.keras_bridge.binding import all_variables
+from keras_strategies.testing import assert_replicated
+from tests.parity.cases import CASES
+from tests.parity.one_device import check
+
+layers = keras.layers
+DeviceAssignment = ks.tpu.experimental.DeviceAssignment
+Topology = ks.tpu.experimental.Topology
+
+
+def tpu_strategy(replicas, cores, layout_map=None):
+    topology = Topology.from_devices(jax.devices()[: replicas * cores])
+    assignment = DeviceAssignment.build(
+        topology, [cores, 1, 1, 1], num_replicas=replicas
+    )
+    return ks.TPUStrategy(device_assignment=assignment, layout_map=layout_map)
+
+
+def make_mlp():
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(16, activation="relu", name="one"),
+            layers.BatchNormalization(synchronized=True, name="norm"),
+            layers.Dropout(0.0),
+            layers.Dense(4, name="two"),
+        ]
+    )
+
+
+def make_cnn():
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Reshape((6, 1)),
+            layers.Conv1D(8, 3, padding="same", name="conv"),
+            layers.BatchNormalization(synchronized=True, name="norm"),
+            layers.ReLU(),
+            layers.GlobalAveragePooling1D(),
+            layers.Dense(4, name="two"),
+        ]
+    )
+
+
+def make_transformer():
+    x = inputs = keras.Input((6,))
+    x = layers.Reshape((6, 1))(x)
+    x = layers.Dense(8, name="embed")(x)
+    attended = layers.MultiHeadAttention(4, 4, name="heads")(x, x)
+    x = layers.LayerNormalization()(x + attended)
+    x = x + layers.Dense(8, name="out")(layers.Dense(16, name="in")(x))
+    x = layers.Dense(4, name="two")(layers.GlobalAveragePooling1D()(x))
+    return keras.Model(inputs, x)
+
+
+MODELS = {
+    "mlp": (
+        make_mlp,
+        {
+            ".*one/kernel": (None, "model"),
+            ".*one/bias": ("model",),
+            ".*norm/.*": ("model",),
+            ".*two/kernel": ("model", None),
+        },
+    ),
+    "cnn": (make_cnn, {".*conv/kernel": (None, None, "model")}),
+    "transformer": (
+        make_transformer,
+        {
+            ".*heads/(query|key|value)/kernel": (None, "model", None),
+            ".*heads/attention_output/kernel": ("model", None, None),
+            ".*heads/(query|key|value)/bias": ("model", None),
+            ".*in/kernel": (None, "model"),
+            ".*in/bias": ("model",),
+            ".*out/kernel": ("model", None),
+        },
+    ),
+}
+
+
+def data(rows):
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(rows, 6)).astype("float32")
+    return x, rng.integers(0, 4, rows)
+
+
+def train(strategy, make, rows, batch_size, steps_per_execution=1):
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = make()
+        model.compile(
+            keras.optimizers.Adam(0.01, epsilon=0.01, clipnorm=1.0),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+            steps_per_execution=steps_per_execution,
+        )
+    x, y = data(rows)
+    history = model.fit(
+        x, y, batch_size=batch_size, epochs=2, shuffle=False, verbose=0
+    )
+    result = {
+        "history": history.history,
+        "state": [np.asarray(v.value) for v in all_variables(model)],
+        "evaluate": model.evaluate(x, y, batch_size=batch_size, verbose=0),
+        "predict": model.predict(x, batch_size=batch_size, verbose=0),
+    }
+    return model, result
+
+
+@functools.cache
+def on_one_device(name, rows, batch_size):
+    strategy = ks.OneDeviceStrategy("cpu:0")
+    return train(strategy, MODELS[name][0], rows, batch_size)[1]
+
+
+def check_model(name, replicas, cores, rows=38, batch_size=16, **options):
+    make, layout_map = MODELS[name]
+    strategy = tpu_strategy(replicas, cores, layout_map)
+    model, result = train(strategy, make, rows, batch_size, **options)
+    wanted = on_one_device(name, rows, batch_size)
+    jax.tree.map(
+        lambda got, want: np.testing.assert_allclose(
+            got, want, rtol=2e-5, atol=2e-5
+        ),
+        result,
+        wanted,
+    )
+    assert_replicated(model)
+    assert_divided(model, cores)
+    return model
+
+
+def assert_divided(model, cores):
+    """Weights and their slots are divided after training as before."""
+    divided = [
+        v for v in all_variables(model) if "model" in str(v.value.sharding.spec)
+    ]
+    weights = [
+        v for v in model.trainable_variables if any(v is d for d in divided)
+    ]
+    assert weights
+    # Adam: two slots each.
+    slots = [
+        v for v in model.optimizer.variables if any(v is d for d in divided)
+    ]
+    assert len(slots) == 2 * len(weights)
+    for variable in divided:
+        shard = variable.value.addressable_shards[0].data
+        assert shard.size * cores == variable.value.size
+
+
+def test_two_replicas_of_two_cores():
+    # 16, 16 and 7 rows, which two replicas cannot share evenly.
+    check_model("mlp", 2, 2, rows=39)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(2, 2), (4, 2), (1, 4), (2, 1)])
+@pytest.mark.parametrize("name", MODELS)
+def test_other_shapes(name, shape):
+    if shape[1] == 1:
+        make, layout_map = MODELS[name]
+        strategy = tpu_strategy(*shape, layout_map)
+        result = train(strategy, make, 38, 16)[1]
+        wanted = on_one_device(name, 38, 16)
+        np.testing.assert_allclose(
+            result["predict"], wanted["predict"], rtol=2e-5, atol=2e-5
+        )
+        return
+    check_model(name, *shape)
+
+
+@pytest.mark.slow
+def test_several_steps_in_one_program():
+    check_model("mlp", 2, 2, rows=70, steps_per_execution=3)
+
+
+@pytest.mark.slow
+def test_dropout_has_a_mask_for_each_replica_and_one_for_its_cores():
+    def make():
+        return keras.Sequential(
+            [
+                keras.Input((6,)),
+                layers.Dense(16, name="one"),
+                layers.Dropout(0.5, seed=3),
+                layers.Dense(4, name="two"),
+            ]
+        )
+
+    layout_map = MODELS["mlp"][1]
+    divided = train(tpu_strategy(2, 2, layout_map), make, 32, 16)[1]
+    mirrored = train(ks.MirroredStrategy(jax.devices()[:2]), make, 32, 16)[1]
+    np.testing.assert_allclose(
+        divided["predict"], mirrored["predict"], rtol=2e-5, atol=2e-5
+    )
+
+
+def custom_loop(strategy):
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = make_mlp()
+        optimizer = keras.optimizers.Adam(0.01, epsilon=0.01, clipnorm=1.0)
+    loss_of = keras.losses.SparseCategoricalCrossentropy(
+        from_logits=True, reduction=None
+    )
+    x, y = data(32)
+
+    def step(batch):
+        x, y = batch
+        loss, grads = ks.value_and_grad(
+            lambda: ks.compute_average_loss(
+                loss_of(y, model(x, training=True))
+            ),
+            model.trainable_variables,
+        )()
+        optimizer.apply(grads, model.trainable_variables)
+        return loss
+
+    dataset = strategy.experimental_make_numpy_dataset((x, y)).batch(16)
+    totals = []
+    for _ in range(2):
+        for batch in strategy.experimental_distribute_dataset(dataset):
+            losses = strategy.run(step, (batch,))
+            assert len(strategy.experimental_local_results(losses)) == 2
+            totals.append(strategy.reduce("sum", losses, axis=None))
+    assert_replicated(model)
+    return model, [*map(float, totals), np.asarray(model(x))]
+
+
+def test_a_custom_loop_equals_one_of_replicas_of_one_core():
+    strategy = tpu_strategy(2, 2, MODELS["mlp"][1])
+    model, result = custom_loop(strategy)
+    kernel = model.layers[0].kernel
+    assert tuple(kernel.value.sharding.spec) == (None, "model")
+    _, wanted = custom_loop(ks.MirroredStrategy(jax.devices()[:2]))
+    for got, want in zip(result, wanted, strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+
+
+def test_replicas_with_other_rows_than_others():
+    strategy = tpu_strategy(2, 2, {".*dense/kernel": (None, "model")})
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        layer = layers.Dense(4, name="dense")
+        layer.build((None, 6))
+    x = data(7)[0]
+    dataset = strategy.experimental_make_numpy_dataset((x,)).batch(7)
+    (batch,) = iter(strategy.experimental_distribute_dataset(dataset))
+    outputs = strategy.run(lambda batch: layer(batch[0]), (batch,))
+    assert [len(o) for o in strategy.experimental_local_results(outputs)] == [
+        4,
+        3,
+    ]
+    gathered = strategy.gather(outputs, axis=0)
+    np.testing.assert_allclose(gathered, layer(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["tpu2x2", "tpu4x2", "tpu1x4"])
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_with_whole_variables(name, strategy):
+    check(name, strategy, ((64, 16), (13, 5)))

@@ -1,0 +1,478 @@
+"""TPUStrategy as it is made, on CPUs and fake TPUs."""
+
+import dataclasses
+import io
+
+import jax
+import keras
+import numpy as np
+import pytest
+from rich.console import Console
+
+import keras_strategies as ks
+from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.strategy import describe
+from keras_strategies.strategy.tpu import mesh_of_assignments
+from tests.tpu.slices import make_slice
+
+DeviceAssignment = ks.tpu.experimental.DeviceAssignment
+Topology = ks.tpu.experimental.Topology
+Resolver = ks.cluster_resolver.TPUClusterResolver
+
+
+def assignment_of(cores, replicas, devices=None):
+    topology = Topology.from_devices(devices or jax.devices())
+    return DeviceAssignment.build(
+        topology, [cores, 1, 1, 1], num_replicas=replicas
+    )
+
+
+def make_model():
+    model = keras.Sequential(
+        [keras.Input((6,)), keras.layers.Dense(4, name="dense")]
+    )
+    model.compile("adam", "mse")
+    return model
+
+
+def test_it_takes_all_devices():
+    strategy = ks.TPUStrategy()
+    assert strategy.num_replicas_in_sync == len(jax.devices())
+    assert strategy.cluster_resolver is None
+
+
+def test_it_takes_a_resolvers_devices():
+    resolver = Resolver("local")
+    strategy = ks.TPUStrategy(resolver)
+    assert strategy.num_replicas_in_sync == len(jax.devices())
+    assert strategy.cluster_resolver is resolver
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda a: ks.TPUStrategy(None, a),
+        lambda a: ks.TPUStrategy(experimental_device_assignment=a),
+        lambda a: ks.experimental.TPUStrategy(device_assignment=a),
+        lambda a: ks.TPUStrategy(
+            device_assignment=[a], experimental_spmd_xla_partitioning=True
+        ),
+    ],
+)
+def test_an_assignment_makes_replicas_of_its_cores(make):
+    strategy = make(assignment_of(2, 3))
+    assert strategy.num_replicas_in_sync == 3
+    assert strategy.extended.worker_devices == tuple(jax.devices()[:6:2])
+    assert strategy.extended.parameter_devices == tuple(jax.devices()[:6])
+    assert repr(strategy).startswith("<TPUStrategy of 3 replicas of 2 cores")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "parts"),
+    [
+        ({"device_assignment": 3}, TypeError, ["DeviceAssignment.build", "3"]),
+        ({"device_assignment": []}, ValueError, ["at least one", "[]"]),
+        (
+            {"device_assignment": [assignment_of(2, 2), assignment_of(4, 1)]},
+            ValueError,
+            ["[2, 4]", "`computation_shape`"],
+        ),
+        (
+            {"device_assignment": [assignment_of(2, 2), assignment_of(2, 1)]},
+            ValueError,
+            ["No duplicates"],
+        ),
+        (
+            {
+                "device_assignment": assignment_of(2, 2),
+                "experimental_device_assignment": assignment_of(2, 2),
+            },
+            ValueError,
+            ["both", "Give one"],
+        ),
+        (
+            {
+                "device_assignment": DeviceAssignment(
+                    Topology(
+                        mesh_shape=[2, 1, 1, 1],
+                        device_coordinates=[[[0, 0, 0, 0], [1, 0, 0, 0]]],
+                    ),
+                    [[[0, 0, 0, 0]]],
+                )
+            },
+            ValueError,
+            ["from_devices"],
+        ),
+        ({"tpu_cluster_resolver": "local"}, TypeError, ["str", "resolver"]),
+        ({"layout_map": ["kernel"]}, TypeError, ["list", "'model'"]),
+        ({"layout_map": {"a": (None, "batch")}}, ValueError, ["'batch'"]),
+        ({"layout_map": {"a": ("model", "model")}}, ValueError, ["once"]),
+        ({"layout_map": {"(": ("model",)}}, ValueError, ["'('", "regular"]),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, kind, parts):
+    with pytest.raises(kind, match="Received") as caught:
+        ks.TPUStrategy(**arguments)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "parts"),
+    [
+        ((None, "model", None), ["dense/kernel", "(6, 4)"]),
+        (("model",), ["dense/kernel", "(6, 4)"]),
+        (("model", None), ["dense/kernel", "4 cores"]),
+    ],
+)
+def test_a_layout_that_a_variable_cannot_have_is_refused(layout, parts):
+    strategy = ks.TPUStrategy(
+        device_assignment=assignment_of(4, 2),
+        layout_map={".*kernel": layout},
+    )
+    with (
+        strategy.scope(),
+        pytest.raises(ValueError, match="layout_map") as caught,
+    ):
+        make_model()
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_a_layout_map_of_keras_is_taken():
+    device_mesh = keras.distribution.DeviceMesh((4, 2), ["batch", "model"])
+    layout_map = keras.distribution.LayoutMap(device_mesh)
+    layout_map[".*kernel"] = (None, "model")
+    strategy = ks.TPUStrategy(
+        device_assignment=assignment_of(2, 4), layout_map=layout_map
+    )
+    with strategy.scope():
+        model = make_model()
+    kernel = model.layers[0].kernel.value
+    assert kernel.addressable_shards[0].data.shape == (6, 2)
+
+
+def test_a_model_made_before_is_divided_with_its_slots():
+    model = make_model()
+    model.optimizer.build(model.trainable_variables)
+    strategy = ks.TPUStrategy(
+        device_assignment=assignment_of(2, 4),
+        layout_map={".*dense/kernel": (None, "model")},
+    )
+    strategy.attach(model)
+    shapes = [
+        v.value.addressable_shards[0].data.shape
+        for v in (*model.trainable_variables, *model.optimizer.variables)
+    ]
+    # Kernel, bias; iterations, learning rate, two slots of each.
+    assert sorted(shapes) == sorted(
+        [(6, 2), (4,), (), (), (6, 2), (6, 2), (4,), (4,)]
+    )
+    strategy.detach(model)
+    assert model.predict(np.ones((2, 6)), verbose=0).shape == (2, 4)
+
+
+def test_local_results_of_a_divided_variable_are_whole():
+    strategy = ks.TPUStrategy(
+        device_assignment=assignment_of(2, 4),
+        layout_map={".*dense/kernel": (None, "model")},
+    )
+    with strategy.scope():
+        model = make_model()
+    kernel = model.layers[0].kernel
+    results = strategy.experimental_local_results(kernel)
+    assert len(results) == 4
+    for i, result in enumerate(results):
+        assert result.sharding.device_set == set(jax.devices()[2 * i :][:2])
+        np.testing.assert_array_equal(result, kernel.numpy())
+    bias = strategy.experimental_local_results(model.layers[0].bias)
+    assert [len(b.sharding.device_set) for b in bias] == [1] * 4
+
+
+def test_copies_of_a_part_that_differ_are_found():
+    strategy = ks.TPUStrategy(
+        device_assignment=assignment_of(2, 2),
+        layout_map={".*dense/kernel": (None, "model")},
+    )
+    with strategy.scope():
+        model = make_model()
+    kernel = model.layers[0].kernel
+    parts = [np.asarray(s.data).copy() for s in kernel.value.addressable_shards]
+    parts[3] += 1
+    kernel._value = jax.make_array_from_single_device_arrays(
+        kernel.shape,
+        kernel.value.sharding,
+        [
+            jax.device_put(part, shard.device)
+            for part, shard in zip(
+                parts, kernel.value.addressable_shards, strict=True
+            )
+        ],
+    )
+    with pytest.raises(AssertionError, match="dense/kernel"):
+        ks_testing().assert_replicated(model)
+
+
+def ks_testing():
+    from keras_strategies import testing
+
+    return testing
+
+
+def shown(renderable):
+    out = io.StringIO()
+    Console(file=out, width=100).print(renderable)
+    return out.getvalue()
+
+
+def test_a_box_has_a_replicas_cores():
+    devices = make_slice((4, 2, 1), host=(2, 2, 1))
+    text = shown(describe.draw_mesh(devices, "replica", 2))
+    assert "4 replicas on axis 'replica', each of 2 cores on axis" in text
+    assert text.count("process") == 3  # The heading's, and two.
+    lines = text.splitlines()
+    assert [line.count("╭") for line in lines if "╭" in line] == [2, 2]
+
+
+def test_describe_and_explain_input_know_the_cores(capsys):
+    strategy = ks.TPUStrategy(
+        device_assignment=assignment_of(2, 4),
+        layout_map={".*dense/kernel": (None, "model")},
+    )
+    with strategy.scope():
+        model = make_model()
+    strategy.describe(model)
+    text = capsys.readouterr().out
+    assert "P(None, 'model')" in text or "Spec(None, 'model')" in text
+    assert "each of 2 cores" in text
+    rows = str(strategy.explain_input((np.ones((8, 2)),), batch_size=8))
+    assert "0 (cpu:0..cpu:1)" in rows
+    assert "2 (4:6)" in rows
+
+
+# Several hosts.
+
+
+def test_replicas_of_a_process_follow_each_other():
+    devices = make_slice((4, 4, 1))
+    topology = Topology.from_devices(devices)
+    built = DeviceAssignment.build(topology, [2, 1, 1, 1], num_replicas=8)
+    mesh = mesh_of_assignments(built)
+    assert mesh.num_replicas == 8
+    assert mesh.num_processes == 4
+    owners = [device.process_index for device in mesh.first_devices]
+    assert owners == [o for p in mesh.processes for o in (p, p)]
+    pairs = zip(mesh.devices[::2], mesh.devices[1::2], strict=True)
+    for first, second in pairs:
+        assert first.coords[1:] == second.coords[1:]
+
+
+@pytest.mark.parametrize("shape", [[4, 1, 1, 1], [4, 4, 1, 1], [1, 4, 1, 1]])
+def test_a_replica_of_several_processes_is_refused(shape):
+    topology = Topology.from_devices(make_slice((4, 4, 1)))
+    count = 16 // int(np.prod(shape))
+    built = DeviceAssignment.build(topology, shape, num_replicas=count)
+    with pytest.raises(ValueError, match="belong to one process") as caught:
+        mesh_of_assignments(built)
+    assert "replica 0 with cores of the processes [0," in str(caught.value)
+
+
+def test_an_assignment_of_each_slice():
+    slices = [
+        make_slice((4, 4, 1), slice_index=i, first_process=4 * i)
+        for i in range(2)
+    ]
+    built = [
+        DeviceAssignment.build(
+            Topology.from_devices(s), [2, 2, 1, 1], num_replicas=4
+        )
+        for s in slices
+    ]
+    mesh = mesh_of_assignments(built)
+    assert [d.slice_index for d in mesh.first_devices] == [0] * 4 + [1] * 4
+    assert mesh.num_processes == 8
+
+
+# Compiling for what is not there; here devices that are.
+
+
+@pytest.fixture(name="abstract")
+def make_abstract():
+    mesh = ReplicaMesh(devices=tuple(jax.devices()[:4]), is_abstract=True)
+    return ks.Strategy(mesh)
+
+
+def spec(*shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda s, m: m.fit(np.ones((8, 6)), np.ones((8, 4)), verbose=0),
+        lambda s, m: m.evaluate(np.ones((8, 6)), np.ones((8, 4)), verbose=0),
+        lambda s, m: m.predict(np.ones((8, 6)), verbose=0),
+        lambda s, m: m.train_on_batch(np.ones((8, 6)), np.ones((8, 4))),
+        lambda s, m: m.predict_on_batch(np.ones((8, 6))),
+        lambda s, m: s.run(lambda: 1.0),
+        lambda s, m: s.reduce("sum", 0, axis=None),
+        lambda s, m: s.gather(np.ones(2), axis=0),
+        lambda s, m: s.experimental_local_results(3),
+        lambda s, m: s.experimental_distribute_dataset([np.ones((4, 6))]),
+        lambda s, m: s.distribute_datasets_from_function(lambda c: []),
+        lambda s, m: s.experimental_distribute_values_from_function(
+            lambda c: 1
+        ),
+        lambda s, m: s.extended.broadcast_to(1.0),
+        lambda s, m: s.extended.reduce_to("sum", 1.0, None),
+        lambda s, m: s.extended.update(m.layers[0].bias, lambda v: None),
+    ],
+)
+def test_what_would_run_says_that_it_cannot(abstract, call):
+    with abstract.scope():
+        model = make_model()
+    with pytest.raises(RuntimeError, match="compile_step") as caught:
+        call(abstract, model)
+    assert "cannot run" in str(caught.value)
+
+
+def test_variables_stay_on_the_host_and_are_described_as_planned(
+    abstract, capsys
+):
+    with abstract.scope():
+        model = make_model()
+    for variable in model.variables:
+        assert len(variable.value.sharding.device_set) == 1
+    abstract.describe(model)
+    assert "replicated" in capsys.readouterr().out
+    assert "to compile for" in repr(abstract)
+    assert "2 (2:4)" in str(abstract.explain_input((np.ones((8, 2)),), 8))
+
+
+@pytest.mark.parametrize("kind", ["train", "test", "predict"])
+def test_a_step_is_compiled(abstract, kind):
+    with abstract.scope():
+        model = make_model()
+    batch = (spec(16, 6), spec(16, 4))
+    program = abstract.compile_step(model, batch, kind=kind)
+    assert program.collectives["all-gather"] == 0
+    assert (program.collectives["all-reduce"] > 0) == (kind != "predict")
+    # A replica's four rows, and kernel and bias.
+    rows = 4 * 4 * (6 + (kind != "predict") * 4)
+    assert program.argument_bytes >= rows + 4 * (6 * 4 + 4)
+    assert program.bytes_per_chip >= program.argument_bytes
+    assert "HloModule" in program.as_text()
+    lines = str(program).splitlines()
+    assert lines[0] == f"{kind} step: 4 replicas"
+    assert lines[2].startswith("MB per chip: 0.00")
+
+
+def test_what_is_compiled_is_what_runs():
+    strategy = ks.MirroredStrategy(jax.devices()[:2])
+    with strategy.scope():
+        model = make_model()
+    x, y = np.ones((8, 6), "float32"), np.ones((8, 4), "float32")
+    program = strategy.compile_step(model, (x, y))
+    assert program.collectives["all-reduce"] >= 1
+    before = model.layers[0].kernel.numpy()
+    model.fit(x, y, batch_size=8, verbose=0)
+    assert np.any(before != model.layers[0].kernel.numpy())
+
+
+def test_a_model_that_was_never_called_is_built(abstract):
+    with abstract.scope():
+        model = keras.Sequential([keras.layers.Dense(3)])
+        model.compile("sgd", "mse")
+    abstract.compile_step(model, spec(8, 5), kind="predict")
+    assert model.layers[0].kernel.shape == (5, 3)
+
+
+def test_a_batch_that_cannot_be_shared_evenly_is_compiled(abstract):
+    with abstract.scope():
+        model = make_model()
+    for kind in ("train", "predict"):
+        abstract.compile_step(model, (spec(7, 6), spec(7, 4)), kind=kind)
+
+
+def test_a_function_is_compiled(abstract):
+    with abstract.scope():
+        model = make_model()
+        optimizer = keras.optimizers.Adam(0.1)
+
+    def step(batch, scale, whole, name):
+        x, y = batch
+        assert x.shape == (4, 6)
+        assert whole.shape == (3,)
+        assert name == "a"
+        loss, grads = ks.value_and_grad(
+            lambda: keras.ops.mean((model(x) - y) ** 2) * scale,
+            model.trainable_variables,
+        )()
+        optimizer.apply(grads, model.trainable_variables)
+        return loss
+
+    program = abstract.compile_run(
+        step,
+        ((spec(16, 6), spec(16, 4)), np.float32(2)),
+        {"whole": ks.Mirrored(spec(3)), "name": "a"},
+    )
+    assert program.collectives["all-reduce"] >= 1
+    assert program.name == "run of step"
+    assert optimizer.built
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "parts"),
+    [
+        (lambda s, m: s.compile_step(3, spec(4, 6)), TypeError, ["int"]),
+        (
+            lambda s, m: s.compile_step(m, (spec(4, 6), spec(8, 4))),
+            ValueError,
+            ["(4, 6)", "(8, 4)"],
+        ),
+        (
+            lambda s, m: s.compile_step(m, (spec(0, 6), spec(0, 4))),
+            ValueError,
+            ["(0, 6)"],
+        ),
+        (
+            lambda s, m: s.compile_step(m, "x", kind="predict"),
+            TypeError,
+            ["'x'", "ShapeDtypeStruct"],
+        ),
+        (
+            lambda s, m: s.compile_step(m, (spec(4, 6),), kind="fit"),
+            ValueError,
+            ["'fit'", "'train'"],
+        ),
+        (
+            lambda s, m: s.compile_step(keras.Sequential(), spec(4, 6)),
+            ValueError,
+            ["`attach(model)`"],
+        ),
+        (
+            lambda s, m: s.compile_run(lambda x: x, (spec(6),)),
+            ValueError,
+            ["6 rows", "4 replicas", "Mirrored"],
+        ),
+        (lambda s, m: s.compile_run(3), TypeError, ["int"]),
+    ],
+)
+def test_what_cannot_be_compiled_is_named(abstract, call, kind, parts):
+    with abstract.scope():
+        model = make_model()
+    with pytest.raises(kind) as caught:
+        call(abstract, model)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_devices_of_a_process_apart_are_refused():
+    devices = [dataclasses.replace(d) for d in make_slice((4, 2, 1))]
+    mixed = (*devices[:2], *devices[4:], *devices[2:4])
+    with pytest.raises(ValueError, match="each its own after each other"):
+        ReplicaMesh(devices=mixed)
+    turned = (*devices[4:], *devices[:4])
+    assert ReplicaMesh(devices=turned).processes == (1, 0)
+    with pytest.raises(ValueError, match="cores_per_replica=3"):
+        ReplicaMesh(devices=tuple(devices), cores_per_replica=3)

@@ -1,0 +1,114 @@
+"""Steps as the TPU compiler sees them: `./run test -m tpu`.
+
+The cases of the table in docs/tpu.md, which the benchmark makes.
+"""
+
+import jax
+import numpy as np
+import pytest
+
+import keras_strategies as ks
+from benchmarks.tpu_collectives import (
+    SLICES,
+    batch_of,
+    build,
+    compile_steps,
+    loop_step,
+)
+
+pytestmark = pytest.mark.tpu
+
+GATHERS = ("all-gather", "all-to-all", "collective-permute")
+CASES = [
+    (topology, shape, model)
+    for topology, shape, models in SLICES
+    for model in models
+]
+
+
+@pytest.mark.parametrize(("topology", "shape", "model"), CASES)
+def test_steps_compile_with_the_collectives_they_need(topology, shape, model):
+    cores = int(np.prod(shape))
+    programs = compile_steps(topology, shape, model)
+    counts = {kind: p.collectives for kind, p in programs.items()}
+    for kind, program in programs.items():
+        assert program.cores_per_replica == cores
+        assert program.bytes_per_chip > program.argument_bytes > 0
+        if cores == 1:
+            assert not any(counts[kind][name] for name in GATHERS), kind
+            assert counts[kind]["reduce-scatter"] == 0
+    if cores == 1:
+        assert sum(counts["predict"].values()) == 0
+        for kind in ("train", "test", "run"):
+            assert 1 <= counts[kind]["all-reduce"] <= 2, kind
+        return
+    # Where columns meet rows, forward and backward; and gradients.
+    meetings = {"mlp": 1, "cnn": 1, "transformer": 2}[model]
+    for kind in programs:
+        assert not any(counts[kind][name] for name in GATHERS), kind
+    assert meetings <= counts["predict"]["all-reduce"] <= meetings + 1
+    for kind in ("train", "run"):
+        assert counts[kind]["all-reduce"] <= 2 * meetings + 2, kind
+
+
+@pytest.mark.parametrize("model", ["mlp", "transformer"])
+def test_cores_that_share_a_model_hold_less_of_it(model):
+    sizes = [
+        compile_steps("v5e:4x4", shape, model, ("train",))["train"]
+        for shape in [(1, 1, 1, 1), (2, 1, 1, 1), (2, 2, 1, 1)]
+    ]
+    first, second, third = (program.argument_bytes for program in sizes)
+    assert first > 1.5 * second > 2 * third
+
+
+def test_several_slices():
+    strategy = ks.TPUStrategy.for_topology("v5e:4x4", num_slices=2)
+    assert strategy.num_replicas_in_sync == 32
+    model = build(strategy, "mlp")
+    program = strategy.compile_step(model, batch_of(strategy, "mlp", 8))
+    assert program.collectives["all-reduce"] >= 1
+    divided = ks.TPUStrategy.for_topology(
+        "v5e:4x4", num_slices=2, computation_shape=[2, 2, 1, 1]
+    )
+    assert divided.num_replicas_in_sync == 8
+
+
+def test_it_says_that_it_cannot_run():
+    strategy = ks.TPUStrategy.for_topology("v5e:16x16")
+    assert "256 replicas" in repr(strategy)
+    model = build(strategy, "mlp")
+    x, y = np.zeros((256, 784), "float32"), np.zeros(256, "int32")
+    calls = [
+        lambda: model.fit(x, y, verbose=0),
+        lambda: model.predict(x, verbose=0),
+        lambda: strategy.run(loop_step(strategy, model), ((x, y),)),
+        lambda: strategy.reduce("sum", 1.0, axis=None),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match="cannot run") as caught:
+            call()
+        assert "compile_step" in str(caught.value)
+    for variable in model.variables:
+        assert variable.value.sharding.device_set <= set(jax.devices())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ({"name": "v5e:3x3"}, ["v5e:3x3"]),
+        ({"name": "none"}, ["'none'", "'v5e:4x4'"]),
+        ({"name": "v5e:4x4", "computation_shape": [3, 1, 1, 1]}, ["3"]),
+        ({"name": "v5e:4x4", "computation_shape": [8, 1, 1, 1]}, ["8"]),
+        ({"name": "v5e:4x4", "computation_shape": [0, 1, 1, 1]}, ["0"]),
+        ({"name": "v5e:4x4", "computation_shape": [2, 2]}, ["[2, 2]"]),
+        (
+            {"name": "v5e:4x4", "computation_shape": [4, 1, 1, 1]},
+            ["one process", "computation_shape"],
+        ),
+    ],
+)
+def test_impossible_slices_and_shapes_are_refused(arguments, parts):
+    with pytest.raises(ValueError, match="Received") as caught:
+        ks.TPUStrategy.for_topology(**arguments)
+    for part in parts:
+        assert part in str(caught.value)

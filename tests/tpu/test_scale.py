@@ -1,0 +1,62 @@
+"""Thousands of replicas: what Python does does not grow with them."""
+
+import cProfile
+import pstats
+import time
+
+import jax
+import pytest
+
+import keras_strategies as ks
+from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.keras_bridge.binding import binding_of
+from keras_strategies.keras_bridge.step_shapes import lower_step
+from tests.tpu.slices import make_slice
+
+
+def calls_to_trace(strategy):
+    """Calls of Python functions while a train step is traced and lowered."""
+    from benchmarks.tpu_collectives import batch_of, build
+
+    model = build(strategy, "mlp")
+    batch = batch_of(strategy, "mlp", 8)
+    profile = cProfile.Profile()
+    profile.enable()
+    lower_step(
+        model,
+        strategy._runtime.mesh,
+        "train",
+        batch,
+        binding_of(model).build_for_shapes,
+    )
+    profile.disable()
+    return pstats.Stats(profile).total_calls
+
+
+def test_tracing_for_eight_replicas_is_tracing_for_two():
+    def strategy(count):
+        devices = tuple(jax.devices()[:count])
+        return ks.Strategy(ReplicaMesh(devices=devices, is_abstract=True))
+
+    # What is traced first fills caches.
+    calls_to_trace(strategy(3))
+    two, eight = calls_to_trace(strategy(2)), calls_to_trace(strategy(8))
+    assert abs(two - eight) < 0.01 * two
+
+
+@pytest.mark.tpu
+def test_tracing_for_4096_chips_is_tracing_for_16():
+    names = ("v5e:2x2", "v5e:4x4", "v5p:8x8x16", "v5p:16x16x16")
+    _, *counts = [
+        calls_to_trace(ks.TPUStrategy.for_topology(name)) for name in names
+    ]
+    assert max(counts) - min(counts) < 0.01 * min(counts), counts
+
+
+def test_a_mesh_of_4096_devices_is_made_quickly():
+    devices = tuple(make_slice((16, 16, 16)))
+    start = time.process_time()
+    mesh = ReplicaMesh(devices=devices)
+    assert (mesh.num_replicas, mesh.num_processes) == (4096, 1024)
+    # 0.01 s; a count for each process would be 4 million steps.
+    assert time.process_time() - start < 0.5
