@@ -10,12 +10,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import BinaryIO
 
-LAUNCHER_FD = "KERAS_STRATEGIES_LAUNCHER_FD"
-"""The variable with the number of the file that a launched process watches.
-
-The launcher writes a line to it when another process of the job has failed;
-it ends when the launcher does.
-"""
+from keras_strategies.cluster.launcher_pipe import LAUNCHER_FD
 
 _CHUNK = 65536
 # A line that is longer is shown in parts, so that it cannot fill the memory.

@@ -6,7 +6,6 @@ import ipaddress
 import socket
 from collections.abc import Callable, Mapping
 
-from keras_strategies.cli.children import LAUNCHER_FD
 from keras_strategies.cli.findings import (
     Finding,
     Part,
@@ -20,6 +19,7 @@ from keras_strategies.cluster.kubernetes_job import has_job_variables
 from keras_strategies.cluster.kubernetes_resolver import (
     KubernetesClusterResolver,
 )
+from keras_strategies.cluster.launcher_pipe import LAUNCHER_FD
 from keras_strategies.cluster.rendezvous import split
 from keras_strategies.cluster.resolver import ClusterResolver
 from keras_strategies.cluster.slurm_resolver import SlurmClusterResolver

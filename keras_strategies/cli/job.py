@@ -13,17 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 
 from keras_strategies.cli.children import Child, Output
+from keras_strategies.cluster.exits import ExitCode
 
-OWN_ERROR = 70
-"""Exit code of a process that raised an exception."""
-PEER_FAILED = 71
-"""Exit code of a process that ended since another one had."""
-STALLED = 72
-"""Exit code of a process that did not get on."""
-PREEMPTED = 75
-"""Exit code of a process that stopped, with all others, when it was told to."""
-
-INTERRUPTED = 130
+# Of processes that the launcher told to end, these have ended by themselves.
+_SELF_MADE = (ExitCode.FAILED, ExitCode.STALLED, ExitCode.PEER_FAILED)
 _CLOSED_OUTPUT = 141
 _POLL_S = 0.02
 _SHOW_S = 2.0
@@ -58,14 +51,14 @@ class Ending:
         """How far it is from being a cause; 0 is one, 4 no failure."""
         if self.code == 0:
             return 4
-        if self.code == PREEMPTED:
+        if self.code == ExitCode.PREEMPTED:
             return 3
         if -self.code in self.sent:
             return 2
-        if self.sent and self.code not in (OWN_ERROR, STALLED, PEER_FAILED):
+        if self.sent and self.code not in _SELF_MADE:
             # It may have ended itself when it was told to.
             return 2
-        return 1 if self.code == PEER_FAILED else 0
+        return 1 if self.code == ExitCode.PEER_FAILED else 0
 
     def describe(self) -> str:
         """ "process 1 was killed by SIGKILL", for messages."""
@@ -268,12 +261,12 @@ class _Job:
         cause = first_cause(self._endings)
         if self._is_interrupted:
             self._say("interrupted; all processes have ended.")
-            return INTERRUPTED
+            return ExitCode.INTERRUPTED
         if self._is_unheard:
             return _CLOSED_OUTPUT
         if cause is None:
             return 0
-        if cause.code == PREEMPTED:
+        if cause.code == ExitCode.PREEMPTED:
             self._say("preempted: the processes have stopped (exit code 75).")
         else:
             self._say(f"{cause.describe()}; the job has ended.")

@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from keras_strategies.cli.children import LAUNCHER_FD
 from keras_strategies.cli.clusters import Cluster, check_address
 from keras_strategies.cli.findings import (
     Finding,
@@ -22,6 +21,7 @@ from keras_strategies.cli.findings import (
 )
 from keras_strategies.cli.installed import split_flags
 from keras_strategies.cli.job import described
+from keras_strategies.cluster.launcher_pipe import LAUNCHER_FD
 from keras_strategies.cluster.rendezvous import RendezvousError
 
 _FOLDER = str(pathlib.Path(__file__).parents[2])

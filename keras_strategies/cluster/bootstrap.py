@@ -12,9 +12,6 @@ from keras_strategies.cluster import guard
 from keras_strategies.cluster.rendezvous import meet, split
 from keras_strategies.cluster.spec import TaskInfo
 
-STARTUP_TIMEOUT_S = 300.0
-"""How long to wait for all processes, in seconds."""
-
 BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
 """The environment variable, one of JAX, that says where process 0 listens."""
 
@@ -27,7 +24,7 @@ def join(
     task: TaskInfo,
     *,
     strategy: str,
-    timeout_s: float = STARTUP_TIMEOUT_S,
+    timeout_s: float,
 ) -> None:
     """Makes this process part of the job. Collective.
 
@@ -49,8 +46,7 @@ def join(
     if not timeout_s > 0:
         raise ValueError(
             "The time to wait for all processes is a positive number of "
-            f"seconds. Received: {timeout_s!r}. Leave it out for "
-            f"{STARTUP_TIMEOUT_S:.0f}."
+            f"seconds. Received: {timeout_s!r}. Leave it out for the default."
         )
     if task.process_id is None or task.num_processes == 1:
         return

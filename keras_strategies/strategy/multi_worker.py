@@ -6,7 +6,6 @@ from typing import Any
 import jax
 
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies.cluster import bootstrap, guard
 from keras_strategies.strategy.communication import (
     CommunicationOptions,
     checked_options,
@@ -67,9 +66,12 @@ class MultiWorkerMirroredStrategy(Strategy):
         coordinator_address: str | None = None,
         num_processes: int | None = None,
         process_id: int | None = None,
-        startup_timeout_s: float = bootstrap.STARTUP_TIMEOUT_S,
+        startup_timeout_s: float = 300.0,
         predict_in: str = "all",
     ) -> None:
+        # It would take a tenth of the time of importing this package.
+        from keras_strategies.cluster import bootstrap, guard
+
         options = checked_options(communication_options)
         if predict_in not in ("all", "chief"):
             raise ValueError(
@@ -130,7 +132,6 @@ def _check_one_way(resolver: Any, numbers: dict[str, Any]) -> None:
 
 def _place(resolver: Any, numbers: dict[str, Any]) -> tuple[Any, Any]:
     """A resolver and this process's `TaskInfo`; None where nothing tells."""
-    # They would take a tenth of the time of importing this package.
     from keras_strategies.cluster import tasks, tf_config_resolver
 
     if resolver is None and numbers["num_processes"] is not None:

@@ -8,7 +8,6 @@ import keras
 from keras_strategies._core import dispatch
 from keras_strategies._core.compiled import CompiledProgram, compile_program
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies.cluster import guard, store
 from keras_strategies.keras_bridge import binding as binding_lib
 from keras_strategies.keras_bridge.layout import check_home
 from keras_strategies.keras_bridge.step_shapes import lower_step
@@ -40,9 +39,8 @@ class Strategy(CustomLoops):
         layout_map: Mapping[str, Any] | None = None,
         outputs_on_chief: bool = False,
     ) -> None:
-        # A mesh of a topology's devices has no job.
-        if mesh.num_processes > 1 and store.is_available():
-            dispatch.start_with(guard.start())
+        if mesh.num_processes > 1:
+            _watch_job()
         self._runtime = Runtime.over(
             mesh, layout_map=layout_map, outputs_on_chief=outputs_on_chief
         )
@@ -289,3 +287,13 @@ def _check_model(name: str, model: Any) -> None:
             f"`{name}` takes a Keras model. Received: {model!r} of type "
             f"{type(model).__name__}. Pass a `keras.Model`."
         )
+
+
+def _watch_job() -> None:
+    """Has the job's guard start what runs on several processes."""
+    # One process without others need not spend the time to import it.
+    from keras_strategies.cluster import guard, store
+
+    # A mesh of a topology's devices has no job.
+    if store.is_available():
+        dispatch.start_with(guard.start())

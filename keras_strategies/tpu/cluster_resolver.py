@@ -142,8 +142,11 @@ class TPUClusterResolver(ClusterResolver):
         num_hosts = self.num_processes
         if num_hosts == 1:
             return
+        # It would take a tenth of the time of importing this package.
+        from keras_strategies.cluster import guard
+
         try:
-            jax.distributed.initialize()
+            jax.distributed.initialize(**guard.INITIALIZE_ARGUMENTS)
         except ValueError:
             # JAX found no cluster of any kind.
             if num_hosts is not None:
