@@ -15,13 +15,24 @@ def blocks(kind):
     return [text for name, text in BLOCKS if name == kind]
 
 
-def test_script_runs_in_one_process(monkeypatch):
+def test_scripts_run_in_one_process(monkeypatch):
     monkeypatch.delenv("TF_CONFIG", raising=False)
-    (script,) = blocks("python")
-    names = {}
-    exec(script, names)
-    assert names["info"].num_processes == 1
-    assert names["strategy"].num_replicas_in_sync == 8
+    # One task of one node, as srun would say.
+    for name, value in {
+        "SLURM_PROCID": "0",
+        "SLURM_STEP_NUM_TASKS": "1",
+        "SLURM_STEP_NODELIST": "host0",
+        "SLURM_STEP_TASKS_PER_NODE": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    scripts = blocks("python")
+    assert len(scripts) == 3
+    names = {"ks": ks}
+    for script in scripts:
+        exec(script, names)
+        assert names["strategy"].num_replicas_in_sync == 8
+    assert names["resolver"].task_id == 0
+    assert names["options"].timeout_seconds == 120
 
 
 @pytest.mark.parametrize("text", blocks("json"))
