@@ -21,6 +21,8 @@ from tests.cluster.test_spec import answer
 theirs = tf.distribute.cluster_resolver
 PROPERTIES = ("task_type", "task_id", "rpc_layer", "environment")
 TASKS = [(None, None), ("worker", 0), ("worker", 1), ("chief", 0), ("ps", 0)]
+# What has no meaning here; see docs/parity.md.
+MISSING = {"TPUClusterResolver": {"set_tpu_topology", "tpu_hardware_feature"}}
 
 
 def answers(resolver):
@@ -38,7 +40,7 @@ def test_names_are_tfs_and_a_few_more():
     ours_only = {"TorchrunClusterResolver", "UnionClusterResolver"}
     names = {name for name in dir(ours) if name.endswith("Resolver")}
     assert names - ours_only <= public
-    assert public - names == {"GCEClusterResolver", "TPUClusterResolver"}
+    assert public - names == {"GCEClusterResolver"}
     assert ks.cluster_resolver.UnionClusterResolver is ours.UnionResolver
     for name in [*names, "ClusterSpec", "TaskInfo", "task_info"]:
         assert getattr(ks.cluster_resolver, name).__doc__
@@ -54,7 +56,8 @@ def test_everything_public_of_tfs_is_there(name):
     def public(cls):
         return {name for name in dir(cls) if not name.startswith("_")}
 
-    assert public(getattr(theirs, name)) <= public(getattr(ours, name))
+    missing = public(getattr(theirs, name)) - public(getattr(ours, name))
+    assert missing == MISSING.get(name, set())
 
 
 def test_resolvers_import_no_backend():
@@ -67,7 +70,8 @@ sys.modules["keras_strategies"] = package
 from keras_strategies import cluster_resolver
 print(len([m for m in sys.modules if m.startswith("keras_strategies.")]))
 for name in dir(cluster_resolver):
-    getattr(cluster_resolver, name)
+    if name != "TPUClusterResolver":  # It asks JAX for devices.
+        getattr(cluster_resolver, name)
 print(sorted({"jax", "keras", "tensorflow", "kubernetes"} & set(sys.modules)))
 """
     folder = os.path.dirname(ks.__file__)
