@@ -1,10 +1,16 @@
 """A program that was compiled to be looked at: its collectives and memory."""
 
+import contextlib
 import dataclasses
 import functools
 import re
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import jax
+
+from keras_strategies._core.mesh import ReplicaMesh
 
 COLLECTIVES = (
     "all-reduce",
@@ -111,25 +117,41 @@ class CompiledProgram:
 
 
 def compile_program(
-    lower: Any, *, name: str, num_replicas: int, cores_per_replica: int
+    lower: Callable[[], Any], mesh: ReplicaMesh, name: str
 ) -> CompiledProgram:
     """Lowers and compiles a program, with the time both take.
 
     Args:
       lower: Returns the lowered program.
+      mesh: The replicas it is for.
       name: What it is.
-      num_replicas: Number of replicas.
-      cores_per_replica: Number of devices of each.
     """
     start = time.perf_counter()
     lowered = lower()
     middle = time.perf_counter()
-    executable = lowered.compile()
+    with _unwritten() if mesh.is_abstract else contextlib.nullcontext():
+        executable = lowered.compile()
     return CompiledProgram(
         name=name,
-        num_replicas=num_replicas,
-        cores_per_replica=cores_per_replica,
+        num_replicas=mesh.num_replicas,
+        cores_per_replica=mesh.cores_per_replica,
         trace_seconds=middle - start,
         compile_seconds=time.perf_counter() - middle,
         executable=executable,
     )
+
+
+@contextlib.contextmanager
+def _unwritten() -> Iterator[None]:
+    """Keeps programs out of JAX's cache on disk.
+
+    jax 0.10 writes those for devices that are not there, and cannot read them
+    again: it warns, and compiles anew.
+    """
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, 1e9)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)

@@ -164,9 +164,8 @@ class Strategy(CustomLoops):
         build = binding.build_for_shapes
         return compile_program(
             lambda: lower_step(model, mesh, kind, batch, build),
-            name=f"{kind} step",
-            num_replicas=mesh.num_replicas,
-            cores_per_replica=mesh.cores_per_replica,
+            mesh,
+            f"{kind} step",
         )
 
     def compile_run(
@@ -205,9 +204,8 @@ class Strategy(CustomLoops):
         mesh = self._runtime.mesh
         return compile_program(
             lambda: self._runner.lower(fn, args, kwargs or {}),
-            name=f"run of {getattr(fn, '__name__', 'a function')}",
-            num_replicas=mesh.num_replicas,
-            cores_per_replica=mesh.cores_per_replica,
+            mesh,
+            f"run of {getattr(fn, '__name__', 'a function')}",
         )
 
     def describe(self, model: keras.Model | None = None) -> None:

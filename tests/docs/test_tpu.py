@@ -28,7 +28,8 @@ def test_code_runs_on_cpus():
 @pytest.mark.tpu
 def test_code_runs_by_name():
     names = run_blocks(has_names=True)
-    assert names["mesh"].devices[0, 0].platform == "tpu"
+    assert names["named"].num_tasks == 4
+    assert names["program"].num_replicas == 16
 
 
 @pytest.mark.tpu
