@@ -21,7 +21,7 @@ _CLOSED_OUTPUT = 141
 _POLL_S = 0.02
 _SHOW_S = 2.0
 # Survivors hear of a failure at once, and have this long to say it and go.
-_FAILED = (0.4, 0.8)
+_FAILED = (0.6, 0.9)
 # A process that says that a peer failed may be ahead of that peer, which
 # waits a second for others to hear its error.
 _PEER_FAILED = 1.0
@@ -90,6 +90,13 @@ def first_cause(endings: Sequence[Ending]) -> Ending | None:
     """
     failed = [ending for ending in endings if ending.code]
     return min(failed, key=lambda ending: ending.rank, default=None)
+
+
+def _described_cause(cause: Ending) -> str:
+    if cause.code == ExitCode.PEER_FAILED:
+        # No process failed by itself: one may have ended too early, with 0.
+        return "the processes ended with exit code 71; their last lines say why"
+    return cause.describe()
 
 
 def described(code: int) -> str:
@@ -269,7 +276,7 @@ class _Job:
         if cause.code == ExitCode.PREEMPTED:
             self._say("preempted: the processes have stopped (exit code 75).")
         else:
-            self._say(f"{cause.describe()}; the job has ended.")
+            self._say(f"{_described_cause(cause)}; the job has ended.")
         return cause.code if cause.code > 0 else 128 - cause.code
 
     def _say(self, text: str) -> None:

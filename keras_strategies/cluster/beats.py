@@ -5,6 +5,7 @@ Pure: who hears the beats passes the time, so that tests need no clock.
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 
 from keras_strategies.cluster.exits import Cause, ExitCode
@@ -12,6 +13,7 @@ from keras_strategies.cluster.exits import Cause, ExitCode
 # A process that is done takes part in nothing more; those that wait for it are
 # given a moment, in case it has failed and tells so.
 _DONE_S = 1.0
+_AGREEING_S = 1.0
 # The least that a beat's way takes; more is no news of this moment.
 _FRESH_S = 0.5
 _SILENT_S = 4.0
@@ -82,6 +84,8 @@ class Judge:
         self.timeout_s = timeout_s
         self._host = host
         self._heard: dict[int, _Heard] = {}
+        # When one of them last traced or compiled.
+        self._compiled_at = -math.inf
 
     @property
     def is_over(self) -> bool:
@@ -151,9 +155,13 @@ class Judge:
         beats = {p: heard.beat for p, heard in sorted(self._heard.items())}
         waits = max((b.waiting_s for b in beats.values()), default=0.0)
         # A first program may compile for as long as it takes.
-        is_compiling = any(b.starting_s for b in beats.values())
-        if waits <= self.timeout_s or is_compiling:
+        if any(b.starting_s for b in beats.values()):
+            self._compiled_at = now
+        # Those that wait for it have waited for nobody else till then.
+        if now - self._compiled_at <= self.timeout_s:
             return None
+        if waits <= self.timeout_s:
+            return self._find_unheard(beats, now)
         most = max(beat.programs for beat in beats.values())
         behind = [p for p, beat in beats.items() if beat.programs < most]
         if not behind:
@@ -169,6 +177,24 @@ class Judge:
                 f"waits for {waits:.0f} s"
             )
         return Cause(text=text, code=ExitCode.STALLED)
+
+    def _find_unheard(self, beats: dict[int, Beat], now: float) -> Cause | None:
+        """Some wait on the host, for too long, for others that do not."""
+        waits = [p for p, beat in beats.items() if beat.agreeing_s]
+        longest = max(waits, key=lambda p: beats[p].agreeing_s, default=None)
+        if longest is None:
+            return None
+        beat = beats[longest]
+        # Agreements have a limit of their own, and say what they miss.
+        if beat.agreeing_s <= self.timeout_s + _AGREEING_S:
+            return None
+        others = [p for p in beats if p not in waits][:_SHOWN]
+        told = [self._told(p, now) for p in others]
+        told.append(
+            f"process {longest} waits for others in {beat.agreeing} for "
+            f"{beat.agreeing_s:.0f} s (at {beat.where})"
+        )
+        return Cause(text="; ".join(told), code=ExitCode.STALLED)
 
     def _told(self, process: int, now: float) -> str:
         heard = self._heard[process]

@@ -130,6 +130,11 @@ class _Hooks:
             self._leave()
         except KeyboardInterrupt:
             end(guard.process, "KeyboardInterrupt", ExitCode.INTERRUPTED)
+        if done.was_preempted and not done.was_preempted_in_main:
+            # Python forgets a SystemExit of another thread.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(ExitCode.PREEMPTED)
 
     def _leave(self) -> None:
         if self._is_here():

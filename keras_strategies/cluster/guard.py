@@ -5,6 +5,7 @@ a `Talker` hears from the others, and that ends this process with the cause.
 How this process tells the others of its own end is in `ending`.
 """
 
+import math
 import os
 import threading
 import time
@@ -207,8 +208,8 @@ class Guard:
     def _look(self) -> None:
         line = self._pipe.read() if self._pipe is not None else None
         if line is not None:
-            # It knows best.
-            self._note(Cause(text=line))
+            # It knows best, and ends the processes in a moment.
+            self._cause, self._cause_at = Cause(text=line), -math.inf
             self._pipe = None
         elif self._cause is None:
             found = self._talker.cause or self._find_lost()

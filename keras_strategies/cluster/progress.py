@@ -29,6 +29,18 @@ _LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
 
 # Where JAX runs a program that it has just compiled.
 _EXECUTES = str(PurePath("jax", "_src", "interpreters", "pxla.py"))
+# Where JAX traces functions.
+_PARTIAL_EVAL = str(PurePath("jax", "_src", "interpreters", "partial_eval.py"))
+_TRACES = "trace_to_jaxpr"
+# Where JAX compares what `device_put` is given, and others with their own.
+_MULTIHOST = str(PurePath("jax", "experimental", "multihost_utils.py"))
+_COMPARES = (
+    "assert_equal",
+    "process_allgather",
+    "broadcast_one_to_all",
+    "sync_global_devices",
+)
+_COMPARED = "a value that JAX compares between processes (`assign`)"
 
 
 class Progress:
@@ -59,9 +71,11 @@ class Progress:
         # Since when a program is being started, and by which thread.
         self._starting: tuple[float, int] | None = None
         self._executing_since: float | None = None
+        self._began = clock()
+        self._comparing_since: float | None = None
         self._oldest: _InFlight | None = None
         self._last: _InFlight | None = None
-        self.was_preempted = False
+        self.was_preempted = self.was_preempted_in_main = False
         self.is_done = False
 
     def start(
@@ -82,12 +96,13 @@ class Progress:
         self._asked += 1
         if not self.was_preempted and self._is_preempted(self._asked):
             self.was_preempted = True
+            self.was_preempted_in_main = threading.get_ident() == self._main
             self._wait()
             raise Preempted
         with self._in_start():
-            text = traced(program, args)
-        if text is not None:
-            compare(tuple(range(num_processes)), text)
+            new = traced(program, args)
+        if new is not None:
+            compare(tuple(range(num_processes)), new)
         with self._in_start():
             outputs = program(*args)
         self.num_started += 1
@@ -110,6 +125,9 @@ class Progress:
         starting_s, executing_s = self._starting_s(now)
         waiting.append(executing_s)
         agreeing, agreeing_s = agreement.longest_wait()
+        comparing_s = self._comparing_s(now)
+        if comparing_s > agreeing_s:
+            agreeing, agreeing_s = _COMPARED, comparing_s
         return Beat(
             number=number,
             programs=self.num_started + (executing_s > 0),
@@ -121,12 +139,27 @@ class Progress:
             is_done=self.is_done,
         )
 
+    def _comparing_s(self, now: float) -> float:
+        """For how long JAX compares a value of the host between processes.
+
+        It does so where `device_put` spreads one, and so does `assign` of a
+        variable; with a program of its own, that nobody is told of.
+        """
+        frame = sys._current_frames().get(self._main or 0)
+        if not _is_comparing(frame):
+            self._comparing_since = None
+            return 0.0
+        if self._comparing_since is None:
+            self._comparing_since = now
+        return now - self._comparing_since
+
     def _starting_s(self, now: float) -> tuple[float, float]:
         """For how long a program is being started, or runs before the call
         returns: XLA does that on CPU with one device in each process."""
         starting = self._starting
         if starting is None:
-            return 0.0, 0.0
+            main = sys._current_frames().get(self._main or 0)
+            return (now - self._began if _is_tracing(main) else 0.0), 0.0
         frame = sys._current_frames().get(starting[1])
         if frame is None or not _is_executing(frame):
             self._executing_since = None
@@ -217,6 +250,28 @@ def _is_executing(frame: types.FrameType) -> bool:
         code.co_name == "__call__"
     )
     return is_first or code is Progress.start.__code__
+
+
+def _is_tracing(frame: types.FrameType | None) -> bool:
+    """Whether a thread traces a function, for whatever program."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name.startswith(_TRACES) and code.co_filename.endswith(
+            _PARTIAL_EVAL
+        ):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_comparing(frame: types.FrameType | None) -> bool:
+    """Whether a thread is in JAX's comparison of values between processes."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in _COMPARES and code.co_filename.endswith(_MULTIHOST):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def is_users(file: str) -> bool:

@@ -5,10 +5,12 @@ what the other sends for something else, and a step's numbers are wrong before
 anything ends. So each compares what it has traced before it runs it first.
 """
 
+import dataclasses
 import hashlib
+import math
 import re
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -17,7 +19,7 @@ import numpy as np
 from keras_strategies.cluster.agreement import Agreement
 
 # Constants above this are compared by their shape and type alone.
-_MAX_CONSTANT_BYTES = 1 << 20
+_MAX_CONSTANT_BYTES = 1 << 26
 _MAX_LINES = 20_000
 _MAX_SHOWN = 160
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
@@ -31,8 +33,23 @@ _compared: weakref.WeakKeyDictionary[Any, set[Any]] = (
 )
 
 
-def traced(program: Any, args: tuple[Any, ...]) -> str | None:
-    """A program as text, to `compare`; None if that was done before.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Traced:
+    """A program that is to be compared.
+
+    Attributes:
+      program: The function.
+      key: The structure, shapes and types of its arguments.
+      text: What it computes.
+    """
+
+    program: Any
+    key: Any
+    text: str
+
+
+def traced(program: Any, args: tuple[Any, ...]) -> Traced | None:
+    """A program to `compare`; None if that was done before.
 
     It is compared once for the shapes of its arguments. Nothing is compiled,
     and the program need not be traced again.
@@ -45,39 +62,59 @@ def traced(program: Any, args: tuple[Any, ...]) -> str | None:
         return None
     leaves, structure = jax.tree.flatten(args)
     key = (structure, *map(_signature, leaves))
-    compared = _compared.setdefault(program, set())
-    if key in compared:
+    if key in _compared.setdefault(program, set()):
         return None
     text = _text(program.trace(*args).jaxpr)
-    compared.add(key)
-    return text
+    return Traced(program=program, key=key, text=text)
 
 
-def compare(processes: tuple[int, ...], text: str) -> None:
+def compare(processes: tuple[int, ...], traced: Traced) -> None:
     """Raises unless all processes run one program. Collective on the host.
+
+    Waits for as long as the others trace theirs; the guard of the job sees
+    whether one is stuck.
 
     Args:
       processes: JAX's ids of the processes that run it.
-      text: What `traced` returned.
+      traced: What `traced` returned.
 
     Raises:
       RuntimeError: processes have different programs; all raise.
     """
-    agreement = Agreement(processes, "the comparison of programs")
+    agreement = Agreement(
+        processes, "the comparison of programs", timeout_s=math.inf
+    )
+    text = traced.text
     digests = agreement.exchange(_digest(text))
     if len(set(digests)) > 1:
         raise RuntimeError(_difference(agreement, processes, digests, text))
     agreement.end()
+    _compared[traced.program].add(traced.key)
 
 
 def _signature(leaf: Any) -> Any:
     return (leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf
 
 
-def _text(jaxpr: Any) -> str:
+def _text(closed: Any) -> str:
     """A traced program with its constants, the same in every process."""
-    lines = [_ADDRESS.sub("", str(jaxpr.jaxpr)), *map(_constant, jaxpr.consts)]
+    lines = [_ADDRESS.sub("", str(closed.jaxpr))]
+    lines += [_constant(value) for value in _constants(closed)]
     return "\n".join(lines)
+
+
+def _constants(closed: Any) -> Iterator[Any]:
+    """The arrays that a program holds, those of inner ones too."""
+    yield from getattr(closed, "consts", ())
+    for equation in getattr(closed, "jaxpr", closed).eqns:
+        for operand in equation.invars:
+            literal = getattr(operand, "val", 0)
+            if np.ndim(literal):
+                yield literal
+        for value in equation.params.values():
+            for inner in value if isinstance(value, tuple | list) else [value]:
+                if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                    yield from _constants(inner)
 
 
 def _constant(value: Any) -> str:

@@ -2,7 +2,10 @@
 
 import dataclasses
 import enum
+import math
 from typing import Any
+
+_MAX_SECONDS = 7 * 24 * 3600
 
 
 class CommunicationImplementation(enum.Enum):
@@ -43,11 +46,16 @@ class CommunicationOptions:
 
     def __post_init__(self) -> None:
         _check_number("bytes_per_pack", self.bytes_per_pack, least=0)
+        if self.bytes_per_pack != int(self.bytes_per_pack):
+            raise ValueError(
+                "`bytes_per_pack` is a natural number. Received: "
+                f"{self.bytes_per_pack}. Leave it out for the default."
+            )
         if self.timeout_seconds is not None:
-            _check_number("timeout_seconds", self.timeout_seconds, least=None)
+            check_seconds("timeout_seconds", self.timeout_seconds)
         name = getattr(self.implementation, "value", self.implementation)
         known = CommunicationImplementation.__members__
-        if name not in known:
+        if name not in list(known):
             raise ValueError(
                 "`implementation` is one of "
                 f"{', '.join(map(repr, known))}. Received: "
@@ -93,6 +101,25 @@ def checked_options(options: Any) -> CommunicationOptions:
     return options
 
 
+def check_seconds(name: str, value: Any) -> None:
+    """Raises unless a value is a positive number of seconds.
+
+    Args:
+      name: The argument's name.
+      value: What was given.
+
+    Raises:
+      TypeError: it is no number.
+      ValueError: it is none that can be waited for: above a week, too.
+    """
+    _check_number(name, value, least=None)
+    if value > _MAX_SECONDS:
+        raise ValueError(
+            f"`{name}` is a number of seconds, of a week at most. Received: "
+            f"{value}. Leave it out for the default."
+        )
+
+
 def _check_number(name: str, value: Any, *, least: float | None) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(
@@ -100,7 +127,7 @@ def _check_number(name: str, value: Any, *, least: float | None) -> None:
             f"{type(value).__name__}. Leave it out for the default."
         )
     is_allowed = value > 0 if least is None else value >= least
-    if not is_allowed:
+    if not is_allowed or not math.isfinite(value):
         raise ValueError(
             f"`{name}` is a {'positive' if least is None else 'natural'} "
             f"number. Received: {value}. Leave it out for the default."

@@ -8,6 +8,7 @@ import jax
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.strategy.communication import (
     CommunicationOptions,
+    check_seconds,
     checked_options,
 )
 from keras_strategies.strategy.strategy import Strategy
@@ -73,6 +74,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         from keras_strategies.cluster import bootstrap, guard
 
         options = checked_options(communication_options)
+        check_seconds("startup_timeout_s", startup_timeout_s)
         if predict_in not in ("all", "chief"):
             raise ValueError(
                 "`predict` returns its rows in all processes or in the chief. "

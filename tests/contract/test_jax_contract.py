@@ -12,7 +12,7 @@ from jax._src import api, distributed
 
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import replica_map, split_spec
-from keras_strategies.cluster import store
+from keras_strategies.cluster import progress, store
 from keras_strategies.testing import run_processes
 
 
@@ -160,3 +160,25 @@ def test_open_constraints_can_be_left_out():
     text = jax.jit(step).lower(np.ones((4, 4), "float32")).as_text()
     assert "manual_computation" in text
     assert "sdy.sharding_constraint" not in text
+
+
+def test_the_guard_knows_where_jax_traces_and_compares():
+    """Names by which cluster/progress.py reads a thread's stack."""
+    from jax._src.interpreters import partial_eval, pxla
+    from jax.experimental import multihost_utils
+
+    seen = []
+
+    def traced(x):
+        seen.append(progress._is_tracing(sys._getframe()))
+        return x
+
+    jax.eval_shape(traced, 1.0)
+    jax.jit(traced)(1)
+    assert seen == [True, True]
+    assert not progress._is_tracing(sys._getframe())
+    for name in progress._COMPARES:
+        assert hasattr(multihost_utils, name)
+    assert multihost_utils.__file__.endswith(progress._MULTIHOST)
+    assert partial_eval.__file__.endswith(progress._PARTIAL_EVAL)
+    assert pxla.__file__.endswith(progress._EXECUTES)

@@ -82,7 +82,7 @@ def test_an_empty_tf_config_is_none(monkeypatch, text):
                 "startup_timeout_s": 0,
             },
             ValueError,
-            ["positive number of seconds"],
+            ["`startup_timeout_s` is a positive number"],
         ),
     ],
 )
