@@ -14,8 +14,8 @@ from keras_strategies.cluster.exits import Cause, ExitCode
 # given a moment, in case it has failed and tells so.
 _DONE_S = 1.0
 _AGREEING_S = 1.0
-# The least that a beat's way takes; more is no news of this moment.
-_FRESH_S = 0.5
+# The most that a beat may be on its way after its process's death.
+_ON_ITS_WAY_S = 0.1
 _SILENT_S = 4.0
 _SHOWN = 8
 
@@ -84,6 +84,9 @@ class Judge:
         self.timeout_s = timeout_s
         self._host = host
         self._heard: dict[int, _Heard] = {}
+        # What was the last word when `all_live` was first asked: (since, by
+        # process its beat's number).
+        self._last_words: tuple[float, dict[int, int]] | None = None
         # When one of them last traced or compiled.
         self._compiled_at = -math.inf
 
@@ -106,13 +109,23 @@ class Judge:
                 since = known.same_since if is_same else now
                 self._heard[process] = _Heard(beat, now, since)
 
-    def all_live(self, since: float) -> bool:
-        """Whether all others have told something clearly after a time."""
-        return all(
-            heard.at > since + _FRESH_S
+    def all_live(self, since: float, now: float) -> bool:
+        """Whether all others have told something after a time.
+
+        What is heard after it may have been told before: so the first time
+        that it is asked only notes what was told last.
+        """
+        numbers = {
+            process: heard.beat.number
             for process, heard in self._heard.items()
             if process != self._host
-        )
+        }
+        if self._last_words is None or self._last_words[0] != since:
+            if now > since + _ON_ITS_WAY_S:
+                self._last_words = since, numbers
+            return False
+        before = self._last_words[1]
+        return all(n > before.get(p, -1) for p, n in numbers.items())
 
     def silent(self, now: float) -> list[int]:
         """Who has told nothing for some beats.

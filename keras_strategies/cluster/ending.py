@@ -1,7 +1,8 @@
 """How this process ends, so that the others hear of it.
 
-The hooks of a process of a job: on an uncaught exception, on `sys.exit`, at
-the end of the script, and before `jax.distributed.shutdown`.
+The hooks of a process of a job: on an uncaught exception (in a thread that
+trains, too), on `sys.exit`, at the end of the script, and before
+`jax.distributed.shutdown`.
 """
 
 import atexit
@@ -33,6 +34,9 @@ def install(guard: "Guard") -> None:
     """Installs the hooks, for the rest of this process."""
     hooks = _Hooks(guard)
     sys.excepthook = functools.partial(hooks.on_exception, sys.excepthook)
+    threading.excepthook = functools.partial(
+        hooks.on_thread_exception, threading.excepthook
+    )
     sys.exit = functools.partial(hooks.on_exit, sys.exit)
     jax.distributed.shutdown = functools.partial(
         hooks.on_shutdown, jax.distributed.shutdown
@@ -80,20 +84,41 @@ class _Hooks:
     ) -> None:
         """In the place of `sys.excepthook`."""
         previous(kind, error, trace)
+        self._fail(error, trace)
+
+    def on_thread_exception(self, previous: Any, args: Any, /) -> None:
+        """In the place of `threading.excepthook`.
+
+        Python goes on after it. A job does not, if the thread was training:
+        nobody starts its next program.
+        """
+        previous(args)
+        thread, error = args.thread, args.exc_value
+        has_trained = (
+            thread is not None and thread.ident in self._guard.progress.threads
+        )
+        if has_trained and isinstance(error, Exception):
+            self._fail(error, args.exc_traceback)
+
+    def _fail(
+        self, error: BaseException, trace: types.TracebackType | None
+    ) -> None:
+        """Tells of an exception that nobody caught."""
         if not self._is_here() or _is_interactive():
             return
         if _is_suspect(error):
             self._guard.explain()
+        if isinstance(error, Stalled):
+            # It names those who are to blame: others.
+            name = str(error).rstrip(".")
+            cause = Cause(text=name, code=ExitCode.STALLED)
+            self._guard.fail(name, ExitCode.STALLED, cause)
+            return
         name, code = _described(error, trace), ExitCode.FAILED
-        told = ExitCode.PEER_FAILED
         if isinstance(error, KeyboardInterrupt):
             code = ExitCode.INTERRUPTED
-        elif isinstance(error, Stalled):
-            code = told = ExitCode.STALLED
-        cause = Cause(
-            text=f"process {self._guard.process} failed: {name}", code=told
-        )
-        self._guard.fail(name, code, cause)
+        told = f"process {self._guard.process} failed: {name}"
+        self._guard.fail(name, code, Cause(text=told))
 
     def on_exit(self, previous: Any, status: Any = None, /) -> None:
         """In the place of `sys.exit`."""

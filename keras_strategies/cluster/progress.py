@@ -68,6 +68,7 @@ class Progress:
         # only reads.
         self._asked = 0
         self.num_started = 0
+        self.threads: set[int] = set()
         # Since when a program is being started, and by which thread.
         self._starting: tuple[float, int] | None = None
         self._executing_since: float | None = None
@@ -94,6 +95,7 @@ class Progress:
         if num_processes != self._num_processes:
             return program(*args)
         self._asked += 1
+        self.threads.add(threading.get_ident())
         if not self.was_preempted and self._is_preempted(self._asked):
             self.was_preempted = True
             self.was_preempted_in_main = threading.get_ident() == self._main

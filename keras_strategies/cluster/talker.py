@@ -124,6 +124,7 @@ class Talker:
 
     def suspect(self) -> None:
         """Looks whether one of the others is gone: an error says so."""
+        self.all_live.clear()
         self._suspects_since = self._clock.seconds
 
     def hung_s(self) -> float:
@@ -198,7 +199,7 @@ class Talker:
         now = self._clock.seconds
         self.judge.hear(beats, now)
         since = self._suspects_since
-        if since is not None and self.judge.all_live(since):
+        if since is not None and self.judge.all_live(since, now):
             self.all_live.set()
         cause = self.judge.find(now)
         silent = self.judge.silent(now)

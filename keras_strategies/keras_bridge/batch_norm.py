@@ -6,6 +6,7 @@ two passes (the variance from the global mean).
 """
 
 import functools
+import math
 import types
 from collections.abc import Callable
 from typing import Any
@@ -44,21 +45,32 @@ def global_moments(
 ) -> tuple[Any, Any]:
     """Mean and variance of `inputs` over all axes but the layer's.
 
-    In a replica-mapped step over the rows of all replicas, elsewhere over
-    the rows at hand. With a mask, as Keras does, over the entries it keeps.
+    In a replica-mapped step, and in `run`, over the rows of all replicas;
+    elsewhere over the rows at hand. With a mask, as Keras does, over the
+    entries it keeps.
     """
     step = current_step()
+    # Replicas may hold different numbers of rows in `run` alone.
+    is_run = step is not None and step.is_local
+    is_divided = is_run or (step is not None and not step.is_whole)
 
     def over_replicas(value: Any) -> Any:
-        if step is None or step.is_whole:
+        if step is None or not is_divided:
             return value
         return all_mean(value, step.axis)
 
     axes = list(layer._reduction_axes or ())
+
+    def mean_of(value: Any) -> Any:
+        if not is_run:
+            return over_replicas(ops.mean(value, axes, keepdims=True))
+        count = math.prod(value.shape[axis] for axis in axes)
+        total = over_replicas(ops.sum(value, axes, keepdims=True))
+        return total / over_replicas(ops.full_like(total, count))
+
     if mask is None:
-        mean = over_replicas(ops.mean(inputs, axes, keepdims=True))
-        difference = ops.square(inputs - mean)
-        variance = over_replicas(ops.mean(difference, axes, keepdims=True))
+        mean = mean_of(inputs)
+        variance = mean_of(ops.square(inputs - mean))
         return ops.squeeze(mean, axes), ops.squeeze(variance, axes)
     kept = ops.cast(
         ops.broadcast_to(ops.expand_dims(mask, -1), ops.shape(inputs)), "bool"
@@ -70,7 +82,7 @@ def global_moments(
 
     count = ops.sum(ops.cast(kept, inputs.dtype), axes, keepdims=True)
     count = over_replicas(count)
-    if step is not None and not step.is_whole:
+    if step is not None and is_divided:
         # Keras adds epsilon to the count of the whole batch.
         epsilon = keras.config.epsilon() / step.num_replicas
     else:

@@ -7,11 +7,15 @@ state of its own. Before they are placed, the chief's are sent to all.
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import keras
 from jax.core import Tracer
 
 from keras_strategies._core.chief import from_chief
 from keras_strategies._core.mesh import ReplicaMesh
+
+# In what JAX raises (tests/contract/test_jax_contract.py).
+_NOT_THE_SAME = "not the same on each process"
 
 
 def create(
@@ -25,6 +29,9 @@ def create(
       mesh: The replicas.
       next_creator: Makes the variable.
       **kwargs: Those of `keras.Variable`.
+
+    Raises:
+      ValueError: a number or an array that differs from the chief's.
     """
     initializer = kwargs.get("initializer")
     if mesh.num_processes > 1 and kwargs.get("layout") is None:
@@ -32,7 +39,20 @@ def create(
             initializer = keras.initializers.get(initializer)
         if callable(initializer) and not _is_constant(initializer):
             kwargs |= {"initializer": _FromChief(initializer, mesh)}
-    return next_creator(**kwargs)
+    try:
+        return next_creator(**kwargs)
+    except AssertionError as error:
+        # JAX's `device_put` compares what it is to spread over processes.
+        if _NOT_THE_SAME not in str(error):
+            raise
+        raise ValueError(
+            "All processes must create a variable with the same value. "
+            f"Received: {kwargs.get('initializer')!r} for variable "
+            f"{kwargs.get('name')!r} in process {jax.process_index()}, and "
+            "another value in another process. Give it the same number (a "
+            "learning rate, for example) everywhere, or a function of "
+            "(shape, dtype): the chief's result is sent to all."
+        ) from error
 
 
 class _FromChief:

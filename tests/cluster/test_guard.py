@@ -50,6 +50,14 @@ GOOD = {
         {"programs": 6, "is_done": True},
         {"programs": 6, "waiting_s": 30.0},
     ],
+    "one waits on the host for less": [
+        {"agreeing": "`fit`'s data", "agreeing_s": 60.5},
+        {"programs": 3},
+    ],
+    "the other one traces": [
+        {"agreeing": "the comparison of programs", "agreeing_s": 900.0},
+        {"starting_s": 900.0},
+    ],
     "one process": [{"programs": 1}],
     "none": [],
 }
@@ -80,6 +88,16 @@ BAD = {
         ExitCode.PEER_FAILED,
         "process 1 has ended its script after 17 programs, and process 0 "
         "waits for it in program 18 (at train.py:9 in step)",
+    ),
+    "one is missed on the host": (
+        [
+            {"agreeing": "`fit`'s data", "agreeing_s": 62.0, "where": "a:1"},
+            {"programs": 3, "where": STALL},
+        ],
+        ExitCode.STALLED,
+        f"process 1 has started 3 programs, none for 100 s; its main thread "
+        f"is at {STALL}; process 0 waits for others in `fit`'s data for 62 s "
+        "(at a:1)",
     ),
     "one has left an agreement": (
         [{"agreeing": "`fit`'s data", "agreeing_s": 3.0}, {"is_done": True}],
@@ -114,6 +132,16 @@ def test_a_process_that_starts_programs_again_is_not_said_to_stand_still():
     assert "process 1 has started 2 programs, none for 10 s" in cause.text
 
 
+def test_a_wait_counts_from_when_the_others_have_compiled():
+    judge = Judge(timeout_s=TIMEOUT_S)
+    for number, now in enumerate((0.0, 100.0, 150.0, 161.0)):
+        waits = Beat(number=number, programs=1, waiting_s=now)
+        other = Beat(number=number, starting_s=now if now <= 100 else 0.0)
+        judge.hear({0: waits, 1: other}, now)
+        found = judge.find(now)
+        assert (found is None) == (now < 161)
+
+
 @pytest.mark.parametrize(
     ("beats", "now", "expected"),
     [
@@ -135,12 +163,25 @@ def test_who_tells_nothing_new_is_silent(beats, now, expected):
 def test_all_live_only_when_all_have_told_something_since():
     judge = Judge(timeout_s=TIMEOUT_S)
     judge.hear({0: Beat(), 1: Beat(), 2: Beat()}, 1.0)
-    judge.hear({1: Beat(number=1)}, 9.0)
-    assert not judge.all_live(8.0)
-    judge.hear({2: Beat(number=1)}, 8.1)
-    assert not judge.all_live(8.0)
-    judge.hear({2: Beat(number=2)}, 9.1)
-    assert judge.all_live(8.0)
+    # Told before, maybe, and heard now.
+    judge.hear({1: Beat(number=1), 2: Beat(number=4)}, 9.0)
+    assert not judge.all_live(8.0, 9.0)
+    assert not judge.all_live(8.0, 9.0)
+    judge.hear({1: Beat(number=2)}, 9.5)
+    assert not judge.all_live(8.0, 9.5)
+    judge.hear({2: Beat(number=5)}, 9.6)
+    assert judge.all_live(8.0, 9.6)
+    # Of another suspicion.
+    assert not judge.all_live(9.6, 9.7)
+    assert not judge.all_live(9.6, 10.0)
+
+
+def test_the_dead_are_not_taken_for_live_by_who_hears_them_late():
+    # A process asks the others only when it suspects one.
+    judge = Judge(timeout_s=TIMEOUT_S)
+    for now in (9.0, 9.5, 10.0):
+        judge.hear({1: Beat(number=int(2 * now)), 2: Beat(number=8)}, now)
+        assert not judge.all_live(8.0, now)
 
 
 def test_names_of_many_dead_are_cut_short():
@@ -262,6 +303,18 @@ def test_a_program_that_runs_before_its_call_returns_is_waited_for(clock):
         starting.join()
     assert (beat.waiting_s, beat.starting_s, beat.programs) == (5, 0, 1)
     assert progress.beat().programs == 1
+
+
+def test_it_is_known_which_threads_train(clock):
+    progress = made(clock)
+    progress.start(1, lambda: ([],), ())
+    assert not progress.threads
+    training = threading.Thread(
+        target=progress.start, args=(2, lambda: ([],), ())
+    )
+    training.start()
+    training.join()
+    assert progress.threads == {training.ident}
 
 
 def test_programs_of_some_processes_do_not_count(clock):

@@ -5,7 +5,6 @@ a line for each step, and "fault" when it does what is wrong itself.
 """
 
 import json
-import os
 import sys
 import threading
 import time
@@ -147,16 +146,23 @@ def loop(case, process):
 
 def main(told):
     case, process = told["case"], told["process"]
-    count, index, address = told["place"]
-    jax.distributed.initialize(
-        address,
-        count,
-        index,
-        coordinator_bind_address=address,
-        **guard.INITIALIZE_ARGUMENTS,
-    )
-    say("pid", os.getpid(), threading.active_count())
-    {"fit": fit, "loop": loop}[told["kind"]](case, process)
+    if told.get("place"):
+        count, index, address = told["place"]
+        jax.distributed.initialize(
+            address,
+            count,
+            index,
+            coordinator_bind_address=address,
+            **guard.INITIALIZE_ARGUMENTS,
+        )
+    kind, _, place = told["kind"].partition(" in a ")
+    train = {"fit": fit, "loop": loop}[kind]
+    if place == "thread":
+        thread = threading.Thread(target=train, args=(case, process))
+        thread.start()
+        thread.join()
+    else:
+        train(case, process)
     say("end")
 
 

@@ -58,6 +58,7 @@ def assert_ended(results, process, *, code, cause, seconds, its_code):
         pytest.param("exception", 0, "fit", 2, marks=slow),
         pytest.param("exception", 0, "loop", 2, marks=slow),
         pytest.param("exception", 1, "loop", 3, marks=slow),
+        pytest.param("exception", 1, "fit in a thread", 2, marks=slow),
         pytest.param("exit", 1, "fit", 2, marks=slow),
         pytest.param("exit", 0, "loop", 2, marks=slow),
         pytest.param("interrupt", 1, "loop", 2, marks=slow),
@@ -74,7 +75,7 @@ def test_a_process_goes_wrong(case, process, kind, count, tmp_path):
         tmp_path,
         {"case": case, "process": process, "kind": kind},
         count=count,
-        devices=2 if kind == "fit" else 1,
+        devices=2 if kind.startswith("fit") else 1,
         limit_s=30,
         env={"KERAS_STRATEGIES_TIMEOUT_S": str(TIMEOUT_S)} if is_stuck else {},
     )

@@ -151,12 +151,14 @@ def test_other_numbers_of_devices_are_named_by_all():
 
 def test_programs_that_differ_are_refused_before_they_run():
     (address,) = free_addresses(1)
-    for found in in_turn("different_programs", 2, address):
-        loss, is_untouched, constant, is_still, run, last = found
+    for me, found in enumerate(in_turn("different_programs", 2, address)):
+        assert f"{1.0 + me} for variable 'rate' in process {me}" in found.pop()
+        loss, is_untouched, constant, is_still, *runs, last = found
+        assert len(runs) == 2
         assert "process 0 at `" in loss
         assert "mul" in loss
         assert is_untouched
         assert is_still
-        for text in (loss, constant, run):
+        for text in (loss, constant, *runs):
             assert "must run the same program" in text
         assert last == "still usable"

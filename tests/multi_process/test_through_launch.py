@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import time
@@ -16,14 +17,12 @@ ROOT = pathlib.Path(__file__).parents[2]
 LIMIT_S = 300
 
 
-def launched(folder, processes, devices):
-    """What each process found."""
-    folder.mkdir()
+def launch(processes, devices, module, argument):
+    """How the launcher ended."""
     words = ["launch", "--processes", processes]
     words += ["--devices-per-process", devices]
-    words += ["-m", "tests.multi_process.through_launch", folder]
-    start = time.monotonic()
-    ended = subprocess.run(
+    words += ["-m", f"tests.multi_process.{module}", argument]
+    return subprocess.run(
         [sys.executable, "-m", "keras_strategies.cli", *map(str, words)],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""},
@@ -32,6 +31,13 @@ def launched(folder, processes, devices):
         timeout=LIMIT_S,
         check=False,
     )
+
+
+def launched(folder, processes, devices):
+    """What each process found."""
+    folder.mkdir()
+    start = time.monotonic()
+    ended = launch(processes, devices, "through_launch", folder)
     seconds = time.monotonic() - start
     print(f"{processes} x {devices}: {seconds:.1f} s")
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -60,3 +66,21 @@ def test_all_loops_equal_those_of_one_process(tmp_path, processes, devices):
         # Its own replicas' results alone.
         assert len(found["local"]) == devices
     assert sum(sum(found["local"]) for found in several) == SIZE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process", [0, 1])
+def test_every_process_ends_with_the_cause(process):
+    told = {"case": "exception", "process": process, "kind": "fit"}
+    ended = launch(2, 1, "faults", json.dumps(told))
+    lines = ended.stderr.splitlines()
+    print(*lines[-12:], sep="\n")
+    assert ended.returncode == 70
+    assert f"process {process} ended with exit code 70" in lines[-1]
+    assert f"process {process} ends with exit code 70: " in ended.stderr
+    # The other one, and the chief as well.
+    (said,) = re.findall(
+        rf"process {1 - process} ends with exit code 71: .*", ended.stderr
+    )
+    assert f"process {process} failed: " in said
+    assert "user bug (faults.py:" in said

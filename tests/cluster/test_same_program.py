@@ -1,0 +1,73 @@
+"""What two programs are told apart by, before processes compare them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from keras_strategies.cluster.same_program import traced
+
+
+def text_of(fn):
+    found = traced(jax.jit(fn), (np.ones(3, "float32"),))
+    assert found is not None
+    return found.text
+
+
+def scaled(by, x):
+    return x * jnp.asarray(np.full(3, by, "float32"))
+
+
+def in_jit(by, x):
+    return jax.jit(functools.partial(scaled, by))(x)
+
+
+def in_scan(by, x):
+    return jax.lax.scan(lambda c, _: (scaled(by, c), None), x, None, 2)[0]
+
+
+def in_branch(by, x):
+    return jax.lax.cond(x.sum() > 0, functools.partial(scaled, by), jnp.sin, x)
+
+
+def in_gradient_rule(by, x):
+    @jax.custom_jvp
+    def inner(x):
+        return scaled(by, x)
+
+    inner.defjvps(lambda tangent, _, x: tangent)
+    return inner(x)
+
+
+def by_number(by, x):
+    return x * by
+
+
+@pytest.mark.parametrize(
+    "make", [scaled, in_jit, in_scan, in_branch, in_gradient_rule, by_number]
+)
+def test_constants_tell_programs_apart(make):
+    one, same, other = (
+        text_of(functools.partial(make, by)) for by in (1.5, 1.5, 2.5)
+    )
+    assert one == same
+    assert one != other
+
+
+def test_a_program_is_asked_for_until_it_was_compared():
+    program = jax.jit(lambda x: x + 1)
+    assert traced(program, (np.ones(3),)) is not None
+    # Until the processes have agreed.
+    assert traced(program, (np.ones(3),)) is not None
+    assert traced(lambda x: x, (np.ones(3),)) is None
+
+
+def test_addresses_do_not_tell_programs_apart():
+    def with_callback():
+        return text_of(
+            lambda x: jax.pure_callback(lambda y: y, jax.typeof(x), x)
+        )
+
+    assert with_callback() == with_callback()
