@@ -22,6 +22,8 @@ _POLL_S = 0.02
 _SHOW_S = 2.0
 # Survivors hear of a failure at once, and have this long to say it and go.
 _FAILED = (0.6, 0.9)
+# Who ends itself has told the others more than the launcher knows.
+_SAYS_ITSELF_S = 0.4
 # A process that says that a peer failed may be ahead of that peer, which
 # waits a second for others to hear its error.
 _PEER_FAILED = 1.0
@@ -206,9 +208,14 @@ class _Job:
         """Plans what follows from the end of one process."""
         end, kill = _FAILED
         if ending.rank == 0:
-            for child in self._running():
-                child.tell(ending.describe())
-            self._follow([(end, signal.SIGTERM), (kill, signal.SIGKILL)])
+            tell_s = 0.0 if ending.code < 0 else _SAYS_ITSELF_S
+            self._follow(
+                [
+                    (tell_s, _TELL),
+                    (end, signal.SIGTERM),
+                    (kill, signal.SIGKILL),
+                ]
+            )
         elif ending.rank == 1:
             self._follow(
                 [

@@ -208,8 +208,9 @@ class Guard:
     def _look(self) -> None:
         line = self._pipe.read() if self._pipe is not None else None
         if line is not None:
-            # It knows best, and ends the processes in a moment.
-            self._cause, self._cause_at = Cause(text=line), -math.inf
+            # It ends the processes in a moment.
+            self._note(Cause(text=line))
+            self._cause_at = -math.inf
             self._pipe = None
         elif self._cause is None:
             found = self._talker.cause or self._find_lost()
@@ -218,8 +219,7 @@ class Guard:
 
     def _note(self, cause: Cause) -> None:
         if self._cause is None:
-            self._cause_at = self._clock.seconds
-        self._cause = cause
+            self._cause, self._cause_at = cause, self._clock.seconds
 
     def _find_lost(self) -> Cause | None:
         """Who is dead, as far as JAX's coordination service is to tell.
