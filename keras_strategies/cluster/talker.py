@@ -160,7 +160,8 @@ class Talker:
         if self._own is not None and not self.has_told.is_set():
             self._set(_TOLD, str(self._process), self._own.to_json())
             self.has_told.set()
-        for key, text in client.key_value_dir_get(_TOLD):
+        told = dict(client.key_value_dir_get(_TOLD))
+        for key, text in told.items():
             name = key.rpartition("/")[2]
             if name == _OVER:
                 self.is_over.set()
@@ -172,8 +173,9 @@ class Talker:
             self._set(_HEARD, str(self._process), "")
             self._has_answered = True
         if self._process == HOST and (self._own or self._has_answered):
-            heard = client.key_value_dir_get(_HEARD)
-            if self._others <= {key.rpartition("/")[2] for key, _ in heard}:
+            # Who ends by itself reads nothing more.
+            heard = [*told, *dict(client.key_value_dir_get(_HEARD))]
+            if self._others <= {key.rpartition("/")[2] for key in heard}:
                 self.all_heard.set()
         is_done = self._progress.is_done
         pause_s = 0 if is_done else _BEAT_S * self._slower
