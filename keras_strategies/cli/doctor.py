@@ -62,6 +62,11 @@ def doctor(
         print_report(report)
     if html is not None and report.is_chief:
         pathlib.Path(html).write_text(as_html(report), encoding="utf-8")
+    elif html is not None and not report.is_good:
+        print(
+            f"keras-strategies doctor: {html!r} is written by process 0 alone.",
+            file=sys.stderr,
+        )
     return 1 if report.has_faults else 0
 
 

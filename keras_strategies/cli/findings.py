@@ -83,6 +83,14 @@ class Report:
         return ", ".join(counts) or "nothing to change"
 
     @property
+    def is_good(self) -> bool:
+        """Whether there is nothing to change."""
+        return not any(
+            count_of(self.findings, level)
+            for level in (Level.FAULT, Level.WARNING)
+        )
+
+    @property
     def has_faults(self) -> bool:
         """Whether something keeps programs from running."""
         return count_of(self.findings, Level.FAULT) > 0

@@ -495,6 +495,17 @@ def test_report_of_a_job_is_the_chiefs(tmp_path):
     assert "process 0 of 2" in page.read_text()
 
 
+def test_a_worker_with_a_warning_says_who_writes_the_page(
+    tmp_path, capsys, monkeypatch
+):
+    text = tf_config(["127.0.0.1:1", "127.0.0.1:2"], 1)
+    monkeypatch.setenv("TF_CONFIG", text)
+    page = tmp_path / "report.html"
+    assert main(["doctor", "--quick", "--html", str(page)]) == 0
+    assert "written by process 0 alone" in capsys.readouterr().err
+    assert not page.exists()
+
+
 @pytest.mark.parametrize("process_id", [0, 1])
 def test_process_that_does_not_come_is_named(process_id):
     addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
