@@ -1,10 +1,13 @@
 """Eight virtual CPU devices for all tests, set before jax starts."""
 
 import atexit
+import gc
 import os
 import re
 import shutil
 import tempfile
+
+import pytest
 
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
@@ -27,6 +30,18 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
     atexit.register(shutil.rmtree, _cache, ignore_errors=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_programs():
+    """A worker would hold gigabytes of programs at the end, and each look of
+    the garbage collector at all of it takes seconds."""
+    yield
+    import jax
+
+    jax.clear_caches()
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_xdist_make_scheduler(config, log):
