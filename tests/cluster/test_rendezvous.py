@@ -168,7 +168,7 @@ def test_another_service_at_the_address_is_no_process_0(address):
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             pool.submit(answer)
             told = run(address, same(1, count=2), LIMIT)
-            server.close()
+            server.shutdown(socket.SHUT_RDWR)  # Wakes `accept`.
     assert "it hung up, as another service would" in told[0]
 
 

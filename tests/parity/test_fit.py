@@ -1,6 +1,6 @@
 """fit, evaluate and predict give one device's numbers (docs/parity.md).
 
-The default run covers every case on even and uneven numbers of rows on 2
+The default run covers most cases on even and uneven numbers of rows on 2
 replicas, and a basic one on every strategy; `-m slow` runs every case x
 strategy x rows/batch pair.
 """
@@ -15,9 +15,22 @@ _QUICK = ((15, 4),)
 # All uneven, and fewer rows than replicas, too.
 _BASIC_PAIRS = ((64, 16), (13, 5), (3, 8))
 _BASIC = "sgd"
+# What they do is in another case or file of the default run, too.
+_TOLD_ELSEWHERE = {
+    "adamw",
+    "schedule",
+    "clipvalue",
+    "loss_scale_factor",
+    "dice_by_name",
+    "function_of_rows",
+    "keras_regression",
+    "run_eagerly",
+    "jit_compile_false",
+    "synchronized",
+}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [c for c in CASES if c not in _TOLD_ELSEWHERE])
 def test_equals_one_device(name):
     check(name, "mirrored2", _QUICK, _seen(name))
 
