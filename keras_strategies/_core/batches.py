@@ -309,9 +309,16 @@ def _is_placed(leaf: Any, mesh: ReplicaMesh) -> bool:
 
 
 def whole_rows(data: Any, shape: RowShape, mesh: ReplicaMesh) -> Any:
-    """Cuts the padding off; the rows stay divided over the devices."""
+    """Cuts the padding off; the rows stay divided over the devices.
+
+    Not so on replicas of several cores: of rows that are divided unevenly,
+    and repeated on the cores, XLA adds the padding to what is scattered, as
+    gradients of embeddings are (tests/contract/test_jax_contract.py).
+    """
     axis = int(shape.steps > 1)
     sharding = mesh.stacked if axis else mesh.split
+    if mesh.cores_per_replica > 1:
+        sharding = mesh.whole
 
     def cut(leaf: jax.Array) -> jax.Array:
         if leaf.shape[axis] == shape.rows:

@@ -162,6 +162,32 @@ def test_open_constraints_can_be_left_out():
     assert "sdy.sharding_constraint" not in text
 
 
+@pytest.mark.parametrize("shape", [(2, 1), (2, 2)])
+def test_padding_is_scattered_where_rows_are_repeated(shape):
+    """Fails when XLA leaves it out: then `whole_rows` may divide them."""
+    devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
+    mesh = jax.sharding.Mesh(devices, ("replica", "model"))
+    split, whole = (
+        jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+        for axes in (("replica",), ())
+    )
+
+    def scattered(rows, tokens):
+        rows, tokens = (
+            jax.lax.with_sharding_constraint(a[:5], split)
+            for a in (rows, tokens)
+        )
+        return jax.numpy.zeros(4).at[tokens].add(rows)
+
+    program = jax.jit(
+        scattered, in_shardings=(split, split), out_shardings=whole
+    )
+    rows, tokens = np.ones(6, "float32"), np.ones(6, "int32")
+    # Token 0 is nowhere; five rows have token 1.
+    right = np.array_equal(program(rows, tokens), [0, 5, 0, 0])
+    assert right == (shape[1] == 1)
+
+
 def test_the_guard_knows_where_jax_traces_and_compares():
     """Names by which cluster/progress.py reads a thread's stack."""
     from jax._src.interpreters import partial_eval, pxla

@@ -269,6 +269,11 @@ def test_replicas_with_other_rows_than_others():
     np.testing.assert_allclose(gathered, layer(x), rtol=1e-5, atol=1e-6)
 
 
+def test_an_embedding_gets_nothing_from_the_padding():
+    # What is padded would be token 0, whose row no loss sees here.
+    check("mask", "tpu2x2", ((13, 5),))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["tpu2x2", "tpu4x2", "tpu1x4"])
 @pytest.mark.parametrize("name", CASES)
