@@ -308,25 +308,36 @@ def _is_placed(leaf: Any, mesh: ReplicaMesh) -> bool:
     )
 
 
-def whole_rows(data: Any, shape: RowShape, mesh: ReplicaMesh) -> Any:
-    """Cuts the padding off; the rows stay divided over the devices.
-
-    Not so on replicas of several cores: of rows that are divided unevenly,
-    and repeated on the cores, XLA adds the padding to what is scattered, as
-    gradients of embeddings are (tests/contract/test_jax_contract.py).
-    """
+def true_rows(data: Any, shape: RowShape) -> Any:
+    """Cuts the padding off; to be compiled."""
     axis = int(shape.steps > 1)
-    sharding = mesh.stacked if axis else mesh.split
-    if mesh.cores_per_replica > 1:
-        sharding = mesh.whole
 
     def cut(leaf: jax.Array) -> jax.Array:
-        if leaf.shape[axis] == shape.rows:
-            return leaf
-        leaf = shape.without_padding(leaf, axis)
-        return jax.lax.with_sharding_constraint(leaf, sharding)
+        is_whole = leaf.shape[axis] == shape.rows
+        return leaf if is_whole else shape.without_padding(leaf, axis)
 
     return jax.tree.map(cut, data)
+
+
+def laid_rows(
+    data: Any, shape: RowShape, mesh: ReplicaMesh, *, is_divided: bool
+) -> Any:
+    """Says where the true rows of a padded batch lie; to be compiled.
+
+    Args:
+      data: What `true_rows` returned.
+      shape: Its rows.
+      mesh: The replicas.
+      is_divided: Whether XLA may divide them unevenly over the replicas;
+        otherwise each replica has them all. So it has with several cores a
+        replica: XLA would add padding to what is scattered, and to some
+        gradients of convolutions (tests/contract/test_jax_contract.py).
+    """
+    sharding = mesh.stacked if shape.steps > 1 else mesh.split
+    is_even = shape.rows % mesh.num_replicas == 0
+    if not is_even and (mesh.cores_per_replica > 1 or not is_divided):
+        sharding = mesh.whole
+    return jax.lax.with_sharding_constraint(data, sharding)
 
 
 def unstacked(data: Tree, steps: int) -> list[Tree]:

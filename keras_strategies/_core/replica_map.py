@@ -157,3 +157,25 @@ def has_convolutions(jaxpr: Any) -> bool:
         or any(map(has_convolutions, jaxprs_in_params(equation.params)))
         for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns
     )
+
+
+def has_unsigned_scatters(jaxpr: Any) -> bool:
+    """Whether a traced program scatters within rows, by unsigned numbers.
+
+    Gradients of sorts, medians and quantiles do. Where the rows are divided
+    unevenly XLA's partitioner aborts the process (jaxlib 0.10.2).
+    """
+
+    def is_one(equation: Any) -> bool:
+        if not equation.primitive.name.startswith("scatter"):
+            return False
+        numbers = equation.params["dimension_numbers"]
+        indices = equation.invars[1].aval.dtype
+        is_unsigned = jnp.issubdtype(indices, jnp.unsignedinteger)
+        return is_unsigned and bool(numbers.operand_batching_dims)
+
+    return any(
+        is_one(equation)
+        or any(map(has_unsigned_scatters, jaxprs_in_params(equation.params)))
+        for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns
+    )

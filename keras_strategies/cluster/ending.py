@@ -99,6 +99,8 @@ class _Hooks:
         )
         if has_trained and isinstance(error, Exception):
             self._fail(error, args.exc_traceback)
+            # The script, which may go on for long, has no part in it.
+            self._guard.end_soon()
 
     def _fail(
         self, error: BaseException, trace: types.TracebackType | None

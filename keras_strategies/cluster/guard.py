@@ -41,6 +41,8 @@ _GRACE_S = 0.4
 # and before those who were silent already are taken for dead.
 _HUNG_S = 0.5
 _LOST_S = 1.5
+# The others hear of a failure in it, and the service is not gone yet.
+_SOON_S = 0.6
 # What may still run when this process ends by itself: other threads, users'
 # functions of `atexit`.
 _ENDING_S = 5.0
@@ -157,6 +159,11 @@ class Guard:
         self._end_at = self._clock.seconds + _ENDING_S
         self._own = (text, code)
         self._talker.tell(told)
+
+    def end_soon(self) -> None:
+        """After `fail`: does not wait for the end of the script."""
+        if self._own is not None:
+            self._end_at = self._clock.seconds + _SOON_S
 
     def end_failed(self) -> None:
         """Ends this process, which `fail` was called in, if it was."""

@@ -14,7 +14,7 @@ import jax
 import keras
 import numpy as np
 
-from keras_strategies._core.batches import RowShape, Segment, whole_rows
+from keras_strategies._core.batches import RowShape, Segment
 from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import (
@@ -31,6 +31,7 @@ from keras_strategies.keras_bridge.tracing import (
     forget_losses,
     reason_of,
     warn_of_whole,
+    whole_batch,
 )
 
 PredictState = tuple[list[Any], list[Any]]
@@ -210,11 +211,10 @@ class PredictProgram:
         data: Any,
         shape: RowShape,
     ) -> Any:
-        data = whole_rows(data, shape, self._mesh)
         body = self._whole_body
         if shape.steps > 1:
             body = self._scanned(body)
-        outputs = body(trainable, old, data)
+        outputs = whole_batch(body, (trainable, old), data, shape, self._mesh)
         if self._reason is not None:
             warn_of_whole(self._reason)
             self._reason = None

@@ -19,7 +19,6 @@ from keras_strategies._core.batches import (
     RowShape,
     Segment,
     unstacked,
-    whole_rows,
 )
 from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.mesh import ReplicaMesh
@@ -40,6 +39,7 @@ from keras_strategies.keras_bridge.tracing import (
     reason_of,
     traced_once,
     warn_of_whole,
+    whole_batch,
 )
 
 Step = Callable[..., Any]
@@ -317,11 +317,10 @@ class StepProgram:
         data: Any,
         shape: RowShape,
     ) -> Any:
-        data = whole_rows(data, shape, self._mesh)
         body = self._whole_body
         if shape.steps > 1:
             body = self._scanned(body)
-        outputs = body(written, read, data)
+        outputs = whole_batch(body, (written, read), data, shape, self._mesh)
         if self._reason is not None and not self._is_whole:
             # Before the step takes its state, should warnings be errors.
             warn_of_whole(self._reason)

@@ -8,7 +8,12 @@ from typing import Any
 import jax
 from jax.extend.core import jaxpr_as_fun
 
-from keras_strategies._core.replica_map import has_unsure_collectives
+from keras_strategies._core.batches import RowShape, laid_rows, true_rows
+from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.replica_map import (
+    has_unsigned_scatters,
+    has_unsure_collectives,
+)
 from keras_strategies._core.step_context import StepContext
 
 
@@ -59,6 +64,21 @@ def traced_once(
     if step.sizes:
         _check_sizes(step, body, state, data)
     return traced(*args)
+
+
+def whole_batch(
+    body: Callable[..., Any],
+    state: tuple[Any, ...],
+    data: Any,
+    shape: RowShape,
+    mesh: ReplicaMesh,
+) -> Any:
+    """Computes `body(*state, data)` of a padded batch's true rows."""
+    data = true_rows(data, shape)
+    traced = Traced(body, *state, data)
+    is_divided = not has_unsigned_scatters(traced.jaxpr)
+    data = laid_rows(data, shape, mesh, is_divided=is_divided)
+    return traced(*state, data)
 
 
 def _check_sizes(

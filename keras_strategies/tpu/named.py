@@ -32,7 +32,9 @@ def devices_by_name(
     if any(len(size) > 6 for size in sizes) or not (
         0 < math.prod(int(size) for size in sizes) * num_slices <= _MOST_CHIPS
     ):
-        raise ValueError(_unknown(name, "not of that form, or too large"))
+        raise ValueError(
+            _unknown(name, num_slices, "not of that form, or too large")
+        )
     from jax.experimental import topologies
 
     try:
@@ -40,7 +42,8 @@ def devices_by_name(
             name, "tpu", num_slices=num_slices
         )
     except jax.errors.JaxRuntimeError as error:
-        raise ValueError(_unknown(name, str(error).splitlines()[0])) from error
+        reason = str(error).splitlines()[0]
+        raise ValueError(_unknown(name, num_slices, reason)) from error
     except RuntimeError as error:
         raise ImportError(
             "A topology by name comes from libtpu, which JAX does not find. "
@@ -50,9 +53,11 @@ def devices_by_name(
     return tuple(described.devices)
 
 
-def _unknown(name: Any, reason: str) -> str:
+def _unknown(name: Any, num_slices: int, reason: str) -> str:
+    slices = "" if num_slices == 1 else f", num_slices={num_slices}"
     return (
         "There is no such TPU slice to compile for. A name is a generation "
-        f"and the chips in each dimension. Received: {name!r} ({reason}). "
+        "and the chips in each dimension, and there is one slice or more. "
+        f"Received: {name!r}{slices} ({reason}). "
         f"Write for example {_EXAMPLES}, in one process at a time."
     )

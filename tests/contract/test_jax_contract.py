@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import signal
 import subprocess
 import sys
 
@@ -164,7 +165,7 @@ def test_open_constraints_can_be_left_out():
 
 @pytest.mark.parametrize("shape", [(2, 1), (2, 2)])
 def test_padding_is_scattered_where_rows_are_repeated(shape):
-    """Fails when XLA leaves it out: then `whole_rows` may divide them."""
+    """Fails when XLA leaves it out: then `laid_rows` may divide them."""
     devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
     mesh = jax.sharding.Mesh(devices, ("replica", "model"))
     split, whole = (
@@ -186,6 +187,33 @@ def test_padding_is_scattered_where_rows_are_repeated(shape):
     # Token 0 is nowhere; five rows have token 1.
     right = np.array_equal(program(rows, tokens), [0, 5, 0, 0])
     assert right == (shape[1] == 1)
+
+
+def test_gradients_of_sorts_abort_where_rows_are_divided_unevenly():
+    """Fails when they no longer do: `has_unsigned_scatters` can go then."""
+    code = """
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+mesh = Mesh(np.array(jax.devices()), ("replica",))
+split = NamedSharding(mesh, P("replica"))
+
+def gradient(x):
+    x = jax.lax.with_sharding_constraint(x[:3], split)
+    return jax.grad(lambda x: jax.numpy.sort(x)[:, 0].sum())(x)
+
+jax.jit(gradient, in_shardings=split)(np.ones((4, 4), "float32"))
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ
+        | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == -signal.SIGABRT, ended.stderr
+    assert "spmd_partitioner" in ended.stderr
 
 
 def test_the_guard_knows_where_jax_traces_and_compares():

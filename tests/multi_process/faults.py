@@ -160,7 +160,7 @@ def main(told):
     if place == "thread":
         thread = threading.Thread(target=train, args=(case, process))
         thread.start()
-        thread.join()
+        time.sleep(20)  # It has other things to do.
     else:
         train(case, process)
     say("end")

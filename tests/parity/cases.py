@@ -495,6 +495,9 @@ LAYERS = {
         data=sequences,
     ),
     "transformer": Case(build=transformer, data=sequences),
+    "sort": Case(
+        build=lambda: sequence_net(models.SortedSteps()), data=sequences
+    ),
     "convolution": Case(build=convolution, data=pictures),
     "bfloat16": Case(
         build=lambda: compiled(

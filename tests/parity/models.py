@@ -349,3 +349,11 @@ def rows_of(count, *shape, seed=0):
     """Seeded normal data."""
     random = np.random.default_rng(seed + 10 * count)
     return random.normal(size=(count, *shape)).astype("float32")
+
+
+class SortedSteps(keras.layers.Layer):
+    """Each feature's smallest step and its median."""
+
+    def call(self, inputs):
+        ordered = ops.sort(inputs, axis=1)
+        return ordered[:, 0] + 2 * ops.median(inputs, axis=1)
