@@ -159,23 +159,27 @@ def has_convolutions(jaxpr: Any) -> bool:
     )
 
 
-def has_unsigned_scatters(jaxpr: Any) -> bool:
-    """Whether a traced program scatters within rows, by unsigned numbers.
+def has_unsafe_scatters(jaxpr: Any) -> bool:
+    """Whether a traced program scatters in a way that XLA cannot divide.
 
-    Gradients of sorts, medians and quantiles do. Where the rows are divided
-    unevenly XLA's partitioner aborts the process (jaxlib 0.10.2).
+    Where rows are divided unevenly, XLA's partitioner (jaxlib 0.10.2) takes
+    padding into gradients of rows that are set or multiplied, and aborts the
+    process where unsigned numbers say the places within rows, as in gradients
+    of sorts, medians and quantiles. Sums, as in embeddings, are right.
     """
 
     def is_one(equation: Any) -> bool:
-        if not equation.primitive.name.startswith("scatter"):
+        name = equation.primitive.name
+        if not name.startswith("scatter"):
             return False
         numbers = equation.params["dimension_numbers"]
         indices = equation.invars[1].aval.dtype
         is_unsigned = jnp.issubdtype(indices, jnp.unsignedinteger)
-        return is_unsigned and bool(numbers.operand_batching_dims)
+        is_within_rows = bool(numbers.operand_batching_dims)
+        return name != "scatter-add" or (is_unsigned and is_within_rows)
 
     return any(
         is_one(equation)
-        or any(map(has_unsigned_scatters, jaxprs_in_params(equation.params)))
+        or any(map(has_unsafe_scatters, jaxprs_in_params(equation.params)))
         for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns
     )

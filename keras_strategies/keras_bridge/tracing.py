@@ -11,7 +11,7 @@ from jax.extend.core import jaxpr_as_fun
 from keras_strategies._core.batches import RowShape, laid_rows, true_rows
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import (
-    has_unsigned_scatters,
+    has_unsafe_scatters,
     has_unsure_collectives,
 )
 from keras_strategies._core.step_context import StepContext
@@ -76,7 +76,7 @@ def whole_batch(
     """Computes `body(*state, data)` of a padded batch's true rows."""
     data = true_rows(data, shape)
     traced = Traced(body, *state, data)
-    is_divided = not has_unsigned_scatters(traced.jaxpr)
+    is_divided = not has_unsafe_scatters(traced.jaxpr)
     data = laid_rows(data, shape, mesh, is_divided=is_divided)
     return traced(*state, data)
 

@@ -190,7 +190,7 @@ def test_padding_is_scattered_where_rows_are_repeated(shape):
 
 
 def test_gradients_of_sorts_abort_where_rows_are_divided_unevenly():
-    """Fails when they no longer do: `has_unsigned_scatters` can go then."""
+    """Fails when they no longer do: `has_unsafe_scatters` is smaller then."""
     code = """
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
