@@ -14,7 +14,7 @@ from jax.core import Tracer
 from keras_strategies._core.chief import from_chief
 from keras_strategies._core.mesh import ReplicaMesh
 
-# In what JAX raises (tests/contract/test_jax_contract.py).
+# In what JAX raises (tests/multi_process/test_startup.py).
 _NOT_THE_SAME = "not the same on each process"
 
 

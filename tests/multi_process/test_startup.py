@@ -115,6 +115,7 @@ def test_a_job_of_tf_config_trains_as_one_process():
         found = list(pool.map(call, range(2)))
     alone = train(0, None, {})
     assert alone["task"] == [None, None]
+    assert alone["replicas"] == 8
     for result, task in zip(found, tasks, strict=True):
         assert result["replicas"] == 4
         assert result["task"] == [task["type"], task["index"]]

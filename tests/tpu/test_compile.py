@@ -51,14 +51,18 @@ def test_steps_compile_with_the_collectives_they_need(topology, shape, model):
         assert counts[kind]["all-reduce"] <= 2 * meetings + 2, kind
 
 
-@pytest.mark.parametrize("model", ["mlp", "transformer"])
-def test_cores_that_share_a_model_hold_less_of_it(model):
+# Of the transformer a good part is not divided: tokens, norms, outputs.
+@pytest.mark.parametrize(
+    ("model", "least"), [("mlp", 1.9), ("transformer", 1.25)]
+)
+def test_cores_that_share_a_model_hold_less_of_it(model, least):
     sizes = [
         compile_steps("v5e:4x4", shape, model, ("train",))["train"]
         for shape in [(1, 1, 1, 1), (2, 1, 1, 1), (2, 2, 1, 1)]
     ]
     first, second, third = (program.argument_bytes for program in sizes)
-    assert first > 1.2 * second > 1.2 * 1.2 * third
+    assert first > least * second
+    assert second > least * third
 
 
 def test_several_slices():
