@@ -4,6 +4,8 @@ Batches that the replicas share evenly: of others fit computes Batch-
 Normalization and Dropout over the whole batch (docs/parity.md).
 """
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import keras
@@ -263,6 +265,7 @@ def test_a_loop_leaves_no_arrays_behind():
         )
         strategy.reduce("sum", strategy.run(step, args=(x,)), axis=None)
         if k in (20, 999):
+            gc.collect()  # what earlier tests left behind counts in neither
             counts.append(len(jax.live_arrays()))
-    assert counts[0] == counts[1]
+    assert counts[1] <= counts[0]
     assert float(variable) == 1000.0
