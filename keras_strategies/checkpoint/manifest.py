@@ -43,8 +43,8 @@ MAX_BYTES = 16 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _KEYS = {"version", "step", "created", "files", "facts", "checksum"}
 _PARTIAL = (
-    "The save was stopped before its end, or is still under way. It is not "
-    "restored. Use an earlier step; the folder can be deleted."
+    "It is not restored. Use an earlier step. If no run is saving it, the "
+    "folder can be deleted."
 )
 _NEWER = (
     "It may be of another version of keras_strategies. Restore it with the "
@@ -147,7 +147,8 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     path = pathlib.Path(path)
     check_folder(path)
     if not os.path.lexists(path / MANIFEST):
-        raise damaged(path, MANIFEST, "it is missing", _PARTIAL)
+        fault = "it is missing: the save did not end"
+        raise damaged(path, MANIFEST, fault, _PARTIAL)
     with open_file(path, MANIFEST) as file:
         text = file.read(MAX_BYTES + 1) or b""
     if len(text) > MAX_BYTES:

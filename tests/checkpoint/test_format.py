@@ -48,8 +48,11 @@ def pristine(tmp_path_factory):
 
 @pytest.fixture
 def directory(pristine, tmp_path):
-    """A copy of the checkpoints of steps 3 and 12."""
-    return shutil.copytree(pristine, tmp_path / "checkpoints")
+    """A copy of the checkpoints of steps 3 and 12; 12 may be written to."""
+    copy = tmp_path / "checkpoints"
+    shutil.copytree(pristine / "3", copy / "3", copy_function=os.link)
+    shutil.copytree(pristine / "12", copy / "12")
+    return copy
 
 
 # Names.
