@@ -14,7 +14,7 @@ from keras_strategies.checkpoint.lock import DirectoryLock
 from keras_strategies.cli import checkpoint_table, main
 from keras_strategies.cli.checkpoint_list import State, look_at
 from tests.checkpoint.damages import MANIFEST, flip
-from tests.checkpoint.written import VARIABLES
+from tests.checkpoint.written import VARIABLES, write_small
 
 NOW = 1.7e9 + 7200
 LOGS = {
@@ -26,17 +26,9 @@ LOGS = {
 
 
 def write(directory, step, facts=None, variables=VARIABLES, seconds=0.0):
-    """A small checkpoint, in the format of real ones."""
-    path = directory / str(step)
-    (path / "run").mkdir(parents=True)
-    text = variables
-    if not isinstance(variables, bytes):
-        text = json.dumps({"variables": variables}).encode()
-    (path / "run" / "metadata").write_bytes(text)
-    (path / "_CHECKPOINT_METADATA").write_bytes(b"{}" * 500)
     facts = {"logs": LOGS, "epoch": step // 4} if facts is None else facts
-    write_manifest(path, step, facts, created=1.7e9 + seconds)
-    return path
+    created = 1.7e9 + seconds
+    return write_small(directory, step, facts, variables, created=created)
 
 
 @pytest.fixture
