@@ -18,13 +18,13 @@ import jax
 
 from keras_strategies.checkpoint import format as format_lib
 from keras_strategies.checkpoint.contents import Arrays, Document
+from keras_strategies.checkpoint.damage import DamagedCheckpoint
 from keras_strategies.checkpoint.keeping import (
     Keep,
     delete,
     delete_partial_saves,
     to_delete,
 )
-from keras_strategies.checkpoint.damage import DamagedCheckpoint
 from keras_strategies.checkpoint.layout import RUN
 from keras_strategies.checkpoint.manifest import Manifest
 from keras_strategies.cluster.agreement import Agreement
