@@ -175,6 +175,14 @@ def _forge_entry(name, value):
     return change
 
 
+def _forge_deep_facts(path):
+    """Facts that JSON can read, but not write."""
+    text = (path / MANIFEST).read_text()
+    start, end = text.index(' "facts": {'), text.index(' "files": {')
+    deep = f' "facts": {{"a": {"[" * 900}{"]" * 900}}},\n'
+    (path / MANIFEST).write_text(text[:start] + deep + text[end:])
+
+
 def _swap(path):
     first, second = path / "state/_METADATA", path / "state/_sharding"
     kept = first.read_bytes()
@@ -294,6 +302,7 @@ DAMAGES = (
     ),
     Damage("manifest without time", _forge_entry("created", 0), MANIFEST),
     Damage("manifest of no files", _forge_entry("files", {}), "CHECKPOINT"),
+    Damage("manifest of deep facts", _forge_deep_facts, MANIFEST),
     Damage("manifest with another key", _forge_entry("more", 1), MANIFEST),
     Damage(
         "manifest with a path out",
