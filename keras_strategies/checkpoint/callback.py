@@ -181,6 +181,9 @@ class Checkpoint(Keeper):
                 raise
             # What ended the fit is told, and not this.
             _logger.exception("A checkpoint could not be saved.")
+        if is_done and notice is not None and notice.came:
+            # After the last epoch was saved.
+            notice.raise_preempted()
 
     # Going on.
 
