@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import keras_strategies as ks
-from keras_strategies.cli.launch import free_ports
+from keras_strategies.cluster.free_ports import free_ports
 
 ROOT = pathlib.Path(__file__).parents[1]
 RECIPES = ROOT / "examples" / "clusters"
