@@ -50,13 +50,14 @@ def _forget_programs():
 
 
 def pytest_xdist_make_scheduler(config, log):
-    """One worker runs all parity tests of a case: they share the one-device
+    """One worker runs all tests of a file, which share what was traced and
+    built; of the longest file, all of a case, which share the one-device
     results. (pytest 9.2 hides the mark `xdist_group` from xdist 3.8.)"""
     from xdist.scheduler import LoadScopeScheduling
 
-    class ByCase(LoadScopeScheduling):
+    class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             case = re.search(r"parity/test_fit\.py::\w+\[(\w+)", nodeid)
-            return case[1] if case else nodeid
+            return case[1] if case else nodeid.partition("::")[0]
 
-    return ByCase(config, log)
+    return ByFile(config, log)
