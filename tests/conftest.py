@@ -2,7 +2,6 @@
 
 import atexit
 import gc
-import importlib.metadata
 import os
 import re
 import shutil
@@ -10,17 +9,14 @@ import tempfile
 
 import pytest
 
+from tests import compiling
+
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=8"
     # Compiling is most of the suite's time.
-    + " --xla_backend_optimization_level=0"
-    + " --xla_llvm_disable_expensive_passes=true"
+    + compiling.FLAGS
 )
-# XLA's newer way to emit fusions compiles more than twice as long. A process
-# ends at a flag that its XLA does not know: this one is said to be going.
-if importlib.metadata.version("jaxlib").startswith("0.10."):
-    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["KERAS_BACKEND"] = "jax"
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
