@@ -43,6 +43,19 @@ def arrays_of(groups: Groups) -> Arrays:
     }
 
 
+def processes_of(
+    groups: Groups,
+) -> tuple[int, ...]:
+    """JAX's ids of the processes that hold variables."""
+    found = {
+        device.process_index
+        for variables in groups.values()
+        for variable in variables
+        for device in variable.value.sharding.device_set
+    }
+    return tuple(sorted(found)) or (jax.process_index(),)
+
+
 def named(variables: Sequence[keras.Variable]) -> dict[str, keras.Variable]:
     """Variables by their paths, with dots; numbered where paths are equal.
 
