@@ -136,6 +136,9 @@ class Checkpoint(Keeper):
     def after_batch(self, loop: Loop) -> None:
         """Saves if it is time to, or if the process is told to end."""
         assert self._notice is not None
+        if loop.model.stop_training:
+            # The epoch's end follows, and is saved.
+            return
         if self._notice.came:
             self._save(loop)
             self._end_preempted(loop)
