@@ -8,15 +8,9 @@ import pytest
 
 from tests.checkpoint.cases import CASES
 from tests.checkpoint.runs import (
-    Case,
-    Interrupted,
     Runner,
-    X,
-    Y,
     assert_equal,
     interrupted_at,
-    mlp,
-    usual,
 )
 
 # What differs most between them; of the others some steps are enough.

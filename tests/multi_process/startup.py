@@ -6,7 +6,9 @@ import os
 import time
 import warnings
 
-TIMEOUT_S = 3.0
+# How long to wait for others: who is not to come, and who is.
+ALONE_S = 2.0
+TOGETHER_S = 90.0
 
 
 def meet_in_turn(me, cases):
@@ -20,6 +22,8 @@ def meet_in_turn(me, cases):
     Returns:
       (what was raised, seconds) of each case; None where it takes no part.
     """
+    import jax
+
     import keras_strategies as ks
 
     found = []
@@ -34,12 +38,16 @@ def meet_in_turn(me, cases):
                 "task": {"type": "worker", "index": told["index"]},
             }
         )
+        if told.get("uses_devices"):
+            jax.devices()
         kind = told.get("strategy", "MultiWorkerMirroredStrategy")
         made = type(kind, (ks.MultiWorkerMirroredStrategy,), {})
         start = time.monotonic()
         try:
             with version_of_keras(told.get("keras")):
-                made(startup_timeout_s=TIMEOUT_S)
+                made(
+                    startup_timeout_s=ALONE_S if len(case) == 1 else TOGETHER_S
+                )
         except RuntimeError as error:
             found.append((str(error), time.monotonic() - start))
         else:
@@ -62,23 +70,6 @@ class version_of_keras:  # noqa: N801
 
     def __exit__(self, *_):
         importlib.metadata.version = self.real
-
-
-def use_devices(me, addresses):
-    """One process has used JAX's devices before it makes the strategy."""
-    import jax
-
-    import keras_strategies as ks
-
-    if me == 1:
-        jax.devices()
-    try:
-        ks.MultiWorkerMirroredStrategy(
-            coordinator_address=addresses[0], num_processes=2, process_id=me
-        )
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
 
 
 def train(me, config, environ):
@@ -111,6 +102,12 @@ def train(me, config, environ):
         "weights": [w.ravel().tolist() for w in model.get_weights()],
         "warnings": [str(w.message) for w in caught],
     }
+
+
+def train_and_differ(me, configs, address):
+    """Trains, and then with programs that differ."""
+    found = train(me, configs[me], {})
+    return found | {"refused": different_programs(me, address)}
 
 
 def different_programs(me, address):
