@@ -302,7 +302,7 @@ def assert_equal(actual, expected, *, is_exact=True):
         }
         for nest in (actual, expected)
     )
-    assert set(ours) ^ set(theirs) == set()
+    assert not set(ours) ^ set(theirs), set(ours) ^ set(theirs)
     for where, two in theirs.items():
         one = ours[where]
         if is_exact or isinstance(two, str | bool):

@@ -60,7 +60,7 @@ def kill(folder, processes, devices, point, order):
     for name in order[:-1]:
         assert f"{name} was interrupted" in said
     partial = list(folder.glob(f"{order[-1]}/kept/*orbax-checkpoint-tmp*"))
-    assert len(partial) == (point == "while arrays are written")
+    assert partial or point != "while arrays are written"
 
 
 def test_a_job_killed_while_it_saves_goes_on(tmp_path):
