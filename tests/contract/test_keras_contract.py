@@ -57,6 +57,7 @@ from keras.src.trainers.data_adapters.torch_data_loader_adapter import (
 from keras.src.trainers.epoch_iterator import EpochIterator
 from keras.src.trainers.trainer import Trainer
 from keras.src.utils import file_utils
+from keras.src.utils.python_utils import pythonify_logs
 
 BRIDGE = pathlib.Path(__file__).parents[2] / "keras_strategies/keras_bridge"
 X = np.arange(12, dtype="float32").reshape(6, 2)
@@ -76,6 +77,8 @@ RELIED_ON = {
     "_losses_override",
     "_symbolic_build",
     "_use_cached_eval_dataset",
+    # Lists of callbacks, which call `_on_train_batch_end`, too.
+    "_configure_async_dispatch",
     # Layers, optimizers, metrics.
     "_fn",
     "_fn_kwargs",
@@ -374,6 +377,43 @@ def test_a_list_without_listeners_does_nothing_at_the_end_of_a_batch():
     full.on_train_batch_end(0, {"loss": 1.0})
     full.on_train_end()
     assert (dict(vars(history)), set(vars(full))) == before
+
+
+def test_a_list_tells_of_batches_and_chooses_threads_by_two_methods():
+    called = []
+
+    class Noting(keras.callbacks.CallbackList):
+        def _configure_async_dispatch(self, callbacks):
+            called.append(callbacks)
+            super()._configure_async_dispatch(callbacks)
+
+        def _on_train_batch_end(self, batch, logs=None):
+            called.append((batch, threading.current_thread().name))
+
+    class Listens(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            pass
+
+    silent = keras.callbacks.History()
+    for callback, is_told_here in ((silent, False), (Listens(), True)):
+        called.clear()
+        full = Noting([callback], model=model_of())
+        full.on_train_begin()
+        full.on_train_batch_end(3, {})
+        full.on_train_end()
+        callbacks, (batch, thread) = called
+        assert callbacks == [callback]
+        assert batch == 3
+        assert (thread == threading.current_thread().name) == is_told_here
+
+
+def test_logs_are_made_numbers_where_they_can_be():
+    vector = jax.numpy.ones(2)
+    logs = pythonify_logs({"b": {"c": jax.numpy.float32(2)}, "a": vector})
+    assert list(logs) == ["a", "c"]
+    assert type(logs["c"]) is float
+    assert logs["a"].shape == (2,)
+    assert pythonify_logs(None) == {}
 
 
 def test_loops_go_through_attributes_of_the_instance():
