@@ -1,5 +1,6 @@
 """The train, test and predict functions that Keras's loops call."""
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -37,6 +38,26 @@ _GROUPS = {
 _DONATED = {"train": (0, 1, 2, 3), "test": (2,), "predict": ()}
 
 
+@dataclasses.dataclass(kw_only=True)
+class Trained:
+    """What train steps have done with a model so far.
+
+    Attributes:
+      steps: Number of train steps.
+      rows: Number of rows that they trained on, of all processes and without
+        padding.
+    """
+
+    steps: int = 0
+    rows: int = 0
+
+    def add(self, execution: Execution) -> None:
+        """Counts what one call of a train function has done."""
+        for segment in execution.segments:
+            self.steps += segment.steps
+            self.rows += segment.steps * segment.rows
+
+
 class Values(Sequence[Any]):
     """A group's arrays as Keras's loop holds them.
 
@@ -61,6 +82,9 @@ class Functions:
       model: A compiled or plain Keras model.
       mesh: The replicas.
       keeps_outputs: Whether this process returns what `predict` computes.
+
+    Attributes:
+      trained: What the train functions have done.
     """
 
     def __init__(
@@ -70,6 +94,7 @@ class Functions:
         *,
         keeps_outputs: bool = True,
     ) -> None:
+        self.trained = Trained()
         self._model = model
         self._keeps_outputs = keeps_outputs
         self._mesh = mesh
@@ -164,6 +189,8 @@ class Functions:
                 model._jax_state = dict(zip(groups, state, strict=True))
                 model._jax_state_synced = False
                 raise
+            if kind == "train":
+                self.trained.add(execution)
             state = tuple(map(Values, state))
             self._last[kind] = state
             if kind == "predict" and len(done) > 1:

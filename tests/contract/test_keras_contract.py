@@ -83,6 +83,7 @@ RELIED_ON = {
     "_fn",
     "_fn_kwargs",
     "_inputs",
+    "_iterations",
     "_moments",
     "_num_samples",
     "_reduction_axes",
@@ -414,6 +415,18 @@ def test_logs_are_made_numbers_where_they_can_be():
     assert type(logs["c"]) is float
     assert logs["a"].shape == (2,)
     assert pythonify_logs(None) == {}
+
+
+def test_steps_that_accumulate_count_in_the_optimizers_own_variable():
+    sgd = keras.optimizers.SGD(gradient_accumulation_steps=3)
+    optimizer = keras.optimizers.LossScaleOptimizer(sgd)
+    weight = keras.Variable([1.0])
+    optimizer.build([weight])
+    for _ in range(4):
+        sgd.apply([jax.numpy.ones(1)])
+    assert int(sgd._iterations.value) == 4
+    assert int(sgd.iterations) == 1
+    assert any(v is sgd._iterations for v in optimizer.variables)
 
 
 def test_loops_go_through_attributes_of_the_instance():
