@@ -47,6 +47,8 @@ PUBLIC_NAMES = {
     "variable_creator_scope",
 }
 
+CALLBACKS = {"Scalars"}
+
 
 def run_python(code, **environ):
     """Runs code in a fresh process without the variables of this one."""
@@ -90,6 +92,15 @@ def test_public_names():
     assert set(ks._MODULES) <= set(dir(ks))
     for name in names:
         assert values[name].__doc__, name
+
+
+def test_names_of_callbacks():
+    assert set(ks.callbacks._MODULES) == CALLBACKS
+    assert set(dir(ks.callbacks)) >= CALLBACKS
+    for name in CALLBACKS:
+        assert getattr(ks.callbacks, name).__doc__, name
+    with pytest.raises(AttributeError, match="Scalar"):
+        ks.callbacks.Scalar  # noqa: B018
 
 
 def test_type_checkers_see_the_public_names():
@@ -154,7 +165,8 @@ def test_import_alone_loads_no_tensorflow():
 import sys, keras_strategies
 for name in dir(keras_strategies):
     getattr(keras_strategies, name)
-heavy = {"tensorflow", "orbax", "grain", "torch"}
+keras_strategies.callbacks.Scalars("logs")
+heavy = {"tensorflow", "orbax", "grain", "torch", "tensorboardX"}
 print(sorted(heavy & set(sys.modules)))
 """
     assert output_of(code) == ["[]"]
