@@ -21,6 +21,7 @@ from keras_strategies.keras_bridge import backend as _backend
 if TYPE_CHECKING:
     from keras_strategies import cluster_resolver as cluster_resolver
     from keras_strategies import data as data
+    from keras_strategies import estimator as estimator
     from keras_strategies import experimental as experimental
     from keras_strategies import tpu as tpu
     from keras_strategies._core.compiled import (
@@ -99,6 +100,7 @@ __version__ = "0.1.0.dev0"
 _MODULES = {
     "cluster_resolver": "",
     "data": "",
+    "estimator": "",
     "experimental": "",
     "tpu": "",
     "CompiledProgram": "_core.compiled",
