@@ -113,9 +113,19 @@ class RowShape:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Execution:
-    """What one call of a step function computes: one or more segments."""
+    """What one call of a step function computes: one or more segments.
+
+    Attributes:
+      segments: The batches. None stand for steps that a loop which goes on
+        has done already.
+      place: Of a feed, which epoch of the data this is, and the number of its
+        steps up to this execution's end.
+      logs: Of an execution without segments: what its last step returned.
+    """
 
     segments: tuple[Segment, ...]
+    place: tuple[int, int] | None = None
+    logs: Any = None
 
     @property
     def num_bytes(self) -> int:
@@ -129,7 +139,7 @@ jax.tree_util.register_dataclass(
 # Without leaves: Keras moves what it is given to one device, and must not meet
 # the arrays, which lie where they belong.
 jax.tree_util.register_dataclass(
-    Execution, data_fields=[], meta_fields=["segments"]
+    Execution, data_fields=[], meta_fields=["segments", "place", "logs"]
 )
 
 

@@ -87,6 +87,11 @@ def is_running() -> bool:
     return _guard is not None
 
 
+def progress() -> Progress | None:
+    """The programs of this process, if it has a guard."""
+    return None if _guard is None else _guard.progress
+
+
 class Guard:
     """What `start` starts.
 

@@ -78,6 +78,8 @@ class Progress:
         self._last: _InFlight | None = None
         self.was_preempted = self.was_preempted_in_main = False
         self.is_done = False
+        # Who saves first, and raises `Preempted` then.
+        self.num_savers = 0
 
     def start(
         self,
@@ -89,7 +91,8 @@ class Progress:
 
         Raises:
           Preempted: one of the processes was told to end; all raise it before
-            the same program. It is raised once.
+            the same program. It is raised once, and not where somebody wants
+            to save first (`num_savers`).
           RuntimeError: another process is about to run another program.
         """
         if num_processes != self._num_processes:
@@ -99,8 +102,9 @@ class Progress:
         if not self.was_preempted and self._is_preempted(self._asked):
             self.was_preempted = True
             self.was_preempted_in_main = threading.get_ident() == self._main
-            self._wait()
-            raise Preempted
+            if not self.num_savers:
+                self._wait()
+                raise Preempted
         with self._in_start():
             new = traced(program, args)
         if new is not None:

@@ -5,6 +5,8 @@ Behind it a source reads the user's data, `data.steps` makes steps of it that
 all processes take, and a thread moves them to the devices ahead of time.
 """
 
+import dataclasses
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -63,6 +65,10 @@ class Feed(DataAdapter):
         self._start = 0
         self._given = self._begun = (self._epoch, 0)
         self._is_reading = False
+        # Of a feed that goes on: what stands for the steps of the loop's epoch
+        # that were computed before.
+        self._goes_on = False
+        self._done: list[Execution] = []
 
     def get_numpy_iterator(self) -> Iterator[Tree]:
         """Host batches; used to build a model that is not built yet."""
@@ -83,15 +89,40 @@ class Feed(DataAdapter):
         self._epoch, self._start = epoch + 1, 0
         self._source.passes.reach(self._epoch)
         self._is_reading = True
-        executions = self._executions_ahead(epoch, start)
-        try:
-            for execution, stop in executions:
-                self._given = (epoch, stop)
-                yield execution
-            self._given = (epoch + 1, 0)
-        finally:
-            self._is_reading = False
-            executions.close()
+        done, self._done = self._done, []
+        yield from done
+        while True:
+            executions = self._executions_ahead(epoch, start)
+            try:
+                for execution, stop in executions:
+                    self._given = (epoch, stop)
+                    is_last = self._goes_on_after(stop)
+                    if is_last:
+                        # Keras, which counts from where the loop went on, asks
+                        # for no iterator of the next epoch: it is begun here.
+                        epoch, start = epoch + 1, 0
+                        self._epoch, self._start = epoch, start
+                        self._is_reading = False
+                    yield execution
+                    if is_last:
+                        break
+                else:
+                    self._given = (epoch + 1, 0)
+                    return
+            finally:
+                self._is_reading = False
+                executions.close()
+            self._epoch, self._is_reading = epoch + 1, True
+            self._source.passes.reach(self._epoch)
+
+    def _goes_on_after(self, stop: int) -> bool:
+        """Whether the next epoch follows where this one ends, in one iterator.
+
+        Where several epochs of the loop are one of the data, and the loop went
+        on in the middle of one.
+        """
+        count = self._source_batches
+        return self._goes_on and stop == count and self._ends_epoch(stop)
 
     @property
     def position(self) -> dict[str, Any]:
@@ -103,11 +134,42 @@ class Feed(DataAdapter):
         source), each process has a position.
         """
         epoch, step = self._given
-        if self.num_batches is not None and step >= self.num_batches:
+        count = self._source_batches
+        if count is not None and step >= count:
             epoch, step = epoch + 1, 0
         return {"epoch": epoch, "step": step, "seed": self._source.seed}
 
-    def go_on(self, position: dict[str, Any]) -> None:
+    def next_position(self, place: tuple[int, int] | None) -> dict[str, Any]:
+        """As `position`, with a loop's epoch done: where its next one begins.
+
+        Args:
+          place: Of the last execution that was computed, if there was one.
+        """
+        if not (self._is_reading and self._steps_per_epoch and place):
+            # Keras makes an iterator for each epoch.
+            return self.position_at((self._epoch, self._start))
+        if place[1] == self._source_batches:
+            place = (place[0] + 1, 0)
+        return self.position_at(place)
+
+    def position_at(self, place: tuple[int, int]) -> dict[str, Any]:
+        """As `position`, in the middle of a loop's epoch.
+
+        Args:
+          place: Of the last execution that was computed. On accelerators
+            Keras asks for one ahead.
+        """
+        epoch, step = place
+        return {"epoch": epoch, "step": step, "seed": self._source.seed}
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the data, and so a position, are this process's own."""
+        return self._source.is_own
+
+    def go_on(
+        self, position: dict[str, Any], done_steps: int = 0, logs: Any = None
+    ) -> None:
         """Begins the next epoch that is read where another feed was.
 
         That one may have been in another process, and, unless the data are
@@ -115,15 +177,24 @@ class Feed(DataAdapter):
 
         Args:
           position: What `position` of a feed of the same data was.
+          done_steps: How many steps of the loop's first epoch were done
+            before. The loop is given executions of none for them, so that it
+            counts as the other one did.
+          logs: What the last of them returned.
         """
         self._source.restart(position["seed"])
         self._epoch, self._start = position["epoch"], position["step"]
         self._given = (self._epoch, self._start)
+        # Keras counts the batches of an epoch of the data from its iterator's
+        # first: so it is not told their number, and the feed ends the epochs.
+        self._goes_on = self._steps_per_epoch is not None
+        count = done_steps // self._steps_per_execution
+        self._done = [Execution(segments=(), logs=logs)] * count
 
     def _executions_ahead(self, epoch: int, start: int) -> Any:
         stop = Stop()
         batches = self._steps.epoch(epoch, start, stop)
-        executions = self._executions(batches, start)
+        executions = self._executions(batches, epoch, start)
         if self._source.is_planned:
             # Slicing arrays takes less time than a thread's turn.
             return executions
@@ -140,7 +211,7 @@ class Feed(DataAdapter):
         )
 
     def _executions(
-        self, batches: Iterator[HostBatch], start: int
+        self, batches: Iterator[HostBatch], epoch: int, start: int
     ) -> Iterator[tuple[Execution, int]]:
         """Executions, and the number of steps after each."""
         group: list[HostBatch] = []
@@ -149,15 +220,24 @@ class Feed(DataAdapter):
             self._check_structure(stop, batch.data)
             group.append(batch)
             stop += 1
-            if len(group) == self._steps_per_execution or self._ends_epoch(
-                stop
-            ):
-                yield place(group, self._mesh), stop
+            if self._ends_execution(stop):
+                yield self._placed(group, epoch, stop), stop
                 group = []
         if group:
-            yield place(group, self._mesh), stop
+            yield self._placed(group, epoch, stop), stop
         if not stop:
             raise ValueError(_NO_ROWS)
+
+    def _placed(
+        self, group: list[HostBatch], epoch: int, stop: int
+    ) -> Execution:
+        execution = place(group, self._mesh)
+        return dataclasses.replace(execution, place=(epoch, stop))
+
+    def _ends_execution(self, stop: int) -> bool:
+        steps = self._steps_per_epoch or 0
+        in_epoch = stop % steps if steps > 0 else stop
+        return in_epoch % self._steps_per_execution == 0
 
     def _ends_epoch(self, stop: int) -> bool:
         steps = self._steps_per_epoch
@@ -186,6 +266,10 @@ class Feed(DataAdapter):
     @property
     def num_batches(self) -> int | None:
         """Number of batches in an epoch, if known."""
+        return sys.maxsize if self._goes_on else self._source_batches
+
+    @property
+    def _source_batches(self) -> int | None:
         # Of rows that are each process's own, nobody knows the longest.
         return None if self._source.is_own else self._source.num_batches
 

@@ -39,7 +39,7 @@ def quiet_list(arguments: dict[str, Any], model: keras.Model, feed: Any) -> Any:
         arguments.get("verbose") != 0
         or has_own_loop
         or is_capped
-        or any(map(_listens, given))
+        or any(map(listens, given))
     ):
         return callbacks
     return QuietCallbackList(
@@ -52,7 +52,8 @@ def quiet_list(arguments: dict[str, Any], model: keras.Model, feed: Any) -> Any:
     )
 
 
-def _listens(callback: Any) -> bool:
+def listens(callback: Any) -> bool:
+    """Whether a callback wants to know of every batch's end."""
     if isinstance(callback, keras.callbacks.CallbackList):
         return True
     default = keras.callbacks.Callback

@@ -79,6 +79,10 @@ class Functions:
         self._last: dict[str, Any] = {}
         # What the loops before returned, weakly and by id.
         self._made: state_lib.Made = {}
+        # Of each kind, how many steps were computed, and up to which place of
+        # its feed.
+        self.num_steps = dict.fromkeys(_GROUPS, 0)
+        self.places: dict[str, tuple[int, int] | None] = {}
         state_lib.note_devices(mesh)
         creation.models_in_loops.add(model)
 
@@ -158,6 +162,10 @@ class Functions:
                     for new in program(state, segment):
                         outputs, state = new
                     done.append(outputs)
+                    self.num_steps[kind] += segment.steps
+                if not execution.segments:
+                    outputs = execution.logs
+                self.places[kind] = execution.place
             except BaseException:
                 # Keras took the values out of the variables and would lose
                 # them; this is where its `jax_state_sync` looks for them.

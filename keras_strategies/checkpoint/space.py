@@ -1,0 +1,85 @@
+"""Whether a directory can be written to, looked at before it is needed."""
+
+import errno
+import os
+import pathlib
+import shutil
+import tempfile
+
+from keras_strategies.checkpoint.layout import not_a_directory
+
+_GB = 1e9
+
+
+def check_free_space(directory: str | os.PathLike[str], num_bytes: int) -> None:
+    """Raises if what is to be saved does not fit on the disk.
+
+    Args:
+      directory: Where it goes; it need not exist.
+      num_bytes: How much is to be written.
+
+    Raises:
+      OSError: (ENOSPC) less is free.
+      NotADirectoryError: there is something else in its place.
+    """
+    free = shutil.disk_usage(_existing(pathlib.Path(directory))).free
+    if num_bytes <= free:
+        return
+    raise OSError(
+        errno.ENOSPC,
+        f"A checkpoint does not fit on the disk of {os.fspath(directory)!r}. "
+        f"It needs {num_bytes / _GB:.3f} GB; free are {free / _GB:.3f} GB. "
+        "Delete files there, keep fewer checkpoints, or give another "
+        "directory",
+    )
+
+
+def check_writable(directory: str | os.PathLike[str]) -> None:
+    """Raises unless checkpoints can be written to a directory.
+
+    Args:
+      directory: Where they go; it need not exist, and is not made.
+
+    Raises:
+      NotADirectoryError: it, or what it is to be in, is something else.
+      PermissionError: this user may not write there.
+      OSError: it is on a disk that is read-only, or full.
+    """
+    path = pathlib.Path(directory)
+    existing = _existing(path)
+    if existing != path:
+        is_writable = os.access(existing, os.W_OK | os.X_OK)
+        fault = None if is_writable else _denied()
+    else:
+        fault = _try_to_write(path)
+    if fault is not None:
+        raise OSError(
+            fault.errno,
+            "Checkpoints are written to a directory that this user may write "
+            f"to. Received: {str(path)!r}, where {str(existing)!r} refuses it: "
+            f"{fault.strerror}. Give another directory, or change its mode",
+        )
+
+
+def _existing(path: pathlib.Path) -> pathlib.Path:
+    """The directory, or the nearest above it that exists."""
+    for folder in (path, *path.absolute().parents):
+        if folder.is_dir():
+            return folder
+        if os.path.lexists(folder):
+            raise not_a_directory(folder)
+    return path
+
+
+def _try_to_write(path: pathlib.Path) -> OSError | None:
+    # What a disk really says: modes do not tell of it for every user.
+    try:
+        with tempfile.TemporaryFile(dir=path, prefix=".probe-") as file:
+            file.write(b"\0")
+    except OSError as error:
+        return error
+    return None
+
+
+def _denied() -> OSError:
+    return PermissionError(errno.EACCES, os.strerror(errno.EACCES))

@@ -1,0 +1,345 @@
+"""A directory of checkpoints: Orbax writes and reads their arrays.
+
+A save copies the arrays to the host and goes on; a thread waits until Orbax
+has written them, adds the manifest, and deletes what is not to be kept. The
+chief decides what is restored, and all processes restore it.
+"""
+
+import json
+import logging
+import os
+import pathlib
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from keras_strategies.checkpoint import format as format_lib
+from keras_strategies.checkpoint.contents import Arrays, Document
+from keras_strategies.checkpoint.keeping import (
+    Keep,
+    delete,
+    delete_partial_saves,
+    to_delete,
+)
+from keras_strategies.checkpoint.damage import DamagedCheckpoint
+from keras_strategies.checkpoint.layout import RUN
+from keras_strategies.checkpoint.manifest import Manifest
+from keras_strategies.cluster.agreement import Agreement
+
+_logger = logging.getLogger(__name__)
+
+_SEEN_S = 10.0
+_POLL_S = 0.1
+
+
+class Storage:
+    """A directory of checkpoints, as the processes of a job use it.
+
+    All methods but `wait` are collective, in one order.
+
+    Args:
+      directory: Where checkpoints are; made if it is not there.
+      processes: JAX's ids of the processes; the first is the chief.
+      keep: Which checkpoints are kept.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        processes: tuple[int, ...],
+        keep: Keep,
+    ) -> None:
+        self.directory = pathlib.Path(directory).absolute()
+        self._processes = processes
+        self._keep = keep
+        self._is_alone = len(processes) == 1
+        self.is_chief = self._is_alone or jax.process_index() == processes[0]
+        self._lock: Any = None
+        self._checkpointer: Any = None
+        self._finishing: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._good: dict[int, Manifest] = {}
+        self._started = time.time()
+
+    # Opening and closing.
+
+    def open(self) -> None:
+        """Takes the directory: nobody else may write to it.
+
+        Raises:
+          OSError: it cannot be written to.
+          RuntimeError: another job writes to it.
+          ValueError: not all processes see it.
+        """
+        self._by_chief("opening", self._take)
+        self._check_shared()
+
+    def _take(self) -> None:
+        format_lib.check_writable(self.directory)
+        format_lib.make_directory(self.directory)
+        self._lock = _lock(self.directory)
+        delete_partial_saves(self.directory)
+
+    def _check_shared(self) -> None:
+        if self._is_alone:
+            return
+        end = time.monotonic() + _SEEN_S
+        mark = self.directory / ".lock"
+        while not mark.exists() and time.monotonic() < end:
+            time.sleep(_POLL_S)
+        heard = self._exchange("looking at", str(mark.exists()))
+        if "False" in heard:
+            blind = [
+                process
+                for process, said in zip(self._processes, heard, strict=True)
+                if said == "False"
+            ]
+            raise ValueError(
+                "All processes of a job keep their checkpoints in one "
+                f"directory. Received: {str(self.directory)!r}, where "
+                f"processes {blind} do not see what process "
+                f"{self._processes[0]} wrote. Give a directory on a disk that "
+                "all of them share."
+            )
+
+    def close(self) -> None:
+        """Waits for what is being saved, and lets others write. Local."""
+        try:
+            self.wait()
+        finally:
+            if self._checkpointer is not None:
+                self._checkpointer.close()
+                self._checkpointer = None
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None
+
+    # Restoring.
+
+    def newest(self) -> int | None:
+        """The newest good checkpoint; damaged ones are put aside, and named.
+
+        A file of each is read once, by the chief.
+        """
+
+        def find() -> int | None:
+            manifest, faults = format_lib.newest_good(self.directory)
+            for fault in faults:
+                aside = _put_aside(fault)
+                _logger.warning("%s It is now %s.", fault, aside)
+            self._note_good(manifest)
+            return None if manifest is None else manifest.step
+
+        return self._by_chief("looking for the newest checkpoint in", find)
+
+    def _note_good(self, newest: Manifest | None) -> None:
+        self._good = {}
+        for step in format_lib.find_steps(self.directory):
+            try:
+                manifest = format_lib.read_manifest(self.path(step))
+            except DamagedCheckpoint:
+                continue
+            self._good[step] = manifest
+        started = newest.facts.get("started") if newest else None
+        if isinstance(started, float):
+            self._started = started
+
+    def path(self, step: int) -> pathlib.Path:
+        """The folder of a step."""
+        return format_lib.step_path(self.directory, step)
+
+    def document(self, step: int) -> Document:
+        """What a checkpoint holds beside arrays."""
+        path = self.path(step)
+        with format_lib.reading(path):
+            return json.loads((path / RUN).read_text("utf-8"))
+
+    def restore(self, step: int, wanted: Arrays) -> Arrays:
+        """Reads arrays of a checkpoint that was verified.
+
+        Args:
+          step: Which one.
+          wanted: Shapes, dtypes and shardings, by group and name.
+        """
+        import orbax.checkpoint as ocp
+
+        path = self.path(step)
+        with format_lib.reading(path):
+            restored = self._orbax().restore(
+                path,
+                args=ocp.args.Composite(
+                    state=ocp.args.PyTreeRestore(
+                        item=wanted,
+                        restore_args=_restore_args(wanted),
+                    )
+                ),
+            )
+        # The chief must not delete what others still read.
+        self._exchange("restoring", "done")
+        return restored.state
+
+    # Saving.
+
+    def save(
+        self,
+        step: int,
+        arrays: Arrays,
+        document: Document,
+        facts: Mapping[str, Any],
+    ) -> None:
+        """Saves a checkpoint; returns when its arrays may change.
+
+        Raises:
+          OSError: it does not fit on the disk; or the last one could not be
+            written.
+        """
+        import orbax.checkpoint as ocp
+
+        self.wait()
+        if self.is_chief:
+            leaves = jax.tree.leaves(arrays)
+            num_bytes = sum(leaf.nbytes for leaf in leaves)
+            format_lib.check_free_space(self.directory, num_bytes)
+        self._orbax().save(
+            self.path(step),
+            args=ocp.args.Composite(
+                state=ocp.args.PyTreeSave(arrays),
+                run=ocp.args.JsonSave(document),
+            ),
+        )
+        facts = {**facts, "started": self._started}
+        self._finishing = threading.Thread(
+            target=self._finish,
+            args=(step, facts),
+            name=f"keras_strategies checkpoint {step}",
+        )
+        self._finishing.start()
+
+    def _finish(self, step: int, facts: Mapping[str, Any]) -> None:
+        """Makes a checkpoint complete, in a thread."""
+        try:
+            self._orbax().wait_until_finished()
+            if not self.is_chief:
+                return
+            manifest = format_lib.write_manifest(self.path(step), step, facts)
+            self._good[step] = manifest
+            for old in to_delete(self._good.values(), self._keep):
+                delete(self.directory, old)
+                del self._good[old]
+        except BaseException as error:
+            self._error = error
+
+    def wait(self) -> None:
+        """Until what was saved is on the disk. Local.
+
+        Raises:
+          OSError: it could not be written. The checkpoints before it are
+            good.
+        """
+        if self._finishing is not None:
+            self._finishing.join()
+            self._finishing = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    # All processes together.
+
+    def _orbax(self) -> Any:
+        import orbax.checkpoint as ocp
+
+        if self._checkpointer is None:
+            options = ocp.options
+            among = (
+                options.MultiprocessingOptions()
+                if self._is_alone
+                # Naming them has Orbax wait on the host, not on the devices.
+                else options.MultiprocessingOptions(
+                    primary_host=self._processes[0],
+                    active_processes=set(self._processes),
+                )
+            )
+            self._checkpointer = ocp.AsyncCheckpointer(
+                ocp.CompositeCheckpointHandler(
+                    composite_options=_composite_options(among)
+                ),
+                multiprocessing_options=among,
+                file_options=options.FileOptions(path_permission_mode=0o700),
+            )
+        return self._checkpointer
+
+    def _by_chief(self, doing: str, compute: Callable[[], Any]) -> Any:
+        """What the chief computes, in all processes. Its error is all's."""
+        if self._is_alone:
+            return compute()
+        said: dict[str, Any] = {}
+        error: Exception | None = None
+        if self.is_chief:
+            try:
+                said["value"] = compute()
+            except Exception as raised:
+                error = raised
+                said["error"] = f"{type(raised).__name__}: {raised}"
+        heard = json.loads(self._exchange(doing, json.dumps(said))[0])
+        if error is not None:
+            raise error
+        if "error" in heard:
+            raise RuntimeError(
+                f"Process {self._processes[0]} failed in {doing} "
+                f"{str(self.directory)!r}: {heard['error']}"
+            )
+        return heard["value"]
+
+    def _exchange(self, doing: str, text: str) -> list[str]:
+        if self._is_alone:
+            return [text]
+        agreement = Agreement(self._processes, f"{doing} {self.directory}")
+        try:
+            return agreement.exchange(text)
+        finally:
+            agreement.end()
+
+
+def _composite_options(among: Any) -> Any:
+    import orbax.checkpoint as ocp
+
+    return ocp.CompositeOptions(multiprocessing_options=among)
+
+
+def _restore_args(wanted: Arrays) -> Any:
+    import numpy as np
+    import orbax.checkpoint as ocp
+
+    def args(leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray):
+            return ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype)
+        return ocp.ArrayRestoreArgs(
+            sharding=leaf.sharding,
+            global_shape=leaf.shape,
+            dtype=leaf.dtype,
+        )
+
+    return jax.tree.map(args, wanted)
+
+
+def _put_aside(fault: DamagedCheckpoint) -> str:
+    """Renames a damaged checkpoint, so that its step can be saved again."""
+    assert fault.path is not None
+    for number in range(1, 1000):
+        aside = fault.path.with_name(f"{fault.path.name}.damaged-{number}")
+        if not os.path.lexists(aside):
+            os.rename(fault.path, aside)
+            return aside.name
+    raise fault
+
+
+def _lock(directory: pathlib.Path) -> Any:
+    from keras_strategies.checkpoint.lock import DirectoryLock
+
+    lock = DirectoryLock(directory)
+    lock.acquire()
+    return lock

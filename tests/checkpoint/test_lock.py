@@ -1,0 +1,178 @@
+"""One writer for a directory, also where the first is killed."""
+
+import os
+import pathlib
+import signal
+import stat
+import subprocess
+import sys
+import time
+
+import pytest
+
+from keras_strategies.checkpoint import lock as lock_module
+from keras_strategies.checkpoint.lock import LOCK, DirectoryLock, writer_of
+
+ROOT = pathlib.Path(__file__).parents[2]
+HOLD = """
+import sys, time
+from keras_strategies.checkpoint.lock import DirectoryLock
+DirectoryLock(sys.argv[1]).acquire()
+print("held", flush=True)
+time.sleep(60)
+"""
+
+FORK = """
+import os, sys, time
+from keras_strategies.checkpoint.lock import DirectoryLock
+lock = DirectoryLock(sys.argv[1])
+lock.acquire()
+if os.fork():
+    time.sleep(60)
+print("child", lock.is_held, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def other(tmp_path):
+    """Another process that writes to the directory."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout.readline() == "held\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=10)
+
+
+def test_second_process_is_told_who_writes(tmp_path, other):
+    lock = DirectoryLock(tmp_path)
+    with pytest.raises(RuntimeError, match="One run at a time") as caught:
+        lock.acquire(timeout_seconds=0)
+    text = str(caught.value)
+    assert f"process {other.pid} on {os.uname().nodename} since 20" in text
+    assert str(tmp_path) in text
+    assert "another directory" in text
+    assert not lock.is_held
+    assert writer_of(tmp_path).process_id == other.pid
+
+
+def test_killed_writer_frees_the_directory(tmp_path, other):
+    other.send_signal(signal.SIGKILL)
+    with DirectoryLock(tmp_path):
+        assert writer_of(tmp_path).process_id == os.getpid()
+
+
+def test_second_object_of_a_process_is_refused(tmp_path):
+    with DirectoryLock(tmp_path):
+        with pytest.raises(RuntimeError, match="already end first"):
+            DirectoryLock(tmp_path).acquire(timeout_seconds=0)
+        assert writer_of(tmp_path).process_id == os.getpid()
+
+
+def test_same_object_holds_until_it_is_released_as_often(tmp_path):
+    lock = DirectoryLock(tmp_path)
+    with lock:
+        with lock:
+            pass
+        assert lock.is_held
+        assert writer_of(tmp_path)
+    assert not lock.is_held
+    assert writer_of(tmp_path) is None
+    with pytest.raises(RuntimeError, match="as often"):
+        lock.release()
+
+
+def test_directory_is_made_for_its_owner_alone(tmp_path):
+    directory = tmp_path / "a" / "b"
+    with DirectoryLock(directory):
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        assert stat.S_IMODE((directory / LOCK).stat().st_mode) == 0o600
+
+
+def test_forked_child_of_a_killed_writer_does_not_keep_it(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", FORK, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout.readline() == "child False\n"
+        process.kill()
+        process.wait(timeout=10)
+        # The child, still there, has a copy of the parent's files.
+        with DirectoryLock(tmp_path):
+            pass
+    finally:
+        process.kill()
+        # Its input ends, and so does the child: then its output does.
+        process.communicate(timeout=10)
+
+
+def test_lock_waits_for_one_that_ends(tmp_path, other):
+    started = time.monotonic()
+    with pytest.raises(RuntimeError):
+        DirectoryLock(tmp_path).acquire(timeout_seconds=0.2)
+    assert time.monotonic() - started >= 0.2
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[]",
+        b'{"host": 1, "pid": "a", "since": "b"}',
+        b'{"host": "h\\n", "pid": true, "since": 1e300}',
+        b"[" * 4000,
+    ],
+)
+def test_odd_content_still_tells_that_somebody_writes(tmp_path, content):
+    with DirectoryLock(tmp_path):
+        (tmp_path / LOCK).write_bytes(content)
+        with pytest.raises(RuntimeError, match="where process"):
+            DirectoryLock(tmp_path).acquire(timeout_seconds=0)
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_lock_that_is_no_file_is_refused(tmp_path, kind):
+    path = tmp_path / LOCK
+    if kind == "link":
+        path.symlink_to(tmp_path / "elsewhere")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    with pytest.raises(OSError, match=r"\.lock"):
+        DirectoryLock(tmp_path).acquire(timeout_seconds=0)
+    assert writer_of(tmp_path) is None
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_nobody_writes_to_a_directory_that_is_not_there(tmp_path):
+    assert writer_of(tmp_path / "none") is None
+
+
+def test_without_locks_it_goes_on_with_a_warning(tmp_path, caplog):
+    # What a file system without locks answers, without one at hand.
+    class WithoutLocks:
+        LOCK_EX = LOCK_SH = LOCK_NB = 0
+
+        @staticmethod
+        def flock(*_):
+            raise OSError(95, "Operation not supported")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lock_module, "fcntl", WithoutLocks)
+        with DirectoryLock(tmp_path) as lock:
+            assert lock.is_held
+            assert writer_of(tmp_path) is None
+    assert "cannot be locked: Operation not supported" in caplog.text
