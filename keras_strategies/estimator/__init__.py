@@ -16,6 +16,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from keras_strategies.estimator import experimental as experimental
+    from keras_strategies.estimator.estimator import Estimator as Estimator
     from keras_strategies.estimator.estimator_spec import (
         EstimatorSpec as EstimatorSpec,
     )
@@ -30,16 +32,26 @@ if TYPE_CHECKING:
     from keras_strategies.estimator.exporters import (
         LatestExporter as LatestExporter,
     )
+    from keras_strategies.estimator.from_keras import (
+        model_to_estimator as model_to_estimator,
+    )
     from keras_strategies.estimator.hooks import (
         CheckpointSaverListener as CheckpointSaverListener,
     )
     from keras_strategies.estimator.run_config import RunConfig as RunConfig
     from keras_strategies.estimator.specs import EvalSpec as EvalSpec
     from keras_strategies.estimator.specs import TrainSpec as TrainSpec
+    from keras_strategies.estimator.train_evaluate import (
+        train_and_evaluate as train_and_evaluate,
+    )
+    from keras_strategies.estimator.warm_start import (
+        WarmStartSettings as WarmStartSettings,
+    )
 
 _MODULES = {
     "BestExporter": "exporters",
     "CheckpointSaverListener": "hooks",
+    "Estimator": "estimator",
     "EstimatorSpec": "estimator_spec",
     "EvalSpec": "specs",
     "Exporter": "exporters",
@@ -48,6 +60,10 @@ _MODULES = {
     "ModeKeys": "estimator_spec",
     "RunConfig": "run_config",
     "TrainSpec": "specs",
+    "WarmStartSettings": "warm_start",
+    "experimental": "",
+    "model_to_estimator": "from_keras",
+    "train_and_evaluate": "train_evaluate",
 }
 
 
