@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 from keras_strategies.keras_bridge import backend as _backend
 
 if TYPE_CHECKING:
+    from keras_strategies import callbacks as callbacks
+    from keras_strategies import checkpoint as checkpoint
     from keras_strategies import cluster_resolver as cluster_resolver
     from keras_strategies import data as data
     from keras_strategies import estimator as estimator
@@ -98,6 +100,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 _MODULES = {
+    "callbacks": "",
+    "checkpoint": "",
     "cluster_resolver": "",
     "data": "",
     "estimator": "",

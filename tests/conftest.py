@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import importlib.metadata
 import os
 import re
 import shutil
@@ -16,6 +17,10 @@ os.environ["XLA_FLAGS"] = (
     + " --xla_backend_optimization_level=0"
     + " --xla_llvm_disable_expensive_passes=true"
 )
+# XLA's newer way to emit fusions compiles more than twice as long. A process
+# ends at a flag that its XLA does not know: this one is said to be going.
+if importlib.metadata.version("jaxlib").startswith("0.10."):
+    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["KERAS_BACKEND"] = "jax"
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"

@@ -236,6 +236,26 @@ def local_shards(array: jax.Array) -> list[tuple[Any, jax.Array]]:
     return [(shard.index, shard.data) for shard in array.addressable_shards]
 
 
+def with_sound_shards(array: jax.Array) -> jax.Array:
+    """The array, such that others may ask for its `addressable_shards`.
+
+    See `local_shards`. The buffers are the same.
+    """
+    sharding = array.sharding
+    if (
+        sharding.is_fully_addressable
+        or len(sharding.addressable_devices) > 1
+        or not sharding.is_fully_replicated
+    ):
+        return array
+    part = array.addressable_data(0)
+    if len(part.sharding.device_set) > 1:
+        part = jax.device_put(np.asarray(part), *sharding.addressable_devices)
+    return jax.make_array_from_single_device_arrays(
+        array.shape, sharding, [part]
+    )
+
+
 def cut(array: Any, shape: tuple[int, ...]) -> Any:
     """The first entries of each dimension."""
     return array[tuple(map(slice, shape))]

@@ -1,1 +1,48 @@
-"""Checkpoints that a run goes on from, bit for bit, and that are checked."""
+"""Checkpoints that a run goes on from, bit for bit, and that are checked.
+
+    checkpoint = ks.checkpoint.Checkpoint(model=model, data=iterator)
+    manager = ks.checkpoint.CheckpointManager(checkpoint, "run", keep=3)
+    step = manager.restore_or_initialize() or 0
+
+`fit` has a callback for it, `ks.callbacks.Checkpoint`. A name is imported when
+it is first asked for.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from keras_strategies.checkpoint.damage import (
+        DamagedCheckpoint as DamagedCheckpoint,
+    )
+    from keras_strategies.checkpoint.keeping import Keep as Keep
+    from keras_strategies.checkpoint.manager import Checkpoint as Checkpoint
+    from keras_strategies.checkpoint.manager import (
+        CheckpointManager as CheckpointManager,
+    )
+    from keras_strategies.checkpoint.manager import (
+        latest_checkpoint as latest_checkpoint,
+    )
+    from keras_strategies.checkpoint.manager import load_weights as load_weights
+
+_MODULES = {
+    "Checkpoint": "manager",
+    "CheckpointManager": "manager",
+    "DamagedCheckpoint": "damage",
+    "Keep": "keeping",
+    "latest_checkpoint": "manager",
+    "load_weights": "manager",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
+    value = getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

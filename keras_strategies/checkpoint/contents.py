@@ -14,6 +14,7 @@ import keras
 import numpy as np
 
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.values import with_sound_shards
 from keras_strategies.keras_bridge.partitions import sharding_of
 
 Groups = Mapping[str, Sequence[keras.Variable]]
@@ -33,7 +34,8 @@ def arrays_of(groups: Groups) -> Arrays:
     """The values of variables, by group and name."""
     return {
         group: {
-            name: variable.value for name, variable in named(variables).items()
+            name: with_sound_shards(variable.value)
+            for name, variable in named(variables).items()
         }
         for group, variables in groups.items()
         if variables

@@ -123,6 +123,21 @@ def digest(path: pathlib.Path, name: str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def size_of(path: pathlib.Path) -> int:
+    """The bytes of all files in a folder, or of a file; links are not followed.
+
+    What goes while it is counted, or cannot be looked at, counts nothing.
+    """
+    try:
+        status = path.lstat()
+        if not stat.S_ISDIR(status.st_mode):
+            return status.st_size if stat.S_ISREG(status.st_mode) else 0
+        with os.scandir(path) as entries:
+            return sum(size_of(path / entry.name) for entry in entries)
+    except OSError:
+        return 0
+
+
 def flush(path: pathlib.Path) -> None:
     """Has the disk hold a file's bytes, or a folder's names.
 

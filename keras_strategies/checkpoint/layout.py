@@ -18,11 +18,17 @@ MAX_STEP = 2**63 - 1
 DELETING = ".deleting-"
 """Between the step and what is random, in the name of what is deleted."""
 
+DAMAGED = ".damaged-"
+"""Between the step and a number, in the name of what was put aside."""
+
 _STEP = re.compile(r"0|[1-9][0-9]{0,18}", re.ASCII)
 _PARTIAL = re.compile(
     r"(0|[1-9][0-9]{0,18})"
     rf"(\.orbax-checkpoint-tmp.*|{re.escape(DELETING)}.*)",
     re.ASCII | re.DOTALL,
+)
+_ASIDE = re.compile(
+    rf"(0|[1-9][0-9]{{0,18}}){re.escape(DAMAGED)}.*", re.ASCII | re.DOTALL
 )
 # What Orbax 0.12 writes, on one process and on several.
 _STORE = r"(ocdbt\.process_(replica_)?[0-9]{1,9})"
@@ -106,11 +112,12 @@ def partial_saves(directory: str | os.PathLike[str]) -> list[pathlib.Path]:
     A save that is under way looks the same: only who holds the directory's
     lock, and is not saving, may remove them.
     """
-    return sorted(
-        pathlib.Path(entry.path)
-        for entry in _scan(directory)
-        if _PARTIAL.fullmatch(entry.name)
-    )
+    return _matching(directory, _PARTIAL)
+
+
+def put_aside(directory: str | os.PathLike[str]) -> list[pathlib.Path]:
+    """Damaged checkpoints that a run has put aside in a directory, by name."""
+    return _matching(directory, _ASIDE)
 
 
 def make_directory(directory: str | os.PathLike[str]) -> pathlib.Path:
@@ -163,6 +170,16 @@ def not_a_directory(path: pathlib.Path) -> NotADirectoryError:
     return NotADirectoryError(
         f"Checkpoints are in a directory. Received: {str(path)!r}, which is "
         "something else. Give a directory, which need not exist."
+    )
+
+
+def _matching(
+    directory: str | os.PathLike[str], pattern: re.Pattern[str]
+) -> list[pathlib.Path]:
+    return sorted(
+        pathlib.Path(entry.path)
+        for entry in _scan(directory)
+        if pattern.fullmatch(entry.name)
     )
 
 

@@ -43,8 +43,8 @@ MAX_BYTES = 16 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _KEYS = {"version", "step", "created", "files", "facts", "checksum"}
 _PARTIAL = (
-    "The save was stopped before its end, or is still under way. It is not "
-    "restored. Use an earlier step; the folder can be deleted."
+    "It is not restored. Use an earlier step. If no run is saving it, the "
+    "folder can be deleted."
 )
 _NEWER = (
     "It may be of another version of keras_strategies. Restore it with the "
@@ -147,7 +147,9 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     path = pathlib.Path(path)
     check_folder(path)
     if not os.path.lexists(path / MANIFEST):
-        raise damaged(path, MANIFEST, "it is missing", _PARTIAL)
+        check_folder(path)  # It may have been deleted just now.
+        fault = "it is missing: the save did not end"
+        raise damaged(path, MANIFEST, fault, _PARTIAL)
     with open_file(path, MANIFEST) as file:
         text = file.read(MAX_BYTES + 1) or b""
     if len(text) > MAX_BYTES:
@@ -161,9 +163,12 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 
 def _serialize(manifest: Manifest) -> bytes:
     """The one way in which a manifest is written."""
-    content = dataclasses.asdict(manifest)
-    content["files"] = {
-        name: list(entry) for name, entry in manifest.files.items()
+    content: dict[str, Any] = {
+        "version": manifest.version,
+        "step": manifest.step,
+        "created": manifest.created,
+        "files": {name: list(entry) for name, entry in manifest.files.items()},
+        "facts": manifest.facts,
     }
     content["checksum"] = hashlib.sha256(_dump(content)).hexdigest()
     return _dump(content) + b"\n"
@@ -220,10 +225,17 @@ def _parse(path: pathlib.Path, text: bytes) -> Manifest:
         },
         facts=content["facts"],
     )
-    if _serialize(manifest) != text:
+    if not _is_as_written(manifest, text):
         fault = "its checksum differs: it was changed after it was written"
         raise damaged(path, MANIFEST, fault)
     return manifest
+
+
+def _is_as_written(manifest: Manifest, text: bytes) -> bool:
+    try:
+        return _serialize(manifest) == text
+    except RecursionError:  # Facts that are nested deeply, and not ours.
+        return False
 
 
 def _fault_of(content: dict[str, Any]) -> str | None:

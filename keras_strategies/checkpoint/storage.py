@@ -18,13 +18,13 @@ import jax
 
 from keras_strategies.checkpoint import format as format_lib
 from keras_strategies.checkpoint.contents import Arrays, Document
+from keras_strategies.checkpoint.damage import DamagedCheckpoint
 from keras_strategies.checkpoint.keeping import (
     Keep,
     delete,
     delete_partial_saves,
     to_delete,
 )
-from keras_strategies.checkpoint.damage import DamagedCheckpoint
 from keras_strategies.checkpoint.layout import RUN
 from keras_strategies.checkpoint.manifest import Manifest
 from keras_strategies.cluster.agreement import Agreement
@@ -136,11 +136,28 @@ class Storage:
 
         return self._by_chief("looking for the newest checkpoint in", find)
 
+    def newest_to_read(self) -> int | None:
+        """The newest good checkpoint; nothing is put aside."""
+
+        def find() -> int | None:
+            manifest, _ = format_lib.newest_good(self.directory)
+            return None if manifest is None else manifest.step
+
+        return self._by_chief("looking for the newest checkpoint in", find)
+
+    def check(self, step: int) -> None:
+        """Raises DamagedCheckpoint if a checkpoint is, or is not there."""
+
+        def look() -> None:
+            format_lib.verify(self.path(step))
+
+        self._by_chief(f"verifying step {step} of", look)
+
     def _note_good(self, newest: Manifest | None) -> None:
         self._good = {}
         for step in format_lib.find_steps(self.directory):
             try:
-                manifest = format_lib.read_manifest(self.path(step))
+                manifest = format_lib.verify(self.path(step), is_quick=True)
             except DamagedCheckpoint:
                 continue
             self._good[step] = manifest
@@ -158,12 +175,15 @@ class Storage:
         with format_lib.reading(path):
             return json.loads((path / RUN).read_text("utf-8"))
 
-    def restore(self, step: int, wanted: Arrays) -> Arrays:
+    def restore(
+        self, step: int, wanted: Arrays, *, is_part: bool = False
+    ) -> Arrays:
         """Reads arrays of a checkpoint that was verified.
 
         Args:
           step: Which one.
           wanted: Shapes, dtypes and shardings, by group and name.
+          is_part: Whether it has more than these.
         """
         import orbax.checkpoint as ocp
 
@@ -175,6 +195,7 @@ class Storage:
                     state=ocp.args.PyTreeRestore(
                         item=wanted,
                         restore_args=_restore_args(wanted),
+                        partial_restore=is_part,
                     )
                 ),
             )
@@ -284,11 +305,13 @@ class Storage:
             except Exception as raised:
                 error = raised
                 said["error"] = f"{type(raised).__name__}: {raised}"
+                said["is_damage"] = isinstance(raised, DamagedCheckpoint)
         heard = json.loads(self._exchange(doing, json.dumps(said))[0])
         if error is not None:
             raise error
         if "error" in heard:
-            raise RuntimeError(
+            kind = DamagedCheckpoint if heard["is_damage"] else RuntimeError
+            raise kind(
                 f"Process {self._processes[0]} failed in {doing} "
                 f"{str(self.directory)!r}: {heard['error']}"
             )

@@ -29,6 +29,11 @@ Shows what keras_strategies finds on this machine and in its cluster, and what
 to change. Run in all processes of a cluster (through srun, launch, ...), they
 meet and time an all-reduce. The exit code is 1 if there is a fault.
 """
+_CHECKPOINTS = """\
+Shows the checkpoints of a directory: which are good, what they hold, and what
+else is there. Every file is read once and compared with its checksum; a run
+may write there meanwhile. The exit code is 1 if a checkpoint is damaged.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
       The exit status. `doctor`: 0, or 1 if it found a fault. `launch`: that of
-      the process that failed first, else 0; 2 for wrong arguments.
+      the process that failed first, else 0. `checkpoints`: 0, or 1 if one is
+      damaged. 2 for wrong arguments.
 
     Raises:
       SystemExit: for `--help`, `--version` and wrong options.
@@ -66,6 +72,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             devices_per_process=options.devices_per_process,
             platform=options.platform,
         )
+    if options.command == "checkpoints":
+        from keras_strategies.cli.checkpoints import checkpoints
+
+        return checkpoints(
+            options.directory, quick=options.quick, as_json=options.json
+        )
     parser.print_help()
     return 0
 
@@ -83,6 +95,7 @@ def _make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_launch(commands)
     _add_doctor(commands)
+    _add_checkpoints(commands)
     return parser
 
 
@@ -160,3 +173,33 @@ def _add_doctor(
         metavar="SECONDS",
         help="how long to wait for the other processes; default: 30",
     )
+
+
+def _add_checkpoints(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+):
+    parser = commands.add_parser(
+        "checkpoints",
+        help="show the checkpoints of a directory and verify them",
+        description=_CHECKPOINTS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "directory",
+        metavar="DIR",
+        help="where a run keeps them: what `ks.callbacks.Checkpoint` was "
+        "given, or an Estimator's `model_dir`",
+    )
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare checksums, too: the default",
+    )
+    how.add_argument(
+        "--quick",
+        action="store_true",
+        help="compare names and sizes alone",
+    )
+    parser.add_argument("--json", action="store_true", help="print it as JSON")

@@ -21,12 +21,7 @@ from keras_strategies.keras_bridge import adapter, layout
 from keras_strategies.keras_bridge.callback_lists import quiet_list
 from keras_strategies.keras_bridge.functions import Functions
 from keras_strategies.keras_bridge.model_hooks import COMPILE
-from keras_strategies.keras_bridge.resuming import (
-    Keeper,
-    Loop,
-    keep,
-    keeper_among,
-)
+from keras_strategies.keras_bridge.resuming import keeper_among, kept_fit
 from keras_strategies.keras_bridge.shared_callbacks import of_this_process
 
 # Of the epochs that all processes must run alike.
@@ -145,24 +140,13 @@ class Binding:
                 call.set(validation_data=validation)
             call.set_feed(feed)
             self._build(feed)
-            keeper = keeper_among(call["callbacks"])
+            keeper, model = keeper_among(call["callbacks"]), self.model
             if keeper is not None:
-                return self._kept(call, feed, keeper)
-            call.set(callbacks=quiet_list(call.keywords, self.model, feed))
+                return kept_fit(
+                    keeper, call, feed, all_variables(model), self._functions
+                )
+            call.set(callbacks=quiet_list(call.keywords, model, feed))
             return call.run()
-
-    def _kept(self, call: "_Call", feed: Any, keeper: Keeper) -> Any:
-        """Runs a fit that a callback keeps."""
-        loop = Loop(
-            model=self.model,
-            mesh=self._mesh,
-            variables=all_variables(self.model),
-            functions=self._functions,
-            feed=feed,
-            validation=call["validation_data"],
-            call=call.__getitem__,
-        )
-        return keep(loop, keeper, call)
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
         call = self._call("evaluate", args, kwargs)

@@ -78,10 +78,9 @@ def go_on_writing(
             continue
         changed.append((callback, callback.append))
         callback.append = True
-        size = states[name]["size"]
-        if os.path.exists(callback.filename):
-            if os.path.getsize(callback.filename) > size:
-                os.truncate(callback.filename, size)
+        size, path = states[name]["size"], callback.filename
+        if os.path.exists(path) and os.path.getsize(path) > size:
+            os.truncate(path, size)
     return changed
 
 
@@ -121,7 +120,8 @@ def _set_state(callback: Any, state: State) -> None:
                     setattr(callback, name, state[name])
     if isinstance(callback, keras.callbacks.History):
         # What Keras does at the end of every epoch.
-        callback.model.history = callback
+        model: Any = callback.model
+        model.history = callback
 
 
 def _has_own(callback: Any) -> bool:

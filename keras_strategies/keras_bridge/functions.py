@@ -61,6 +61,10 @@ class Functions:
       model: A compiled or plain Keras model.
       mesh: The replicas.
       keeps_outputs: Whether this process returns what `predict` computes.
+
+    Attributes:
+      num_steps: How many steps of each kind were computed.
+      places: The place in its feed of the last execution of each kind.
     """
 
     def __init__(
@@ -70,17 +74,15 @@ class Functions:
         *,
         keeps_outputs: bool = True,
     ) -> None:
-        self._model = model
+        self.model = model
         self._keeps_outputs = keeps_outputs
-        self._mesh = mesh
+        self.mesh = mesh
         self._keys: dict[str, Any] = {}
         # What the last step of each kind returned: passed back unchanged, it
         # needs no check.
         self._last: dict[str, Any] = {}
         # What the loops before returned, weakly and by id.
         self._made: state_lib.Made = {}
-        # Of each kind, how many steps were computed, and up to which place of
-        # its feed.
         self.num_steps = dict.fromkeys(_GROUPS, 0)
         self.places: dict[str, tuple[int, int] | None] = {}
         state_lib.note_devices(mesh)
@@ -97,7 +99,7 @@ class Functions:
     def make_predict_function(self, force: bool = False) -> Any:
         """Replaces `model.make_predict_function`."""
         self._make("predict", force)
-        return self._model.predict_function
+        return self.model.predict_function
 
     def forget(self, kind: str) -> None:
         """Lets go of the last step's arrays, at the end of a loop.
@@ -113,12 +115,12 @@ class Functions:
         """Forgets all functions; the next use compiles anew."""
         self._last.clear()
         self._keys.clear()
-        self._model.train_function = None
-        self._model.test_function = None
-        self._model.predict_function = None
+        self.model.train_function = None
+        self.model.test_function = None
+        self.model.predict_function = None
 
     def _make(self, kind: str, force: bool) -> None:
-        model = self._model
+        model = self.model
         name = f"{kind}_function"
         variables = step_variables(model, kind)
         # `trainable` may have been flipped: then the groups are others.
@@ -134,7 +136,7 @@ class Functions:
         setattr(model, name, self._function(kind, variables))
 
     def _function(self, kind: str, variables: tuple[Any, ...]) -> StepFunction:
-        model, mesh, groups = self._model, self._mesh, _GROUPS[kind]
+        model, mesh, groups = self.model, self.mesh, _GROUPS[kind]
         program = self._program(kind, variables)
         donated = () if model.run_eagerly else _DONATED[kind]
 
@@ -183,7 +185,7 @@ class Functions:
         return function
 
     def _program(self, kind: str, variables: tuple[Any, ...]) -> Program:
-        model, mesh = self._model, self._mesh
+        model, mesh = self.model, self.mesh
         if model.run_eagerly:
             return self._eager(kind)
         if not model.jit_compile:
@@ -196,8 +198,8 @@ class Functions:
         return make_program(model, mesh, kind, variables)
 
     def _eager(self, kind: str) -> Program:
-        step = getattr(self._model, f"{kind}_step")
-        mesh = self._mesh
+        step = getattr(self.model, f"{kind}_step")
+        mesh = self.mesh
 
         def run(state: Any, segment: Segment) -> Iterator[tuple[Any, Any]]:
             data = _on_all(segment.data, mesh)

@@ -159,8 +159,13 @@ def _finisher(
     step = plan.step
     if new is folded or new is old or new is None:
         return lambda sums: old
-    if id(new) in step.equal:
+    is_float = keras.backend.is_float_dtype(str(new.dtype))
+    if id(new) in step.equal and not (step.is_uneven and is_float):
         return lambda sums: new
+    if id(new) in step.equal:
+        # Computed alike, but in branches that the compiler may round in
+        # different ways.
+        return _of_first(plan, new)
     if is_seed(variable):
         # Every replica drew as often, or the next draws are those after the
         # most; the stream's own seed stays.
@@ -185,8 +190,13 @@ def _finisher(
     if rule == "mean":
         place = plan.add(_shared(new, step))
         return lambda sums: sums[place]
-    is_first = replica_id(step.axis) == 0
-    place = plan.add(jnp.where(is_first, number, jnp.zeros_like(number)))
+    return _of_first(plan, number)
+
+
+def _of_first(plan: Merge, value: Any) -> Any:
+    """Replica 0's value, for all."""
+    is_first = replica_id(plan.step.axis) == 0
+    place = plan.add(jnp.where(is_first, value, jnp.zeros_like(value)))
     return lambda sums: sums[place]
 
 

@@ -164,7 +164,7 @@ def test_nobody_writes_to_a_directory_that_is_not_there(tmp_path):
 def test_without_locks_it_goes_on_with_a_warning(tmp_path, caplog):
     # What a file system without locks answers, without one at hand.
     class WithoutLocks:
-        LOCK_EX = LOCK_SH = LOCK_NB = 0
+        LOCK_EX = LOCK_SH = LOCK_NB = LOCK_UN = 0
 
         @staticmethod
         def flock(*_):

@@ -106,6 +106,8 @@ def test_report_of_one_process_as_text_and_page(tmp_path):
         ["doctor", "--help"],
         ["doctor", "--quick"],
         ["launch"],
+        ["checkpoints", "--help"],
+        ["checkpoints", "."],
     ],
     ids=" ".join,
 )
