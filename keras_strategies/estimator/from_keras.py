@@ -112,6 +112,10 @@ def _save(model: Any, path: str) -> None:
             f"{model.name!r}, which has none yet. Begin it with "
             "`keras.Input(shape)`, or call it on data."
         )
+    optimizer = model.optimizer
+    if not optimizer.built:
+        # Keras warns of a file without its state.
+        optimizer.build(model.trainable_variables)
     model.save(path)
 
 

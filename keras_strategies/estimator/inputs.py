@@ -22,6 +22,8 @@ Tree = Any
 DEFAULT_BATCH_SIZE = 32
 """Rows of a batch where arrays are returned; as in Keras."""
 
+# Batches that building a model may read: one for each replica.
+_MOST_SEEN = 512
 _CURE = (
     "Return a dataset (tf.data, a PyDataset, grain, a generator of batches) "
     "or (features, labels) as arrays."
@@ -108,7 +110,8 @@ def call_input_fn(
                 "An `input_fn` with `input_context` returns a dataset. "
                 f"Received: arrays, from {shown(input_fn)}. {_CURE}"
             )
-        return made[-1].x
+        x = made[-1].x
+        return _Replayed(x) if isinstance(x, Iterator) else x
 
     dataset = strategy.distribute_datasets_from_function(dataset_fn)
     return dataclasses.replace(made[0], x=dataset)
@@ -129,9 +132,32 @@ def symbols_of(example: Tree) -> tuple[Tree, Tree]:
     return _mapped(_input_like, x), _mapped(_tensor_like, y)
 
 
+class _Replayed:
+    """An iterator that a model is built with, and then begun anew.
+
+    Args:
+      iterator: Batches.
+    """
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._rest = iterator
+        self._seen: list[Any] | None = []
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from list(self._seen or ())
+        for batch in self._rest:
+            if self._seen is not None:
+                self._seen.append(batch)
+                if len(self._seen) > _MOST_SEEN:
+                    self._seen = None
+            yield batch
+
+
 def _input_of(data: Any, mode: str) -> Input:
     if data is None:
         raise TypeError(f"An `input_fn` returns data. Received: None. {_CURE}")
+    if isinstance(data, list) and data and isinstance(data[0], tuple):
+        data = iter(data)  # Of batches.
     if _is_nest_of_arrays(data):
         return _of_arrays(data, mode)
     if isinstance(data, Iterator):

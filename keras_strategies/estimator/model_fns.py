@@ -94,15 +94,9 @@ def make(
     """Calls a `model_fn`, within the scope of the strategy.
 
     Raises:
-      ValueError: it does not take the labels that there are, or returns
-        nothing that is a model.
+      ValueError: it returns nothing that is a model.
     """
     names = names_of_arguments(model_fn)
-    if labels is not None and "features" in names and "labels" not in names:
-        raise ValueError(
-            "model_fn does not take labels, but input_fn returns labels. "
-            f"Received: the arguments {list(names)}. Add `labels` to them."
-        )
     known = {
         "features": features,
         "labels": labels,

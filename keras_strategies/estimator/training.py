@@ -27,6 +27,7 @@ from keras_strategies.keras_bridge.resuming import Loop
 MARK = "training.json"
 """The file that says where the last call of `train` came to its end."""
 
+_METRICS = "metrics"
 _logger = logging.getLogger(__name__)
 
 
@@ -215,9 +216,13 @@ class TrainKeeper(Checkpoint):
             return
         where = str(self._storage.path(step))
         contents.check_version(document, where)
-        found = contents.matched(loop.groups(), document, where)
+        # A call has metrics of its own, and they begin anew.
+        groups = {n: v for n, v in loop.groups().items() if n != _METRICS}
+        kept = document["variables"]
+        known = {n: v for n, v in kept.items() if n in groups}
+        document = document | {"variables": known}
+        found = contents.matched(groups, document, where)
         wanted = contents.targets(found, document, loop.mesh)
-        wanted.pop(contents.STATE, None)
         contents.assign(found, self._storage.restore(step, wanted))
         loop.num_steps = self._saved = self.num_steps = step
         _logger.info("Going on from step %d in %r.", step, self.directory)
