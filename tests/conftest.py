@@ -2,7 +2,6 @@
 
 import atexit
 import gc
-import importlib.metadata
 import os
 import re
 import shutil
@@ -10,17 +9,14 @@ import tempfile
 
 import pytest
 
+from tests import compiling
+
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=8"
     # Compiling is most of the suite's time.
-    + " --xla_backend_optimization_level=0"
-    + " --xla_llvm_disable_expensive_passes=true"
+    + compiling.FLAGS
 )
-# XLA's newer way to emit fusions compiles more than twice as long. A process
-# ends at a flag that its XLA does not know: this one is said to be going.
-if importlib.metadata.version("jaxlib").startswith("0.10."):
-    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["KERAS_BACKEND"] = "jax"
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
@@ -50,13 +46,14 @@ def _forget_programs():
 
 
 def pytest_xdist_make_scheduler(config, log):
-    """One worker runs all parity tests of a case: they share the one-device
+    """One worker runs all tests of a file, which share what was traced and
+    built; of the longest file, all of a case, which share the one-device
     results. (pytest 9.2 hides the mark `xdist_group` from xdist 3.8.)"""
     from xdist.scheduler import LoadScopeScheduling
 
-    class ByCase(LoadScopeScheduling):
+    class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             case = re.search(r"parity/test_fit\.py::\w+\[(\w+)", nodeid)
-            return case[1] if case else nodeid
+            return case[1] if case else nodeid.partition("::")[0]
 
-    return ByCase(config, log)
+    return ByFile(config, log)

@@ -66,7 +66,7 @@ def run_python(code, **environ):
         env=inherited | environ,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
         check=False,
     )
 
@@ -112,31 +112,47 @@ def _is_module(value):
     return isinstance(value, type(sys))
 
 
-def test_import_alone_loads_neither_keras_nor_jax():
+def test_import_alone_loads_nothing_and_sets_the_backend(tmp_path):
     code = """
-import sys, keras_strategies
+import os, sys, keras_strategies
 print(sorted({"keras", "jax", "numpy"} & set(sys.modules)))
+for name in dir(keras_strategies):
+    getattr(keras_strategies, name)
+heavy = {"tensorflow", "orbax", "grain", "torch"}
+print(sorted(heavy & set(sys.modules)))
+import keras
+print(os.environ["KERAS_BACKEND"], keras.config.backend())
 """
-    assert output_of(code) == ["[]"]
+    expected = ["[]", "[]", "jax", "jax"]
+    assert output_of(code, KERAS_HOME=str(tmp_path)) == expected
 
 
-def test_import_after_keras_touches_and_changes_nothing():
-    code = """
-import os, sys, keras
+def test_import_after_keras_is_quick_and_changes_nothing(tmp_path):
+    code = f"""
+import compileall, gc, os, sys, time
+start = time.process_time()  # Others may keep the machine busy.
+import keras
+of_keras = time.process_time() - start
 from keras.src.losses import loss
 from keras.src.trainers.trainer import Trainer
 def held():
     return (Trainer.compile, keras.Variable.__init__, loss.reduce_values,
             keras.layers.BatchNormalization.__init__)
+# An installed package is compiled to bytecode; so is this.
+sys.pycache_prefix = {str(tmp_path)!r}
+assert compileall.compile_dir({os.path.dirname(ks.__file__)!r}, quiet=1)
 os.environ.pop("KERAS_BACKEND")
 before, modules = held(), set(sys.modules)
+gc.collect()  # Or one of all of Keras's objects may fall into our import.
+start = time.process_time()
 import keras_strategies
 for name in dir(keras_strategies):
     getattr(keras_strategies, name)
+seconds = time.process_time() - start
 from jax._src import xla_bridge
 print(xla_bridge.backends_are_initialized())
-heavy = {"tensorflow", "orbax", "grain", "torch", "rich", "tensorboard"}
-new = {name.split(".")[0] for name in set(sys.modules) - modules}
+heavy = {{"tensorflow", "orbax", "grain", "torch", "rich", "tensorboard"}}
+new = {{name.split(".")[0] for name in set(sys.modules) - modules}}
 print(sorted(heavy & new), len([n for n in new if n == "keras_strategies"]))
 print(held() == before, keras.distribution.distribution())
 # The backend of a Keras that was imported is not chosen again.
@@ -144,52 +160,12 @@ print("KERAS_BACKEND" in os.environ)
 import jax
 jax.devices()
 assert xla_bridge.backends_are_initialized()
+print(of_keras, seconds)
 """
-    expected = ["False", "[]", "1", "True", "None", "False"]
-    assert output_of(code, KERAS_BACKEND="jax") == expected
-
-
-def test_import_alone_loads_no_tensorflow():
-    code = """
-import sys, keras_strategies
-for name in dir(keras_strategies):
-    getattr(keras_strategies, name)
-heavy = {"tensorflow", "orbax", "grain", "torch"}
-print(sorted(heavy & set(sys.modules)))
-"""
-    assert output_of(code) == ["[]"]
-
-
-def test_import_costs_less_than_a_tenth_of_a_second(tmp_path):
-    # An installed package is compiled to bytecode; so is this, the first time.
-    compiled = {
-        "PYTHONPYCACHEPREFIX": str(tmp_path),
-        "PYTHONDONTWRITEBYTECODE": "",
-    }
-    code = """
-import gc, time, keras
-gc.collect()  # Or one of all of Keras's objects may fall into our import.
-start = time.process_time()  # Others may keep the machine busy.
-import keras_strategies
-for name in dir(keras_strategies):
-    getattr(keras_strategies, name)
-print(time.process_time() - start)
-"""
-    seconds = []
-    for _ in range(3):
-        output = output_of(code, KERAS_BACKEND="jax", **compiled)
-        seconds.append(float(output[0]))
-        if min(seconds) < 0.1:
-            break
-    assert min(seconds) < 0.1, seconds
-
-
-def test_backend_is_set_to_jax_when_it_is_unset(tmp_path):
-    code = """
-import os, keras_strategies, keras
-print(os.environ["KERAS_BACKEND"], keras.config.backend())
-"""
-    assert output_of(code, KERAS_HOME=str(tmp_path)) == ["jax", "jax"]
+    *found, of_keras, seconds = output_of(code, KERAS_BACKEND="jax")
+    assert found == ["False", "[]", "1", "True", "None", "False"]
+    # 0.03 of Keras's own, on any machine; 0.07 s on a quiet one.
+    assert float(seconds) < float(of_keras) / 15, (seconds, of_keras)
 
 
 def test_backend_that_was_chosen_is_not_changed():
@@ -220,14 +196,12 @@ import keras_strategies
 
 
 def test_backend_that_is_changed_after_import_is_noticed():
-    if importlib.util.find_spec("tensorflow") is None:
-        pytest.skip("tensorflow is not installed")
     code = """
 import os, keras_strategies
-os.environ["KERAS_BACKEND"] = "tensorflow"
+os.environ["KERAS_BACKEND"] = "numpy"
 keras_strategies.MirroredStrategy
 """
-    assert "backend 'tensorflow'" in error_of(code)
+    assert "backend 'numpy'" in error_of(code)
 
 
 @pytest.mark.parametrize("words", [["--version"], ["--help"]])

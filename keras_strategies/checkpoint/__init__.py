@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from keras_strategies.checkpoint.manager import (
         CheckpointManager as CheckpointManager,
     )
-    from keras_strategies.checkpoint.manager import (
+    from keras_strategies.checkpoint.weights import (
         latest_checkpoint as latest_checkpoint,
     )
-    from keras_strategies.checkpoint.manager import load_weights as load_weights
+    from keras_strategies.checkpoint.weights import load_weights as load_weights
 
 _MODULES = {
     "Checkpoint": "manager",
     "CheckpointManager": "manager",
     "DamagedCheckpoint": "damage",
     "Keep": "keeping",
-    "latest_checkpoint": "manager",
-    "load_weights": "manager",
+    "latest_checkpoint": "weights",
+    "load_weights": "weights",
 }
 
 

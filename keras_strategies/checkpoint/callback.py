@@ -136,6 +136,9 @@ class Checkpoint(Keeper):
     def after_batch(self, loop: Loop) -> None:
         """Saves if it is time to, or if the process is told to end."""
         assert self._notice is not None
+        if loop.model.stop_training:
+            # The epoch's end follows, and is saved.
+            return
         if self._notice.came:
             self._save(loop)
             self._end_preempted(loop)
@@ -181,6 +184,9 @@ class Checkpoint(Keeper):
                 raise
             # What ended the fit is told, and not this.
             _logger.exception("A checkpoint could not be saved.")
+        if is_done and notice is not None and notice.came:
+            # After the last epoch was saved.
+            notice.raise_preempted()
 
     # Going on.
 

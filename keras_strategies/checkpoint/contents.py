@@ -26,6 +26,7 @@ STATE = "state_arrays"
 
 _VERSION = 1
 _ARRAY = "__array__"
+_EMPTY = "__empty_array__"
 _TUPLE = "__tuple__"
 _MAX_SHOWN = 8
 
@@ -42,10 +43,28 @@ def arrays_of(groups: Groups) -> Arrays:
     }
 
 
+def processes_of(
+    groups: Groups,
+) -> tuple[int, ...]:
+    """JAX's ids of the processes that hold variables."""
+    found = {
+        device.process_index
+        for variables in groups.values()
+        for variable in variables
+        for device in variable.value.sharding.device_set
+    }
+    return tuple(sorted(found)) or (jax.process_index(),)
+
+
 def named(variables: Sequence[keras.Variable]) -> dict[str, keras.Variable]:
-    """Variables by their paths, with dots; numbered where paths are equal."""
+    """Variables by their paths, with dots; numbered where paths are equal.
+
+    Those without any value are left out: Orbax keeps none of size zero.
+    """
     found: dict[str, keras.Variable] = {}
     for variable in variables:
+        if not variable.value.size:
+            continue
         path = name = variable.path.replace("/", ".")
         number = 1
         while name in found:
@@ -120,7 +139,7 @@ def matched(
             continue
         for name, variable in pairs.items():
             shape, dtype = saved[name]
-            here = [list(variable.shape), str(variable.dtype)]
+            here = [list(variable.shape), str(variable.value.dtype)]
             if here != [shape, dtype]:
                 faults.append(
                     f"{group} {name}: {dtype}{shape} in the checkpoint, "
@@ -151,7 +170,7 @@ def targets(
             wanted[group] = {
                 name: jax.ShapeDtypeStruct(
                     tuple(variable.shape),
-                    variable.dtype,
+                    variable.value.dtype,
                     sharding=_home(variable, mesh),
                 )
                 for name, variable in entries.items()
@@ -188,6 +207,8 @@ def split(state: Any) -> tuple[Any, dict[str, np.ndarray]]:
         if isinstance(value, np.generic) and value.dtype.kind in "biuf":
             return value.item()
         if isinstance(value, np.ndarray | jax.Array):
+            if not value.size:
+                return {_EMPTY: [list(value.shape), str(value.dtype)]}
             name = f"{len(arrays):05d}"
             arrays[name] = np.asarray(value)
             return {_ARRAY: name}
@@ -217,6 +238,9 @@ def joined(state: Any, arrays: Mapping[str, Any]) -> Any:
         return state
     if set(state) == {_ARRAY}:
         return np.asarray(arrays[state[_ARRAY]])
+    if set(state) == {_EMPTY}:
+        shape, dtype = state[_EMPTY]
+        return np.empty(shape, dtype)
     if set(state) == {_TUPLE}:
         return tuple(joined(v, arrays) for v in state[_TUPLE])
     return {key: joined(v, arrays) for key, v in state.items()}

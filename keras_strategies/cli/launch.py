@@ -4,20 +4,16 @@ import importlib.machinery
 import json
 import os
 import pathlib
-import random
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from keras_strategies.cli.job import run_job
+from keras_strategies.cluster.free_ports import free_ports
 
 _FLAGS = "XLA_FLAGS"
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
 _HOST = "127.0.0.1"
-# Below the ports that systems give to outgoing connections, one of which could
-# take a port between its choice here and its use.
-_PORTS = range(20000, 32000)
 # Two for output, one that ends when this process does.
 _FILES_PER_PROCESS = 3
 _OTHER_FILES = 64
@@ -151,23 +147,6 @@ def _fault_of_limits(num_processes: int) -> str:
         f"{num_processes} processes need {needed} open files. Received: a "
         f"limit of {most}. Raise it (`ulimit -n`), or start fewer processes."
     )
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nobody listens on now, all different."""
-    found: list[int] = []
-    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
-        if len(found) == count:
-            break
-        with socket.socket() as probe:
-            # As JAX's service binds: ports in TIME_WAIT can be taken.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((_HOST, port))
-            except OSError:
-                continue
-            found.append(port)
-    return found
 
 
 def task_names(num_processes: int, *, has_evaluator: bool) -> list[str]:

@@ -23,6 +23,9 @@ _MAX_BYTES = 65_536
 _RETRY_S = 0.1
 # What a verdict may take beyond the time for all to come.
 _GRACE_S = 2.0
+# An attempt that begins at the very end is given this long, so that it says
+# more than that time was over.
+_LAST_TRY_S = 1.0
 # How long to wait for others once something is wrong, to tell them too.
 _LINGER_S = 5.0
 
@@ -246,10 +249,12 @@ def _join(
     end = time.monotonic() + timeout_s + _GRACE_S
     reason = "no answer"
     while (left := end - time.monotonic()) > 0:
+        left = max(left, _LAST_TRY_S)
+        until = time.monotonic() + left
         try:
             with socket.create_connection(address, timeout=left) as connection:
                 connection.sendall(_line(hello))
-                verdict = _verdict(connection, end)
+                verdict = _verdict(connection, until)
         except OSError as error:
             reason = error.strerror or str(error)
         else:

@@ -223,7 +223,9 @@ class TrainKeeper(Checkpoint):
         document = document | {"variables": known}
         found = contents.matched(groups, document, where)
         wanted = contents.targets(found, document, loop.mesh)
-        contents.assign(found, self._storage.restore(step, wanted))
+        contents.assign(
+            found, self._storage.restore(step, wanted, is_part=True)
+        )
         loop.num_steps = self._saved = self.num_steps = step
         _logger.info("Going on from step %d in %r.", step, self.directory)
 

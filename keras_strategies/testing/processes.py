@@ -9,7 +9,6 @@ import importlib
 import json
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,8 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from keras_strategies.cluster.free_ports import free_ports
 
 _POLL_S = 0.05
 _GRACE_S = 20.0
@@ -72,7 +73,8 @@ def run_processes(
       TimeoutError: some did not end in time; all are ended by then.
       RuntimeError: some failed, and all must succeed.
     """
-    address = f"127.0.0.1:{_free_port()}"
+    (port,) = free_ports(1)
+    address = f"127.0.0.1:{port}"
     with tempfile.TemporaryDirectory() as folder:
         running = [
             _start(
@@ -182,12 +184,6 @@ def _shown(results: list[ProcessResult]) -> str:
         f"{result.output[-_SHOWN:]}"
         for index, result in enumerate(results)
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def run(words: str) -> None:

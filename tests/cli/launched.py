@@ -6,21 +6,24 @@ has a word for each process: an exit code ("1"), a code after some seconds
 ("75@0.2"), a signal to itself ("SIGKILL"), "sleep", "stubborn" (ignores
 SIGTERM and SIGINT), "guarded" (stubborn, but ends with 71 when the launcher
 tells or is gone), "preempted" (75 at SIGTERM), "stopped", "chatty" (prints),
-"parent" (starts a sleeping process of its own).
+"parent" (starts a sleeping process of its own). With a folder in the variable
+STARTED, they wait there until all have started.
 """
 
 import json
 import os
+import pathlib
 import signal
 import subprocess
 import sys
 import time
 
-LONG = 60.0
+LONG = 180.0
 
 
 def main():
-    index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    config = json.loads(os.environ["TF_CONFIG"])
+    index = config["task"]["index"]
     word, _, seconds = sys.argv[1 + index].partition("@")
     if word in ("stubborn", "guarded"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -31,6 +34,8 @@ def main():
         started = subprocess.Popen([sys.executable, "-c", SLEEP])
         print(f"started {started.pid}")
     print(f"pid {os.getpid()}")
+    if folder := os.environ.get("STARTED"):
+        wait_for_all(pathlib.Path(folder), index, config["cluster"])
     time.sleep(float(seconds or 0))
     if word == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -48,6 +53,14 @@ def main():
         sys.exit(int(word))
     else:
         time.sleep(LONG)
+
+
+def wait_for_all(folder, index, cluster):
+    (folder / str(index)).touch()
+    end = time.monotonic() + LONG
+    while len(list(folder.iterdir())) < sum(map(len, cluster.values())):
+        assert time.monotonic() < end, "Some have not started."
+        time.sleep(0.01)
 
 
 SLEEP = f"import time; time.sleep({LONG})"

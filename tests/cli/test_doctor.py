@@ -25,14 +25,14 @@ from keras_strategies.cli import (
     report_html,
 )
 from keras_strategies.cli.findings import Level
-from keras_strategies.cli.launch import free_ports
+from keras_strategies.cluster.free_ports import free_ports
 from keras_strategies.cluster.spec import TaskInfo
 
 ROOT = pathlib.Path(__file__).parents[2]
 NOT_OF_CHILDREN = ("KERAS_", "JAX_", "XLA_", "TF_")
 
 
-def run(*words, timeout=90, **environ):
+def run(*words, timeout=300, **environ):
     """Runs the command in a fresh process without this one's variables."""
     inherited = {
         name: value
@@ -128,7 +128,7 @@ print("loaded:", sorted(slow & set(sys.modules)))
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=True,
     )
     assert done.stdout.splitlines()[-1] == "loaded: []"
@@ -459,7 +459,7 @@ def test_processes_meet_join_and_time_an_all_reduce():
     def check(process_id):
         text = tf_config(addresses, process_id)
         (cluster,) = clusters.find_clusters({"TF_CONFIG": text})
-        return probing.check_job(cluster, environ, timeout_s=60.0)
+        return probing.check_job(cluster, environ, timeout_s=200.0)
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         parts = list(pool.map(check, range(2)))

@@ -36,7 +36,7 @@ def run(seconds, *flags):
 
 @pytest.mark.parametrize("flags", [(), ("-X", "faulthandler")])
 def test_whoever_knows_the_cause_ends_the_process_first(flags):
-    code, _, told = run(0.3, *flags)
+    code, _, told = run(1.5, *flags)
     assert code == 71
     assert ("Fatal Python error: Aborted" in told) == bool(flags)
 

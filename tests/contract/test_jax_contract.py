@@ -15,11 +15,13 @@ from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import replica_map, split_spec
 from keras_strategies.cluster import progress, store
 from keras_strategies.testing import run_processes
+from tests import compiling
 
 
 def run_python(code, *, devices):
     """Runs code in a process with so many virtual devices."""
     flags = f"--xla_force_host_platform_device_count={devices}"
+    flags += compiling.FLAGS
     return subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"XLA_FLAGS": flags},

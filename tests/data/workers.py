@@ -67,7 +67,7 @@ class Room:
         with self._changed:
             self._said[number, index] = text
             self._changed.notify_all()
-            assert self._changed.wait_for(is_over, timeout=20)
+            assert self._changed.wait_for(is_over, timeout=60)
             return [self._said[key] for key in keys]
 
     def leave(self):

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 import keras_strategies as ks
+from tests import compiling
 
 DOCUMENT = pathlib.Path(__file__).parents[2] / "docs/migration.md"
 SCRIPTS = re.findall(
@@ -43,7 +44,7 @@ def accuracy_of(script, *, is_before):
     environment = dict(
         os.environ,
         KERAS_BACKEND="tensorflow" if is_before else "jax",
-        XLA_FLAGS="--xla_force_host_platform_device_count=2",
+        XLA_FLAGS="--xla_force_host_platform_device_count=2" + compiling.FLAGS,
         JAX_PLATFORMS="cpu",
     )
     done = subprocess.run(

@@ -11,10 +11,11 @@ import subprocess
 import sys
 import time
 
+from keras_strategies.cluster.free_ports import free_ports
 from keras_strategies.testing import processes
 
 _POLL_S = 0.02
-_START_S = 90.0
+_START_S = 300.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ def run_job(
     Returns:
       How each ended.
     """
-    address = f"127.0.0.1:{processes._free_port()}"
+    address = f"127.0.0.1:{free_ports(1)[0]}"
     logs = [pathlib.Path(folder) / f"{index}.log" for index in range(count)]
     variables = processes._environment(devices, dict(env))
     running, ends = [], []

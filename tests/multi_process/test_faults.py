@@ -8,7 +8,8 @@ import pytest
 from tests.multi_process.jobs import run_job
 
 DETECTION_S = 15.0
-EXCEPTION_S = 2.0
+# 0.5 s where nothing else runs. Beats that are missed are noticed after 12 s.
+EXCEPTION_S = 8.0
 TIMEOUT_S = 4
 SECONDS = {
     "stuck": TIMEOUT_S + 2.0,
@@ -76,7 +77,7 @@ def test_a_process_goes_wrong(case, process, kind, count, tmp_path):
         {"case": case, "process": process, "kind": kind},
         count=count,
         devices=2 if kind.startswith("fit") else 1,
-        limit_s=30,
+        limit_s=60,
         env={"KERAS_STRATEGIES_TIMEOUT_S": str(TIMEOUT_S)} if is_stuck else {},
     )
     assert_ended(
@@ -109,7 +110,7 @@ def test_a_process_dies_or_stops_silently(sent, process, kind, count, tmp_path):
         count=count,
         devices=2 if kind == "fit" else 1,
         signal_to=(number, process),
-        limit_s=30,
+        limit_s=60,
     )
     assert_ended(
         results,
@@ -128,7 +129,7 @@ def test_the_launcher_tells_who_died(process, tmp_path):
         tmp_path,
         {"case": "none", "process": process, "kind": "fit"},
         signal_to=(signal.SIGKILL, process),
-        limit_s=30,
+        limit_s=60,
         pipes=True,
     )
     assert_ended(
@@ -157,14 +158,14 @@ def test_all_stop_at_the_same_step_when_one_is_told_to_end(
         {"case": "term", "process": process, "kind": kind},
         count=count,
         signal_to=(signal.SIGTERM, process),
-        limit_s=30,
+        limit_s=60,
     )
     stopped = set()
     for ended in results:
         print(f"{ended.code}, {ended.seconds:.1f} s", ended.last_lines)
         assert ended.code == 75, ended.output
         assert "was stopped by SIGTERM" in ended.last_lines
-        assert ended.seconds < 10
+        assert ended.seconds < 30
         stopped.add(re.search(r"^stopped (.*) at", ended.output, re.M)[1])
     assert len(stopped) == 1, stopped
     assert {ended.last_step for ended in results} == {results[0].last_step}

@@ -1,18 +1,18 @@
 """How a job starts: who is missing or differs is named by all, in time."""
 
 import concurrent.futures
-import contextlib
 import socket
 
 import pytest
 
+from keras_strategies.cluster.free_ports import free_ports
 from keras_strategies.testing import run_processes
-from tests.multi_process.startup import TIMEOUT_S, train
+from tests.multi_process.startup import ALONE_S, TOGETHER_S, train
 
 STARTUP = "tests.multi_process.startup:"
 
 
-def in_turn(target, count, *args, limit_s=120.0, **options):
+def in_turn(target, count, *args, limit_s=400.0, **options):
     """Runs a function in processes that are no job of JAX yet."""
 
     def call(me):
@@ -27,12 +27,7 @@ def in_turn(target, count, *args, limit_s=120.0, **options):
 
 def free_addresses(count):
     """Addresses of ports that are free, each another one."""
-    with contextlib.ExitStack() as stack:
-        probes = [
-            stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-            for _ in range(count)
-        ]
-        return [f"127.0.0.1:{probe.getsockname()[1]}" for probe in probes]
+    return [f"127.0.0.1:{port}" for port in free_ports(count)]
 
 
 def told(index, addresses, **more):
@@ -41,7 +36,8 @@ def told(index, addresses, **more):
 
 def cases():
     """(what each process is told, what all of them must say)."""
-    a, b, c, d, e, f = (free_addresses(3) for _ in range(6))
+    addresses = iter(free_addresses(18))
+    a, b, c, d, e, f = ([next(addresses) for _ in range(3)] for _ in range(6))
     yield (
         {"0": told(0, c), "1": told(1, c), "2": told(1, c)},
         ["two processes that say they are process 1 (worker 1", "task index"],
@@ -61,7 +57,7 @@ def cases():
     # Who takes no part goes on to the next case: those who wait come last.
     yield (
         {"0": told(0, a[:2])},
-        [f"process 1 (worker 1, {a[1]})", f"within {TIMEOUT_S:.0f} s"],
+        [f"process 1 (worker 1, {a[1]})", f"within {ALONE_S:.0f} s"],
     )
     yield (
         {"1": told(1, b[:2])},
@@ -76,7 +72,8 @@ def test_what_is_wrong_is_named_by_all_in_time():
         for process in map(int, case):
             text, seconds = found[process][number]
             print(f"case {number}, process {process}: {seconds:.1f} s, {text}")
-            assert seconds < 2 * TIMEOUT_S + 2
+            # Some import keras longer than others.
+            assert seconds < (30 if len(case) == 1 else TOGETHER_S)
             for part in parts:
                 assert part in text
 
@@ -107,7 +104,7 @@ def test_a_job_of_tf_config_trains_as_one_process():
     def call(me):
         config = {"cluster": chiefs, "task": tasks[me]}
         (result,) = run_processes(
-            STARTUP + "train", 1, args=[me, config, {}], timeout_s=120
+            STARTUP + "train", 1, args=[me, config, {}], timeout_s=400
         )
         return result.value
 
@@ -141,7 +138,7 @@ def test_other_numbers_of_devices_are_named_by_all():
             1,
             args=[me, config, {}],
             devices_per_process=1 + me,
-            timeout_s=120,
+            timeout_s=400,
         )
         return result.value
 

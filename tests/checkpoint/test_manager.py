@@ -1,0 +1,361 @@
+"""Checkpoints of loops of one's own: what is kept, and what is refused."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+
+import jax
+import keras
+import numpy as np
+import pytest
+
+import keras_strategies as ks
+from keras_strategies.testing import assert_replicated
+from tests.checkpoint import damages
+from tests.plain_keras import mirrored
+
+ROWS = np.arange(40, dtype="float32").reshape(10, 4)
+
+
+class Noted:
+    """An object with a state of its own."""
+
+    def __init__(self, state=None):
+        self.state = state
+
+    def get_state(self):
+        return self.state
+
+    def set_state(self, state):
+        self.state = state
+
+
+def parts(replicas, units=3):
+    """A model, its optimizer and an iterator of a strategy, by name."""
+    strategy = mirrored(replicas)
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((4,)),
+                keras.layers.Dense(units),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dropout(0.5),
+            ]
+        )
+        optimizer = keras.optimizers.Adam()
+        optimizer.build(model.trainable_variables)
+    dataset = strategy.experimental_make_numpy_dataset(ROWS).batch(3)
+    iterator = iter(strategy.experimental_distribute_dataset(dataset))
+    return {"model": model, "optimizer": optimizer, "data": iterator}
+
+
+def values(found):
+    variables = [*found["model"].variables, *found["optimizer"].variables]
+    return [np.asarray(variable.value) for variable in variables]
+
+
+def scramble(found):
+    for variable in [*found["model"].variables, *found["optimizer"].variables]:
+        value = np.asarray(variable.value)
+        variable.assign(value + np.ones((), value.dtype))
+
+
+def save(directory, found, step=5, **kwargs):
+    checkpoint = ks.checkpoint.Checkpoint(**found)
+    with ks.checkpoint.CheckpointManager(checkpoint, directory) as manager:
+        manager.save(step, **kwargs)
+    return checkpoint
+
+
+def manager_of(directory, found, **kwargs):
+    checkpoint = ks.checkpoint.Checkpoint(**found)
+    return ks.checkpoint.CheckpointManager(checkpoint, directory, **kwargs)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 8])
+def test_all_is_restored_on_any_number_of_replicas(tmp_path, replicas):
+    first = parts(2)
+    scramble(first)
+    next(first["data"])
+    save(tmp_path, first)
+    second = parts(replicas)
+    with manager_of(tmp_path, second) as manager:
+        assert manager.restore_or_initialize() == 5
+    for actual, expected in zip(values(second), values(first), strict=True):
+        np.testing.assert_array_equal(actual, expected)
+    assert second["data"].get_state() == first["data"].get_state()
+    assert second["data"].get_state()["step"] == 1
+    assert_replicated(second["model"])
+
+
+def test_an_empty_directory_restores_nothing(tmp_path):
+    found = parts(2)
+    before = values(found)
+    with manager_of(tmp_path / "new", found) as manager:
+        assert manager.restore_or_initialize() is None
+        assert manager.latest_checkpoint is None
+        assert manager.checkpoints == []
+    for actual, expected in zip(values(found), before, strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
+def test_the_newest_are_kept_and_the_best(tmp_path):
+    found = parts(1)
+    keep = ks.checkpoint.Keep(last=2, best="loss")
+    with manager_of(tmp_path, found, keep=keep) as manager:
+        for step, loss in enumerate([3.0, 1.0, 2.0, float("nan"), 4.0]):
+            manager.save(step, metrics={"loss": loss})
+        manager.wait()
+        names = [os.path.basename(path) for path in manager.checkpoints]
+        assert names == ["1", "3", "4"]
+        assert manager.latest_checkpoint == str(tmp_path / "4")
+        with pytest.raises(ValueError, match="saved once. Received: step=4"):
+            manager.save(4)
+    assert ks.checkpoint.latest_checkpoint(tmp_path) == str(tmp_path / "4")
+
+
+def test_values_are_those_of_the_call_of_save(tmp_path):
+    """Writing goes on while the variables get other values."""
+    found = parts(2)
+    with manager_of(tmp_path, found) as manager:
+        expected = values(found)
+        manager.save(1)
+        scramble(found)
+        manager.wait()
+        manager.restore(1)
+    for actual, value in zip(values(found), expected, strict=True):
+        np.testing.assert_array_equal(actual, value)
+
+
+def test_states_keep_their_types(tmp_path):
+    state = {
+        "number": 1 / 3,
+        "nothing": None,
+        "is_so": True,
+        "inf": float("inf"),
+        "pair": (1, [2.5, "text"]),
+        "array": np.arange(6, dtype="int16").reshape(2, 3),
+        "empty": np.zeros((0, 3), "float32"),
+        "numpy": np.float32(0.1),
+    }
+    save(tmp_path, {"noted": Noted(state), "variable": keras.Variable(1.0)})
+    noted = Noted()
+    variable = keras.Variable(0.0)
+    with manager_of(tmp_path, {"noted": noted, "variable": variable}) as m:
+        m.restore_or_initialize()
+    restored = noted.state
+    for name in ("array", "empty"):
+        array = restored.pop(name)
+        np.testing.assert_array_equal(array, state[name])
+        assert array.dtype == state.pop(name).dtype
+    assert restored == state | {"numpy": float(np.float32(0.1))}
+    assert float(variable) == 1.0
+
+
+def test_what_is_kept_in_lists_and_dicts(tmp_path):
+    def made(value):
+        return {
+            "nets": {"a": [keras.Variable(value), keras.Variable(2 * value)]},
+            "metric": keras.metrics.Mean(),
+            "seed": keras.random.SeedGenerator(int(value)),
+            "layer": keras.layers.Dense(2),
+        }
+
+    first, second = made(3.0), made(0.0)
+    first["metric"].update_state(7.0)
+    for found in (first, second):
+        found["layer"].build((None, 2))
+    save(tmp_path, first)
+    with manager_of(tmp_path, second) as manager:
+        manager.restore_or_initialize()
+    assert [float(v) for v in second["nets"]["a"]] == [3.0, 6.0]
+    assert float(second["metric"].result()) == 7.0
+    assert np.asarray(second["seed"].state.value).tolist() == [3, 0]
+    np.testing.assert_array_equal(
+        second["layer"].get_weights()[0], first["layer"].get_weights()[0]
+    )
+
+
+def test_another_model_is_refused_and_its_differences_are_listed(tmp_path):
+    save(tmp_path, parts(2))
+    wider = parts(2, units=5)
+    before = values(wider)
+    with manager_of(tmp_path, wider) as manager:
+        match = r"float32\[4, 3\] in the checkpoint, float32\[4, 5\] here"
+        with pytest.raises(ValueError, match=match):
+            manager.restore_or_initialize()
+    for actual, expected in zip(values(wider), before, strict=True):
+        np.testing.assert_array_equal(actual, expected)
+    fewer = {"model": parts(2)["model"]}
+    with (
+        manager_of(tmp_path, fewer) as manager,
+        pytest.raises(ValueError, match="optimizer adam.*not in the model"),
+    ):
+        manager.restore_or_initialize()
+    more = parts(2) | {"noted": Noted({})}
+    with (
+        manager_of(tmp_path, more) as manager,
+        pytest.raises(ValueError, match="no state of 'noted'"),
+    ):
+        manager.restore_or_initialize()
+
+
+def test_a_damaged_checkpoint_is_put_aside_and_its_step_saved_again(
+    tmp_path, caplog
+):
+    found = parts(2)
+    with manager_of(tmp_path, found) as manager:
+        manager.save(1)
+        scramble(found)
+        manager.save(2)
+        expected = values(found)
+    damages.DAMAGES[0](tmp_path / "2")
+    with (
+        caplog.at_level(logging.WARNING),
+        manager_of(tmp_path, found) as manager,
+    ):
+        assert manager.restore_or_initialize() == 1
+        with pytest.raises(ks.checkpoint.DamagedCheckpoint, match="/2"):
+            manager.restore(2)
+        scramble(found)
+        manager.save(2)
+    assert "It is now 2.damaged-1." in caplog.text
+    again = parts(2)
+    with manager_of(tmp_path, again) as manager:
+        assert manager.restore_or_initialize() == 2
+    for actual, value in zip(values(again), expected, strict=True):
+        np.testing.assert_array_equal(actual, value)
+
+
+def test_one_manager_at_a_time(tmp_path):
+    found = parts(1)
+    with manager_of(tmp_path, found):
+        checkpoint = ks.checkpoint.Checkpoint(**found)
+        with pytest.raises(RuntimeError, match="One run at a time"):
+            ks.checkpoint.CheckpointManager(checkpoint, tmp_path)
+    manager_of(tmp_path, found).close()
+
+
+def test_an_error_in_the_background_is_raised_at_the_next_call(tmp_path):
+    found = parts(1)
+    with manager_of(tmp_path, found) as manager:
+        manager.save(1)
+        manager.wait()
+        manager.save(2)
+        # What makes the folder no checkpoint, before its manifest is written.
+        manager._storage._checkpointer.wait_until_finished()
+        manager._storage._finishing.join()
+        manager._storage._error = OSError("no space")
+        with pytest.raises(OSError, match="no space"):
+            manager.save(3)
+        manager.save(3)
+    assert manager.restore(3) is None
+
+
+@pytest.mark.parametrize(
+    ("made", "error", "match"),
+    [
+        (lambda: ks.checkpoint.Checkpoint(), ValueError, "by name"),
+        (lambda: ks.checkpoint.Checkpoint(a=3), TypeError, "type int"),
+        (
+            lambda: ks.checkpoint.CheckpointManager(3, "x"),
+            TypeError,
+            "is a `ks.checkpoint.Checkpoint`",
+        ),
+    ],
+)
+def test_wrong_arguments(made, error, match):
+    with pytest.raises(error, match=match):
+        made()
+
+
+def test_what_no_checkpoint_can_hold_is_refused(tmp_path):
+    found = {"noted": Noted({"a": {1, 2}}), "v": keras.Variable(1.0)}
+    with (
+        manager_of(tmp_path, found) as manager,
+        pytest.raises(TypeError, match=r"type set at \['noted'\]\['a'\]"),
+    ):
+        manager.save(1)
+
+
+def test_weights_are_loaded_and_exported(tmp_path):
+    strategy = mirrored(2)
+
+    def build():
+        return keras.Sequential(
+            [
+                keras.Input((4,)),
+                keras.layers.Dense(2),
+                keras.layers.Dropout(0.1),
+            ]
+        )
+
+    with strategy.scope():
+        model = build()
+        model.compile("adam", "mse")
+    directory = tmp_path / "run"
+    model.fit(
+        ROWS,
+        ROWS[:, :2],
+        batch_size=5,
+        epochs=2,
+        verbose=0,
+        callbacks=[ks.callbacks.Checkpoint(directory)],
+    )
+    expected = model.predict(ROWS, verbose=0)
+    plain = build()
+    assert ks.checkpoint.load_weights(plain, directory) == 4
+    np.testing.assert_allclose(plain(ROWS), expected, rtol=1e-6)
+    assert ks.checkpoint.load_weights(plain, directory / "2") == 2
+    assert not np.allclose(plain(ROWS), expected)
+    assert ks.checkpoint.load_weights(plain, directory, step=4) == 4
+    plain.save_weights(tmp_path / "model.weights.h5")
+    plain.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(loaded(ROWS), plain(ROWS))
+    with pytest.raises(FileNotFoundError, match="none that is good"):
+        ks.checkpoint.load_weights(plain, tmp_path)
+    with pytest.raises(ks.checkpoint.DamagedCheckpoint):
+        ks.checkpoint.load_weights(plain, directory, step=3)
+    other = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+    with pytest.raises(ValueError, match="of another model"):
+        ks.checkpoint.load_weights(other, directory)
+
+
+_PLAIN_ORBAX = """
+import json, sys
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+path = sys.argv[1]
+reader = ocp.PyTreeCheckpointer()
+as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
+names = reader.metadata(path).item_metadata.tree
+arrays = reader.restore(
+    path, restore_args=jax.tree.map(lambda _: as_numpy, names)
+)
+assert "keras_strategies" not in sys.modules
+print(json.dumps(jax.tree.map(lambda a: float(a.sum()), arrays["model"])))
+"""
+
+
+def test_plain_orbax_reads_the_arrays(tmp_path):
+    """As docs/checkpoints.md says; with one device, saved on two."""
+    found = parts(2)
+    save(tmp_path, found)
+    done = subprocess.run(
+        [sys.executable, "-c", _PLAIN_ORBAX, str(tmp_path / "5" / "state")],
+        env=os.environ | {"XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    sums = json.loads(done.stdout.splitlines()[-1])
+    kernel = next(name for name in sums if name.endswith("kernel"))
+    expected = float(jax.numpy.sum(found["model"].layers[0].kernel.value))
+    assert sums[kernel] == pytest.approx(expected, rel=1e-5)
