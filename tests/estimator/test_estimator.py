@@ -35,6 +35,10 @@ def _no_cluster(monkeypatch):
     monkeypatch.delenv("TF_CONFIG", raising=False)
 
 
+def slow(value):
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 def strategy_of(replicas):
     if replicas is None:
         return None
@@ -213,7 +217,10 @@ def test_data_that_end_at_a_checkpoint_begin_anew(tmp_path):
     assert step_of(estimator) == 6
 
 
-@pytest.mark.parametrize("replicas", [None, 1, 2, 4])
+@pytest.mark.parametrize(
+    "replicas",
+    [slow(None), 1, 2, slow(4)],
+)
 def test_numbers_are_those_of_one_device(tmp_path, replicas):
     """Batches of 8, 8 and 6 rows, in training and in evaluation."""
     with ks.OneDeviceStrategy("cpu:0").scope():
@@ -251,7 +258,7 @@ class Failing(keras.callbacks.Callback):
             raise InterruptedError("as told")
 
 
-@pytest.mark.parametrize("limit", [{"max_steps": 10}, {"steps": 6}])
+@pytest.mark.parametrize("limit", [{"max_steps": 10}, slow({"steps": 6})])
 def test_an_interrupted_call_is_completed_bit_for_bit(tmp_path, limit):
     def made(folder):
         return estimator_of(
@@ -447,14 +454,13 @@ def of_grain():
 @pytest.mark.parametrize(
     "input_fn",
     [
-        arrays,
-        with_weights,
+        slow(with_weights),
         batches,
-        endless,
+        slow(endless),
         Batches,
         of_grain,
-        of_tensorflow,
-        of_tensorflow_endless,
+        slow(of_tensorflow),
+        slow(of_tensorflow_endless),
     ],
 )
 def test_input_may_be_what_fit_takes(tmp_path, input_fn):
@@ -832,9 +838,7 @@ def test_warm_start_takes_weights_once(tmp_path):
     # Steps without an effect.
     frozen = {"rate": 0.0}
     for given in (
-        source.model_dir,
         source.latest_checkpoint(),
-        pathlib.Path(source.model_dir),
         ks.estimator.WarmStartSettings(source.model_dir),
     ):
         folder = tmp_path / "target"

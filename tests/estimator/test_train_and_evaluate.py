@@ -420,7 +420,9 @@ def test_result_that_is_not_there_is_named(tmp_path):
             experimental.stop_if_lower_hook(estimator, *arguments)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(
+    "replicas", [pytest.param(1, marks=pytest.mark.slow), 2]
+)
 def test_in_memory_evaluation_is_that_of_a_checkpoint(tmp_path, replicas):
     devices = [f"cpu:{i}" for i in range(replicas)]
     estimator = estimator_of(
