@@ -22,6 +22,7 @@ EPOCHS = 3
 # Neither the files nor what the processes read are of one length.
 ROWS_OF_FILES = (70, 64, 55, 81, 49, 60)
 TOLERANCE = 1e-5
+TIME_LIMIT_S = 600
 
 
 def rows():
@@ -240,7 +241,10 @@ def main():
         results = [
             result.value
             for result in run_processes(
-                "sharded_files:train_together", NUM_PROCESSES, args=[paths]
+                "sharded_files:train_together",
+                NUM_PROCESSES,
+                args=[paths],
+                timeout_s=TIME_LIMIT_S,
             )
         ]
     print_files(paths, check_files(results))
@@ -254,7 +258,9 @@ def main():
     # A step's batch is what the processes hold of it.
     of_each = [result["steps"] for result in results]
     steps = [sum(parts, []) for parts in zip(*of_each, strict=True)]
-    (alone,) = run_processes("sharded_files:train_alone", 1, args=[steps])
+    (alone,) = run_processes(
+        "sharded_files:train_alone", 1, args=[steps], timeout_s=TIME_LIMIT_S
+    )
     difference = largest_difference(trained_parts[0], alone.value)
     print_result(results, difference)
     assert difference <= TOLERANCE, f"the results differ by {difference:.1e}"

@@ -19,7 +19,7 @@ def run(*arguments):
         env=os.environ | {"COLUMNS": "80", "PYTHONIOENCODING": "utf-8"},
         capture_output=True,
         encoding="utf-8",
-        timeout=300,
+        timeout=1500,
     )
 
 

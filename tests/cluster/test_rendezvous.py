@@ -91,11 +91,11 @@ def test_a_missing_chief_is_named(address):
     ("processes", "words"),
     [
         (
-            [*same(0, 1, 1, count=3), (0.2, 2, 3, {})],
+            [*same(0, 1, 1, count=3), (2.0, 2, 3, {})],
             "two processes that say they are process 1 (worker 1)",
         ),
         (
-            [*same(0, 0, count=2), (0.2, 1, 2, {})],
+            [*same(0, 0, count=2), (2.0, 1, 2, {})],
             None,
         ),
         (

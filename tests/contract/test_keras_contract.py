@@ -76,6 +76,12 @@ RELIED_ON = {
     "_losses_override",
     "_symbolic_build",
     "_use_cached_eval_dataset",
+    # Callbacks: tests/contract/test_callbacks_contract.py.
+    "_batches_seen_since_last_saving",
+    "_ema_weights_in_model",
+    "_global_test_batch",
+    "_global_train_batch",
+    "_last_batch_seen",
     # Layers, optimizers, metrics.
     "_fn",
     "_fn_kwargs",

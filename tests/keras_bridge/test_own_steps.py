@@ -126,9 +126,18 @@ class ResetOnly(OwnStep):
         return {"nothing": self.tracker.result()}
 
 
-@pytest.mark.parametrize("replicas", [2, 8])
 @pytest.mark.parametrize(
-    "model_class", [Perplexity, ReadBetween, OneBatch, ResetOnly]
+    ("model_class", "replicas"),
+    [
+        (Perplexity, 2),
+        (ReadBetween, 8),
+        (OneBatch, 2),
+        (ResetOnly, 8),
+        pytest.param(Perplexity, 8, marks=pytest.mark.slow),
+        pytest.param(ReadBetween, 2, marks=pytest.mark.slow),
+        pytest.param(OneBatch, 8, marks=pytest.mark.slow),
+        pytest.param(ResetOnly, 2, marks=pytest.mark.slow),
+    ],
 )
 def test_results_that_a_step_computes_with(model_class, replicas):
     check_own(model_class, replicas=replicas)
@@ -537,8 +546,15 @@ class Careful(OwnStep):
         )
 
 
-@pytest.mark.parametrize("replicas", [2, 8])
-@pytest.mark.parametrize("steps_per_execution", [1, 2])
+@pytest.mark.parametrize(
+    ("replicas", "steps_per_execution"),
+    [
+        (2, 2),
+        (8, 1),
+        pytest.param(2, 1, marks=pytest.mark.slow),
+        pytest.param(8, 2, marks=pytest.mark.slow),
+    ],
+)
 def test_an_optimizer_in_a_branch(replicas, steps_per_execution):
     check_own(
         Careful,
@@ -573,7 +589,9 @@ def train_and_predict(model):
     return result, model.predict(SEQUENCES, batch_size=8, verbose=0)
 
 
-@pytest.mark.parametrize("replicas", [2, 3, 8])
+@pytest.mark.parametrize(
+    "replicas", [2, 3, pytest.param(8, marks=pytest.mark.slow)]
+)
 def test_stateful_layers_hold_the_whole_batchs_state(replicas):
     check_same(
         stateful,

@@ -332,8 +332,8 @@ def dispatched(fn):
     ("rows", "steps", "expected"),
     [
         (64, 1, 8),
-        (64, 2, 4),
-        (64, 4, 2),
+        pytest.param(64, 2, 4, marks=pytest.mark.slow),
+        pytest.param(64, 4, 2, marks=pytest.mark.slow),
         (64, 3, 3),
         (64, 10, 1),
         # Seven batches of 8 and one of 4: equal neighbours share a program.

@@ -286,7 +286,7 @@ def away(model, folder, batch):
 
 def run(folder, names=None):
     """Runs the cases; returns the errors and what came after them."""
-    os.environ.setdefault("KERAS_STRATEGIES_TIMEOUT_S", "60")
+    os.environ.setdefault("KERAS_STRATEGIES_TIMEOUT_S", "300")
     strategy = ks.MultiWorkerMirroredStrategy()
     model = build(strategy)
     x, y = data(32)

@@ -149,3 +149,7 @@ def on_chief():
         "on batch": list(again.shape),
         "trained": model.train_on_batch(x[:5], y[:5], return_dict=True),
     }
+
+
+def values_and_on_chief():
+    return {"values": values(), "on_chief": on_chief()}

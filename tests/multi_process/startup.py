@@ -22,6 +22,8 @@ def meet_in_turn(me, cases):
     Returns:
       (what was raised, seconds) of each case; None where it takes no part.
     """
+    import jax
+
     import keras_strategies as ks
 
     found = []
@@ -36,6 +38,8 @@ def meet_in_turn(me, cases):
                 "task": {"type": "worker", "index": told["index"]},
             }
         )
+        if told.get("uses_devices"):
+            jax.devices()
         kind = told.get("strategy", "MultiWorkerMirroredStrategy")
         made = type(kind, (ks.MultiWorkerMirroredStrategy,), {})
         start = time.monotonic()
@@ -68,23 +72,6 @@ class version_of_keras:  # noqa: N801
         importlib.metadata.version = self.real
 
 
-def use_devices(me, addresses):
-    """One process has used JAX's devices before it makes the strategy."""
-    import jax
-
-    import keras_strategies as ks
-
-    if me == 1:
-        jax.devices()
-    try:
-        ks.MultiWorkerMirroredStrategy(
-            coordinator_address=addresses[0], num_processes=2, process_id=me
-        )
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
-
-
 def train(me, config, environ):
     """Joins through the environment of a cluster, and trains."""
     os.environ.update(environ)
@@ -115,6 +102,12 @@ def train(me, config, environ):
         "weights": [w.ravel().tolist() for w in model.get_weights()],
         "warnings": [str(w.message) for w in caught],
     }
+
+
+def train_and_differ(me, configs, address):
+    """Trains, and then with programs that differ."""
+    found = train(me, configs[me], {})
+    return found | {"refused": different_programs(me, address)}
 
 
 def different_programs(me, address):

@@ -7,7 +7,10 @@ from keras_strategies.testing import run_processes
 
 def test_the_chief_writes_and_all_restore(tmp_path):
     results = run_processes(
-        "tests.multi_process.with_callbacks:files", 2, args=[str(tmp_path)]
+        "tests.multi_process.with_callbacks:files",
+        2,
+        args=[str(tmp_path)],
+        timeout_s=400,
     )
     first, second = (result.value for result in results)
     for name in ("history", "rest", "weights", "again"):

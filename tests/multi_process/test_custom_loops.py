@@ -43,10 +43,14 @@ def check(rows, count, devices):
         assert_close(result.value, one.value)
 
 
-def test_values_are_those_of_all_processes():
-    first, second = (
-        result.value for result in run_processes(f"{TARGET}:values", 2)
-    )
+@pytest.fixture(scope="module")
+def two_processes():
+    """What two processes found that start once for several tests."""
+    return run_processes(f"{TARGET}:values_and_on_chief", 2, timeout_s=300)
+
+
+def test_values_are_those_of_all_processes(two_processes):
+    first, second = (result.value["values"] for result in two_processes)
     assert first["sum"] == second["sum"] == 2 * (1 + 2 + 3 + 4)
     assert (first["local"], second["local"]) == ([2, 4], [6, 8])
     # Process 0 has three batches of two rows, process 1 five: [2, 2 | 2, 2],
@@ -66,13 +70,14 @@ def test_values_are_those_of_all_processes():
     assert "one process" in first["refused"]
 
 
-def test_the_chief_alone_shows_progress_and_keeps_outputs():
-    first, second = run_processes(f"{TARGET}:on_chief", 2)
-    assert "Epoch 1/2" in first.output
-    assert "Epoch" not in second.output
-    assert "step" not in second.output
-    assert first.value["shape"] == [13, 1]
-    assert second.value["shape"] == [0, 1]
+def test_the_chief_alone_shows_progress_and_keeps_outputs(two_processes):
+    of_chief, of_other = (result.output for result in two_processes)
+    assert "Epoch 1/2" in of_chief
+    assert "Epoch" not in of_other
+    assert "step" not in of_other
+    first, second = (result.value["on_chief"] for result in two_processes)
+    assert first["shape"] == [13, 1]
+    assert second["shape"] == [0, 1]
     # Their random states differ; the initial weights are the chief's.
     for name in ("weights", "logs", "trained"):
-        assert first.value[name] == second.value[name]
+        assert first[name] == second[name]

@@ -23,7 +23,8 @@ def assert_close(actual, expected):
 
 
 def test_loops_equal_those_of_one_process():
-    check(["arrays", "generator", "tf.data"], CASES[2:3], 2, 1)
+    # tests/test_sharded_files_example.py has tf.data on two processes.
+    check(["arrays", "generator"], CASES[2:3], 2, 1)
 
 
 @pytest.mark.slow

@@ -34,10 +34,12 @@ def told(index, addresses, **more):
     return {"index": index, "addresses": addresses, **more}
 
 
-def cases():
+def cases(taken):
     """(what each process is told, what all of them must say)."""
-    addresses = iter(free_addresses(18))
-    a, b, c, d, e, f = ([next(addresses) for _ in range(3)] for _ in range(6))
+    addresses = iter(free_addresses(21))
+    a, b, c, d, e, f, g = (
+        [next(addresses) for _ in range(3)] for _ in range(7)
+    )
     yield (
         {"0": told(0, c), "1": told(1, c), "2": told(1, c)},
         ["two processes that say they are process 1 (worker 1", "task index"],
@@ -63,11 +65,21 @@ def cases():
         {"1": told(1, b[:2])},
         ["Process 1 must reach process 0", b[0], "refused"],
     )
+    yield (
+        {"0": told(0, [taken, a[0]])},
+        [f"cannot listen at {taken}", "in use"],
+    )
+    # Nothing comes after it in this process.
+    yield (
+        {"0": told(0, g[:2]), "1": told(1, g[:2], uses_devices=True)},
+        ["process 1", "Make the strategy first"],
+    )
 
 
 def test_what_is_wrong_is_named_by_all_in_time():
-    table = list(cases())
-    found = in_turn("meet_in_turn", 3, [case for case, _ in table])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        table = list(cases(f"127.0.0.1:{server.getsockname()[1]}"))
+        found = in_turn("meet_in_turn", 3, [case for case, _ in table])
     for number, (case, parts) in enumerate(table):
         for process in map(int, case):
             text, seconds = found[process][number]
@@ -78,38 +90,14 @@ def test_what_is_wrong_is_named_by_all_in_time():
                 assert part in text
 
 
-def test_a_port_that_is_taken_is_named():
-    (address,) = free_addresses(1)
-    host, port = address.split(":")
-    with socket.create_server((host, int(port))):
-        ((found,),) = in_turn(
-            "meet_in_turn", 1, [{"0": told(0, [address, "127.0.0.1:1"])}]
-        )
-    assert f"cannot listen at {address}" in found[0]
-    assert "in use" in found[0]
-
-
-def test_devices_that_are_in_use_are_named_by_all():
-    found = in_turn("use_devices", 2, free_addresses(2))
-    for text in found:
-        assert "process 1" in text
-        assert "Make the strategy first" in text
-
-
-def test_a_job_of_tf_config_trains_as_one_process():
+def test_a_job_of_tf_config_trains_and_refuses_programs_that_differ():
     addresses = free_addresses(2)
     chiefs = {"chief": addresses[:1], "worker": addresses[1:]}
     tasks = [{"type": "chief", "index": 0}, {"type": "worker", "index": 0}]
 
-    def call(me):
-        config = {"cluster": chiefs, "task": tasks[me]}
-        (result,) = run_processes(
-            STARTUP + "train", 1, args=[me, config, {}], timeout_s=400
-        )
-        return result.value
-
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(call, range(2)))
+    configs = [{"cluster": chiefs, "task": task} for task in tasks]
+    found = in_turn("train_and_differ", 2, configs, addresses[0])
+    assert_refused([result.pop("refused") for result in found])
     alone = train(0, None, {})
     assert alone["task"] == [None, None]
     assert alone["replicas"] == 8
@@ -148,9 +136,9 @@ def test_other_numbers_of_devices_are_named_by_all():
             assert "[0, 1, 1]" in result["error"]
 
 
-def test_programs_that_differ_are_refused_before_they_run():
-    (address,) = free_addresses(1)
-    for me, found in enumerate(in_turn("different_programs", 2, address)):
+def assert_refused(of_processes):
+    """Programs that differ were, before they ran."""
+    for me, found in enumerate(of_processes):
         assert f"{1.0 + me} for variable 'rate' in process {me}" in found.pop()
         loss, is_untouched, constant, is_still, *runs, last = found
         assert len(runs) == 2

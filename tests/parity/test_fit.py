@@ -23,6 +23,8 @@ _TOLD_ELSEWHERE = {
     "loss_scale_factor",
     "dice_by_name",
     "function_of_rows",
+    "tversky",
+    "mask_sum",
     "keras_regression",
     "run_eagerly",
     "jit_compile_false",

@@ -11,8 +11,9 @@ from keras_strategies.testing import assert_replicated
 from tests.plain_keras import assert_same, mirrored
 
 _random = np.random.default_rng(3)
-X = _random.normal(size=(20, 4)).astype("float32")
-Y = _random.integers(0, 3, 20).astype("int32")
+# Five of each: op by op, every other shape is compiled for itself.
+X = _random.normal(size=(20, 5)).astype("float32")
+Y = _random.integers(0, 5, 20).astype("int32")
 
 
 def make(strategy):
@@ -21,11 +22,11 @@ def make(strategy):
         keras.utils.set_random_seed(4)
         model = keras.Sequential(
             [
-                keras.Input((4,)),
-                keras.layers.Dense(8, activation="relu"),
+                keras.Input((5,)),
+                keras.layers.Dense(5, activation="relu"),
                 keras.layers.BatchNormalization(),
                 keras.layers.Dropout(0.3, seed=7),
-                keras.layers.Dense(3),
+                keras.layers.Dense(5),
             ]
         )
         optimizer = keras.optimizers.Adam(0.01)

@@ -595,6 +595,7 @@ def test_every_process_says_the_same(tmp_path):
             "tests.strategy.test_explain_input:on_each_process",
             2,
             args=[str(tmp_path)],
+            timeout_s=400,
         )
     )
     assert first == second
