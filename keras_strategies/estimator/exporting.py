@@ -19,6 +19,7 @@ from keras_strategies.data import structure
 from keras_strategies.estimator import checkpoints
 from keras_strategies.estimator.estimator_spec import MODES
 from keras_strategies.estimator.exporters import check_serving, exports_in
+from keras_strategies.keras_bridge.model_hooks import is_built
 
 MODEL_FILE = "model.keras"
 """The file of an export that Keras reads."""
@@ -119,7 +120,7 @@ def _restored(runs: Any, mode: str, path: str) -> keras.Model:
     features = noted_features(runs.model_dir)
     made = runs.make_plain(mode, features)
     model = made.model
-    if not all(layer.built for layer in model._flatten_layers()):
+    if not is_built(model):
         if features is None:
             raise ValueError(
                 "A model that is exported knows the shapes of its inputs. "

@@ -9,6 +9,7 @@ import numpy as np
 from keras_strategies.cluster.addresses import shown
 from keras_strategies.estimator.inputs import Input
 from keras_strategies.estimator.model_fns import Made
+from keras_strategies.keras_bridge.model_hooks import is_built
 from keras_strategies.strategy.strategy import Strategy
 
 Tree = Any
@@ -127,5 +128,5 @@ def _num_rows(value: Any) -> int:
 
 def _build(model: keras.Model, batch: Tree) -> None:
     """Makes the variables of a model that no one has called yet."""
-    if not all(layer.built for layer in model._flatten_layers()):
+    if not is_built(model):
         model.predict_on_batch(batch)
