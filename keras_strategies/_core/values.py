@@ -236,23 +236,27 @@ def local_shards(array: jax.Array) -> list[tuple[Any, jax.Array]]:
     return [(shard.index, shard.data) for shard in array.addressable_shards]
 
 
-def with_sound_shards(array: jax.Array) -> jax.Array:
-    """The array, such that others may ask for its `addressable_shards`.
+def set_apart(array: jax.Array) -> jax.Array:
+    """The array as another object, for somebody who holds it for long.
 
-    See `local_shards`. The buffers are the same.
+    A step takes the buffers of an array that nobody else holds, and copies
+    others first. The buffers of what is set apart are gone after such a step:
+    the host's copy is to be taken before.
+
+    What every device of one process holds is that of its first device, which
+    is on the host soonest. Others may ask for its `addressable_shards`: see
+    `local_shards`.
     """
     sharding = array.sharding
-    if (
-        sharding.is_fully_addressable
-        or len(sharding.addressable_devices) > 1
-        or not sharding.is_fully_replicated
-    ):
-        return array
-    part = array.addressable_data(0)
-    if len(part.sharding.device_set) > 1:
-        part = jax.device_put(np.asarray(part), *sharding.addressable_devices)
+    if sharding.is_fully_replicated and sharding.is_fully_addressable:
+        return array.addressable_data(0)
+    parts = [part for _, part in local_shards(array)]
+    if len(parts[0].sharding.device_set) > 1:
+        # jax 0.10, of what `device_put` has spread over several processes.
+        (device,) = sharding.addressable_devices
+        parts = [jax.device_put(np.asarray(parts[0]), device)]
     return jax.make_array_from_single_device_arrays(
-        array.shape, sharding, [part]
+        array.shape, sharding, parts
     )
 
 

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.values import with_sound_shards
+from keras_strategies._core.values import set_apart
 from keras_strategies.keras_bridge.partitions import sharding_of
 
 Groups = Mapping[str, Sequence[keras.Variable]]
@@ -32,10 +32,10 @@ _MAX_SHOWN = 8
 
 
 def arrays_of(groups: Groups) -> Arrays:
-    """The values of variables, by group and name."""
+    """The values of variables, by group and name, for `Storage.save`."""
     return {
         group: {
-            name: with_sound_shards(variable.value)
+            name: set_apart(variable.value)
             for name, variable in named(variables).items()
         }
         for group, variables in groups.items()

@@ -27,6 +27,10 @@ from keras_strategies.checkpoint.keeping import (
 )
 from keras_strategies.checkpoint.layout import RUN
 from keras_strategies.checkpoint.manifest import Manifest
+from keras_strategies.checkpoint.orbax_io import (
+    make_checkpointer,
+    restore_args,
+)
 from keras_strategies.cluster.agreement import Agreement
 
 _logger = logging.getLogger(__name__)
@@ -77,6 +81,8 @@ class Storage:
         """
         self._by_chief("opening", self._take)
         self._check_shared()
+        # Importing Orbax takes a second, which the first save would wait.
+        self._orbax()
 
     def _take(self) -> None:
         format_lib.check_writable(self.directory)
@@ -194,7 +200,7 @@ class Storage:
                 args=ocp.args.Composite(
                     state=ocp.args.PyTreeRestore(
                         item=wanted,
-                        restore_args=_restore_args(wanted),
+                        restore_args=restore_args(wanted),
                         partial_restore=is_part,
                     )
                 ),
@@ -271,26 +277,8 @@ class Storage:
     # All processes together.
 
     def _orbax(self) -> Any:
-        import orbax.checkpoint as ocp
-
         if self._checkpointer is None:
-            options = ocp.options
-            among = (
-                options.MultiprocessingOptions()
-                if self._is_alone
-                # Naming them has Orbax wait on the host, not on the devices.
-                else options.MultiprocessingOptions(
-                    primary_host=self._processes[0],
-                    active_processes=set(self._processes),
-                )
-            )
-            self._checkpointer = ocp.AsyncCheckpointer(
-                ocp.CompositeCheckpointHandler(
-                    composite_options=_composite_options(among)
-                ),
-                multiprocessing_options=among,
-                file_options=options.FileOptions(path_permission_mode=0o700),
-            )
+            self._checkpointer = make_checkpointer(self._processes)
         return self._checkpointer
 
     def _by_chief(self, doing: str, compute: Callable[[], Any]) -> Any:
@@ -325,28 +313,6 @@ class Storage:
             return agreement.exchange(text)
         finally:
             agreement.end()
-
-
-def _composite_options(among: Any) -> Any:
-    import orbax.checkpoint as ocp
-
-    return ocp.CompositeOptions(multiprocessing_options=among)
-
-
-def _restore_args(wanted: Arrays) -> Any:
-    import numpy as np
-    import orbax.checkpoint as ocp
-
-    def args(leaf: Any) -> Any:
-        if isinstance(leaf, np.ndarray):
-            return ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype)
-        return ocp.ArrayRestoreArgs(
-            sharding=leaf.sharding,
-            global_shape=leaf.shape,
-            dtype=leaf.dtype,
-        )
-
-    return jax.tree.map(args, wanted)
 
 
 def _put_aside(fault: DamagedCheckpoint) -> str:

@@ -5,6 +5,7 @@ TensorFlow is not imported here: whoever has a dataset has done so.
 
 import dataclasses
 import functools
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -172,18 +173,22 @@ class TfDataSource(Source):
         )
 
     @property
-    def seed(self) -> int | None:
-        """See `Source.seed`."""
-        return self._seed
+    def seed(self) -> str | int | None:
+        """See `Source.seed`. With the shuffles' own, if they have any."""
+        own = [] if self._epochs is None else self._epochs.seeds
+        if not any(map(any, own)):
+            return self._seed
+        return json.dumps([self._seed, own])
 
     def restart(self, seed: str | int | None) -> None:
         """See `Source.restart`."""
-        if self._epochs is None or seed in (None, self._seed):
+        if self._epochs is None or seed in (None, self.seed):
             return
-        self._seed = int(seed)  # pyright: ignore[reportArgumentType]
+        said = json.loads(str(seed))
+        self._seed, own = said if isinstance(said, list) else (said, None)
         # Anew: its caches may hold rows in the other order.
         graph = graph_of(self._dataset)
-        self._epochs = self._make_epochs(graph, seed=self._seed)
+        self._epochs = self._make_epochs(graph, seed=self._seed, seeds=own)
 
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
         """See `Source.read`.

@@ -53,6 +53,21 @@ def is_drawn(graph: Graph) -> bool:
     )
 
 
+def seeds_of(graph: Graph) -> list[list[int | None]]:
+    """The two seeds of each shuffle, 0 if it has none; None if not known.
+
+    Without a seed of its own a shuffle has one of `tf.random.set_seed`, and of
+    how much the process has drawn.
+    """
+    return [
+        [
+            None if value is None else int(value)
+            for value in (scope.value(node, first + i) for i in (0, 1))
+        ]
+        for scope, node, first in _shuffles(graph)
+    ]
+
+
 def has_variables(graph: Graph) -> bool:
     """Whether a dataset's functions use variables: in a graph, copies."""
     return any(node.op == "VarHandleOp" for node in graph.node)
@@ -115,6 +130,10 @@ class EpochDatasets:
       num_processes: Number of processes, for `SHARD_HINT`.
       process_index: This process's place among them.
       is_whole: Whether every process reads all rows, and so in one order.
+      seeds: The shuffles' own, if they are not to be the graph's.
+
+    Attributes:
+      seeds: As `seeds_of`.
     """
 
     def __init__(
@@ -126,8 +145,12 @@ class EpochDatasets:
         num_processes: int,
         process_index: int,
         is_whole: bool,
+        seeds: list[list[int | None]] | None = None,
     ) -> None:
         self._dataset = dataset
+        own = seeds_of(graph)
+        # Of another dataset they mean nothing.
+        self.seeds = seeds if seeds and len(seeds) == len(own) else own
         self._seed = seed % 2**64
         self._num_processes = num_processes
         self._process_index = process_index
@@ -236,30 +259,35 @@ class EpochDatasets:
 
     def _seed_nodes(self, graph: Graph, epoch: int) -> list[Any]:
         kept: list[Any] = []
-        top, *functions = scopes(graph)
-        draws = _draws(top)
-        number = 0
-        for scope in (top, *functions):
-            for node in list(scope.nodes):
-                first = _SEED_INPUT.get(kind_of(node))
-                if first is None:
-                    continue
-                number += 1
-                place = draws.get((scope.caller or node).name, 1)
-                if not _is_drawn_anew(node):
-                    place = 0
-                seeds = [scope.value(node, first + i) for i in (0, 1)]
-                handle = type(node)(op="DummySeedGenerator")
-                if seeds == [0, 0]:
-                    numbers = (self._seed, epoch if place else 0, number)
-                    for i, value in enumerate(_mixed(*numbers)):
-                        scope.feed(node, first + i, value)
-                elif scope is top and epoch and place and None not in seeds:
-                    handle, generator = _generator(seeds, epoch * place)
-                    kept.append(generator)
-                if node.op in _GENERATOR_INPUT:
-                    scope.feed(node, _GENERATOR_INPUT[node.op], handle)
+        draws = _draws(Scope(graph.node))
+        shuffles = enumerate(zip(_shuffles(graph), self.seeds, strict=True), 1)
+        for number, ((scope, node, first), seeds) in shuffles:
+            place = draws.get((scope.caller or node).name, 1)
+            if not _is_drawn_anew(node):
+                place = 0
+            handle = type(node)(op="DummySeedGenerator")
+            if seeds == [0, 0]:
+                numbers = (self._seed, epoch if place else 0, number)
+                seeds = _mixed(*numbers)
+            elif not scope.caller and epoch and place and None not in seeds:
+                handle, generator = _generator(seeds, epoch * place)
+                kept.append(generator)
+            for i, value in enumerate(seeds):
+                if value is not None:
+                    scope.feed(node, first + i, value)
+            if node.op in _GENERATOR_INPUT:
+                scope.feed(node, _GENERATOR_INPUT[node.op], handle)
         return kept
+
+
+def _shuffles(graph: Graph) -> list[tuple[Scope, Node, int]]:
+    """What draws, and its first input that is a seed."""
+    return [
+        (scope, node, _SEED_INPUT[kind_of(node)])
+        for scope in scopes(graph)
+        for node in scope.nodes
+        if kind_of(node) in _SEED_INPUT
+    ]
 
 
 def _draws(top: Scope) -> dict[str, int]:

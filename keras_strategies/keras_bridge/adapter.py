@@ -12,10 +12,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from keras.src.trainers.data_adapters import (
-    array_slicing,
-    data_adapter_utils,
-)
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 from keras_strategies._core.batches import (
@@ -29,6 +25,7 @@ from keras_strategies.data.prefetch import Prefetched, Stop
 from keras_strategies.data.steps import IsStopped, Steps
 from keras_strategies.keras_bridge import sources
 from keras_strategies.keras_bridge.choosing import source_of_loop
+from keras_strategies.keras_bridge.passes import Division
 
 Tree = Any
 
@@ -58,6 +55,12 @@ class Feed(DataAdapter):
         self._mesh = steps.mesh
         self._steps_per_execution = steps_per_execution
         self._steps_per_epoch = steps_per_epoch
+        self._division = Division(
+            # Of rows that are each process's own, nobody knows the longest.
+            num_batches=None if source.is_own else source.num_batches,
+            steps_per_epoch=max(steps_per_epoch or 0, 0) or None,
+            steps_per_execution=steps_per_execution,
+        )
         self._signature: Any = None
         self._first: Tree = None
         # Of the epoch that is read next, and of what was given out last.
@@ -91,29 +94,31 @@ class Feed(DataAdapter):
         self._is_reading = True
         done, self._done = self._done, []
         yield from done
-        while True:
+        while not self.is_pass_over:
             executions = self._executions_ahead(epoch, start)
             try:
                 for execution, stop in executions:
                     self._given = (epoch, stop)
-                    is_last = self._goes_on_after(stop)
-                    if is_last:
+                    if is_last := self._goes_on_after(stop):
                         # Keras, which counts from where the loop went on, asks
                         # for no iterator of the next epoch: it is begun here.
                         epoch, start = epoch + 1, 0
                         self._epoch, self._start = epoch, start
                         self._is_reading = False
                     yield execution
-                    if is_last:
+                    if is_last or self.is_pass_over:
                         break
                 else:
-                    self._given = (epoch + 1, 0)
-                    return
+                    is_last = False
             finally:
                 self._is_reading = False
                 executions.close()
+            if not is_last:
+                break
             self._epoch, self._is_reading = epoch + 1, True
             self._source.passes.reach(self._epoch)
+        self._is_reading = False
+        self._given = (epoch + 1, 0)
 
     def _goes_on_after(self, stop: int) -> bool:
         """Whether the next epoch follows where this one ends, in one iterator.
@@ -121,8 +126,24 @@ class Feed(DataAdapter):
         Where several epochs of the loop are one of the data, and the loop went
         on in the middle of one.
         """
-        count = self._source_batches
-        return self._goes_on and stop == count and self._ends_epoch(stop)
+        return (
+            self._goes_on
+            and self._division.ends_epoch(stop)
+            and self._division.is_over(stop)
+        )
+
+    @property
+    def is_pass_over(self) -> bool:
+        """Whether a feed that goes on has nothing more for this epoch.
+
+        Keras, which knows of no number of batches then, still asks for it.
+        """
+        stop = self._given[1]
+        return (
+            self._goes_on
+            and not self._division.ends_epoch(stop)
+            and self._division.is_over(stop)
+        )
 
     @property
     def position(self) -> dict[str, Any]:
@@ -134,7 +155,7 @@ class Feed(DataAdapter):
         source), each process has a position.
         """
         epoch, step = self._given
-        count = self._source_batches
+        count = self._division.num_batches
         if count is not None and step >= count:
             epoch, step = epoch + 1, 0
         return {"epoch": epoch, "step": step, "seed": self._source.seed}
@@ -148,7 +169,7 @@ class Feed(DataAdapter):
         if not (self._is_reading and self._steps_per_epoch and place):
             # Keras makes an iterator for each epoch.
             return self.position_at((self._epoch, self._start))
-        if place[1] == self._source_batches:
+        if self._division.is_over(place[1]):
             place = (place[0] + 1, 0)
         return self.position_at(place)
 
@@ -206,7 +227,7 @@ class Feed(DataAdapter):
         return Prefetched(
             make,
             num_bytes=lambda item: item[0].num_bytes,
-            is_pause=lambda item: self._ends_epoch(item[1]),
+            is_pause=lambda item: self._division.ends_epoch(item[1]),
             needs_thread=self._mesh.num_processes > 1,
         )
 
@@ -220,7 +241,7 @@ class Feed(DataAdapter):
             self._check_structure(stop, batch.data)
             group.append(batch)
             stop += 1
-            if self._ends_execution(stop):
+            if self._division.ends_execution(stop):
                 yield self._placed(group, epoch, stop), stop
                 group = []
         if group:
@@ -233,15 +254,6 @@ class Feed(DataAdapter):
     ) -> Execution:
         execution = place(group, self._mesh)
         return dataclasses.replace(execution, place=(epoch, stop))
-
-    def _ends_execution(self, stop: int) -> bool:
-        steps = self._steps_per_epoch or 0
-        in_epoch = stop % steps if steps > 0 else stop
-        return in_epoch % self._steps_per_execution == 0
-
-    def _ends_epoch(self, stop: int) -> bool:
-        steps = self._steps_per_epoch
-        return steps is not None and steps > 0 and stop % steps == 0
 
     def _check_structure(self, index: int, batch: Tree) -> None:
         leaves, nest = jax.tree.flatten(batch)
@@ -266,12 +278,7 @@ class Feed(DataAdapter):
     @property
     def num_batches(self) -> int | None:
         """Number of batches in an epoch, if known."""
-        return sys.maxsize if self._goes_on else self._source_batches
-
-    @property
-    def _source_batches(self) -> int | None:
-        # Of rows that are each process's own, nobody knows the longest.
-        return None if self._source.is_own else self._source.num_batches
+        return sys.maxsize if self._goes_on else self._division.num_batches
 
     @property
     def batch_size(self) -> int | None:
@@ -342,33 +349,6 @@ def make_feed(
         steps_per_execution=steps_per_execution,
         steps_per_epoch=steps_per_epoch,
     )
-
-
-def split_validation(
-    x: Any, y: Any, sample_weight: Any, fraction: float
-) -> Any:
-    """Splits off the last rows for validation, as Keras does."""
-    return array_slicing.train_validation_split(
-        (x, y, sample_weight), validation_split=fraction
-    )
-
-
-def unpack_validation(data: Any) -> tuple[Any, Any, Any]:
-    """Divides `validation_data` into x, y and sample weights."""
-    return data_adapter_utils.unpack_x_y_sample_weight(data)
-
-
-def batch_weights(y: Any, sample_weight: Any, class_weight: Any) -> Any:
-    """The sample weights of `train_on_batch`, with its class weights."""
-    if class_weight is None:
-        return sample_weight
-    if sample_weight is not None:
-        raise ValueError(
-            "Arguments `sample_weight` and `class_weight` cannot be given "
-            "together. Received both. Multiply the class weights into "
-            "`sample_weight`."
-        )
-    return data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
 
 
 def place_batch(batch: Tree, mesh: ReplicaMesh) -> Execution:

@@ -17,7 +17,7 @@ import keras
 from keras.src.trainers.epoch_iterator import EpochIterator
 
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies.keras_bridge import adapter, layout
+from keras_strategies.keras_bridge import adapter, arguments, layout
 from keras_strategies.keras_bridge.callback_lists import quiet_list
 from keras_strategies.keras_bridge.functions import Functions
 from keras_strategies.keras_bridge.model_hooks import COMPILE
@@ -108,7 +108,7 @@ class Binding:
         with self._session("train"):
             _check_fraction(call["validation_split"])
             if call["validation_split"] and call["validation_data"] is None:
-                train, held_out = adapter.split_validation(
+                train, held_out = arguments.split_validation(
                     call["x"],
                     call["y"],
                     call["sample_weight"],
@@ -123,7 +123,7 @@ class Binding:
                 )
             feed = self._feed(call, steps=call["steps_per_epoch"])
             if call["validation_data"] is not None:
-                x, y, weight = adapter.unpack_validation(
+                x, y, weight = arguments.unpack_validation(
                     call["validation_data"]
                 )
                 validation = adapter.make_feed(
@@ -175,7 +175,7 @@ class Binding:
 
     def _train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         call = _Call(self.model, "train_on_batch", args, kwargs)
-        weight = adapter.batch_weights(
+        weight = arguments.batch_weights(
             call["y"], call["sample_weight"], call["class_weight"]
         )
         return self._on_batch("train", call, (call["x"], call["y"], weight))

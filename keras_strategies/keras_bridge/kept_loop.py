@@ -177,6 +177,11 @@ class Loop:
         return max(self._epochs, self.epoch) if self.is_over else self.epoch
 
     @property
+    def is_pass_over(self) -> bool:
+        """Whether there are fewer rows than the epoch was to have steps of."""
+        return self._feed.is_pass_over
+
+    @property
     def is_last_step(self) -> bool:
         """Whether the epoch's end follows, if that is known."""
         steps = self.steps_per_epoch

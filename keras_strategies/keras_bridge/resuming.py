@@ -129,6 +129,8 @@ class KeptList(keras.callbacks.CallbackList):
             if batch < loop.step // per * per:
                 return
         self._is_first = False
+        if loop.is_pass_over:
+            return
         super().on_train_batch_begin(batch, logs)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

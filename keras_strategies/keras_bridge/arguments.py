@@ -1,0 +1,35 @@
+"""What is given to fit and its kin, taken apart as Keras does it."""
+
+from typing import Any
+
+from keras.src.trainers.data_adapters import (
+    array_slicing,
+    data_adapter_utils,
+)
+
+
+def split_validation(
+    x: Any, y: Any, sample_weight: Any, fraction: float
+) -> Any:
+    """Splits off the last rows for validation."""
+    return array_slicing.train_validation_split(
+        (x, y, sample_weight), validation_split=fraction
+    )
+
+
+def unpack_validation(data: Any) -> tuple[Any, Any, Any]:
+    """Divides `validation_data` into x, y and sample weights."""
+    return data_adapter_utils.unpack_x_y_sample_weight(data)
+
+
+def batch_weights(y: Any, sample_weight: Any, class_weight: Any) -> Any:
+    """The sample weights of `train_on_batch`, with its class weights."""
+    if class_weight is None:
+        return sample_weight
+    if sample_weight is not None:
+        raise ValueError(
+            "Arguments `sample_weight` and `class_weight` cannot be given "
+            "together. Received both. Multiply the class weights into "
+            "`sample_weight`."
+        )
+    return data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
