@@ -39,7 +39,7 @@ def eval_scalars(config: RunConfig, name: str | None, step: int) -> list[Any]:
         config,
         every_n_steps=0,
         log_every_n_steps=0,
-        eval_name=name,
+        eval_name=name or None,
         initial_step=step,
     )
 
