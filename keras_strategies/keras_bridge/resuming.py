@@ -196,6 +196,11 @@ def kept_fit(
         keeper.close(is_done=is_done)
 
 
+def loop_of(model: Any) -> Loop | None:
+    """The fit of a model that a keeper keeps, while it is under way."""
+    return vars(model).get(_LOOP)
+
+
 def keeper_among(callbacks: Any) -> Keeper | None:
     """The keeper among the callbacks given to fit, if there is one.
 

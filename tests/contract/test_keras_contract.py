@@ -59,6 +59,8 @@ from keras.src.trainers.trainer import Trainer
 from keras.src.utils import file_utils
 from keras.src.utils.python_utils import pythonify_logs
 
+from keras_strategies.keras_bridge.fresh_names import fresh_names
+
 BRIDGE = pathlib.Path(__file__).parents[2] / "keras_strategies/keras_bridge"
 X = np.arange(12, dtype="float32").reshape(6, 2)
 Y = X[:, :1]
@@ -143,6 +145,25 @@ def test_every_module_imported_from_keras_src_is_imported_here():
 
 
 # State of a thread: debug_run.py, on_read.py.
+
+
+def test_names_are_counted_in_the_global_state():
+    with fresh_names():
+        assert keras.layers.Dense(1).name == "dense"
+        assert keras.layers.Dense(1).name == "dense_1"
+        with fresh_names():
+            assert keras.layers.Dense(1).name == "dense"
+        assert keras.layers.Dense(1).name == "dense_2"
+
+
+def test_data_that_end_before_their_steps_do_warn_in_known_words():
+    """`keras_strategies.estimator.runs` leaves that warning out."""
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.warns(UserWarning, match="^Your input ran out of data"):
+        model.fit(
+            np.zeros((2, 1)), np.zeros((2, 1)), steps_per_epoch=3, verbose=0
+        )
 
 
 def test_what_is_open_in_a_thread_is_kept_in_its_global_state():
