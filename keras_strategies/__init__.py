@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from keras_strategies import checkpoint as checkpoint
     from keras_strategies import cluster_resolver as cluster_resolver
     from keras_strategies import data as data
+    from keras_strategies import estimator as estimator
     from keras_strategies import experimental as experimental
     from keras_strategies import tpu as tpu
     from keras_strategies._core.compiled import (
@@ -103,6 +104,7 @@ _MODULES = {
     "checkpoint": "",
     "cluster_resolver": "",
     "data": "",
+    "estimator": "",
     "experimental": "",
     "tpu": "",
     "CompiledProgram": "_core.compiled",

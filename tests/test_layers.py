@@ -21,14 +21,14 @@ RANKS = {
     "keras_bridge": 2,
     "strategy": 3,
     "checkpoint": 4,
-    "estimator": 4,
+    "estimator": 5,
     # The public names: keras_strategies/__init__.py, as users import it.
-    "": 5,
-    "cli": 6,
-    "testing": 6,
+    "": 6,
+    "cli": 7,
+    "testing": 7,
 }
 WITHOUT_KERAS = {"_core", "cluster"}
-LAZY = {"tensorflow", "orbax", "grain", "torch"}
+LAZY = {"tensorflow", "orbax", "grain", "torch", "tensorboardX"}
 MAX_LINES = 400
 
 

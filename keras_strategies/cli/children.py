@@ -53,6 +53,7 @@ class Child:
       words: Its command line.
       environ: Its variables.
       output: Where its lines go.
+      name: What is shown in front of them, but for the chief's.
     """
 
     def __init__(
@@ -61,8 +62,10 @@ class Child:
         words: Sequence[str],
         environ: Mapping[str, str],
         output: Output,
+        name: str,
     ) -> None:
         self.index = index
+        self._name = name
         self.code: int | None = None
         self._output = output
         watched, self._news = os.pipe()
@@ -156,7 +159,7 @@ class Child:
 
     def _pump(self, stream: BinaryIO, file: int) -> None:
         is_chief = self.index == 0
-        prefix = b"" if is_chief else f"[worker {self.index}] ".encode()
+        prefix = b"" if is_chief else f"[{self._name}] ".encode()
         rest = b""
         while chunk := os.read(stream.fileno(), _CHUNK):
             *lines, rest = (rest + chunk).split(b"\n")

@@ -42,11 +42,13 @@ class Ending:
       process: Its number.
       code: Its exit status; negative for a signal.
       sent: The signals it had been sent by the launcher.
+      name: What it is called; "process" and its number if "".
     """
 
     process: int
     code: int
     sent: tuple[int, ...] = ()
+    name: str = ""
 
     @property
     def rank(self) -> int:
@@ -64,11 +66,14 @@ class Ending:
 
     def describe(self) -> str:
         """ "process 1 was killed by SIGKILL", for messages."""
-        return f"process {self.process} {described(self.code)}"
+        name = self.name or f"process {self.process}"
+        return f"{name} {described(self.code)}"
 
 
 def run_job(
-    words: Sequence[str], environments: Sequence[Mapping[str, str]]
+    words: Sequence[str],
+    environments: Sequence[Mapping[str, str]],
+    names: Sequence[str],
 ) -> int:
     """Runs one command in several processes until all have ended.
 
@@ -77,11 +82,12 @@ def run_job(
     Args:
       words: The command line.
       environments: The variables of each process; the first is the chief.
+      names: What is shown in front of the lines of each other process.
 
     Returns:
       The exit code for the launcher.
     """
-    return _Job().run(words, environments)
+    return _Job(names).run(words, environments)
 
 
 def first_cause(endings: Sequence[Ending]) -> Ending | None:
@@ -116,7 +122,8 @@ def described(code: int) -> str:
 
 
 class _Job:
-    def __init__(self) -> None:
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
         self._children: list[Child] = []
         self._endings: list[Ending] = []
         self._sent: dict[int, tuple[int, ...]] = {}
@@ -150,7 +157,9 @@ class _Job:
         fault = ""
         try:
             for index, environ in enumerate(environments):
-                child = Child(index, words, environ, self._output)
+                child = Child(
+                    index, words, environ, self._output, self._names[index]
+                )
                 self._children.append(child)
         except OSError as error:
             fault = (
@@ -179,6 +188,10 @@ class _Job:
             for number, handler in old.items():
                 signal.signal(number, handler)
 
+    def _called(self, index: int) -> str:
+        """What an ending's cause is called, if not by its number."""
+        return "the evaluator" if self._names[index] == "evaluator" else ""
+
     def _running(self) -> list[Child]:
         return [child for child in self._children if child.code is None]
 
@@ -189,6 +202,7 @@ class _Job:
                 process=child.index,
                 code=child.code or 0,
                 sent=self._sent.get(child.index, ()),
+                name=self._called(child.index),
             )
             for child in self._running()
             if child.poll() is not None

@@ -6,6 +6,7 @@ import os
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from keras_strategies.cli.job import run_job
 from keras_strategies.cluster.free_ports import free_ports
@@ -27,6 +28,7 @@ def launch(
     num_processes: int = 2,
     devices_per_process: int | None = None,
     platform: str = "cpu",
+    has_evaluator: bool = False,
 ) -> int:
     """Runs a script in several processes of one cluster, and waits for them.
 
@@ -38,6 +40,8 @@ def launch(
       num_processes: How many processes.
       devices_per_process: Virtual CPU devices of each; None for one.
       platform: JAX_PLATFORMS of the processes.
+      has_evaluator: Whether one more process is started, an evaluator outside
+        of the cluster, whose first process is then a "chief".
 
     Returns:
       The exit code of the process that failed first (128 + n for signal n),
@@ -59,10 +63,12 @@ def launch(
             index=index,
             num_devices=devices_per_process or 1,
             platform=platform,
+            has_evaluator=has_evaluator,
         )
-        for index in range(num_processes)
+        for index in range(num_processes + has_evaluator)
     ]
-    return run_job(words, environments)
+    names = task_names(num_processes, has_evaluator=has_evaluator)
+    return run_job(words, environments, names)
 
 
 def find_fault(
@@ -143,6 +149,14 @@ def _fault_of_limits(num_processes: int) -> str:
     )
 
 
+def task_names(num_processes: int, *, has_evaluator: bool) -> list[str]:
+    """What the processes are called in front of their lines."""
+    if not has_evaluator:
+        return [f"worker {index}" for index in range(num_processes)]
+    workers = [f"worker {index}" for index in range(num_processes - 1)]
+    return ["chief", *workers, "evaluator"]
+
+
 def make_environment(
     environ: Mapping[str, str],
     *,
@@ -150,6 +164,7 @@ def make_environment(
     index: int,
     num_devices: int,
     platform: str,
+    has_evaluator: bool = False,
 ) -> dict[str, str]:
     """The variables of one process.
 
@@ -159,10 +174,13 @@ def make_environment(
       index: The number of the process.
       num_devices: Its virtual devices; used on the CPU.
       platform: What JAX runs on.
+      has_evaluator: Whether there is one; it comes after all others.
     """
     changed = {
         "TF_CONFIG": json.dumps(
-            {
+            _with_evaluator(addresses, index)
+            if has_evaluator
+            else {
                 "cluster": {"worker": list(addresses)},
                 "task": {"type": "worker", "index": index},
             }
@@ -176,3 +194,16 @@ def make_environment(
         flags = [f for f in flags if not f.startswith(f"{_DEVICE_COUNT}=")]
         changed[_FLAGS] = " ".join([*flags, f"{_DEVICE_COUNT}={num_devices}"])
     return dict(environ) | changed
+
+
+def _with_evaluator(addresses: Sequence[str], index: int) -> dict[str, Any]:
+    """TF_CONFIG of a chief, workers and an evaluator, as tf has them."""
+    chief, *workers = addresses
+    cluster = {"chief": [chief]} | ({"worker": workers} if workers else {})
+    if index == len(addresses):
+        task = {"type": "evaluator", "index": 0}
+    elif index == 0:
+        task = {"type": "chief", "index": 0}
+    else:
+        task = {"type": "worker", "index": index - 1}
+    return {"cluster": cluster, "task": task}

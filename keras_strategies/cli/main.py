@@ -22,6 +22,7 @@ examples:
   keras-strategies launch --processes 2 --devices-per-process 2 train.py
   keras-strategies launch --processes 4 train.py --epochs 3
   keras-strategies launch --processes 2 -m package.train
+  keras-strategies launch --processes 2 --evaluator estimator.py
   keras-strategies launch --processes 2 -m keras_strategies.cli doctor
 """
 _DOCTOR = """\
@@ -71,6 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             num_processes=options.processes,
             devices_per_process=options.devices_per_process,
             platform=options.platform,
+            has_evaluator=options.evaluator,
         )
     if options.command == "checkpoints":
         from keras_strategies.cli.checkpoints import checkpoints
@@ -120,6 +122,12 @@ def _add_launch(
         type=int,
         metavar="D",
         help="virtual CPU devices of each process; default: 1",
+    )
+    parser.add_argument(
+        "--evaluator",
+        action="store_true",
+        help="start one more process, TF_CONFIG's evaluator, which is none of "
+        "the cluster; its first process is the chief then",
     )
     parser.add_argument(
         "--platform",

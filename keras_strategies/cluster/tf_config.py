@@ -54,14 +54,7 @@ def parse_tf_config(text: str) -> TFConfig:
         an address or an index that cannot be.
       TypeError: something in it is of another type than it should be.
     """
-    if not text.strip():
-        return TFConfig(cluster=ClusterSpec({}))
-    config = _load(text)
-    if not isinstance(config, dict):
-        raise TypeError(
-            f"{VARIABLE} is a JSON object. Received: {_named(config)}. "
-            f"{_EXAMPLE}"
-        )
+    config = load_tf_config(text)
     task = config.get("task", {})
     if not isinstance(task, dict):
         raise TypeError(
@@ -78,6 +71,27 @@ def parse_tf_config(text: str) -> TFConfig:
         rpc_layer=_parse_text(config, "rpc_layer"),
         session_master=_parse_text(config, "session_master"),
     )
+
+
+def load_tf_config(text: str) -> dict[str, Any]:
+    """The JSON object that a TF_CONFIG is; `{}` for nothing.
+
+    Args:
+      text: A JSON object, or nothing.
+
+    Raises:
+      ValueError: it is no JSON, too long, or says a key twice.
+      TypeError: it is another JSON value.
+    """
+    if not text.strip():
+        return {}
+    config = _load(text)
+    if not isinstance(config, dict):
+        raise TypeError(
+            f"{VARIABLE} is a JSON object. Received: {_named(config)}. "
+            f"{_EXAMPLE}"
+        )
+    return config
 
 
 def _load(text: str) -> Any:

@@ -95,3 +95,8 @@ def _telling(
         return result
 
     return call_and_tell
+
+
+def is_built(model: keras.Model) -> bool:
+    """Whether all layers of a model have their variables."""
+    return all(layer.built for layer in model._flatten_layers())

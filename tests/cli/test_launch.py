@@ -161,6 +161,52 @@ def test_processes_are_tasks_of_one_cluster():
         ]
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_an_evaluator_is_none_of_the_cluster(count):
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(count)]
+    infos = [
+        task_info(
+            TFConfigClusterResolver(
+                environ=make_environment(
+                    {},
+                    addresses=addresses,
+                    index=index,
+                    num_devices=1,
+                    platform="cpu",
+                    has_evaluator=True,
+                )
+            )
+        )
+        for index in range(count + 1)
+    ]
+    assert [info.process_id for info in infos] == [*range(count), None]
+    assert [info.type for info in infos] == [
+        "chief",
+        *["worker"] * (count - 1),
+        "evaluator",
+    ]
+    assert all(list(info.addresses) == addresses for info in infos)
+
+
+def test_an_evaluator_is_started_and_its_failure_is_the_job_s(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, os, sys\n"
+        "task = json.loads(os.environ['TF_CONFIG'])['task']\n"
+        "print(task['type'], task['index'])\n"
+        "sys.exit(3 * (task['type'] == 'evaluator'))\n"
+    )
+    out, err, code = run("--processes", "3", "--evaluator", str(script))
+    assert code == 3
+    assert sorted(out) == [
+        "[evaluator] evaluator 0",
+        "[worker 0] worker 0",
+        "[worker 1] worker 1",
+        "chief 0",
+    ]
+    assert "the evaluator ended with exit code 3" in err[-1]
+
+
 def test_flags_are_left_alone_on_another_platform():
     environ = make_environment(
         {"XLA_FLAGS": "--xla_a=1"},

@@ -1,0 +1,80 @@
+"""The names of `tf.estimator`, on Keras 3 and JAX.
+
+    config = ks.estimator.RunConfig(model_dir, save_checkpoints_steps=500)
+    estimator = ks.estimator.Estimator(model_fn, config=config)
+    ks.estimator.train_and_evaluate(
+        estimator,
+        ks.estimator.TrainSpec(train_input_fn, max_steps=10_000),
+        ks.estimator.EvalSpec(eval_input_fn, steps=None),
+    )
+
+docs/estimator.md says what moves how. A name is imported when it is first
+asked for.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from keras_strategies.estimator import experimental as experimental
+    from keras_strategies.estimator.estimator import Estimator as Estimator
+    from keras_strategies.estimator.estimator_spec import (
+        EstimatorSpec as EstimatorSpec,
+    )
+    from keras_strategies.estimator.estimator_spec import ModeKeys as ModeKeys
+    from keras_strategies.estimator.exporters import (
+        BestExporter as BestExporter,
+    )
+    from keras_strategies.estimator.exporters import Exporter as Exporter
+    from keras_strategies.estimator.exporters import (
+        FinalExporter as FinalExporter,
+    )
+    from keras_strategies.estimator.exporters import (
+        LatestExporter as LatestExporter,
+    )
+    from keras_strategies.estimator.from_keras import (
+        model_to_estimator as model_to_estimator,
+    )
+    from keras_strategies.estimator.hooks import (
+        CheckpointSaverListener as CheckpointSaverListener,
+    )
+    from keras_strategies.estimator.run_config import RunConfig as RunConfig
+    from keras_strategies.estimator.specs import EvalSpec as EvalSpec
+    from keras_strategies.estimator.specs import TrainSpec as TrainSpec
+    from keras_strategies.estimator.train_evaluate import (
+        train_and_evaluate as train_and_evaluate,
+    )
+    from keras_strategies.estimator.warm_start import (
+        WarmStartSettings as WarmStartSettings,
+    )
+
+_MODULES = {
+    "BestExporter": "exporters",
+    "CheckpointSaverListener": "hooks",
+    "Estimator": "estimator",
+    "EstimatorSpec": "estimator_spec",
+    "EvalSpec": "specs",
+    "Exporter": "exporters",
+    "FinalExporter": "exporters",
+    "LatestExporter": "exporters",
+    "ModeKeys": "estimator_spec",
+    "RunConfig": "run_config",
+    "TrainSpec": "specs",
+    "WarmStartSettings": "warm_start",
+    "experimental": "",
+    "model_to_estimator": "from_keras",
+    "train_and_evaluate": "train_evaluate",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_MODULES[name] or name}")
+    value = getattr(module, name) if _MODULES[name] else module
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

@@ -1,0 +1,186 @@
+"""Exports of an Estimator: a folder for each, named by the time."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_strategies.cluster.addresses import shown
+from keras_strategies.data import structure
+from keras_strategies.estimator import checkpoints
+from keras_strategies.estimator.estimator_spec import MODES
+from keras_strategies.estimator.exporters import check_serving, exports_in
+from keras_strategies.keras_bridge.model_hooks import is_built
+
+MODEL_FILE = "model.keras"
+"""The file of an export that Keras reads."""
+
+FEATURES = "features.json"
+"""The file in `model_dir` that says what features are made of."""
+
+_EXTRA = "assets.extra"
+Tree = Any
+
+
+def export(
+    runs: Any,
+    base: str,
+    checkpoint_path: str | None,
+    *,
+    serving_input_receiver_fn: Any,
+    assets_extra: Mapping[str, str] | None,
+    as_text: Any,
+    mode: str,
+    saved_model: bool | None,
+) -> str:
+    """See `Estimator.export_saved_model`."""
+    check_serving(serving_input_receiver_fn, as_text)
+    if mode not in MODES:
+        raise ValueError(
+            f"`experimental_mode` is one of {MODES}. Received: {shown(mode)}. "
+            "Leave it out for what is served."
+        )
+    has_tensorflow = importlib.util.find_spec("tensorflow") is not None
+    if saved_model and not has_tensorflow:
+        raise ImportError(
+            "A SavedModel is written with TensorFlow. Received: "
+            "saved_model=True, and no module `tensorflow`. Run `pip install "
+            "'keras-strategies[tensorflow]'`, or serve `model.keras`."
+        )
+    files = _checked_files(assets_extra)
+    path = checkpoint_path or checkpoints.newest_good(runs.model_dir)
+    if path is None:
+        raise ValueError(
+            f"Couldn't find trained model at {runs.model_dir}. Received: "
+            "a folder without a good checkpoint. Train first."
+        )
+    checkpoints.check(path)
+    model = _restored(runs, mode, path)
+    os.makedirs(base, exist_ok=True)
+    made = tempfile.mkdtemp(prefix="temp-", dir=base)
+    try:
+        if has_tensorflow if saved_model is None else saved_model:
+            _write_saved_model(model, made)
+        model.save(os.path.join(made, MODEL_FILE))
+        for name, source in files.items():
+            target = pathlib.Path(made, _EXTRA, name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, target)
+        return _put_in_place(made, base)
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+
+
+def note_features(model_dir: str, features: Tree) -> None:
+    """Writes down what features are made of, for exports of other processes.
+
+    Args:
+      model_dir: The folder.
+      features: Symbolic features.
+    """
+    rows = [f for f in keras.tree.flatten(features) if f is not None]
+    if any(None in row.shape[1:] for row in rows):
+        return
+    example = keras.tree.map_structure(_without_rows, features)
+    text = structure.spec_of(example)
+    os.makedirs(model_dir, mode=0o700, exist_ok=True)
+    path = pathlib.Path(model_dir, FEATURES)
+    if path.exists() and path.read_text("utf-8") == text:
+        return
+    temporary = path.with_name(f".{FEATURES}-{os.getpid()}")
+    temporary.write_text(text, "utf-8")
+    os.replace(temporary, path)
+
+
+def noted_features(model_dir: str) -> Tree:
+    """Arrays without rows, as features; None if nothing was written down."""
+    try:
+        text = pathlib.Path(model_dir, FEATURES).read_text("utf-8")
+        return structure.empty(text)
+    except (OSError, json.JSONDecodeError):
+        return None
+
+
+def _without_rows(feature: Any) -> Any:
+    return np.empty((0, *feature.shape[1:]), feature.dtype)
+
+
+def _restored(runs: Any, mode: str, path: str) -> keras.Model:
+    """The model of a checkpoint, on one device and of no strategy."""
+    features = noted_features(runs.model_dir)
+    made = runs.make_plain(mode, features)
+    model = made.model
+    if not is_built(model):
+        if features is None:
+            raise ValueError(
+                "A model that is exported knows the shapes of its inputs. "
+                f"Received: {model.name!r}, which was never called. Have "
+                "`model_fn` make it with `keras.Input`, or train it first."
+            )
+        model(keras.tree.map_structure(_one_row, features))
+    checkpoints.restore(model, path)
+    # What is served has no optimizer, and no loss that may be one's own.
+    model.compiled, model.optimizer = False, None
+    return made.outputs
+
+
+def _write_saved_model(model: keras.Model, folder: str) -> None:
+    with warnings.catch_warnings():
+        # Keras 3.15 calls what jax2tf deprecates.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model.export(folder, format="tf_saved_model", verbose=False)
+
+
+def _one_row(feature: Any) -> Any:
+    return np.zeros((1, *feature.shape[1:]), feature.dtype)
+
+
+def _checked_files(files: Any) -> dict[str, str]:
+    """The files for `assets.extra`: their names there, and where they are."""
+    if files is None:
+        return {}
+    if not isinstance(files, Mapping):
+        raise TypeError(
+            "`assets_extra` is a dict from paths in the export to files. "
+            f"Received: {shown(files)} of type {type(files).__name__}. Write "
+            "{'labels.txt': '/data/labels.txt'}."
+        )
+    for name, source in files.items():
+        parts = pathlib.PurePath(name).parts
+        if not parts or ".." in parts or pathlib.PurePath(name).is_absolute():
+            raise ValueError(
+                "Keys of `assets_extra` are paths in the export. Received: "
+                f"{shown(name)}. Give a relative path without '..'."
+            )
+        if not os.path.isfile(source):
+            raise ValueError(
+                "Values of `assets_extra` are files. Received: "
+                f"{shown(source)}, which is none. Correct the path."
+            )
+    return dict(files)
+
+
+def _put_in_place(made: str, base: str) -> str:
+    """Gives a complete export its name: the time, but one of its own."""
+    os.chmod(made, 0o755)
+    version = max([int(time.time()), *(v + 1 for v in exports_in(base))])
+    while True:
+        path = os.path.join(base, str(version))
+        if not os.path.lexists(path):
+            try:
+                os.rename(made, path)
+                return path
+            except OSError:
+                if not os.path.lexists(path):
+                    raise
+        version += 1

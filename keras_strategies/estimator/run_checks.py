@@ -1,0 +1,129 @@
+"""The checks of a RunConfig's fields."""
+
+import math
+from typing import Any
+
+from keras_strategies.cluster.addresses import shown
+
+# Fields of sessions and graphs, which JAX has not: what they may be, and
+# what to use instead.
+_WITHOUT_MEANING = {
+    "session_config": (
+        None,
+        "set XLA_FLAGS or `jax.config` before JAX starts, and choose devices "
+        "by `train_distribute`",
+    ),
+    "device_fn": (
+        None,
+        "choose devices by `train_distribute`, and where variables lie by "
+        "`TPUStrategy(layout_map=...)`",
+    ),
+    "protocol": (
+        None,
+        "JAX chooses it; `ks.experimental.CommunicationOptions` has what can "
+        "be set",
+    ),
+    "checkpoint_save_graph_def": (
+        True,
+        "leave it out: checkpoints never hold a graph, and "
+        "`Estimator.export_saved_model` writes what is served",
+    ),
+}
+
+
+def check_fields(config: Any) -> None:
+    """Raises ValueError or TypeError for the first field that is wrong."""
+    _check_model_dir(config.model_dir)
+    for name in (
+        "save_summary_steps",
+        "save_checkpoints_steps",
+        "keep_checkpoint_max",
+    ):
+        _check_number(name, getattr(config, name), least=0)
+    _check_number("log_step_count_steps", config.log_step_count_steps, least=1)
+    _check_number(
+        "save_checkpoints_secs",
+        config.save_checkpoints_secs,
+        least=0,
+        is_whole=False,
+    )
+    for name in (
+        "keep_checkpoint_every_n_hours",
+        "session_creation_timeout_secs",
+    ):
+        _check_number(name, getattr(config, name), above=0, is_whole=False)
+    for name in ("tf_random_seed", "experimental_max_worker_delay_secs"):
+        _check_number(name, getattr(config, name))
+    for name, (value, cure) in _WITHOUT_MEANING.items():
+        given = getattr(config, name)
+        if given is not value:
+            raise ValueError(
+                f"`{name}` has no meaning on JAX. Received: {name}="
+                f"{shown(given)}. Use {value} and, instead, {cure}."
+            )
+    for name in ("train_distribute", "eval_distribute"):
+        _check_strategy(name, getattr(config, name))
+
+
+def _check_model_dir(directory: Any) -> None:
+    if directory is None:
+        return
+    if not isinstance(directory, str):
+        raise TypeError(
+            "`model_dir` is a path. Received: an object of type "
+            f"{type(directory).__name__}. Pass a str or a `pathlib.Path`."
+        )
+    if not directory:
+        raise ValueError(
+            "model_dir should be non-empty. Received: ''. Give a path, or "
+            "None for a temporary one."
+        )
+
+
+def _check_number(
+    name: str,
+    value: Any,
+    *,
+    least: int | None = None,
+    above: int | None = None,
+    is_whole: bool = True,
+) -> None:
+    if value is None:
+        return
+    kinds = int if is_whole else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        kind = "an integer" if is_whole else "a number"
+        raise TypeError(
+            f"{name} must be {kind}. Received: {name}={shown(value)} of type "
+            f"{type(value).__name__}. Give {kind}, or None."
+        )
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(
+            f"{name} must be finite. Received: {name}={value}. Give a number, "
+            "or None."
+        )
+    if least is not None and value < least:
+        raise ValueError(
+            f"{name} should be >= {least}. Received: {name}={value}. Give "
+            f"{least} or more, or None."
+        )
+    if above is not None and value <= above:
+        raise ValueError(
+            f"{name} should be > {above}. Received: {name}={value}. Give a "
+            "larger number, or None."
+        )
+
+
+def _check_strategy(name: str, strategy: Any) -> None:
+    if strategy is None:
+        return
+    # Where no strategy is given, neither Keras nor JAX need be there.
+    from keras_strategies.strategy.strategy import Strategy
+
+    if not isinstance(strategy, Strategy):
+        kind = type(strategy)
+        raise TypeError(
+            f"`{name}` is a strategy of keras_strategies. Received: an object "
+            f"of type {kind.__module__}.{kind.__name__}. Use, for example, "
+            "`ks.MirroredStrategy()`."
+        )

@@ -1,0 +1,59 @@
+"""The event files and log lines of an Estimator."""
+
+import importlib.util
+import logging
+from typing import Any
+
+from keras_strategies.estimator.run_config import RunConfig
+
+_logger = logging.getLogger(__name__)
+
+
+def train_scalars(config: RunConfig, step: int) -> list[Any]:
+    """The callbacks that write and log what a training comes to.
+
+    Args:
+      config: The RunConfig.
+      step: The global step that the training begins at.
+    """
+    writes = config.save_summary_steps or 0
+    logs = config.log_step_count_steps or 0
+    if not (writes or logs):
+        return []
+    return _scalars(
+        config, every_n_steps=writes, log_every_n_steps=logs, initial_step=step
+    )
+
+
+def eval_scalars(config: RunConfig, name: str | None, step: int) -> list[Any]:
+    """The callbacks that write what an evaluation comes to.
+
+    Args:
+      config: The RunConfig.
+      name: The evaluation's.
+      step: The global step that is evaluated.
+    """
+    if not config.save_summary_steps:
+        return []
+    return _scalars(
+        config,
+        every_n_steps=0,
+        log_every_n_steps=0,
+        eval_name=name or None,
+        initial_step=step,
+    )
+
+
+def _scalars(config: RunConfig, **arguments: Any) -> list[Any]:
+    if importlib.util.find_spec("tensorboardX") is None:
+        _logger.warning(
+            "No event files are written: tensorboardX is not installed. Run "
+            "`pip install 'keras-strategies[tensorboard]'`, or set "
+            "`save_summary_steps=None` and `log_step_count_steps=None`."
+        )
+        return []
+    try:
+        from keras_strategies.strategy.scalars import Scalars
+    except ImportError:
+        return []
+    return [Scalars(config.model_dir or "", **arguments)]

@@ -1,0 +1,152 @@
+"""TrainSpec and EvalSpec: what `train_and_evaluate` is to do."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from keras_strategies.cluster.addresses import shown
+from keras_strategies.estimator.arguments import (
+    check_input_fn,
+    check_positive,
+    check_seconds,
+)
+from keras_strategies.estimator.exporters import Exporter
+from keras_strategies.estimator.hooks import check_hooks, check_listeners
+
+DEFAULT_EVAL_STEPS = 100
+"""Batches of an evaluation; as in tf."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainSpec:
+    """The training of `train_and_evaluate`; as tf's.
+
+    Attributes:
+      input_fn: Makes the training data; see `Estimator.train`.
+      max_steps: The global step to train up to; None for as long as the data
+        lasts.
+      hooks: Keras callbacks.
+      saving_listeners: What is told of checkpoints
+        (`CheckpointSaverListener`).
+
+    Raises:
+      TypeError: an argument of another type, such as a SessionRunHook.
+      ValueError: `max_steps` is 0 or less.
+    """
+
+    input_fn: Callable[..., Any]
+    max_steps: int | None = None
+    hooks: Iterable[Any] | None = None
+    saving_listeners: Iterable[Any] | None = None
+
+    def __post_init__(self) -> None:
+        check_input_fn(self.input_fn)
+        check_positive("max_steps", self.max_steps)
+        _set(self, "hooks", check_hooks(self.hooks))
+        listeners = check_listeners(self.saving_listeners)
+        _set(self, "saving_listeners", listeners)
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalSpec:
+    """The evaluation of `train_and_evaluate`; as tf's.
+
+    Attributes:
+      input_fn: Makes the evaluation data; see `Estimator.evaluate`.
+      steps: Batches of an evaluation; None for all. 100 as in tf: set it to
+        None where every row counts.
+      name: Of the evaluation, for its files, where there are several.
+      hooks: Keras callbacks.
+      exporters: An `Exporter`, or several of different names; called after
+        each evaluation.
+      start_delay_secs: How long an evaluator of its own waits before it
+        starts, in seconds.
+      throttle_secs: The least seconds from the start of an evaluation to the
+        start of the next one.
+
+    Raises:
+      TypeError: an argument of another type, such as a SessionRunHook.
+      ValueError: `steps` is 0 or less, seconds are negative, or exporters
+        have equal or empty names.
+    """
+
+    input_fn: Callable[..., Any]
+    steps: int | None = DEFAULT_EVAL_STEPS
+    name: str | None = None
+    hooks: Iterable[Any] | None = None
+    exporters: Exporter | Iterable[Exporter] | None = None
+    start_delay_secs: float = 120
+    throttle_secs: float = 600
+
+    def __post_init__(self) -> None:
+        check_input_fn(self.input_fn)
+        check_positive("steps", self.steps)
+        check_name(self.name)
+        _set(self, "hooks", check_hooks(self.hooks))
+        _set(self, "exporters", _checked_exporters(self.exporters))
+        check_seconds("start_delay_secs", self.start_delay_secs)
+        check_seconds("throttle_secs", self.throttle_secs)
+
+
+def check_name(name: Any) -> None:
+    """Raises unless an evaluation's name can be part of a folder's.
+
+    Raises:
+      TypeError: it is no str.
+      ValueError: it has a separator of folders, or is "." or "..".
+    """
+    if name is None:
+        return
+    if not isinstance(name, str):
+        raise TypeError(
+            f"`name` must be string. Received: {shown(name)} of type "
+            f"{type(name).__name__}. Give a name as 'test', or None."
+        )
+    if "/" in name or "\\" in name or "\0" in name:
+        raise ValueError(
+            "`name` becomes part of a folder's name. Received: "
+            f"{shown(name)}. Leave out slashes."
+        )
+
+
+def _set(spec: Any, name: str, value: Any) -> None:
+    object.__setattr__(spec, name, value)
+
+
+def _checked_exporters(exporters: Any) -> tuple[Exporter, ...]:
+    if exporters is None:
+        return ()
+    if isinstance(exporters, Exporter):
+        exporters = (exporters,)
+    try:
+        found = tuple(exporters)
+    except TypeError:
+        found = (exporters,)
+    for exporter in found:
+        if not isinstance(exporter, Exporter):
+            raise TypeError(
+                "`exporters` must be an Exporter, an iterable of Exporter, or "
+                f"`None`. Received: {shown(exporter)} of type "
+                f"{type(exporter).__name__}. Use, for example, "
+                "`ks.estimator.BestExporter()`."
+            )
+    names = [exporter.name for exporter in found]
+    for name in names:
+        if not name:
+            raise ValueError(
+                "An Exporter cannot have a name that is `None` or empty. "
+                f"Received: the names {names}. Give each a name."
+            )
+        if not isinstance(name, str):
+            raise ValueError(
+                "An Exporter must have a string name. Received: "
+                f"{shown(name)} of type {type(name).__name__}. Give each a "
+                "name as 'best'."
+            )
+        check_name(name)
+    if len(set(names)) < len(names):
+        raise ValueError(
+            "`exporters` must have unique names. Received: the names "
+            f"{names}. Give each another one: they are folders."
+        )
+    return found

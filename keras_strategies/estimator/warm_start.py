@@ -1,0 +1,177 @@
+"""Initial weights from another training."""
+
+import dataclasses
+import logging
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+
+from keras_strategies.cluster.addresses import shown
+from keras_strategies.estimator import checkpoints
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmStartSettings:
+    """Which weights to take from a checkpoint; as tf's.
+
+    Differs from tf: names are Keras's ("dense/kernel"), and there are no
+    vocabularies.
+
+    Attributes:
+      ckpt_to_initialize_from: A checkpoint, or a `model_dir` with some, of
+        which the newest is taken.
+      vars_to_warm_start: A regular expression that is searched for in names
+        of weights, or a list of them; None for those alone that are trained.
+      var_name_to_vocab_info: None.
+      var_name_to_prev_var_name: Names in the checkpoint of those that are
+        named otherwise there.
+
+    Raises:
+      ValueError: an empty path, or what has no meaning here.
+      TypeError: an argument of another type.
+    """
+
+    ckpt_to_initialize_from: str | os.PathLike[str]
+    vars_to_warm_start: str | Sequence[str] | None = ".*"
+    var_name_to_vocab_info: None = None
+    var_name_to_prev_var_name: Mapping[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        path = self.ckpt_to_initialize_from
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(
+                "`ckpt_to_initialize_from` is a path. Received: an object of "
+                f"type {type(path).__name__}. Give a checkpoint's folder."
+            )
+        if not os.fspath(path):
+            raise ValueError(
+                "`ckpt_to_initialize_from` MUST be set in WarmStartSettings. "
+                f"Received: {path!r}. Give a checkpoint's folder."
+            )
+        if self.var_name_to_vocab_info:
+            raise ValueError(
+                "`var_name_to_vocab_info` has no meaning here. Received: "
+                f"{shown(self.var_name_to_vocab_info)}. Leave it out, and move "
+                "the rows of an embedding before training."
+            )
+        for pattern in _listed(self.vars_to_warm_start):
+            if not isinstance(pattern, str):
+                raise TypeError(
+                    "`vars_to_warm_start` are regular expressions. Received: "
+                    f"{shown(pattern)}. Give a str, or a list of them."
+                )
+            re.compile(pattern)
+
+
+class WarmStart:
+    """Takes initial weights.
+
+    Args:
+      settings: Which; None for none.
+    """
+
+    def __init__(self, settings: WarmStartSettings | None) -> None:
+        self._settings = settings
+
+    def apply(self, model: keras.Model) -> None:
+        """Gives a built model the weights.
+
+        Raises:
+          ValueError: there is no checkpoint; a weight is not in it, or has
+            another shape there; or no weight is asked for.
+        """
+        settings = self._settings
+        if settings is None:
+            return
+        path = _checkpoint_of(os.fspath(settings.ckpt_to_initialize_from))
+        names = settings.var_name_to_prev_var_name or {}
+        kept = checkpoints.variables_in(path)
+        shapes = checkpoints.document_of(path)["variables"]
+        wanted: dict[str, dict[str, Any]] = {}
+        pairs: list[tuple[keras.Variable, str, str]] = []
+        for variable in _chosen(model, settings.vars_to_warm_start):
+            name = names.get(str(variable.path), str(variable.path))
+            name = name.replace(".", "/")
+            if name not in kept:
+                raise ValueError(
+                    "A weight that is warm-started is in the checkpoint. "
+                    f"Received: {name!r}, which {path} has not. Leave it out "
+                    "by `vars_to_warm_start`, or name what it is called there "
+                    "by `var_name_to_prev_var_name`."
+                )
+            group, entry = kept[name]
+            shape, dtype = shapes[group][entry]
+            if list(variable.shape) != shape:
+                raise ValueError(
+                    "A weight that is warm-started has its shape in the "
+                    f"checkpoint. Received: {variable.path!r} of shape "
+                    f"{tuple(variable.shape)}, {tuple(shape)} in {path}. Leave "
+                    "it out by `vars_to_warm_start`."
+                )
+            wanted.setdefault(group, {})[entry] = (shape, dtype)
+            pairs.append((variable, group, entry))
+        arrays = checkpoints.read_arrays(path, wanted)
+        for variable, group, entry in pairs:
+            variable.assign(arrays[group][entry])
+        _logger.info("Warm-started %d weights from %s.", len(pairs), path)
+
+
+def settings_of(given: Any) -> WarmStart:
+    """What `warm_start_from` asks for.
+
+    Raises:
+      TypeError: it is no path and no settings.
+    """
+    if given is None or isinstance(given, WarmStartSettings):
+        return WarmStart(given)
+    if isinstance(given, str | os.PathLike):
+        return WarmStart(WarmStartSettings(given))
+    raise TypeError(
+        "`warm_start_from` is a path or `WarmStartSettings`. Received: "
+        f"{shown(given)} of type {type(given).__name__}. Give a checkpoint's "
+        "folder."
+    )
+
+
+def _checkpoint_of(path: str) -> str:
+    """A checkpoint, or the newest one in a folder."""
+    # A checkpoint is named by its step, and so may a folder of some be.
+    latest = checkpoints.newest_good(path) if os.path.isdir(path) else None
+    if latest is not None:
+        return latest
+    try:
+        checkpoints.check(path)
+    except ValueError as error:
+        raise ValueError(
+            f"`warm_start_from` needs a checkpoint. Received: {path!r}, which "
+            f"is none. Give a checkpoint's folder or a `model_dir`. ({error})"
+        ) from error
+    return path
+
+
+def _listed(patterns: str | Sequence[str] | None) -> list[str]:
+    return [patterns] if isinstance(patterns, str) else list(patterns or ())
+
+
+def _chosen(
+    model: keras.Model, patterns: str | Sequence[str] | None
+) -> list[keras.Variable]:
+    """The weights that patterns are found in."""
+    if patterns is None:
+        return list(model.trainable_variables)
+    every = _listed(patterns)
+    metrics = {id(v) for v in model.metrics_variables}
+    weights = [v for v in model.weights if id(v) not in metrics]
+    chosen = [v for v in weights if any(re.search(p, v.path) for p in every)]
+    if not chosen:
+        raise ValueError(
+            "`vars_to_warm_start` is found in names of weights. Received: "
+            f"{patterns!r}, found in none of "
+            f"{[v.path for v in weights][:8]}. Correct it."
+        )
+    return chosen

@@ -1,0 +1,24 @@
+"""Names that do not depend on what was made before in a process.
+
+Keras numbers the layers without a name ("dense", "dense_1", ...) by process:
+the same function would make a model of other names each time it is called.
+"""
+
+import collections
+import contextlib
+from collections.abc import Iterator
+
+from keras.src.backend.common import global_state
+
+_COUNTS = "object_name_uids"
+
+
+@contextlib.contextmanager
+def fresh_names() -> Iterator[None]:
+    """A context in which Keras counts names from their beginning."""
+    before = global_state.get_global_attribute(_COUNTS)
+    global_state.set_global_attribute(_COUNTS, collections.defaultdict(int))
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute(_COUNTS, before)

@@ -1,0 +1,489 @@
+"""RunConfig: every field, default, error, `replace` rule and property."""
+
+import copy
+import dataclasses
+import json
+import pathlib
+import types
+
+import pytest
+
+import keras_strategies as ks
+from keras_strategies.cluster.spec import ClusterSpec
+from keras_strategies.estimator.run_config import RunConfig
+
+DEFAULTS = {
+    "model_dir": None,
+    "tf_random_seed": None,
+    "save_summary_steps": 100,
+    "save_checkpoints_steps": None,
+    "save_checkpoints_secs": 600,
+    "session_config": None,
+    "keep_checkpoint_max": 5,
+    "keep_checkpoint_every_n_hours": 10000,
+    "log_step_count_steps": 100,
+    "train_distribute": None,
+    "device_fn": None,
+    "protocol": None,
+    "eval_distribute": None,
+    "experimental_distribute": None,
+    "experimental_max_worker_delay_secs": None,
+    "session_creation_timeout_secs": 7200,
+    "checkpoint_save_graph_def": True,
+}
+OTHERS = {
+    "model_dir": "/a",
+    "tf_random_seed": -3,
+    "save_summary_steps": 0,
+    "save_checkpoints_steps": 7,
+    "save_checkpoints_secs": 0.5,
+    "keep_checkpoint_max": 0,
+    "keep_checkpoint_every_n_hours": 0.25,
+    "log_step_count_steps": 1,
+    "experimental_max_worker_delay_secs": -1,
+    "session_creation_timeout_secs": 1.5,
+}
+CAN_BE_NONE = set(DEFAULTS) - {"checkpoint_save_graph_def"}
+CLUSTER = {
+    "chief": ["host0:2222"],
+    "ps": ["host1:2222", "host2:2222"],
+    "worker": ["host3:2222", "host4:2222", "host5:2222"],
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_cluster(monkeypatch):
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+
+
+def config_of(monkeypatch, tf_config, **fields):
+    monkeypatch.setenv("TF_CONFIG", json.dumps(tf_config))
+    return RunConfig(**fields)
+
+
+def task(kind, index=0, **more):
+    return {"cluster": CLUSTER, "task": {"type": kind, "index": index}} | more
+
+
+def test_it_is_the_public_one():
+    assert ks.estimator.RunConfig is RunConfig
+
+
+@pytest.mark.parametrize(("name", "value"), DEFAULTS.items())
+def test_default(name, value):
+    assert getattr(RunConfig(), name) == value
+
+
+def test_fields_are_in_the_order_of_tf():
+    fields = [f.name for f in dataclasses.fields(RunConfig) if f.init]
+    assert fields == list(DEFAULTS)
+    assert len(fields) == 17
+
+
+def test_fields_can_be_given_by_position():
+    config = RunConfig("/a", 3, 50, None, 20)
+    assert config.model_dir == "/a"
+    assert config.tf_random_seed == 3
+    assert config.save_summary_steps == 50
+    assert config.save_checkpoints_secs == 20
+
+
+@pytest.mark.parametrize(("name", "value"), OTHERS.items())
+def test_field_is_what_was_given(name, value):
+    assert getattr(RunConfig(**{name: value}), name) == value
+    assert getattr(RunConfig().replace(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize("name", sorted(CAN_BE_NONE))
+def test_none_is_taken(name):
+    assert getattr(RunConfig(**{name: None}), name) is None
+
+
+def test_it_never_changes():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        RunConfig().model_dir = "/a"
+    with pytest.raises(AttributeError):
+        RunConfig().is_chief = False
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (None, 600)),
+        ({"save_checkpoints_steps": 5}, (5, None)),
+        ({"save_checkpoints_secs": 5}, (None, 5)),
+        ({"save_checkpoints_steps": None}, (None, None)),
+        ({"save_checkpoints_secs": None}, (None, None)),
+        (
+            {"save_checkpoints_steps": None, "save_checkpoints_secs": None},
+            (None, None),
+        ),
+        (
+            {"save_checkpoints_steps": 5, "save_checkpoints_secs": None},
+            (5, None),
+        ),
+        (
+            {"save_checkpoints_steps": None, "save_checkpoints_secs": 5},
+            (None, 5),
+        ),
+        ({"save_checkpoints_steps": 0}, (0, None)),
+    ],
+)
+def test_when_checkpoints_are_saved(given, expected):
+    config = RunConfig(**given)
+    saved = (config.save_checkpoints_steps, config.save_checkpoints_secs)
+    assert saved == expected
+
+
+@pytest.mark.parametrize(
+    ("first", "changes", "expected"),
+    [
+        ({}, {"save_checkpoints_steps": 5}, (5, None)),
+        ({}, {"save_checkpoints_steps": None}, (None, 600)),
+        ({}, {"save_checkpoints_secs": None}, (None, None)),
+        (
+            {"save_checkpoints_steps": 5},
+            {"save_checkpoints_secs": 9},
+            (None, 9),
+        ),
+        ({"save_checkpoints_steps": 5}, {"model_dir": "/b"}, (5, None)),
+        (
+            {"save_checkpoints_steps": 5},
+            {"save_checkpoints_steps": None, "save_checkpoints_secs": None},
+            (None, None),
+        ),
+        (
+            {},
+            {"save_checkpoints_steps": 3, "save_checkpoints_secs": None},
+            (3, None),
+        ),
+    ],
+)
+def test_replace_switches_between_steps_and_seconds(first, changes, expected):
+    config = RunConfig(**first)
+    before = copy.copy(config)
+    made = config.replace(**changes)
+    assert config == before
+    saved = (made.save_checkpoints_steps, made.save_checkpoints_secs)
+    assert saved == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "text"),
+    [
+        (
+            {"save_checkpoints_steps": 1, "save_checkpoints_secs": 1},
+            ValueError,
+            "cannot be both set",
+        ),
+        ({"model_dir": ""}, ValueError, "model_dir should be non-empty"),
+        ({"model_dir": 3}, TypeError, "`model_dir` is a path"),
+        ({"tf_random_seed": 1.0}, TypeError, "must be an integer"),
+        ({"tf_random_seed": True}, TypeError, "must be an integer"),
+        ({"save_summary_steps": -1}, ValueError, "should be >= 0"),
+        ({"save_summary_steps": "9"}, TypeError, "must be an integer"),
+        ({"save_checkpoints_steps": -1}, ValueError, "should be >= 0"),
+        ({"save_checkpoints_steps": 1.5}, TypeError, "must be an integer"),
+        ({"save_checkpoints_secs": -1}, ValueError, "should be >= 0"),
+        ({"save_checkpoints_secs": float("nan")}, ValueError, "be finite"),
+        ({"save_checkpoints_secs": "9"}, TypeError, "must be a number"),
+        ({"keep_checkpoint_max": -1}, ValueError, "should be >= 0"),
+        ({"keep_checkpoint_max": 0.5}, TypeError, "must be an integer"),
+        ({"keep_checkpoint_every_n_hours": 0}, ValueError, "be > 0"),
+        ({"keep_checkpoint_every_n_hours": []}, TypeError, "be a number"),
+        ({"log_step_count_steps": 0}, ValueError, "should be >= 1"),
+        ({"log_step_count_steps": "1"}, TypeError, "must be an integer"),
+        (
+            {"experimental_max_worker_delay_secs": 1.5},
+            TypeError,
+            "must be an integer",
+        ),
+        ({"session_creation_timeout_secs": 0}, ValueError, "be > 0"),
+        ({"session_creation_timeout_secs": "1"}, TypeError, "be a number"),
+        ({"session_config": object()}, ValueError, "XLA_FLAGS"),
+        ({"device_fn": lambda op: "/cpu:0"}, ValueError, "train_distribute"),
+        ({"protocol": "grpc"}, ValueError, "CommunicationOptions"),
+        ({"protocol": "http"}, ValueError, "CommunicationOptions"),
+        ({"checkpoint_save_graph_def": False}, ValueError, "hold a graph"),
+        ({"train_distribute": "mirrored"}, TypeError, "MirroredStrategy"),
+        ({"eval_distribute": object()}, TypeError, "`eval_distribute`"),
+        ({"experimental_distribute": 3}, TypeError, "attributes"),
+    ],
+)
+def test_wrong_field_is_refused(fields, error, text):
+    with pytest.raises(error, match=text) as raised:
+        RunConfig(**fields)
+    assert "Received: " in str(raised.value)
+    with pytest.raises(error, match=text):
+        RunConfig().replace(**fields)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cluster_spec",
+        "task_type",
+        "task_id",
+        "master",
+        "is_chief",
+        "num_ps_replicas",
+        "num_worker_replicas",
+        "global_id_in_cluster",
+        "evaluation_master",
+        "service",
+        "_cluster",
+        "model_dirs",
+    ],
+)
+def test_what_is_no_field_cannot_be_replaced(name):
+    with pytest.raises(ValueError, match=f"Replacing {name} is not supported"):
+        RunConfig().replace(**{name: 1})
+
+
+def test_paths_are_taken_as_text(tmp_path):
+    path = pathlib.Path(tmp_path)
+    assert RunConfig(path).model_dir == str(path)
+    assert RunConfig().replace(model_dir=path).model_dir == str(path)
+
+
+def test_it_can_be_compared_hashed_and_copied():
+    config = RunConfig(model_dir="/a")
+    assert config == RunConfig(model_dir="/a")
+    assert config != RunConfig(model_dir="/b")
+    assert hash(config) == hash(RunConfig(model_dir="/a"))
+    assert copy.deepcopy(config) == config
+    assert repr(config).startswith("RunConfig(model_dir='/a', ")
+
+
+def test_strategies_stay_the_same_objects():
+    strategy = ks.OneDeviceStrategy("cpu:0")
+    config = RunConfig(train_distribute=strategy, eval_distribute=strategy)
+    assert config.train_distribute is strategy
+    assert config.replace(model_dir="/a").eval_distribute is strategy
+    assert copy.deepcopy(config).train_distribute is strategy
+
+
+def distribute(train=None, evaluate=None, remote=None):
+    return types.SimpleNamespace(
+        train_distribute=train, eval_distribute=evaluate, remote_cluster=remote
+    )
+
+
+def test_experimental_distribute_gives_both_strategies():
+    one, two = ks.OneDeviceStrategy("cpu:0"), ks.OneDeviceStrategy("cpu:1")
+    given = distribute(one, two)
+    for config in (
+        RunConfig(experimental_distribute=given),
+        RunConfig().replace(experimental_distribute=given),
+        RunConfig(train_distribute=two).replace(experimental_distribute=given),
+    ):
+        assert config.train_distribute is one
+        assert config.eval_distribute is two
+        assert config.experimental_distribute is given
+
+
+@pytest.mark.parametrize("name", ["train_distribute", "eval_distribute"])
+def test_a_strategy_is_given_in_one_way(name):
+    strategy = ks.OneDeviceStrategy("cpu:0")
+    given = distribute(strategy, strategy)
+    with pytest.raises(ValueError, match=f"Either `{name}` or"):
+        RunConfig(**{name: strategy}, experimental_distribute=given)
+
+
+def test_a_remote_cluster_is_refused():
+    given = distribute(remote={"worker": ["a:1"]})
+    with pytest.raises(ValueError, match="remote cluster"):
+        RunConfig(experimental_distribute=given)
+
+
+LOCAL = {
+    "cluster_spec": ClusterSpec({}),
+    "task_type": "worker",
+    "task_id": 0,
+    "master": "",
+    "evaluation_master": "",
+    "is_chief": True,
+    "num_ps_replicas": 0,
+    "num_worker_replicas": 1,
+    "global_id_in_cluster": 0,
+    "service": None,
+    "model_dir": None,
+}
+WHOLE = LOCAL | {
+    "cluster_spec": ClusterSpec(CLUSTER),
+    "num_ps_replicas": 2,
+    "num_worker_replicas": 4,
+}
+OUTSIDE = LOCAL | {
+    "task_type": "evaluator",
+    "is_chief": False,
+    "num_worker_replicas": 0,
+    "global_id_in_cluster": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("tf_config", "expected"),
+    [
+        (None, LOCAL),
+        ({}, LOCAL),
+        ({"task": {"type": "worker", "index": 0}}, LOCAL),
+        (
+            {"session_master": "s:1", "eval_session_master": "e:1"},
+            LOCAL | {"master": "s:1", "evaluation_master": "e:1"},
+        ),
+        ({"service": {"a": 1}}, LOCAL | {"service": {"a": 1}}),
+        ({"model_dir": "/m"}, LOCAL | {"model_dir": "/m"}),
+        (
+            task("chief"),
+            WHOLE | {"task_type": "chief", "master": "grpc://host0:2222"},
+        ),
+        (
+            task("worker", 1, eval_session_master="e:1", service={}),
+            WHOLE
+            | {
+                "task_id": 1,
+                "master": "grpc://host4:2222",
+                "is_chief": False,
+                "global_id_in_cluster": 2,
+                "service": {},
+            },
+        ),
+        (
+            task("worker", "2"),
+            WHOLE
+            | {
+                "task_id": 2,
+                "master": "grpc://host5:2222",
+                "is_chief": False,
+                "global_id_in_cluster": 3,
+            },
+        ),
+        (
+            task("ps", 1),
+            WHOLE
+            | {
+                "task_type": "ps",
+                "task_id": 1,
+                "master": "grpc://host2:2222",
+                "is_chief": False,
+                "global_id_in_cluster": 5,
+            },
+        ),
+        (
+            task("chief", session_master="grpc://other:1"),
+            WHOLE | {"task_type": "chief", "master": "grpc://other:1"},
+        ),
+        (task("evaluator"), OUTSIDE),
+        (
+            task("evaluator", eval_session_master="e:1"),
+            OUTSIDE | {"evaluation_master": "e:1"},
+        ),
+        (
+            {
+                "cluster": {"chief": ["a:1"]},
+                "task": {"type": "chief", "index": 0},
+            },
+            LOCAL
+            | {
+                "cluster_spec": ClusterSpec({"chief": ["a:1"]}),
+                "task_type": "chief",
+            },
+        ),
+    ],
+)
+def test_properties_of_tf_config(monkeypatch, tf_config, expected):
+    config = (
+        RunConfig() if tf_config is None else config_of(monkeypatch, tf_config)
+    )
+    found = {name: getattr(config, name) for name in expected}
+    assert found == expected
+    monkeypatch.setenv("TF_CONFIG", "{}")
+    made = config.replace(save_summary_steps=3)
+    assert {name: getattr(made, name) for name in expected} == expected
+
+
+def test_worker_zero_is_the_chief_of_a_strategy_s_cluster(monkeypatch):
+    strategy = ks.OneDeviceStrategy("cpu:0")
+    cluster = {"worker": ["a:1", "b:1"]}
+    seen = []
+    for index in range(2):
+        config = config_of(
+            monkeypatch,
+            {"cluster": cluster, "task": {"type": "worker", "index": index}},
+            train_distribute=strategy,
+        )
+        seen.append((config.is_chief, config.global_id_in_cluster))
+        assert config.num_worker_replicas == 2
+    assert seen == [(True, 0), (False, 1)]
+
+
+@pytest.mark.parametrize(
+    ("tf_config", "error", "text"),
+    [
+        (
+            {
+                "cluster": {"worker": ["a:1"]},
+                "task": {"type": "worker", "index": 0},
+            },
+            ValueError,
+            'must have one "chief" node',
+        ),
+        (
+            {"cluster": {"chief": ["a:1", "b:1"]}, "task": {"type": "chief"}},
+            ValueError,
+            "at most one 'chief'",
+        ),
+        ({"cluster": CLUSTER}, ValueError, "task type must be set"),
+        (
+            {"cluster": CLUSTER, "task": {"type": "worker"}},
+            ValueError,
+            "task index must be set",
+        ),
+        (task("worker", 3), ValueError, "3 is not a valid task_id"),
+        (task("worker", -1), ValueError, '"index" of the task'),
+        (task("worker", 1.5), TypeError, '"index" of the task'),
+        (task("master"), ValueError, "Rename it to 'chief'"),
+        (task("cook"), ValueError, "A cluster has the jobs"),
+        (
+            {
+                "cluster": {"chief": ["a:1"]},
+                "task": {"type": "worker", "index": 0},
+            },
+            ValueError,
+            "'worker' is not a valid task_type",
+        ),
+        (
+            {"task": {"type": "evaluator", "index": 0}},
+            ValueError,
+            "task type must be 'worker'",
+        ),
+        (
+            {"task": {"type": "worker", "index": 1}},
+            ValueError,
+            "task index must be 0",
+        ),
+        ({"service": "a"}, TypeError, "must be a dict"),
+        ({"model_dir": ""}, ValueError, "model_dir in TF_CONFIG should be"),
+        ({"model_dir": 1}, TypeError, '"model_dir" in TF_CONFIG'),
+        ([], TypeError, "JSON object"),
+    ],
+)
+def test_tf_config_that_cannot_be_followed(monkeypatch, tf_config, error, text):
+    with pytest.raises(error, match=text):
+        config_of(monkeypatch, tf_config)
+
+
+def test_model_dir_agrees_with_tf_config(monkeypatch):
+    told = {"model_dir": "/m"}
+    assert config_of(monkeypatch, told, model_dir="/m").model_dir == "/m"
+    with pytest.raises(ValueError, match="must have the same value"):
+        config_of(monkeypatch, told, model_dir="/n")
+    with pytest.raises(ValueError, match="should be non-empty"):
+        config_of(monkeypatch, told, model_dir="")
+
+
+def test_text_that_is_no_json_is_refused(monkeypatch):
+    monkeypatch.setenv("TF_CONFIG", "{")
+    with pytest.raises(ValueError, match="no JSON"):
+        RunConfig()

@@ -1,0 +1,454 @@
+"""TrainSpec, EvalSpec, EstimatorSpec and exporters: every check."""
+
+import dataclasses
+import functools
+
+import keras
+import numpy as np
+import pytest
+
+import keras_strategies as ks
+from keras_strategies.estimator import eval_results, exporters
+
+EvalSpec = ks.estimator.EvalSpec
+EstimatorSpec = ks.estimator.EstimatorSpec
+ModeKeys = ks.estimator.ModeKeys
+TrainSpec = ks.estimator.TrainSpec
+
+
+def input_fn():
+    return np.zeros((2, 1)), np.zeros((2, 1))
+
+
+class SessionRunHook:
+    """As tf's, whose methods they all have."""
+
+    def begin(self):
+        pass
+
+    def after_create_session(self, session, coord):
+        pass
+
+    def before_run(self, run_context):
+        pass
+
+    def after_run(self, run_context, run_values):
+        pass
+
+    def end(self, session):
+        pass
+
+
+def hook_named(name):
+    return type(name, (SessionRunHook,), {})()
+
+
+class Listener(ks.estimator.CheckpointSaverListener):
+    pass
+
+
+class Own(ks.estimator.Exporter):
+    def __init__(self, name):
+        self._name = name
+
+    @property
+    def name(self):
+        return self._name
+
+    def export(self, *args):
+        return None
+
+
+def test_modes_are_those_of_tf():
+    modes = (ModeKeys.TRAIN, ModeKeys.EVAL, ModeKeys.PREDICT)
+    assert modes == ("train", "eval", "infer")
+
+
+def test_train_spec():
+    spec = TrainSpec(input_fn)
+    assert (spec.max_steps, spec.hooks, spec.saving_listeners) == (None, (), ())
+    hook, listener = keras.callbacks.TerminateOnNaN(), Listener()
+    spec = TrainSpec(input_fn, 5, [hook], [listener])
+    assert spec.input_fn is input_fn
+    assert spec.max_steps == 5
+    assert spec.hooks == (hook,)
+    assert spec.saving_listeners == (listener,)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        spec.max_steps = 6
+
+
+def test_eval_spec():
+    spec = EvalSpec(input_fn)
+    assert dataclasses.asdict(spec) | {"input_fn": None} == {
+        "input_fn": None,
+        "steps": 100,
+        "name": None,
+        "hooks": (),
+        "exporters": (),
+        "start_delay_secs": 120,
+        "throttle_secs": 600,
+    }
+    one, two = Own("a"), Own("b")
+    assert EvalSpec(input_fn, exporters=one).exporters == (one,)
+    assert EvalSpec(input_fn, exporters=iter([one, two])).exporters == (
+        one,
+        two,
+    )
+    spec = EvalSpec(input_fn, None, "test", None, [], 0, 0.5)
+    assert (spec.steps, spec.name, spec.exporters) == (None, "test", ())
+    assert (spec.start_delay_secs, spec.throttle_secs) == (0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "error", "text"),
+    [
+        (TrainSpec, {"input_fn": 3}, TypeError, "must be callable"),
+        (TrainSpec, {"input_fn": input_fn()}, TypeError, "Wrap the data"),
+        (TrainSpec, {"max_steps": 0}, ValueError, "max_steps > 0"),
+        (TrainSpec, {"max_steps": -1}, ValueError, "max_steps > 0"),
+        (TrainSpec, {"max_steps": 1.5}, TypeError, "is an integer"),
+        (TrainSpec, {"max_steps": True}, TypeError, "is an integer"),
+        (TrainSpec, {"hooks": [3]}, TypeError, "All `hooks` must be"),
+        (TrainSpec, {"hooks": 3}, TypeError, "`hooks` is a list"),
+        (
+            TrainSpec,
+            {"hooks": [keras.callbacks.History]},
+            TypeError,
+            "All `hooks` must be",
+        ),
+        (
+            TrainSpec,
+            {"saving_listeners": [3]},
+            TypeError,
+            "All saving_listeners",
+        ),
+        (
+            TrainSpec,
+            {"saving_listeners": [Listener]},
+            TypeError,
+            "an instance",
+        ),
+        (EvalSpec, {"input_fn": None}, TypeError, "must be callable"),
+        (EvalSpec, {"steps": 0}, ValueError, "steps > 0"),
+        (EvalSpec, {"steps": "1"}, TypeError, "is an integer"),
+        (EvalSpec, {"name": 3}, TypeError, "must be string"),
+        (EvalSpec, {"name": "../a"}, ValueError, "slashes"),
+        (EvalSpec, {"hooks": [3]}, TypeError, "All `hooks` must be"),
+        (EvalSpec, {"start_delay_secs": -1}, ValueError, "secs >= 0"),
+        (EvalSpec, {"start_delay_secs": None}, TypeError, "of seconds"),
+        (EvalSpec, {"throttle_secs": -1}, ValueError, "throttle_secs >= 0"),
+        (EvalSpec, {"throttle_secs": float("nan")}, ValueError, ">= 0"),
+        (EvalSpec, {"exporters": 3}, TypeError, "must be an Exporter"),
+        (EvalSpec, {"exporters": [None]}, TypeError, "must be an Exporter"),
+        (EvalSpec, {"exporters": [Own("a"), 3]}, TypeError, "an Exporter"),
+        (EvalSpec, {"exporters": Own("")}, ValueError, "None` or empty"),
+        (EvalSpec, {"exporters": Own(None)}, ValueError, "None` or empty"),
+        (EvalSpec, {"exporters": Own(3)}, ValueError, "string name"),
+        (EvalSpec, {"exporters": Own("a/b")}, ValueError, "slashes"),
+        (
+            EvalSpec,
+            {"exporters": [Own("a"), Own("a")]},
+            ValueError,
+            "unique names",
+        ),
+    ],
+)
+def test_wrong_argument_of_a_spec_is_refused(kind, arguments, error, text):
+    with pytest.raises(error, match=text) as raised:
+        kind(**{"input_fn": input_fn} | arguments)
+    assert "Received: " in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "cure"),
+    [
+        ("CheckpointSaverHook", "save_checkpoints_steps"),
+        ("CheckpointInputPipelineHook", "next batch"),
+        ("FeedFnHook", "input_fn"),
+        ("FinalOpsHook", "on_train_end"),
+        ("GlobalStepWaiterHook", "start together"),
+        ("LoggingTensorHook", "log_step_count_steps"),
+        ("NanTensorHook", "TerminateOnNaN"),
+        ("ProfilerHook", "jax.profiler"),
+        ("StepCounterHook", "log_step_count_steps"),
+        ("StopAtStepHook", "`max_steps`"),
+        ("SummarySaverHook", "save_summary_steps"),
+        ("_StopOnPredicateHook", "make_early_stopping_hook"),
+        ("InMemoryEvaluatorHook", "experimental.InMemoryEvaluatorHook"),
+        ("MyHook", "on_train_batch_end"),
+    ],
+)
+def test_a_session_run_hook_is_refused_naming_the_callback(name, cure):
+    hook = hook_named(name)
+    derived = type("Derived", (type(hook),), {})()
+    for given in (hook, derived):
+        with pytest.raises(TypeError, match=cure):
+            TrainSpec(input_fn, hooks=[given])
+
+
+def model(is_compiled=False):
+    made = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    if is_compiled:
+        made.compile("sgd", "mse", metrics=["mae"])
+    return made
+
+
+def spec_of(mode=ModeKeys.TRAIN, is_compiled=False, **fields):
+    return EstimatorSpec(mode, model=model(is_compiled), **fields)
+
+
+def test_estimator_spec_has_the_fields_of_tf():
+    names = [field.name for field in dataclasses.fields(EstimatorSpec)]
+    assert names == [
+        "mode",
+        "predictions",
+        "loss",
+        "train_op",
+        "eval_metric_ops",
+        "export_outputs",
+        "training_chief_hooks",
+        "training_hooks",
+        "scaffold",
+        "evaluation_hooks",
+        "prediction_hooks",
+        "model",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mode", "fields"),
+    [
+        ("train", {"loss": "mse", "train_op": "sgd"}),
+        ("train", {"is_compiled": True}),
+        ("eval", {"loss": keras.losses.MeanSquaredError()}),
+        ("eval", {"loss": lambda y, p: (y - p) ** 2}),
+        ("eval", {"is_compiled": True}),
+        ("infer", {"predictions": "dense"}),
+        ("infer", {"predictions": ["a", "b"]}),
+        ("infer", {"predictions": np.argmax}),
+        ("infer", {"predictions": {"class": np.argmax, "logits": None}}),
+        ("eval", {"loss": "mse", "eval_metric_ops": {"a": "mae"}}),
+        (
+            "eval",
+            {
+                "loss": "mse",
+                "eval_metric_ops": {"a": keras.metrics.MeanAbsoluteError()},
+            },
+        ),
+    ],
+)
+def test_good_estimator_spec(mode, fields):
+    spec = spec_of(mode, **fields)
+    assert spec.mode == mode
+    assert spec.training_hooks == spec.evaluation_hooks == ()
+
+
+TENSOR = np.zeros(3)
+
+
+@pytest.mark.parametrize(
+    ("mode", "fields", "error", "text"),
+    [
+        ("training", {}, ValueError, "`mode` is one of"),
+        ("train", {"train_op": "sgd"}, ValueError, "Missing loss"),
+        ("train", {"loss": "mse"}, ValueError, "Missing train_op"),
+        ("eval", {}, ValueError, "Missing loss"),
+        ("infer", {}, ValueError, "Missing predictions"),
+        ("infer", {"is_compiled": True}, ValueError, "Missing predictions"),
+        (
+            "train",
+            {"is_compiled": True, "loss": "mse"},
+            ValueError,
+            "A compiled model has its",
+        ),
+        (
+            "eval",
+            {"is_compiled": True, "eval_metric_ops": {"a": "mae"}},
+            ValueError,
+            "A compiled model has its",
+        ),
+        ("eval", {"loss": TENSOR}, TypeError, "There is no graph"),
+        ("eval", {"loss": 3.0}, TypeError, "loss must be a loss of Keras"),
+        (
+            "train",
+            {"loss": "mse", "train_op": TENSOR},
+            TypeError,
+            "train_op must be an optimizer",
+        ),
+        (
+            "train",
+            {"loss": "mse", "train_op": print},
+            TypeError,
+            "train_op must be an optimizer",
+        ),
+        ("infer", {"predictions": TENSOR}, TypeError, "no graph"),
+        ("infer", {"predictions": {"a": TENSOR}}, TypeError, "no graph"),
+        ("infer", {"predictions": 3}, TypeError, "predictions must be"),
+        (
+            "eval",
+            {"loss": "mse", "eval_metric_ops": ["mae"]},
+            TypeError,
+            "eval_metric_ops must be a dict",
+        ),
+        (
+            "eval",
+            {"loss": "mse", "eval_metric_ops": {"a": (TENSOR, TENSOR)}},
+            TypeError,
+            "for key: a",
+        ),
+        (
+            "eval",
+            {"loss": "mse", "eval_metric_ops": {3: "mae"}},
+            TypeError,
+            "Keys of eval_metric_ops",
+        ),
+        (
+            "infer",
+            {"predictions": "a", "export_outputs": [1]},
+            TypeError,
+            "export_outputs must be dict",
+        ),
+        (
+            "infer",
+            {"predictions": "a", "export_outputs": {"serving": 1}},
+            ValueError,
+            "export_outputs` has no meaning",
+        ),
+        (
+            "eval",
+            {"loss": "mse", "scaffold": object()},
+            TypeError,
+            "`scaffold` has no meaning",
+        ),
+        (
+            "eval",
+            {"loss": "mse", "evaluation_hooks": [SessionRunHook()]},
+            TypeError,
+            "All `evaluation_hooks`",
+        ),
+        (
+            "eval",
+            {"loss": "mse", "training_hooks": [3]},
+            TypeError,
+            "All `training_hooks`",
+        ),
+        (
+            "eval",
+            {"loss": "mse", "training_chief_hooks": [3]},
+            TypeError,
+            "All `training_chief_hooks`",
+        ),
+        (
+            "eval",
+            {"loss": "mse", "prediction_hooks": [3]},
+            TypeError,
+            "All `prediction_hooks`",
+        ),
+    ],
+)
+def test_wrong_estimator_spec_is_refused(mode, fields, error, text):
+    with pytest.raises(error, match=text) as raised:
+        spec_of(mode, **fields)
+    assert "Received: " in str(raised.value)
+
+
+@pytest.mark.parametrize("given", [None, 3, keras.Sequential])
+def test_an_estimator_spec_has_a_model(given):
+    with pytest.raises(TypeError, match="has a Keras model"):
+        EstimatorSpec("train", loss="mse", train_op="sgd", model=given)
+
+
+def test_exporters_have_the_defaults_of_tf():
+    assert exporters.BestExporter().name == "best_exporter"
+    assert exporters.LatestExporter("a")._exports_to_keep == 5
+    assert exporters.FinalExporter("a").name == "a"
+
+
+def best(best_eval_result, current_eval_result, more):
+    return bool(more)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "error", "text"),
+    [
+        ("BestExporter", {"exports_to_keep": 0}, ValueError, "> 0"),
+        ("BestExporter", {"exports_to_keep": 0.5}, TypeError, "integer"),
+        ("LatestExporter", {"exports_to_keep": -1}, ValueError, "> 0"),
+        ("BestExporter", {"compare_fn": None}, ValueError, "a function"),
+        (
+            "BestExporter",
+            {"compare_fn": lambda best_eval_result: True},
+            ValueError,
+            "must include current_eval_result",
+        ),
+        (
+            "BestExporter",
+            {"compare_fn": lambda current_eval_result: True},
+            ValueError,
+            "must include best_eval_result",
+        ),
+        ("BestExporter", {"compare_fn": best}, ValueError, "not expected"),
+        ("FinalExporter", {"as_text": True}, ValueError, "no text form"),
+        (
+            "FinalExporter",
+            {"serving_input_receiver_fn": input_fn},
+            ValueError,
+            "no meaning here",
+        ),
+        (
+            "LatestExporter",
+            {"serving_input_receiver_fn": input_fn},
+            ValueError,
+            "no meaning here",
+        ),
+        ("BestExporter", {"as_text": True}, ValueError, "no text form"),
+    ],
+)
+def test_wrong_argument_of_an_exporter_is_refused(kind, arguments, error, text):
+    with pytest.raises(error, match=text) as raised:
+        getattr(ks.estimator, kind)(**{"name": "a"} | arguments)
+    assert "Received: " in str(raised.value)
+
+
+def test_arguments_of_a_partial_function_are_given():
+    exporters.BestExporter(compare_fn=functools.partial(best, more=1))
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "expected"),
+    [(1, 0.5, True), (1, 1, False), (0, 1, False)],
+)
+def test_the_smaller_loss_is_better(before, now, expected):
+    results = ({"loss": before}, {"loss": now, "a": 1})
+    assert exporters.loss_smaller(*results) is expected
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "name"),
+    [
+        ({}, {"loss": 1}, "best_eval_result"),
+        (None, {"loss": 1}, "best_eval_result"),
+        ({"loss": 1}, {"mae": 1}, "current_eval_result"),
+    ],
+)
+def test_results_without_a_loss_cannot_be_compared(before, now, name):
+    with pytest.raises(ValueError, match=f"{name} cannot be empty"):
+        exporters.loss_smaller(before, now)
+
+
+def test_results_of_evaluations_are_read_back(tmp_path, caplog):
+    folder = str(tmp_path / "eval")
+    assert eval_results.read(folder) == {}
+    eval_results.append(folder, 20, {"loss": np.float32(0.5), "name": "x"})
+    eval_results.append(folder, 10, {"loss": 0.1, "mean": np.zeros(3)})
+    eval_results.append(folder, 20, {"mae": 1})
+    file = tmp_path / "eval" / eval_results.FILE
+    with file.open("ab") as opened:
+        opened.write(b'{"global_step": 30, "met')  # Killed.
+    eval_results.append(folder, 40, {"loss": float("nan")})
+    found = eval_results.read(folder)
+    assert list(found) == [10, 20, 40]
+    assert found[20] == {"loss": 0.5, "mae": 1.0}
+    assert found[10] == {"loss": 0.1}
+    assert np.isnan(found[40]["loss"])
+    assert "Line 4" in caplog.text

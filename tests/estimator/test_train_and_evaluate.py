@@ -1,0 +1,607 @@
+"""train_and_evaluate, exporters, early stopping, model_to_estimator."""
+
+import json
+import os
+import pathlib
+
+import keras
+import numpy as np
+import pytest
+
+import keras_strategies as ks
+from keras_strategies.estimator import (
+    early_stopping,
+    eval_results,
+    train_evaluate,
+    training,
+)
+from tests.estimator import models
+from tests.estimator.models import (
+    X,
+    Y,
+    arrays,
+    batches,
+    endless,
+    estimator_of,
+    weights_of,
+)
+
+experimental = ks.estimator.experimental
+CLUSTER = {"chief": ["a:1"], "worker": ["b:1"]}
+
+
+@pytest.fixture(autouse=True)
+def _no_cluster(monkeypatch):
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+
+
+def eval_spec(**fields):
+    given = {"steps": None, "start_delay_secs": 0, "throttle_secs": 0}
+    return ks.estimator.EvalSpec(arrays, **given | fields)
+
+
+def run(estimator, max_steps=5, hooks=None, listeners=None, **fields):
+    train_spec = ks.estimator.TrainSpec(endless, max_steps, hooks, listeners)
+    return ks.estimator.train_and_evaluate(
+        estimator, train_spec, eval_spec(**fields)
+    )
+
+
+def evaluated(estimator):
+    return list(eval_results.read(estimator.eval_dir()))
+
+
+class Notes(ks.estimator.Exporter):
+    """Notes what it is called with."""
+
+    def __init__(self, name="notes"):
+        self.name_ = name
+        self.calls = []
+
+    @property
+    def name(self):
+        return self.name_
+
+    def export(
+        self,
+        estimator,
+        export_path,
+        checkpoint_path,
+        eval_result,
+        is_the_final_export,
+    ):
+        step = int(pathlib.Path(checkpoint_path).name)
+        assert eval_result["global_step"] == step
+        assert export_path == os.path.join(
+            estimator.model_dir, "export", self.name
+        )
+        self.calls.append((step, is_the_final_export))
+        return f"{self.name}-{step}"
+
+
+@pytest.mark.parametrize("position", range(3))
+def test_wrong_argument_is_refused(tmp_path, position):
+    arguments = [
+        estimator_of(tmp_path),
+        ks.estimator.TrainSpec(endless, 1),
+        eval_spec(),
+    ]
+    arguments[position] = None
+    names = ["Estimator", "TrainSpec", "EvalSpec"]
+    with pytest.raises(TypeError, match=f"ks.estimator.{names[position]}`"):
+        ks.estimator.train_and_evaluate(*arguments)
+
+
+def test_each_checkpoint_is_evaluated_and_exported(tmp_path):
+    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
+    estimator = estimator_of(
+        tmp_path, save_checkpoints_steps=2, train_distribute=strategy
+    )
+    one, two = Notes("one"), Notes("two")
+    metrics, exports = run(estimator, exporters=[one, two])
+    assert evaluated(estimator) == [2, 4, 5]
+    assert one.calls == two.calls == [(2, False), (4, False), (5, True)]
+    assert exports == ["one-5", "two-5"]
+    assert metrics == estimator.evaluate(arrays)
+    # Again: nothing is trained, and what was exported last is again.
+    assert run(estimator, exporters=[one]) == (metrics, ["one-5"])
+    assert one.calls[-2:] == [(5, True), (5, True)]
+    # It goes on.
+    metrics, _ = run(estimator, max_steps=7)
+    assert metrics["global_step"] == 7
+    assert evaluated(estimator) == [2, 4, 5, 6, 7]
+
+
+def test_evaluations_are_no_more_often_than_asked_for(tmp_path):
+    estimator = estimator_of(tmp_path, save_checkpoints_steps=1)
+    exporter = Notes()
+    run(estimator, exporters=exporter, throttle_secs=1000)
+    assert exporter.calls == [(1, False), (5, True)]
+
+
+def test_without_max_steps_it_trains_on_all_data(tmp_path):
+    estimator = estimator_of(tmp_path)
+    exporter = Notes()
+    metrics, _ = ks.estimator.train_and_evaluate(
+        estimator,
+        ks.estimator.TrainSpec(batches),
+        eval_spec(exporters=exporter),
+    )
+    assert metrics["global_step"] == 3
+    assert exporter.calls == [(3, False)]
+
+
+def test_an_evaluation_changes_nothing_of_the_training(tmp_path):
+    alone = estimator_of(tmp_path / "a", save_checkpoints_steps=2)
+    alone.train(endless, max_steps=5)
+    estimator = estimator_of(tmp_path / "b", save_checkpoints_steps=2)
+    run(estimator)
+    models.assert_equal_weights(weights_of(estimator), weights_of(alone))
+
+
+# Exporters.
+
+
+def test_exports_are_models_that_keras_loads(tmp_path):
+    estimator = estimator_of(tmp_path / "model")
+    estimator.train(endless, steps=2)
+    labels = tmp_path / "labels.txt"
+    labels.write_text("a")
+    base = tmp_path / "export"
+    paths = [
+        estimator.export_saved_model(
+            base, saved_model=False, assets_extra={"x/labels.txt": str(labels)}
+        )
+        for _ in range(2)
+    ]
+    assert len(set(paths)) == 2
+    assert sorted(map(str, base.iterdir())) == sorted(paths)
+    assert [len(os.path.basename(path)) for path in paths] == [10, 10]
+    for path in map(pathlib.Path, paths):
+        assert (path / "assets.extra/x/labels.txt").read_text() == "a"
+    model = keras.saving.load_model(os.path.join(paths[0], "model.keras"))
+    rows = np.stack(list(estimator.predict(arrays)))
+    found = model.predict({"a": X}, verbose=0)
+    np.testing.assert_allclose(found, rows, atol=1e-6)
+    # Another process knows no data.
+    fresh = estimator_of(tmp_path / "model")
+    assert fresh.export_saved_model(base, saved_model=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"assets_extra": ["a"]}, TypeError, "is a dict"),
+        ({"assets_extra": {"../a": "b"}}, ValueError, "relative path"),
+        ({"assets_extra": {"/a": "b"}}, ValueError, "relative path"),
+        ({"assets_extra": {"a": "/nowhere"}}, ValueError, "are files"),
+        ({"as_text": True}, ValueError, "no text form"),
+        (
+            {"serving_input_receiver_fn": arrays},
+            ValueError,
+            "no meaning here",
+        ),
+        ({"experimental_mode": "a"}, ValueError, "is one of"),
+        ({"checkpoint_path": "/nowhere/3"}, ValueError, "no checkpoint"),
+    ],
+)
+def test_wrong_export_is_refused_and_leaves_nothing(
+    tmp_path, arguments, error, text
+):
+    estimator = estimator_of(tmp_path)
+    with pytest.raises(error, match=text):
+        estimator.export_saved_model(tmp_path / "export", **arguments)
+    assert not (tmp_path / "export").exists()
+
+
+@pytest.mark.slow
+def test_a_saved_model_is_served_by_tensorflow(tmp_path):
+    tensorflow = pytest.importorskip("tensorflow")
+    estimator = estimator_of(tmp_path)
+    estimator.train(endless, steps=2)
+    path = estimator.export_saved_model(tmp_path / "export")
+    served = tensorflow.saved_model.load(path)
+    rows = np.stack(list(estimator.predict(arrays)))
+    np.testing.assert_allclose(served.serve({"a": X}), rows, atol=1e-6)
+
+
+def test_best_exporter_keeps_the_best_also_after_a_restart(tmp_path):
+    estimator = estimator_of(tmp_path / "model")
+    estimator.train(endless, steps=1)
+    path = estimator.latest_checkpoint()
+
+    def export(exporter, loss, step):
+        result = {"loss": loss, "global_step": step}
+        eval_results.append(estimator.eval_dir(), step, result)
+        base = str(tmp_path / "best")
+        return exporter.export(estimator, base, path, result, False)
+
+    def made(**arguments):
+        return ks.estimator.BestExporter(
+            exports_to_keep=2, saved_model=False, **arguments
+        )
+
+    exporter = made()
+    exported = [export(exporter, loss, 1) for loss in (0.5, 0.7, 0.4, 0.3)]
+    assert [bool(path) for path in exported] == [True, False, True, True]
+    kept = {str(path) for path in (tmp_path / "best").iterdir()}
+    assert kept == set(exported[2:])
+    # Another process.
+    assert export(made(), 0.35, 2) is None
+    assert export(made(), 0.2, 3)
+    assert export(made(event_file_pattern=None), 0.9, 4)
+    assert export(made(event_file_pattern="eval_other/*"), 0.9, 5)
+
+
+def test_final_and_latest_exporters(tmp_path):
+    estimator = estimator_of(tmp_path / "model", save_checkpoints_steps=1)
+    (tmp_path / "model").mkdir()
+    latest = ks.estimator.LatestExporter(
+        "latest", exports_to_keep=1, saved_model=False
+    )
+    final = ks.estimator.FinalExporter("final", saved_model=False)
+    _, exports = run(estimator, max_steps=2, exporters=[latest, final])
+    for exporter, path in zip((latest, final), exports, strict=True):
+        folder = tmp_path / "model" / "export" / exporter.name
+        assert [str(entry) for entry in folder.iterdir()] == [path]
+
+
+# Roles of TF_CONFIG.
+
+
+def in_role(monkeypatch, kind, index=0):
+    task = {"type": kind, "index": index}
+    config = json.dumps({"cluster": CLUSTER, "task": task})
+    monkeypatch.setenv("TF_CONFIG", config)
+
+
+def test_an_evaluator_follows_until_the_last_step(tmp_path, monkeypatch):
+    estimator_of(tmp_path, save_checkpoints_steps=2).train(endless, max_steps=5)
+    in_role(monkeypatch, "evaluator")
+    estimator = estimator_of(tmp_path)
+    exporter = Notes()
+    metrics, exports = run(estimator, max_steps=5, exporters=exporter)
+    assert metrics["global_step"] == 5
+    assert exports == ["notes-5"]
+    assert exporter.calls == [(5, True)]
+
+
+def test_an_evaluator_ends_with_a_training_that_stops_early(
+    tmp_path, monkeypatch
+):
+    trainer = estimator_of(tmp_path)
+    trainer.train(endless, max_steps=2)
+    in_role(monkeypatch, "evaluator")
+    estimator = estimator_of(tmp_path)
+    monkeypatch.setattr(train_evaluate, "_POLL_S", 0.0)
+
+    class Goes(Notes):
+        """The training goes on, and stops, while it is exported."""
+
+        def export(self, **arguments):
+            if arguments["eval_result"]["global_step"] == 2:
+                trainer.train(endless, steps=1)
+            return super().export(**arguments)
+
+    exporter = Goes()
+    run(estimator, max_steps=100, exporters=exporter)
+    assert exporter.calls == [(2, False), (3, False)]
+
+
+def test_an_evaluator_waits_no_longer_than_asked_for(tmp_path, monkeypatch):
+    trainer = estimator_of(tmp_path)
+    in_role(monkeypatch, "evaluator")
+    estimator = estimator_of(tmp_path, session_creation_timeout_secs=0.01)
+    with pytest.raises(RuntimeError, match="no checkpoint in"):
+        run(estimator)
+    trainer.train(endless, steps=1)
+    # Of an earlier training, which nobody goes on with.
+    metrics, _ = run(estimator, max_steps=100)
+    assert metrics["global_step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "index", "text"),
+    [
+        ("evaluator", 1, "only be one `evaluator`"),
+        ("worker", 0, "MultiWorkerMirroredStrategy"),
+        ("chief", 0, "MultiWorkerMirroredStrategy"),
+    ],
+)
+def test_role_that_has_no_part_is_refused(
+    tmp_path, monkeypatch, kind, index, text
+):
+    in_role(monkeypatch, kind, index)
+    with pytest.raises(ValueError, match=text):
+        run(estimator_of(tmp_path))
+
+
+def test_a_parameter_server_is_refused(tmp_path, monkeypatch):
+    cluster = CLUSTER | {"ps": ["c:1"]}
+    task = {"type": "ps", "index": 0}
+    text = json.dumps({"cluster": cluster, "task": task})
+    monkeypatch.setenv("TF_CONFIG", text)
+    with pytest.raises(ValueError, match="Task type ps is not supported"):
+        run(estimator_of(tmp_path))
+
+
+# Early stopping.
+
+RISING = {0: {"a": 1.0}, 10: {"a": 3.0}, 20: {"a": 2.0}, 30: {"a": 3.0}}
+
+
+@pytest.mark.parametrize(
+    ("threshold", "min_steps", "expected"),
+    [(2.5, 0, True), (3.0, 0, False), (2.5, 31, False), (2.5, 30, True)],
+)
+def test_threshold(threshold, min_steps, expected):
+    higher = lambda a, b: a > b  # noqa: E731
+    found = early_stopping.is_beyond(RISING, "a", threshold, higher, min_steps)
+    assert found is expected
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "min_steps", "expected"),
+    [(20, 0, True), (21, 0, False), (10, 20, False), (10, 10, True), (0, 0, 1)],
+)
+def test_no_improvement(max_steps, min_steps, expected):
+    higher = lambda a, b: a > b  # noqa: E731
+    found = early_stopping.is_without_improvement(
+        RISING, "a", max_steps, higher, min_steps
+    )
+    assert found == bool(expected)
+
+
+@pytest.mark.parametrize(
+    ("hook", "arguments"),
+    [
+        ("stop_if_higher_hook", ("loss", 0.0)),
+        ("stop_if_lower_hook", ("loss", 1e9)),
+        ("stop_if_no_decrease_hook", ("global_step", 2)),
+        ("stop_if_no_increase_hook", ("epoch", 2)),
+    ],
+)
+def test_training_ends_when_results_say_so(tmp_path, hook, arguments):
+    estimator = estimator_of(tmp_path, save_checkpoints_steps=1)
+    # Of this kind there is one that never changes.
+    for step in (1, 2, 3):
+        result = {"epoch": 1.0, "loss": 0.5, "global_step": step}
+        eval_results.append(estimator.eval_dir(), step, result)
+    made = getattr(experimental, hook)(
+        estimator, *arguments, run_every_secs=None, run_every_steps=2
+    )
+    estimator.train(endless, steps=9, hooks=[made])
+    assert int(estimator.get_variable_value("global_step")) == 2
+
+
+def test_early_stopping_in_train_and_evaluate(tmp_path):
+    estimator = estimator_of(tmp_path, save_checkpoints_steps=2)
+    hook = experimental.stop_if_lower_hook(
+        estimator, "loss", 1e9, min_steps=4, run_every_secs=0
+    )
+    metrics, _ = run(estimator, max_steps=20, hooks=[hook])
+    # The fourth step is evaluated after it; the fifth one sees that.
+    assert metrics["global_step"] == 5
+    assert training.ended_at(estimator.model_dir) == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"estimator": 3}, TypeError, "`estimator` must have type"),
+        ({"should_stop_fn": 3}, TypeError, "must be callable"),
+        ({"run_every_steps": 3}, ValueError, "Only one of"),
+        ({"run_every_secs": None}, ValueError, "Only one of"),
+        (
+            {"run_every_secs": None, "run_every_steps": 0},
+            ValueError,
+            "run_every_steps > 0",
+        ),
+        ({"run_every_secs": -1}, ValueError, ">= 0"),
+    ],
+)
+def test_wrong_hook_is_refused(tmp_path, arguments, error, text):
+    given = {
+        "estimator": estimator_of(tmp_path),
+        "should_stop_fn": lambda: True,
+    }
+    with pytest.raises(error, match=text):
+        experimental.make_early_stopping_hook(**given | arguments)
+
+
+def test_result_that_is_not_there_is_named(tmp_path):
+    estimator = estimator_of(tmp_path)
+    eval_results.append(estimator.eval_dir(), 1, {"loss": 1.0})
+    hook = experimental.stop_if_lower_hook(estimator, "colour", 1)
+    with pytest.raises(ValueError, match="'colour'; there are .'loss'"):
+        estimator.train(endless, steps=2, hooks=[hook])
+    for arguments in ((3, 1), ("loss", "a")):
+        with pytest.raises(TypeError):
+            experimental.stop_if_lower_hook(estimator, *arguments)
+
+
+@pytest.mark.parametrize(
+    "replicas", [pytest.param(1, marks=pytest.mark.slow), 2]
+)
+def test_in_memory_evaluation_is_that_of_a_checkpoint(tmp_path, replicas):
+    devices = [f"cpu:{i}" for i in range(replicas)]
+    estimator = estimator_of(
+        tmp_path,
+        save_checkpoints_steps=2,
+        train_distribute=ks.MirroredStrategy(devices),
+    )
+    hook = experimental.InMemoryEvaluatorHook(
+        estimator, arrays, name="memory", every_n_iter=2
+    )
+    estimator.train(endless, steps=5, hooks=[hook])
+    found = eval_results.read(estimator.eval_dir("memory"))
+    assert list(found) == [0, 2, 4, 5]
+    for step in (2, 4, 5):
+        path = str(tmp_path / str(step))
+        expected = estimator.evaluate(arrays, checkpoint_path=path)
+        assert found[step] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"estimator": 3}, TypeError, "`estimator` must have type"),
+        ({"input_fn": 3}, TypeError, "must be callable"),
+        ({"every_n_iter": None}, ValueError, "invalid every_n_iter"),
+        ({"every_n_iter": 0}, ValueError, "every_n_iter > 0"),
+        ({"steps": 0}, ValueError, "steps > 0"),
+        ({"hooks": [3]}, TypeError, "All `hooks`"),
+    ],
+)
+def test_wrong_in_memory_hook_is_refused(tmp_path, arguments, error, text):
+    given = {"estimator": estimator_of(tmp_path), "input_fn": arrays}
+    with pytest.raises(error, match=text):
+        experimental.InMemoryEvaluatorHook(**given | arguments)
+
+
+# model_to_estimator.
+
+
+def keras_model():
+    inputs = keras.Input((3,), name="a")
+    outputs = keras.layers.Dense(1, name="out")(inputs)
+    model = keras.Model({"a": inputs}, outputs)
+    optimizer = keras.optimizers.Adam(0.01, name="adam")
+    model.compile(optimizer, "mse", metrics=["mae"])
+    return model
+
+
+@pytest.mark.parametrize("by_path", [False, True])
+def test_an_estimator_of_a_model_begins_with_its_weights(tmp_path, by_path):
+    model = keras_model()
+    model.fit({"a": X}, Y, verbose=0)
+    before = model.get_weights()
+    expected = model.evaluate({"a": X}, Y, return_dict=True, verbose=0)
+    config = models.config_of(
+        tmp_path / "run", train_distribute=ks.MirroredStrategy(["cpu:0"])
+    )
+    given = {"keras_model": model}
+    if by_path:
+        model.save(tmp_path / "model.keras")
+        given = {"keras_model_path": tmp_path / "model.keras"}
+    estimator = ks.estimator.model_to_estimator(
+        **given, config=config, metric_names_map={"mae": "error"}
+    )
+    found = estimator.evaluate(arrays)
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert found["error"] == pytest.approx(expected["mae"], rel=1e-5)
+    (first, *_) = estimator.predict(arrays)
+    np.testing.assert_allclose(
+        first["out"], model.predict({"a": X}, verbose=0)[0], atol=1e-6
+    )
+    estimator.train(endless, steps=2)
+    assert estimator.get_variable_value("optimizer/adam/iteration") == 3
+    assert not np.array_equal(weights_of(estimator)["out/kernel"], before[0])
+    for value, old in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(value, old)
+
+
+def not_compiled():
+    return keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+
+
+def not_built():
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: {}, ValueError, "Either `keras_model` or"),
+        (
+            lambda: {"keras_model": keras_model(), "keras_model_path": "a"},
+            ValueError,
+            "Either `keras_model` or",
+        ),
+        (
+            lambda: {"keras_model": not_compiled()},
+            ValueError,
+            "has not been compiled",
+        ),
+        (lambda: {"keras_model": not_built()}, ValueError, "has none yet"),
+        (lambda: {"keras_model": 3}, TypeError, "is a Keras model"),
+        (lambda: {"keras_model_path": 3}, TypeError, "is a path"),
+        (lambda: {"keras_model_path": "a.h5"}, ValueError, "`.keras` file"),
+        (
+            lambda: {"keras_model_path": "nowhere.keras"},
+            FileNotFoundError,
+            "nowhere",
+        ),
+        (
+            lambda: {
+                "keras_model": keras_model(),
+                "checkpoint_format": "a",
+            },
+            ValueError,
+            "checkpoint_format",
+        ),
+        (
+            lambda: {"keras_model": keras_model(), "export_outputs": {}},
+            ValueError,
+            "no meaning here",
+        ),
+        (
+            lambda: {"keras_model": keras_model(), "metric_names_map": 3},
+            TypeError,
+            "is a dict",
+        ),
+    ],
+)
+def test_wrong_argument_of_model_to_estimator(tmp_path, make, error, text):
+    with pytest.raises(error, match=text):
+        ks.estimator.model_to_estimator(**make(), model_dir=tmp_path)
+
+
+def test_a_result_that_is_renamed_is_there(tmp_path):
+    estimator = ks.estimator.model_to_estimator(
+        keras_model(),
+        config=models.config_of(tmp_path),
+        metric_names_map={"colour": "color"},
+    )
+    with pytest.raises(ValueError, match="'colour'; there are"):
+        estimator.evaluate(arrays)
+
+
+def test_public_names():
+    names = {
+        "BestExporter",
+        "CheckpointSaverListener",
+        "Estimator",
+        "EstimatorSpec",
+        "EvalSpec",
+        "Exporter",
+        "FinalExporter",
+        "LatestExporter",
+        "ModeKeys",
+        "RunConfig",
+        "TrainSpec",
+        "WarmStartSettings",
+        "experimental",
+        "model_to_estimator",
+        "train_and_evaluate",
+    }
+    assert set(ks.estimator._MODULES) == names
+    assert names <= set(dir(ks.estimator))
+    experimental_names = {
+        "InMemoryEvaluatorHook",
+        "make_early_stopping_hook",
+        "stop_if_higher_hook",
+        "stop_if_lower_hook",
+        "stop_if_no_decrease_hook",
+        "stop_if_no_increase_hook",
+    }
+    assert set(experimental._MODULES) == experimental_names
+    for module, found in (
+        (ks.estimator, names),
+        (experimental, experimental_names),
+    ):
+        assert all(getattr(module, name).__doc__ for name in found)
+        with pytest.raises(AttributeError, match="DNNClassifier"):
+            module.DNNClassifier  # noqa: B018
