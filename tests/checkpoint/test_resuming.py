@@ -4,14 +4,22 @@ The whole table: python -m pytest tests/checkpoint/test_resuming.py -m "slow or
 not slow".
 """
 
+import keras
+import numpy as np
 import pytest
 
+import keras_strategies as ks
+from keras_strategies.keras_bridge.binding import all_variables
 from tests.checkpoint.cases import CASES
 from tests.checkpoint.runs import (
+    Interrupted,
     Runner,
+    Seen,
     assert_equal,
     interrupted_at,
 )
+from tests.parity.test_model_axis import MODELS, data, make_mlp, tpu_strategy
+from tests.plain_keras import mirrored
 
 # What differs most between them; of the others some steps are enough.
 QUICK = (
@@ -67,3 +75,63 @@ def test_a_run_goes_on_after_some_steps(case, tmp_path):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_run_goes_on_after_every_step(case, tmp_path):
     check(case, tmp_path, every=1)
+
+
+# From one strategy to another.
+
+
+def of_cores():
+    return tpu_strategy(2, 2, MODELS["mlp"][1])
+
+
+STRATEGIES = {
+    "4 replicas": lambda: mirrored(4),
+    "3 replicas": lambda: mirrored(3),
+    "1 device": lambda: ks.OneDeviceStrategy("cpu:0"),
+    "2 replicas of 2 cores": of_cores,
+}
+
+
+def train(strategy, folder, stop=None):
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = make_mlp()
+        model.compile(
+            keras.optimizers.SGD(0.05, momentum=0.9),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+        )
+    x, y = data(26)
+    history = model.fit(
+        x,
+        y,
+        batch_size=8,
+        epochs=3,
+        verbose=0,
+        callbacks=[
+            Seen(stop),
+            ks.callbacks.Checkpoint(folder, save_every_steps=3),
+        ],
+    )
+    values = [np.asarray(v.value) for v in all_variables(model)]
+    return history.history, values
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ("4 replicas", "2 replicas of 2 cores"),
+        ("2 replicas of 2 cores", "1 device"),
+        pytest.param(
+            "2 replicas of 2 cores", "3 replicas", marks=pytest.mark.slow
+        ),
+        pytest.param("1 device", "4 replicas", marks=pytest.mark.slow),
+        pytest.param("3 replicas", "1 device", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_goes_on_with_another_strategy(first, then, tmp_path):
+    expected = train(STRATEGIES[first](), tmp_path / "whole")
+    with pytest.raises(Interrupted):
+        train(STRATEGIES[first](), tmp_path / "kept", stop=7)
+    ours = train(STRATEGIES[then](), tmp_path / "kept")
+    assert_equal(ours, expected, is_exact=False)
