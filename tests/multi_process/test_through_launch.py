@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 LIMIT_S = 300
 
 
-def launch(processes, devices, module, argument):
+def launch(processes, devices, module, argument, flags=""):
     """How the launcher ended."""
     words = ["launch", "--processes", processes]
     words += ["--devices-per-process", devices]
@@ -25,7 +25,7 @@ def launch(processes, devices, module, argument):
     return subprocess.run(
         [sys.executable, "-m", "keras_strategies.cli", *map(str, words)],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": flags},
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
