@@ -64,8 +64,14 @@ def fit(runner, *callbacks, **arguments):
 
 @pytest.mark.parametrize(
     ("where", "count", "saved"),
-    [("batch", 1, None), ("batch", 7, 5), ("batch", 8, 5), ("batch", 10, 5)]
-    + [("validation", 1, None), ("validation", 3, 5)],
+    [
+        ("batch", 7, 5),
+        ("validation", 1, None),
+        ("validation", 3, 5),
+        pytest.param("batch", 1, None, marks=pytest.mark.slow),
+        pytest.param("batch", 8, 5, marks=pytest.mark.slow),
+        pytest.param("batch", 10, 5, marks=pytest.mark.slow),
+    ],
 )
 def test_a_fit_that_a_callback_ended_goes_on(
     runner, whole, tmp_path, where, count, saved
@@ -147,7 +153,7 @@ def test_on_sigterm_it_saves_and_raises(runner, whole, tmp_path):
         ({"save_every_seconds": 1e-6}, list(range(1, 13))),
         ({"save_every_seconds": 1e6}, [12]),
         ({"save_every_steps": 5, "save_every_epochs": 1}, [4, 5, 8, 10, 12]),
-        ({"save_every_steps": 1, "keep": 2}, [11, 12]),
+        ({"save_every_steps": 3, "keep": 2}, [9, 12]),
         ({"save_every_steps": 5, "keep": ks.checkpoint.Keep(last=1)}, [12]),
     ],
     ids=str,
