@@ -1,6 +1,7 @@
 """Callbacks for `fit`, beside Keras's own.
 
-    model.fit(x, y, callbacks=[ks.callbacks.Checkpoint("run")])
+    kept = ks.callbacks.Checkpoint("run")
+    model.fit(x, y, callbacks=[kept, ks.callbacks.Scalars("run")])
 
 A name is imported when it is first asked for.
 """
@@ -10,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from keras_strategies.checkpoint.callback import Checkpoint as Checkpoint
+    from keras_strategies.strategy.scalars import Scalars as Scalars
 
-_MODULES = {"Checkpoint": "checkpoint.callback"}
+_MODULES = {"Checkpoint": "checkpoint.callback", "Scalars": "strategy.scalars"}
 
 
 def __getattr__(name: str) -> Any:

@@ -47,6 +47,8 @@ PUBLIC_NAMES = {
     "variable_creator_scope",
 }
 
+CALLBACKS = {"Checkpoint", "Scalars"}
+
 
 def run_python(code, **environ):
     """Runs code in a fresh process without the variables of this one."""
@@ -92,6 +94,15 @@ def test_public_names():
         assert values[name].__doc__, name
 
 
+def test_names_of_callbacks():
+    assert set(ks.callbacks._MODULES) == CALLBACKS
+    assert set(dir(ks.callbacks)) >= CALLBACKS
+    for name in CALLBACKS:
+        assert getattr(ks.callbacks, name).__doc__, name
+    with pytest.raises(AttributeError, match="Scalar"):
+        ks.callbacks.Scalar  # noqa: B018
+
+
 def test_type_checkers_see_the_public_names():
     tree = ast.parse(pathlib.Path(ks.__file__).read_text())
     block = next(node for node in tree.body if isinstance(node, ast.If))
@@ -118,7 +129,7 @@ import os, sys, keras_strategies
 print(sorted({"keras", "jax", "numpy"} & set(sys.modules)))
 for name in dir(keras_strategies):
     getattr(keras_strategies, name)
-heavy = {"tensorflow", "orbax", "grain", "torch"}
+heavy = {"tensorflow", "orbax", "grain", "torch", "tensorboardX"}
 print(sorted(heavy & set(sys.modules)))
 import keras
 print(os.environ["KERAS_BACKEND"], keras.config.backend())

@@ -28,7 +28,7 @@ RANKS = {
     "testing": 7,
 }
 WITHOUT_KERAS = {"_core", "cluster"}
-LAZY = {"tensorflow", "orbax", "grain", "torch"}
+LAZY = {"tensorflow", "orbax", "grain", "torch", "tensorboardX"}
 MAX_LINES = 400
 
 

@@ -184,11 +184,13 @@ class TfDataSource(Source):
         """See `Source.restart`."""
         if self._epochs is None or seed in (None, self.seed):
             return
-        said = json.loads(str(seed))
+        said: Any = json.loads(str(seed))
         self._seed, own = said if isinstance(said, list) else (said, None)
         # Anew: its caches may hold rows in the other order.
         graph = graph_of(self._dataset)
-        self._epochs = self._make_epochs(graph, seed=self._seed, seeds=own)
+        self._epochs = self._make_epochs(
+            graph, seed=int(self._seed or 0), seeds=own
+        )
 
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
         """See `Source.read`.

@@ -70,9 +70,11 @@ class Binding:
         self._mesh = mesh
         self._distribution = distribution
         self._check_context = check_context
+        self.is_chief = mesh.is_chief
         self._functions = Functions(
             model, mesh, keeps_outputs=mesh.is_chief or not outputs_on_chief
         )
+        self.trained = self._functions.trained
 
     def install(self) -> None:
         """Takes over the model's loops.

@@ -1,5 +1,6 @@
 """The train, test and predict functions that Keras's loops call."""
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -37,6 +38,26 @@ _GROUPS = {
 _DONATED = {"train": (0, 1, 2, 3), "test": (2,), "predict": ()}
 
 
+@dataclasses.dataclass(kw_only=True)
+class Trained:
+    """What train steps have done with a model so far.
+
+    Attributes:
+      steps: Number of train steps.
+      rows: Number of rows that they trained on, of all processes and without
+        padding.
+    """
+
+    steps: int = 0
+    rows: int = 0
+
+    def add(self, execution: Execution) -> None:
+        """Counts what one call of a train function has done."""
+        for segment in execution.segments:
+            self.steps += segment.steps
+            self.rows += segment.steps * segment.rows
+
+
 class Values(Sequence[Any]):
     """A group's arrays as Keras's loop holds them.
 
@@ -63,7 +84,7 @@ class Functions:
       keeps_outputs: Whether this process returns what `predict` computes.
 
     Attributes:
-      num_steps: How many steps of each kind were computed.
+      trained: What the train functions have done.
       places: The place in its feed of the last execution of each kind.
     """
 
@@ -74,6 +95,7 @@ class Functions:
         *,
         keeps_outputs: bool = True,
     ) -> None:
+        self.trained = Trained()
         self.model = model
         self._keeps_outputs = keeps_outputs
         self.mesh = mesh
@@ -83,7 +105,6 @@ class Functions:
         self._last: dict[str, Any] = {}
         # What the loops before returned, weakly and by id.
         self._made: state_lib.Made = {}
-        self.num_steps = dict.fromkeys(_GROUPS, 0)
         self.places: dict[str, tuple[int, int] | None] = {}
         state_lib.note_devices(mesh)
         creation.models_in_loops.add(model)
@@ -164,7 +185,6 @@ class Functions:
                     for new in program(state, segment):
                         outputs, state = new
                     done.append(outputs)
-                    self.num_steps[kind] += segment.steps
                 if not execution.segments:
                     outputs = execution.logs
                 self.places[kind] = execution.place
@@ -174,6 +194,8 @@ class Functions:
                 model._jax_state = dict(zip(groups, state, strict=True))
                 model._jax_state_synced = False
                 raise
+            if kind == "train":
+                self.trained.add(execution)
             state = tuple(map(Values, state))
             self._last[kind] = state
             if kind == "predict" and len(done) > 1:

@@ -66,7 +66,7 @@ class Loop:
         self.is_over = False
         self.callbacks: list[Any] = []
         self.settle: Callable[[], None] = lambda: None
-        self._seen = functions.num_steps["train"]
+        self._seen = functions.trained.steps
         self._logs: Any = None
         self.given: State | None = None
 
@@ -211,12 +211,12 @@ class Loop:
         else:
             self.epoch, self.step = epoch, 0
         self.given = None
-        self._seen = self._functions.num_steps["train"]
+        self._seen = self._functions.trained.steps
         return is_begun
 
     def count(self, logs: Any) -> bool:
         """Counts what was computed; returns whether it was anything."""
-        seen = self._functions.num_steps["train"]
+        seen = self._functions.trained.steps
         new, self._seen = seen - self._seen, seen
         self.step += new
         self.num_steps += new

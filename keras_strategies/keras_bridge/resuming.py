@@ -11,7 +11,10 @@ from typing import Any
 import keras
 
 from keras_strategies.keras_bridge import callback_states
-from keras_strategies.keras_bridge.callback_lists import listens
+from keras_strategies.keras_bridge.callback_lists import (
+    QuietCallbackList,
+    listens,
+)
 from keras_strategies.keras_bridge.functions import Functions
 from keras_strategies.keras_bridge.kept_loop import Loop, numbers
 
@@ -51,7 +54,7 @@ class Keeper(keras.callbacks.Callback):
             )
 
 
-class KeptList(keras.callbacks.CallbackList):
+class KeptList(QuietCallbackList):
     """A fit's callbacks, and the keeper after all of them.
 
     Args:
@@ -76,9 +79,9 @@ class KeptList(keras.callbacks.CallbackList):
         self._is_first = True
         self._values = [(v, v.value) for v in loop.variables]
         others = [c for c in keras.tree.flatten(callbacks) if c is not keeper]
-        self._is_quiet = verbose == 0 and not any(map(listens, others))
         super().__init__(
             callbacks,
+            is_quiet=verbose == 0 and not any(map(listens, others)),
             add_history=True,
             add_progbar=verbose != 0,
             model=loop.model,
@@ -137,8 +140,7 @@ class KeptList(keras.callbacks.CallbackList):
         """Ends a step; the keeper is last."""
         if not self._loop.count(logs):
             return
-        if not self._is_quiet:
-            super().on_train_batch_end(batch, logs)
+        super().on_train_batch_end(batch, logs)
         self._keeper.after_batch(self._loop)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

@@ -8,7 +8,7 @@ from keras_strategies.keras_bridge.callback_lists import (
     QuietCallbackList,
     quiet_list,
 )
-from tests.plain_keras import check_same, dense
+from tests.plain_keras import check_same, dense, mirrored
 
 _random = np.random.default_rng(0)
 X = _random.normal(size=(22, 3)).astype("float32")
@@ -68,6 +68,18 @@ SILENT = {
 
 class Feed:
     num_batches = 3
+
+
+class Choosy(OfTrainBatches):
+    """Wants the logs of every other batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = []
+
+    def wants_batch(self, batch):
+        self.asked.append(batch)
+        return batch % 2 == 0
 
 
 def list_of(callbacks, verbose=0, model=None):
@@ -162,3 +174,50 @@ def test_a_callback_is_given_a_model_that_is_built():
         loss="mse",
     )
     assert len(shadow) == 2
+
+
+@pytest.mark.parametrize("verbose", [0, 2])
+@pytest.mark.parametrize("listeners", [[], [OfTrainBatches]])
+def test_who_chooses_batches_is_called_for_these(verbose, listeners, capsys):
+    def losses_of(model):
+        choosy, every = Choosy(), [make() for make in listeners]
+        callbacks = [*every, choosy]
+        assert isinstance(list_of(callbacks, verbose), QuietCallbackList)
+        np.random.seed(3)
+        history = model.fit(
+            X,
+            Y,
+            batch_size=8,
+            epochs=2,
+            shuffle=False,
+            verbose=verbose,
+            callbacks=callbacks,
+        )
+        assert choosy.asked == [0, 1, 2] * 2
+        assert [batch for batch, _ in choosy.seen] == [0, 2] * 2
+        for one in every:
+            assert [batch for batch, _ in one.seen] == [0, 1, 2] * 2
+            assert one.seen[::3] == choosy.seen[::2]
+        return history.history["loss"], choosy.seen[1::2]
+
+    with mirrored(2).scope():
+        model = one_input()
+        model.compile("sgd", "mse")
+    ends, seen = losses_of(model)
+    assert [loss for _, loss in seen] == pytest.approx(ends)
+    # The progress bar of Keras still is there.
+    assert ("loss: " in capsys.readouterr().out) == (verbose == 2)
+
+
+def test_who_chooses_keeps_no_other_from_keras_thread():
+    with_choosy = list_of([Choosy()], verbose=1)
+    assert with_choosy._async_train
+    assert not list_of([Choosy(), OfTrainBatches()], verbose=1)._async_train
+
+
+def test_a_list_of_keras_tells_who_chooses_of_every_batch():
+    model, choosy = one_input(), Choosy()
+    model.compile("sgd", "mse")
+    model.fit(X, Y, batch_size=8, verbose=0, callbacks=[choosy])
+    assert [batch for batch, _ in choosy.seen] == [0, 1, 2]
+    assert choosy.asked == []

@@ -57,6 +57,7 @@ from keras.src.trainers.data_adapters.torch_data_loader_adapter import (
 from keras.src.trainers.epoch_iterator import EpochIterator
 from keras.src.trainers.trainer import Trainer
 from keras.src.utils import file_utils
+from keras.src.utils.python_utils import pythonify_logs
 
 from keras_strategies.keras_bridge.fresh_names import fresh_names
 
@@ -84,10 +85,13 @@ RELIED_ON = {
     "_global_test_batch",
     "_global_train_batch",
     "_last_batch_seen",
+    # Lists of callbacks, which call `_on_train_batch_end`, too.
+    "_configure_async_dispatch",
     # Layers, optimizers, metrics.
     "_fn",
     "_fn_kwargs",
     "_inputs",
+    "_iterations",
     "_moments",
     "_num_samples",
     "_reduction_axes",
@@ -401,6 +405,55 @@ def test_a_list_without_listeners_does_nothing_at_the_end_of_a_batch():
     full.on_train_batch_end(0, {"loss": 1.0})
     full.on_train_end()
     assert (dict(vars(history)), set(vars(full))) == before
+
+
+def test_a_list_tells_of_batches_and_chooses_threads_by_two_methods():
+    called = []
+
+    class Noting(keras.callbacks.CallbackList):
+        def _configure_async_dispatch(self, callbacks):
+            called.append(callbacks)
+            super()._configure_async_dispatch(callbacks)
+
+        def _on_train_batch_end(self, batch, logs=None):
+            called.append((batch, threading.current_thread().name))
+
+    class Listens(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            pass
+
+    silent = keras.callbacks.History()
+    for callback, is_told_here in ((silent, False), (Listens(), True)):
+        called.clear()
+        full = Noting([callback], model=model_of())
+        full.on_train_begin()
+        full.on_train_batch_end(3, {})
+        full.on_train_end()
+        callbacks, (batch, thread) = called
+        assert callbacks == [callback]
+        assert batch == 3
+        assert (thread == threading.current_thread().name) == is_told_here
+
+
+def test_logs_are_made_numbers_where_they_can_be():
+    vector = jax.numpy.ones(2)
+    logs = pythonify_logs({"b": {"c": jax.numpy.float32(2)}, "a": vector})
+    assert list(logs) == ["a", "c"]
+    assert type(logs["c"]) is float
+    assert logs["a"].shape == (2,)
+    assert pythonify_logs(None) == {}
+
+
+def test_steps_that_accumulate_count_in_the_optimizers_own_variable():
+    sgd = keras.optimizers.SGD(gradient_accumulation_steps=3)
+    optimizer = keras.optimizers.LossScaleOptimizer(sgd)
+    weight = keras.Variable([1.0])
+    optimizer.build([weight])
+    for _ in range(4):
+        sgd.apply([jax.numpy.ones(1)])
+    assert int(sgd._iterations.value) == 4
+    assert int(sgd.iterations) == 1
+    assert any(v is sgd._iterations for v in optimizer.variables)
 
 
 def test_loops_go_through_attributes_of_the_instance():
@@ -1027,3 +1080,15 @@ def test_losses_of_a_call_are_kept_on_the_model_until_they_are_read():
     assert model.losses == [np.float32(7)]
     model._losses_override = []
     assert len(model.losses) == 1
+
+
+# Learning rates that are read during a fit: optimizer_values.py.
+
+
+def test_an_optimizer_s_rate_is_a_variable_or_computes_it():
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
+    for given, kind in ((0.1, keras.Variable), (schedule, type(schedule))):
+        optimizer = keras.optimizers.SGD(given)
+        assert isinstance(optimizer._learning_rate, kind)
+        assert float(optimizer.learning_rate) == pytest.approx(0.1)
+        assert optimizer._iterations is optimizer.variables[0]

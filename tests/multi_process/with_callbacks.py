@@ -1,6 +1,8 @@
 """Callbacks on several processes; see `run_processes`."""
 
 import contextlib
+import logging
+import os
 import pathlib
 
 import jax
@@ -77,4 +79,44 @@ def files(folder):
         "again": [lists(w) for w in again.get_weights()],
         "refused": refused,
         "rows": callbacks[-1].rows,
+    }
+
+
+class Lines(logging.Handler):
+    """Counts what is logged."""
+
+    num_lines = 0
+
+    def emit(self, record):
+        self.num_lines += 1
+
+
+def scalars(folder):
+    """Event files of a fit with validation, and a line every three steps."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    x, y = data(21)
+    lines, log = Lines(), logging.getLogger("keras_strategies.strategy.scalars")
+    log.addHandler(lines)
+    log.setLevel(logging.INFO)
+    model = build(strategy)
+    rates = keras.optimizers.schedules.PiecewiseConstantDecay(
+        [6], [0.25, 0.125]
+    )
+    with strategy.scope():
+        model.compile(keras.optimizers.SGD(rates), "mse")
+    callback = ks.callbacks.Scalars(folder, every_n_steps=3)
+    history = model.fit(
+        x,
+        y,
+        batch_size=6,
+        epochs=2,
+        verbose=0,
+        validation_data=(x, y),
+        callbacks=[callback],
+    )
+    return {
+        "loss": history.history["loss"],
+        "state": callback.get_state(),
+        "pid": os.getpid(),
+        "lines": lines.num_lines,
     }
