@@ -136,19 +136,22 @@ class Checkpoint(Keeper):
     def after_batch(self, loop: Loop) -> None:
         """Saves if it is time to, or if the process is told to end."""
         assert self._notice is not None
-        if loop.model.stop_training:
-            # The epoch's end follows, and is saved.
-            return
-        if self._notice.came:
-            self._save(loop)
-            self._end_preempted(loop)
         every = self._every_steps
         is_due = every is not None and self._is_due(loop.num_steps, every)
         if self._clock is not None and self._clock.is_due(loop.num_steps):
             is_due = True
         # After the epoch's end it is saved with what validation tells.
-        if is_due and not loop.is_last_step:
-            self._save(loop)
+        is_due &= not loop.is_last_step
+        if not (is_due or self._notice.came):
+            return
+        loop.settle()
+        if loop.model.stop_training:
+            # The epoch's end comes now, and is saved: who goes on in the
+            # middle of an epoch that was stopped would not come to it.
+            return
+        self._save(loop)
+        if self._notice.came:
+            self._end_preempted(loop)
 
     def _is_due(self, num_steps: int, every: int) -> bool:
         # An execution may have several steps.

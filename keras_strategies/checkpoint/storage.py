@@ -129,8 +129,10 @@ class Storage:
     def newest(self) -> int | None:
         """The newest good checkpoint; damaged ones are put aside, and named.
 
-        A file of each is read once, by the chief.
+        A file of each is read once, by the chief; what is being saved is
+        waited for.
         """
+        self.wait()
 
         def find() -> int | None:
             manifest, faults = format_lib.newest_good(self.directory)
@@ -152,7 +154,11 @@ class Storage:
         return self._by_chief("looking for the newest checkpoint in", find)
 
     def check(self, step: int) -> None:
-        """Raises DamagedCheckpoint if a checkpoint is, or is not there."""
+        """Raises DamagedCheckpoint if a checkpoint is, or is not there.
+
+        What is being saved is waited for.
+        """
+        self.wait()
 
         def look() -> None:
             format_lib.verify(self.path(step))

@@ -359,3 +359,32 @@ def test_plain_orbax_reads_the_arrays(tmp_path):
     kernel = next(name for name in sums if name.endswith("kernel"))
     expected = float(jax.numpy.sum(found["model"].layers[0].kernel.value))
     assert sums[kernel] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_nobody_holds_the_arrays_after_a_save(tmp_path, replicas):
+    """The next step would copy the whole state first."""
+    found = parts(replicas)
+    kernel = found["model"].layers[0].kernel
+    kernel.assign(kernel.value + 1)
+    before = sys.getrefcount(kernel.value)
+    with manager_of(tmp_path, found) as manager:
+        manager.save(1)
+        during = sys.getrefcount(kernel.value)
+    assert during == before
+
+
+def test_saved_is_what_was_there_before_the_next_step(tmp_path):
+    with mirrored(2).scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+        model.compile("sgd", "mse")
+    model.fit(ROWS, ROWS[:, :3], batch_size=2, verbose=0)
+    kernel = model.layers[0].kernel
+    with manager_of(tmp_path, {"model": model}) as manager:
+        kept = np.array(kernel.value)
+        manager.save(1)
+        # Its steps take the buffers.
+        model.fit(ROWS, ROWS[:, :3], batch_size=2, verbose=0)
+        assert not np.array_equal(kernel.value, kept)
+        manager.restore(1)
+    np.testing.assert_array_equal(kernel.value, kept)

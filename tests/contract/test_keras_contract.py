@@ -92,6 +92,7 @@ RELIED_ON = {
     "_fn_kwargs",
     "_inputs",
     "_iterations",
+    "_learning_rate",
     "_moments",
     "_num_samples",
     "_reduction_axes",
