@@ -2,10 +2,12 @@
 
 import csv
 import dataclasses
+import os
 import pathlib
 import random
 import re
 import shutil
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +35,7 @@ class Seen(keras.callbacks.Callback):
 
     Args:
       stop: Raise after so many steps.
-      where: The hook that raises.
+      where: The hook that raises; "SIGTERM" to be told to end.
     """
 
     def __init__(self, stop=None, where="batch"):
@@ -58,6 +60,8 @@ class Seen(keras.callbacks.Callback):
         self.steps += 1
         if self.stop == self.steps and self.where == "batch":
             raise Interrupted
+        if self.stop == self.steps and self.where == "SIGTERM":
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def on_test_batch_end(self, batch, logs=None):
         self._note("tests", batch, logs)
@@ -201,11 +205,23 @@ class Runner:
             with mirrored(self.case.replicas).scope():
                 model = self.case.make()
                 model.compile(**self.case.compiled(k))
+                if model.built:
+                    # Its slots have first values, too.
+                    model.optimizer.build(model.trainable_variables)
             self._models[k] = model
         return self._models[k]
 
     def run(
-        self, folder, *, seed=1, k=None, stop=None, where="batch", **options
+        self,
+        folder,
+        *,
+        seed=1,
+        k=None,
+        stop=None,
+        where="batch",
+        epochs=None,
+        verbose=0,
+        **options,
     ):
         """A fit with a `Checkpoint`, as a process would that just started."""
         model = self.model(k or self.case.k)
@@ -218,12 +234,24 @@ class Runner:
         kept = ks.callbacks.Checkpoint(
             folder / "kept", **{"save_every_steps": 1, "keep": 99} | options
         )
-        arguments = {"epochs": self.case.epochs, "verbose": 0}
-        history = model.fit(
-            **arguments | self.case.data(),
-            callbacks=[*callbacks, seen, kept],
-        )
+        arguments = {"epochs": epochs or self.case.epochs, "verbose": verbose}
+        try:
+            history = model.fit(
+                **arguments | self.case.data(),
+                callbacks=[*callbacks, seen, kept],
+            )
+        finally:
+            for callback in callbacks:
+                file = getattr(callback, "csv_file", None)
+                if file is not None:
+                    file.close()
         return self._outcome(model, history, callbacks, folder), seen.told
+
+    def reset(self):
+        """The model with its first values."""
+        model = self.model(self.case.k)
+        self._set(model, 1)
+        return model
 
     def _set(self, model, seed):
         """First values, or, with another seed, what nobody must go on with."""
@@ -265,12 +293,18 @@ def interrupted_at(folder, step, copy):
 
 def assert_equal(actual, expected, *, is_exact=True):
     """Bit for bit, by name."""
-    ours, nest = jax.tree.flatten(actual)
-    theirs, other = jax.tree.flatten(expected)
-    assert nest == other
-    paths = jax.tree_util.tree_flatten_with_path(expected)[0]
-    for (path, _), one, two in zip(paths, ours, theirs, strict=True):
-        where = jax.tree_util.keystr(path)
+    ours, theirs = (
+        {
+            jax.tree_util.keystr(path): leaf
+            for path, leaf in jax.tree_util.tree_leaves_with_path(
+                nest, is_leaf=lambda leaf: leaf is None
+            )
+        }
+        for nest in (actual, expected)
+    )
+    assert not set(ours) ^ set(theirs), set(ours) ^ set(theirs)
+    for where, two in theirs.items():
+        one = ours[where]
         if is_exact or isinstance(two, str | bool):
             np.testing.assert_array_equal(one, two, err_msg=where)
             assert np.asarray(one).dtype == np.asarray(two).dtype, where

@@ -4,7 +4,8 @@
 
 Words of what it is told: folder; sources, trained one after the other, each
 with checkpoints of its own; point, where they are interrupted (`POINTS`): the
-last one by SIGKILL, those before it by an exception; seed; model ("exact",
+last one by SIGKILL, those before it by an exception; parts, dicts of such
+words, for several jobs in one; seed; model ("exact",
 "elastic"); epochs; every (steps); slow_s (seconds a step).
 """
 
@@ -215,7 +216,7 @@ def fit(told, name, is_last):
     own = [
         keras.callbacks.EarlyStopping(patience=50, restore_best_weights=True),
         keras.callbacks.ReduceLROnPlateau(
-            factor=0.5, patience=1, min_delta=0.5
+            factor=0.5, patience=1, min_delta=9.0
         ),
         keras.callbacks.CSVLogger(folder / "log.csv"),
     ]
@@ -248,6 +249,11 @@ def digest(array):
 
 
 def main(told):
+    for part in told.get("parts", [{}]):
+        train(told | part)
+
+
+def train(told):
     *_, last = told["sources"]
     for name in told["sources"]:
         try:

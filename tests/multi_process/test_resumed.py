@@ -5,6 +5,7 @@ tests/multi_process/test_resumed.py
 """
 
 import json
+import pathlib
 
 import pytest
 
@@ -16,21 +17,24 @@ KILLED = 128 + 9
 slow = pytest.mark.slow
 
 
-def run(folder, processes, devices, *, sources=NAMES, **told):
-    """Runs a job; returns how it ended, and what the sources' fits gave."""
+def run(folder, processes, devices, *, sources=NAMES, parts=({},), **told):
+    """Runs a job; returns how it ended, and what the fits of each part gave."""
     folder.mkdir(exist_ok=True)
-    for path in folder.glob("*/outcome.json"):
-        path.unlink()
     words = {"folder": str(folder), "sources": sources, "seed": 1} | told
+    words["parts"] = [{"folder": str(folder)} | part for part in parts]
     ended = launch(processes, devices, "resumed", json.dumps(words))
-    outcomes = {
+    found = [outcomes(pathlib.Path(p["folder"])) for p in words["parts"]]
+    if "point" not in told:
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert all(set(outcome) == set(sources) for outcome in found)
+    return ended, *found
+
+
+def outcomes(folder):
+    return {
         path.parent.name: json.loads(path.read_text())
         for path in folder.glob("*/outcome.json")
     }
-    if "point" not in told:
-        assert ended.returncode == 0, ended.stdout + ended.stderr
-        assert set(outcomes) == set(sources)
-    return ended, outcomes
 
 
 def assert_same(ours, theirs):
@@ -39,34 +43,48 @@ def assert_same(ours, theirs):
             assert outcome[part] == value, (name, part)
 
 
-def check_points(folder, processes, devices, points, sources):
-    _, whole = run(folder / "whole", processes, devices, sources=sources)
+def check_whole(whole):
     for outcome in whole.values():
         assert outcome["epochs"] == list(range(resumed.EPOCHS))
         assert outcome["history"]["once"] == [resumed.ROWS] * resumed.EPOCHS
         rates = outcome["history"]["learning_rate"]
         assert rates[-1] < rates[0]
-    for number, point in enumerate(points):
-        here = folder / str(number)
-        # Another one is the last, which is killed.
-        turn = number % len(sources)
-        order = sources[turn:] + sources[:turn]
-        ended, done = run(here, processes, devices, sources=order, point=point)
-        assert ended.returncode not in (0, 1), ended.stdout + ended.stderr
-        assert not done
-        partial = list(here.glob(f"{order[-1]}/kept/*orbax-checkpoint-tmp*"))
-        assert len(partial) == (point == "while arrays are written")
-        _, ours = run(here, processes, devices, sources=order, seed=7 + number)
-        assert_same(ours, whole)
-        print(f"{processes} x {devices}, {point}: {len(ours)} equal")
+
+
+def kill(folder, processes, devices, point, order):
+    """Runs a job that is killed while it trains with the last source."""
+    ended, done = run(folder, processes, devices, sources=order, point=point)
+    said = ended.stdout + ended.stderr
+    assert not done, said
+    assert "was killed by SIGKILL" in said
+    for name in order[:-1]:
+        assert f"{name} was interrupted" in said
+    partial = list(folder.glob(f"{order[-1]}/kept/*orbax-checkpoint-tmp*"))
+    assert partial or point != "while arrays are written"
 
 
 def test_a_job_killed_while_it_saves_goes_on(tmp_path):
-    points = ["while arrays are written"]
-    check_points(tmp_path, 1, 4, points, ["numpy"])
+    kill(tmp_path, 1, 4, "while arrays are written", ["numpy"])
+    other = {"folder": str(tmp_path / "whole"), "seed": 1}
+    parts = [{"seed": 7}, other]
+    _, ours, whole = run(tmp_path, 1, 4, sources=["numpy"], parts=parts)
+    check_whole(whole)
+    assert_same(ours, whole)
 
 
 @slow
 @pytest.mark.parametrize(("processes", "devices"), [(1, 4), (2, 1)])
 def test_a_job_killed_anywhere_goes_on(processes, devices, tmp_path):
-    check_points(tmp_path, processes, devices, list(resumed.POINTS), NAMES)
+    _, whole = run(tmp_path / "whole", processes, devices)
+    check_whole(whole)
+    for number, point in enumerate(resumed.POINTS):
+        folder = tmp_path / str(number)
+        # Another one is the last, which is killed.
+        turn = number % len(NAMES)
+        order = NAMES[turn:] + NAMES[:turn]
+        kill(folder, processes, devices, point, order)
+        _, ours = run(
+            folder, processes, devices, sources=order, seed=7 + number
+        )
+        assert_same(ours, whole)
+        print(f"{processes} x {devices}, {point}: {len(ours)} equal")
