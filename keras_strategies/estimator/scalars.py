@@ -5,6 +5,7 @@ import logging
 from typing import Any
 
 from keras_strategies.estimator.run_config import RunConfig
+from keras_strategies.strategy.scalars import Scalars
 
 _logger = logging.getLogger(__name__)
 
@@ -51,9 +52,5 @@ def _scalars(config: RunConfig, **arguments: Any) -> list[Any]:
             "`pip install 'keras-strategies[tensorboard]'`, or set "
             "`save_summary_steps=None` and `log_step_count_steps=None`."
         )
-        return []
-    try:
-        from keras_strategies.strategy.scalars import Scalars
-    except ImportError:
         return []
     return [Scalars(config.model_dir or "", **arguments)]

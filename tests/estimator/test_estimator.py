@@ -799,6 +799,23 @@ def test_evaluation_notes_its_results(tmp_path):
     assert estimator.evaluate(arrays, checkpoint_path=path) == trained
 
 
+def test_event_files_are_written_as_the_config_says(tmp_path, caplog):
+    pytest.importorskip("tensorboardX")
+    caplog.set_level("INFO", "keras_strategies")
+    estimator = estimator_of(
+        tmp_path, save_summary_steps=2, log_step_count_steps=3
+    )
+    estimator.train(endless, steps=4)
+    estimator.evaluate(arrays, name="first")
+    files = {
+        str(path.parent.relative_to(tmp_path))
+        for path in tmp_path.rglob("events.out.tfevents.*")
+    }
+    assert files == {".", "eval_first"}
+    lines = [text for text in caplog.messages if text.startswith("step ")]
+    assert [line.split(":")[0] for line in lines] == ["step 3", "step 4"]
+
+
 def test_variables_are_those_of_the_newest_checkpoint(tmp_path):
     estimator = estimator_of(tmp_path)
     estimator.train(endless, steps=3)
