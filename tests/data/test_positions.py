@@ -382,6 +382,31 @@ def test_a_feed_goes_on(name, steps_per_execution, seed_of_others):
     assert whole.position == second.position
 
 
+def test_a_position_has_the_seeds_of_tensorflow():
+    """Shuffles without a seed have some after `set_random_seed`."""
+    mesh = ks.MirroredStrategy(jax.devices()[:2])._runtime.mesh
+
+    def feed(seed):
+        keras.utils.set_random_seed(seed)
+        return make_feed(mesh, x=dataset_of("tf.data"))
+
+    def read(feed):
+        feed.on_epoch_begin()
+        return [
+            np.asarray(jax.tree.leaves(execution.segments[0].data)[0]).tolist()
+            for execution in feed.get_jax_iterator()
+        ]
+
+    first, other = feed(1), feed(2)
+    position = json.loads(json.dumps(first.position))
+    expected = [read(first) for _ in range(3)]
+    assert read(other) != expected[0]
+    other = feed(2)
+    other.go_on(position)
+    assert other.position == position
+    assert [read(other) for _ in range(3)] == expected
+
+
 def test_a_state_of_something_else_is_refused():
     strategy = ks.MirroredStrategy(jax.devices()[:2])
     iterator = iter(strategy.experimental_distribute_dataset(Factory()))
