@@ -21,12 +21,6 @@ def epochs_of_keras(num_batches, steps_per_epoch, steps_per_execution):
         steps_per_epoch=steps_per_epoch,
         steps_per_execution=steps_per_execution,
     )
-    numpy_iterator = iterator._get_iterator
-
-    def without_lookahead():
-        return numpy_iterator()
-
-    iterator._get_iterator = without_lookahead
     epochs = []
     for _ in range(EPOCHS):
         read = []
