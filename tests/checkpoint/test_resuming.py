@@ -56,7 +56,8 @@ def check(case, folder, *, every):
             # The same numbers of batches, and logs.
             rest = told[len(told) - len(ours_told) :]
             assert ours_told == rest
-            assert (len(ours_told) == 0) == (step == steps[-1])
+            # Of a length that nobody knew, the last epoch's end is told again.
+            assert ours_told or step == steps[-1]
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,8 @@ def epochs_of_keras(num_batches, steps_per_epoch, steps_per_execution):
         # As a feed has it, no execution reaches over an epoch's end.
         for begin, end, batches in iterator._enumerate_iterator():
             count = min(end + 1, steps_per_epoch) - begin
-            read += [
-                int(batch[0]) for (batch,) in itertools.islice(batches, count)
-            ]
+            for batch in itertools.islice(batches, count):
+                read.append(int(np.ravel(batch)[0]))
         epochs.append(read)
     return epochs
 
