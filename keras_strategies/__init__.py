@@ -13,9 +13,9 @@ Importing this touches no device, imports neither keras nor jax, and patches
 nothing: a name is imported when it is first asked for.
 """
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
+from keras_strategies._core.lazy_names import lazy_names as _lazy_names
 from keras_strategies.keras_bridge import backend as _backend
 
 if TYPE_CHECKING:
@@ -145,19 +145,10 @@ _MODULES = {
 if not _backend.is_command():
     _backend.choose_backend()
 
+_get, __dir__ = _lazy_names(__name__, __name__, _MODULES)
+
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    _backend.require_jax_backend()
-    if _MODULES[name]:
-        module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
-        value = getattr(module, name)
-    else:
-        value = importlib.import_module(f"{__name__}.{name}")
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES})
+    if name in _MODULES:
+        _backend.require_jax_backend()
+    return _get(name)

@@ -6,8 +6,9 @@
 A name is imported when it is first asked for.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from keras_strategies._core.lazy_names import lazy_names as _lazy_names
 
 if TYPE_CHECKING:
     from keras_strategies.checkpoint.callback import Checkpoint as Checkpoint
@@ -15,15 +16,4 @@ if TYPE_CHECKING:
 
 _MODULES = {"Checkpoint": "checkpoint.callback", "Scalars": "strategy.scalars"}
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"keras_strategies.{_MODULES[name]}")
-    value = getattr(module, name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES})
+__getattr__, __dir__ = _lazy_names(__name__, "keras_strategies", _MODULES)

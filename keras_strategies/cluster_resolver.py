@@ -4,8 +4,9 @@ docs/clusters.md says which resolver is for which cluster. A name is imported
 when it is first asked for: most programs need none.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from keras_strategies._core.lazy_names import lazy_names as _lazy_names
 
 if TYPE_CHECKING:
     from keras_strategies.cluster.kubernetes_resolver import (
@@ -42,33 +43,20 @@ if TYPE_CHECKING:
         TPUClusterResolver as TPUClusterResolver,
     )
 
-_PACKAGE = "keras_strategies.cluster"
 _MODULES = {
-    "ClusterResolver": "resolver",
-    "ClusterSpec": "spec",
-    "KubernetesClusterResolver": "kubernetes_resolver",
-    "KubernetesExecutableLocation": "kubernetes_resolver",
-    "SimpleClusterResolver": "simple_resolver",
-    "SlurmClusterResolver": "slurm_resolver",
-    "TFConfigClusterResolver": "tf_config_resolver",
+    "ClusterResolver": "cluster.resolver",
+    "ClusterSpec": "cluster.spec",
+    "KubernetesClusterResolver": "cluster.kubernetes_resolver",
+    "KubernetesExecutableLocation": "cluster.kubernetes_resolver",
+    "SimpleClusterResolver": "cluster.simple_resolver",
+    "SlurmClusterResolver": "cluster.slurm_resolver",
+    "TFConfigClusterResolver": "cluster.tf_config_resolver",
     "TPUClusterResolver": "tpu.cluster_resolver",
-    "TaskInfo": "spec",
-    "TorchrunClusterResolver": "torchrun_resolver",
-    "UnionClusterResolver": "union_resolver",
-    "UnionResolver": "union_resolver",
-    "task_info": "tasks",
+    "TaskInfo": "cluster.spec",
+    "TorchrunClusterResolver": "cluster.torchrun_resolver",
+    "UnionClusterResolver": "cluster.union_resolver",
+    "UnionResolver": "cluster.union_resolver",
+    "task_info": "cluster.tasks",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = _MODULES[name]
-    package = "keras_strategies" if "." in module else _PACKAGE
-    module = f"{package}.{module}"
-    value = globals()[name] = getattr(importlib.import_module(module), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES})
+__getattr__, __dir__ = _lazy_names(__name__, "keras_strategies", _MODULES)

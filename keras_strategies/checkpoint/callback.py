@@ -12,7 +12,7 @@ from keras_strategies.checkpoint.keeping import Keep
 from keras_strategies.checkpoint.storage import Storage
 from keras_strategies.cluster import guard
 from keras_strategies.cluster.agreement import Agreement
-from keras_strategies.cluster.exits import ExitCode
+from keras_strategies.cluster.exits import ExitCode, Preempted
 from keras_strategies.cluster.preemption import PreemptionNotice
 from keras_strategies.keras_bridge.resuming import Keeper, Loop
 
@@ -38,7 +38,7 @@ class Checkpoint(Keeper):
     Differs from `keras.callbacks.BackupAndRestore`: training goes on in the
     middle of an epoch, with all state, on any number of processes; and the
     checkpoints stay when it is done: calling fit again trains nothing more,
-    and says so.
+    and warns of it.
 
     Args:
       directory: Where the checkpoints are, on a disk that all processes share.
@@ -189,7 +189,7 @@ class Checkpoint(Keeper):
             _logger.exception("A checkpoint could not be saved.")
         if is_done and notice is not None and notice.came:
             # After the last epoch was saved.
-            notice.raise_preempted()
+            raise Preempted
 
     # Going on.
 
@@ -227,19 +227,26 @@ class Checkpoint(Keeper):
 
     def _tell(self, loop: Loop, step: int) -> None:
         assert self._storage is not None
+        if not self._storage.is_chief:
+            return
         if loop.is_over:
-            text = (
-                f"The run in {self.directory!r} is over: {step} steps are "
-                "done, and nothing is trained. Give more `epochs`, or another "
+            _logger.warning(
+                "The run in %r is over: %d steps are done, and nothing is "
+                "trained. %s",
+                self.directory,
+                step,
+                "A callback ended it (as EarlyStopping does): give another "
                 "directory."
+                if loop.was_stopped
+                else "Give more `epochs`, or another directory.",
             )
-        else:
-            text = (
-                f"Going on from step {step} in {self.directory!r}: epoch "
-                f"{loop.epoch + 1}, after {loop.step} of its steps."
-            )
+            return
+        text = (
+            f"Going on from step {step} in {self.directory!r}: epoch "
+            f"{loop.epoch + 1}, after {loop.step} of its steps."
+        )
         _logger.info("%s", text)
-        if self._storage.is_chief and loop.verbose != 0:
+        if loop.verbose != 0:
             print(text, flush=True)
 
     # Saving.
@@ -279,7 +286,7 @@ class Checkpoint(Keeper):
                 f"kept in {self.directory!r}; exit code "
                 f"{int(ExitCode.PREEMPTED)}."
             )
-        self._notice.raise_preempted()
+        raise Preempted
 
 
 class _Clock:

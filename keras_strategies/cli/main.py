@@ -5,6 +5,8 @@ starts where they do not.
 """
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 
 import keras_strategies
@@ -47,13 +49,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
       The exit status. `doctor`: 0, or 1 if it found a fault. `launch`: that of
       the process that failed first, else 0. `checkpoints`: 0, or 1 if one is
-      damaged. 2 for wrong arguments.
+      damaged. 2 for wrong arguments; 1 as well if nobody reads the output to
+      its end (`| head`), as rich does.
 
     Raises:
       SystemExit: for `--help`, `--version` and wrong options.
     """
     parser = _make_parser()
     options = parser.parse_args(arguments)
+    try:
+        status = _run(parser, options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return status
+
+
+def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.command == "doctor":
         from keras_strategies.cli.doctor import doctor
 

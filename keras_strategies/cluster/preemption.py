@@ -5,7 +5,6 @@ import threading
 import types
 from typing import Any
 
-from keras_strategies.cluster.exits import Preempted
 from keras_strategies.cluster.progress import Progress
 
 
@@ -44,14 +43,10 @@ class PreemptionNotice:
 
     @property
     def came(self) -> bool:
-        """Whether to save, and to raise `Preempted`."""
+        """Whether to save, and to raise `exits.Preempted`."""
         if self._progress is not None:
             return self._progress.was_preempted
         return self._came
-
-    def raise_preempted(self) -> None:
-        """Ends this process by `Preempted`, what is to be saved is."""
-        raise Preempted
 
     def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
         self._came = True

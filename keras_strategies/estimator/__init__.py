@@ -12,8 +12,9 @@ docs/estimator.md says what moves how. A name is imported when it is first
 asked for.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from keras_strategies._core.lazy_names import lazy_names as _lazy_names
 
 if TYPE_CHECKING:
     from keras_strategies.estimator import experimental as experimental
@@ -66,15 +67,4 @@ _MODULES = {
     "train_and_evaluate": "train_evaluate",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"{__name__}.{_MODULES[name] or name}")
-    value = getattr(module, name) if _MODULES[name] else module
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES})
+__getattr__, __dir__ = _lazy_names(__name__, __name__, _MODULES)

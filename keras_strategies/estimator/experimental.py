@@ -8,8 +8,9 @@
 A name is imported when it is first asked for.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from keras_strategies._core.lazy_names import lazy_names as _lazy_names
 
 if TYPE_CHECKING:
     from keras_strategies.estimator.early_stopping import (
@@ -40,15 +41,6 @@ _MODULES = {
     "stop_if_no_increase_hook": "early_stopping",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    package = __name__.rpartition(".")[0]
-    module = importlib.import_module(f"{package}.{_MODULES[name]}")
-    value = globals()[name] = getattr(module, name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES})
+__getattr__, __dir__ = _lazy_names(
+    __name__, __name__.rpartition(".")[0], _MODULES
+)

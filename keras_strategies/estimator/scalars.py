@@ -21,9 +21,15 @@ def train_scalars(config: RunConfig, step: int) -> list[Any]:
     logs = config.log_step_count_steps or 0
     if not (writes or logs):
         return []
-    return _scalars(
-        config, every_n_steps=writes, log_every_n_steps=logs, initial_step=step
-    )
+    has_files = bool(writes) and _can_write()
+    return [
+        Scalars(
+            config.model_dir or "" if has_files else None,
+            every_n_steps=writes,
+            log_every_n_steps=logs,
+            initial_step=step,
+        )
+    ]
 
 
 def eval_scalars(config: RunConfig, name: str | None, step: int) -> list[Any]:
@@ -34,23 +40,25 @@ def eval_scalars(config: RunConfig, name: str | None, step: int) -> list[Any]:
       name: The evaluation's.
       step: The global step that is evaluated.
     """
-    if not config.save_summary_steps:
+    if not config.save_summary_steps or not _can_write():
         return []
-    return _scalars(
-        config,
-        every_n_steps=0,
-        log_every_n_steps=0,
-        eval_name=name or None,
-        initial_step=step,
-    )
-
-
-def _scalars(config: RunConfig, **arguments: Any) -> list[Any]:
-    if importlib.util.find_spec("tensorboardX") is None:
-        _logger.warning(
-            "No event files are written: tensorboardX is not installed. Run "
-            "`pip install 'keras-strategies[tensorboard]'`, or set "
-            "`save_summary_steps=None` and `log_step_count_steps=None`."
+    return [
+        Scalars(
+            config.model_dir or "",
+            every_n_steps=0,
+            log_every_n_steps=0,
+            eval_name=name or None,
+            initial_step=step,
         )
-        return []
-    return [Scalars(config.model_dir or "", **arguments)]
+    ]
+
+
+def _can_write() -> bool:
+    if importlib.util.find_spec("tensorboardX") is not None:
+        return True
+    _logger.warning(
+        "No event files are written: tensorboardX is not installed. Run "
+        "`pip install 'keras-strategies[tensorboard]'`, or set "
+        "`save_summary_steps=None`."
+    )
+    return False

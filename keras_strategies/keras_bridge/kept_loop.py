@@ -37,6 +37,7 @@ class Loop:
       steps_per_epoch: How many an epoch has, if known.
       num_steps: How many are done since the first fit began.
       is_over: Whether nothing was left to do when it began.
+      was_stopped: Whether that was so because a callback had ended training.
       verbose: As given to fit.
       given: What it goes on with, until it has.
       callbacks: Those of fit, without the keeper.
@@ -63,7 +64,7 @@ class Loop:
         self.epoch = call["initial_epoch"] or 0
         self.step = 0
         self.num_steps = 0
-        self.is_over = False
+        self.is_over = self.was_stopped = False
         self.callbacks: list[Any] = []
         self.settle: Callable[[], None] = lambda: None
         self._seen = functions.trained.steps
@@ -146,7 +147,8 @@ class Loop:
         self.epoch, self.step = state["epoch"], state["step"]
         self.num_steps = state["num_steps"]
         self._logs = state["logs"]
-        self.is_over = state["is_stopped"] or self.epoch >= self._epochs
+        self.was_stopped = state["is_stopped"]
+        self.is_over = self.was_stopped or self.epoch >= self._epochs
         position = self._position_of(self._feed, state["feed"])
         if position is not None:
             self._feed.go_on(position, self.step, self._logs)
@@ -200,7 +202,7 @@ class Loop:
             return
         callback_states.set_states(self.callbacks, self.given["callbacks"])
         if self.is_over:
-            self.model.stop_training = self.given["is_stopped"]
+            self.model.stop_training = self.was_stopped
 
     def begin_epoch(self, epoch: int) -> bool:
         """An epoch begins; returns whether its beginning was done before."""

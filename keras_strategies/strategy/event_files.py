@@ -123,10 +123,10 @@ class Points:
     """The points of a folder, in a new file for each loop that adds some.
 
     Args:
-      folder: Where.
+      folder: Where; None to write nothing.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str | None) -> None:
         self._folder = folder
         self._file: EventFile | None = None
         self._is_given_up = False
@@ -139,6 +139,8 @@ class Points:
           ValueError: it cannot be made.
         """
         self.close()
+        if self._folder is None:
+            return
         try:
             self._file = EventFile(self._folder)
         except OSError as error:
@@ -159,7 +161,7 @@ class Points:
           step: The global step.
           values: A number for each tag.
         """
-        if self._is_given_up or not values:
+        if self._folder is None or self._is_given_up or not values:
             return
         try:
             if self._file is None:

@@ -43,7 +43,8 @@ class Scalars(keras.callbacks.Callback):
 
     Args:
       log_dir: The folder of the run; made if it is not there. A bucket
-        (`gs://`, `s3://`) where tensorboardX has what it needs for that.
+        (`gs://`, `s3://`) where tensorboardX has what it needs for that. None
+        to write no files, and log lines alone.
       every_n_steps: How many steps lie between the points of training; 0 for
         none.
       log_every_n_steps: How many steps lie between the lines "step 300: loss
@@ -55,7 +56,7 @@ class Scalars(keras.callbacks.Callback):
         that the model's optimizer has counted.
 
     Raises:
-      ImportError: tensorboardX is not installed.
+      ImportError: tensorboardX, which writes the files, is not installed.
       TypeError, ValueError: an argument is none that is named above; in
         `fit`, before the first step, a folder that cannot be written to.
 
@@ -71,7 +72,7 @@ class Scalars(keras.callbacks.Callback):
 
     def __init__(
         self,
-        log_dir: str | os.PathLike[str],
+        log_dir: str | os.PathLike[str] | None,
         *,
         every_n_steps: int = 100,
         log_every_n_steps: int | None = None,
@@ -79,10 +80,14 @@ class Scalars(keras.callbacks.Callback):
         initial_step: int | None = None,
     ) -> None:
         super().__init__()
-        check_installed()
-        folder = _folder(log_dir)
-        self._train = Points(folder)
-        self._eval = Points(os.path.join(folder, _eval_folder(eval_name)))
+        eval_folder = _eval_folder(eval_name)
+        if log_dir is None:
+            self._train = self._eval = Points(None)
+        else:
+            check_installed()
+            folder = _folder(log_dir)
+            self._train = Points(folder)
+            self._eval = Points(os.path.join(folder, eval_folder))
         if log_every_n_steps is None:
             log_every_n_steps = every_n_steps
         self._writes = Every(_count("every_n_steps", every_n_steps))

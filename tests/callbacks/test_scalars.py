@@ -640,7 +640,6 @@ def test_no_line_where_nobody_listens_to_the_log(tmp_path, caplog):
     ("arguments", "error", "message"),
     [
         ({"log_dir": ""}, TypeError, "Received: log_dir=''"),
-        ({"log_dir": None}, TypeError, "Received: log_dir=None"),
         ({"log_dir": 3}, TypeError, "Received: log_dir=3"),
         ({"every_n_steps": -1}, ValueError, "every_n_steps=-1"),
         ({"every_n_steps": 1.5}, ValueError, "every_n_steps=1.5"),
@@ -697,6 +696,22 @@ def test_a_package_that_is_missing(monkeypatch):
         ImportError, match=r"pip install 'keras-strategies\[tensorboard\]'"
     ):
         Scalars("logs")
+
+
+def test_lines_alone_need_no_package(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level("INFO", "keras_strategies")
+    model = _kept_model(2, 1)
+    scalars = Scalars(None, log_every_n_steps=2, initial_step=0)
+    state = scalars.get_state()
+    scalars.set_state(state)
+    fit(model, scalars)
+    model.evaluate(X, Y, verbose=0, callbacks=[scalars])
+    assert not list(tmp_path.iterdir())
+    lines = [text for text in caplog.messages if text.startswith("step ")]
+    assert lines
+    assert lines[0].startswith("step 2: loss = ")
 
 
 # The files themselves.

@@ -27,6 +27,7 @@ from tests.checkpoint.runs import (
     Interrupted,
     Runner,
     Seen,
+    Stopping,
     X,
     Y,
     assert_equal,
@@ -95,16 +96,31 @@ def test_checkpoints_change_no_number(runner, whole, tmp_path):
     assert history.history == whole[1]["history"]
 
 
-def test_a_finished_run_trains_nothing_and_says_so(runner, whole, capsys):
+@pytest.mark.parametrize("verbose", [0, 1])
+def test_a_finished_run_trains_nothing_and_warns(
+    runner, whole, verbose, caplog
+):
     folder, expected, _ = whole
     log = (folder / "log.csv").read_text()
-    ours, told = runner.run(folder, seed=5, verbose=1)
+    ours, told = runner.run(folder, seed=5, verbose=verbose)
     assert_equal(ours, expected)
     assert not told
     assert (folder / "log.csv").read_text() == log
-    out = capsys.readouterr().out
-    assert "12 steps are done, and nothing is trained." in out
-    assert "Give more `epochs`" in out
+    (text,) = [r.getMessage() for r in caplog.records]
+    assert "12 steps are done, and nothing is trained." in text
+    assert "Give more `epochs`" in text
+
+
+def test_a_run_that_a_callback_ended_is_over(runner, tmp_path, caplog):
+    model = runner.reset()
+    callbacks = [Stopping(), ks.callbacks.Checkpoint(tmp_path / "kept")]
+    given = {"batch_size": 8, "verbose": 0, "callbacks": callbacks}
+    model.fit(X, Y, epochs=3, **given)
+    assert not caplog.records
+    history = model.fit(X, Y, epochs=9, **given)
+    (text,) = [r.getMessage() for r in caplog.records]
+    assert "A callback ended it (as EarlyStopping does)" in text
+    assert history.epoch == [0, 1]
 
 
 def test_more_epochs_go_on(runner, whole, tmp_path):

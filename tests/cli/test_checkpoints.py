@@ -3,7 +3,10 @@
 import dataclasses
 import io
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -132,6 +135,23 @@ def test_json_says_the_same(directory, capsys):
     ]
     sizes = [part["num_bytes"] for part in said["checkpoints"]]
     assert said["num_bytes"] == sum(sizes) + 3000
+
+
+@pytest.mark.parametrize("option", ["--json", "--quick"])
+def test_who_reads_may_stop(directory, option):
+    command = [sys.executable, "-m", "keras_strategies.cli", "checkpoints"]
+    reader, writer = os.pipe()
+    # Nobody reads: writing fails, as after `| head -1`.
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe:
+        done = subprocess.run(
+            [*command, option, str(directory)],
+            stdout=pipe,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+        )
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_newest_without_a_manifest_is_being_saved_if_somebody_writes(directory):

@@ -5,6 +5,7 @@ import os
 import pathlib
 import random
 import shutil
+import sys
 
 import keras
 import numpy as np
@@ -814,6 +815,23 @@ def test_event_files_are_written_as_the_config_says(tmp_path, caplog):
     assert files == {".", "eval_first"}
     lines = [text for text in caplog.messages if text.startswith("step ")]
     assert [line.split(":")[0] for line in lines] == ["step 3", "step 4"]
+
+
+def test_without_tensorboard_lines_are_logged(tmp_path, caplog, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    caplog.set_level("INFO", "keras_strategies")
+    estimator = estimator_of(
+        tmp_path, save_summary_steps=2, log_step_count_steps=3
+    )
+    estimator.train(endless, steps=4)
+    estimator.evaluate(arrays)
+    assert not list(tmp_path.rglob("events.out.tfevents.*"))
+    lines = [text for text in caplog.messages if text.startswith("step ")]
+    assert [line.split(":")[0] for line in lines] == ["step 3", "step 4"]
+    told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    # Once by train, once by evaluate.
+    assert len(told) == 2
+    assert all("pip install 'keras-strategies[tens" in text for text in told)
 
 
 def test_variables_are_those_of_the_newest_checkpoint(tmp_path):
