@@ -39,6 +39,7 @@ POINTS = {
     "while arrays are written": (".orbax-checkpoint-tmp", 4),
     "before the manifest": ("manifest.json", 4),
 }
+HOOKS = ("batch", "validation")
 _rng = np.random.default_rng(0)
 X = _rng.normal(size=(ROWS, 6)).astype("float32")
 Y = np.stack([X[:, 0] * 2 + 0.1 * X[:, 1], np.arange(ROWS)], 1)
@@ -141,6 +142,11 @@ class Interrupting(keras.callbacks.Callback):
         super().__init__()
         self.kind, self.left = POINTS.get(point, ("", 0))
         self.is_killed, self.slow_s = is_killed, slow_s
+        if self.kind not in HOOKS and not is_killed:
+            # Files are the chief's, and an exception is to end all fits.
+            several = jax.process_count() > 1
+            point = "in an epoch" if several else point
+            self.kind, self.left = POINTS.get(point, ("", 0))
 
     def reach(self, kind):
         if kind != self.kind:
@@ -163,7 +169,7 @@ class Interrupting(keras.callbacks.Callback):
 
     def on_audit(self, event, args):
         """Before a file is renamed: Orbax's folder, or our manifest."""
-        if event != "os.rename" or self.kind in ("", "batch", "validation"):
+        if event != "os.rename" or self.kind in ("", *HOOKS):
             return
         source, target = (os.fspath(path) for path in args[:2])
         is_it = (
