@@ -142,7 +142,7 @@ class Interrupting(keras.callbacks.Callback):
         super().__init__()
         self.kind, self.left = POINTS.get(point, ("", 0))
         self.is_killed, self.slow_s = is_killed, slow_s
-        if self.kind not in HOOKS and not is_killed:
+        if point and self.kind not in HOOKS and not is_killed:
             # Files are the chief's, and an exception is to end all fits.
             several = jax.process_count() > 1
             point = "in an epoch" if several else point
