@@ -13,7 +13,12 @@ import time
 import pytest
 
 from tests.multi_process import resumed
-from tests.multi_process.test_resumed import assert_same, outcomes, run
+from tests.multi_process.test_resumed import (
+    FLAGS,
+    assert_same,
+    outcomes,
+    run,
+)
 from tests.multi_process.test_through_launch import ROOT
 
 EVERY, EPOCHS, LIMIT_S = 10, 10, 120
@@ -41,7 +46,7 @@ def start(folder):
         return subprocess.Popen(
             [sys.executable, *words, json.dumps(told)],
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""},
+            env=os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": FLAGS},
             stdout=log,
             stderr=subprocess.STDOUT,
         )
