@@ -6,6 +6,7 @@ TensorFlow is not imported here: whoever has a dataset has done so.
 import dataclasses
 import functools
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -207,16 +208,19 @@ class TfDataSource(Source):
             dataset = dataset.with_options(options)
         if start:
             dataset = dataset.skip(start)
-        for batch in self._batches(dataset):
-            if self.is_own:
-                yield Part(data=batch, rows=num_rows(batch))
-            else:
-                yield take(batch, cut, is_marked=self._is_marked)
-        del kept
+        held = [dataset.as_numpy_iterator(), dataset, kept]
+        del dataset, kept
+        try:
+            for batch in self._batches(held[0]):
+                if self.is_own:
+                    yield Part(data=batch, rows=num_rows(batch))
+                else:
+                    yield take(batch, cut, is_marked=self._is_marked)
+        finally:
+            _let_go(held)
 
-    def _batches(self, dataset: Any) -> Iterator[Tree]:
+    def _batches(self, iterator: Iterator[Tree]) -> Iterator[Tree]:
         errors = tensorflow().errors
-        iterator = dataset.as_numpy_iterator()
         while True:
             try:
                 batch = next(iterator, None)
@@ -246,6 +250,18 @@ class TfDataSource(Source):
                 f"{received}. Write the file again, or leave it out of the "
                 "dataset."
             ) from error
+
+
+def _let_go(held: list[Any]) -> None:
+    """Drops an iterator of TensorFlow's, and what it needs, in a thread.
+
+    TensorFlow waits there for its own threads: up to a second where training
+    keeps the cores busy.
+    """
+    try:
+        threading.Thread(target=held.clear).start()
+    except RuntimeError:  # Python is about to end, and starts none.
+        held.clear()
 
 
 def _check_elements(element_spec: Any) -> None:

@@ -7,6 +7,7 @@ they read in and write into graphs is checked by the rows that come out.
 import os
 import pathlib
 import sys
+import threading
 import warnings
 
 import numpy as np
@@ -829,3 +830,37 @@ def test_nothing_is_warned_of_twice(folder):
         warnings.simplefilter("error")
         for epoch in range(2):
             batches_of(source, 2, 0, epoch)
+
+
+@pytest.mark.parametrize("is_read_to_the_end", [True, False])
+def test_nobody_waits_for_tensorflow_to_end_its_threads(
+    is_read_to_the_end, monkeypatch
+):
+    may_go, is_gone = threading.Event(), threading.Event()
+    make = tf.data.Dataset.as_numpy_iterator
+
+    class Iterator:
+        def __init__(self, dataset):
+            self._iterator = make(dataset)
+
+        def __next__(self):
+            return next(self._iterator)
+
+        def __del__(self):
+            may_go.wait(20)
+            is_gone.set()
+
+    monkeypatch.setattr(
+        tf.data.Dataset, "as_numpy_iterator", lambda self: Iterator(self)
+    )
+    reading = source_of(tf.data.Dataset.range(6).batch(2), 1, 0).read(
+        0, 0, _all
+    )
+    assert len([next(reading) for _ in range(2)]) == 2
+    if is_read_to_the_end:
+        assert len(list(reading)) == 1
+    else:
+        reading.close()
+    assert not is_gone.is_set()
+    may_go.set()
+    assert is_gone.wait(20)
