@@ -29,8 +29,12 @@ import turns
 
 PEERS = ("ours", "orbax", "orbax manager", "h5")
 TIMES = ("blocking", "until on disk", "CPU of a save", "restore")
-# Workload of `bench fit`: steps of a fit.
-STEPS = {"wide_mlp": 400, "small_mlp": 2000}
+# Workload: the model of `bench fit`, rows of a batch, steps of a fit.
+WORKLOADS = {
+    "wide_mlp_1024": ("wide_mlp", 1024, 200),
+    "wide_mlp": ("wide_mlp", 256, 400),
+    "small_mlp": ("small_mlp", 64, 2000),
+}
 
 
 def build_weights(megabytes, count):
@@ -203,9 +207,10 @@ def fitted(options):
     import keras_strategies as ks
 
     workload = options.workloads[0]
-    x, y = fit.data(workload, STEPS[workload])
+    name, batch_size, steps = WORKLOADS[workload]
+    x, y = fit.data(name, steps * batch_size // fit.SIZES[name][0])
     with ks.MirroredStrategy().scope():
-        model = fit.build(workload, 1)
+        model = fit.build(name, 1)
     folder = f"{options.folder}/{workload}"
     runs = itertools.count()
     worked = 0.0
@@ -220,7 +225,7 @@ def fitted(options):
         model.fit(
             x,
             y,
-            batch_size=fit.SIZES[workload][0],
+            batch_size=batch_size,
             shuffle=False,
             verbose=0,
             callbacks=[kept] if options.peer == "kept" else [],
@@ -229,7 +234,7 @@ def fitted(options):
 
     def clear():
         shutil.rmtree(folder, ignore_errors=True)
-        return {"cpu_ms": 1e3 * worked / STEPS[workload]}
+        return {"cpu_ms": 1e3 * worked / steps}
 
     return train, clear
 
@@ -241,7 +246,7 @@ def serve(options):
         turns.serve(turn, 1, lambda: {"times": times})
         return
     train, clear = fitted(options)
-    turns.serve(train, STEPS[options.workloads[0]], clear)
+    turns.serve(train, WORKLOADS[options.workloads[0]][2], clear)
 
 
 def started(peer, options, log, **arguments):
@@ -299,7 +304,10 @@ def main():
         "--variables", type=int, default=24, help="that share the megabytes"
     )
     parser.add_argument(
-        "--workloads", nargs="+", choices=tuple(STEPS), default=list(STEPS)
+        "--workloads",
+        nargs="+",
+        choices=tuple(WORKLOADS),
+        default=list(WORKLOADS),
     )
     parser.add_argument(
         "--every", type=int, default=50, help="steps between saves of a fit"
