@@ -1,6 +1,7 @@
 """Ends of training that the results of evaluations decide about."""
 
 import logging
+import numbers
 import operator
 import time
 from collections.abc import Callable
@@ -314,7 +315,7 @@ def _threshold_hook(
     run_every_steps: int | None,
 ) -> keras.callbacks.Callback:
     _check_rule(name, min_steps)
-    if isinstance(threshold, bool) or not isinstance(threshold, int | float):
+    if isinstance(threshold, bool) or not isinstance(threshold, numbers.Real):
         raise TypeError(
             "`threshold` is a number. Received: "
             f"{shown(threshold)}. Give, for example, 0.95."

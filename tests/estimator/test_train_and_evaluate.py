@@ -559,6 +559,27 @@ def test_wrong_argument_of_model_to_estimator(tmp_path, make, error, text):
         ks.estimator.model_to_estimator(**make(), model_dir=tmp_path)
 
 
+def test_a_file_that_is_no_model_is_refused(tmp_path):
+    path = tmp_path / "half.keras"
+    path.write_bytes(b"PK")
+    with pytest.raises(ValueError, match="holds something else"):
+        ks.estimator.model_to_estimator(keras_model_path=path)
+
+
+def test_the_output_of_a_sequential_model_has_its_last_layer_s_name(tmp_path):
+    layers = [keras.Input((3,)), keras.layers.Dense(1, name="price")]
+    model = keras.Sequential(layers)
+    model.compile("sgd", "mse")
+    estimator = ks.estimator.model_to_estimator(
+        model, config=models.config_of(tmp_path)
+    )
+    x = models.X[:4]
+    found = list(estimator.predict(lambda: x))
+    np.testing.assert_allclose(
+        [row["price"] for row in found], model(x), atol=1e-6
+    )
+
+
 def test_a_result_that_is_renamed_is_there(tmp_path):
     estimator = ks.estimator.model_to_estimator(
         keras_model(),
