@@ -189,6 +189,11 @@ def _of_arrays(data: Any, mode: str) -> Input:
             "a dict."
         )
     x, y, weight = (*data, None, None)[:3]
+    if x is None:
+        raise TypeError(
+            "An `input_fn` returns data. Received: None for the features. "
+            f"{_CURE}"
+        )
     if mode == ModeKeys.PREDICT:
         y = weight = None
     return Input(
@@ -281,11 +286,15 @@ def _mapped(function: Callable[[Any, str | None], Any], nest: Tree) -> Tree:
         if value is None:
             return None
         if isinstance(value, Mapping):
-            return {k: visit(v, str(k)) for k, v in value.items()}
+            return {
+                k: visit(v, str(k) if key is None else f"{key}_{k}")
+                for k, v in value.items()
+            }
         if _is_pair(value):
             return function(value, key)
         if isinstance(value, list | tuple):
-            return type(value)([visit(v, key) for v in value])
+            names = [key and f"{key}_{index}" for index in range(len(value))]
+            return type(value)(map(visit, value, names))
         return function(value, key)
 
     return visit(nest, None)
@@ -320,7 +329,7 @@ def _shape_and_dtype(
             "the dataset."
         )
     if str(getattr(dtype, "name", dtype)) in ("string", "object") or (
-        getattr(dtype, "kind", "") in "SU"
+        getattr(dtype, "kind", None) in ("S", "U")
     ):
         raise TypeError(
             "Features and labels are numbers or booleans. Received: strings"

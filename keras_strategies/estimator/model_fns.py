@@ -231,7 +231,8 @@ def _check_metrics(spec: EstimatorSpec) -> None:
             "metrics={'output': [...]})`, and leave loss, train_op and "
             "eval_metric_ops out."
         )
-    objects = [id(m) for m in metrics.values() if not isinstance(m, str)]
+    kind = keras.metrics.Metric
+    objects = [id(m) for m in metrics.values() if isinstance(m, kind)]
     if len(set(objects)) < len(objects):
         raise ValueError(
             "A metric of eval_metric_ops has one name. Received: the same "

@@ -14,6 +14,7 @@ import pytest
 import keras_strategies as ks
 from keras_strategies.estimator import eval_results
 from keras_strategies.estimator.estimator import Estimator
+from keras_strategies.estimator.inputs import symbols_of
 from tests.estimator import models
 from tests.estimator.models import (
     X,
@@ -446,6 +447,12 @@ def of_tensorflow_endless():
     return of_tensorflow().repeat()
 
 
+def of_torch():
+    torch = pytest.importorskip("torch")
+    rows = [({"a": x}, y) for x, y in zip(X, Y, strict=True)]
+    return torch.utils.data.DataLoader(rows, batch_size=8)
+
+
 def of_grain():
     grain = pytest.importorskip("grain")
     source = grain.MapDataset.source(range(len(X)))
@@ -462,6 +469,7 @@ def of_grain():
         of_grain,
         slow(of_tensorflow),
         slow(of_tensorflow_endless),
+        slow(of_torch),
     ],
 )
 def test_input_may_be_what_fit_takes(tmp_path, input_fn):
@@ -492,6 +500,7 @@ def test_input_may_be_what_fit_takes(tmp_path, input_fn):
         (({"a": X, "b": np.array(["b"] * 22)}, Y), TypeError, "strings in 'b'"),
         (({"a": X}, np.float32(1)), ValueError, "a scalar"),
         ({"a": X}, ValueError, "without labels"),
+        ((None, Y), TypeError, "None for the features"),
     ],
 )
 def test_input_that_is_none_is_refused(tmp_path, made, error, text):
@@ -500,6 +509,12 @@ def test_input_that_is_none_is_refused(tmp_path, made, error, text):
         with pytest.raises(error, match=text):
             method(lambda: made)
     assert estimator.latest_checkpoint() is None
+
+
+def test_nested_features_have_names_of_their_own():
+    features, _ = symbols_of(({"p": {"a": X}, "q": {"a": (X, X)}}, Y))
+    names = [feature.name for feature in keras.tree.flatten(features)]
+    assert names == ["p_a", "q_a_0", "q_a_1"]
 
 
 def test_data_without_a_shape_are_refused(tmp_path):
@@ -782,6 +797,8 @@ def test_some_predictions_are_chosen_by_their_keys(tmp_path):
         ("other", "has .'dense'"),
         ({"a": "other"}, "has .'dense'"),
         ({"a": lambda y: y[:3], "b": None}, "Batch length"),
+        (lambda y: y.sum(), "of type float32"),
+        (lambda y: (y, y), "of type tuple"),
     ],
 )
 def test_predictions_that_do_not_fit_are_refused(tmp_path, predictions, text):

@@ -371,7 +371,21 @@ def test_training_ends_when_results_say_so(tmp_path, hook, arguments):
         estimator, *arguments, run_every_secs=None, run_every_steps=2
     )
     estimator.train(endless, steps=9, hooks=[made])
-    assert int(estimator.get_variable_value("global_step")) == 2
+    # It is asked after the first step, as in tf, and not only after two.
+    assert int(estimator.get_variable_value("global_step")) == 1
+
+
+def test_whether_to_stop_is_asked_every_so_many_steps(tmp_path):
+    estimator = estimator_of(tmp_path)
+    asked = []
+    made = experimental.make_early_stopping_hook(
+        estimator,
+        lambda: asked.append(made._step()),
+        run_every_secs=None,
+        run_every_steps=3,
+    )
+    estimator.train(endless, steps=8, hooks=[made])
+    assert asked == [1, 4, 7]
 
 
 def test_early_stopping_in_train_and_evaluate(tmp_path):
