@@ -31,6 +31,7 @@ from keras_strategies.checkpoint.manifest import (
 from keras_strategies.checkpoint.space import (
     check_free_space as check_free_space,
 )
+from keras_strategies.checkpoint.space import check_name as check_name
 from keras_strategies.checkpoint.space import check_writable as check_writable
 from keras_strategies.checkpoint.verifying import newest_good as newest_good
 from keras_strategies.checkpoint.verifying import reading as reading

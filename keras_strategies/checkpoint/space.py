@@ -1,6 +1,7 @@
 """Whether a directory can be written to, looked at before it is needed."""
 
 import errno
+import glob
 import os
 import pathlib
 import shutil
@@ -58,6 +59,23 @@ def check_writable(directory: str | os.PathLike[str]) -> None:
             "Checkpoints are written to a directory that this user may write "
             f"to. Received: {str(path)!r}, where {str(existing)!r} refuses it: "
             f"{fault.strerror}. Give another directory, or change its mode",
+        )
+
+
+def check_name(directory: str | os.PathLike[str]) -> None:
+    """Raises ValueError for a directory that Orbax would take for a pattern.
+
+    Orbax 0.12 looks for what it saved by a pattern and finds nothing then, so
+    the checkpoint is without arrays: tests/contract/test_orbax_contract.py.
+
+    Args:
+      directory: An absolute path.
+    """
+    if glob.has_magic(os.fspath(directory)):
+        raise ValueError(
+            "The path of a directory of checkpoints has no '*', '?' or '['. "
+            f"Received: {os.fspath(directory)!r}. Give another name, for "
+            "example 'lr=0.1' instead of 'lr=[0.1]'."
         )
 
 

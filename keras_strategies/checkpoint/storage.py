@@ -77,7 +77,8 @@ class Storage:
         Raises:
           OSError: it cannot be written to.
           RuntimeError: another job writes to it.
-          ValueError: not all processes see it.
+          ValueError: not all processes see it, or a name with "*", "?" or
+            "[".
         """
         self._by_chief("opening", self._take)
         self._check_shared()
@@ -85,6 +86,7 @@ class Storage:
         self._orbax()
 
     def _take(self) -> None:
+        format_lib.check_name(self.directory)
         format_lib.check_writable(self.directory)
         format_lib.make_directory(self.directory)
         self._lock = _lock(self.directory)

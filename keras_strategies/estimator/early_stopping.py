@@ -1,6 +1,7 @@
 """Ends of training that the results of evaluations decide about."""
 
 import logging
+import numbers
 import operator
 import time
 from collections.abc import Callable
@@ -30,7 +31,8 @@ def make_early_stopping_hook(
 ) -> keras.callbacks.Callback:
     """A hook that ends the training when a function says so.
 
-    The chief asks the function, and tells the others.
+    The chief asks the function, and tells the others: after the first step of
+    a call of `train`, and then as often as is said.
 
     Args:
       estimator: The Estimator that trains.
@@ -275,11 +277,11 @@ class _Stopping(keras.callbacks.Callback):
         self._every_secs = every_secs
         self._every_steps = every_steps
         self._asked_at: float | None = None
-        self._asked = 0
+        self._asked: int | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self._asked_at = None
-        self._asked = self._step()
+        # What stopped a training stops it again when it is called again.
+        self._asked_at = self._asked = None
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         step = self._step()
@@ -292,10 +294,10 @@ class _Stopping(keras.callbacks.Callback):
             self.model.stop_training = True  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
 
     def _is_due(self, step: int) -> bool:
+        if self._asked is None or self._asked_at is None:
+            return True
         if self._every_steps is not None:
             return step - self._asked >= self._every_steps
-        if self._asked_at is None:
-            return True
         return time.monotonic() - self._asked_at >= (self._every_secs or 0)
 
     def _step(self) -> int:
@@ -314,7 +316,7 @@ def _threshold_hook(
     run_every_steps: int | None,
 ) -> keras.callbacks.Callback:
     _check_rule(name, min_steps)
-    if isinstance(threshold, bool) or not isinstance(threshold, int | float):
+    if isinstance(threshold, bool) or not isinstance(threshold, numbers.Real):
         raise TypeError(
             "`threshold` is a number. Received: "
             f"{shown(threshold)}. Give, for example, 0.95."

@@ -33,6 +33,8 @@ _HOOKS = (
     "prediction_hooks",
 )
 _COMPILED = ("loss", "train_op", "eval_metric_ops")
+# What an evaluation's results have beside metrics.
+_OWN_RESULTS = ("loss", "global_step")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,6 +232,12 @@ def _check_metrics(metrics: Any) -> None:
             raise TypeError(
                 "Keys of eval_metric_ops are names. Received: "
                 f"{shown(name)}. Give each metric a name."
+            )
+        if name in _OWN_RESULTS:
+            raise ValueError(
+                f"Metric with name {name!r} is not allowed, because an "
+                "evaluation has a result of that name already. Received: "
+                f"{shown(metric)}. Give it another name."
             )
         if isinstance(metric, keras.metrics.Metric | str):
             continue

@@ -5,6 +5,7 @@ import pathlib
 import shutil
 import tempfile
 import weakref
+import zipfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ import keras
 from keras_strategies.cluster.addresses import shown
 from keras_strategies.estimator.estimator import Estimator
 from keras_strategies.estimator.estimator_spec import EstimatorSpec, ModeKeys
+from keras_strategies.estimator.model_fns import output_names
 from keras_strategies.estimator.run_config import RunConfig
 
 _FORMATS = ("saver", "checkpoint")
@@ -142,6 +144,12 @@ def _copy(source: Any, path: str) -> None:
             "they are read."
         )
     shutil.copyfile(source, path)
+    if not zipfile.is_zipfile(path):
+        raise ValueError(
+            "`keras_model_path` is a `.keras` file. Received: "
+            f"{os.fspath(source)!r}, which holds something else, or not all of "
+            "it. Save the model again, by `model.save('model.keras')`."
+        )
 
 
 def _model_fn(path: str, custom_objects: Any, *, is_trusted: bool) -> Any:
@@ -161,9 +169,9 @@ def _model_fn(path: str, custom_objects: Any, *, is_trusted: bool) -> Any:
             safe_mode=not is_trusted,
         )
         _check_compiled(model)
-        names = getattr(model, "output_names", None)
+        names = output_names(model)
         if mode != ModeKeys.PREDICT or not names:
             return model
-        return EstimatorSpec(mode, model=model, predictions=list(names))
+        return EstimatorSpec(mode, model=model, predictions=names)
 
     return model_fn

@@ -13,6 +13,7 @@ from keras_strategies.cluster.addresses import shown
 from keras_strategies.data.distributed import DistributedDataset
 from keras_strategies.data.from_function import InputContext
 from keras_strategies.data.iterables import host_batches
+from keras_strategies.data.source import all_rows
 from keras_strategies.estimator.arguments import names_of_arguments
 from keras_strategies.estimator.estimator_spec import ModeKeys, is_tensor
 from keras_strategies.estimator.run_config import RunConfig
@@ -65,7 +66,7 @@ class Input:
     def batches(self) -> Iterator[Tree]:
         """The features of one batch after the other, as numpy arrays."""
         if self.is_dataset:
-            for batch in host_batches(self.x):
+            for batch in _global_batches(self.x):
                 yield keras.utils.unpack_x_y_sample_weight(_as_element(batch))[
                     0
                 ]
@@ -163,7 +164,9 @@ def _input_of(data: Any, mode: str) -> Input:
     if isinstance(data, Iterator):
         return _of_iterator(data)
     is_data = hasattr(data, "__iter__") or hasattr(data, "__getitem__")
-    if isinstance(data, str | bytes) or not is_data:
+    # (features, labels) of Python lists would be two batches.
+    is_data &= not isinstance(data, str | bytes | tuple | Mapping)
+    if not is_data:
         raise TypeError(
             f"An `input_fn` returns data. Received: {shown(data)} of type "
             f"{type(data).__name__}. {_CURE}"
@@ -186,6 +189,11 @@ def _of_arrays(data: Any, mode: str) -> Input:
             "a dict."
         )
     x, y, weight = (*data, None, None)[:3]
+    if x is None:
+        raise TypeError(
+            "An `input_fn` returns data. Received: None for the features. "
+            f"{_CURE}"
+        )
     if mode == ModeKeys.PREDICT:
         y = weight = None
     return Input(
@@ -211,6 +219,16 @@ def _of_iterator(data: Iterator[Any]) -> Input:
         yield from itertools.chain([first], data)
 
     return Input(x=batches(), example=first, is_dataset=True)
+
+
+def _global_batches(dataset: Any) -> Iterator[Tree]:
+    """The batches of all replicas together, on the host."""
+    if not isinstance(dataset, DistributedDataset):
+        return host_batches(dataset)
+    source = dataset.source
+    epoch = source.passes.next
+    source.passes.reach(epoch + 1)
+    return (part.data for part in source.read(epoch, 0, all_rows))
 
 
 def _is_nest_of_arrays(data: Any) -> bool:
@@ -268,11 +286,15 @@ def _mapped(function: Callable[[Any, str | None], Any], nest: Tree) -> Tree:
         if value is None:
             return None
         if isinstance(value, Mapping):
-            return {k: visit(v, str(k)) for k, v in value.items()}
+            return {
+                k: visit(v, str(k) if key is None else f"{key}_{k}")
+                for k, v in value.items()
+            }
         if _is_pair(value):
             return function(value, key)
         if isinstance(value, list | tuple):
-            return type(value)([visit(v, key) for v in value])
+            names = [key and f"{key}_{index}" for index in range(len(value))]
+            return type(value)(map(visit, value, names))
         return function(value, key)
 
     return visit(nest, None)
@@ -288,9 +310,33 @@ def _is_pair(value: Any) -> bool:
     )
 
 
-def _shape_and_dtype(leaf: Any) -> tuple[tuple[int | None, ...], str]:
+def _shape_and_dtype(
+    leaf: Any, key: str | None
+) -> tuple[tuple[int | None, ...], str]:
     """The shape without rows, and the dtype as Keras feeds it."""
     shape, dtype = leaf if _is_pair(leaf) else _facts(leaf)
+    if getattr(shape, "rank", 0) is None:
+        raise ValueError(
+            "A model is made for the shapes of its data. Received: data "
+            f"without any{_of_key(key)}. Give `output_signature` to "
+            "`tf.data.Dataset.from_generator`, or call `tf.ensure_shape` in "
+            "`dataset.map`."
+        )
+    if not len(shape):
+        raise ValueError(
+            "Data come in batches of rows. Received: a scalar"
+            f"{_of_key(key)} of dtype {dtype}. Call `.batch(batch_size)` on "
+            "the dataset."
+        )
+    if str(getattr(dtype, "name", dtype)) in ("string", "object") or (
+        getattr(dtype, "kind", None) in ("S", "U")
+    ):
+        raise TypeError(
+            "Features and labels are numbers or booleans. Received: strings"
+            f"{_of_key(key)}. Encode them in the `input_fn`, by "
+            "`keras.utils.FeatureSpace`, `keras.layers.StringLookup` or "
+            "`Hashing` in `dataset.map`, or leave them out."
+        )
     name = keras.backend.standardize_dtype(dtype)
     if name in ("float16", "float32", "float64"):
         name = keras.config.floatx()
@@ -308,11 +354,15 @@ def _facts(leaf: Any) -> tuple[Any, Any]:
     return leaf.shape, np.dtype(dtype) if isinstance(dtype, type) else dtype
 
 
+def _of_key(key: str | None) -> str:
+    return "" if key is None else f" in {key!r}"
+
+
 def _input_like(leaf: Any, key: str | None) -> Any:
-    shape, dtype = _shape_and_dtype(leaf)
+    shape, dtype = _shape_and_dtype(leaf, key)
     return keras.Input(shape, dtype=dtype, name=key)
 
 
 def _tensor_like(leaf: Any, key: str | None) -> Any:
-    shape, dtype = _shape_and_dtype(leaf)
+    shape, dtype = _shape_and_dtype(leaf, key)
     return keras.KerasTensor((None, *shape), dtype=dtype, name=key)

@@ -13,6 +13,8 @@ from keras_strategies.cluster.addresses import shown
 from keras_strategies.estimator.arguments import names_of_arguments
 from keras_strategies.estimator.estimator_spec import EstimatorSpec, ModeKeys
 from keras_strategies.estimator.run_config import RunConfig
+from keras_strategies.keras_bridge.binding import binding_of
+from keras_strategies.strategy.current import entered_strategy
 
 Tree = Any
 ARGUMENTS = ("features", "labels", "mode", "params", "config")
@@ -105,10 +107,16 @@ def make(
         "config": config,
     }
     result = model_fn(**{n: known[n] for n in names if n in known})
+    made = None
     if isinstance(result, keras.Model):
-        return _of_model(result, mode)
-    if isinstance(result, EstimatorSpec):
-        return _of_spec(result, mode)
+        made = _of_model(result, mode)
+    elif isinstance(result, EstimatorSpec):
+        made = _of_spec(result, mode)
+    if made is not None:
+        if mode != ModeKeys.PREDICT:
+            _check_labels(made.model, labels)
+            _check_new(made.model)
+        return made
     raise ValueError(
         "model_fn should return an EstimatorSpec, or a compiled keras.Model. "
         f"Received: {shown(result)} of type {type(result).__name__}. Return "
@@ -120,6 +128,36 @@ def _with_defaults(function: Callable[..., Any]) -> set[str]:
     """Names of arguments that need not be given."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name for p in parameters if p.default is not p.empty}
+
+
+def _check_new(model: keras.Model) -> None:
+    """Raises ValueError for a model that was not made for the strategy."""
+    strategy = entered_strategy()
+    binding = binding_of(model)
+    owner = None if binding is None else binding.owner
+    if strategy is not None and owner is not strategy:
+        raise ValueError(
+            "model_fn makes a new model whenever it is called. Received: "
+            f"{model.name!r}, which was compiled before. Make and compile it "
+            "in model_fn; for a model that is there already use "
+            "`ks.estimator.model_to_estimator`."
+        )
+
+
+def _check_labels(model: keras.Model, labels: Tree) -> None:
+    """Raises ValueError for a loss that has no labels."""
+    kind = type(model)
+    has_own_steps = (
+        kind.train_step is not keras.Model.train_step
+        or kind.compute_loss is not keras.Model.compute_loss
+    )
+    if labels is None and not has_own_steps and getattr(model, "loss", None):
+        raise ValueError(
+            "A loss is a function of labels and outputs. Received: data "
+            f"without labels, and the loss {shown(model.loss)}. Have the "
+            "`input_fn` return (features, labels); where features are the "
+            "labels as well, (features, features)."
+        )
 
 
 def _of_model(model: keras.Model, mode: str) -> Made:
@@ -144,6 +182,7 @@ def _of_spec(spec: EstimatorSpec, mode: str) -> Made:
     assert model is not None  # An EstimatorSpec is checked.
     if mode != ModeKeys.PREDICT and not model.compiled:
         metrics = spec.eval_metric_ops if mode == ModeKeys.EVAL else None
+        _check_metrics(spec)
         model.compile(
             # Evaluation uses none.
             optimizer=spec.train_op or "sgd",
@@ -175,17 +214,30 @@ def _named(name: str, metric: Any) -> Any:
         metric = keras.metrics.get(metric)
     if not isinstance(metric, keras.metrics.Metric):
         return keras.metrics.MeanMetricWrapper(metric, name=name)
-    if metric.name == name:
-        return metric
-    try:
-        return type(metric).from_config(metric.get_config() | {"name": name})
-    except (TypeError, ValueError) as error:
+    # It stays what it is: its configuration may leave out arguments.
+    metric.name = name
+    return metric
+
+
+def _check_metrics(spec: EstimatorSpec) -> None:
+    """Raises ValueError for metrics that would be of another output or name."""
+    metrics = spec.eval_metric_ops or {}
+    outputs = getattr(spec.model, "outputs", None) or []
+    if metrics and len(outputs) > 1:
         raise ValueError(
-            "A key of eval_metric_ops names the metric's result. Received: "
-            f"{name!r} for a {type(metric).__name__} with the name "
-            f"{metric.name!r}, of which no other can be made ({error}). Make "
-            f"it with `name={name!r}`."
-        ) from None
+            "eval_metric_ops are of a model with one output. Received: "
+            f"{sorted(metrics)} for a model with {len(outputs)}. Say which "
+            "metric is of which output: `model.compile(optimizer, loss, "
+            "metrics={'output': [...]})`, and leave loss, train_op and "
+            "eval_metric_ops out."
+        )
+    kind = keras.metrics.Metric
+    objects = [id(m) for m in metrics.values() if isinstance(m, kind)]
+    if len(set(objects)) < len(objects):
+        raise ValueError(
+            "A metric of eval_metric_ops has one name. Received: the same "
+            f"object twice in {sorted(metrics)}. Make one for each name."
+        )
 
 
 def _predictions(
@@ -237,10 +289,18 @@ def _named_outputs(model: keras.Model) -> Callable[[Tree], Tree]:
     return named
 
 
+def output_names(model: keras.Model) -> list[str]:
+    """The names of a model's outputs; none where they are not known."""
+    if isinstance(model, keras.Sequential):
+        # Its one output has its last layer's name, as in a functional model.
+        return [layer.name for layer in model.layers[-1:]]
+    return list(getattr(model, "output_names", None) or [])
+
+
 def _output_names(model: keras.Model, count: int) -> list[str]:
-    names = getattr(model, "output_names", None) or []
+    names = output_names(model)
     if len(names) == count:
-        return list(names)
+        return names
     return [f"output_{index}" for index in range(count)]
 
 

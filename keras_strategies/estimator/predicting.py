@@ -107,8 +107,15 @@ def rows_of(predictions: Tree) -> Iterator[Tree]:
     """The predictions of one row after the other.
 
     Raises:
-      ValueError: entries have other numbers of rows.
+      ValueError: entries have other numbers of rows, or have no rows.
     """
+    if isinstance(predictions, tuple) or not np.iterable(predictions):
+        raise ValueError(
+            "Predictions of rows are an array or a dict of arrays. Received: "
+            f"{shown(predictions)} of type {type(predictions).__name__}. Have "
+            "`predictions` of the EstimatorSpec name them in a dict, or pass "
+            "`yield_single_examples=False` for whole batches."
+        )
     if not isinstance(predictions, Mapping):
         yield from predictions
         return

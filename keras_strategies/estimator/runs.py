@@ -134,17 +134,18 @@ class Runs:
                 after_save=after_save,
                 initialize=self._warm_start.apply,
             )
+            wanted = training.steps_of_call(
+                progress,
+                steps=steps,
+                max_steps=max_steps,
+                is_endless=data.is_endless,
+            )
             made.model.fit(
                 **data.arguments(),
                 epochs=1,
                 # A dataset has its own order.
                 shuffle=not data.is_dataset,
-                steps_per_epoch=training.steps_of_call(
-                    progress,
-                    steps=steps,
-                    max_steps=max_steps,
-                    is_endless=data.is_endless,
-                ),
+                steps_per_epoch=wanted,
                 verbose=0,
                 callbacks=[
                     *(made.chief_hooks if mesh.is_chief else ()),
@@ -154,6 +155,8 @@ class Runs:
                     keeper,
                 ],
             )
+        if not (data.is_dataset or made.model.stop_training):
+            training.warn_of_end(keeper.num_steps - progress.begun, wanted)
         _logger.info("Trained up to step %d.", keeper.num_steps)
 
     def evaluate(

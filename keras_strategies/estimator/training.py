@@ -12,6 +12,7 @@ import os
 import pathlib
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -139,6 +140,23 @@ def steps_of_call(
     if steps is not None:
         return steps
     return sys.maxsize if is_endless else None
+
+
+def warn_of_end(num_steps: int, wanted: int | None) -> None:
+    """Warns of arrays, which end: as tensors in tf they had no end.
+
+    Args:
+      num_steps: How many steps a call had.
+      wanted: How many it was to have; None for as many as the data have.
+    """
+    if wanted is not None and num_steps < wanted:
+        warnings.warn(
+            "Arrays that an `input_fn` returns are read once. Received: "
+            f"{num_steps} batches of rows for {wanted} steps. Return a dataset "
+            "that repeats, such as `tf.data.Dataset.from_tensor_slices("
+            "arrays).repeat().batch(batch_size)`, or a generator.",
+            stacklevel=2,
+        )
 
 
 class TrainKeeper(Checkpoint):

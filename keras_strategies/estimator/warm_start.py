@@ -65,7 +65,21 @@ class WarmStartSettings:
                     "`vars_to_warm_start` are regular expressions. Received: "
                     f"{shown(pattern)}. Give a str, or a list of them."
                 )
-            re.compile(pattern)
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(
+                    "`vars_to_warm_start` are regular expressions. Received: "
+                    f"{pattern!r}: {error}. Correct it; any name is '.*'."
+                ) from None
+        names = self.var_name_to_prev_var_name
+        if names is not None and not isinstance(names, Mapping):
+            raise TypeError(
+                "`var_name_to_prev_var_name` is a dict from names to those in "
+                f"the checkpoint. Received: {shown(names)} of type "
+                f"{type(names).__name__}. Write {{'dense/kernel': "
+                "'old/kernel'}."
+            )
 
 
 class WarmStart:
@@ -94,7 +108,9 @@ class WarmStart:
         shapes = checkpoints.document_of(path)["variables"]
         wanted: dict[str, dict[str, Any]] = {}
         pairs: list[tuple[keras.Variable, str, str]] = []
-        for variable in _chosen(model, settings.vars_to_warm_start):
+        chosen = _chosen(model, settings.vars_to_warm_start)
+        _check_used(names, [str(v.path) for v in chosen])
+        for variable in chosen:
             name = names.get(str(variable.path), str(variable.path))
             name = name.replace(".", "/")
             if name not in kept:
@@ -152,6 +168,16 @@ def _checkpoint_of(path: str) -> str:
             f"is none. Give a checkpoint's folder or a `model_dir`. ({error})"
         ) from error
     return path
+
+
+def _check_used(names: Mapping[str, str], paths: list[str]) -> None:
+    unused = sorted(set(names) - set(paths))
+    if unused:
+        raise ValueError(
+            "Keys of `var_name_to_prev_var_name` are weights that are "
+            f"warm-started. Received: {unused}; these are {paths[:8]}. "
+            "Correct the names, or leave them out."
+        )
 
 
 def _listed(patterns: str | Sequence[str] | None) -> list[str]:

@@ -20,6 +20,7 @@ from keras_strategies.checkpoint.format import (
     DamagedCheckpoint,
     Manifest,
     check_free_space,
+    check_name,
     check_writable,
     find_steps,
     make_directory,
@@ -129,6 +130,13 @@ def test_partial_saves_are_what_killed_processes_leave(tmp_path):
         (tmp_path / name).mkdir()
     assert [path.name for path in partial_saves(tmp_path)] == list(partial)
     assert partial_saves(tmp_path / "none") == []
+
+
+@pytest.mark.parametrize("name", ["lr=[0.1]", "a*", "what?"])
+def test_a_path_that_orbax_takes_for_a_pattern_is_refused(tmp_path, name):
+    with pytest.raises(ValueError, match="has no"):
+        check_name(tmp_path / name)
+    check_name(tmp_path / "lr=0.1 (b)]")
 
 
 def test_new_directory_is_for_its_owner_alone(tmp_path):

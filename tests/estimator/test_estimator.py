@@ -6,6 +6,7 @@ import pathlib
 import random
 import shutil
 import sys
+import types
 
 import keras
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 import keras_strategies as ks
 from keras_strategies.estimator import eval_results
 from keras_strategies.estimator.estimator import Estimator
+from keras_strategies.estimator.inputs import symbols_of
 from tests.estimator import models
 from tests.estimator.models import (
     X,
@@ -446,6 +448,12 @@ def of_tensorflow_endless():
     return of_tensorflow().repeat()
 
 
+def of_torch():
+    torch = pytest.importorskip("torch")
+    rows = [({"a": x}, y) for x, y in zip(X, Y, strict=True)]
+    return torch.utils.data.DataLoader(rows, batch_size=8)
+
+
 def of_grain():
     grain = pytest.importorskip("grain")
     source = grain.MapDataset.source(range(len(X)))
@@ -462,6 +470,7 @@ def of_grain():
         of_grain,
         slow(of_tensorflow),
         slow(of_tensorflow_endless),
+        slow(of_torch),
     ],
 )
 def test_input_may_be_what_fit_takes(tmp_path, input_fn):
@@ -488,6 +497,11 @@ def test_input_may_be_what_fit_takes(tmp_path, input_fn):
         ("a", TypeError, "Received: 'a'"),
         (iter([]), ValueError, "without a batch"),
         ((X, Y, Y, Y), ValueError, "4 entries"),
+        (({"a": X.tolist()}, Y.tolist()), TypeError, "of type tuple"),
+        (({"a": X, "b": np.array(["b"] * 22)}, Y), TypeError, "strings in 'b'"),
+        (({"a": X}, np.float32(1)), ValueError, "a scalar"),
+        ({"a": X}, ValueError, "without labels"),
+        ((None, Y), TypeError, "None for the features"),
     ],
 )
 def test_input_that_is_none_is_refused(tmp_path, made, error, text):
@@ -496,6 +510,58 @@ def test_input_that_is_none_is_refused(tmp_path, made, error, text):
         with pytest.raises(error, match=text):
             method(lambda: made)
     assert estimator.latest_checkpoint() is None
+
+
+def test_nested_features_have_names_of_their_own():
+    features, _ = symbols_of(({"p": {"a": X}, "q": {"a": (X, X)}}, Y))
+    names = [feature.name for feature in keras.tree.flatten(features)]
+    assert names == ["p_a", "q_a_0", "q_a_1"]
+
+
+def test_data_without_a_shape_are_refused(tmp_path):
+    class Shapeless:
+        element_spec = types.SimpleNamespace(
+            shape=types.SimpleNamespace(rank=None), dtype=np.dtype("float32")
+        )
+
+        def __iter__(self):
+            return batches()
+
+    with pytest.raises(ValueError, match="output_signature"):
+        estimator_of(tmp_path).train(Shapeless)
+
+
+def test_arrays_that_end_before_the_steps_are_told_of(tmp_path):
+    estimator = estimator_of(tmp_path)
+    with pytest.warns(UserWarning, match="1 batches of rows for 4 steps"):
+        estimator.train(arrays, steps=4)
+    assert step_of(estimator) == 1
+
+
+def test_a_distributed_dataset_is_predicted(tmp_path):
+    class Read:
+        def __iter__(self):
+            return batches()
+
+    strategy = strategy_of(2)
+    estimator = estimator_of(tmp_path, eval_distribute=strategy)
+    predictions = estimator.predict(
+        lambda: strategy.experimental_distribute_dataset(Read())
+    )
+    np.testing.assert_allclose(
+        np.stack(list(predictions)),
+        np.stack(list(estimator.predict(batches))),
+        atol=1e-6,
+    )
+
+
+def test_a_model_that_was_there_before_is_refused(tmp_path):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    estimator = Estimator(lambda mode: model, config=models.config_of(tmp_path))
+    for method in (estimator.train, estimator.evaluate):
+        with pytest.raises(ValueError, match="model_to_estimator"):
+            method(lambda: (X, Y))
 
 
 def test_functions_are_given_what_they_ask_for(tmp_path):
@@ -732,6 +798,8 @@ def test_some_predictions_are_chosen_by_their_keys(tmp_path):
         ("other", "has .'dense'"),
         ({"a": "other"}, "has .'dense'"),
         ({"a": lambda y: y[:3], "b": None}, "Batch length"),
+        (lambda y: y.sum(), "of type float32"),
+        (lambda y: (y, y), "of type tuple"),
     ],
 )
 def test_predictions_that_do_not_fit_are_refused(tmp_path, predictions, text):
@@ -761,20 +829,54 @@ def test_predictions_are_computed_as_they_are_asked_for(tmp_path):
     predictions.close()
 
 
-def test_metric_of_another_name_is_made_anew_or_refused(tmp_path):
-    class Odd(keras.metrics.Mean):
-        def __init__(self, must):
-            super().__init__(name="odd")
-            self.must = must
-
+def metrics_fn(metrics, outputs=1):
     def model_fn(features, labels, mode):
-        model = keras.Model(features, keras.layers.Dense(1)(features["a"]))
+        heads = [keras.layers.Dense(1)(features["a"]) for _ in range(outputs)]
         return ks.estimator.EstimatorSpec(
-            mode, model=model, loss="mse", eval_metric_ops={"a": Odd(1)}
+            mode,
+            model=keras.Model(features, heads),
+            loss="mse",
+            eval_metric_ops=metrics,
         )
 
+    return model_fn
+
+
+def test_metric_of_another_name_keeps_its_arguments(tmp_path):
+    class Constant(keras.metrics.Metric):
+        """Has no `get_config`, as many of users' own."""
+
+        def __init__(self, value=1.0, name="constant"):
+            super().__init__(name=name)
+            self.value = value
+
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            pass
+
+        def result(self):
+            return keras.ops.convert_to_tensor(self.value)
+
+    model_fn = metrics_fn({"group/five": Constant(5.0)})
     estimator = Estimator(model_fn, config=models.config_of(tmp_path))
-    with pytest.raises(ValueError, match="name='a'"):
+    assert estimator.evaluate(arrays)["group/five"] == 5.0
+
+
+ONE_METRIC = keras.metrics.MeanAbsoluteError()
+
+
+@pytest.mark.parametrize(
+    ("metrics", "outputs", "text"),
+    [
+        ({"a": ONE_METRIC, "b": ONE_METRIC}, 1, "has one name"),
+        ({"a": "mse", "b": "mae"}, 2, "with one output.*metrics={"),
+    ],
+)
+def test_metrics_that_cannot_be_named_are_refused(
+    tmp_path, metrics, outputs, text
+):
+    model_fn = metrics_fn(metrics, outputs)
+    estimator = Estimator(model_fn, config=models.config_of(tmp_path))
+    with pytest.raises(ValueError, match=text):
         estimator.evaluate(arrays)
 
 
@@ -919,6 +1021,8 @@ def test_warm_start_takes_some_weights(tmp_path):
         ({"ckpt_to_initialize_from": ""}, ValueError, "MUST be set"),
         ({"ckpt_to_initialize_from": 3}, TypeError, "is a path"),
         ({"vars_to_warm_start": [3]}, TypeError, "regular expressions"),
+        ({"vars_to_warm_start": "*a"}, ValueError, "nothing to repeat"),
+        ({"var_name_to_prev_var_name": ["a"]}, TypeError, "is a dict"),
         ({"var_name_to_vocab_info": {"a": 1}}, ValueError, "no meaning"),
     ],
 )
@@ -932,6 +1036,10 @@ def test_wrong_settings_are_refused(settings, error, text):
     ("settings", "text"),
     [
         ({"vars_to_warm_start": "colour"}, "found in none"),
+        (
+            {"var_name_to_prev_var_name": {"colour": "dense/bias"}},
+            r"\['colour'\]; these are",
+        ),
         (
             {"var_name_to_prev_var_name": {"dense/bias": "colour"}},
             "'colour', which",

@@ -81,7 +81,7 @@ def test_processes_train_evaluate_and_predict_together(tmp_path):
     first, second = (result.value for result in results)
     for told in (first, second):
         assert told["metrics"] == pytest.approx(expected, rel=1e-5)
-        assert told["stopped"] == 7
+        assert told["stopped"] == 6
         assert told["ended"] == 8
         assert told["last"] == 12
     assert first["calls"] == [[2, False], [4, False], [5, True]]

@@ -328,6 +328,12 @@ TENSOR = np.zeros(3)
         ),
         (
             "eval",
+            {"loss": "mse", "eval_metric_ops": {"loss": "mae"}},
+            ValueError,
+            "name 'loss' is not allowed",
+        ),
+        (
+            "eval",
             {"loss": "mse", "training_hooks": [3]},
             TypeError,
             "All `training_hooks`",

@@ -371,7 +371,21 @@ def test_training_ends_when_results_say_so(tmp_path, hook, arguments):
         estimator, *arguments, run_every_secs=None, run_every_steps=2
     )
     estimator.train(endless, steps=9, hooks=[made])
-    assert int(estimator.get_variable_value("global_step")) == 2
+    # It is asked after the first step, as in tf, and not only after two.
+    assert int(estimator.get_variable_value("global_step")) == 1
+
+
+def test_whether_to_stop_is_asked_every_so_many_steps(tmp_path):
+    estimator = estimator_of(tmp_path)
+    asked = []
+    made = experimental.make_early_stopping_hook(
+        estimator,
+        lambda: asked.append(made._step()),
+        run_every_secs=None,
+        run_every_steps=3,
+    )
+    estimator.train(endless, steps=8, hooks=[made])
+    assert asked == [1, 4, 7]
 
 
 def test_early_stopping_in_train_and_evaluate(tmp_path):
@@ -557,6 +571,27 @@ def not_built():
 def test_wrong_argument_of_model_to_estimator(tmp_path, make, error, text):
     with pytest.raises(error, match=text):
         ks.estimator.model_to_estimator(**make(), model_dir=tmp_path)
+
+
+def test_a_file_that_is_no_model_is_refused(tmp_path):
+    path = tmp_path / "half.keras"
+    path.write_bytes(b"PK")
+    with pytest.raises(ValueError, match="holds something else"):
+        ks.estimator.model_to_estimator(keras_model_path=path)
+
+
+def test_the_output_of_a_sequential_model_has_its_last_layer_s_name(tmp_path):
+    layers = [keras.Input((3,)), keras.layers.Dense(1, name="price")]
+    model = keras.Sequential(layers)
+    model.compile("sgd", "mse")
+    estimator = ks.estimator.model_to_estimator(
+        model, config=models.config_of(tmp_path)
+    )
+    x = models.X[:4]
+    found = list(estimator.predict(lambda: x))
+    np.testing.assert_allclose(
+        [row["price"] for row in found], model(x), atol=1e-6
+    )
 
 
 def test_a_result_that_is_renamed_is_there(tmp_path):

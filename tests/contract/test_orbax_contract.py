@@ -1,0 +1,16 @@
+"""What Orbax does that `keras_strategies` relies on, or works around."""
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+
+@pytest.mark.parametrize(("name", "is_lost"), [("a[b]", True), ("ab", False)])
+def test_a_path_with_a_pattern_is_saved_without_arrays(tmp_path, name, is_lost):
+    # When this fails, `space.check_name` is not needed any more.
+    path = tmp_path / name / "1"
+    path.parent.mkdir()
+    handler = ocp.PyTreeCheckpointHandler()
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(path, args=ocp.args.PyTreeSave({"a": np.ones(3)}))
+    assert (path / "manifest.ocdbt").exists() is not is_lost
