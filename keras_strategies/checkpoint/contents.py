@@ -28,6 +28,7 @@ _VERSION = 1
 _ARRAY = "__array__"
 _EMPTY = "__empty_array__"
 _TUPLE = "__tuple__"
+_SCALAR = "__scalar__"
 _MAX_SHOWN = 8
 
 
@@ -204,9 +205,12 @@ def split(state: Any) -> tuple[Any, dict[str, np.ndarray]]:
     def encode(value: Any, path: str) -> Any:
         if value is None or isinstance(value, bool | int | float | str):
             return _plain(value)
-        if isinstance(value, np.generic) and value.dtype.kind in "biuf":
-            return value.item()
-        if isinstance(value, np.ndarray | jax.Array):
+        if isinstance(value, np.generic) and _is_real(value.dtype):
+            # What is computed with it has its dtype.
+            return {_SCALAR: [value.item(), str(value.dtype)]}
+        if isinstance(value, np.ndarray | jax.Array) and (
+            _is_real(value.dtype) or value.dtype.kind == "c"
+        ):
             if not value.size:
                 return {_EMPTY: [list(value.shape), str(value.dtype)]}
             name = f"{len(arrays):05d}"
@@ -220,10 +224,13 @@ def split(state: Any) -> tuple[Any, dict[str, np.ndarray]]:
             isinstance(key, str) for key in value
         ):
             return {k: encode(v, f"{path}[{k!r}]") for k, v in value.items()}
+        kind = type(value).__name__
+        if hasattr(value, "dtype"):
+            kind += f" with dtype {value.dtype}"
         raise TypeError(
             "What is kept in a checkpoint is made of dicts with strings as "
-            "keys, lists, tuples, arrays, numbers, strings, booleans and "
-            f"None. Received: an object of type {type(value).__name__} at "
+            "keys, lists, tuples, arrays of numbers, numbers, strings, "
+            f"booleans and None. Received: an object of type {kind} at "
             f"{path or 'the top'}. Change what `get_state` returns."
         )
 
@@ -241,9 +248,19 @@ def joined(state: Any, arrays: Mapping[str, Any]) -> Any:
     if set(state) == {_EMPTY}:
         shape, dtype = state[_EMPTY]
         return np.empty(shape, dtype)
+    if set(state) == {_SCALAR}:
+        value, dtype = state[_SCALAR]
+        return np.dtype(dtype).type(value)
     if set(state) == {_TUPLE}:
         return tuple(joined(v, arrays) for v in state[_TUPLE])
     return {key: joined(v, arrays) for key, v in state.items()}
+
+
+def _is_real(dtype: Any) -> bool:
+    """Whether it is of booleans, integers or floats, bfloat16 too."""
+    return dtype.kind in "biuf" or (
+        dtype.kind == "V" and jax.dtypes.issubdtype(dtype, np.number)
+    )
 
 
 def _plain(value: Any) -> Any:
