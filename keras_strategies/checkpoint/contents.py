@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 
@@ -225,8 +226,9 @@ def split(state: Any) -> tuple[Any, dict[str, np.ndarray]]:
         ):
             return {k: encode(v, f"{path}[{k!r}]") for k, v in value.items()}
         kind = type(value).__name__
-        if hasattr(value, "dtype"):
-            kind += f" with dtype {value.dtype}"
+        dtype = getattr(value, "dtype", None)
+        if dtype is not None:
+            kind += f" with dtype {dtype}"
         raise TypeError(
             "What is kept in a checkpoint is made of dicts with strings as "
             "keys, lists, tuples, arrays of numbers, numbers, strings, "
@@ -259,7 +261,7 @@ def joined(state: Any, arrays: Mapping[str, Any]) -> Any:
 def _is_real(dtype: Any) -> bool:
     """Whether it is of booleans, integers or floats, bfloat16 too."""
     return dtype.kind in "biuf" or (
-        dtype.kind == "V" and jax.dtypes.issubdtype(dtype, np.number)
+        dtype.kind == "V" and jnp.issubdtype(dtype, np.number)
     )
 
 
