@@ -5,6 +5,8 @@ paths of their variables, so that plain Orbax reads them. The document says
 all else; arrays in it (a callback's best weights) are a group of their own.
 """
 
+import base64
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -256,6 +258,30 @@ def joined(state: Any, arrays: Mapping[str, Any]) -> Any:
     if set(state) == {_TUPLE}:
         return tuple(joined(v, arrays) for v in state[_TUPLE])
     return {key: joined(v, arrays) for key, v in state.items()}
+
+
+def packed(state: Any) -> str:
+    """A nest, its arrays too, as text that other processes read."""
+    plain, arrays = split(state)
+    said = {
+        name: [
+            str(array.dtype),
+            list(array.shape),
+            base64.b64encode(array.tobytes()).decode("ascii"),
+        ]
+        for name, array in arrays.items()
+    }
+    return json.dumps([plain, said])
+
+
+def unpacked(text: str) -> Any:
+    """The nest that `packed` has packed."""
+    plain, said = json.loads(text)
+    arrays = {
+        name: np.frombuffer(base64.b64decode(raw), dtype).reshape(shape)
+        for name, (dtype, shape, raw) in said.items()
+    }
+    return joined(plain, arrays)
 
 
 def _is_real(dtype: Any) -> bool:

@@ -49,3 +49,17 @@ def test_what_no_checkpoint_holds_is_refused_before_it_is_written(value, said):
     with pytest.raises(TypeError, match=re.escape(said)) as raised:
         contents.split({"a": {"b": value}})
     assert "['a']['b']" in str(raised.value)
+
+
+def test_other_processes_read_arrays_too():
+    state = {
+        "rows": np.arange(6.0).reshape(2, 3)[:, ::2],
+        "none": np.zeros((0, 2)),
+        "half": [jnp.bfloat16.dtype.type(1.5), (np.float32(0.1), "a")],
+        "array": jnp.ones(2, "bfloat16"),
+    }
+    ours = contents.unpacked(contents.packed(state))
+    assert ours["half"] == state["half"]
+    for name in ("rows", "none", "array"):
+        np.testing.assert_array_equal(ours[name], state[name])
+        assert ours[name].dtype == state[name].dtype
