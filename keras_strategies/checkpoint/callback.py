@@ -25,11 +25,11 @@ class Checkpoint(Keeper):
     Saved are the weights, the state of layers, metrics and random seeds, the
     optimizers, the place in the epoch and in the data, `History`, and the
     states of the callbacks: of Keras's `EarlyStopping`, `ReduceLROnPlateau`,
-    `ModelCheckpoint`, `CSVLogger`, `TensorBoard`, and of every callback that
-    has `get_state()` and `set_state(state)`. A fit that finds a checkpoint in
-    its directory goes on at the next batch, as if it had not been
-    interrupted: bit for bit on as many devices and processes, to rounding
-    errors on others.
+    `ModelCheckpoint`, `OrbaxCheckpoint`, `CSVLogger`, `TensorBoard`,
+    `SwapEMAWeights`, and of every callback that has `get_state()` and
+    `set_state(state)`. A fit that finds a checkpoint in its directory goes on
+    at the next batch, as if it had not been interrupted: bit for bit on as
+    many devices and processes, to rounding errors on others.
 
     Saving copies the arrays to the host, and writes them while training goes
     on. On SIGTERM all processes save at the same step, and end with exit code
@@ -80,6 +80,12 @@ class Checkpoint(Keeper):
         resume: Literal["auto"] | bool = "auto",
     ) -> None:
         super().__init__()
+        if not isinstance(directory, str | os.PathLike):
+            raise TypeError(
+                "`directory` is a path: a string or a `pathlib.Path`. "
+                f"Received: an object of type {type(directory).__name__}. "
+                "Give a path, as 'checkpoints'."
+            )
         if not os.fspath(directory):
             raise ValueError(
                 "`directory` is where checkpoints are kept. Received: "

@@ -5,11 +5,14 @@ paths of their variables, so that plain Orbax reads them. The document says
 all else; arrays in it (a callback's best weights) are a group of their own.
 """
 
+import base64
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 
@@ -28,6 +31,7 @@ _VERSION = 1
 _ARRAY = "__array__"
 _EMPTY = "__empty_array__"
 _TUPLE = "__tuple__"
+_SCALAR = "__scalar__"
 _MAX_SHOWN = 8
 
 
@@ -204,9 +208,12 @@ def split(state: Any) -> tuple[Any, dict[str, np.ndarray]]:
     def encode(value: Any, path: str) -> Any:
         if value is None or isinstance(value, bool | int | float | str):
             return _plain(value)
-        if isinstance(value, np.generic) and value.dtype.kind in "biuf":
-            return value.item()
-        if isinstance(value, np.ndarray | jax.Array):
+        if isinstance(value, np.generic) and _is_real(value.dtype):
+            # What is computed with it has its dtype.
+            return {_SCALAR: [value.item(), str(value.dtype)]}
+        if isinstance(value, np.ndarray | jax.Array) and (
+            _is_real(value.dtype) or value.dtype.kind == "c"
+        ):
             if not value.size:
                 return {_EMPTY: [list(value.shape), str(value.dtype)]}
             name = f"{len(arrays):05d}"
@@ -220,10 +227,14 @@ def split(state: Any) -> tuple[Any, dict[str, np.ndarray]]:
             isinstance(key, str) for key in value
         ):
             return {k: encode(v, f"{path}[{k!r}]") for k, v in value.items()}
+        kind = type(value).__name__
+        dtype = getattr(value, "dtype", None)
+        if dtype is not None:
+            kind += f" with dtype {dtype}"
         raise TypeError(
             "What is kept in a checkpoint is made of dicts with strings as "
-            "keys, lists, tuples, arrays, numbers, strings, booleans and "
-            f"None. Received: an object of type {type(value).__name__} at "
+            "keys, lists, tuples, arrays of numbers, numbers, strings, "
+            f"booleans and None. Received: an object of type {kind} at "
             f"{path or 'the top'}. Change what `get_state` returns."
         )
 
@@ -241,9 +252,43 @@ def joined(state: Any, arrays: Mapping[str, Any]) -> Any:
     if set(state) == {_EMPTY}:
         shape, dtype = state[_EMPTY]
         return np.empty(shape, dtype)
+    if set(state) == {_SCALAR}:
+        value, dtype = state[_SCALAR]
+        return np.dtype(dtype).type(value)
     if set(state) == {_TUPLE}:
         return tuple(joined(v, arrays) for v in state[_TUPLE])
     return {key: joined(v, arrays) for key, v in state.items()}
+
+
+def packed(state: Any) -> str:
+    """A nest, its arrays too, as text that other processes read."""
+    plain, arrays = split(state)
+    said = {
+        name: [
+            str(array.dtype),
+            list(array.shape),
+            base64.b64encode(array.tobytes()).decode("ascii"),
+        ]
+        for name, array in arrays.items()
+    }
+    return json.dumps([plain, said])
+
+
+def unpacked(text: str) -> Any:
+    """The nest that `packed` has packed."""
+    plain, said = json.loads(text)
+    arrays = {
+        name: np.frombuffer(base64.b64decode(raw), dtype).reshape(shape)
+        for name, (dtype, shape, raw) in said.items()
+    }
+    return joined(plain, arrays)
+
+
+def _is_real(dtype: Any) -> bool:
+    """Whether it is of booleans, integers or floats, bfloat16 too."""
+    return dtype.kind in "biuf" or (
+        dtype.kind == "V" and jnp.issubdtype(dtype, np.number)
+    )
 
 
 def _plain(value: Any) -> Any:

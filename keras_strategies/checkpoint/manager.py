@@ -1,12 +1,13 @@
 """Checkpoints of loops of one's own, in the manner of tf.train's."""
 
-import json
+import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import keras
+import numpy as np
 
 from keras_strategies.checkpoint import contents
 from keras_strategies.checkpoint.format import find_steps
@@ -176,21 +177,18 @@ class CheckpointManager:
           Its path; it is there when `wait` returns.
 
         Raises:
-          ValueError: there is a checkpoint of that step.
+          ValueError: there is a checkpoint of that step, or of a later one.
           OSError: it does not fit on the disk, or the last one could not be
             written.
         """
         path = self._storage.path(step)
-        if step in find_steps(self.directory):
-            raise ValueError(
-                "A step is saved once. Received: "
-                f"step={step}, which is in {self.directory!r}. Give the next "
-                "step, or another directory."
-            )
+        step = int(path.name)
+        self._check_is_next(step)
         shared, extra = contents.split(self._shared_states())
         arrays = contents.arrays_of(self._checkpoint.groups())
-        if extra:
-            arrays[contents.STATE] = extra
+        if extra or not arrays:
+            # Orbax keeps no tree without any array.
+            arrays[contents.STATE] = extra or {"none": np.zeros(1)}
         self._storage.save(
             step,
             arrays,
@@ -240,6 +238,22 @@ class CheckpointManager:
         """Waits for the last save, and lets others write to the directory."""
         self._storage.close()
 
+    def _check_is_next(self, step: int) -> None:
+        newest = self._storage.highest()
+        if step == newest:
+            raise ValueError(
+                "A step is saved once. Received: "
+                f"step={step}, which is in {self.directory!r}. Give the next "
+                "step, or another directory."
+            )
+        if step < newest:
+            raise ValueError(
+                "Steps are saved in their order: the highest is what a restart "
+                f"goes on with. Received: step={step}, and step {newest} is in "
+                f"{self.directory!r}. Restore it first, or give another "
+                "directory."
+            )
+
     @property
     def _count(self) -> int:
         return len(self._processes)
@@ -261,15 +275,17 @@ class CheckpointManager:
     def _shared_states(self) -> Any:
         """The states of all processes; one, if they are alike."""
         states = self._checkpoint.states()
-        text = json.dumps(contents.split(states)[0])
+        text = contents.packed(states)
         if self._count == 1:
             return {"all": states}
         agreement = Agreement(self._processes, "keeping states")
-        heard = agreement.exchange(text)
+        marks = agreement.exchange(hashlib.sha256(text.encode()).hexdigest())
+        is_alike = len(set(marks)) == 1
+        heard = [] if is_alike else agreement.exchange(text)
         agreement.end()
-        if len(set(heard)) == 1:
+        if is_alike:
             return {"all": states}
-        return {"each": [json.loads(said) for said in heard]}
+        return {"each": [contents.unpacked(said) for said in heard]}
 
     def _own_states(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         if "all" in state:

@@ -146,6 +146,18 @@ class Storage:
 
         return self._by_chief("looking for the newest checkpoint in", find)
 
+    def highest(self) -> int:
+        """The highest step, good or not; -1 if there is none. Collective.
+
+        What is being saved is waited for.
+        """
+        self.wait()
+
+        def find() -> int:
+            return max(format_lib.find_steps(self.directory), default=-1)
+
+        return self._by_chief("looking for the highest step in", find)
+
     def newest_to_read(self) -> int | None:
         """The newest good checkpoint; nothing is put aside."""
 

@@ -206,6 +206,11 @@ class Feed(DataAdapter):
         self._source.restart(position["seed"])
         self._epoch, self._start = position["epoch"], position["step"]
         self._given = (self._epoch, self._start)
+        begun = self._epoch + (self._start > 0)
+        if self._source.order is not None and begun:
+            # A fit after this one, which may have nothing left to do, finds
+            # the generator as its orders have left it.
+            self._source.order.of(begun - 1)
         # Keras counts the batches of an epoch of the data from its iterator's
         # first: so it is not told their number, and the feed ends the epochs.
         self._goes_on = self._steps_per_epoch is not None

@@ -26,9 +26,19 @@ _ATTRIBUTES: tuple[tuple[type[Any], tuple[str, ...]], ...] = (
         ("best", "_batches_seen_since_last_saving", "_last_batch_seen"),
     ),
     (
+        keras.callbacks.OrbaxCheckpoint,
+        (
+            "best",
+            "_batches_seen_since_last_saving",
+            "_last_batch_seen",
+            "_total_batches_seen",
+        ),
+    ),
+    (
         keras.callbacks.TensorBoard,
         ("_global_train_batch", "_global_test_batch"),
     ),
+    (keras.callbacks.CSVLogger, ("keys",)),
     (keras.callbacks.SwapEMAWeights, ("_ema_weights_in_model",)),
     (keras.callbacks.History, ("epoch", "history")),
 )
@@ -102,7 +112,11 @@ def _state_of(callback: Any) -> State | None:
             return None
         if not callback.csv_file.closed:
             callback.csv_file.flush()
-        return {"size": os.path.getsize(callback.filename)}
+        return {
+            "size": os.path.getsize(callback.filename),
+            # Its columns are those of the first epoch that it has seen.
+            "keys": callback.keys,
+        }
     for kind, names in _ATTRIBUTES:
         if isinstance(callback, kind):
             return {n: getattr(callback, n) for n in names}

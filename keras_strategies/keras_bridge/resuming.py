@@ -207,9 +207,11 @@ def keeper_among(callbacks: Any) -> Keeper | None:
     Raises:
       ValueError: there are two, or one beside `BackupAndRestore`.
     """
-    given = keras.tree.flatten(callbacks) if callbacks else []
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        given = callbacks.callbacks
+    given, lists = [], []
+    for callback in keras.tree.flatten(callbacks) if callbacks else []:
+        is_list = isinstance(callback, keras.callbacks.CallbackList)
+        lists += [callback] if is_list else []
+        given += callback.callbacks if is_list else [callback]
     keepers = [c for c in given if isinstance(c, Keeper)]
     if not keepers:
         return None
@@ -223,7 +225,7 @@ def keeper_among(callbacks: Any) -> Keeper | None:
             "One callback decides where a fit goes on. Received: "
             f"{', '.join(rivals)}. Leave all out but one."
         )
-    if isinstance(callbacks, keras.callbacks.CallbackList):
+    if any(keeper in one.callbacks for one in lists for keeper in keepers):
         raise ValueError(
             f"`{type(keepers[0]).__name__}` comes after all other callbacks. "
             "Received: a `CallbackList`, which has an order of its own. Pass "

@@ -227,6 +227,10 @@ CASES = [
     Case(name="K 3 then 1", k=3, then=1, is_exact=False, callbacks=bare),
     Case(name="validation", data=of(validation_data=VALIDATION)),
     Case(
+        name="validation of every other epoch",
+        data=of(validation_data=VALIDATION, validation_freq=2),
+    ),
+    Case(
         name="stops early",
         data=of(validation_data=VALIDATION),
         callbacks=validated,

@@ -123,6 +123,39 @@ def test_a_run_that_a_callback_ended_is_over(runner, tmp_path, caplog):
     assert history.epoch == [0, 1]
 
 
+def test_a_log_keeps_its_columns(runner, tmp_path):
+    """Also where the first epoch that is logged again has others."""
+
+    def log(folder, *ends):
+        folder.mkdir()
+        model = runner.reset()
+        for end in ends:
+            rate = keras.callbacks.LearningRateScheduler(lambda epoch: 0.1)
+            logger = keras.callbacks.CSVLogger(folder / "log.csv")
+            model.fit(
+                **of(**VALIDATED, shuffle=False)(),
+                epochs=end,
+                validation_freq=2,
+                verbose=0,
+                callbacks=[rate, logger, Checkpoint(folder / "kept")],
+            )
+        return (folder / "log.csv").read_text()
+
+    assert log(tmp_path / "ours", 1, 2) == log(tmp_path / "whole", 2)
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+def test_a_fit_after_one_that_is_over_finds_the_same_seed(
+    runner, tmp_path, steps
+):
+    drawn = []
+    for _ in range(2):
+        np.random.seed(1)
+        fit(runner, Checkpoint(tmp_path), epochs=3, steps_per_epoch=steps)
+        drawn.append(np.random.random())
+    assert drawn[0] == drawn[1]
+
+
 def test_more_epochs_go_on(runner, whole, tmp_path):
     shutil.copytree(whole[0], tmp_path / "copy")
     expected, _ = runner.run(tmp_path / "expected", epochs=5, **SELDOM)
@@ -364,6 +397,8 @@ def test_an_error_frees_the_directory(runner, tmp_path):
             "save_every_seconds=nan",
         ),
         ({"resume": "always"}, ValueError, "resume='always'"),
+        ({"directory": b"x"}, TypeError, "type bytes"),
+        ({"directory": None}, TypeError, "type NoneType"),
         ({"keep": "all"}, TypeError, "ks.checkpoint.Keep"),
         ({"keep": -1}, ValueError, "last"),
     ],
@@ -401,8 +436,9 @@ def test_a_list_of_callbacks_of_the_users(runner, tmp_path):
     listed = keras.callbacks.CallbackList(
         [Checkpoint(tmp_path)], model=model, add_history=True
     )
-    with pytest.raises(ValueError, match="Pass fit a list"):
-        model.fit(X, Y, verbose=0, callbacks=listed)
+    for callbacks in (listed, [listed]):
+        with pytest.raises(ValueError, match="Pass fit a list"):
+            model.fit(X, Y, verbose=0, callbacks=callbacks)
 
 
 def test_a_model_of_no_strategy(tmp_path):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
@@ -114,6 +115,30 @@ def test_the_newest_are_kept_and_the_best(tmp_path):
         with pytest.raises(ValueError, match="saved once. Received: step=4"):
             manager.save(4)
     assert ks.checkpoint.latest_checkpoint(tmp_path) == str(tmp_path / "4")
+
+
+def test_steps_are_saved_in_their_order(tmp_path):
+    """Of a lower one a restart would know nothing."""
+    found = parts(1)
+    with manager_of(tmp_path, found, keep=2) as manager:
+        manager.save(jnp.int32(5))
+        with pytest.raises(ValueError, match="saved once. Received: step=5"):
+            manager.save(5)
+        manager.save(np.int64(7))
+        with pytest.raises(ValueError, match="step=6, and step 7 is in"):
+            manager.save(6)
+        manager.wait()
+        names = [os.path.basename(path) for path in manager.checkpoints]
+        assert names == ["5", "7"]
+
+
+def test_states_alone_are_kept(tmp_path):
+    with manager_of(tmp_path, {"noted": Noted({"a": 1})}) as manager:
+        manager.save(1)
+    noted = Noted()
+    with manager_of(tmp_path, {"noted": noted}) as manager:
+        assert manager.restore_or_initialize() == 1
+    assert noted.state == {"a": 1}
 
 
 def test_values_are_those_of_the_call_of_save(tmp_path):

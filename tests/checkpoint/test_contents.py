@@ -1,0 +1,65 @@
+"""`checkpoint.contents`: what a document says, and gives back."""
+
+import json
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from keras_strategies.checkpoint import contents
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.float32(1.1),
+        np.float16(np.nan),
+        np.float64(0.1),
+        np.int64(-3),
+        np.uint8(20),
+        np.bool_(True),
+        jnp.bfloat16.dtype.type(1.1),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_numpy_s_numbers_keep_their_types(value):
+    # What is computed with them is rounded as before.
+    state, arrays = contents.split({"nest": [(value, 1.5)]})
+    ours = contents.joined(json.loads(json.dumps(state)), arrays)
+    (one, other) = ours["nest"][0]
+    np.testing.assert_array_equal(one, value)
+    assert (value * 3).dtype == np.asarray(one * 3).dtype
+    assert other == 1.5
+    assert type(other) is float
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (np.array([None]), "ndarray with dtype object"),
+        (np.array(["text"]), "ndarray with dtype <U4"),
+        (np.array(["2020-01-01"], "datetime64[D]"), "datetime64[D]"),
+        (np.timedelta64(3, "D"), "timedelta64[D]"),
+        (b"bytes", "type bytes"),
+    ],
+    ids=str,
+)
+def test_what_no_checkpoint_holds_is_refused_before_it_is_written(value, said):
+    with pytest.raises(TypeError, match=re.escape(said)) as raised:
+        contents.split({"a": {"b": value}})
+    assert "['a']['b']" in str(raised.value)
+
+
+def test_other_processes_read_arrays_too():
+    state = {
+        "rows": np.arange(6.0).reshape(2, 3)[:, ::2],
+        "none": np.zeros((0, 2)),
+        "half": [jnp.bfloat16.dtype.type(1.5), (np.float32(0.1), "a")],
+        "array": jnp.ones(2, "bfloat16"),
+    }
+    ours = contents.unpacked(contents.packed(state))
+    assert ours["half"] == state["half"]
+    for name in ("rows", "none", "array"):
+        np.testing.assert_array_equal(ours[name], state[name])
+        assert ours[name].dtype == state[name].dtype
