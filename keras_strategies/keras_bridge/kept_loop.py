@@ -108,18 +108,20 @@ class Loop:
             "num_steps": self.num_steps,
             "is_stopped": bool(self.model.stop_training),
             "logs": numbers(self._logs),
-            "feed": self._positions("train", is_epoch_over),
-            "validation": self._positions("test", True),
+            "feed": self._positions(self._feed, is_epoch_over),
+            "validation": self._positions(self._validation, True),
             "callbacks": callback_states.states_of(self.callbacks),
         }
 
-    def _positions(self, kind: str, is_epoch_over: bool) -> Any:
+    def _positions(self, feed: Any, is_epoch_over: bool) -> Any:
         """Where a feed is; of data that are each process's own, of all."""
-        feed = self._feed if kind == "train" else self._validation
         if feed is None:
             return None
-        place = self._functions.places.get(kind)
-        if is_epoch_over or place is None:
+        place = self._functions.places.get("train")
+        if feed is self._validation:
+            # Keras makes an iterator for each validation.
+            position = feed.next_position(None)
+        elif is_epoch_over or place is None:
             position = feed.next_position(place)
         else:
             position = feed.position_at(place)

@@ -240,7 +240,7 @@ CASES = [
         name="part of the validation data",
         data=of(
             validation_data=VALIDATION,
-            validation_steps=1,
+            validation_steps=2,
             validation_batch_size=4,
         ),
     ),

@@ -28,6 +28,7 @@ QUICK = (
     "stops early",
     "uneven rows, 3 replicas",
     "own step",
+    "part of the validation data",
 )
 SELDOM = {"save_every_steps": None, "save_every_epochs": 99}
 
