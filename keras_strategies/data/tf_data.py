@@ -6,6 +6,7 @@ TensorFlow is not imported here: whoever has a dataset has done so.
 import dataclasses
 import functools
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -258,9 +259,13 @@ def _let_go(held: list[Any]) -> None:
     TensorFlow waits there for its own threads: up to a second where training
     keeps the cores busy.
     """
+    if sys.is_finalizing():
+        # A thread would not begin, and `start` wait for it for ever.
+        held.clear()
+        return
     try:
         threading.Thread(target=held.clear).start()
-    except RuntimeError:  # Python is about to end, and starts none.
+    except RuntimeError:  # Python 3.12 and later say so a moment before.
         held.clear()
 
 

@@ -6,6 +6,7 @@ they read in and write into graphs is checked by the rows that come out.
 
 import os
 import pathlib
+import subprocess
 import sys
 import threading
 import warnings
@@ -864,3 +865,24 @@ def test_nobody_waits_for_tensorflow_to_end_its_threads(
     assert not is_gone.is_set()
     may_go.set()
     assert is_gone.wait(20)
+
+
+LEFT_OPEN = """
+import tensorflow as tf
+from keras_strategies.data.source import all_rows
+from keras_strategies.data.tf_data import TfDataSource
+
+source = TfDataSource(
+    tf.data.Dataset.range(6).batch(2), num_processes=1, process_index=0, seed=3
+)
+reading = source.read(0, 0, all_rows)
+next(reading)
+"""
+
+
+def test_a_process_ends_while_a_dataset_is_read():
+    # Python starts no threads any more when it collects what is left.
+    ended = subprocess.run(
+        [sys.executable, "-c", LEFT_OPEN], timeout=120, check=False
+    )
+    assert ended.returncode == 0
