@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from keras_strategies._core import host_arrays
-from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.mesh import ReplicaMesh, is_laid_out
 from keras_strategies._core.rows import (
     balanced_rows,
     padded_rows,
@@ -314,7 +314,7 @@ def _is_placed(leaf: Any, mesh: ReplicaMesh) -> bool:
     return (
         isinstance(leaf, jax.Array)
         and leaf.shape[0] % mesh.num_replicas == 0
-        and leaf.sharding.is_equivalent_to(mesh.split, leaf.ndim)
+        and is_laid_out(leaf, mesh.split)
     )
 
 

@@ -161,6 +161,17 @@ def shown_devices(devices: Sequence[jax.Device]) -> str:
     return f"[{names}{', ...' if len(devices) > 8 else ''}]"
 
 
+def is_laid_out(array: jax.Array, sharding: NamedSharding) -> bool:
+    """Whether an array lies as told, so that a program takes it as it is.
+
+    On one device a sharding of another kind means the same, and JAX compiles
+    a program anew for it.
+    """
+    return type(array.sharding) is type(
+        sharding
+    ) and array.sharding.is_equivalent_to(sharding, array.ndim)
+
+
 def _check_owners(owners: list[int], cores: int) -> None:
     """Raises ValueError unless each process's replicas lie together.
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.mesh import ReplicaMesh, is_laid_out
 from keras_strategies._core.replica_map import (
     all_max,
     all_min,
@@ -273,7 +273,7 @@ def own(
     pointers: set[int] = set()
     for i, variable in enumerate(variables):
         value, sharding = group[i], sharding_of(variable, mesh)
-        if not value.sharding.is_equivalent_to(sharding, value.ndim):
+        if not is_laid_out(value, sharding):
             value = jnp.copy(jax.device_put(value, sharding))
         elif donate:
             known = sum(i < len(h) and h[i] is value for h in holders)

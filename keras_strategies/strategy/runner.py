@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.mesh import ReplicaMesh, is_laid_out
 from keras_strategies._core.step_context import StepContext
 from keras_strategies._core.values import (
     PADDED,
@@ -209,7 +209,7 @@ class Runner:
             array = leaf
             if not (
                 isinstance(leaf, jax.Array)
-                and leaf.sharding.is_equivalent_to(self._mesh.whole, leaf.ndim)
+                and is_laid_out(leaf, self._mesh.whole)
             ):
                 array = jax.device_put(leaf, self._mesh.whole)
             return (WHOLE, array.shape, array.dtype, None), array

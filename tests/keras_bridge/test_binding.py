@@ -1,12 +1,14 @@
 """What compiling in a scope, `attach` and `detach` make of a model."""
 
 import copy
+import logging
 import pathlib
 import pickle
 import subprocess
 import sys
 import threading
 
+import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
@@ -677,3 +679,20 @@ def test_trainable_flipped_after_fit_is_refused_as_in_keras():
     model.get_layer("hidden").trainable = True
     fit(model)
     assert_close(state_of(model), trained_plain(2))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_step_is_compiled_once(count, caplog):
+    with mirrored(count).scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("adam", "mse", metrics=["mae"])
+    x = np.ones((8, 3), "float32")
+    with jax.log_compiles(), caplog.at_level(logging.WARNING, "jax"):
+        model.fit(x, x[:, :1], batch_size=4, epochs=3, verbose=0)
+        model.fit(x, x[:, :1], batch_size=4, verbose=0)
+    lines = [
+        text
+        for text in caplog.messages
+        if "XLA compilation" in text and "step" in text
+    ]
+    assert len(lines) == 1, lines
