@@ -7,7 +7,11 @@ import pathlib
 import shutil
 import tempfile
 
-from keras_strategies.checkpoint.layout import not_a_directory
+from keras_strategies.checkpoint.layout import (
+    MANIFEST,
+    not_a_directory,
+    step_of,
+)
 
 _GB = 1e9
 
@@ -63,7 +67,7 @@ def check_writable(directory: str | os.PathLike[str]) -> None:
 
 
 def check_name(directory: str | os.PathLike[str]) -> None:
-    """Raises ValueError for a directory that Orbax would take for a pattern.
+    """Raises ValueError for a checkpoint, or a name that is a pattern to Orbax.
 
     Orbax 0.12 looks for what it saved by a pattern and finds nothing then, so
     the checkpoint is without arrays: tests/contract/test_orbax_contract.py.
@@ -76,6 +80,13 @@ def check_name(directory: str | os.PathLike[str]) -> None:
             "The path of a directory of checkpoints has no '*', '?' or '['. "
             f"Received: {os.fspath(directory)!r}. Give another name, for "
             "example 'lr=0.1' instead of 'lr=[0.1]'."
+        )
+    path = pathlib.Path(directory)
+    if step_of(path.name) is not None and (path / MANIFEST).exists():
+        raise ValueError(
+            "Checkpoints are kept in a directory. Received: "
+            f"{os.fspath(directory)!r}, which is one checkpoint. Give the "
+            f"directory that it is in: {os.fspath(path.parent)!r}."
         )
 
 

@@ -145,7 +145,9 @@ class Prefetched(Generic[Item]):
             _close(self._shared.iterator)
 
     def __del__(self) -> None:
-        self.close()
+        # At Python's end threads are stopped, and modules' names are gone.
+        if sys is not None and not sys.is_finalizing():
+            self.close()
 
 
 class _Shared(Generic[Item]):

@@ -48,9 +48,9 @@ class Keeper(keras.callbacks.Callback):
         if not isinstance(getattr(self.model, _LOOP, None), Loop):
             raise RuntimeError(
                 f"`{type(self).__name__}` keeps the fit of a model that a "
-                "strategy distributes. Received: a model of none. Compile it "
-                "in `with strategy.scope():`, on one device with "
-                "`ks.OneDeviceStrategy()`."
+                f"strategy distributes. Received: {self.model.name!r}, which "
+                "was compiled outside a strategy's scope. Compile it in `with "
+                "ks.MirroredStrategy().scope():`; one device will do."
             )
 
 

@@ -139,6 +139,16 @@ def test_a_path_that_orbax_takes_for_a_pattern_is_refused(tmp_path, name):
     check_name(tmp_path / "lr=0.1 (b)]")
 
 
+def test_a_checkpoint_is_no_directory_of_checkpoints(tmp_path):
+    (tmp_path / "25").mkdir()
+    (tmp_path / "25" / "manifest.json").touch()
+    with pytest.raises(ValueError, match="is one checkpoint. Give the direct"):
+        check_name(tmp_path / "25")
+    check_name(tmp_path)
+    (tmp_path / "26").mkdir()
+    check_name(tmp_path / "26")
+
+
 def test_new_directory_is_for_its_owner_alone(tmp_path):
     path = make_directory(tmp_path / "a" / "b")
     assert stat.S_IMODE(path.stat().st_mode) == 0o700

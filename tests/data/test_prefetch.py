@@ -2,6 +2,8 @@
 
 import gc
 import itertools
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -315,3 +317,32 @@ class Clock:
         monkeypatch.setattr(
             prefetch.time, "perf_counter", lambda: self.now, raising=True
         )
+
+
+LEFT_OPEN = """
+from keras_strategies.data import prefetch
+
+items = prefetch.Prefetched(
+    lambda asks: iter(range(9)),
+    num_bytes=lambda item: 8,
+    is_pause=lambda item: False,
+    needs_thread={needs_thread},
+)
+next(items)
+# What a module holds goes after its functions that begin with "_".
+prefetch.items = items
+del items
+raise SystemExit("left")
+"""
+
+
+@pytest.mark.parametrize("needs_thread", [True, False])
+def test_a_process_ends_in_the_middle(needs_thread):
+    ended = subprocess.run(
+        [sys.executable, "-c", LEFT_OPEN.format(needs_thread=needs_thread)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (1, "left\n")
