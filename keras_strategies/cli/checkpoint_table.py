@@ -119,7 +119,7 @@ def _columns(entries: tuple[Entry, ...], now: float) -> dict[str, list[str]]:
         "size": [size_text(entry.num_bytes) for entry in entries],
         "age": ["" if t is None else age_text(now - t) for t in times],
         "state": [f"{_MARKS[e.state][0]} {e.state.value}" for e in entries],
-        "epoch": ["" if e is None else value_text(e) for e in epochs],
+        "epochs": ["" if e is None else value_text(e) for e in epochs],
     }
 
 

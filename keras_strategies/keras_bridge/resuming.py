@@ -46,9 +46,10 @@ class Keeper(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Refuses a fit that does not ask a keeper."""
         if not isinstance(getattr(self.model, _LOOP, None), Loop):
+            name = getattr(self.model, "name", None)
             raise RuntimeError(
                 f"`{type(self).__name__}` keeps the fit of a model that a "
-                f"strategy distributes. Received: {self.model.name!r}, which "
+                f"strategy distributes. Received: {name!r}, which "
                 "was compiled outside a strategy's scope. Compile it in `with "
                 "ks.MirroredStrategy().scope():`; one device will do."
             )

@@ -87,10 +87,10 @@ def test_narrow_terminal_folds(directory):
 def test_metrics_are_columns_where_they_fit(directory):
     heads = ["accuracy", "loss", "val_accuracy", "val_loss"]
     wide = text_of(look_at(str(directory)), 120)
-    assert wide[1].split() == ["step", "size", "age", "state", "epoch", *heads]
+    assert wide[1].split() == ["step", "size", "age", "state", "epochs", *heads]
     assert wide[2].split()[-4:] == ["0.5", "0.25", "1", "NaN"]
     narrow = text_of(look_at(str(directory)), 60)
-    assert narrow[1].split() == ["step", "size", "age", "state", "epoch"]
+    assert narrow[1].split() == ["step", "size", "age", "state", "epochs"]
     assert narrow[6].split() == ["step", *heads]
     assert narrow[7].split() == ["3", "0.5", "0.25", "1", "NaN"]
     # Nothing of the one that does not say.
