@@ -52,6 +52,10 @@ def step_of(estimator):
     return int(pathlib.Path(estimator.latest_checkpoint()).name)
 
 
+def warnings_of(caplog):
+    return [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+
+
 # Arguments.
 
 
@@ -176,7 +180,7 @@ def test_wrong_argument_of_a_method_is_refused(
 # Training.
 
 
-def test_steps_add_and_max_steps_are_absolute(tmp_path):
+def test_steps_add_and_max_steps_are_absolute(tmp_path, caplog):
     estimator = estimator_of(tmp_path)
     assert estimator.train(endless, steps=2) is estimator
     assert step_of(estimator) == 2
@@ -186,6 +190,11 @@ def test_steps_add_and_max_steps_are_absolute(tmp_path):
     # Done already: not even input_fn is called.
     estimator.train(needs_nothing, max_steps=5)
     estimator.train(needs_nothing, max_steps=4)
+    assert warnings_of(caplog) == [
+        f"Nothing is trained: {tmp_path} is at step 5, and max_steps={asked}. "
+        "Give more `max_steps`, or another `model_dir`."
+        for asked in (5, 4)
+    ]
     assert_equal_weights(weights_of(estimator), weights)
     estimator.train(endless, max_steps=6)
     assert step_of(estimator) == 6
@@ -883,6 +892,18 @@ def test_metrics_that_cannot_be_named_are_refused(
 # Evaluation and what is left of it.
 
 
+def test_initial_weights_are_told_of(tmp_path, caplog):
+    estimator = estimator_of(tmp_path)
+    told = f"No checkpoint in {tmp_path}: initial weights are used."
+    estimator.evaluate(arrays, steps=1)
+    assert warnings_of(caplog) == [told]
+    next(estimator.predict(arrays))
+    assert warnings_of(caplog) == [told] * 2
+    (tmp_path / "3").mkdir()
+    next(estimator.predict(arrays))
+    assert "No good checkpoint in" in warnings_of(caplog)[-1]
+
+
 def test_evaluation_notes_its_results(tmp_path):
     estimator = estimator_of(tmp_path)
     untrained = estimator.evaluate(arrays)
@@ -931,7 +952,7 @@ def test_without_tensorboard_lines_are_logged(tmp_path, caplog, monkeypatch):
     assert not list(tmp_path.rglob("events.out.tfevents.*"))
     lines = [text for text in caplog.messages if text.startswith("step ")]
     assert [line.split(":")[0] for line in lines] == ["step 3", "step 4"]
-    told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    told = warnings_of(caplog)
     # Not again by evaluate.
     assert len(told) == 1
     assert "`pip install tensorboardX`" in told[0]
