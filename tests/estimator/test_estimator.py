@@ -68,6 +68,11 @@ def needs_nothing():
     [
         ({"model_fn": None}, ValueError, "model_fn must be provided"),
         ({"model_fn": 3}, TypeError, "model_to_estimator"),
+        (
+            {"model_fn": keras.Sequential()},
+            TypeError,
+            "a Keras model. Use `ks.estimator.model_to_estimator`",
+        ),
         ({"model_fn": lambda features, x: 0}, ValueError, "not expected"),
         (
             {"model_fn": lambda features: 0, "params": {}},
