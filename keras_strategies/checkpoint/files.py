@@ -9,12 +9,14 @@ import pathlib
 import stat
 from collections.abc import Iterator
 
-from keras_strategies.checkpoint.damage import damaged
+from keras_strategies.checkpoint.damage import DamagedCheckpoint, damaged
 from keras_strategies.checkpoint.layout import (
     MANIFEST,
+    find_steps,
     is_known_file,
     is_known_folder,
     kind_of,
+    step_of,
 )
 
 # O_NONBLOCK: a pipe that took a file's place would wait for a writer.
@@ -26,6 +28,7 @@ _FLAGS = (
     | getattr(os, "O_BINARY", 0)
 )
 _NOT_KNOWN = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EBADF)
+_MAX_STEPS = 8
 _GONE = "it was deleted while it was read"
 
 
@@ -58,12 +61,7 @@ def check_folder(path: pathlib.Path) -> None:
     try:
         status = path.lstat()
     except (FileNotFoundError, NotADirectoryError):
-        raise damaged(
-            path,
-            None,
-            "there is no such folder",
-            "It may have been deleted since it was listed. Use another step.",
-        ) from None
+        raise _not_there(path) from None
     if not stat.S_ISDIR(status.st_mode):
         raise damaged(path, None, f"it is a {kind_of(status)}, not a folder")
 
@@ -156,6 +154,30 @@ def flush(path: pathlib.Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def _not_there(path: pathlib.Path) -> DamagedCheckpoint:
+    fault = "there is no such folder"
+    step = step_of(path.name)
+    if step is None:
+        cure = "It may have been deleted since it was listed. Use another step."
+        return damaged(path, None, fault, cure)
+    steps = find_steps(path.parent)
+    others = f"there {'are' if len(steps) > 1 else 'is'} {_listed(steps)}"
+    return DamagedCheckpoint(
+        f"There is no checkpoint of step {step} in {str(path.parent)!r}; "
+        f"{others}.",
+        path=path,
+        fault=fault,
+    )
+
+
+def _listed(steps: list[int]) -> str:
+    """Steps for a text; of many, the last ones."""
+    if not steps:
+        return "none"
+    start = "..., " if len(steps) > _MAX_STEPS else ""
+    return start + ", ".join(map(str, steps[-_MAX_STEPS:]))
 
 
 def _find(path: pathlib.Path, folder: str, sizes: dict[str, int]) -> None:

@@ -10,6 +10,7 @@ from keras_strategies.checkpoint.format import find_steps
 from keras_strategies.checkpoint.keeping import Keep
 from keras_strategies.checkpoint.layout import step_of
 from keras_strategies.checkpoint.storage import Storage
+from keras_strategies.cluster.addresses import shown
 from keras_strategies.keras_bridge.state import is_seed
 
 _WEIGHTS = ("weights", "seeds")
@@ -43,9 +44,17 @@ def load_weights(
 
     Raises:
       FileNotFoundError: there is none.
-      DamagedCheckpoint: the one that was asked for is damaged.
-      ValueError: it is of another model; what differs is listed.
+      DamagedCheckpoint: the one that was asked for is damaged, or not there.
+      ValueError: it is of another model; what differs is listed. Or the model
+        is not built.
+      TypeError: the first argument is no model.
     """
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            "`load_weights` takes the model first, and then the path. "
+            f"Received: {shown(model)} of type {type(model).__name__} as the "
+            "model. Write `load_weights(model, path)`."
+        )
     path = pathlib.Path(path)
     if step is None and step_of(path.name) is not None and not find_steps(path):
         path, step = path.parent, step_of(path.name)
@@ -74,7 +83,16 @@ def load_weights(
     }
     where = str(storage.path(chosen))
     contents.check_version(document, where)
-    found = contents.matched(groups, document, where)
+    try:
+        found = contents.matched(groups, document, where)
+    except ValueError:
+        if model.built:
+            raise
+        raise ValueError(
+            "Weights are given to a model that has its variables. Received: "
+            f"{model.name!r}, which is not built. Call it on a batch, or begin "
+            "it with `keras.Input`."
+        ) from None
     wanted = contents.targets(found, document, None)
     contents.assign(found, storage.restore(chosen, wanted, is_part=True))
     storage.close()

@@ -5,6 +5,7 @@ process writes.
 """
 
 import json
+import logging
 import os
 import pathlib
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ DamagedCheckpoint = format_lib.DamagedCheckpoint
 GLOBAL_STEP = "global_step"
 WEIGHTS = "weights"
 _SEEDS = "seeds"
+_logger = logging.getLogger(__name__)
 
 
 def latest_checkpoint(model_dir: str) -> str | None:
@@ -48,6 +50,15 @@ def newest_good(model_dir: str) -> str | None:
     if manifest is None:
         return None
     return str(format_lib.step_path(model_dir, manifest.step))
+
+
+def warn_of_none(model_dir: str) -> None:
+    """Warns that a model has its initial weights."""
+    _logger.warning(
+        "No %scheckpoint in %s: initial weights are used.",
+        "good " if format_lib.find_steps(model_dir) else "",
+        model_dir,
+    )
 
 
 def step_of(path: str | os.PathLike[str]) -> int:

@@ -50,7 +50,7 @@ def check_model_fn(model_fn: Any, params: Any) -> None:
     Raises:
       ValueError: there is none, it has other arguments, or it has none for
         the parameters that are given.
-      TypeError: it cannot be called.
+      TypeError: it cannot be called, or is a model.
     """
     if model_fn is None:
         raise ValueError(
@@ -62,6 +62,11 @@ def check_model_fn(model_fn: Any, params: Any) -> None:
             f"model_fn is a function. Received: {shown(model_fn)} of type "
             f"{type(model_fn).__name__}. For a model that is there already "
             "use `ks.estimator.model_to_estimator`."
+        )
+    if isinstance(model_fn, keras.Model):
+        raise TypeError(
+            "`model_fn` is a function of (features, labels, mode, ...). "
+            "Received: a Keras model. Use `ks.estimator.model_to_estimator`."
         )
     names = names_of_arguments(model_fn)
     others = sorted(set(names) - set(ARGUMENTS) - _with_defaults(model_fn))

@@ -10,23 +10,23 @@ from keras_strategies.cluster.addresses import shown
 _WITHOUT_MEANING = {
     "session_config": (
         None,
-        "set XLA_FLAGS or `jax.config` before JAX starts, and choose devices "
-        "by `train_distribute`",
+        "Set XLA_FLAGS or `jax.config` before JAX starts, and choose devices "
+        "by `train_distribute`.",
     ),
     "device_fn": (
         None,
-        "choose devices by `train_distribute`, and where variables lie by "
-        "`TPUStrategy(layout_map=...)`",
+        "Choose devices by `train_distribute`, and where variables lie by "
+        "`TPUStrategy(layout_map=...)`.",
     ),
     "protocol": (
         None,
-        "JAX chooses it; `ks.experimental.CommunicationOptions` has what can "
-        "be set",
+        "JAX chooses it. `ks.experimental.CommunicationOptions` has what can "
+        "be set.",
     ),
     "checkpoint_save_graph_def": (
         True,
-        "leave it out: checkpoints never hold a graph, and "
-        "`Estimator.export_saved_model` writes what is served",
+        "Checkpoints never hold a graph. `Estimator.export_saved_model` writes "
+        "what is served.",
     ),
 }
 
@@ -54,12 +54,12 @@ def check_fields(config: Any) -> None:
         _check_number(name, getattr(config, name), above=0, is_whole=False)
     for name in ("tf_random_seed", "experimental_max_worker_delay_secs"):
         _check_number(name, getattr(config, name))
-    for name, (value, cure) in _WITHOUT_MEANING.items():
+    for name, (default, cure) in _WITHOUT_MEANING.items():
         given = getattr(config, name)
-        if given is not value:
+        if given is not default:
             raise ValueError(
                 f"`{name}` has no meaning on JAX. Received: {name}="
-                f"{shown(given)}. Use {value} and, instead, {cure}."
+                f"{shown(given)}. Leave it out. {cure}"
             )
     for name in ("train_distribute", "eval_distribute"):
         _check_strategy(name, getattr(config, name))

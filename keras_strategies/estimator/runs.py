@@ -123,7 +123,10 @@ class Runs:
         )
         progress = training.Progress(**told)
         if max_steps is not None and progress.step >= max_steps:
-            _logger.info("Skipping training since max_steps has already saved.")
+            if mesh.is_chief:
+                training.warn_of_nothing(
+                    self.model_dir, progress.step, max_steps
+                )
             return
         with seeded(self.config.tf_random_seed), _data_may_end():
             data = self._input(input_fn, ModeKeys.TRAIN)
@@ -320,12 +323,8 @@ class Runs:
         if mesh.is_chief:
             found = checkpoints.newest_good(self.model_dir)
         found = training.told_by_chief(mesh, "the newest checkpoint", found)
-        if found is None:
-            _logger.info(
-                "Could not find trained model in model_dir: %s, running "
-                "initialization.",
-                self.model_dir,
-            )
+        if found is None and mesh.is_chief:
+            checkpoints.warn_of_none(self.model_dir)
         return found
 
     def _check_role(self, strategy: Strategy) -> None:

@@ -1,5 +1,6 @@
 """The event files and log lines of an Estimator."""
 
+import functools
 import importlib.util
 import logging
 from typing import Any
@@ -56,9 +57,14 @@ def eval_scalars(config: RunConfig, name: str | None, step: int) -> list[Any]:
 def _can_write() -> bool:
     if importlib.util.find_spec("tensorboardX") is not None:
         return True
+    _warn_once()
+    return False
+
+
+@functools.cache
+def _warn_once() -> None:
+    # `train_and_evaluate` trains and evaluates in turn.
     _logger.warning(
         "No event files are written: tensorboardX is not installed. Run "
-        "`pip install 'keras-strategies[tensorboard]'`, or set "
-        "`save_summary_steps=None`."
+        "`pip install tensorboardX`, or set `save_summary_steps=None`."
     )
-    return False

@@ -116,7 +116,8 @@ def _set(spec: Any, name: str, value: Any) -> None:
 def _checked_exporters(exporters: Any) -> tuple[Exporter, ...]:
     if exporters is None:
         return ()
-    if isinstance(exporters, Exporter):
+    # A name is no iterable of its letters.
+    if isinstance(exporters, Exporter | str):
         exporters = (exporters,)
     try:
         found = tuple(exporters)

@@ -142,6 +142,23 @@ def steps_of_call(
     return sys.maxsize if is_endless else None
 
 
+def warn_of_nothing(model_dir: str, step: int, max_steps: int) -> None:
+    """Warns that a call has no steps to train.
+
+    Args:
+      model_dir: The directory.
+      step: The global step of its newest checkpoint.
+      max_steps: Up to which the call was to train.
+    """
+    _logger.warning(
+        "Nothing is trained: %s is at step %d, and max_steps=%d. Give more "
+        "`max_steps`, or another `model_dir`.",
+        model_dir,
+        step,
+        max_steps,
+    )
+
+
 def warn_of_end(num_steps: int, wanted: int | None) -> None:
     """Warns of arrays, which end: as tensors in tf they had no end.
 

@@ -22,8 +22,7 @@ def check_installed() -> None:
     if importlib.util.find_spec("tensorboardX") is None:
         raise ImportError(
             "`Scalars` writes TensorBoard's files with tensorboardX. Received: "
-            "no module `tensorboardX`. Run `pip install "
-            "'keras-strategies[tensorboard]'`."
+            "no module `tensorboardX`. Run `pip install tensorboardX`."
         )
 
 

@@ -242,7 +242,7 @@ def test_a_damaged_checkpoint_is_put_aside_and_its_step_saved_again(
         manager_of(tmp_path, found) as manager,
     ):
         assert manager.restore_or_initialize() == 1
-        with pytest.raises(ks.checkpoint.DamagedCheckpoint, match="/2"):
+        with pytest.raises(ks.checkpoint.DamagedCheckpoint, match="of step 2 "):
             manager.restore(2)
         scramble(found)
         manager.save(2)
@@ -342,8 +342,16 @@ def test_weights_are_loaded_and_exported(tmp_path):
     np.testing.assert_array_equal(loaded(ROWS), plain(ROWS))
     with pytest.raises(FileNotFoundError, match="none that is good"):
         ks.checkpoint.load_weights(plain, tmp_path)
-    with pytest.raises(ks.checkpoint.DamagedCheckpoint):
+    text = "no checkpoint of step 3 in .*run'; there are 2, 4[.]$"
+    with pytest.raises(ks.checkpoint.DamagedCheckpoint, match=text):
         ks.checkpoint.load_weights(plain, directory, step=3)
+    with pytest.raises(ks.checkpoint.DamagedCheckpoint, match=text):
+        ks.checkpoint.load_weights(plain, directory / "3")
+    with pytest.raises(TypeError, match="takes the model first"):
+        ks.checkpoint.load_weights(directory, plain)
+    unbuilt = keras.Sequential([keras.layers.Dense(2)], name="late")
+    with pytest.raises(ValueError, match="'late', which is not built"):
+        ks.checkpoint.load_weights(unbuilt, directory)
     other = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
     with pytest.raises(ValueError, match="of another model"):
         ks.checkpoint.load_weights(other, directory)

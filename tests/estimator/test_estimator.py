@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.estimator import eval_results
+from keras_strategies.estimator import eval_results, scalars
 from keras_strategies.estimator.estimator import Estimator
 from keras_strategies.estimator.inputs import symbols_of
 from tests.estimator import models
@@ -52,6 +52,10 @@ def step_of(estimator):
     return int(pathlib.Path(estimator.latest_checkpoint()).name)
 
 
+def warnings_of(caplog):
+    return [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+
+
 # Arguments.
 
 
@@ -64,6 +68,11 @@ def needs_nothing():
     [
         ({"model_fn": None}, ValueError, "model_fn must be provided"),
         ({"model_fn": 3}, TypeError, "model_to_estimator"),
+        (
+            {"model_fn": keras.Sequential()},
+            TypeError,
+            "a Keras model. Use `ks.estimator.model_to_estimator`",
+        ),
         ({"model_fn": lambda features, x: 0}, ValueError, "not expected"),
         (
             {"model_fn": lambda features: 0, "params": {}},
@@ -176,7 +185,7 @@ def test_wrong_argument_of_a_method_is_refused(
 # Training.
 
 
-def test_steps_add_and_max_steps_are_absolute(tmp_path):
+def test_steps_add_and_max_steps_are_absolute(tmp_path, caplog):
     estimator = estimator_of(tmp_path)
     assert estimator.train(endless, steps=2) is estimator
     assert step_of(estimator) == 2
@@ -186,6 +195,11 @@ def test_steps_add_and_max_steps_are_absolute(tmp_path):
     # Done already: not even input_fn is called.
     estimator.train(needs_nothing, max_steps=5)
     estimator.train(needs_nothing, max_steps=4)
+    assert warnings_of(caplog) == [
+        f"Nothing is trained: {tmp_path} is at step 5, and max_steps={asked}. "
+        "Give more `max_steps`, or another `model_dir`."
+        for asked in (5, 4)
+    ]
     assert_equal_weights(weights_of(estimator), weights)
     estimator.train(endless, max_steps=6)
     assert step_of(estimator) == 6
@@ -883,6 +897,18 @@ def test_metrics_that_cannot_be_named_are_refused(
 # Evaluation and what is left of it.
 
 
+def test_initial_weights_are_told_of(tmp_path, caplog):
+    estimator = estimator_of(tmp_path)
+    told = f"No checkpoint in {tmp_path}: initial weights are used."
+    estimator.evaluate(arrays, steps=1)
+    assert warnings_of(caplog) == [told]
+    next(estimator.predict(arrays))
+    assert warnings_of(caplog) == [told] * 2
+    (tmp_path / "3").mkdir()
+    next(estimator.predict(arrays))
+    assert "No good checkpoint in" in warnings_of(caplog)[-1]
+
+
 def test_evaluation_notes_its_results(tmp_path):
     estimator = estimator_of(tmp_path)
     untrained = estimator.evaluate(arrays)
@@ -921,6 +947,7 @@ def test_event_files_are_written_as_the_config_says(tmp_path, caplog):
 
 def test_without_tensorboard_lines_are_logged(tmp_path, caplog, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    scalars._warn_once.cache_clear()
     caplog.set_level("INFO", "keras_strategies")
     estimator = estimator_of(
         tmp_path, save_summary_steps=2, log_step_count_steps=3
@@ -930,10 +957,10 @@ def test_without_tensorboard_lines_are_logged(tmp_path, caplog, monkeypatch):
     assert not list(tmp_path.rglob("events.out.tfevents.*"))
     lines = [text for text in caplog.messages if text.startswith("step ")]
     assert [line.split(":")[0] for line in lines] == ["step 3", "step 4"]
-    told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    # Once by train, once by evaluate.
-    assert len(told) == 2
-    assert all("pip install 'keras-strategies[tens" in text for text in told)
+    told = warnings_of(caplog)
+    # Not again by evaluate.
+    assert len(told) == 1
+    assert "`pip install tensorboardX`" in told[0]
 
 
 def test_variables_are_those_of_the_newest_checkpoint(tmp_path):

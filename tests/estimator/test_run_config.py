@@ -202,7 +202,12 @@ def test_replace_switches_between_steps_and_seconds(first, changes, expected):
         ({"session_creation_timeout_secs": "1"}, TypeError, "be a number"),
         ({"session_config": object()}, ValueError, "XLA_FLAGS"),
         ({"device_fn": lambda op: "/cpu:0"}, ValueError, "train_distribute"),
-        ({"protocol": "grpc"}, ValueError, "CommunicationOptions"),
+        (
+            {"protocol": "grpc"},
+            ValueError,
+            "protocol='grpc'. Leave it out. JAX chooses it. `ks.experimental."
+            "CommunicationOptions` has what can be set.$",
+        ),
         ({"protocol": "http"}, ValueError, "CommunicationOptions"),
         ({"checkpoint_save_graph_def": False}, ValueError, "hold a graph"),
         ({"train_distribute": "mirrored"}, TypeError, "MirroredStrategy"),

@@ -139,6 +139,7 @@ def test_eval_spec():
         (EvalSpec, {"throttle_secs": -1}, ValueError, "throttle_secs >= 0"),
         (EvalSpec, {"throttle_secs": float("nan")}, ValueError, ">= 0"),
         (EvalSpec, {"exporters": 3}, TypeError, "must be an Exporter"),
+        (EvalSpec, {"exporters": "best"}, TypeError, "'best' of type str"),
         (EvalSpec, {"exporters": [None]}, TypeError, "must be an Exporter"),
         (EvalSpec, {"exporters": [Own("a"), 3]}, TypeError, "an Exporter"),
         (EvalSpec, {"exporters": Own("")}, ValueError, "None` or empty"),
