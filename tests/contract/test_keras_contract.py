@@ -85,6 +85,7 @@ RELIED_ON = {
     "_global_test_batch",
     "_global_train_batch",
     "_last_batch_seen",
+    "_total_batches_seen",
     # Lists of callbacks, which call `_on_train_batch_end`, too.
     "_configure_async_dispatch",
     # Layers, optimizers, metrics.
