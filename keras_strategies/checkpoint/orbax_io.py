@@ -28,10 +28,17 @@ def make_checkpointer(processes: tuple[int, ...]) -> Any:
             primary_host=processes[0], active_processes=set(processes)
         )
     )
+    types = ocp.type_handlers
     handler = ocp.CompositeCheckpointHandler(
         composite_options=ocp.CompositeOptions(multiprocessing_options=among),
         state=ocp.PyTreeCheckpointHandler(
-            use_compression=False, multiprocessing_options=among
+            use_compression=False,
+            multiprocessing_options=among,
+            type_handler_registry=types.create_type_handler_registry(
+                # `on_host` has copied what may change.
+                (np.ndarray, types.NumpyHandler(deepcopy_host_arrays=False)),
+                (jax.Array, types.get_type_handler(jax.Array)),
+            ),
         ),
         run=ocp.JsonCheckpointHandler(multiprocessing_options=among),
     )
@@ -40,6 +47,29 @@ def make_checkpointer(processes: tuple[int, ...]) -> Any:
         multiprocessing_options=among,
         file_options=options.FileOptions(path_permission_mode=0o700),
     )
+
+
+def on_host(arrays: Arrays) -> Arrays:
+    """The arrays as Orbax writes them soonest, for as long as it takes.
+
+    Those that a job of one process holds whole are numpy's: Orbax takes half
+    the time for them. On CPU devices they share the devices' memory, which a
+    step does not write to while they live: it copies what it would have taken.
+    """
+    is_one_process = jax.process_count() == 1
+
+    def is_taken(leaf: Any) -> bool:
+        return is_one_process and leaf.sharding.is_fully_replicated
+
+    def host(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return np.array(leaf)
+        return np.asarray(leaf) if is_taken(leaf) else leaf
+
+    for leaf in jax.tree.leaves(arrays):
+        if isinstance(leaf, jax.Array) and is_taken(leaf):
+            leaf.copy_to_host_async()
+    return jax.tree.map(host, arrays)
 
 
 def restore_args(wanted: Arrays) -> Any:

@@ -5,6 +5,7 @@ has written them, adds the manifest, and deletes what is not to be kept. The
 chief decides what is restored, and all processes restore it.
 """
 
+import functools
 import json
 import logging
 import os
@@ -17,6 +18,7 @@ from typing import Any
 import jax
 
 from keras_strategies.checkpoint import format as format_lib
+from keras_strategies.checkpoint.at_exit import close_at_exit
 from keras_strategies.checkpoint.contents import Arrays, Document
 from keras_strategies.checkpoint.damage import DamagedCheckpoint
 from keras_strategies.checkpoint.keeping import (
@@ -29,6 +31,7 @@ from keras_strategies.checkpoint.layout import RUN
 from keras_strategies.checkpoint.manifest import Manifest
 from keras_strategies.checkpoint.orbax_io import (
     make_checkpointer,
+    on_host,
     restore_args,
 )
 from keras_strategies.cluster.agreement import Agreement
@@ -84,6 +87,7 @@ class Storage:
         self._check_shared()
         # Importing Orbax takes a second, which the first save would wait.
         self._orbax()
+        close_at_exit(self)
 
     def _take(self) -> None:
         format_lib.check_name(self.directory)
@@ -251,24 +255,37 @@ class Storage:
             leaves = jax.tree.leaves(arrays)
             num_bytes = sum(leaf.nbytes for leaf in leaves)
             format_lib.check_free_space(self.directory, num_bytes)
-        self._orbax().save(
+        arrays = on_host(arrays)
+        write = functools.partial(
+            self._orbax().save,
             self.path(step),
             args=ocp.args.Composite(
                 state=ocp.args.PyTreeSave(arrays),
                 run=ocp.args.JsonSave(document),
             ),
         )
+        if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(arrays)):
+            # The devices' arrays change when this returns.
+            write()
+            write = None
         facts = {**facts, "started": self._started}
         self._finishing = threading.Thread(
             target=self._finish,
-            args=(step, facts),
+            args=(step, facts, write),
             name=f"keras_strategies checkpoint {step}",
         )
         self._finishing.start()
 
-    def _finish(self, step: int, facts: Mapping[str, Any]) -> None:
+    def _finish(
+        self,
+        step: int,
+        facts: Mapping[str, Any],
+        write: Callable[[], None] | None,
+    ) -> None:
         """Makes a checkpoint complete, in a thread."""
         try:
+            if write is not None:
+                write()
             self._orbax().wait_until_finished()
             if not self.is_chief:
                 return

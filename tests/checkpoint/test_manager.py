@@ -407,17 +407,89 @@ def test_nobody_holds_the_arrays_after_a_save(tmp_path, replicas):
     assert during == before
 
 
-def test_saved_is_what_was_there_before_the_next_step(tmp_path):
-    with mirrored(2).scope():
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+@pytest.mark.parametrize("units", [3, 300_000])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_saved_is_what_was_there_before_the_next_step(
+    tmp_path, units, replicas
+):
+    with mirrored(replicas).scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(units)])
         model.compile("sgd", "mse")
-    model.fit(ROWS, ROWS[:, :3], batch_size=2, verbose=0)
+    rows = np.zeros((10, units), "float32")
+    model.fit(ROWS, rows, batch_size=2, verbose=0)
     kernel = model.layers[0].kernel
     with manager_of(tmp_path, {"model": model}) as manager:
         kept = np.array(kernel.value)
         manager.save(1)
         # Its steps take the buffers.
-        model.fit(ROWS, ROWS[:, :3], batch_size=2, verbose=0)
+        model.fit(ROWS, rows, batch_size=2, verbose=0)
         assert not np.array_equal(kernel.value, kept)
         manager.restore(1)
     np.testing.assert_array_equal(kernel.value, kept)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["bfloat16", "float16", "float8_e4m3fn", "float32", "int8", "uint32"]
+    + ["int32", "bool"],
+)
+def test_each_dtype_is_restored(tmp_path, dtype):
+    with mirrored(2).scope():
+        variable = keras.Variable(
+            np.arange(6).reshape(2, 3), dtype=dtype, trainable=False
+        )
+    expected = np.array(variable.value)
+    assert expected.any()
+    with manager_of(tmp_path, {"only": variable}) as manager:
+        manager.save(1)
+        variable.assign(np.zeros((2, 3)))
+        manager.restore(1)
+    assert str(variable.value.dtype) == dtype
+    np.testing.assert_array_equal(np.asarray(variable.value), expected)
+
+
+_WITHOUT_CLOSE = """
+import sys
+import keras
+import numpy as np
+import keras_strategies as ks
+
+class Slow:
+    def get_state(self):
+        return {"best": np.ones(3)}
+
+    def set_state(self, state):
+        pass
+
+with ks.MirroredStrategy().scope():
+    variable = keras.Variable(np.ones((100, 1000)))
+checkpoint = ks.checkpoint.Checkpoint(variable=variable, slow=Slow())
+manager = ks.checkpoint.CheckpointManager(checkpoint, sys.argv[1])
+if sys.argv[2] == "is lost":
+    def fail(*args, **kwargs):
+        raise OSError("the disk is gone")
+    manager._storage._checkpointer.save = fail
+manager.save(1)
+"""
+
+
+@pytest.mark.parametrize("case", ["is kept", "is lost"])
+def test_a_script_that_ends_right_after_a_save(tmp_path, case):
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_CLOSE, str(tmp_path), case],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert ("the disk is gone" in done.stderr) == (case == "is lost")
+    assert "could not be saved" not in done.stderr or case == "is lost"
+    assert "RuntimeError" not in done.stderr
+    # Whatever is there is good.
+    variable = keras.Variable(np.zeros((100, 1000)))
+    found = {"variable": variable, "slow": Noted()}
+    with manager_of(tmp_path, found) as manager:
+        step = manager.restore_or_initialize()
+    assert step == (1 if case == "is kept" else None)
+    assert np.asarray(variable.value).all() == (case == "is kept")

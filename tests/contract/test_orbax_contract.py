@@ -1,5 +1,8 @@
 """What Orbax does that `keras_strategies` relies on, or works around."""
 
+import concurrent.futures.thread
+import threading
+
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -14,3 +17,13 @@ def test_a_path_with_a_pattern_is_saved_without_arrays(tmp_path, name, is_lost):
     with ocp.Checkpointer(handler) as checkpointer:
         checkpointer.save(path, args=ocp.args.PyTreeSave({"a": np.ones(3)}))
     assert (path / "manifest.ocdbt").exists() is not is_lost
+
+
+def test_pools_of_threads_end_by_what_threading_runs_first():
+    """What `at_exit` goes before: of CPython, which tells nobody of it."""
+    assert callable(threading._register_atexit)
+    pools_end = concurrent.futures.thread._python_exit
+    assert pools_end in threading._threading_atexits or any(
+        getattr(each, "func", None) is pools_end
+        for each in threading._threading_atexits
+    )
