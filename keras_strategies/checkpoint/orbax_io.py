@@ -22,7 +22,7 @@ def make_checkpointer(processes: tuple[int, ...]) -> Any:
     options = ocp.options
     among = (
         options.MultiprocessingOptions()
-        if len(processes) == 1
+        if jax.process_count() == 1
         # Naming them has Orbax wait on the host, not on the devices.
         else options.MultiprocessingOptions(
             primary_host=processes[0], active_processes=set(processes)
@@ -49,17 +49,20 @@ def make_checkpointer(processes: tuple[int, ...]) -> Any:
     )
 
 
-def on_host(arrays: Arrays) -> Arrays:
+def on_host(arrays: Arrays, *, is_alone: bool) -> Arrays:
     """The arrays as Orbax writes them soonest, for as long as it takes.
 
-    Those that a job of one process holds whole are numpy's: Orbax takes half
-    the time for them. On CPU devices they share the devices' memory, which a
-    step does not write to while they live: it copies what it would have taken.
+    Those that one process holds whole are numpy's: Orbax takes half the time
+    for them. On CPU devices they share the devices' memory, which a step does
+    not write to while they live: it copies what it would have taken.
+
+    Args:
+      arrays: Arrays of JAX and of numpy; the latter may change afterwards.
+      is_alone: Whether no other process has variables.
     """
-    is_one_process = jax.process_count() == 1
 
     def is_taken(leaf: Any) -> bool:
-        return is_one_process and leaf.sharding.is_fully_replicated
+        return is_alone and leaf.sharding.is_fully_replicated
 
     def host(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array):

@@ -81,13 +81,24 @@ class Storage:
           OSError: it cannot be written to.
           RuntimeError: another job writes to it.
           ValueError: not all processes see it, or a name with "*", "?" or
-            "[".
+            "["; or processes without the job's first.
         """
+        self._check_processes()
         self._by_chief("opening", self._take)
         self._check_shared()
         # Importing Orbax takes a second, which the first save would wait.
         self._orbax()
         close_at_exit(self)
+
+    def _check_processes(self) -> None:
+        if self._processes[0] != 0:
+            # Orbax has arrays of numpy written by process 0 alone.
+            raise ValueError(
+                "Checkpoints of a job are written by its process 0. Received: "
+                f"variables of the processes {list(self._processes)}. Use a "
+                "strategy that has process 0, or a job of its own for these "
+                "processes."
+            )
 
     def _take(self) -> None:
         format_lib.check_name(self.directory)
@@ -255,7 +266,7 @@ class Storage:
             leaves = jax.tree.leaves(arrays)
             num_bytes = sum(leaf.nbytes for leaf in leaves)
             format_lib.check_free_space(self.directory, num_bytes)
-        arrays = on_host(arrays)
+        arrays = on_host(arrays, is_alone=self._is_alone)
         write = functools.partial(
             self._orbax().save,
             self.path(step),

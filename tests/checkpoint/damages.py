@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable
 
 MANIFEST = "manifest.json"
-# One file of each kind that a checkpoint of one process holds.
+# One file of each kind that a checkpoint holds which one process wrote.
 KINDS = {
     "_CHECKPOINT_METADATA": "_CHECKPOINT_METADATA",
     "commit_success.txt": "commit_success.txt",
@@ -28,6 +28,7 @@ KINDS = {
     "process's d": "state/ocdbt.process_0/d/*",
     "manifest.json": MANIFEST,
 }
+OF_DEVICES = ("state/_sharding", "array_metadatas")
 ARRAYS = KINDS["process's d"]
 
 
@@ -40,12 +41,15 @@ class Damage:
       do: Does it to a checkpoint's folder.
       names: What an error's text must name: a part of it.
       is_quick: Whether names and sizes alone show it.
+      is_of_devices: Whether it is of a file that is there for arrays on
+        devices alone: those of a job of several processes, and parts.
     """
 
     name: str
     do: Callable[[pathlib.Path], object]
     names: str
     is_quick: bool = True
+    is_of_devices: bool = False
 
     def __call__(self, path: pathlib.Path) -> None:
         self.do(path)
@@ -184,14 +188,14 @@ def _forge_deep_facts(path):
 
 
 def _swap(path):
-    first, second = path / "state/_METADATA", path / "state/_sharding"
+    first, second = path / "state/_METADATA", path / "_CHECKPOINT_METADATA"
     kept = first.read_bytes()
     first.write_bytes(second.read_bytes())
     second.write_bytes(kept)
 
 
 def _swap_case(path):
-    file = path / "state/_sharding"
+    file = path / "state/_METADATA"
     file.write_bytes(file.read_bytes().swapcase())
 
 
@@ -210,6 +214,7 @@ def _flips():
             lambda path, pattern=pattern: flip(find(path, pattern)),
             pattern.rstrip("*"),
             is_quick=kind == MANIFEST,
+            is_of_devices=kind in OF_DEVICES,
         )
 
 
@@ -219,11 +224,11 @@ DAMAGES = (
     Damage("truncated arrays", _truncate, "state/ocdbt.process_0/d/"),
     Damage("appended byte", _append, "state/ocdbt.process_0/d/"),
     Damage("emptied file", _write("run/metadata", b""), "run/metadata"),
-    Damage("two files swapped", _swap, "state/_METADATA"),
+    Damage("two files swapped", _swap, "_METADATA"),
     Damage(
         "other content of its size",
         _swap_case,
-        "state/_sharding",
+        "state/_METADATA",
         is_quick=False,
     ),
     # Files that are not there.

@@ -243,6 +243,7 @@ SHOWN = ("flipped byte in process's d", "missing manifest", "linked step")
             marks=[] if damage.name in SHOWN else [pytest.mark.slow],
         )
         for damage in DAMAGES
+        if not damage.is_of_devices
     ],
     ids=str,
 )

@@ -1,6 +1,7 @@
 """Files are the chief's; a backup is restored by all."""
 
 import numpy as np
+import pytest
 
 from keras_strategies.testing import run_processes
 
@@ -31,3 +32,22 @@ def test_the_chief_writes_and_all_restore(tmp_path):
     for actual, expected in zip(first["again"], first["weights"], strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
     assert "must find the same backup" in first["refused"]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_one_process_of_a_job_keeps_its_own(tmp_path, index):
+    results = run_processes(
+        "tests.multi_process.with_callbacks:own_checkpoints",
+        2,
+        args=[str(tmp_path / "kept"), index],
+        timeout_s=200,
+    )
+    value = results[index].value
+    if index == 1:
+        assert "written by its process 0. Received: variables of" in value
+        assert "[1]" in value
+        assert not (tmp_path / "kept").exists()
+        return
+    trained, again, best = value
+    assert again == trained
+    assert best == trained
