@@ -118,6 +118,7 @@ class Checkpoint(Keeper):
         self._notice: PreemptionNotice | None = None
         self._clock: _Clock | None = None
         self._saved: int | None = None
+        self._is_best_known = False
 
     # What fit calls.
 
@@ -277,8 +278,28 @@ class Checkpoint(Keeper):
         }
         self._storage.save(loop.num_steps, arrays, document, facts)
         self._saved = loop.num_steps
+        if logs is not None:
+            self._check_best(logs, is_last=loop.is_last_epoch)
         if self._clock is not None:
             self._clock.restart(loop.num_steps)
+
+    def _check_best(self, logs: dict[str, Any], *, is_last: bool) -> None:
+        """Warns once if there is nothing that the best are chosen by."""
+        assert self._storage is not None
+        best = self._keep.best
+        if best is None or self._is_best_known:
+            return
+        # Not every epoch is validated.
+        may_come = best.startswith("val_") and not is_last
+        self._is_best_known = best in logs or not may_come
+        if best in logs or may_come or not self._storage.is_chief:
+            return
+        _logger.warning(
+            "`Keep(best=%r)` chooses by a name in `logs`, which have %s: no "
+            "checkpoint is kept for being the best. Give one of these names.",
+            best,
+            sorted(logs),
+        )
 
     def _end_preempted(self, loop: Loop) -> None:
         assert self._storage is not None

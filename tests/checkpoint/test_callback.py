@@ -224,6 +224,34 @@ def test_the_best_is_kept(runner, tmp_path):
     assert (facts["epoch"], facts["step_in_epoch"]) == (3, 0)
 
 
+@pytest.mark.parametrize(
+    ("best", "validation_freq", "is_told"),
+    [
+        ("accuraccy", 1, True),
+        ("val_accuraccy", 1, True),
+        ("val_loss", 2, False),
+        ("loss", 1, False),
+    ],
+)
+def test_a_best_that_is_nowhere_is_told_once(
+    runner, tmp_path, caplog, best, validation_freq, is_told
+):
+    keep = ks.checkpoint.Keep(last=2, best=best, mode="max")
+    with caplog.at_level(logging.WARNING):
+        fit(
+            runner,
+            Checkpoint(tmp_path, keep=keep),
+            epochs=3,
+            validation_freq=validation_freq,
+            **VALIDATED,
+        )
+    told = [r.getMessage() for r in caplog.records if "best" in r.getMessage()]
+    assert len(told) == is_told
+    if told:
+        assert f"Keep(best={best!r})" in told[0]
+        assert "'loss', 'mae', 'val_loss'" in told[0]
+
+
 def test_folders_are_the_users_alone(runner, tmp_path):
     fit(runner, Checkpoint(tmp_path / "kept"), epochs=1)
     for path in (tmp_path / "kept", tmp_path / "kept" / "4"):
