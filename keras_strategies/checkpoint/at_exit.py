@@ -7,6 +7,7 @@ which Orbax needs: so what is being saved is waited for before that.
 import functools
 import importlib
 import logging
+import os
 import threading
 import weakref
 from typing import Protocol
@@ -14,33 +15,36 @@ from typing import Protocol
 _logger = logging.getLogger(__name__)
 
 
-class _Closing(Protocol):
-    def close(self) -> None: ...
+class _Saving(Protocol):
+    def wait(self) -> None: ...
 
 
-def close_at_exit(storage: _Closing) -> None:
-    """Closes it when Python ends, if it is still there, and tells of errors."""
+def wait_at_exit(storage: _Saving) -> None:
+    """Waits for its save when Python ends, and tells of an error."""
     _register()
     _open.add(storage)
 
 
-_open: weakref.WeakSet[_Closing] = weakref.WeakSet()
+_open: weakref.WeakSet[_Saving] = weakref.WeakSet()
 
 
 @functools.cache
 def _register() -> None:
-    """Has Python close them before its pools of threads.
+    """Has Python wait for them before it ends its pools of threads.
 
     `atexit` comes after these, which `concurrent.futures` ends by what it has
     registered here when it was imported. The last that registered is first.
     """
     importlib.import_module("concurrent.futures.thread")
-    threading._register_atexit(_close_all)  # pyright: ignore
+    threading._register_atexit(_wait_for_all)  # pyright: ignore
+    if hasattr(os, "register_at_fork"):
+        # What a parent's threads do, a child would wait for in vain.
+        os.register_at_fork(after_in_child=_open.clear)
 
 
-def _close_all() -> None:
+def _wait_for_all() -> None:
     for storage in list(_open):
         try:
-            storage.close()
+            storage.wait()
         except Exception:
             _logger.exception("A checkpoint could not be saved.")

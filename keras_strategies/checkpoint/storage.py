@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from keras_strategies.checkpoint import format as format_lib
-from keras_strategies.checkpoint.at_exit import close_at_exit
+from keras_strategies.checkpoint.at_exit import wait_at_exit
 from keras_strategies.checkpoint.contents import Arrays, Document
 from keras_strategies.checkpoint.damage import DamagedCheckpoint
 from keras_strategies.checkpoint.keeping import (
@@ -67,7 +67,7 @@ class Storage:
         self.is_chief = self._is_alone or jax.process_index() == processes[0]
         self._lock: Any = None
         self._checkpointer: Any = None
-        self._finishing: threading.Thread | None = None
+        self._finished: threading.Event | None = None
         self._error: BaseException | None = None
         self._good: dict[int, Manifest] = {}
         self._started = time.time()
@@ -88,7 +88,7 @@ class Storage:
         self._check_shared()
         # Importing Orbax takes a second, which the first save would wait.
         self._orbax()
-        close_at_exit(self)
+        wait_at_exit(self)
 
     def _check_processes(self) -> None:
         if self._processes[0] != 0:
@@ -280,18 +280,20 @@ class Storage:
             write()
             write = None
         facts = {**facts, "started": self._started}
-        self._finishing = threading.Thread(
+        finished = threading.Event()
+        threading.Thread(
             target=self._finish,
-            args=(step, facts, write),
+            args=(step, facts, write, finished),
             name=f"keras_strategies checkpoint {step}",
-        )
-        self._finishing.start()
+        ).start()
+        self._finished = finished
 
     def _finish(
         self,
         step: int,
         facts: Mapping[str, Any],
         write: Callable[[], None] | None,
+        finished: threading.Event,
     ) -> None:
         """Makes a checkpoint complete, in a thread."""
         try:
@@ -307,6 +309,8 @@ class Storage:
                 del self._good[old]
         except BaseException as error:
             self._error = error
+        finally:
+            finished.set()
 
     def wait(self) -> None:
         """Until what was saved is on the disk. Local.
@@ -315,9 +319,10 @@ class Storage:
           OSError: it could not be written. The checkpoints before it are
             good.
         """
-        if self._finishing is not None:
-            self._finishing.join()
-            self._finishing = None
+        if self._finished is not None:
+            # Joining a thread again tells nothing after a Ctrl-C in it.
+            self._finished.wait()
+            self._finished = None
         error, self._error = self._error, None
         if error is not None:
             raise error

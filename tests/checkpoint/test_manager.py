@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
+from keras_strategies.checkpoint.format import find_steps
 from keras_strategies.testing import assert_replicated
 from tests.checkpoint import damages
 from tests.plain_keras import mirrored
@@ -271,7 +272,7 @@ def test_an_error_in_the_background_is_raised_at_the_next_call(tmp_path):
         manager.save(2)
         # What makes the folder no checkpoint, before its manifest is written.
         manager._storage._checkpointer.wait_until_finished()
-        manager._storage._finishing.join()
+        manager._storage._finished.wait()
         manager._storage._error = OSError("no space")
         with pytest.raises(OSError, match="no space"):
             manager.save(3)
@@ -493,3 +494,59 @@ def test_a_script_that_ends_right_after_a_save(tmp_path, case):
         step = manager.restore_or_initialize()
     assert step == (1 if case == "is kept" else None)
     assert np.asarray(variable.value).all() == (case == "is kept")
+
+
+_INTERRUPTED = """
+import os
+import signal
+import sys
+import threading
+import time
+import keras
+import numpy as np
+import keras_strategies as ks
+
+with ks.MirroredStrategy().scope():
+    variable = keras.Variable(np.ones((100, 1000)))
+checkpoint = ks.checkpoint.Checkpoint(variable=variable)
+manager = ks.checkpoint.CheckpointManager(checkpoint, sys.argv[1])
+save = manager._storage._checkpointer.save
+
+def slowly(*args, **kwargs):
+    time.sleep(1.5)
+    save(*args, **kwargs)
+
+manager._storage._checkpointer.save = slowly
+threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+manager.save(1)
+try:
+    manager.wait()
+except KeyboardInterrupt:
+    print("interrupted", manager.checkpoints)
+if sys.argv[2] == "waits again":
+    manager.wait()
+    print("waited", [os.path.basename(path) for path in manager.checkpoints])
+if sys.argv[2] == "forks":
+    child = os.fork()
+    if not child:
+        sys.exit(0)
+    print("child", os.waitpid(child, 0)[1], flush=True)
+"""
+
+
+@pytest.mark.parametrize("then", ["ends", "waits again", "forks"])
+def test_ctrl_c_while_a_save_is_waited_for(tmp_path, then):
+    done = subprocess.run(
+        [sys.executable, "-c", _INTERRUPTED, str(tmp_path), then],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "interrupted []" in done.stdout
+    assert ("waited ['1']" in done.stdout) == (then == "waits again")
+    assert ("child 0" in done.stdout) == (then == "forks")
+    assert "could not be saved" not in done.stderr
+    assert find_steps(tmp_path) == [1]
+    assert (tmp_path / "1" / "manifest.json").exists()
