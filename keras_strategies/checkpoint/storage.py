@@ -1,8 +1,8 @@
 """A directory of checkpoints: Orbax writes and reads their arrays.
 
-A save copies the arrays to the host and goes on; a thread waits until Orbax
-has written them, adds the manifest, and deletes what is not to be kept. The
-chief decides what is restored, and all processes restore it.
+A save takes the arrays to the host and goes on; a thread has Orbax write them,
+adds the manifest, and deletes what is not to be kept. The chief decides what
+is restored, and all processes restore it.
 """
 
 import functools

@@ -449,13 +449,26 @@ def test_each_dtype_is_restored(tmp_path, dtype):
     np.testing.assert_array_equal(np.asarray(variable.value), expected)
 
 
+def ended(script, *args):
+    """A script that ended without an error, and what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-c", script, *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 _WITHOUT_CLOSE = """
 import sys
 import keras
 import numpy as np
 import keras_strategies as ks
 
-class Slow:
+class Best:
     def get_state(self):
         return {"best": np.ones(3)}
 
@@ -464,7 +477,7 @@ class Slow:
 
 with ks.MirroredStrategy().scope():
     variable = keras.Variable(np.ones((100, 1000)))
-checkpoint = ks.checkpoint.Checkpoint(variable=variable, slow=Slow())
+checkpoint = ks.checkpoint.Checkpoint(variable=variable, best=Best())
 manager = ks.checkpoint.CheckpointManager(checkpoint, sys.argv[1])
 if sys.argv[2] == "is lost":
     def fail(*args, **kwargs):
@@ -476,20 +489,13 @@ manager.save(1)
 
 @pytest.mark.parametrize("case", ["is kept", "is lost"])
 def test_a_script_that_ends_right_after_a_save(tmp_path, case):
-    done = subprocess.run(
-        [sys.executable, "-c", _WITHOUT_CLOSE, str(tmp_path), case],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = ended(_WITHOUT_CLOSE, tmp_path, case)
     assert ("the disk is gone" in done.stderr) == (case == "is lost")
     assert "could not be saved" not in done.stderr or case == "is lost"
     assert "RuntimeError" not in done.stderr
     # Whatever is there is good.
     variable = keras.Variable(np.zeros((100, 1000)))
-    found = {"variable": variable, "slow": Noted()}
+    found = {"variable": variable, "best": Noted()}
     with manager_of(tmp_path, found) as manager:
         step = manager.restore_or_initialize()
     assert step == (1 if case == "is kept" else None)
@@ -517,8 +523,8 @@ def slowly(*args, **kwargs):
     save(*args, **kwargs)
 
 manager._storage._checkpointer.save = slowly
-threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
 manager.save(1)
+threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
 try:
     manager.wait()
 except KeyboardInterrupt:
@@ -536,14 +542,7 @@ if sys.argv[2] == "forks":
 
 @pytest.mark.parametrize("then", ["ends", "waits again", "forks"])
 def test_ctrl_c_while_a_save_is_waited_for(tmp_path, then):
-    done = subprocess.run(
-        [sys.executable, "-c", _INTERRUPTED, str(tmp_path), then],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = ended(_INTERRUPTED, tmp_path, then)
     assert "interrupted []" in done.stdout
     assert ("waited ['1']" in done.stdout) == (then == "waits again")
     assert ("child 0" in done.stdout) == (then == "forks")
