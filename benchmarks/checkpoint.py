@@ -31,8 +31,9 @@ PEERS = ("ours", "orbax", "orbax manager", "h5")
 TIMES = ("blocking", "until on disk", "CPU of a save", "restore")
 # Workload: the model of `bench fit`, rows of a batch, steps of a fit.
 WORKLOADS = {
-    "wide_mlp_1024": ("wide_mlp", 1024, 200),
-    "wide_mlp": ("wide_mlp", 256, 400),
+    "resnet20": ("resnet20", 128, 100),
+    "wide_mlp_1024": ("wide_mlp", 1024, 600),
+    "wide_mlp": ("wide_mlp", 256, 1000),
     "small_mlp": ("small_mlp", 64, 2000),
 }
 

@@ -7,6 +7,7 @@ fresh process on virtual CPU devices, and they take turns, one whole fit each
     ./run bench fit
     ./run bench fit --quick
     ./run bench fit --devices 4 --workloads small_mlp --repeats 5
+    ./run bench fit --workloads resnet20 --spe 1 --repeats 3
 
 Peers: `ours` (MirroredStrategy), `dataparallel` (keras.distribution.
 DataParallel), `tf` (tf.distribute.MirroredStrategy, Keras on TensorFlow; one
@@ -23,12 +24,20 @@ import turns
 
 PEERS = ("ours", "dataparallel", "tf", "raw", "one")
 WORKLOADS = ("small_mlp", "wide_mlp", "cnn", "transformer")
+# As people train it: half a second a step on 2 cores.
+LONG_WORKLOADS = ("resnet20",)
 # Workload: rows of a batch, steps of an epoch, epochs of a fit.
 SIZES = {
     "small_mlp": (64, 400, 3),
     "wide_mlp": (256, 40, 1),
     "cnn": (64, 40, 3),
     "transformer": (32, 40, 3),
+    "resnet20": (128, 10, 1),
+}
+SHAPES = {
+    "cnn": (16, 16, 3),
+    "transformer": (32,),
+    "resnet20": (32, 32, 3),
 }
 
 
@@ -37,7 +46,7 @@ def data(workload, steps):
 
     random = np.random.default_rng(0)
     rows = SIZES[workload][0] * steps
-    shape = {"cnn": (16, 16, 3), "transformer": (32,)}.get(workload, (32,))
+    shape = SHAPES.get(workload, (32,))
     if workload == "transformer":
         x = random.integers(0, 64, (rows, *shape)).astype("int32")
         return x, random.integers(0, 64, (rows, *shape)).astype("int32")
@@ -45,11 +54,41 @@ def data(workload, steps):
     return x, random.integers(0, 10, rows).astype("int32")
 
 
+def resnet20():
+    """ResNet-20 for images of CIFAR-10: He et al. 2016, section 4.2.
+
+    With its projections (option B) where the shape changes.
+    """
+    import keras
+    from keras import layers
+
+    def convolved(value, filters, size, strides=1):
+        value = layers.Conv2D(
+            filters, size, strides=strides, padding="same", use_bias=False
+        )(value)
+        return layers.BatchNormalization()(value)
+
+    inputs = keras.Input(SHAPES["resnet20"])
+    value = layers.ReLU()(convolved(inputs, 16, 3))
+    for filters in (16, 32, 64):
+        for block in range(3):
+            strides = 2 if filters > 16 and block == 0 else 1
+            hidden = layers.ReLU()(convolved(value, filters, 3, strides))
+            hidden = convolved(hidden, filters, 3)
+            if strides == 2:
+                value = convolved(value, filters, 1, strides)
+            value = layers.ReLU()(value + hidden)
+    value = layers.GlobalAveragePooling2D()(value)
+    return keras.Model(inputs, layers.Dense(10)(value))
+
+
 def build(workload, steps_per_execution):
     import keras
     from keras import layers
 
-    if workload == "cnn":
+    if workload == "resnet20":
+        model = resnet20()
+    elif workload == "cnn":
         stack = [keras.Input((16, 16, 3))]
         for filters in (16, 32):
             stack += [
@@ -261,7 +300,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument(
-        "--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS)
+        "--workloads",
+        nargs="+",
+        choices=WORKLOADS + LONG_WORKLOADS,
+        default=list(WORKLOADS),
     )
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=PEERS)
     parser.add_argument("--repeats", type=int, default=5)

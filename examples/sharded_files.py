@@ -7,7 +7,7 @@ that these are what one process gets from the same batches.
 
     python examples/sharded_files.py
 
-Needs TensorFlow: pip install "keras-strategies[tensorflow]"
+Needs TensorFlow: pip install tensorflow-cpu
 """
 
 import importlib.util
@@ -225,7 +225,7 @@ def main():
     if not importlib.util.find_spec("tensorflow"):
         sys.exit(
             "TFRecord files are written and read with TensorFlow, which is "
-            'not installed. Run: pip install "keras-strategies[tensorflow]"'
+            "not installed. Run: pip install tensorflow-cpu"
         )
     os.environ["KERAS_BACKEND"] = "jax"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")

@@ -34,4 +34,4 @@ def test_it_tells_who_read_which_file():
 def test_it_asks_for_tensorflow():
     result = run("-c", HIDING, str(EXAMPLE))
     assert result.returncode == 1
-    assert 'pip install "keras-strategies[tensorflow]"' in result.stderr
+    assert "pip install tensorflow-cpu" in result.stderr

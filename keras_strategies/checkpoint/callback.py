@@ -8,7 +8,7 @@ import time
 from typing import Any, Literal
 
 from keras_strategies.checkpoint import contents
-from keras_strategies.checkpoint.keeping import Keep
+from keras_strategies.checkpoint.keeping import Keep, as_keep
 from keras_strategies.checkpoint.storage import Storage
 from keras_strategies.cluster import guard
 from keras_strategies.cluster.agreement import Agreement
@@ -107,12 +107,7 @@ class Checkpoint(Keeper):
             1 if given == (None, None, None) else save_every_epochs
         )
         self._every_seconds = save_every_seconds
-        self._keep = Keep(last=keep) if isinstance(keep, int) else keep
-        if not isinstance(self._keep, Keep):
-            raise TypeError(
-                "`keep` is a number of checkpoints or a "
-                f"`ks.checkpoint.Keep`. Received: {type(keep).__name__}."
-            )
+        self._keep = as_keep(keep)
         self._resume = resume
         self._storage: Storage | None = None
         self._notice: PreemptionNotice | None = None
@@ -236,6 +231,15 @@ class Checkpoint(Keeper):
         assert self._storage is not None
         if not self._storage.is_chief:
             return
+        if loop.other_batches is not None and not loop.is_over:
+            _logger.warning(
+                "The place in the data is kept as a number of batches. The "
+                "fit in %r goes on in the middle of a pass over data of %s: "
+                "until its end rows may be seen twice or not at all. Give the "
+                "data and `batch_size` that it had.",
+                self.directory,
+                loop.other_batches,
+            )
         if loop.is_over:
             _logger.warning(
                 "The run in %r is over: %d steps are done, and nothing is "

@@ -28,10 +28,13 @@ STATE = "state_arrays"
 """The group of the arrays that the document's state holds."""
 
 _VERSION = 1
+_WEIGHTS = "weights"
 _ARRAY = "__array__"
 _EMPTY = "__empty_array__"
 _TUPLE = "__tuple__"
 _SCALAR = "__scalar__"
+_DICT = "__dict__"
+_MARKS = ({_ARRAY}, {_EMPTY}, {_TUPLE}, {_SCALAR}, {_DICT})
 _MAX_SHOWN = 8
 
 
@@ -134,7 +137,10 @@ def matched(
     faults: list[str] = []
     found: dict[str, dict[str, keras.Variable]] = {}
     names = {group for group, variables in groups.items() if variables}
-    for group in sorted(names | set(kept) - {STATE}):
+    # Weights first: what differs there explains what the others lack.
+    for group in sorted(
+        names | set(kept) - {STATE}, key=lambda name: (name != _WEIGHTS, name)
+    ):
         saved = kept.get(group, {})
         present = named(groups.get(group, ()))
         pairs = _pairs(saved, present)
@@ -151,11 +157,16 @@ def matched(
                 )
         found[group] = pairs
     if faults:
+        what = (
+            "model"
+            if any(fault.startswith(f"{_WEIGHTS} ") for fault in faults)
+            else " or ".join(sorted({f.partition(" ")[0] for f in faults}))
+        )
         shown = "; ".join(faults[:_MAX_SHOWN])
         more = len(faults) - _MAX_SHOWN
         raise ValueError(
             "A checkpoint is restored into a model with the same variables. "
-            f"Received: {where}, which is of another model: {shown}"
+            f"Received: {where}, which is of another {what}: {shown}"
             f"{f'; and {more} more' if more > 0 else ''}. Make the model as "
             "it was, or give another directory to this one."
         )
@@ -226,7 +237,10 @@ def split(state: Any) -> tuple[Any, dict[str, np.ndarray]]:
         if isinstance(value, Mapping) and all(
             isinstance(key, str) for key in value
         ):
-            return {k: encode(v, f"{path}[{k!r}]") for k, v in value.items()}
+            entries = {
+                str(k): encode(v, f"{path}[{k!r}]") for k, v in value.items()
+            }
+            return {_DICT: entries} if set(entries) in _MARKS else entries
         kind = type(value).__name__
         dtype = getattr(value, "dtype", None)
         if dtype is not None:
@@ -257,6 +271,8 @@ def joined(state: Any, arrays: Mapping[str, Any]) -> Any:
         return np.dtype(dtype).type(value)
     if set(state) == {_TUPLE}:
         return tuple(joined(v, arrays) for v in state[_TUPLE])
+    if set(state) == {_DICT}:
+        state = state[_DICT]
     return {key: joined(v, arrays) for key, v in state.items()}
 
 

@@ -87,6 +87,23 @@ class Keep:
         return bool(_MAX.search(name)) and not _LOSSES.search(name)
 
 
+def as_keep(keep: Any) -> Keep:
+    """The rules that are meant: a number is how many of the newest.
+
+    Raises:
+      TypeError: it is neither a number nor a `Keep`.
+    """
+    if isinstance(keep, Keep):
+        return keep
+    if isinstance(keep, int) and not isinstance(keep, bool):
+        return Keep(last=keep)
+    raise TypeError(
+        "`keep` is a number of checkpoints or a `ks.checkpoint.Keep`. "
+        f"Received: keep={keep!r}. Give `ks.checkpoint.Keep(last=None)` to "
+        "keep all."
+    )
+
+
 def to_delete(manifests: Iterable[Manifest], keep: Keep) -> list[int]:
     """The steps that no rule keeps, ascending.
 

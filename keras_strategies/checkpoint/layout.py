@@ -128,12 +128,19 @@ def make_directory(directory: str | os.PathLike[str]) -> pathlib.Path:
       OSError: it cannot be made.
     """
     path = pathlib.Path(directory)
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode=0o700)
     except FileExistsError:
         if not path.is_dir():
             raise not_a_directory(path) from None
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            "A directory of checkpoints is made if there is none. Received: "
+            f"{str(path)!r}, which cannot be made: {error.strerror}. Give "
+            "another directory",
+        ) from error
     return path
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from keras_strategies.checkpoint import contents
 from keras_strategies.checkpoint.format import find_steps
-from keras_strategies.checkpoint.keeping import Keep
+from keras_strategies.checkpoint.keeping import Keep, as_keep
 from keras_strategies.checkpoint.storage import Storage
 from keras_strategies.cluster.agreement import Agreement
 from keras_strategies.keras_bridge.binding import all_variables
@@ -136,7 +136,7 @@ class CheckpointManager:
         self._storage = Storage(
             directory,
             processes=self._processes,
-            keep=Keep(last=keep) if isinstance(keep, int) else keep,
+            keep=as_keep(keep),
         )
         self._storage.open()
 

@@ -89,7 +89,7 @@ class Files:
         ):
             raise ImportError(
                 "TFRecord files are read with TensorFlow, which is not "
-                "installed. Run `pip install keras-strategies[tensorflow]`."
+                "installed. Run `pip install tensorflow-cpu`."
             )
 
 

@@ -13,6 +13,7 @@ asked for.
 """
 
 from typing import TYPE_CHECKING
+from typing import Any as _Any
 
 from keras_strategies._core.lazy_names import lazy_names as _lazy_names
 
@@ -67,4 +68,18 @@ _MODULES = {
     "train_and_evaluate": "train_evaluate",
 }
 
-__getattr__, __dir__ = _lazy_names(__name__, __name__, _MODULES)
+_get, __dir__ = _lazy_names(__name__, __name__, _MODULES)
+
+# tf's canned estimators: DNNClassifier, BoostedTreesRegressor, ...
+_CANNED = ("Classifier", "Regressor", "Estimator", "Head")
+
+
+def __getattr__(name: str) -> _Any:
+    if name not in _MODULES and name.endswith(_CANNED):
+        raise AttributeError(
+            "There are no canned estimators here. Received: "
+            f"`ks.estimator.{name}`. Give "
+            "`ks.estimator.model_to_estimator(keras_model=...)` a compiled "
+            "model of some layers, or write a `model_fn`."
+        )
+    return _get(name)

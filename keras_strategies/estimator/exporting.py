@@ -54,7 +54,7 @@ def export(
         raise ImportError(
             "A SavedModel is written with TensorFlow. Received: "
             "saved_model=True, and no module `tensorflow`. Run `pip install "
-            "'keras-strategies[tensorflow]'`, or serve `model.keras`."
+            "tensorflow-cpu`, or serve `model.keras`."
         )
     files = _checked_files(assets_extra)
     path = checkpoint_path or checkpoints.newest_good(runs.model_dir)
@@ -65,7 +65,14 @@ def export(
         )
     checkpoints.check(path)
     model = _restored(runs, mode, path)
-    os.makedirs(base, exist_ok=True)
+    try:
+        os.makedirs(base, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise NotADirectoryError(
+            "`export_dir_base` is a folder, in which each export is a folder. "
+            f"Received: {base!r}, which is a file or in one. Give another "
+            "path; it need not exist."
+        ) from None
     made = tempfile.mkdtemp(prefix="temp-", dir=base)
     try:
         if has_tensorflow if saved_model is None else saved_model:

@@ -122,8 +122,12 @@ def _check_strategy(name: str, strategy: Any) -> None:
 
     if not isinstance(strategy, Strategy):
         kind = type(strategy)
+        given = f"an object of type {kind.__module__}.{kind.__name__}"
+        cure = "Use, for example, `ks.MirroredStrategy()`."
+        if isinstance(strategy, type) and issubclass(strategy, Strategy):
+            given = f"the class {strategy.__name__}"
+            cure = f"Make one: `{strategy.__name__}()`."
         raise TypeError(
-            f"`{name}` is a strategy of keras_strategies. Received: an object "
-            f"of type {kind.__module__}.{kind.__name__}. Use, for example, "
-            "`ks.MirroredStrategy()`."
+            f"`{name}` is a strategy of keras_strategies. Received: {given}. "
+            f"{cure}"
         )

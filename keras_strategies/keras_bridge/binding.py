@@ -20,20 +20,12 @@ from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.keras_bridge import adapter, arguments, layout
 from keras_strategies.keras_bridge.callback_lists import quiet_list
 from keras_strategies.keras_bridge.functions import Functions
-from keras_strategies.keras_bridge.model_hooks import COMPILE
+from keras_strategies.keras_bridge.model_hooks import LOOPS, ON_USE
 from keras_strategies.keras_bridge.resuming import keeper_among, kept_fit
 from keras_strategies.keras_bridge.shared_callbacks import of_this_process
 
 # Of the epochs that all processes must run alike.
 _COUNTS = ("epochs", "initial_epoch", "validation_freq")
-_LOOPS = (
-    "fit",
-    "evaluate",
-    "predict",
-    "train_on_batch",
-    "test_on_batch",
-    "predict_on_batch",
-)
 _MAKERS = (
     "make_train_function",
     "make_test_function",
@@ -83,7 +75,7 @@ class Binding:
           ValueError: its variables lie on another strategy's devices.
         """
         self._adopt()
-        for name in _LOOPS:
+        for name in LOOPS:
             loop = functools.partial(getattr(self, f"_{name}"))
             functools.update_wrapper(loop, getattr(type(self.model), name))
             object.__setattr__(self.model, name, loop)
@@ -98,7 +90,7 @@ class Binding:
 
     def remove(self) -> None:
         """Gives the model back as a plain Keras model on one device."""
-        for name in (*_LOOPS, *_MAKERS, _BUILDER, _ATTRIBUTE, COMPILE):
+        for name in (*LOOPS, *_MAKERS, _BUILDER, _ATTRIBUTE, *ON_USE):
             self.model.__dict__.pop(name, None)
         self._functions.reset()
         layout.release(all_variables(self.model))

@@ -4,11 +4,14 @@ A callback with `get_state` and `set_state` says it itself. Keras's have
 neither: what counts of theirs is known here (keras 3.15).
 """
 
+import logging
 import os
 from collections.abc import Iterable
 from typing import Any
 
 import keras
+
+_logger = logging.getLogger(__name__)
 
 State = dict[str, Any]
 
@@ -92,6 +95,24 @@ def go_on_writing(
         if os.path.exists(path) and os.path.getsize(path) > size:
             os.truncate(path, size)
     return changed
+
+
+def warn_of_halves(callbacks: Iterable[Any]) -> None:
+    """Warns of callbacks that have `get_state` without `set_state`."""
+    for callback in callbacks:
+        missing = [
+            name
+            for name in ("get_state", "set_state")
+            if not callable(getattr(callback, name, None))
+        ]
+        if len(missing) == 1:
+            _logger.warning(
+                "What a callback knows is kept if it has `get_state` and "
+                "`set_state`. `%s` has no `%s`: in a fit that goes on it "
+                "begins anew. Give it both.",
+                type(callback).__name__,
+                missing[0],
+            )
 
 
 def _named(callbacks: Iterable[Any]) -> dict[str, Any]:

@@ -39,6 +39,8 @@ class Loop:
       is_over: Whether nothing was left to do when it began.
       was_stopped: Whether that was so because a callback had ended training.
       verbose: As given to fit.
+      other_batches: What the data of a fit that went on in the middle of an
+        epoch had and have, where these are other batches.
       given: What it goes on with, until it has.
       callbacks: Those of fit, without the keeper.
       settle: Waits for callbacks that run in other threads.
@@ -64,6 +66,11 @@ class Loop:
         self.epoch = call["initial_epoch"] or 0
         self.step = 0
         self.num_steps = 0
+        self._batches = {
+            "rows a batch": feed.batch_size,
+            "batches": feed.num_batches,
+        }
+        self.other_batches: str | None = None
         self.is_over = self.was_stopped = False
         self.callbacks: list[Any] = []
         self.settle: Callable[[], None] = lambda: None
@@ -108,6 +115,7 @@ class Loop:
             "num_steps": self.num_steps,
             "is_stopped": bool(self.model.stop_training),
             "logs": numbers(self._logs),
+            "batches": self._batches,
             "feed": self._positions(self._feed, is_epoch_over),
             "validation": self._positions(self._validation, True),
             "callbacks": callback_states.states_of(self.callbacks),
@@ -153,6 +161,10 @@ class Loop:
         self.is_over = self.was_stopped or self.epoch >= self._epochs
         position = self._position_of(self._feed, state["feed"])
         if position is not None:
+            if self.step or position["step"]:
+                self.other_batches = _differing(
+                    state.get("batches", {}), self._batches
+                )
             self._feed.go_on(position, self.step, self._logs)
         position = self._position_of(self._validation, state["validation"])
         if position is not None:
@@ -237,6 +249,16 @@ class Loop:
     def last_logs(self) -> Any:
         """What the last epoch returned, of a loop that is over already."""
         return self._logs
+
+
+def _differing(had: dict[str, Any], have: dict[str, Any]) -> str | None:
+    """What batches are said to be that differ, where both are known."""
+    differing = [
+        f"{had[name]} {name}, now {count}"
+        for name, count in have.items()
+        if None not in (count, had.get(name)) and had[name] != count
+    ]
+    return "; ".join(differing) or None
 
 
 def numbers(logs: Any) -> Any:

@@ -15,12 +15,23 @@ from keras.src.trainers.trainer import Trainer
 
 from keras_strategies.keras_bridge import batch_norm
 
-COMPILE = "compile"
-"""The attribute that `bind_on_compile` sets on a model."""
+LOOPS = (
+    "fit",
+    "evaluate",
+    "predict",
+    "train_on_batch",
+    "test_on_batch",
+    "predict_on_batch",
+)
+"""The methods of a model that take data."""
+
+ON_USE = ("compile", "predict", "predict_on_batch")
+"""The attributes that `bind_on_use` sets on a model: what can come first."""
 
 _patch_lock = threading.RLock()
 _num_open = 0
 _originals: tuple[Any, Any, Any] | None = None
+_own_loops: dict[str, Any] = {}
 
 
 @contextlib.contextmanager
@@ -28,19 +39,24 @@ def keras_hooks(
     on_init: Callable[[keras.Model], None],
     before_compile: Callable[[keras.Model], None],
     on_compile: Callable[[keras.Model], None],
+    before_loop: Callable[[keras.Model, str], None],
     is_active: Callable[[], bool],
 ) -> Iterator[None]:
-    """Wraps making and compiling models, and BatchNormalization's constructor.
+    """Wraps what makes, compiles and runs models, and BatchNormalization.
 
     Process-wide, so all ask about the calling thread: `on_init` is told of
     every model that is made, `before_compile` may refuse a model,
-    `on_compile` is told of every model that was compiled, `is_active` says
-    whether the thread is in a scope.
+    `on_compile` is told of every model that was compiled, `before_loop` may
+    refuse one of `LOOPS`, `is_active` says whether the thread is in a scope.
     """
     global _num_open, _originals
     norm = keras.layers.BatchNormalization
     with _patch_lock:
         if _num_open == 0:
+            for name in LOOPS:
+                if name in vars(keras.Model):
+                    _own_loops[name] = vars(keras.Model)[name]
+                setattr(keras.Model, name, _checked(name, before_loop))
             _originals = (Trainer.__init__, Trainer.compile, norm.__init__)
             Trainer.__init__ = _telling(Trainer.__init__, None, on_init)
             Trainer.compile = _telling(
@@ -56,17 +72,23 @@ def keras_hooks(
             if _num_open == 0 and _originals is not None:
                 Trainer.__init__, Trainer.compile, norm.__init__ = _originals
                 _originals = None
+                for name in LOOPS:
+                    # Keras's are the trainer's; who has set others has them.
+                    delattr(keras.Model, name)
+                    if name in _own_loops:
+                        setattr(keras.Model, name, _own_loops.pop(name))
 
 
-def bind_on_compile(
+def bind_on_use(
     model: keras.Model,
     attach: Callable[[keras.Model], Any],
     is_bound: Callable[[keras.Model], bool],
 ) -> None:
-    """Makes a model that was made in a scope bound wherever it is compiled.
+    """Makes a model that was made in a scope bound wherever it is used first.
 
     Args:
-      model: The model, whose `compile` is set to one of its own.
+      model: The model, whose `compile`, `predict` and `predict_on_batch`,
+        which needs no compiling, are set to some of its own.
       attach: Binds the model.
       is_bound: Whether it is bound already, as by a scope's `compile`.
     """
@@ -77,8 +99,36 @@ def bind_on_compile(
             attach(model)
         return result
 
-    functools.update_wrapper(compile_and_attach, type(model).compile)
-    object.__setattr__(model, COMPILE, compile_and_attach)
+    def attaching(name: str) -> Callable[..., Any]:
+        def attach_and_call(*args: Any, **kwargs: Any) -> Any:
+            attach(model)
+            # Now it is the binding's.
+            return getattr(model, name)(*args, **kwargs)
+
+        return attach_and_call
+
+    for name in ON_USE:
+        used = compile_and_attach if name == "compile" else attaching(name)
+        functools.update_wrapper(used, getattr(type(model), name))
+        object.__setattr__(model, name, used)
+
+
+def is_bound_on_use(model: keras.Model) -> bool:
+    """Whether `bind_on_use` has seen it."""
+    return "compile" in vars(model)
+
+
+def _checked(
+    name: str, before: Callable[[keras.Model, str], None]
+) -> Callable[..., Any]:
+    method = getattr(keras.Model, name)
+
+    @functools.wraps(method)
+    def check_and_call(model: Any, *args: Any, **kwargs: Any) -> Any:
+        before(model, name)
+        return method(model, *args, **kwargs)
+
+    return check_and_call
 
 
 def _telling(

@@ -90,6 +90,7 @@ class KeptList(QuietCallbackList):
             **params,
         )
         loop.callbacks = [c for c in self.callbacks if c is not keeper]
+        callback_states.warn_of_halves(loop.callbacks)
         loop.settle = self._flush_futures
 
     def _restore(self) -> None:

@@ -42,7 +42,7 @@ class Scope:
             stack.enter_context(variable_creator_scope(create))
             stack.enter_context(
                 model_hooks.keras_hooks(
-                    _claim, _check, _bind, current.has_strategy
+                    _claim, _check, _bind, _check_loop, current.has_strategy
                 )
             )
             self._open.append(stack.pop_all())
@@ -61,7 +61,7 @@ def _claim(model: keras.Model) -> None:
     """Makes a model of this thread's scope the strategy's."""
     strategy = current.entered_strategy()
     if strategy is not None:
-        model_hooks.bind_on_compile(
+        model_hooks.bind_on_use(
             model,
             strategy.attach,
             lambda m: binding_lib.binding_of(m) is not None,
@@ -80,3 +80,25 @@ def _bind(model: keras.Model) -> None:
     strategy = current.entered_strategy()
     if strategy is not None:
         strategy.attach(model)
+
+
+def _check_loop(model: keras.Model, name: str) -> None:
+    """Refuses the loops of a model that is not the strategy's.
+
+    Keras would lay its batches out for the devices of the scope, and the state
+    that it makes then; the model could not be used any more.
+    """
+    strategy = current.entered_strategy()
+    if strategy is None or binding_lib.binding_of(model) is not None:
+        return
+    if model_hooks.is_bound_on_use(model):
+        # Keras says that it is not compiled.
+        return
+    kind = type(strategy).__name__
+    raise RuntimeError(
+        "In a strategy's scope those models are trained and evaluated that "
+        f"were made or compiled in one. Received: `{name}` of {model.name!r}, "
+        f"which was made outside, in the scope of {kind}. Compile it in the "
+        f"scope, call `strategy.attach(model)` before `{name}`, or leave the "
+        "scope to have it on one device."
+    )

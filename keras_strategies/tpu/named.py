@@ -48,7 +48,7 @@ def devices_by_name(
         raise ImportError(
             "A topology by name comes from libtpu, which JAX does not find. "
             f"Received: name={name!r}. Run `pip install "
-            "'keras-strategies[tpu]'`; it needs no TPU."
+            "'jax[tpu]'`; it needs no TPU."
         ) from error
     return tuple(described.devices)
 

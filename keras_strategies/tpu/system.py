@@ -47,7 +47,7 @@ def initialize_tpu_system(
         raise RuntimeError(
             "A TPU system needs TPUs. Received: "
             f"{len(found)} devices of the platform '{found[0].platform}'. On "
-            "a TPU machine install 'keras-strategies[tpu]' and leave "
+            "a TPU machine run `pip install 'jax[tpu]'` and leave "
             "JAX_PLATFORMS unset; elsewhere pass `devices=jax.devices()`, or "
             "use `Topology.from_name('v5e:4x4')` to compile only."
         )

@@ -312,6 +312,11 @@ def test_a_file_in_place_of_the_directory(runner, tmp_path):
         fit(runner, Checkpoint(tmp_path / "kept"))
 
 
+def test_a_directory_that_nobody_can_make(runner):
+    with pytest.raises(OSError, match="'/proc/run', which cannot be made: "):
+        fit(runner, Checkpoint("/proc/run"))
+
+
 def test_a_directory_that_is_read_only(runner, tmp_path):
     os.chmod(tmp_path, 0o500)
     try:
@@ -428,7 +433,8 @@ def test_an_error_frees_the_directory(runner, tmp_path):
         ({"resume": "always"}, ValueError, "resume='always'"),
         ({"directory": b"x"}, TypeError, "type bytes"),
         ({"directory": None}, TypeError, "type NoneType"),
-        ({"keep": "all"}, TypeError, "ks.checkpoint.Keep"),
+        ({"keep": "all"}, TypeError, "keep='all'. Give `ks.checkpoint.Keep("),
+        ({"keep": None}, TypeError, "keep=None"),
         ({"keep": -1}, ValueError, "last"),
     ],
     ids=str,
@@ -498,23 +504,53 @@ def test_another_model_is_refused_and_the_faults_listed(whole, tmp_path):
         model.fit(X, Y, verbose=0, callbacks=[Checkpoint(whole[0] / "kept")])
     text = str(raised.value)
     assert str(whole[0] / "kept" / "12") in text
-    assert "metrics mean_absolute_error.total: not in the model" in text
+    assert re.search(r"model: weights sequential\w*.+: not in the model", text)
     assert "and 23 more" in text
     assert find_steps(whole[0] / "kept") == [5, 10, 12]
 
 
-def test_other_shapes_are_told(tmp_path):
-    def of_units(units):
-        return lambda: keras.Sequential(
-            [keras.Input((4,)), keras.layers.Dense(units), FLAT]
-        )
+def of_units(units):
+    return lambda: keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(units),
+            keras.layers.Dense(1, name="flat"),
+        ]
+    )
 
-    FLAT = keras.layers.Dense(1, name="flat")
+
+def test_other_shapes_are_told(tmp_path):
     first = compiled(of_units(3))
     first.fit(X, Y, verbose=0, callbacks=[Checkpoint(tmp_path)])
-    FLAT = keras.layers.Dense(1, name="flat")
     second = compiled(of_units(5))
     with pytest.raises(ValueError, match=re.escape("float32[4, 3] in the")):
+        second.fit(X, Y, verbose=0, callbacks=[Checkpoint(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"optimizer": "adam"}, "optimizer: optimizer "),
+        ({"metrics": ["mae"]}, "metrics: metrics mean"),
+        ({"optimizer": "adam", "metrics": ["mae"]}, "metrics or optimizer: "),
+    ],
+    ids=str,
+)
+def test_what_else_is_another_is_told(tmp_path, options, what):
+    first = compiled(of_units(3))
+    first.fit(X, Y, verbose=0, callbacks=[Checkpoint(tmp_path)])
+    second = compiled(of_units(3), **options)
+    with pytest.raises(ValueError, match=f"which is of another {what}"):
+        second.fit(X, Y, verbose=0, callbacks=[Checkpoint(tmp_path)])
+
+
+def test_weights_that_differ_are_told_first(tmp_path):
+    first = compiled(of_units(3), optimizer="adam")
+    first.fit(X, Y, verbose=0, callbacks=[Checkpoint(tmp_path)])
+    second = compiled(of_units(5), optimizer="adam")
+    with pytest.raises(
+        ValueError, match="another model: weights seq.*kernel: float32"
+    ):
         second.fit(X, Y, verbose=0, callbacks=[Checkpoint(tmp_path)])
 
 
@@ -526,6 +562,63 @@ def test_names_that_keras_numbers_are_no_matter(tmp_path):
     second.fit(X, Y, verbose=0, callbacks=[Checkpoint(tmp_path)])
     for one, two in zip(first.weights, second.weights, strict=True):
         np.testing.assert_array_equal(one.numpy(), two.numpy())
+
+
+class GetsAlone(keras.callbacks.Callback):
+    def get_state(self):
+        return {}
+
+
+class SetsAlone(keras.callbacks.Callback):
+    def set_state(self, state):
+        raise AssertionError
+
+
+@pytest.mark.parametrize("kind", [GetsAlone, SetsAlone])
+def test_a_callback_with_half_of_what_it_needs_is_told(
+    runner, tmp_path, kind, caplog
+):
+    fit(runner, kind(), Checkpoint(tmp_path))
+    (text,) = [r.getMessage() for r in caplog.records]
+    missing = "set_state" if kind is GetsAlone else "get_state"
+    assert f"`{kind.__name__}` has no `{missing}`: " in text
+    fit(runner, kind(), Checkpoint(tmp_path), epochs=2)
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        ({"batch_size": 16}, "of 8 rows a batch, now 16; 4 batches, now 2:"),
+        ({"x": X[:24], "y": Y[:24]}, "data of 4 batches, now 3:"),
+        ({}, None),
+    ],
+    ids=["batch size", "rows", "none"],
+)
+def test_other_batches_in_the_middle_of_an_epoch_are_told(
+    runner, tmp_path, other, what, caplog
+):
+    with pytest.raises(Interrupted):
+        fit(
+            runner,
+            Seen(stop=3),
+            Checkpoint(tmp_path, save_every_steps=2),
+        )
+    assert find_steps(tmp_path) == [2]
+    fit(runner, Checkpoint(tmp_path, save_every_steps=2), **other)
+    texts = [r.getMessage() for r in caplog.records if r.levelname != "INFO"]
+    if what is None:
+        assert not texts
+    else:
+        (text,) = texts
+        assert what in text
+        assert "rows may be seen twice or not at all" in text
+
+
+def test_other_batches_after_an_epoch_are_no_matter(runner, tmp_path, caplog):
+    fit(runner, Checkpoint(tmp_path))
+    fit(runner, Checkpoint(tmp_path), epochs=2, batch_size=16)
+    assert not [r for r in caplog.records if r.levelname != "INFO"]
+    assert find_steps(tmp_path) == [4, 6]
 
 
 def test_states_that_json_cannot_hold_are_refused(runner, tmp_path):

@@ -51,6 +51,17 @@ def test_what_no_checkpoint_holds_is_refused_before_it_is_written(value, said):
     assert "['a']['b']" in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    "mark",
+    ["__array__", "__empty_array__", "__tuple__", "__scalar__", "__dict__"],
+)
+def test_dicts_of_users_may_have_our_keys(mark):
+    state = {"a": {mark: [{mark: (1, {mark: None})}]}, mark: {mark: {}}}
+    kept, arrays = contents.split([state, {mark: 2}])
+    text = json.dumps(kept)
+    assert contents.joined(json.loads(text), arrays) == [state, {mark: 2}]
+
+
 def test_other_processes_read_arrays_too():
     state = {
         "rows": np.arange(6.0).reshape(2, 3)[:, ::2],

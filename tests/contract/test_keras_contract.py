@@ -60,6 +60,7 @@ from keras.src.utils import file_utils
 from keras.src.utils.python_utils import pythonify_logs
 
 from keras_strategies.keras_bridge.fresh_names import fresh_names
+from keras_strategies.keras_bridge.model_hooks import LOOPS
 
 BRIDGE = pathlib.Path(__file__).parents[2] / "keras_strategies/keras_bridge"
 X = np.arange(12, dtype="float32").reshape(6, 2)
@@ -368,13 +369,19 @@ def test_compile_comes_from_the_trainer():
     assert model.predict_function is None
 
 
+def test_loops_come_from_the_trainer():
+    for name in LOOPS:
+        assert name not in vars(keras.Model), name
+        assert callable(getattr(keras.Model, name)), name
+
+
 def test_making_a_model_goes_through_the_trainers_constructor(monkeypatch):
     made = []
     original = Trainer.__init__
 
     def noting(model, *args, **kwargs):
         original(model, *args, **kwargs)
-        # `bind_on_compile` sets an attribute at this point.
+        # `bind_on_use` sets an attribute at this point.
         object.__setattr__(model, "_ks_note", "ours")
         made.append(model)
 

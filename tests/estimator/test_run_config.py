@@ -211,6 +211,11 @@ def test_replace_switches_between_steps_and_seconds(first, changes, expected):
         ({"protocol": "http"}, ValueError, "CommunicationOptions"),
         ({"checkpoint_save_graph_def": False}, ValueError, "hold a graph"),
         ({"train_distribute": "mirrored"}, TypeError, "MirroredStrategy"),
+        (
+            {"train_distribute": ks.MirroredStrategy},
+            TypeError,
+            "the class MirroredStrategy. Make one: `MirroredStrategy",
+        ),
         ({"eval_distribute": object()}, TypeError, "`eval_distribute`"),
         ({"experimental_distribute": 3}, TypeError, "attributes"),
     ],

@@ -365,6 +365,18 @@ def test_an_estimator_spec_has_a_model(given):
         EstimatorSpec("train", loss="mse", train_op="sgd", model=given)
 
 
+@pytest.mark.parametrize(
+    "name", ["DNNClassifier", "LinearRegressor", "BinaryClassHead"]
+)
+def test_canned_estimators_are_told_of(name):
+    with pytest.raises(
+        AttributeError, match=f"`ks.estimator.{name}`.*model_to"
+    ):
+        getattr(ks.estimator, name)
+    assert not hasattr(ks.estimator, name)
+    assert name not in dir(ks.estimator)
+
+
 def test_exporters_have_the_defaults_of_tf():
     assert exporters.BestExporter().name == "best_exporter"
     assert exporters.LatestExporter("a")._exports_to_keep == 5

@@ -194,6 +194,16 @@ def test_wrong_export_is_refused_and_leaves_nothing(
     assert not (tmp_path / "export").exists()
 
 
+@pytest.mark.parametrize("base", ["file", "file/export"])
+def test_export_into_a_file_is_refused(tmp_path, base):
+    estimator = estimator_of(tmp_path / "model")
+    estimator.train(endless, steps=1)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(NotADirectoryError, match="`export_dir_base` is a"):
+        estimator.export_saved_model(tmp_path / base, saved_model=False)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 @pytest.mark.slow
 def test_a_saved_model_is_served_by_tensorflow(tmp_path):
     tensorflow = pytest.importorskip("tensorflow")

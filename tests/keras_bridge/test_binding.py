@@ -138,6 +138,54 @@ def test_plain_model_in_another_thread_while_a_scope_is_open():
 # attach and detach.
 
 
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_plain_model_in_a_scope_is_refused_and_stays_usable(loop, is_compiled):
+    plain = compile_(sequential()) if is_compiled else sequential()
+    with mirrored(2).scope():
+        with pytest.raises(RuntimeError, match=f"`{loop}` of 'model'.*attach"):
+            LOOPS[loop](plain)
+        np.testing.assert_equal(np.shape(plain(X[:3])), (3, 1))
+    assert_plain(plain)
+    if not is_compiled:
+        compile_(plain)
+    LOOPS[loop](plain)
+
+
+def test_plain_model_in_a_callback_of_a_bound_one():
+    plain, model = compile_(sequential()), bound(mirrored(2))
+    expected = plain.predict(X, verbose=0)
+    seen = []
+
+    class Asking(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            seen.append(plain.predict(X, verbose=0))
+
+    model.fit(X, Y, batch_size=8, verbose=0, callbacks=[Asking()])
+    np.testing.assert_array_equal(seen, [expected])
+    assert_plain(plain)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 8])
+@pytest.mark.parametrize("loop", ["predict", "predict_on_batch"])
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_predict_without_compile(where, loop, replicas):
+    strategy = mirrored(replicas)
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = sequential()
+        if where == "inside":
+            found = LOOPS[loop](model)
+    if where == "outside":
+        found = LOOPS[loop](model)
+    keras.utils.set_random_seed(1)
+    np.testing.assert_allclose(found, LOOPS[loop](sequential()), rtol=1e-6)
+    assert_on_mesh(model, strategy)
+    compile_(model)
+    fit(model)
+    assert_close(state_of(model), trained_plain(1))
+
+
 def test_attach_without_a_scope():
     strategy = mirrored(2)
     model = compile_(sequential())

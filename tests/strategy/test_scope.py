@@ -13,6 +13,7 @@ from keras.src.trainers.trainer import Trainer
 
 import keras_strategies as ks
 from keras_strategies.keras_bridge.binding import binding_of
+from keras_strategies.keras_bridge.model_hooks import LOOPS
 from tests.keras_bridge.rows_seen import (
     RowsSeen,
     X,
@@ -84,6 +85,7 @@ IN_SCOPE = [
     for place in (
         "backend.Variable.__init__",
         "layers.normalization.batch_normalization.BatchNormalization.__init__",
+        *sorted(f"models.model.Model.{loop}" for loop in LOOPS),
         "optimizers.base_optimizer.BaseOptimizer.add_variable_from_reference",
         "trainers.trainer.Trainer.__init__",
         "trainers.trainer.Trainer.compile",

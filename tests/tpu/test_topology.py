@@ -253,4 +253,4 @@ Topology.from_name("v5e:2x2")
     done = run_python(code, KERAS_BACKEND="jax")
     assert done.returncode != 0
     assert "ImportError: A topology by name comes from libtpu" in done.stderr
-    assert "keras-strategies[tpu]" in done.stderr
+    assert "pip install 'jax[tpu]'" in done.stderr
