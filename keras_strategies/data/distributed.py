@@ -146,7 +146,7 @@ class DistributedIterator:
           state: What `get_state` returned.
 
         Raises:
-          ValueError: not such a state.
+          ValueError: not such a state, or one of another kind of data.
         """
         if set(state) != {"epoch", "step", "seed"}:
             raise ValueError(
@@ -154,7 +154,14 @@ class DistributedIterator:
                 f"Received: {state!r}. Pass that."
             )
         self._batches = None
-        self._steps.source.restart(state["seed"])
+        try:
+            self._steps.source.restart(state["seed"])
+        except ValueError:
+            raise ValueError(
+                "An iterator goes on where one over the same kind of data was. "
+                "Received: a state with an order that other data have drawn. "
+                "Distribute such data as it is of, or begin anew."
+            ) from None
         self._place = (state["epoch"], state["step"])
 
     def get_next(self) -> Tree:

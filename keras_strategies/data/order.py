@@ -35,7 +35,11 @@ class Order(abc.ABC):
 
         Args:
           seed: What `seed` of another order returned.
+
+        Raises:
+          ValueError: it is no seed of this kind of order.
         """
+        self._parsed(seed)
         self._seed = seed
         self._state = seed
         self._epoch = 0
@@ -70,6 +74,10 @@ class Order(abc.ABC):
         return order
 
     @abc.abstractmethod
+    def _parsed(self, state: str) -> Any:
+        """A state as its generator has it; raises ValueError for another's."""
+
+    @abc.abstractmethod
     def _draw(self, state: str) -> tuple[np.ndarray, str]:
         """One order and the state after it."""
 
@@ -98,6 +106,9 @@ class RowOrder(Order):
         self._rows = rows
         self._window = window
         super().__init__(seed)
+
+    def _parsed(self, state: str) -> Any:
+        return _numpy_state(state)
 
     def _draw(self, state: str) -> tuple[np.ndarray, str]:
         generator = np.random.RandomState()
@@ -142,6 +153,9 @@ class BatchOrder(Order):
         if size != self._size:
             self._size = size
             self._last = None
+
+    def _parsed(self, state: str) -> Any:
+        return _python_state(state)
 
     def _draw(self, state: str) -> tuple[np.ndarray, str]:
         generator = random.Random()

@@ -128,6 +128,9 @@ class Source(abc.ABC):
 
         Args:
           seed: What `seed` of another source of the same data was.
+
+        Raises:
+          ValueError: it is of another kind of data.
         """
         if self.order is not None and seed is not None:
             self.order.restart(str(seed))

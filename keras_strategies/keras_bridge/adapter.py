@@ -71,6 +71,7 @@ class Feed(DataAdapter):
         # Of a feed that goes on: what stands for the steps of the loop's epoch
         # that were computed before.
         self._goes_on = False
+        self.is_other_kind = False
         self._done: list[Execution] = []
 
     def get_numpy_iterator(self) -> Iterator[Tree]:
@@ -158,7 +159,7 @@ class Feed(DataAdapter):
         count = self._division.num_batches
         if count is not None and step >= count:
             epoch, step = epoch + 1, 0
-        return {"epoch": epoch, "step": step, "seed": self._source.seed}
+        return self.position_at((epoch, step))
 
     def next_position(self, place: tuple[int, int] | None) -> dict[str, Any]:
         """As `position`, with a loop's epoch done: where its next one begins.
@@ -180,8 +181,7 @@ class Feed(DataAdapter):
           place: Of the last execution that was computed. On accelerators
             Keras asks for one ahead.
         """
-        epoch, step = place
-        return {"epoch": epoch, "step": step, "seed": self._source.seed}
+        return {"epoch": place[0], "step": place[1], "seed": self._source.seed}
 
     @property
     def is_own(self) -> bool:
@@ -203,13 +203,18 @@ class Feed(DataAdapter):
             counts as the other one did.
           logs: What the last of them returned.
         """
-        self._source.restart(position["seed"])
-        self._epoch, self._start = position["epoch"], position["step"]
-        self._given = (self._epoch, self._start)
+        # Data of another kind begin an order and a pass of their own.
+        seed = position["seed"]
+        self.is_other_kind = (seed is None) != (self._source.seed is None)
+        try:
+            self._source.restart(seed)
+        except ValueError:
+            self.is_other_kind = True
+        start = 0 if self.is_other_kind and not done_steps else position["step"]
+        self._given = self._epoch, self._start = position["epoch"], start
         begun = self._epoch + (self._start > 0)
         if self._source.order is not None and begun:
-            # A fit after this one, which may have nothing left to do, finds
-            # the generator as its orders have left it.
+            # A fit after this one finds the generator as its orders left it.
             self._source.order.of(begun - 1)
         # Keras counts the batches of an epoch of the data from its iterator's
         # first: so it is not told their number, and the feed ends the epochs.
@@ -289,6 +294,16 @@ class Feed(DataAdapter):
     def batch_size(self) -> int | None:
         """Rows of a batch, if known."""
         return self._source.batch_size
+
+    @property
+    def sizes(self) -> dict[str, int | None]:
+        """What a position counts in, by its name; None where not known."""
+        said = self._source.outline()
+        return {
+            "rows a batch": self.batch_size or said.first_rows,
+            "batches": self._division.num_batches,
+            "rows": said.num_rows,
+        }
 
     @property
     def has_partial_batch(self) -> bool | None:

@@ -20,7 +20,7 @@ from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.keras_bridge import adapter, arguments, layout
 from keras_strategies.keras_bridge.callback_lists import quiet_list
 from keras_strategies.keras_bridge.functions import Functions
-from keras_strategies.keras_bridge.model_hooks import LOOPS, ON_USE
+from keras_strategies.keras_bridge.model_hooks import LOOPS, ON_USE, loops_owner
 from keras_strategies.keras_bridge.resuming import keeper_among, kept_fit
 from keras_strategies.keras_bridge.shared_callbacks import of_this_process
 
@@ -308,7 +308,7 @@ class _Call:
         signature = inspect.signature(self._loop)
         if "x" not in signature.parameters:
             # A class that passes all on: def fit(self, *args, **kwargs).
-            signature = inspect.signature(getattr(keras.Model, name))
+            signature = inspect.signature(vars(loops_owner(name))[name])
         bound = signature.bind(model, *args, **kwargs)
         bound.apply_defaults()
         arguments = dict(bound.arguments)

@@ -108,8 +108,8 @@ def warn_of_halves(callbacks: Iterable[Any]) -> None:
         if len(missing) == 1:
             _logger.warning(
                 "What a callback knows is kept if it has `get_state` and "
-                "`set_state`. `%s` has no `%s`: in a fit that goes on it "
-                "begins anew. Give it both.",
+                "`set_state`. `%s` has no `%s`: what it knows itself is not "
+                "kept. Give it both.",
                 type(callback).__name__,
                 missing[0],
             )

@@ -66,10 +66,7 @@ class Loop:
         self.epoch = call["initial_epoch"] or 0
         self.step = 0
         self.num_steps = 0
-        self._batches = {
-            "rows a batch": feed.batch_size,
-            "batches": feed.num_batches,
-        }
+        self._sizes = feed.sizes
         self.other_batches: str | None = None
         self.is_over = self.was_stopped = False
         self.callbacks: list[Any] = []
@@ -115,7 +112,7 @@ class Loop:
             "num_steps": self.num_steps,
             "is_stopped": bool(self.model.stop_training),
             "logs": numbers(self._logs),
-            "batches": self._batches,
+            "sizes": self._sizes,
             "feed": self._positions(self._feed, is_epoch_over),
             "validation": self._positions(self._validation, True),
             "callbacks": callback_states.states_of(self.callbacks),
@@ -161,11 +158,13 @@ class Loop:
         self.is_over = self.was_stopped or self.epoch >= self._epochs
         position = self._position_of(self._feed, state["feed"])
         if position is not None:
-            if self.step or position["step"]:
-                self.other_batches = _differing(
-                    state.get("batches", {}), self._batches
-                )
             self._feed.go_on(position, self.step, self._logs)
+            if self.step or self._feed.position["step"]:
+                self.other_batches = _differing(
+                    state.get("sizes", {}),
+                    self._sizes,
+                    is_other_kind=self._feed.is_other_kind,
+                )
         position = self._position_of(self._validation, state["validation"])
         if position is not None:
             self._validation.go_on(position)
@@ -251,9 +250,12 @@ class Loop:
         return self._logs
 
 
-def _differing(had: dict[str, Any], have: dict[str, Any]) -> str | None:
-    """What batches are said to be that differ, where both are known."""
-    differing = [
+def _differing(
+    had: dict[str, Any], have: dict[str, Any], *, is_other_kind: bool
+) -> str | None:
+    """What is said of other batches, where it is known of both."""
+    differing = ["another kind or order"] if is_other_kind else []
+    differing += [
         f"{had[name]} {name}, now {count}"
         for name, count in have.items()
         if None not in (count, had.get(name)) and had[name] != count

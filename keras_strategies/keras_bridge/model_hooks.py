@@ -30,8 +30,8 @@ ON_USE = ("compile", "predict", "predict_on_batch")
 
 _patch_lock = threading.RLock()
 _num_open = 0
-_originals: tuple[Any, Any, Any] | None = None
-_own_loops: dict[str, Any] = {}
+# Where, its name, what it is while a scope is open, and what it was.
+_patches: list[tuple[Any, str, Any, Any]] = []
 
 
 @contextlib.contextmanager
@@ -49,34 +49,59 @@ def keras_hooks(
     `on_compile` is told of every model that was compiled, `before_loop` may
     refuse one of `LOOPS`, `is_active` says whether the thread is in a scope.
     """
-    global _num_open, _originals
+    global _num_open
     norm = keras.layers.BatchNormalization
     with _patch_lock:
         if _num_open == 0:
-            for name in LOOPS:
-                if name in vars(keras.Model):
-                    _own_loops[name] = vars(keras.Model)[name]
-                setattr(keras.Model, name, _checked(name, before_loop))
-            _originals = (Trainer.__init__, Trainer.compile, norm.__init__)
-            Trainer.__init__ = _telling(Trainer.__init__, None, on_init)
-            Trainer.compile = _telling(
-                Trainer.compile, before_compile, on_compile
+            _patch(Trainer, "__init__", lambda f: _telling(f, None, on_init))
+            _patch(
+                Trainer,
+                "compile",
+                lambda f: _telling(f, before_compile, on_compile),
             )
-            norm.__init__ = batch_norm.accepting_init(norm.__init__, is_active)
+            _patch(
+                norm,
+                "__init__",
+                lambda f: batch_norm.accepting_init(f, is_active),
+            )
+            for name in LOOPS:
+                _patch(
+                    loops_owner(name),
+                    name,
+                    functools.partial(_checked, name, before_loop),
+                )
         _num_open += 1
     try:
         yield
     finally:
         with _patch_lock:
             _num_open -= 1
-            if _num_open == 0 and _originals is not None:
-                Trainer.__init__, Trainer.compile, norm.__init__ = _originals
-                _originals = None
-                for name in LOOPS:
-                    # Keras's are the trainer's; who has set others has them.
-                    delattr(keras.Model, name)
-                    if name in _own_loops:
-                        setattr(keras.Model, name, _own_loops.pop(name))
+            if _num_open == 0:
+                _unpatch()
+
+
+def _patch(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+    original = vars(owner)[name]
+    wrapper = wrap(original)
+    setattr(owner, name, wrapper)
+    _patches.append((owner, name, wrapper, original))
+
+
+def _unpatch() -> None:
+    for owner, name, wrapper, original in _patches:
+        # What somebody else has put there since is theirs.
+        if vars(owner).get(name) is wrapper:
+            setattr(owner, name, original)
+    _patches.clear()
+
+
+def loops_owner(name: str) -> type:
+    """The class that has Keras's own method of one of `LOOPS`.
+
+    It is a base of `keras.Model`, where others' patches are left alone.
+    """
+    bases = keras.Model.__mro__[1:]
+    return next(base for base in bases if name in vars(base))
 
 
 def bind_on_use(
@@ -108,7 +133,13 @@ def bind_on_use(
         return attach_and_call
 
     for name in ON_USE:
-        used = compile_and_attach if name == "compile" else attaching(name)
+        if name == "compile":
+            used = compile_and_attach
+        elif _is_keras_own(type(model), name):
+            used = attaching(name)
+        else:
+            # It takes what its author wants it to.
+            continue
         functools.update_wrapper(used, getattr(type(model), name))
         object.__setattr__(model, name, used)
 
@@ -118,11 +149,17 @@ def is_bound_on_use(model: keras.Model) -> bool:
     return "compile" in vars(model)
 
 
-def _checked(
-    name: str, before: Callable[[keras.Model, str], None]
-) -> Callable[..., Any]:
-    method = getattr(keras.Model, name)
+def _is_keras_own(kind: type, name: str) -> bool:
+    """Whether a class of models has a method as Keras has it."""
+    owner = next(base for base in kind.__mro__ if name in vars(base))
+    return owner in keras.Model.__mro__
 
+
+def _checked(
+    name: str,
+    before: Callable[[keras.Model, str], None],
+    method: Callable[..., Any],
+) -> Callable[..., Any]:
     @functools.wraps(method)
     def check_and_call(model: Any, *args: Any, **kwargs: Any) -> Any:
         before(model, name)

@@ -91,10 +91,17 @@ def _check_loop(model: keras.Model, name: str) -> None:
     strategy = current.entered_strategy()
     if strategy is None or binding_lib.binding_of(model) is not None:
         return
-    if model_hooks.is_bound_on_use(model):
-        # Keras says that it is not compiled.
-        return
     kind = type(strategy).__name__
+    if model_hooks.is_bound_on_use(model):
+        if not name.startswith("predict"):
+            # Keras says that it is not compiled.
+            return
+        raise RuntimeError(
+            f"A class that has a `{name}` of its own is bound to a strategy "
+            f"when it is compiled. Received: {model.name!r}, which is not, in "
+            f"the scope of {kind}. Compile it, call `strategy.attach(model)`, "
+            "or leave the scope to have it on one device."
+        )
     raise RuntimeError(
         "In a strategy's scope those models are trained and evaluated that "
         f"were made or compiled in one. Received: `{name}` of {model.name!r}, "

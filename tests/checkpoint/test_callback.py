@@ -20,7 +20,8 @@ import keras_strategies as ks
 from keras_strategies.checkpoint.format import find_steps, read_manifest
 from keras_strategies.checkpoint.lock import DirectoryLock
 from keras_strategies.cluster.exits import Preempted
-from tests.checkpoint.cases import of, unnumbered
+from tests.checkpoint import cases
+from tests.checkpoint.cases import Batches, of, unnumbered
 from tests.checkpoint.damages import DAMAGES
 from tests.checkpoint.runs import (
     Case,
@@ -589,10 +590,26 @@ def test_a_callback_with_half_of_what_it_needs_is_told(
     ("other", "what"),
     [
         ({"batch_size": 16}, "of 8 rows a batch, now 16; 4 batches, now 2:"),
-        ({"x": X[:24], "y": Y[:24]}, "data of 4 batches, now 3:"),
+        ({"x": X[:24], "y": Y[:24]}, "data of 4 batches, now 3; "),
+        ({"x": X[:30], "y": Y[:30]}, "data of 32 rows, now 30:"),
+        (
+            {"x": Batches(16), "y": None, "batch_size": None},
+            "data of another kind or order; 4 batches, now 2:",
+        ),
+        (
+            {"y": None, "batch_size": None} | cases.pydataset(),
+            "over data of another kind or order: ",
+        ),
         ({}, None),
     ],
-    ids=["batch size", "rows", "none"],
+    ids=[
+        "batch size",
+        "fewer batches",
+        "rows",
+        "other kind",
+        "of as many rows",
+        "same",
+    ],
 )
 def test_other_batches_in_the_middle_of_an_epoch_are_told(
     runner, tmp_path, other, what, caplog
@@ -612,6 +629,42 @@ def test_other_batches_in_the_middle_of_an_epoch_are_told(
         (text,) = texts
         assert what in text
         assert "rows may be seen twice or not at all" in text
+
+
+KINDS = {
+    "arrays": dict,
+    "PyDataset": cases.pydataset,
+    "tf.data": cases.tf_dataset,
+    "grain": cases.grain_dataset,
+    "torch": cases.torch_loader,
+    "generator": cases.generator,
+}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (first, second)
+        for first in KINDS
+        for second in KINDS
+        # Neither has an order of ours: the place in the endless pass counts.
+        if (first, second) != ("generator", "grain")
+    ],
+)
+def test_another_kind_of_data_after_an_epoch_is_no_matter(
+    runner, tmp_path, first, second, caplog
+):
+    def given(kind):
+        if kind == "arrays":
+            return {}
+        return {"y": None, "batch_size": None, "shuffle": False} | KINDS[kind]()
+
+    fit(runner, Checkpoint(tmp_path), **given(first))
+    (done,) = find_steps(tmp_path)
+    fit(runner, Checkpoint(tmp_path), epochs=2, **given(second))
+    assert not [r for r in caplog.records if r.levelname != "INFO"]
+    steps = 3 if second == "generator" else 4
+    assert find_steps(tmp_path) == [done, done + steps]
 
 
 def test_other_batches_after_an_epoch_are_no_matter(runner, tmp_path, caplog):

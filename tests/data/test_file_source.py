@@ -410,7 +410,7 @@ def test_hint_is_refused(written):
 def test_tfrecord_without_tensorflow(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (tmp_path / "a").touch()
-    with pytest.raises(ImportError, match=r"keras-strategies\[tensorflow\]"):
+    with pytest.raises(ImportError, match=r"pip install tensorflow-cpu"):
         files(tmp_path / "a", "tfrecord", parse=of_record, batch_size=1)
 
 

@@ -414,6 +414,16 @@ def test_a_state_of_something_else_is_refused():
         iterator.set_state({"step": 3})
 
 
+def test_a_state_of_another_kind_of_data_is_refused():
+    tf = pytest.importorskip("tensorflow")
+    strategy = ks.MirroredStrategy(jax.devices()[:2])
+    dataset = tf.data.Dataset.range(8).shuffle(8).batch(2)
+    iterator = iter(strategy.experimental_distribute_dataset(dataset))
+    state = iterator.get_state() | {"seed": "of arrays"}
+    with pytest.raises(ValueError, match="that other data have drawn"):
+        iterator.set_state(state)
+
+
 def test_a_left_iterator_does_not_disturb_the_next(seed_of_others):
     strategy = ks.MirroredStrategy(jax.devices()[:2])
     dataset = Dataset(workers=2)

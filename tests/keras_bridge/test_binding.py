@@ -186,6 +186,29 @@ def test_predict_without_compile(where, loop, replicas):
     assert_close(state_of(model), trained_plain(1))
 
 
+class Agent(keras.Sequential):
+    """Whose `predict` is not Keras's."""
+
+    def predict(self, state):
+        return int(np.argmax(self(state[None])[0]))
+
+    def predict_on_batch(self, x, scale=1.0):
+        return scale * super().predict_on_batch(x)
+
+
+def test_a_predict_of_the_users_own_is_called_as_it_is():
+    with mirrored(2).scope():
+        agent = Agent([keras.Input((3,)), dense(2)])
+        assert agent.predict(X[0]) in (0, 1)
+        text = "has a `predict_on_batch` of its own is bound"
+        with pytest.raises(RuntimeError, match=text):
+            agent.predict_on_batch(X, scale=2.0)
+    assert agent.predict(X[0]) in (0, 1)
+    np.testing.assert_allclose(
+        agent.predict_on_batch(X, scale=2.0), 2 * np.asarray(agent(X)), 1e-6
+    )
+
+
 def test_attach_without_a_scope():
     strategy = mirrored(2)
     model = compile_(sequential())

@@ -8,6 +8,7 @@ import jax
 import keras
 import numpy as np
 import pytest
+from keras.src.backend.jax.trainer import JAXTrainer
 from keras.src.losses import loss as loss_module
 from keras.src.trainers.trainer import Trainer
 
@@ -84,8 +85,8 @@ IN_SCOPE = [
     f"keras.src.{place}"
     for place in (
         "backend.Variable.__init__",
+        *sorted(f"backend.jax.trainer.JAXTrainer.{loop}" for loop in LOOPS),
         "layers.normalization.batch_normalization.BatchNormalization.__init__",
-        *sorted(f"models.model.Model.{loop}" for loop in LOOPS),
         "optimizers.base_optimizer.BaseOptimizer.add_variable_from_reference",
         "trainers.trainer.Trainer.__init__",
         "trainers.trainer.Trainer.compile",
@@ -186,6 +187,43 @@ def test_hooks_are_there_only_while_a_step_is_traced():
 
 
 # Nesting.
+
+
+def _patched_fit(was):
+    def fit(self, *args, **kwargs):
+        return was(self, *args, **kwargs)
+
+    return fit
+
+
+@pytest.mark.parametrize("owner", [keras.Model, JAXTrainer, Trainer])
+def test_what_others_patch_while_a_scope_is_open_is_theirs(owner):
+    name = "compile" if owner is Trainer else "fit"
+    before = vars(owner).get(name)
+    try:
+        with mirrored(2).scope():
+            theirs = _patched_fit(getattr(owner, name))
+            setattr(owner, name, theirs)
+        assert vars(owner)[name] is theirs
+        model = compile_(sequential())
+        assert binding_of(model) is None
+        fit(model)
+    finally:
+        if before is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+    with mirrored(2).scope():
+        fit(compile_(sequential()))
+
+
+def test_what_others_have_patched_may_go_while_a_scope_is_open():
+    theirs = _patched_fit(keras.Model.fit)
+    keras.Model.fit = theirs
+    with mirrored(2).scope():
+        del keras.Model.fit
+        fit(compile_(sequential()))
+    assert "fit" not in vars(keras.Model)
 
 
 def test_nested_scopes_of_one_strategy():
