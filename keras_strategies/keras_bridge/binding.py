@@ -20,7 +20,12 @@ from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.keras_bridge import adapter, arguments, layout
 from keras_strategies.keras_bridge.callback_lists import quiet_list
 from keras_strategies.keras_bridge.functions import Functions
-from keras_strategies.keras_bridge.model_hooks import LOOPS, ON_USE, loops_owner
+from keras_strategies.keras_bridge.model_hooks import (
+    LOOPS,
+    ON_USE,
+    loops_owner,
+    takes_data,
+)
 from keras_strategies.keras_bridge.resuming import keeper_among, kept_fit
 from keras_strategies.keras_bridge.shared_callbacks import of_this_process
 
@@ -76,6 +81,9 @@ class Binding:
         """
         self._adopt()
         for name in LOOPS:
+            if not takes_data(type(self.model), name):
+                # One of the author's own, of another kind.
+                continue
             loop = functools.partial(getattr(self, f"_{name}"))
             functools.update_wrapper(loop, getattr(type(self.model), name))
             object.__setattr__(self.model, name, loop)

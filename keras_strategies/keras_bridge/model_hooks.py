@@ -6,6 +6,7 @@ long as a scope is open in any thread.
 
 import contextlib
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -39,15 +40,18 @@ def keras_hooks(
     on_init: Callable[[keras.Model], None],
     before_compile: Callable[[keras.Model], None],
     on_compile: Callable[[keras.Model], None],
-    before_loop: Callable[[keras.Model, str], None],
+    in_loop: Callable[
+        [keras.Model, str], contextlib.AbstractContextManager[None]
+    ],
     is_active: Callable[[], bool],
 ) -> Iterator[None]:
     """Wraps what makes, compiles and runs models, and BatchNormalization.
 
     Process-wide, so all ask about the calling thread: `on_init` is told of
     every model that is made, `before_compile` may refuse a model,
-    `on_compile` is told of every model that was compiled, `before_loop` may
-    refuse one of `LOOPS`, `is_active` says whether the thread is in a scope.
+    `on_compile` is told of every model that was compiled, `in_loop` may
+    refuse one of `LOOPS`, and is in place while it runs, `is_active` says
+    whether the thread is in a scope.
     """
     global _num_open
     norm = keras.layers.BatchNormalization
@@ -68,7 +72,7 @@ def keras_hooks(
                 _patch(
                     loops_owner(name),
                     name,
-                    functools.partial(_checked, name, before_loop),
+                    functools.partial(_within, name, in_loop),
                 )
         _num_open += 1
     try:
@@ -155,17 +159,28 @@ def _is_keras_own(kind: type, name: str) -> bool:
     return owner in keras.Model.__mro__
 
 
-def _checked(
+def takes_data(kind: type, name: str) -> bool:
+    """Whether a class's method takes what Keras's of its name takes."""
+    parameters = inspect.signature(getattr(kind, name)).parameters
+    return "x" in parameters or any(
+        parameter.kind is inspect.Parameter.VAR_KEYWORD
+        for parameter in parameters.values()
+    )
+
+
+def _within(
     name: str,
-    before: Callable[[keras.Model, str], None],
+    context: Callable[
+        [keras.Model, str], contextlib.AbstractContextManager[None]
+    ],
     method: Callable[..., Any],
 ) -> Callable[..., Any]:
     @functools.wraps(method)
-    def check_and_call(model: Any, *args: Any, **kwargs: Any) -> Any:
-        before(model, name)
-        return method(model, *args, **kwargs)
+    def call_within(model: Any, *args: Any, **kwargs: Any) -> Any:
+        with context(model, name):
+            return method(model, *args, **kwargs)
 
-    return check_and_call
+    return call_within
 
 
 def _telling(

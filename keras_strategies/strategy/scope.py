@@ -42,7 +42,7 @@ class Scope:
             stack.enter_context(variable_creator_scope(create))
             stack.enter_context(
                 model_hooks.keras_hooks(
-                    _claim, _check, _bind, _check_loop, current.has_strategy
+                    _claim, _check, _bind, _in_loop, current.has_strategy
                 )
             )
             self._open.append(stack.pop_all())
@@ -82,20 +82,25 @@ def _bind(model: keras.Model) -> None:
         strategy.attach(model)
 
 
-def _check_loop(model: keras.Model, name: str) -> None:
+def _in_loop(
+    model: keras.Model, name: str
+) -> contextlib.AbstractContextManager[None]:
     """Refuses the loops of a model that is not the strategy's.
 
     Keras would lay its batches out for the devices of the scope, and the state
-    that it makes then; the model could not be used any more.
+    that it makes then; the model could not be used any more. For a model that
+    is bound the batches are laid out here.
     """
     strategy = current.entered_strategy()
-    if strategy is None or binding_lib.binding_of(model) is not None:
-        return
+    if strategy is None:
+        return contextlib.nullcontext()
+    if binding_lib.binding_of(model) is not None:
+        return distribution_scope(None)
     kind = type(strategy).__name__
     if model_hooks.is_bound_on_use(model):
         if not name.startswith("predict"):
             # Keras says that it is not compiled.
-            return
+            return contextlib.nullcontext()
         raise RuntimeError(
             f"A class that has a `{name}` of its own is bound to a strategy "
             f"when it is compiled. Received: {model.name!r}, which is not, in "

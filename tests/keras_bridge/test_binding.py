@@ -186,6 +186,30 @@ def test_predict_without_compile(where, loop, replicas):
     assert_close(state_of(model), trained_plain(1))
 
 
+class Writer(keras.Sequential):
+    """Whose `predict` takes texts and calls Keras's."""
+
+    def predict(self, texts, scale=1.0):
+        rows = X[: len(texts)]
+        return scale * super().predict(rows, batch_size=3, verbose=0)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_a_predict_of_other_arguments_is_called_as_it_is(replicas):
+    def check():
+        found = model.predict(["a"] * 5, scale=2.0)
+        np.testing.assert_allclose(found, 2 * np.asarray(model(X[:5])), 1e-5)
+
+    with mirrored(replicas).scope():
+        model = compile_(Writer([keras.Input((3,)), dense(1)]))
+        check()
+        fit(model)
+        check()
+    fit(model)
+    check()
+    assert_on_mesh(model, binding_of(model).owner)
+
+
 class Agent(keras.Sequential):
     """Whose `predict` is not Keras's."""
 
