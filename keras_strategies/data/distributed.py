@@ -146,7 +146,8 @@ class DistributedIterator:
           state: What `get_state` returned.
 
         Raises:
-          ValueError: not such a state, or one of another kind of data.
+          ValueError: not such a state, or one with an order that these data
+            cannot have.
         """
         if set(state) != {"epoch", "step", "seed"}:
             raise ValueError(

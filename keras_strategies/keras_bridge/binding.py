@@ -8,7 +8,6 @@ pickling, stay as they were.
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,18 +18,17 @@ from keras.src.trainers.epoch_iterator import EpochIterator
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.keras_bridge import adapter, arguments, layout
 from keras_strategies.keras_bridge.callback_lists import quiet_list
+from keras_strategies.keras_bridge.calls import Call
 from keras_strategies.keras_bridge.functions import Functions
 from keras_strategies.keras_bridge.model_hooks import (
     LOOPS,
     ON_USE,
-    loops_owner,
     takes_data,
 )
 from keras_strategies.keras_bridge.resuming import keeper_among, kept_fit
 from keras_strategies.keras_bridge.shared_callbacks import of_this_process
 
 # Of the epochs that all processes must run alike.
-_COUNTS = ("epochs", "initial_epoch", "validation_freq")
 _MAKERS = (
     "make_train_function",
     "make_test_function",
@@ -72,6 +70,11 @@ class Binding:
             model, mesh, keeps_outputs=mesh.is_chief or not outputs_on_chief
         )
         self.trained = self._functions.trained
+        self._is_in_session = False
+
+    def check_context(self) -> None:
+        """Raises RuntimeError in the scope of another strategy."""
+        self._check_context()
 
     def install(self) -> None:
         """Takes over the model's loops.
@@ -92,7 +95,7 @@ class Binding:
             object.__setattr__(self.model, name, maker)
         # Keras's loops build from the first batch; here that is done, by the
         # class's own method, before they run.
-        object.__setattr__(self.model, _BUILDER, _built_already)
+        object.__setattr__(self.model, _BUILDER, self._build_for_others)
         object.__setattr__(self.model, _ATTRIBUTE, self)
         self._functions.reset()
 
@@ -176,18 +179,18 @@ class Binding:
                 raise
 
     def _train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        call = _Call(self.model, "train_on_batch", args, kwargs)
+        call = Call(self.model, "train_on_batch", args, kwargs)
         weight = arguments.batch_weights(
             call["y"], call["sample_weight"], call["class_weight"]
         )
         return self._on_batch("train", call, (call["x"], call["y"], weight))
 
     def _test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        call = _Call(self.model, "test_on_batch", args, kwargs)
+        call = Call(self.model, "test_on_batch", args, kwargs)
         batch = (call["x"], call["y"], call["sample_weight"])
         return self._on_batch("test", call, batch)
 
-    def _on_batch(self, kind: str, call: "_Call", batch: Any) -> Any:
+    def _on_batch(self, kind: str, call: Call, batch: Any) -> Any:
         with self._session(kind):
             execution = adapter.place_batch(batch, self._mesh)
             self.model._assert_compile_called(call.name)
@@ -196,14 +199,14 @@ class Binding:
             return self._synced(call)
 
     def _predict_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        call = _Call(self.model, "predict_on_batch", args, kwargs)
+        call = Call(self.model, "predict_on_batch", args, kwargs)
         with self._session("predict"):
             execution = adapter.place_batch((call["x"],), self._mesh)
             self._build_for_call([(0, 0, [(call["x"],)])])
             call.set_feed(execution)
             return self._synced(call)
 
-    def _synced(self, call: "_Call") -> Any:
+    def _synced(self, call: Call) -> Any:
         try:
             return call.run()
         except BaseException:
@@ -212,14 +215,14 @@ class Binding:
 
     def _call(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> "_Call":
-        call = _Call(self.model, name, args, kwargs)
+    ) -> Call:
+        call = Call(self.model, name, args, kwargs)
         if not self._mesh.is_chief:
             call.hush()
         call.set(callbacks=of_this_process(call["callbacks"], self._mesh))
         return call
 
-    def _feed(self, call: "_Call", *, steps: int | None) -> Any:
+    def _feed(self, call: Call, *, steps: int | None) -> Any:
         return adapter.make_feed(
             self._mesh,
             x=call["x"],
@@ -240,10 +243,12 @@ class Binding:
     def _session(self, kind: str) -> Iterator[None]:
         """Keras's loops place data themselves where a distribution is set."""
         self._check_context()
+        outer, self._is_in_session = self._is_in_session, True
         try:
             with layout.distribution_scope(None):
                 yield
         finally:
+            self._is_in_session = outer
             self._functions.forget(kind)
 
     def _build(self, feed: Any) -> None:
@@ -251,6 +256,36 @@ class Binding:
         with layout.distribution_scope(self._distribution):
             build = type(self.model)._symbolic_build
             build(self.model, iterator=EpochIterator(feed))
+        self._adopt()
+
+    def _build_for_others(
+        self, iterator: Any = None, data_batch: Any = None
+    ) -> None:
+        """Stands for `_symbolic_build`, which Keras's loops call.
+
+        In a session it is done already; not for a loop that the author of the
+        model's class calls with data of their own.
+        """
+        if self._is_in_session:
+            return
+
+        def first() -> Iterator[Any]:
+            # Keras would lay it out for the devices.
+            with layout.distribution_scope(None):
+                for _, _, batches in iterator:
+                    is_list = isinstance(batches, list | tuple)
+                    batch = batches[0] if is_list else next(batches)
+                    break
+                else:
+                    return
+            yield 0, 0, [batch]
+
+        with layout.distribution_scope(self._distribution):
+            type(self.model)._symbolic_build(
+                self.model,
+                iterator=None if iterator is None else first(),
+                data_batch=data_batch,
+            )
         self._adopt()
 
     def _build_on(self, batch: Any) -> None:
@@ -300,62 +335,6 @@ class Binding:
         )
 
 
-class _Call:
-    """A call of one of a model's loops, its arguments by name."""
-
-    def __init__(
-        self,
-        model: keras.Model,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        self.name = name
-        self._model = model
-        self._loop = getattr(type(model), name)
-        signature = inspect.signature(self._loop)
-        if "x" not in signature.parameters:
-            # A class that passes all on: def fit(self, *args, **kwargs).
-            signature = inspect.signature(vars(loops_owner(name))[name])
-        bound = signature.bind(model, *args, **kwargs)
-        bound.apply_defaults()
-        arguments = dict(bound.arguments)
-        arguments.pop(next(iter(arguments)))
-        self.keywords: dict[str, Any] = {}
-        for key, parameter in signature.parameters.items():
-            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                self.keywords |= arguments.pop(key, {})
-        self.keywords |= arguments
-
-    def __getitem__(self, name: str) -> Any:
-        return self.keywords.get(name)
-
-    def facts(self) -> dict[str, Any]:
-        """What all processes must give it alike, to stay together."""
-        facts = {n: self[n] for n in _COUNTS if n in self.keywords}
-        if "validation_data" in self.keywords:
-            facts["validation"] = self["validation_data"] is not None
-        return facts
-
-    def set(self, **keywords: Any) -> None:
-        """Replaces arguments, those that the loop has."""
-        self.keywords |= {
-            k: v for k, v in keywords.items() if k in self.keywords
-        }
-
-    def set_feed(self, feed: Any) -> None:
-        """Replaces the data; what the feed has taken in is left out."""
-        self.set(x=feed, y=None, sample_weight=None, class_weight=None)
-
-    def hush(self) -> None:
-        """Leaves the progress to another process."""
-        self.set(verbose=0)
-
-    def run(self) -> Any:
-        """Calls the class's own loop."""
-        return self._loop(self._model, **self.keywords)
-
-
 def _check_fraction(value: Any) -> None:
     if value and not 0 < value < 1:
         raise ValueError(
@@ -363,10 +342,6 @@ def _check_fraction(value: Any) -> None:
             f"validation, in [0, 1). Received: validation_split={value!r}. "
             "Pass 0.2 for a fifth of them."
         )
-
-
-def _built_already(iterator: Any = None, data_batch: Any = None) -> None:
-    """Stands for `_symbolic_build` on a bound model."""
 
 
 def binding_of(model: keras.Model) -> Binding | None:

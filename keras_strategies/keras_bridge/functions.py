@@ -1,6 +1,7 @@
 """The train, test and predict functions that Keras's loops call."""
 
 import dataclasses
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -165,7 +166,9 @@ class Functions:
             outputs: Any = None
             done: list[Any] = []
             try:
-                execution = _execution(next(iterator), mesh)
+                execution = _execution(
+                    iterator, mesh, model.steps_per_execution
+                )
                 last = self._last.pop(kind, None)
                 if state is last:
                     state = tuple(map(list, state))
@@ -297,12 +300,26 @@ def _holders(
     return holders
 
 
-def _execution(data: Any, mesh: ReplicaMesh) -> Execution:
+def _execution(
+    iterator: Iterator[Any], mesh: ReplicaMesh, num_steps: int
+) -> Execution:
+    """What is computed next: a feed's execution, or batches that are not ours.
+
+    Args:
+      iterator: Of a feed; or of batches, where a model's class calls Keras's
+        loop with data of its own.
+      mesh: The replicas.
+      num_steps: How many batches an execution has.
+    """
+    data = next(iterator)
     if isinstance(data, tuple) and data and isinstance(data[0], Execution):
         data = data[0]
     if isinstance(data, Execution):
         return data
-    return adapter.place_batch(data, mesh)
+    batches = itertools.chain([data], itertools.islice(iterator, num_steps - 1))
+    placed = [adapter.place_batch(batch, mesh) for batch in batches]
+    segments = tuple(part for each in placed for part in each.segments)
+    return dataclasses.replace(placed[0], segments=segments)
 
 
 def _on_all(data: Any, mesh: ReplicaMesh) -> Any:

@@ -161,7 +161,10 @@ def _is_keras_own(kind: type, name: str) -> bool:
 
 def takes_data(kind: type, name: str) -> bool:
     """Whether a class's method takes what Keras's of its name takes."""
-    parameters = inspect.signature(getattr(kind, name)).parameters
+    method = getattr(kind, name)
+    if not callable(method):
+        return False
+    parameters = inspect.signature(method).parameters
     return "x" in parameters or any(
         parameter.kind is inspect.Parameter.VAR_KEYWORD
         for parameter in parameters.values()

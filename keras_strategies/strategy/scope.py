@@ -94,7 +94,9 @@ def _in_loop(
     strategy = current.entered_strategy()
     if strategy is None:
         return contextlib.nullcontext()
-    if binding_lib.binding_of(model) is not None:
+    binding = binding_lib.binding_of(model)
+    if binding is not None:
+        binding.check_context()
         return distribution_scope(None)
     kind = type(strategy).__name__
     if model_hooks.is_bound_on_use(model):

@@ -210,6 +210,93 @@ def test_a_predict_of_other_arguments_is_called_as_it_is(replicas):
     assert_on_mesh(model, binding_of(model).owner)
 
 
+_random = np.random.default_rng(0)
+IMAGES = _random.random((37, 4)).astype("float32")
+LABELS = IMAGES.sum(1, keepdims=True)
+_GIVEN = {"batch_size": 8, "verbose": 0}
+
+
+class OfImages(keras.Sequential):
+    """Loops with arguments of its own, that call Keras's."""
+
+    def fit(self, images, labels, times=2):
+        return super().fit(images, labels, epochs=times, **_GIVEN)
+
+    def evaluate(self, images, labels):
+        return super().evaluate(images, labels, **_GIVEN)
+
+    def predict(self, images):
+        return super().predict(images, **_GIVEN)
+
+
+def _images_seen(steps, is_built):
+    """A function that does all with a new model, and what it found."""
+    keras.utils.set_random_seed(3)
+    inputs = [keras.Input((4,))] if is_built else []
+    model = OfImages([*inputs, keras.layers.Dense(3), keras.layers.Dense(1)])
+    model.compile("adam", "mse", steps_per_execution=steps)
+
+    def act():
+        losses = model.fit(IMAGES, LABELS).history["loss"]
+        losses += [model.evaluate(IMAGES, LABELS)]
+        return losses, model.predict(IMAGES)
+
+    return act
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("is_built", [True, False])
+def test_loops_of_other_arguments_train_as_on_one_device(
+    is_built, replicas, steps, where
+):
+    with mirrored(replicas).scope():
+        act = _images_seen(steps, is_built)
+        found = act() if where == "inside" else None
+    found = found or act()
+    expected = _images_seen(steps, is_built)()
+    for ours, plain in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_loops_of_other_arguments_are_refused_in_another_scope():
+    model = bound(mirrored(2), lambda: Writer([keras.Input((3,)), dense(1)]))
+    with mirrored(3).scope(), pytest.raises(RuntimeError, match="Mixing"):
+        model.predict(["a"])
+
+
+class PassingOn(keras.Sequential):
+    def fit(self, x, y, **kwargs):
+        return super().fit(x, y, **kwargs)
+
+
+def test_what_a_class_does_not_name_is_as_in_keras(tmp_path):
+    def losses(**more):
+        model = PassingOn([keras.Input((4,)), dense(3), dense(1)])
+        model.compile("sgd", "mse")
+        np.random.seed(5)
+        given = {"batch_size": 8, "epochs": 3, "verbose": 0} | more
+        return model.fit(IMAGES, LABELS, **given).history["loss"]
+
+    expected = losses()
+    with mirrored(2).scope():
+        np.testing.assert_allclose(losses(), expected, rtol=1e-5)
+        # Going on: fit is told the first epoch.
+        kept = {"callbacks": [ks.callbacks.Checkpoint(tmp_path)]}
+        losses(epochs=2, **kept)
+        found = losses(callbacks=[ks.callbacks.Checkpoint(tmp_path)])
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("value", [None, property(lambda model: 3)])
+def test_a_predict_that_is_no_method_is_left_alone(value):
+    kind = type("Odd", (keras.Sequential,), {"predict": value})
+    model = bound(mirrored(2), lambda: kind([keras.Input((3,)), dense(1)]))
+    fit(model)
+    assert model.predict == (3 if isinstance(value, property) else None)
+
+
 class Agent(keras.Sequential):
     """Whose `predict` is not Keras's."""
 
