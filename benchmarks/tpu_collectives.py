@@ -146,16 +146,39 @@ SLICES = [
 ]
 
 
-def build(strategy, name):
-    """A compiled model of the strategy."""
-    with strategy.scope():
-        model = MODELS[name][0]()
-        model.compile(
-            keras.optimizers.Adam(1e-3),
-            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            metrics=["accuracy"],
-        )
+def build(strategy, name, policy="float32"):
+    """A compiled model of the strategy, of that dtype policy."""
+    before = keras.config.dtype_policy()
+    # Here, for `clear_session` sets the policy back.
+    keras.config.set_dtype_policy(policy)
+    try:
+        with strategy.scope():
+            model = MODELS[name][0]()
+            model.compile(
+                keras.optimizers.Adam(1e-3),
+                keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+                metrics=["accuracy"],
+            )
+    finally:
+        keras.config.set_dtype_policy(before)
+    check_dtype(model, policy)
     return model
+
+
+def check_dtype(model, policy):
+    """Raises unless the model and all its layers compute in the policy's."""
+    wanted = keras.dtype_policies.get(policy).compute_dtype
+    others = {
+        layer.name: layer.compute_dtype
+        for layer in (model, *model.layers)
+        if layer.compute_dtype != wanted
+    }
+    if others:
+        raise RuntimeError(
+            f"The model must compute in {wanted}, as policy={policy!r} asks. "
+            f"Received: {others}. Set the policy before the model is made, "
+            "and after `clear_session`, which sets it back."
+        )
 
 
 def batch_of(strategy, name, rows_per_replica):
@@ -186,13 +209,15 @@ def loop_step(strategy, model):
     return step
 
 
-def compile_steps(topology, shape, name, steps=STEPS, rows=32):
+def compile_steps(
+    topology, shape, name, steps=STEPS, rows=32, policy="float32"
+):
     """Compiles steps of a model; {kind: program}."""
     strategy = ks.TPUStrategy.for_topology(
         topology, computation_shape=shape, layout_map=MODELS[name][2]
     )
     keras.backend.clear_session()
-    model = build(strategy, name)
+    model = build(strategy, name, policy)
     batch = batch_of(strategy, name, rows)
     programs = {}
     for kind in steps:
@@ -204,10 +229,10 @@ def compile_steps(topology, shape, name, steps=STEPS, rows=32):
     return programs
 
 
-def compile_plain(topology, name, rows):
+def compile_plain(topology, name, rows, policy="float32"):
     """The same train step on plainly sharded inputs."""
     strategy = ks.TPUStrategy.for_topology(topology)
-    model = build(strategy, name)
+    model = build(strategy, name, policy)
     batch = batch_of(strategy, name, rows)
     # Builds the metrics and the optimizer, too.
     strategy.compile_step(model, batch, kind="test")
@@ -387,15 +412,14 @@ def main():
         write_table("scale", table_of_scales())
     if options.docs or options.scale:
         return
-    if options.bfloat16:
-        keras.mixed_precision.set_global_policy("mixed_bfloat16")
+    policy = "mixed_bfloat16" if options.bfloat16 else "float32"
     shape = tuple(int(size) for size in options.shape.split(","))
     programs = compile_steps(
-        options.topology, shape, options.model, ("train",), options.rows
+        options.topology, shape, options.model, ("train",), options.rows, policy
     )
     if not options.no_plain:
         programs["plain"] = compile_plain(
-            options.topology, options.model, options.rows
+            options.topology, options.model, options.rows, policy
         )
     figures = print_table(options, programs)
     if options.json:

@@ -4,6 +4,7 @@ The cases of the table in docs/tpu.md, which the benchmark makes.
 """
 
 import jax
+import keras
 import numpy as np
 import pytest
 
@@ -12,6 +13,7 @@ from benchmarks.tpu_collectives import (
     SLICES,
     batch_of,
     build,
+    check_dtype,
     compile_steps,
     loop_step,
 )
@@ -63,6 +65,26 @@ def test_cores_that_share_a_model_hold_less_of_it(model, least):
     first, second, third = (program.argument_bytes for program in sizes)
     assert first > least * second
     assert second > least * third
+
+
+def test_steps_compute_in_the_policy_asked_for():
+    counts = []
+    for policy in ("float32", "mixed_bfloat16"):
+        program = compile_steps(
+            "v5e:2x2", (1, 1, 1, 1), "cnn", ("train",), policy=policy
+        )["train"]
+        counts.append(program.as_text().count("bf16["))
+    # A float32 program has a few, of the compiler's own.
+    assert counts[1] > 5 * counts[0]
+    assert keras.config.dtype_policy().name == "float32"
+
+
+def test_a_model_of_another_dtype_is_refused():
+    strategy = ks.TPUStrategy.for_topology("v5e:2x2")
+    model = build(strategy, "mlp")
+    with pytest.raises(RuntimeError, match="compute in bfloat16") as caught:
+        check_dtype(model, "mixed_bfloat16")
+    assert "'one': 'float32'" in str(caught.value)
 
 
 def test_several_slices():
