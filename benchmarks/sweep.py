@@ -7,7 +7,7 @@ alive; the peers take turns on a point, and neighbouring turns are compared.
     ./run bench sweep                     # at most 3 hours
     ./run bench sweep --quick             # 30 fixed points, 8 minutes
     ./run bench sweep --resume            # what the last call left
-    ./run bench sweep --points mlp cnn-extra-1
+    ./run bench sweep --points mlp cnn-extra-1    # anew, into the same file
     ./run bench sweep --only factor=layer --only base=mlp
     ./run bench sweep --report --markdown table.md --svg sweep.svg
     ./run bench sweep --tails             # short epochs with a tail
@@ -119,9 +119,12 @@ def measure_all(points, file, options):
     from rich.progress import Progress, TimeRemainingColumn
 
     file.parent.mkdir(parents=True, exist_ok=True)
-    if not options.resume:
+    is_part = bool(options.points or options.only)
+    if not options.resume and not is_part:
         file.unlink(missing_ok=True)
-    done = {record["id"] for record in sweep_report.records(file)}
+    # Parts are added: of a point's records the last one counts.
+    known = sweep_report.records(file) if options.resume else []
+    done = {record["id"] for record in known}
     left = [point for point in points if point["id"] not in done]
     turns = options.turns or (QUICK_TURNS if options.quick else 15)
     end = time.monotonic() + options.hours * 3600

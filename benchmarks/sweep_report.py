@@ -12,6 +12,7 @@ import sweep_svg
 
 BOOTSTRAPS = 2000
 SHORT_MS, MORE_MS = 1.0, 0.15
+HEADS = ("dataparallel", "raw", "ours_even")
 BATCH_STATISTICS = ("BatchNormalization", "SyncBatchNormalization")
 
 
@@ -180,6 +181,16 @@ def by_factor(results):
     return {cell: geometric(values) for cell, values in cells.items()}
 
 
+def factor_rows(results):
+    """Each factor's values with their geometric means, as texts."""
+    found = collections.defaultdict(lambda: collections.defaultdict(list))
+    for (factor, value, _, peer), mean in by_factor(results).items():
+        found[factor, value][peer].append(mean)
+    for (factor, value), means in found.items():
+        told = (geometric(means.get(peer, ())) for peer in HEADS)
+        yield [factor, value, *("" if m is None else f"{m:.2f}x" for m in told)]
+
+
 def summary(results):
     """What the table does not say by itself, as (words, value) pairs."""
     lines = []
@@ -200,13 +211,13 @@ def summary(results):
     for peer in ("dataparallel", "raw", "one", "tf", "nightly", "ours_even"):
         ratios = [r.ratios[peer].middle for r in results if peer in r.ratios]
         lines.append((f"ours / {peer}", ratios))
-    for cores in (1, 2, 4, 8):
+    for devices in (1, 2, 4, 8):
         ratios = [
             r.ratios["dataparallel"].middle
             for r in results
-            if "dataparallel" in r.ratios and r.point["devices"] == cores
+            if "dataparallel" in r.ratios and r.point["devices"] == devices
         ]
-        lines.append((f"ours / DataParallel, {cores} devices", ratios))
+        lines.append((f"ours / DataParallel, {devices} devices", ratios))
     lines.append(("first step, ours / DataParallel", first_steps(results)))
     return [(words, geometric(v), len(v)) for words, v in lines if v]
 
@@ -234,8 +245,12 @@ def described(point):
 
 
 def rows(results):
-    """The table: a row of texts for each point, the worst first."""
-    for each in sorted(results, key=lambda r: -r.worst):
+    """The table: a row of texts for each point, the worst first.
+
+    Those on more devices than 2 (than most machines' cores) come last.
+    """
+    order = sorted(results, key=lambda r: (r.point["devices"] > 2, -r.worst))
+    for each in order:
         ms = {
             peer: statistics.median(turns)
             for peer, turns in each.record["ms"].items()
@@ -293,8 +308,11 @@ def report(file, options):
         table.add_column(column)
     for row in rows(results):
         table.add_row(*row)
+    means = Table("factor", "value", *(f"/ {peer}" for peer in HEADS))
+    for row in factor_rows(results):
+        means.add_row(*row)
     console = Console(width=150)
-    console.print(table)
+    console.print(table, means)
     for words, mean, count in summary(results):
         console.print(f"{words}: {mean:.2f}x ({count} points)")
     verdicts = collections.Counter(r.verdict for r in results)
@@ -328,7 +346,10 @@ def as_json(results):
         {"what": words, "ratio": mean, "points": count}
         for words, mean, count in summary(results)
     ]
-    return json.dumps({"points": told, "means": means}, indent=1)
+    factors = list(factor_rows(results))
+    return json.dumps(
+        {"points": told, "means": means, "factors": factors}, indent=1
+    )
 
 
 def markdown(results):
@@ -347,7 +368,7 @@ def picture(results):
     cells = by_factor(results)
     heads = [
         (family, peer)
-        for peer in ("dataparallel", "raw", "ours_even")
+        for peer in HEADS
         for family in sweep_points.BASES
         if any(key[2:] == (family, peer) for key in cells)
     ]
