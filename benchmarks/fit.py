@@ -160,17 +160,20 @@ def fitted(options):
 
 
 def fitted_on_tf(x, y, arguments, options):
+    with tf_strategy(options.devices).scope():
+        model = build(options.workload, options.spe)
+    return lambda: model.fit(x, y, **arguments)
+
+
+def tf_strategy(devices):
+    """tf's MirroredStrategy on that many virtual CPU devices."""
     import tensorflow as tf
 
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(
-        cpu, [tf.config.LogicalDeviceConfiguration()] * options.devices
+        cpu, [tf.config.LogicalDeviceConfiguration()] * devices
     )
-    names = [f"CPU:{i}" for i in range(options.devices)]
-    strategy = tf.distribute.MirroredStrategy(names)
-    with strategy.scope():
-        model = build(options.workload, options.spe)
-    return lambda: model.fit(x, y, **arguments)
+    return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(devices)])
 
 
 def raw_loop(x, y, options):

@@ -44,21 +44,24 @@ def serve(work, steps, facts=dict):
 
 def start(arguments, *, on_tensorflow, devices, log):
     """Starts this script again as one peer, on virtual CPU devices."""
-    environment = dict(os.environ)
-    environment["KERAS_BACKEND"] = "tensorflow" if on_tensorflow else "jax"
-    environment["JAX_PLATFORMS"] = "cpu"
-    environment["TF_CPP_MIN_LOG_LEVEL"] = "3"
-    environment["XLA_FLAGS"] = (
-        f"--xla_force_host_platform_device_count={devices}"
-    )
     return subprocess.Popen(
         [sys.executable, sys.argv[0], *arguments],
-        env=environment,
+        env=environment(on_tensorflow=on_tensorflow, devices=devices),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=log,
         text=True,
     )
+
+
+def environment(*, on_tensorflow, devices):
+    """The environment of a peer that has virtual CPU devices."""
+    return os.environ | {
+        "KERAS_BACKEND": "tensorflow" if on_tensorflow else "jax",
+        "JAX_PLATFORMS": "cpu",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+    }
 
 
 def session(peers, start_peer, repeats):
