@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -170,6 +171,20 @@ def is_laid_out(array: jax.Array, sharding: NamedSharding) -> bool:
     return type(array.sharding) is type(
         sharding
     ) and array.sharding.is_equivalent_to(sharding, array.ndim)
+
+
+def copied(array: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
+    """A true copy of an array, laid out as told.
+
+    Its buffers are nobody else's, so that a program may take them.
+    """
+    moved = jax.device_put(array, sharding)
+    if not moved.is_fully_addressable:
+        return jnp.copy(moved)
+    # Compiles no program, as `jnp.copy` does for each shape. It copies only
+    # what lies there already: what it moves shares the source's buffer
+    # (jax 0.10.2).
+    return jax.device_put(moved, sharding, may_alias=False)
 
 
 def _check_owners(owners: list[int], cores: int) -> None:

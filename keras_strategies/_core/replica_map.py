@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec
 
+from keras_strategies._core.buffers import Buffering, packed, unpacked
 from keras_strategies._core.lockstep import Turn
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replay import collective, current_side
@@ -59,16 +60,14 @@ def replica_id(axis: str) -> Any:
 
 
 def all_sum(
-    leaves: Sequence[jax.Array], axis: str, *, flat: bool
+    leaves: Sequence[jax.Array], axis: str, buffering: Buffering | None = None
 ) -> list[jax.Array]:
     """Sums each array over the replicas.
 
     Args:
       leaves: Arrays of any shapes and dtypes, one value per replica.
       axis: The replica axis.
-      flat: Whether they travel as one buffer per dtype. One collective is a
-        third cheaper than several on CPU; TPU and GPU compilers combine them
-        by themselves and would pay for the copies.
+      buffering: Which of them travel in one buffer; None: each for itself.
 
     Returns:
       The sums, in the order and with the shapes of `leaves`.
@@ -76,26 +75,26 @@ def all_sum(
     if not leaves:
         return []
     arrays = [jnp.asarray(leaf) for leaf in leaves]
-    return collective(functools.partial(_sum, axis=axis, flat=flat), arrays)
+    if isinstance(current_side(), Turn):
+        # Computed on the spot, op by op: a buffer would only cost.
+        buffering = None
+    reduce = functools.partial(_sum, axis=axis, buffering=buffering)
+    return collective(reduce, arrays)
 
 
-def _sum(leaves: list[jax.Array], *, axis: str, flat: bool) -> list[jax.Array]:
-    if not flat or len(leaves) < 2:
-        return [jax.lax.psum(leaf, axis) for leaf in leaves]
-    by_dtype: dict[Any, list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        by_dtype.setdefault(leaf.dtype, []).append(i)
+def _sum(
+    leaves: list[jax.Array], *, axis: str, buffering: Buffering | None
+) -> list[jax.Array]:
     sums: list[Any] = [None] * len(leaves)
-    for members in by_dtype.values():
-        buffer = jnp.concatenate([leaves[i].ravel() for i in members])
-        buffer = jax.lax.psum(buffer, axis)
-        start = 0
-        for i in members:
-            size = leaves[i].size
-            part = jax.lax.slice(buffer, (start,), (start + size,))
-            sums[i] = part.reshape(leaves[i].shape)
-            start += size
-    return sums
+    for members in buffering.groups(leaves) if buffering else ():
+        group = [leaves[i] for i in members]
+        total = jax.lax.psum(packed(group), axis)
+        for i, piece in zip(members, unpacked(total, group), strict=True):
+            sums[i] = piece
+    return [
+        jax.lax.psum(leaf, axis) if total is None else total
+        for leaf, total in zip(leaves, sums, strict=True)
+    ]
 
 
 def all_max(leaf: jax.Array, axis: str) -> jax.Array:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
+from keras_strategies._core.buffers import Buffering, buffering_of
 from keras_strategies._core.mesh import ReplicaMesh
 
 
@@ -110,11 +111,9 @@ class StepContext:
         return self.rows_of_all.keys() == {0}
 
     @property
-    def flat(self) -> bool:
-        """Whether arrays are reduced as one flat buffer; see `all_sum`."""
-        # A replica's cores may hold parts, which a buffer would gather.
-        is_divided = self.mesh.cores_per_replica > 1
-        return self.mesh.platform == "cpu" and not is_divided
+    def buffering(self) -> Buffering | None:
+        """Which arrays share a buffer when they are reduced."""
+        return buffering_of(self.mesh)
 
     def took_for_rows(self, size: float, is_rows: bool, of: str) -> None:
         """Notes a size that a probe is to confirm (keras_bridge/tracing.py).

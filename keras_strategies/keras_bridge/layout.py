@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import keras
 from keras.src.distribution.distribution_lib import Distribution
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from keras_strategies._core.chief import from_chief
 from keras_strategies._core.dispatch import dispatch
-from keras_strategies._core.mesh import ReplicaMesh, shown_devices
+from keras_strategies._core.mesh import ReplicaMesh, copied, shown_devices
 from keras_strategies.keras_bridge import initial_values
 from keras_strategies.keras_bridge.partitions import (
     Partitions,
@@ -203,7 +202,7 @@ def adopt(
     if moved:
         values = [v._value for v in moved]
         copies = (
-            list(map(jnp.copy, jax.device_put(values, shardings)))
+            list(map(copied, values, shardings))
             if mesh.num_processes == 1
             else _laid_out(from_chief(values, mesh), shardings, mesh)
         )
@@ -240,12 +239,12 @@ def check_home(variables: Iterable[keras.Variable], mesh: ReplicaMesh) -> None:
 
 def release(variables: Iterable[keras.Variable]) -> None:
     """Moves variables back to the default device, without a layout."""
-    home = jax.local_devices()[0]
+    home = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     for variable in variables:
         value = variable._value
         variable._layout = None
         if value is not None:
-            variable._value = jnp.copy(jax.device_put(value, home))
+            variable._value = copied(value, home)
 
 
 class _Creators(threading.local):

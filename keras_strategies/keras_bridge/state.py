@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from keras_strategies._core.mesh import ReplicaMesh, is_laid_out
+from keras_strategies._core.mesh import ReplicaMesh, copied, is_laid_out
 from keras_strategies._core.replica_map import (
     all_max,
     all_min,
@@ -110,7 +110,7 @@ class Merge:
 
     def sums(self) -> list[Any]:
         """The sums, by place."""
-        return all_sum(self.summands, self.step.axis, flat=self.step.flat)
+        return all_sum(self.summands, self.step.axis, self.step.buffering)
 
 
 def plan_merge(
@@ -274,17 +274,17 @@ def own(
     for i, variable in enumerate(variables):
         value, sharding = group[i], sharding_of(variable, mesh)
         if not is_laid_out(value, sharding):
-            value = jnp.copy(jax.device_put(value, sharding))
+            value = copied(value, sharding)
         elif donate:
             known = sum(i < len(h) and h[i] is value for h in holders)
             is_ours = made is not None and (known or _is_among(value, made))
             num_others = counts[i] - alone - known
             if not is_ours or num_others > (variable._value is value):
-                value = jnp.copy(value)
+                value = copied(value, sharding)
             elif not known:
                 pointer = _pointer(value)
                 if pointer in pointers:
-                    value = jnp.copy(value)
+                    value = copied(value, sharding)
                 pointers.add(pointer)
         group[i] = value
 

@@ -191,7 +191,7 @@ def _reduce_gradients(
     summed = [
         i for i, g in enumerate(grads) if g is not None and not overwriting[i]
     ]
-    sums = all_sum([grads[i] for i in summed], step.axis, flat=step.flat)
+    sums = all_sum([grads[i] for i in summed], step.axis, step.buffering)
     # A scaled loss was divided by the number of replicas already, so that a
     # replica's gradients overflow where one device's would.
     is_sum = step.is_local or id(optimizer) in step.scaled_losses

@@ -62,7 +62,7 @@ def assign(
     if variable.aggregation == "only_first_replica":
         is_first = replica_id(step.axis) == 0
         array = jnp.where(is_first, array, jnp.zeros_like(array))
-    (array,) = all_sum([array], step.axis, flat=False)
+    (array,) = all_sum([array], step.axis)
     if variable.aggregation == "mean":
         array = array / step.num_replicas
     with step.flag("in_assign"):

@@ -100,7 +100,7 @@ class ReplicaContext:
         arrays = [jnp.asarray(leaf) for leaf in leaves]
         arrays = [summable(array, op) for array in arrays]
         if self._step is not None:
-            arrays = all_sum(arrays, self._step.axis, flat=self._step.flat)
+            arrays = all_sum(arrays, self._step.axis, self._step.buffering)
         if op is ReduceOp.MEAN:
             arrays = [a / self.num_replicas_in_sync for a in arrays]
         return jax.tree.unflatten(structure, arrays)

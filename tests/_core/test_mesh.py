@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.mesh import ReplicaMesh, copied
 
 CPUS = tuple(jax.devices("cpu"))
 
@@ -65,3 +65,31 @@ def test_shardings_are_made_once():
     mesh = ReplicaMesh(devices=CPUS[:2])
     assert mesh.whole is mesh.whole
     assert mesh.split is mesh.split
+
+
+def pointers(array):
+    return {
+        shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards
+    }
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (64, 64)])
+def test_copies_share_no_buffer(shape):
+    mesh = ReplicaMesh(devices=CPUS[:2])
+    home = jax.sharding.SingleDeviceSharding(CPUS[0])
+    value = np.full(shape, 7.0, "float32")
+    first = jax.device_put(value, home)
+    whole = copied(first, mesh.whole)
+    again = copied(whole, mesh.whole)
+    back = copied(again, home)
+    same = copied(back, home)
+    arrays = [first, whole, again, back, same]
+    assert whole.sharding == again.sharding == mesh.whole
+    assert back.sharding == home
+    sets = list(map(pointers, arrays))
+    assert len(set.union(*sets)) == sum(map(len, sets)) == 7
+    # A program may take the copies; the others stay as they are.
+    taken = jax.jit(lambda a, b: (a + 1, b + 1), donate_argnums=(0, 1))
+    taken(whole, again)
+    for array in (first, back, same):
+        np.testing.assert_array_equal(array, value)

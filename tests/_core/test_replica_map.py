@@ -6,10 +6,16 @@ import numpy as np
 import pytest
 
 from keras_strategies._core import replica_map as rm
+from keras_strategies._core.buffers import (
+    BETWEEN_PROCESSES,
+    IN_PROCESS,
+    Buffering,
+)
 from keras_strategies._core.mesh import ReplicaMesh
 
 CPUS = tuple(jax.devices("cpu"))
 AXIS = "replica"
+BUFFERINGS = [None, IN_PROCESS, BETWEEN_PROCESSES]
 
 
 def mapped(fn, replicas, *, split_out=False):
@@ -49,12 +55,12 @@ def leaves_of(x):
     ]
 
 
-@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("buffering", BUFFERINGS)
 @pytest.mark.parametrize("replicas", [1, 2, 3, 8])
-def test_all_sum_keeps_order_shapes_and_types(replicas, flat):
+def test_all_sum_keeps_order_shapes_and_types(replicas, buffering):
     data = np.arange(replicas, dtype="float32") + 1
     sums = mapped(
-        lambda x: rm.all_sum(leaves_of(x), AXIS, flat=flat), replicas
+        lambda x: rm.all_sum(leaves_of(x), AXIS, buffering), replicas
     )(data)
     expected = jax.tree.map(
         lambda *parts: sum(np.asarray(p, "float64") for p in parts),
@@ -66,32 +72,37 @@ def test_all_sum_keeps_order_shapes_and_types(replicas, flat):
         np.testing.assert_array_equal(np.asarray(found, "float64"), wanted)
 
 
-@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("buffering", BUFFERINGS)
 @pytest.mark.parametrize("count", [0, 1, 2])
-def test_all_sum_takes_any_number_of_scalars(count, flat):
+def test_all_sum_takes_any_number_of_scalars(count, buffering):
     def fn(x):
-        return rm.all_sum([x.sum() + i for i in range(count)], AXIS, flat=flat)
+        summands = [x.sum() + i for i in range(count)]
+        return rm.all_sum(summands, AXIS, buffering)
 
     sums = mapped(fn, 2)(np.array([3.0, 4.0], "float32"))
     assert [float(s) for s in sums] == [7.0 + 2 * i for i in range(count)]
 
 
-@pytest.mark.parametrize("flat", [True, False])
-def test_all_sum_takes_python_numbers(flat):
-    sums = mapped(lambda x: rm.all_sum([1, 2.5, x.sum()], AXIS, flat=flat), 2)(
+@pytest.mark.parametrize("buffering", BUFFERINGS)
+def test_all_sum_takes_python_numbers(buffering):
+    sums = mapped(lambda x: rm.all_sum([1, 2.5, x.sum()], AXIS, buffering), 2)(
         np.zeros(2, "float32")
     )
     assert [float(s) for s in sums] == [2.0, 5.0, 0.0]
 
 
-def test_flat_is_one_collective_a_type_and_not_flat_one_an_array():
-    def collectives(flat):
-        fn = mapped(lambda x: rm.all_sum(leaves_of(x), AXIS, flat=flat), 2)
+def test_small_arrays_of_a_type_share_a_collective():
+    def collectives(buffering):
+        fn = mapped(lambda x: rm.all_sum(leaves_of(x), AXIS, buffering), 2)
         jaxpr = str(jax.make_jaxpr(fn)(np.zeros(2, "float32")))
         return jaxpr.count("psum[") + jaxpr.count("psum_invariant[")
 
-    assert collectives(True) == 4
-    assert collectives(False) == 7
+    assert collectives(None) == 7
+    assert collectives(Buffering(max_entries=6, max_arrays=7)) == 4
+    # The float32 scalar and the empty array; the int32 ones.
+    assert collectives(Buffering(max_entries=2, max_arrays=7)) == 5
+    # Four are so small.
+    assert collectives(Buffering(max_entries=2, max_arrays=3)) == 7
 
 
 def test_max_min_mean_and_rows():
@@ -119,7 +130,7 @@ def test_a_replica_differentiates_the_sum_of_all_losses():
         def loss(w):
             return jnp.sum(rm.all_mean(w * x.sum(), AXIS))
 
-        return rm.all_sum([jax.grad(loss)(1.0)], AXIS, flat=False)[0]
+        return rm.all_sum([jax.grad(loss)(1.0)], AXIS)[0]
 
     np.testing.assert_allclose(mapped(fn, 2)(np.array([3.0, 5.0])), 8.0)
 
