@@ -150,7 +150,7 @@ class Binding:
                 return kept_fit(
                     keeper, call, feed, all_variables(model), self._functions
                 )
-            call.set(callbacks=quiet_list(call.keywords, model, feed))
+            self._quieten(call, feed)
             return call.run()
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
@@ -160,6 +160,7 @@ class Binding:
                 feed = self._feed(call, steps=call["steps"])
                 call.set_feed(feed)
                 self._build(feed)
+                self._quieten(call, feed)
             try:
                 return call.run()
             except BaseException:
@@ -172,11 +173,16 @@ class Binding:
             feed = self._feed(call, steps=call["steps"])
             call.set_feed(feed)
             self._build_for_call(EpochIterator(feed))
+            self._quieten(call, feed)
             try:
                 return call.run()
             except BaseException:
                 self.model.jax_state_sync()
                 raise
+
+    def _quieten(self, call: Call, feed: Any) -> None:
+        callbacks = quiet_list(call.name, call.keywords, self.model, feed)
+        call.set(callbacks=callbacks)
 
     def _train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         call = Call(self.model, "train_on_batch", args, kwargs)

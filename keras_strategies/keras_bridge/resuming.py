@@ -13,7 +13,7 @@ import keras
 from keras_strategies.keras_bridge import callback_states
 from keras_strategies.keras_bridge.callback_lists import (
     QuietCallbackList,
-    listens,
+    quiet_kinds,
 )
 from keras_strategies.keras_bridge.functions import Functions
 from keras_strategies.keras_bridge.kept_loop import Loop, numbers
@@ -82,7 +82,7 @@ class KeptList(QuietCallbackList):
         others = [c for c in keras.tree.flatten(callbacks) if c is not keeper]
         super().__init__(
             callbacks,
-            is_quiet=verbose == 0 and not any(map(listens, others)),
+            quiet=quiet_kinds(others, verbose),
             add_history=True,
             add_progbar=verbose != 0,
             model=loop.model,

@@ -89,7 +89,7 @@ def list_of(callbacks, verbose=0, model=None):
         "epochs": 2,
         "steps_per_epoch": None,
     }
-    return quiet_list(arguments, model or one_input(), Feed())
+    return quiet_list("fit", arguments, model or one_input(), Feed())
 
 
 @pytest.mark.parametrize("name", LISTENING)
@@ -221,3 +221,73 @@ def test_a_list_of_keras_tells_who_chooses_of_every_batch():
     model.fit(X, Y, batch_size=8, verbose=0, callbacks=[choosy])
     assert [batch for batch, _ in choosy.seen] == [0, 1, 2]
     assert choosy.asked == []
+
+
+class OfTests(keras.callbacks.Callback):
+    kind = "test"
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_test_batch_end(self, batch, logs=None):
+        self.seen.append((batch, float(logs["loss"])))
+
+
+class OfPredictions(OfTests):
+    kind = "predict"
+    on_test_batch_end = keras.callbacks.Callback.on_test_batch_end
+
+    def on_predict_batch_end(self, batch, logs=None):
+        self.seen.append((batch, np.shape(logs["outputs"])))
+
+
+class Counting:
+    """Counts the batches' ends that go to Keras's own list."""
+
+    def __init__(self, monkeypatch):
+        self.count = 0
+        for name in ("on_test_batch_end", "on_predict_batch_end"):
+            original = getattr(keras.callbacks.CallbackList, name)
+            monkeypatch.setattr(
+                keras.callbacks.CallbackList, name, self.counted(original)
+            )
+
+    def counted(self, original):
+        def method(callbacks, batch, logs=None):
+            self.count += 1
+            return original(callbacks, batch, logs)
+
+        return method
+
+
+@pytest.mark.parametrize("listener", [None, OfTests, OfPredictions])
+def test_evaluate_and_predict_tell_who_listens_and_no_other(
+    monkeypatch, listener
+):
+    def act(model):
+        told = listener() if listener else keras.callbacks.Callback()
+        common = {"batch_size": 8, "verbose": 0, "callbacks": [told]}
+        results = model.evaluate(X, Y, **common), model.predict(X, **common)
+        fitted = model.fit(X, Y, validation_data=(X, Y), **common).history
+        return results, fitted, getattr(told, "seen", None)
+
+    check_same(one_input, act, optimizer="sgd", loss="mse")
+    counting = Counting(monkeypatch)
+    with mirrored(2).scope():
+        model = one_input()
+        model.compile("sgd", "mse")
+    act(model)
+    kind = getattr(listener, "kind", None)
+    # Three batches each: evaluate and the validation, predict.
+    assert counting.count == {None: 0, "test": 6, "predict": 3}[kind]
+
+
+@pytest.mark.parametrize("loop", ["evaluate", "predict"])
+def test_a_progress_bar_of_other_loops_listens(capsys, loop):
+    with mirrored(2).scope():
+        model = one_input()
+        model.compile("sgd", "mse")
+    arrays = (X, Y) if loop == "evaluate" else (X,)
+    getattr(model, loop)(*arrays, batch_size=8, verbose=1)
+    assert "3/3" in capsys.readouterr().out

@@ -409,13 +409,14 @@ def test_fit_takes_a_callback_list_as_it_is():
     assert list(history.history) == ["loss"]
 
 
-def test_a_list_without_listeners_does_nothing_at_the_end_of_a_batch():
+@pytest.mark.parametrize("kind", ["train", "test", "predict"])
+def test_a_list_without_listeners_does_nothing_at_the_end_of_a_batch(kind):
     # QuietCallbackList leaves this method out.
     history = keras.callbacks.History()
     full = keras.callbacks.CallbackList([history], model=model_of())
     full.on_train_begin()
     before = (dict(vars(history)), set(vars(full)))
-    full.on_train_batch_end(0, {"loss": 1.0})
+    getattr(full, f"on_{kind}_batch_end")(0, {"loss": 1.0})
     full.on_train_end()
     assert (dict(vars(history)), set(vars(full))) == before
 
