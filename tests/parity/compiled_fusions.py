@@ -1,0 +1,126 @@
+"""What XLA's CPU compiler fuses in steps of ordinary models; as a script.
+
+Run without the flags by which the other tests compile quickly. Prints JSON:
+for each way that gradients travel and each model, the entries of every
+`concatenate` that is fused with a `reduce`, and the bytes of temporaries and
+of the weights.
+"""
+
+import json
+import math
+import os
+import re
+import sys
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+
+import keras_strategies as ks
+from keras_strategies._core import buffers, replica_map
+
+import keras  # isort: skip
+from keras import layers  # isort: skip
+
+
+def mlp():
+    hidden = [layers.Dense(256, activation="relu") for _ in range(3)]
+    return keras.Sequential([keras.Input((64,)), *hidden, layers.Dense(10)])
+
+
+def resnet():
+    def convolved(value):
+        value = layers.Conv2D(32, 3, padding="same", use_bias=False)(value)
+        return layers.BatchNormalization()(value)
+
+    inputs = keras.Input((8, 8, 32))
+    value = inputs
+    for _ in range(3):
+        hidden = layers.ReLU()(convolved(value))
+        value = layers.ReLU()(value + convolved(hidden))
+    value = layers.GlobalAveragePooling2D()(value)
+    return keras.Model(inputs, layers.Dense(10)(value))
+
+
+def transformer():
+    inputs = keras.Input((32,), dtype="int32")
+    value = layers.Embedding(64, 64)(inputs)
+    for _ in range(2):
+        attended = layers.MultiHeadAttention(4, 16)(
+            value, value, use_causal_mask=True
+        )
+        value = layers.LayerNormalization()(value + attended)
+        hidden = layers.Dense(128, activation="relu")(value)
+        value = layers.LayerNormalization()(value + layers.Dense(64)(hidden))
+    value = layers.GlobalAveragePooling1D()(value)
+    return keras.Model(inputs, layers.Dense(10)(value))
+
+
+MODELS = {"mlp": mlp, "resnet": resnet, "transformer": transformer}
+
+
+def look(make, rows):
+    strategy = ks.MirroredStrategy()
+    with strategy.scope():
+        model = make()
+        model.compile(
+            "adam",
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+        )
+    x = jax.ShapeDtypeStruct((rows, *model.inputs[0].shape[1:]), "float32")
+    y = jax.ShapeDtypeStruct((rows,), "int32")
+    program = strategy.compile_step(model, (x, y))
+    memory = program.executable.memory_analysis()
+    return {
+        "fused": fused_concatenations(program.as_text()),
+        "temporaries": memory.temp_size_in_bytes,
+        "weights": sum(v.value.nbytes for v in model.trainable_variables),
+    }
+
+
+def fused_concatenations(text):
+    """Entries of each `concatenate` in a fusion that also holds a `reduce`."""
+    found = []
+    for computation in text.split("\n\n"):
+        shapes = re.findall(r"= \w+\[([\d,]*)\]\S* concatenate\(", computation)
+        is_entry = computation.lstrip().startswith("ENTRY")
+        if " reduce(" in computation and not is_entry:
+            found += [math.prod(shape_of(shape)) for shape in shapes]
+    return found
+
+
+def shape_of(text):
+    return tuple(int(size) for size in text.split(",") if size)
+
+
+def one_flat_buffer():
+    """Lets arrays travel as they once did: all of a dtype concatenated."""
+    flat = buffers.Buffering(max_entries=2**62, max_arrays=None)
+    buffers.IN_PROCESS = flat
+    replica_map.packed = lambda arrays: jnp.concatenate(
+        [array.ravel() for array in arrays]
+    )
+
+
+def main():
+    found = {
+        "ours": {
+            "mlp": look(mlp, 64),
+            "mlp, indivisible": look(mlp, 63),
+            "resnet": look(resnet, 32),
+            "transformer": look(transformer, 16),
+        }
+    }
+    one_flat_buffer()
+    found["flat"] = {
+        "mlp": look(mlp, 64),
+        "transformer": look(transformer, 16),
+    }
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

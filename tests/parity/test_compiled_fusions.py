@@ -1,0 +1,48 @@
+"""Compiled CPU programs sum nothing anew for each entry of a buffer."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def found():
+    # XLA fuses as it does for users: without the tests' flags.
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.parity.compiled_fusions"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    "model", ["mlp", "mlp, indivisible", "resnet", "transformer"]
+)
+def test_no_sum_is_fused_into_a_concatenation(found, model):
+    assert found["ours"][model]["fused"] == []
+
+
+def test_one_flat_buffer_is_found_out(found):
+    # The form that made steps 150 times as long: 10 biases of the last layer
+    # are summed anew for each of all the weights.
+    flat = found["flat"]["mlp"]
+    assert max(flat["fused"]) * 4 == flat["weights"]
+    assert found["flat"]["transformer"]["fused"]
+
+
+def test_gradients_are_held_twice_at_most(found):
+    # A replica's own, and their sums.
+    memory = found["ours"]["mlp"]
+    assert memory["temporaries"] <= 2.1 * memory["weights"]
