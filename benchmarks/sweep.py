@@ -7,6 +7,7 @@ alive; the peers take turns on a point, and neighbouring turns are compared.
     ./run bench sweep                     # at most 3 hours
     ./run bench sweep --quick             # 30 fixed points, 8 minutes
     ./run bench sweep --resume            # what the last call left
+    ./run bench sweep --misses            # those again, in fresh processes
     ./run bench sweep --points mlp cnn-extra-1    # anew, into the same file
     ./run bench sweep --only factor=layer --only base=mlp
     ./run bench sweep --report --markdown table.md --svg sweep.svg
@@ -34,6 +35,8 @@ import sweep_report
 RESULTS = pathlib.Path(__file__).with_name("results")
 POINT_SECONDS = 180
 QUICK_TURNS, QUICK_SECONDS = 7, 450
+SESSIONS = 2
+JUDGES = ("ours", "ours_even", "dataparallel", "raw")
 PEERS = ("ours", "dataparallel", "raw", "one", "tf", "nightly")
 
 
@@ -44,7 +47,9 @@ def main():
         mode(options)
         return
     file = pathlib.Path(options.results)
-    if not options.report:
+    if options.misses:
+        add_to_misses(file, options)
+    elif not options.report:
         measure_all(chosen(options), file, options)
     sweep_report.report(file, options)
 
@@ -62,6 +67,11 @@ def parsed():
     parser.add_argument("--results", help="JSON lines, one a point")
     parser.add_argument(
         "--resume", action="store_true", help="leave out what is measured"
+    )
+    parser.add_argument(
+        "--misses",
+        action="store_true",
+        help="two more sessions of each point that misses; turns are added",
     )
     parser.add_argument("--nightly-python", help="where keras-nightly is")
     parser.add_argument("--tails", action="store_true")
@@ -158,6 +168,32 @@ def measure_all(points, file, options):
                 progress.advance(task)
     finally:
         crew.dismiss()
+
+
+def add_to_misses(file, options):
+    """Measures what misses again, each time in processes of its own.
+
+    Two processes of one program differ by up to a fifth on one machine, more
+    than turns of one process. All turns count.
+    """
+    missed = sweep_report.misses(file)
+    points = [p for p in sweep_points.load() if p["id"] in missed]
+    with file.open("a") as out:
+        for point in points * SESSIONS:
+            crew = sweep_crew.Crew(options.nightly_python)
+            try:
+                record = sweep_crew.measured(
+                    crew,
+                    point,
+                    [p for p in peers_of(point, options) if p in JUDGES],
+                    options.turns or 15,
+                    POINT_SECONDS,
+                )
+            finally:
+                crew.dismiss()
+            out.write(json.dumps(record | {"is_added": True}) + "\n")
+            out.flush()
+            print(point["id"], file=sys.stderr)
 
 
 def tell(record, console):

@@ -19,6 +19,8 @@ import turns
 ATTEMPTS = 3
 # A turn of all peers takes about so long, in so many steps.
 TURN_SECONDS = 0.15
+# Of several processes, which agree on an epoch's steps when it begins.
+LONG_TURN_SECONDS = 0.6
 LEAST_STEPS, MOST_STEPS = 4, 200
 # Peers that need not take every turn.
 FEW_TURNS = {"one": 5, "tf": 3}
@@ -198,14 +200,16 @@ class Session:
             self.ms.setdefault(peer, []).append(round(answer["ms"], 5))
 
     def steps_of_a_turn(self):
-        """As many as take TURN_SECONDS: between our time and the least."""
+        """As many as take a turn's time: between our time and the least."""
         fastest = min(
             self.told[peer]["ms"]
             for peer in self.present()
             if peer not in FEW_TURNS
         )
         ms = (fastest * self.told["ours"]["ms"]) ** 0.5
-        steps = min(max(TURN_SECONDS * 1e3 / ms, LEAST_STEPS), MOST_STEPS)
+        is_long = self.point["processes"] > 1
+        seconds = LONG_TURN_SECONDS if is_long else TURN_SECONDS
+        steps = min(max(seconds * 1e3 / ms, LEAST_STEPS), MOST_STEPS)
         spe = self.point["spe"]
         return max(round(steps / spe), 1) * spe
 

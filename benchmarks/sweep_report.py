@@ -67,12 +67,26 @@ class Result:
 
 
 def records(file):
-    """Each point's record, the last one where it is there twice."""
+    """Each point's record: its last one, and the turns that were added."""
     file = pathlib.Path(file)
     if not file.exists():
         return []
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    return list({record["id"]: record for record in lines}.values())
+    found = {}
+    for line in file.read_text().splitlines():
+        record = json.loads(line)
+        known = found.get(record["id"])
+        if record.get("is_added") and known is not None:
+            for peer, turns in record["ms"].items():
+                known["ms"].setdefault(peer, []).extend(turns)
+            known["sessions"] = known.get("sessions", 1) + 1
+        else:
+            found[record["id"]] = record
+    return list(found.values())
+
+
+def misses(file):
+    """Ids of the points that miss a limit."""
+    return {r.point["id"] for r in results_of(file) if r.verdict == "MISS"}
 
 
 def limits(point):
