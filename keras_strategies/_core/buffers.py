@@ -16,6 +16,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 
 from keras_strategies._core.mesh import ReplicaMesh
 
@@ -69,7 +70,8 @@ def buffering_of(mesh: ReplicaMesh) -> Buffering | None:
 def packed(arrays: Sequence[jax.Array]) -> jax.Array:
     """Arrays of one dtype, each after the other in one buffer: (entries,)."""
     total = sum(array.size for array in arrays)
-    buffer = jax.lax.empty((total,), arrays[0].dtype)
+    # Not `lax.empty`, which `vmap` takes for batched, and so `jacfwd` refuses.
+    buffer = jnp.zeros((total,), arrays[0].dtype)
     start = 0
     for array in arrays:
         buffer = jax.lax.dynamic_update_slice(buffer, array.ravel(), (start,))

@@ -105,6 +105,31 @@ def test_small_arrays_of_a_type_share_a_collective():
     assert collectives(Buffering(max_entries=2, max_arrays=3)) == 7
 
 
+@pytest.mark.parametrize("buffering", BUFFERINGS)
+@pytest.mark.parametrize("transform", [jax.grad, jax.jacfwd, jax.hessian])
+def test_sums_are_differentiated_both_ways(transform, buffering):
+    weights = [jnp.arange(4.0), jnp.array(2.0)]
+
+    def fn(x):
+        def loss(weights):
+            sums = rm.all_sum([w * x.sum() for w in weights], AXIS, buffering)
+            return sum(jnp.sum(total**2) for total in sums)
+
+        return transform(loss)(weights)
+
+    def expected(weights):
+        # Each of two replicas differentiates the sum of both losses.
+        return 2 * sum(jnp.sum((8.0 * w) ** 2) for w in weights)
+
+    found = mapped(fn, 2)(np.array([3.0, 5.0]))
+    if transform is jax.grad:
+        scale = 3.0 / 8.0
+        wanted = [scale * g for g in jax.grad(expected)(weights)]
+        jax.tree.map(np.testing.assert_allclose, found, wanted)
+    for leaf in jax.tree.leaves(found):
+        assert np.isfinite(leaf).all()
+
+
 def test_max_min_mean_and_rows():
     data = np.array([[1, -5], [4, 2], [-3, 0]], "float32")
 
