@@ -258,15 +258,6 @@ def _uneven(
     pieces = [
         leaf[end - count : end] for end, count in zip(ends, own, strict=True)
     ]
-    if mesh.num_processes == 1:
-        return PerReplica(
-            [
-                jax.device_put(piece, device)
-                for piece, device in zip(
-                    pieces, mesh.first_devices, strict=True
-                )
-            ]
-        )
     most = max(counts)
 
     def entry(index: Any) -> np.ndarray:

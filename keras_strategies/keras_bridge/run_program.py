@@ -283,14 +283,7 @@ class RunProgram:
         shapes = [of_replica[position] for of_replica in self._shapes]
         if len(set(shapes)) == 1:
             return value
-        if self._mesh.num_processes > 1:
-            return PerReplica.of(array, PADDED, shapes=tuple(shapes))
-        return PerReplica(
-            [
-                part[tuple(map(slice, shape))]
-                for part, shape in zip(value.values, shapes, strict=True)
-            ]
-        )
+        return PerReplica.of(array, PADDED, shapes=tuple(shapes))
 
     # The traced side.
 
