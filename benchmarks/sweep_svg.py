@@ -3,7 +3,7 @@
 import math
 from xml.sax.saxutils import escape
 
-CELL_WIDTH, CELL_HEIGHT = 74, 18
+CELL_WIDTH, CELL_HEIGHT = 84, 18
 LEFT, TOP = 230, 62
 # A ratio of so much, or its inverse, has the full colour.
 MOST = 2.0
