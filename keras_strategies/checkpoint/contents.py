@@ -18,6 +18,7 @@ import numpy as np
 
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.values import set_apart
+from keras_strategies.checkpoint.documents import VERSION
 from keras_strategies.keras_bridge.partitions import sharding_of
 
 Groups = Mapping[str, Sequence[keras.Variable]]
@@ -27,7 +28,6 @@ Document = dict[str, Any]
 STATE = "state_arrays"
 """The group of the arrays that the document's state holds."""
 
-_VERSION = 1
 _WEIGHTS = "weights"
 _ARRAY = "__array__"
 _EMPTY = "__empty_array__"
@@ -89,7 +89,7 @@ def document_of(arrays: Arrays, state: Any) -> Document:
       state: All else, as JSON.
     """
     return {
-        "version": _VERSION,
+        "version": VERSION,
         "variables": described(arrays),
         "state": state,
     }
@@ -97,12 +97,13 @@ def document_of(arrays: Arrays, state: Any) -> Document:
 
 def check_version(document: Document, where: str) -> None:
     """Raises ValueError if another version has written the document."""
-    if document.get("version") != _VERSION:
+    version = document.get("version")
+    if version != VERSION:
         raise ValueError(
             "A checkpoint is read by the version of keras_strategies that "
             f"knows its format. Received: {where} of format "
-            f"{document.get('version')!r}, known is {_VERSION}. Install the "
-            "version that wrote it."
+            f"{ascii(version)[:80]}, known is {VERSION}. Install the version "
+            "that wrote it."
         )
 
 
