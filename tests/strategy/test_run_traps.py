@@ -524,3 +524,24 @@ def test_variables_of_no_strategy_and_of_equal_devices_are_written():
     for variable in (plain, ours):
         same.run(lambda v=variable: v.assign_add(1.0))
         assert float(variable.value) == 2.0
+
+
+def test_a_model_that_is_not_built_has_no_gradients():
+    strategy = mirrored(2)
+    with strategy.scope():
+        model = keras.Sequential([dense(1)])
+
+    def step(x):
+        def loss():
+            return jnp.sum(model(x))
+
+        return ks.value_and_grad(loss, model.trainable_variables)()[0]
+
+    x = np.ones((4, 3), "float32")
+    with pytest.raises(ValueError, match="Build it first"):
+        strategy.run(step, args=(x,))
+    model.build((None, 3))
+    strategy.run(step, args=(x,))
+    model.trainable = False
+    with pytest.raises(ValueError, match="Received: none"):
+        ks.grad(lambda: 0.0, model.trainable_variables)
