@@ -174,6 +174,37 @@ def matched(
     return found
 
 
+def subset(
+    saved: Mapping[str, Any], variables: Sequence[keras.Variable]
+) -> dict[str, Any] | None:
+    """The saved arrays of some variables, which come in the same order.
+
+    Args:
+      saved: The shape and dtype of arrays by name; of others, too.
+      variables: The variables.
+
+    Returns:
+      Their entries of `saved`; None if one is not there.
+    """
+    found: dict[str, Any] = {}
+    entries = iter(saved.items())
+    for name, variable in named(variables).items():
+        wanted = _without_numbers(name)
+        kind = [list(variable.shape), str(variable.value.dtype)]
+        for other, entry in entries:
+            if _without_numbers(other) == wanted and entry == kind:
+                found[other] = entry
+                break
+        else:
+            return None
+    return found or None
+
+
+def _without_numbers(name: str) -> str:
+    """A name without those that Keras gives the layers of a process."""
+    return re.sub(r"_\d+", "", name)
+
+
 def targets(
     found: Mapping[str, Mapping[str, keras.Variable]],
     document: Document,
@@ -328,8 +359,8 @@ def _pairs(
     """The variable for each saved name; None if they do not match."""
     if set(saved) == set(present):
         return {name: present[name] for name in saved}
-    without = [re.sub(r"_\d+", "", name) for name in saved]
-    if without != [re.sub(r"_\d+", "", name) for name in present]:
+    without = list(map(_without_numbers, saved))
+    if without != list(map(_without_numbers, present)):
         return None
     return dict(zip(saved, present.values(), strict=True))
 
