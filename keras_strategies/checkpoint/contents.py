@@ -215,11 +215,7 @@ def targets(
     for group, entries in found.items():
         if entries:
             wanted[group] = {
-                name: jax.ShapeDtypeStruct(
-                    tuple(variable.shape),
-                    variable.value.dtype,
-                    sharding=_home(variable, mesh),
-                )
+                name: _target(variable, mesh)
                 for name, variable in entries.items()
             }
     for name, (shape, dtype) in document["variables"].get(STATE, {}).items():
@@ -345,6 +341,15 @@ def _plain(value: Any) -> Any:
         return value
     kinds = (int, float, str)
     return next(kind(value) for kind in kinds if isinstance(value, kind))
+
+
+def _target(variable: keras.Variable, mesh: ReplicaMesh | None) -> Any:
+    shape, dtype = tuple(variable.shape), variable.value.dtype
+    sharding = _home(variable, mesh)
+    if jax.process_count() > 1 and sharding.is_fully_addressable:
+        # Every process has one of its own, and gets the chief's value.
+        return np.empty(shape, dtype)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
 def _home(variable: keras.Variable, mesh: ReplicaMesh | None) -> Any:
