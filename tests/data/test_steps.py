@@ -420,3 +420,22 @@ def test_an_error_after_the_first_batch_comes_after_its_step():
             ),
             workers=2,
         )
+
+
+@pytest.mark.parametrize(
+    ("own_rows", "size", "steps"),
+    [(9, 3, 6), (15, 5, 6), (7, 1, 14), (8, 3, 6)],
+)
+@pytest.mark.parametrize("is_balanced", [False, True])
+def test_processes_with_as_many_rows_end_together(
+    own_rows, size, steps, is_balanced
+):
+    """Of a batch size that the replicas do not divide, as in tf."""
+    made = read_all(
+        lambda count, index: iterable(own_rows, size, count, index, True),
+        workers=2,
+        is_balanced=is_balanced,
+    )
+    assert [len(batches) for batches in made] == [steps] * 2
+    whole = [batch.rows for batch in made[0]]
+    assert set(whole[:-1]) == {size}

@@ -239,6 +239,14 @@ def test_what_is_no_function_of_batches_is_refused():
         next(iter(strategy.distribute_datasets_from_function(lambda _: mixed)))
 
 
+def test_a_dataset_is_not_made_for_each_replica():
+    options = ks.InputOptions(
+        experimental_replication_mode=ks.InputReplicationMode.PER_REPLICA
+    )
+    with pytest.raises(NotImplementedError, match="from_function"):
+        mirrored(2).experimental_distribute_dataset(NUMPY.batch(2), options)
+
+
 def numbers(strategy):
     rows = np.arange(8, dtype="float32")[:, None]
     dataset = strategy.experimental_make_numpy_dataset(rows).batch(2)
