@@ -1,7 +1,7 @@
 """Whether what is computed now becomes part of a program."""
 
-import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 
 def is_traced() -> bool:
@@ -14,5 +14,5 @@ def is_traced() -> bool:
 
     # The second look costs an operation.
     return not core.trace_state_clean() and isinstance(
-        jnp.add(jnp.int32(0), 0), jax.core.Tracer
+        jnp.add(jnp.int32(0), 0), Tracer
     )

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
 from keras_strategies._core.mesh import ReplicaMesh
@@ -123,7 +124,7 @@ class PerReplica(DistributedValues):
 
     def __str__(self) -> str:
         """The components that this process holds, by their replicas."""
-        is_traced = any(isinstance(a, jax.core.Tracer) for a in self._arrays)
+        is_traced = any(isinstance(a, Tracer) for a in self._arrays)
         if is_traced or self._layout == LOCAL:
             return repr(self)
         lines = [
@@ -182,7 +183,7 @@ class Mirrored(DistributedValues):
 
 
 def _printed(value: Any) -> str:
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         return str(value)
     return np.array2string(np.asarray(value), separator=", ")
 

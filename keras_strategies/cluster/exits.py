@@ -65,6 +65,7 @@ class Cause:
         if not isinstance(said, dict):
             said = {}
         words, code = said.get("text"), said.get("code")
-        if not isinstance(words, str) or code not in list(ExitCode):
+        is_cause = isinstance(words, str) and type(code) is int
+        if not is_cause or code not in [int(one) for one in ExitCode]:
             return cls(text="another process told of its end unreadably")
-        return cls(text=words, code=int(code))
+        return cls(text=words, code=code)

@@ -329,7 +329,7 @@ def _verdict(connection: socket.socket, end: float) -> str | None:
             said = _said(line) or {}
             if isinstance(said.get("verdict"), str):
                 return _readable(said["verdict"])
-            left_s = said.get("left_s")
+            left_s: Any = said.get("left_s")
             if type(left_s) not in (int, float) or not 0 <= left_s <= _MOST:
                 return None
             # It has begun later, and waits for the others as long.
