@@ -15,6 +15,7 @@ nothing: a name is imported when it is first asked for.
 
 from typing import TYPE_CHECKING, Any
 
+from keras_strategies._core import tf_names as _tf_names
 from keras_strategies._core.lazy_names import lazy_names as _lazy_names
 from keras_strategies.keras_bridge import backend as _backend
 
@@ -145,7 +146,7 @@ _MODULES = {
 if not _backend.is_command():
     _backend.choose_backend()
 
-_get, __dir__ = _lazy_names(__name__, __name__, _MODULES)
+_get, __dir__ = _lazy_names(__name__, __name__, _MODULES, _tf_names.DISTRIBUTE)
 
 
 def __getattr__(name: str) -> Any:

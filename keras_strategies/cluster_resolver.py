@@ -6,6 +6,7 @@ when it is first asked for: most programs need none.
 
 from typing import TYPE_CHECKING
 
+from keras_strategies._core import tf_names as _tf_names
 from keras_strategies._core.lazy_names import lazy_names as _lazy_names
 
 if TYPE_CHECKING:
@@ -59,4 +60,6 @@ _MODULES = {
     "task_info": "cluster.tasks",
 }
 
-__getattr__, __dir__ = _lazy_names(__name__, "keras_strategies", _MODULES)
+__getattr__, __dir__ = _lazy_names(
+    __name__, "keras_strategies", _MODULES, _tf_names.CLUSTER_RESOLVER
+)

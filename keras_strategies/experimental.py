@@ -7,13 +7,34 @@ Differs from tf: `experimental.MultiWorkerMirroredStrategy` takes the arguments
 of `MultiWorkerMirroredStrategy`, and no `communication` first.
 """
 
-from keras_strategies.strategy.communication import (
-    CommunicationImplementation as CommunicationImplementation,
+from typing import TYPE_CHECKING
+
+from keras_strategies._core import tf_names as _tf_names
+from keras_strategies._core.lazy_names import lazy_names as _lazy_names
+
+if TYPE_CHECKING:
+    from keras_strategies.strategy.communication import (
+        CommunicationImplementation as CommunicationImplementation,
+    )
+    from keras_strategies.strategy.communication import (
+        CommunicationOptions as CommunicationOptions,
+    )
+    from keras_strategies.strategy.multi_worker import (
+        MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
+    )
+    from keras_strategies.strategy.replica_context import (
+        ValueContext as ValueContext,
+    )
+    from keras_strategies.strategy.tpu import TPUStrategy as TPUStrategy
+
+_MODULES = {
+    "CommunicationImplementation": "strategy.communication",
+    "CommunicationOptions": "strategy.communication",
+    "MultiWorkerMirroredStrategy": "strategy.multi_worker",
+    "TPUStrategy": "strategy.tpu",
+    "ValueContext": "strategy.replica_context",
+}
+
+__getattr__, __dir__ = _lazy_names(
+    __name__, "keras_strategies", _MODULES, _tf_names.EXPERIMENTAL
 )
-from keras_strategies.strategy.communication import (
-    CommunicationOptions as CommunicationOptions,
-)
-from keras_strategies.strategy.multi_worker import (
-    MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
-)
-from keras_strategies.strategy.tpu import TPUStrategy as TPUStrategy

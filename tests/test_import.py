@@ -119,6 +119,50 @@ def test_unknown_name_is_no_attribute():
         ks.MirorredStrategy  # noqa: B018
 
 
+@pytest.mark.parametrize(
+    ("module", "name", "way_out"),
+    [
+        (ks, "ParameterServerStrategy", "ks.MultiWorkerMirroredStrategy"),
+        (ks, "CentralStorageStrategy", "ks.MirroredStrategy"),
+        (ks, "HierarchicalCopyAllReduce", "XLA chooses"),
+        (ks, "NcclAllReduce", "XLA chooses"),
+        (ks, "ReductionToOneDevice", "XLA chooses"),
+        (ks.experimental, "ParameterServerStrategy", "are planned"),
+        (ks.experimental, "CollectiveHints", "CommunicationOptions"),
+        (ks.experimental, "partitioners", "divided over the replicas"),
+        (ks.cluster_resolver, "GCEClusterResolver", "SimpleClusterResolver"),
+        (ks.estimator, "tpu", "train_distribute=ks.TPUStrategy"),
+    ],
+)
+def test_names_of_tf_that_are_not_here_name_the_way_out(module, name, way_out):
+    with pytest.raises(AttributeError, match=name) as caught:
+        getattr(module, name)
+    assert way_out in str(caught.value)
+    assert not hasattr(module, name)
+    assert name not in dir(module)
+
+
+def test_names_of_experimental():
+    names = {n for n in dir(ks.experimental) if not n.startswith("_")}
+    assert names == {
+        "CommunicationImplementation",
+        "CommunicationOptions",
+        "MultiWorkerMirroredStrategy",
+        "TPUStrategy",
+        "ValueContext",
+    }
+    for name in names:
+        assert getattr(ks.experimental, name).__doc__, name
+
+
+@pytest.mark.parametrize(
+    "module", [ks, ks.cluster_resolver, ks.estimator, ks.callbacks], ids=str
+)
+def test_dir_lists_public_names_only(module):
+    names = [name for name in dir(module) if not name.startswith("__")]
+    assert sorted(names) == sorted(module._MODULES)
+
+
 def _is_module(value):
     return isinstance(value, type(sys))
 

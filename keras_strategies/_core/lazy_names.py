@@ -7,7 +7,10 @@ from typing import Any
 
 
 def lazy_names(
-    public: str, package: str, modules: Mapping[str, str]
+    public: str,
+    package: str,
+    modules: Mapping[str, str],
+    instead: Mapping[str, str] | None = None,
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """The `__getattr__` and `__dir__` of a module of public names (PEP 562).
 
@@ -16,6 +19,7 @@ def lazy_names(
       package: What the modules are named relative to.
       modules: The module that defines each name; "" for a name that is itself
         a module of `package`.
+      instead: What to use in the place of names of tf that are not here.
 
     Example:
       ```python
@@ -25,6 +29,11 @@ def lazy_names(
     """
 
     def get(name: str) -> Any:
+        if instead is not None and name in instead:
+            raise AttributeError(
+                f"module {public!r} has no attribute {name!r}. It is a name of "
+                f"TensorFlow without a counterpart here. Use {instead[name]}."
+            )
         if name not in modules:
             raise AttributeError(f"module {public!r} has no attribute {name!r}")
         module = importlib.import_module(f"{package}.{modules[name] or name}")
@@ -34,6 +43,7 @@ def lazy_names(
         return value
 
     def names() -> list[str]:
-        return sorted({*vars(sys.modules[public]), *modules})
+        own = (name for name in vars(sys.modules[public]) if name[:2] == "__")
+        return sorted({*own, *modules})
 
     return get, names

@@ -55,8 +55,9 @@ def rotated_rows(
 ) -> tuple[int, ...]:
     """How many rows each replica reads in a step, of rows that are its own.
 
-    As `rows_of_replicas` of a whole batch. Where some process would never be
-    given a row, the places move on by `batch_size` from step to step.
+    As `rows_of_replicas` of a whole batch, whose places move on by a process
+    from step to step, as in tf: otherwise the first processes would be through
+    with their rows before the others.
 
     Args:
       step: Number of the step.
@@ -65,10 +66,8 @@ def rotated_rows(
       num_processes: Number of processes that hold them.
     """
     counts = rows_of_replicas(batch_size, batch_size, num_replicas)
-    if all(rows_of_processes(counts, num_processes)):
-        return counts
-    shift = step * batch_size % num_replicas
-    return counts[num_replicas - shift :] + counts[: num_replicas - shift]
+    shift = step * (num_replicas // num_processes) % num_replicas
+    return counts[shift:] + counts[:shift]
 
 
 def rows_of_processes(

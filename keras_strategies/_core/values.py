@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
 from keras_strategies._core.mesh import ReplicaMesh
@@ -121,6 +122,27 @@ class PerReplica(DistributedValues):
         shapes = [np.shape(array) for array in self._arrays]
         return f"PerReplica({self._layout}, shapes={shapes})"
 
+    def __str__(self) -> str:
+        """The components that this process holds, by their replicas."""
+        is_traced = any(isinstance(a, Tracer) for a in self._arrays)
+        if is_traced or self._layout == LOCAL:
+            return repr(self)
+        lines = [
+            f"  {replica}: {_printed(value)}"
+            for replica, value in zip(self._ids(), self.values, strict=True)
+        ]
+        return "\n".join(["PerReplica:{", *lines, "}"])
+
+    def _ids(self) -> list[int]:
+        """The replicas of `values`."""
+        if self._layout == PARTS:
+            return list(range(len(self._arrays)))
+        (array,) = self._arrays
+        shards = [s for s in array.addressable_shards if not s.replica_id]
+        first = min(shard.index[0].start or 0 for shard in shards)
+        length = shards[0].data.shape[0] or 1
+        return [first // length + k for k in range(len(shards))]
+
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         raise ValueError(
             "A value per replica is not one array. Received: a PerReplica "
@@ -154,6 +176,16 @@ class Mirrored(DistributedValues):
 
     def __repr__(self) -> str:
         return f"Mirrored(shape={np.shape(self._array)})"
+
+    def __str__(self) -> str:
+        """The value."""
+        return f"Mirrored:{_printed(self._array)}"
+
+
+def _printed(value: Any) -> str:
+    if isinstance(value, Tracer):
+        return str(value)
+    return np.array2string(np.asarray(value), separator=", ")
 
 
 jax.tree_util.register_pytree_node(

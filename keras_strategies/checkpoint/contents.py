@@ -18,6 +18,7 @@ import numpy as np
 
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.values import set_apart
+from keras_strategies.checkpoint.documents import VERSION
 from keras_strategies.keras_bridge.partitions import sharding_of
 
 Groups = Mapping[str, Sequence[keras.Variable]]
@@ -27,7 +28,6 @@ Document = dict[str, Any]
 STATE = "state_arrays"
 """The group of the arrays that the document's state holds."""
 
-_VERSION = 1
 _WEIGHTS = "weights"
 _ARRAY = "__array__"
 _EMPTY = "__empty_array__"
@@ -89,7 +89,7 @@ def document_of(arrays: Arrays, state: Any) -> Document:
       state: All else, as JSON.
     """
     return {
-        "version": _VERSION,
+        "version": VERSION,
         "variables": described(arrays),
         "state": state,
     }
@@ -97,12 +97,13 @@ def document_of(arrays: Arrays, state: Any) -> Document:
 
 def check_version(document: Document, where: str) -> None:
     """Raises ValueError if another version has written the document."""
-    if document.get("version") != _VERSION:
+    version = document.get("version")
+    if version != VERSION:
         raise ValueError(
             "A checkpoint is read by the version of keras_strategies that "
             f"knows its format. Received: {where} of format "
-            f"{document.get('version')!r}, known is {_VERSION}. Install the "
-            "version that wrote it."
+            f"{ascii(version)[:80]}, known is {VERSION}. Install the version "
+            "that wrote it."
         )
 
 
@@ -173,6 +174,37 @@ def matched(
     return found
 
 
+def subset(
+    saved: Mapping[str, Any], variables: Sequence[keras.Variable]
+) -> dict[str, Any] | None:
+    """The saved arrays of some variables, which come in the same order.
+
+    Args:
+      saved: The shape and dtype of arrays by name; of others, too.
+      variables: The variables.
+
+    Returns:
+      Their entries of `saved`; None if one is not there.
+    """
+    found: dict[str, Any] = {}
+    entries = iter(saved.items())
+    for name, variable in named(variables).items():
+        wanted = _without_numbers(name)
+        kind = [list(variable.shape), str(variable.value.dtype)]
+        for other, entry in entries:
+            if _without_numbers(other) == wanted and entry == kind:
+                found[other] = entry
+                break
+        else:
+            return None
+    return found or None
+
+
+def _without_numbers(name: str) -> str:
+    """A name without those that Keras gives the layers of a process."""
+    return re.sub(r"_\d+", "", name)
+
+
 def targets(
     found: Mapping[str, Mapping[str, keras.Variable]],
     document: Document,
@@ -183,11 +215,7 @@ def targets(
     for group, entries in found.items():
         if entries:
             wanted[group] = {
-                name: jax.ShapeDtypeStruct(
-                    tuple(variable.shape),
-                    variable.value.dtype,
-                    sharding=_home(variable, mesh),
-                )
+                name: _target(variable, mesh)
                 for name, variable in entries.items()
             }
     for name, (shape, dtype) in document["variables"].get(STATE, {}).items():
@@ -315,6 +343,15 @@ def _plain(value: Any) -> Any:
     return next(kind(value) for kind in kinds if isinstance(value, kind))
 
 
+def _target(variable: keras.Variable, mesh: ReplicaMesh | None) -> Any:
+    shape, dtype = tuple(variable.shape), variable.value.dtype
+    sharding = _home(variable, mesh)
+    if jax.process_count() > 1 and sharding.is_fully_addressable:
+        # Every process has one of its own, and gets the chief's value.
+        return np.empty(shape, dtype)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
 def _home(variable: keras.Variable, mesh: ReplicaMesh | None) -> Any:
     if mesh is not None:
         return sharding_of(variable, mesh)
@@ -327,8 +364,8 @@ def _pairs(
     """The variable for each saved name; None if they do not match."""
     if set(saved) == set(present):
         return {name: present[name] for name in saved}
-    without = [re.sub(r"_\d+", "", name) for name in saved]
-    if without != [re.sub(r"_\d+", "", name) for name in present]:
+    without = list(map(_without_numbers, saved))
+    if without != list(map(_without_numbers, present)):
         return None
     return dict(zip(saved, present.values(), strict=True))
 

@@ -62,7 +62,10 @@ def on_host(arrays: Arrays, *, is_alone: bool) -> Arrays:
     """
 
     def is_taken(leaf: Any) -> bool:
-        return is_alone and leaf.sharding.is_fully_replicated
+        # One that only this process has, as a variable that was made outside
+        # of the scope, is the chief's.
+        is_here = is_alone or leaf.is_fully_addressable
+        return is_here and leaf.sharding.is_fully_replicated
 
     def host(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array):

@@ -21,13 +21,13 @@ from keras_strategies.checkpoint import format as format_lib
 from keras_strategies.checkpoint.at_exit import wait_at_exit
 from keras_strategies.checkpoint.contents import Arrays, Document
 from keras_strategies.checkpoint.damage import DamagedCheckpoint
+from keras_strategies.checkpoint.documents import read_document
 from keras_strategies.checkpoint.keeping import (
     Keep,
     delete,
     delete_partial_saves,
     to_delete,
 )
-from keras_strategies.checkpoint.layout import RUN
 from keras_strategies.checkpoint.manifest import Manifest
 from keras_strategies.checkpoint.orbax_io import (
     make_checkpointer,
@@ -214,7 +214,7 @@ class Storage:
         """What a checkpoint holds beside arrays."""
         path = self.path(step)
         with format_lib.reading(path):
-            return json.loads((path / RUN).read_text("utf-8"))
+            return read_document(path)
 
     def restore(
         self, step: int, wanted: Arrays, *, is_part: bool = False

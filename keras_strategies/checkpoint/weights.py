@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+from typing import Any
 
 import keras
 
@@ -26,7 +27,10 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
 
 
 def load_weights(
-    model: keras.Model, path: str | os.PathLike[str], step: int | None = None
+    model: keras.Model,
+    path: str | os.PathLike[str],
+    step: int | None = None,
+    name: str | None = None,
 ) -> int:
     """Gives a model the weights of a checkpoint, and nothing else.
 
@@ -36,8 +40,11 @@ def load_weights(
 
     Args:
       model: A built model.
-      path: The directory of `ks.callbacks.Checkpoint`, or one checkpoint in it.
+      path: The directory of `ks.callbacks.Checkpoint` or of a
+        `CheckpointManager`, or one checkpoint in it.
       step: Which one; None for the newest that is good.
+      name: Of a manager's checkpoint, what the model is called in it
+        (`Checkpoint(generator=model)`); None where only one fits.
 
     Returns:
       Its step.
@@ -45,8 +52,8 @@ def load_weights(
     Raises:
       FileNotFoundError: there is none.
       DamagedCheckpoint: the one that was asked for is damaged, or not there.
-      ValueError: it is of another model; what differs is listed. Or the model
-        is not built.
+      ValueError: it is of another model; what differs is listed. Or several
+        objects in it fit; or the model is not built.
       TypeError: the first argument is no model.
     """
     if not isinstance(model, keras.Model):
@@ -62,8 +69,8 @@ def load_weights(
     for variable in model.variables:
         if any(variable is v for v in model.metrics_variables):
             continue
-        name = "seeds" if is_seed(variable) else "weights"
-        groups[name].append(variable)
+        group = "seeds" if is_seed(variable) else "weights"
+        groups[group].append(variable)
     storage = Storage(
         path, processes=contents.processes_of(groups), keep=Keep(last=None)
     )
@@ -77,12 +84,14 @@ def load_weights(
     if step is not None:
         storage.check(step)
     document = storage.document(chosen)
-    kept = document["variables"]
-    document = document | {
-        "variables": {k: kept[k] for k in _WEIGHTS if k in kept}
-    }
     where = str(storage.path(chosen))
     contents.check_version(document, where)
+    kept = document["variables"]
+    if not _is_of_fit(document):
+        kept, groups = _of_object(model, groups, kept, name, where)
+    document = document | {
+        "variables": {k: kept[k] for k in (*groups, *_WEIGHTS) if k in kept}
+    }
     try:
         found = contents.matched(groups, document, where)
     except ValueError:
@@ -97,3 +106,53 @@ def load_weights(
     contents.assign(found, storage.restore(chosen, wanted, is_part=True))
     storage.close()
     return chosen
+
+
+def _is_of_fit(document: contents.Document) -> bool:
+    """Whether `ks.callbacks.Checkpoint` wrote it, and not a manager."""
+    # A manager says whose states it has: of all processes, or of each.
+    state = document["state"]
+    is_managers = isinstance(state, dict) and len(state) == 1
+    return not (is_managers and state.keys() <= {"all", "each"})
+
+
+def _of_object(
+    model: keras.Model,
+    groups: contents.Groups,
+    kept: dict[str, Any],
+    name: str | None,
+    where: str,
+) -> tuple[dict[str, Any], dict[str, list[keras.Variable]]]:
+    """The arrays of a manager's checkpoint that are a model's weights.
+
+    An object's group also has its optimizer's variables and its metrics'.
+
+    Returns:
+      The arrays by group and name, and the variables by group.
+    """
+    variables = [v for group in groups.values() for v in group]
+    order = {id(v): k for k, v in enumerate(model.variables)}
+    variables.sort(key=lambda v: order[id(v)])
+    names = [g for g in kept if g != contents.STATE]
+    if name is not None:
+        if name not in names:
+            raise ValueError(
+                "`name` is what the model is called in the checkpoint. "
+                f"Received: {shown(name)}, in {where} there are "
+                f"{', '.join(map(shown, names))}. Give one of them."
+            )
+        names = [name]
+    fitting = {
+        group: found
+        for group in names
+        if (found := contents.subset(kept[group], variables)) is not None
+    }
+    if len(fitting) > 1:
+        raise ValueError(
+            "Weights are given by one object of a checkpoint. Received: "
+            f"{where}, where {', '.join(map(shown, fitting))} fit "
+            f"{model.name!r}. Say which one: `name={next(iter(fitting))!r}`."
+        )
+    # What differs is said of the one that was meant.
+    group = next(iter(fitting or names), _WEIGHTS[0])
+    return {group: fitting.get(group, kept.get(group, {}))}, {group: variables}

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from keras_strategies.cluster.exits import Cause, ExitCode
+from keras_strategies.cluster.untrusted import load_json
 
 # A process that is done takes part in nothing more; those that wait for it are
 # given a moment, in case it has failed and tells so.
@@ -18,6 +19,7 @@ _AGREEING_S = 1.0
 _ON_ITS_WAY_S = 0.1
 _SILENT_S = 4.0
 _SHOWN = 8
+_MAX_CHARACTERS = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,9 +53,21 @@ class Beat:
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> "Beat":
-        """What `to_json` gave."""
-        return cls(**json.loads(text))
+    def from_json(cls, text: str) -> "Beat | None":
+        """What `to_json` of another process gave; None of anything else."""
+        try:
+            said = load_json(text, max_characters=_MAX_CHARACTERS, has_nan=True)
+        except ValueError:
+            return None
+        fields = {f.name: type(f.default) for f in dataclasses.fields(cls)}
+        if not isinstance(said, dict) or said.keys() != fields.keys():
+            return None
+        for name, kind in fields.items():
+            # A time of whole seconds is an int, too.
+            kinds = (int, float) if kind is float else (kind,)
+            if type(said[name]) not in kinds:
+                return None
+        return cls(**said)
 
 
 @dataclasses.dataclass

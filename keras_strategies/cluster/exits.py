@@ -4,6 +4,10 @@ import dataclasses
 import enum
 import json
 
+from keras_strategies.cluster.untrusted import load_json
+
+_MAX_CHARACTERS = 1 << 20
+
 
 class ExitCode(enum.IntEnum):
     """Why a process of a job has ended.
@@ -53,5 +57,15 @@ class Cause:
 
     @classmethod
     def from_json(cls, text: str) -> "Cause":
-        """What `to_json` of another process gave."""
-        return cls(**json.loads(text))
+        """What `to_json` of another process gave; of anything else, that."""
+        try:
+            said = load_json(text, max_characters=_MAX_CHARACTERS)
+        except ValueError:
+            said = None
+        if not isinstance(said, dict):
+            said = {}
+        words, code = said.get("text"), said.get("code")
+        is_cause = isinstance(words, str) and type(code) is int
+        if not is_cause or code not in [int(one) for one in ExitCode]:
+            return cls(text="another process told of its end unreadably")
+        return cls(text=words, code=code)

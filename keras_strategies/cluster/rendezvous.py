@@ -18,8 +18,24 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from keras_strategies.cluster.untrusted import load_json
+
 _HELLO = "keras_strategies"
+_HELLO_KINDS = {
+    "job": str,
+    "process": int,
+    "count": int,
+    "facts": dict,
+    "problem": str,
+}
 _MAX_BYTES = 65_536
+_MAX_SHOWN, _MAX_TEXT = 160, 4000
+# Of numbers of processes, and of seconds.
+_MOST = 2**31
+# Connections that have not said who they are: so many, and each for so long.
+# The oldest one goes when there are more; ours try again.
+_MAX_PENDING = 256
+_PENDING_S = 5.0
 _RETRY_S = 0.1
 # What a verdict may take beyond the time for all to come.
 _GRACE_S = 2.0
@@ -93,7 +109,9 @@ class _Host:
         self._names = names
         self._end = 0.0
         self._hellos: dict[int, dict[str, Any]] = {0: hello}
-        self._received: dict[socket.socket, bytes] = {}
+        # Who has not said yet who it is, the oldest first: what came so far,
+        # and when it is hung up on.
+        self._pending: dict[socket.socket, tuple[bytes, float]] = {}
         self._joined: list[socket.socket] = []
         self._problem = ""
         if hello["problem"]:
@@ -107,7 +125,9 @@ class _Host:
         with contextlib.ExitStack() as stack:
             try:
                 server = socket.create_server(
-                    (host, port), family=_family(host), backlog=self._count
+                    (host, port),
+                    family=_family(host),
+                    backlog=max(self._count, _MAX_PENDING),
                 )
             except OSError as error:
                 raise RendezvousError(
@@ -122,11 +142,12 @@ class _Host:
             self._selector.register(server, selectors.EVENT_READ)
             stack.callback(self._close)
             while len(self._hellos) < self._most and self._left() > 0:
-                for key, _ in self._selector.select(self._left()):
+                for key, _ in self._selector.select(self._next_s()):
                     if key.fileobj is server:
                         self._accept(server)
-                    else:
+                    elif key.fileobj in self._pending:
                         self._read(key.fileobj)
+                self._hang_up_on_late_ones()
             verdict = self._problem or self._missing(timeout_s)
             self._tell(verdict)
         return verdict
@@ -134,20 +155,41 @@ class _Host:
     def _left(self) -> float:
         return max(self._end - time.monotonic(), 0.0)
 
+    def _next_s(self) -> float:
+        """Until when to wait for somebody to say something."""
+        ends = [end for _, end in self._pending.values()]
+        until = min([self._end, *ends[:1]])
+        return max(until - time.monotonic(), 0.0)
+
     def _accept(self, server: socket.socket) -> None:
-        with contextlib.suppress(OSError):
+        if len(self._pending) >= _MAX_PENDING:
+            self._leave(next(iter(self._pending)))
+        try:
             connection, _ = server.accept()
-            connection.setblocking(False)
-            self._received[connection] = b""
-            self._selector.register(connection, selectors.EVENT_READ)
+        except OSError:
+            # Too many files are open, for one: the oldest one goes.
+            if self._pending:
+                self._leave(next(iter(self._pending)))
+            return
+        connection.setblocking(False)
+        self._pending[connection] = b"", time.monotonic() + _PENDING_S
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _hang_up_on_late_ones(self) -> None:
+        now = time.monotonic()
+        for connection, (_, end) in list(self._pending.items()):
+            if end > now:
+                return
+            self._leave(connection)
 
     def _read(self, connection: Any) -> None:
         try:
             data = connection.recv(_MAX_BYTES)
         except OSError:
             data = b""
-        text = self._received[connection] + data
-        self._received[connection] = text
+        before, end = self._pending[connection]
+        text = before + data
+        self._pending[connection] = text, end
         if not data or len(text) > _MAX_BYTES:
             self._leave(connection)
         elif text.endswith(b"\n"):
@@ -159,9 +201,10 @@ class _Host:
             self._leave(connection)
             return
         self._selector.unregister(connection)
+        del self._pending[connection]
         self._joined.append(connection)
         with contextlib.suppress(OSError):
-            connection.sendall(_line({"left_s": self._left()}))
+            connection.sendall(_line({"left_s": min(self._left(), _MOST)}))
         process = hello["process"]
         problem = self._problem_of(process, hello)
         self._hellos.setdefault(process, hello)
@@ -189,15 +232,17 @@ class _Host:
                 "its own task index, and end processes of earlier runs."
             )
         if hello["problem"]:
-            return f"{self._name(process)}: {hello['problem']}"
+            return f"{self._name(process)}: {_readable(hello['problem'])}"
         mine = self._hellos[0]["facts"]
         other = hello["facts"]
         for name in sorted(mine.keys() | other.keys()):
             if mine.get(name) != other.get(name):
                 return (
-                    f"All processes must have the same {name}. Received: "
-                    f"{mine.get(name)!r} in process 0, {other.get(name)!r} in "
-                    f"{self._name(process)}. Start all from one environment "
+                    f"All processes must have the same {_readable(name)}. "
+                    "Received: "
+                    f"{_shown(mine.get(name))} in process 0, "
+                    f"{_shown(other.get(name))} in {self._name(process)}. "
+                    "Start all from one environment "
                     "and one script."
                 )
         return ""
@@ -234,11 +279,11 @@ class _Host:
 
     def _leave(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
-        del self._received[connection]
+        del self._pending[connection]
         connection.close()
 
     def _close(self) -> None:
-        for connection in self._received:
+        for connection in [*self._pending, *self._joined]:
             connection.close()
 
 
@@ -281,16 +326,14 @@ def _verdict(connection: socket.socket, end: float) -> str | None:
             return None
         *lines, text = text.split(b"\n")
         for line in lines:
-            try:
-                said = json.loads(line)
-                if said["job"] != _HELLO:
-                    return None
-                if "verdict" in said:
-                    return said["verdict"]
-                # It has begun later, and waits for the others as long.
-                end = time.monotonic() + said["left_s"] + 2 * _GRACE_S
-            except (ValueError, KeyError, TypeError):
+            said = _said(line) or {}
+            if isinstance(said.get("verdict"), str):
+                return _readable(said["verdict"])
+            left_s: Any = said.get("left_s")
+            if type(left_s) not in (int, float) or not 0 <= left_s <= _MOST:
                 return None
+            # It has begun later, and waits for the others as long.
+            end = time.monotonic() + left_s + 2 * _GRACE_S
 
 
 def _line(words: dict[str, Any]) -> bytes:
@@ -299,18 +342,36 @@ def _line(words: dict[str, Any]) -> bytes:
 
 def _parsed(text: bytes) -> dict[str, Any] | None:
     """What a process says; None if it is no process of ours."""
-    try:
-        said = json.loads(text)
-        is_ours = (
-            said["job"] == _HELLO
-            and isinstance(said["process"], int)
-            and isinstance(said["count"], int)
-            and isinstance(said["facts"], dict)
-            and isinstance(said["problem"], str)
-        )
-    except (ValueError, KeyError, TypeError):
+    said = _said(text)
+    if said is None or said.keys() != _HELLO_KINDS.keys():
         return None
+    if any(type(said[name]) is not kind for name, kind in _HELLO_KINDS.items()):
+        return None
+    if max(abs(said["process"]), abs(said["count"])) > _MOST:
+        return None
+    return said
+
+
+def _said(text: bytes) -> dict[str, Any] | None:
+    """One of our lines; None for anything else."""
+    try:
+        said = load_json(text, max_characters=_MAX_BYTES)
+    except ValueError:
+        return None
+    is_ours = isinstance(said, dict) and said.get("job") == _HELLO
     return said if is_ours else None
+
+
+def _shown(value: Any) -> str:
+    """What another process says, for a message: short, and printable."""
+    text = ascii(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+def _readable(text: str) -> str:
+    """A text of another process, without what a terminal takes for orders."""
+    text = "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -15,6 +15,7 @@ from keras_strategies.cluster import store
 from keras_strategies.cluster.beats import Beat, Judge, died
 from keras_strategies.cluster.exits import Cause
 from keras_strategies.cluster.progress import Progress
+from keras_strategies.cluster.untrusted import load_json
 
 HOST = 0
 """The process in which JAX's coordination service runs."""
@@ -33,6 +34,8 @@ _MANY = 64
 _FULL_S = 1.0
 # When only the others' ends are waited for.
 _HURRIED_S = 0.05
+_MAX_DIGITS = 9
+_MAX_CHARACTERS = 1 << 20
 
 
 class AwakeClock:
@@ -166,7 +169,7 @@ class Talker:
             if name == _OVER:
                 self.is_over.set()
             elif name == _SILENT:
-                self.silent = json.loads(text)
+                self.silent = _processes_of(text)
             elif name != str(self._process) and self.cause is None:
                 self.cause = Cause.from_json(text)
         if not self._has_answered and (self.cause or self.is_over.is_set()):
@@ -190,12 +193,7 @@ class Talker:
         is_late = beat.waiting_s > self.judge.timeout_s + _HOST_FIRST_S
         if self._process == HOST or is_late or self._suspects_since is not None:
             told = self._client.key_value_dir_get(_BEATS)
-            self._judge(
-                {
-                    int(key.rpartition("/")[2]): Beat.from_json(text)
-                    for key, text in told
-                }
-            )
+            self._judge(_beats_of(told))
 
     def _judge(self, beats: dict[int, Beat]) -> None:
         now = self._clock.seconds
@@ -217,3 +215,25 @@ class Talker:
 
     def _set(self, folder: str, name: str, text: str) -> None:
         self._client.key_value_set(f"{folder}{name}", text, True)
+
+
+def _beats_of(told: list[tuple[str, str]]) -> dict[int, Beat]:
+    """The beats by process; without what is none, as if it had not come."""
+    found = {}
+    for key, text in told:
+        name = key.rpartition("/")[2]
+        beat = Beat.from_json(text)
+        is_number = name.isascii() and name.isdigit()
+        if beat is not None and is_number and len(name) <= _MAX_DIGITS:
+            found[int(name)] = beat
+    return found
+
+
+def _processes_of(text: str) -> list[int]:
+    """Numbers of processes, as process 0 tells them; none of anything else."""
+    try:
+        said = load_json(text, max_characters=_MAX_CHARACTERS)
+    except ValueError:
+        return []
+    is_list = isinstance(said, list) and all(type(p) is int for p in said)
+    return said if is_list else []

@@ -9,6 +9,8 @@ import numpy as np
 from keras_strategies._core.batches import HostBatch
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.rows import filled, rows_of_replicas
+from keras_strategies._core.step_context import current_step
+from keras_strategies._core.traces import is_traced
 from keras_strategies._core.values import PADDED, ROWS, PerReplica
 from keras_strategies.data.prefetch import Prefetched, Stop
 from keras_strategies.data.source import Source, all_rows
@@ -88,7 +90,14 @@ class DistributedIterator:
         return self
 
     def __next__(self) -> Tree:
-        """The next batch, divided over the replicas."""
+        """The next batch, divided over the replicas.
+
+        Raises:
+          ValueError: it is called in a replica's function, or in one that JAX
+            traces, where one batch would be read for all calls.
+          StopIteration: the epoch has ended.
+        """
+        _check_where()
         epoch, step = self._place
         if self._batches is None:
             self._batches = self._started(epoch, step)
@@ -175,6 +184,21 @@ class DistributedIterator:
             return Optional(next(self), is_filled=True)
         except StopIteration:
             return Optional(None, is_filled=False)
+
+
+def _check_where() -> None:
+    """Raises ValueError in a replica's function and in a traced one."""
+    is_in_replica = current_step() is not None
+    if not is_in_replica and not is_traced():
+        return
+    where = "a replica's function" if is_in_replica else "one that JAX traces"
+    raise ValueError(
+        "The iterator of a distributed dataset is read outside of the "
+        "functions that are run on replicas or compiled. Received: `next` in "
+        f"{where}, where one batch would be read for all calls. Read it "
+        "before, and pass the batch: `strategy.run(step, "
+        "args=(next(iterator),))`."
+    )
 
 
 class Optional:

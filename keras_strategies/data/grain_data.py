@@ -252,8 +252,20 @@ def _size_of_operations(dataset: Any) -> int | None:
 
 def _is_divided(dataset: Any, num_processes: int, process_index: int) -> bool:
     """Whether a `DataLoader` reads this process's shard only."""
-    options = getattr(dataset, "_shard_options", None)
-    if options is None or options.shard_count == 1:
+    if not _is_a(dataset, "DataLoader"):
+        return False
+    try:
+        # tests/contract/test_data_contract.py
+        options = dataset._shard_options
+    except AttributeError:
+        raise RuntimeError(
+            "Whether a `grain.DataLoader` reads a shard is not known of this "
+            "version of grain, and rows might be lost. Received: a loader "
+            "without `_shard_options`, on several processes. Use a "
+            "`grain.MapDataset`, `AutoShardPolicy.OFF` if the rows are each "
+            "process's own, or another version of grain."
+        ) from None
+    if options.shard_count == 1:
         return False
     shard = (options.shard_index, options.shard_count)
     if shard == (process_index, num_processes):

@@ -73,7 +73,10 @@ class Source(abc.ABC):
         processes need not tell each other what they have read.
       batch_size: Rows of a whole global batch, if known. A source that is
         own yields batches of any size: the feed regroups their rows to this
-        process's share of `batch_size`.
+        process's share of `batch_size`, or where that is not known of the
+        first batch's rows.
+      likely_size: Rows of a whole global batch if functions that are mapped
+        over batches leave their number as it is.
       num_batches: Number of global batches in an epoch, if known.
       order: The orders that it shuffles its epochs in, if it does so itself.
     """
@@ -82,6 +85,7 @@ class Source(abc.ABC):
     is_own: bool = False
     is_planned: bool = False
     batch_size: int | None = None
+    likely_size: int | None = None
     num_batches: int | None = None
     order: Order | None = None
 

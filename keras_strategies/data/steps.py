@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import jax
-import numpy as np
 
-from keras_strategies._core.batches import HostBatch, num_rows
+from keras_strategies._core.batches import HostBatch
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.rows import (
     balanced_rows,
@@ -19,6 +18,7 @@ from keras_strategies._core.rows import (
 )
 from keras_strategies.cluster.agreement import Agreement
 from keras_strategies.data import structure
+from keras_strategies.data.regrouping import Rows, looked_at
 from keras_strategies.data.source import Part, Source, all_rows
 from keras_strategies.data.together import raise_together
 
@@ -47,6 +47,9 @@ class Steps:
         of models do; otherwise the replicas have fixed places in it (rule V2
         of docs/parity.md).
       agree: Makes the `Agreement` of an epoch; tests have another.
+      found: Of a source that is own and does not know its batch size: the
+        size, once all have looked at their first batches; None for parts that
+        are the process's as they are.
     """
 
     source: Source
@@ -54,6 +57,9 @@ class Steps:
     name: str
     is_balanced: bool = True
     agree: Callable[[tuple[int, ...], str], Any] = Agreement
+    found: list[int | None] = dataclasses.field(
+        default_factory=list, init=False, compare=False
+    )
 
     def epoch(
         self, epoch: int, start: int = 0, is_stopped: IsStopped | None = None
@@ -76,7 +82,7 @@ class Steps:
         if self.mesh.num_processes == 1:
             return self._alone(epoch, start)
         parts = (
-            self._own_parts(epoch, start)
+            self.source.read(epoch, 0, all_rows)
             if self.source.is_own
             else self.source.read(epoch, start, self._cut)
         )
@@ -112,24 +118,68 @@ class Steps:
         )
         return rows_of_processes(counts, self.mesh.num_processes)
 
-    def _own_parts(self, epoch: int, start: int) -> Iterator[Part]:
+    def _own_parts(
+        self,
+        agreement: Agreement,
+        parts: Iterator[Part],
+        start: int,
+        is_stopped: IsStopped | None,
+    ) -> Iterator[Part]:
         """This process's rows, in its share of each step."""
-        parts = self.source.read(epoch, 0, all_rows)
-        if self.source.batch_size is None:
-            yield from itertools.islice(parts, start, None)
-            return
-        rows = _Rows(parts)
+        size = self.source.batch_size
+        if size is None and not self.found:
+            parts = self._look_ahead(agreement, parts, is_stopped)
+        if size is None and self.found:
+            size = self.found[0]
+        if size is None:
+            return itertools.islice(parts, start, None)
+        return self._in_shares(parts, size, start)
+
+    def _look_ahead(
+        self,
+        agreement: Agreement,
+        parts: Iterator[Part],
+        is_stopped: IsStopped | None,
+    ) -> Iterator[Part]:
+        """Finds the batch size by the first batches of all processes.
+
+        A process's first batch may be its only one, and short: then others'
+        count, or what is likely.
+
+        Returns:
+          The parts, those that were looked at included.
+        """
+        first, parts = looked_at(parts, 2)
+        said = {
+            "rows": [part.rows for part in first],
+            "is_cut": all(part.counts is None for part in first),
+        }
+        heard = [
+            json.loads(text)
+            for text in agreement.exchange(json.dumps(said), is_stopped)
+        ]
+        rows = [h["rows"] for h in heard if h["rows"]]
+        if not all(h["is_cut"] for h in heard):
+            self.found.append(None)
+        elif rows:
+            whole = [one[0] for one in rows if len(one) > 1]
+            short = [*(one[0] for one in rows), self.source.likely_size or 0]
+            self.found.append(max(whole or short))
+        return parts
+
+    def _in_shares(
+        self, parts: Iterator[Part], size: int, start: int
+    ) -> Iterator[Part]:
+        rows = Rows(parts)
         for step in itertools.count():
-            wanted = self._own_share(step)
-            data = rows.take(wanted)
+            data = rows.take(self._own_share(step, size))
             if data is None:
                 return
             if step >= start:
                 yield Part(data=data, rows=len(jax.tree.leaves(data)[0]))
 
-    def _own_share(self, step: int) -> int:
-        mesh, size = self.mesh, self.source.batch_size
-        assert size is not None
+    def _own_share(self, step: int, size: int) -> int:
+        mesh = self.mesh
         counts = rotated_rows(step, size, mesh.num_replicas, mesh.num_processes)
         return rows_of_processes(counts, mesh.num_processes)[mesh.process_index]
 
@@ -157,6 +207,8 @@ class Steps:
         is_stopped: IsStopped | None,
     ) -> Iterator[HostBatch]:
         spec: str | None = None
+        if self.source.is_own:
+            parts = self._own_parts(agreement, parts, start, is_stopped)
         for step in itertools.count(start):
             part, said, error = _next(parts)
             if step == start:
@@ -188,7 +240,8 @@ class Steps:
             if not any(counts):
                 continue
             data = structure.empty(spec) if part is None else part.data
-            size = self.source.batch_size or sum(counts)
+            found = self.found[0] if self.found else None
+            size = self.source.batch_size or found or sum(counts)
             yield HostBatch(
                 data=data,
                 parts=counts,
@@ -280,49 +333,6 @@ class Steps:
             f"{value} (process {p})"
             for p, value in zip(self.mesh.processes, values, strict=True)
         )
-
-
-class _Rows:
-    """Rows of batches of any size, taken in pieces of any size."""
-
-    def __init__(self, parts: Iterator[Part]) -> None:
-        self._parts = parts
-        self._left: list[Tree] = []
-        self._count = 0
-
-    def take(self, count: int) -> Tree | None:
-        """The next rows: fewer at the end, None where no row is left."""
-        # One at least is read, so that the shapes are known.
-        while self._count < max(count, 1):
-            part = next(self._parts, None)
-            if part is None:
-                break
-            if num_rows(part.data):
-                self._left.append(part.data)
-                self._count += part.rows
-        if not self._count:
-            return None
-        taken, wanted = [], count
-        if wanted == 0:
-            return _rows(self._left[0], 0, 0)
-        while wanted and self._left:
-            first = self._left[0]
-            rows = num_rows(first)
-            if rows <= wanted:
-                taken.append(self._left.pop(0))
-            else:
-                taken.append(_rows(first, 0, wanted))
-                self._left[0] = _rows(first, wanted, rows)
-            got = min(rows, wanted)
-            wanted -= got
-            self._count -= got
-        if len(taken) == 1:
-            return taken[0]
-        return jax.tree.map(lambda *leaves: np.concatenate(leaves), *taken)
-
-
-def _rows(batch: Tree, start: int, stop: int) -> Tree:
-    return jax.tree.map(lambda leaf: leaf[start:stop], batch)
 
 
 def _first_spec(heard: list[dict[str, Any]]) -> str:

@@ -1,12 +1,24 @@
 """What a batch is made of, as a text that processes can tell each other."""
 
 import collections
-import importlib
+import functools
+import inspect
 import json
+import math
+import sys
+from types import ModuleType
 from typing import Any
 
 import jax
 import numpy as np
+
+from keras_strategies.cluster.untrusted import load_json
+
+_MAX_CHARACTERS = 1 << 20
+_MAX_NAME = 1024
+_MAX_DTYPE = 64
+_MAX_RANK = 31
+_MAX_ENTRIES = 2.0**48
 
 Tree = Any
 
@@ -16,9 +28,24 @@ def spec_of(batch: Tree) -> str:
     return json.dumps(_encoded(batch))
 
 
-def empty(spec: str) -> Tree:
-    """A nest of that structure, of arrays without rows."""
-    return _decoded(json.loads(spec))
+def empty(spec: str, *, has_classes: bool = True) -> Tree:
+    """A nest of that structure, of arrays without rows.
+
+    Args:
+      spec: What `spec_of` gave; it may come from another process or a file,
+        and say anything. Nothing is imported and nothing is called for it.
+      has_classes: Whether it may name classes of named tuples: those that are
+        defined at the top of a module that was imported already.
+
+    Raises:
+      ValueError: it is no structure.
+      TypeError: the class of a named tuple is not here.
+    """
+    try:
+        said = load_json(spec, max_characters=_MAX_CHARACTERS)
+    except ValueError as error:
+        raise _no_structure(str(error)) from None
+    return _decoded(said, has_classes)
 
 
 def shown(spec: str) -> str:
@@ -72,35 +99,117 @@ def _encoded(value: Any) -> Any:
     return {"dtype": str(value.dtype), "shape": list(np.shape(value)[1:])}
 
 
-def _decoded(value: Any) -> Any:
+def _decoded(value: Any, has_classes: bool) -> Any:
     if value is None:
         return None
-    if "dict" in value:
-        return {key: _decoded(item) for key, item in value["dict"]}
-    if "ordered" in value:
-        items = [(key, _decoded(item)) for key, item in value["ordered"]]
-        return collections.OrderedDict(items)
-    if "named" in value:
-        return _named(value["named"])(*map(_decoded, value["items"]))
-    if "list" in value:
-        return [_decoded(item) for item in value["list"]]
-    if "tuple" in value:
-        return tuple(_decoded(item) for item in value["tuple"])
-    dtype = jax.numpy.dtype(value["dtype"])
-    return np.zeros((0, *value["shape"]), dtype)
+    if not isinstance(value, dict):
+        raise _no_structure("a part of it is no object")
+    decode = functools.partial(_decoded, has_classes=has_classes)
+    match sorted(value):
+        case ["dict"]:
+            return {key: decode(item) for key, item in _pairs(value["dict"])}
+        case ["ordered"]:
+            pairs = _pairs(value["ordered"])
+            return collections.OrderedDict((k, decode(v)) for k, v in pairs)
+        case ["list"]:
+            return list(map(decode, _items(value["list"])))
+        case ["tuple"]:
+            return tuple(map(decode, _items(value["tuple"])))
+        case ["items", "named"] if has_classes:
+            named = _named(value["named"])
+            items = list(map(decode, _items(value["items"])))
+            if len(items) != len(_fields(named) or ()):
+                raise _no_structure("a named tuple has other fields")
+            # Not by the class, which may have a `__new__` of its own.
+            return tuple.__new__(named, items)
+        case ["dtype", "shape"]:
+            return _without_rows(value["dtype"], value["shape"])
+    raise _no_structure("a part of it is no nest and no array")
 
 
-def _named(name: str) -> Any:
-    """The class of a named tuple, which another process told of."""
-    module, _, path = name.partition(":")
+def _items(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise _no_structure("the items of a nest are no array of JSON")
+    return value
+
+
+def _pairs(value: Any) -> list[tuple[Any, Any]]:
+    pairs = []
+    for pair in _items(value):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise _no_structure("an entry of a dict is no pair")
+        key, item = pair
+        if not isinstance(key, str | int | float):
+            raise _no_structure("a key of a dict is no string or number")
+        pairs.append((key, item))
+    if len({key for key, _ in pairs}) < len(pairs):
+        raise _no_structure("it says a key of a dict twice")
+    return pairs
+
+
+def _without_rows(name: Any, shape: Any) -> np.ndarray:
+    if not isinstance(name, str) or len(name) > _MAX_DTYPE:
+        raise _no_structure("a dtype is no name")
+    if (
+        not isinstance(shape, list)
+        or len(shape) > _MAX_RANK
+        or any(type(size) is not int or size < 0 for size in shape)
+        or math.prod(map(float, shape)) > _MAX_ENTRIES
+    ):
+        raise _no_structure("a shape is none of an array")
     try:
-        found: Any = importlib.import_module(module)
-        for part in path.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError):
+        dtype = jax.numpy.dtype(name)
+        array = np.zeros((0, *shape), dtype)
+    except (TypeError, ValueError, SyntaxError):
+        raise _no_structure("a dtype is unknown") from None
+    # One way to write each, and no compound ones.
+    if str(dtype) != name or dtype.fields or dtype.subdtype:
+        raise _no_structure("a dtype is not written as we write it")
+    return array
+
+
+def _no_structure(fault: str) -> ValueError:
+    return ValueError(
+        "The structure of a batch is told as `spec_of` writes it. Received: "
+        f"a text of which {fault}. Look for another program on the job's "
+        "port, or a file that was changed."
+    )
+
+
+def _fields(named: Any) -> tuple[str, ...] | None:
+    """The names of a named tuple's fields; None of another class."""
+    if not isinstance(named, type) or not issubclass(named, tuple):
+        return None
+    fields = inspect.getattr_static(named, "_fields", None)
+    is_named = isinstance(fields, tuple) and all(
+        isinstance(field, str) for field in fields
+    )
+    return fields if is_named else None
+
+
+def _named(name: Any) -> Any:
+    """The class of a named tuple, which another process told of.
+
+    It is looked up where it was imported already, in what modules and classes
+    hold: a module is not imported for it, and none is asked.
+    """
+    if not isinstance(name, str) or len(name) > _MAX_NAME:
+        raise _no_structure("the class of a named tuple has no name")
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        held = vars(found) if isinstance(found, type | ModuleType) else {}
+        found = held.get(part)
+    is_it = (
+        _fields(found) is not None
+        and inspect.getattr_static(found, "__module__", None) == module
+        and found.__qualname__ == path
+    )
+    if not is_it:
         raise TypeError(
             "A process without rows needs the class of the others' batches. "
-            f"Received: a named tuple {path}, which is not found in {module}. "
-            "Define it at the top of a module, or yield tuples."
-        ) from None
+            f"Received: a named tuple {ascii(path)}, which is not found in "
+            f"{ascii(module)}. Define it at the top of a module that all "
+            "processes import, or yield tuples."
+        )
     return found

@@ -41,6 +41,18 @@ _Policy = AutoShardPolicy
 
 # Operations that batch rows, and that leave batches as they are.
 _BATCHES = ("_Batch", "_ParallelBatch", "_PaddedBatch")
+_KEEP_BATCHES = (
+    "_Map",
+    "_ParallelMap",
+    "_Prefetch",
+    "_Options",
+    "_Repeat",
+    "_Shuffle",
+    "_Take",
+    "_Skip",
+    "_Filter",
+    "Cache",
+)
 _ONE_TO_ONE = ("_Map", "_ParallelMap", "_Prefetch", "_Options", "Cache")
 
 
@@ -124,6 +136,7 @@ class TfDataSource(Source):
             _Policy.OFF,
         )
         self.batch_size = _batch_size(dataset)
+        self.likely_size = self.batch_size or _likely_size(dataset)
         count = int(dataset.cardinality())
         self.is_infinite = count == tensorflow().data.INFINITE_CARDINALITY
         if count >= 0 and not self.is_own:
@@ -315,6 +328,18 @@ def _batch_size(dataset: Any) -> int | None:
         )
     )
     return size if size > 0 else None
+
+
+def _likely_size(dataset: Any) -> int | None:
+    """Rows of a batch by the last `batch`, as if maps kept their number."""
+    while True:
+        kind = type(dataset).__name__.removesuffix("Dataset")
+        if kind in _BATCHES:
+            return int(dataset._batch_size)
+        inputs = dataset._inputs()
+        if kind not in _KEEP_BATCHES or len(inputs) != 1:
+            return None
+        (dataset,) = inputs
 
 
 def _known_rows(dataset: Any) -> tuple[int | None, int | None]:

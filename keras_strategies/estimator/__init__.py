@@ -15,6 +15,7 @@ asked for.
 from typing import TYPE_CHECKING
 from typing import Any as _Any
 
+from keras_strategies._core import tf_names as _tf_names
 from keras_strategies._core.lazy_names import lazy_names as _lazy_names
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ _MODULES = {
     "train_and_evaluate": "train_evaluate",
 }
 
-_get, __dir__ = _lazy_names(__name__, __name__, _MODULES)
+_get, __dir__ = _lazy_names(__name__, __name__, _MODULES, _tf_names.ESTIMATOR)
 
 # tf's canned estimators: DNNClassifier, BoostedTreesRegressor, ...
 _CANNED = ("Classifier", "Regressor", "Estimator", "Head")

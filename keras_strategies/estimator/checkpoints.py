@@ -4,7 +4,6 @@ Nothing here takes the directory for itself: an evaluator reads what another
 process writes.
 """
 
-import json
 import logging
 import os
 import pathlib
@@ -17,7 +16,7 @@ import numpy as np
 
 from keras_strategies.checkpoint import contents
 from keras_strategies.checkpoint import format as format_lib
-from keras_strategies.checkpoint.layout import RUN
+from keras_strategies.checkpoint.documents import read_document
 from keras_strategies.keras_bridge.binding import all_variables
 from keras_strategies.keras_bridge.state import is_seed
 
@@ -85,7 +84,7 @@ def path_of(model_dir: str, step: int) -> str:
 def document_of(path: str) -> dict[str, Any]:
     """What a checkpoint holds beside arrays, and the shapes of these."""
     with format_lib.reading(path):
-        document = json.loads(pathlib.Path(path, RUN).read_text("utf-8"))
+        document = read_document(path)
     contents.check_version(document, path)
     return document
 

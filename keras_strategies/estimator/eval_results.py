@@ -11,9 +11,12 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from keras_strategies.cluster.untrusted import load_json
+
 FILE = "evaluations.jsonl"
 """The name of the file in an evaluation's folder."""
 
+_MAX_LINE = 1 << 20
 _logger = logging.getLogger(__name__)
 
 
@@ -86,9 +89,17 @@ def _last_byte(file: Any) -> bytes:
 
 def _parsed(line: bytes) -> tuple[int, dict[str, float]] | None:
     try:
-        entry = json.loads(line)
-        step = int(entry["global_step"])
-        metrics = {str(k): float(v) for k, v in entry["metrics"].items()}
-    except (ValueError, TypeError, KeyError, AttributeError):
+        entry = load_json(line, max_characters=_MAX_LINE, has_nan=True)
+    except ValueError:
         return None
-    return step, metrics
+    if not isinstance(entry, dict):
+        return None
+    step, metrics = entry.get("global_step"), entry.get("metrics")
+    if type(step) is not int or not isinstance(metrics, dict):
+        return None
+    if any(type(value) not in (int, float) for value in metrics.values()):
+        return None
+    try:
+        return step, {name: float(value) for name, value in metrics.items()}
+    except OverflowError:
+        return None

@@ -1,7 +1,7 @@
 """Exports of an Estimator: a folder for each, named by the time."""
 
 import importlib.util
-import json
+import logging
 import os
 import pathlib
 import shutil
@@ -28,6 +28,8 @@ FEATURES = "features.json"
 """The file in `model_dir` that says what features are made of."""
 
 _EXTRA = "assets.extra"
+_MAX_BYTES = 1 << 20
+_logger = logging.getLogger(__name__)
 Tree = Any
 
 
@@ -100,6 +102,11 @@ def note_features(model_dir: str, features: Tree) -> None:
         return
     example = keras.tree.map_structure(_without_rows, features)
     text = structure.spec_of(example)
+    try:
+        structure.empty(text, has_classes=False)
+    except ValueError:
+        # A file names no classes, and a process without them cannot read it.
+        return
     os.makedirs(model_dir, mode=0o700, exist_ok=True)
     path = pathlib.Path(model_dir, FEATURES)
     if path.exists() and path.read_text("utf-8") == text:
@@ -110,11 +117,19 @@ def note_features(model_dir: str, features: Tree) -> None:
 
 
 def noted_features(model_dir: str) -> Tree:
-    """Arrays without rows, as features; None if nothing was written down."""
+    """Arrays without rows, as features; None if nothing was written down.
+
+    A file that was changed or damaged is left out, with a line in the log.
+    """
+    path = pathlib.Path(model_dir, FEATURES)
     try:
-        text = pathlib.Path(model_dir, FEATURES).read_text("utf-8")
-        return structure.empty(text)
-    except (OSError, json.JSONDecodeError):
+        with open(path, "rb") as file:
+            text = file.read(_MAX_BYTES + 1)
+        return structure.empty(text.decode("utf-8"), has_classes=False)
+    except OSError:
+        return None
+    except ValueError as error:
+        _logger.warning("%s is left out: %s", path, error)
         return None
 
 

@@ -21,6 +21,7 @@ from keras_strategies.checkpoint import contents
 from keras_strategies.checkpoint.callback import Checkpoint
 from keras_strategies.checkpoint.keeping import Keep
 from keras_strategies.cluster.agreement import Agreement
+from keras_strategies.cluster.untrusted import load_json
 from keras_strategies.estimator import checkpoints
 from keras_strategies.estimator.run_config import RunConfig
 from keras_strategies.keras_bridge.resuming import Loop
@@ -29,6 +30,7 @@ MARK = "training.json"
 """The file that says where the last call of `train` came to its end."""
 
 _METRICS = "metrics"
+_MAX_MARK_BYTES = 4096
 _logger = logging.getLogger(__name__)
 
 
@@ -75,10 +77,13 @@ def is_done_at(model_dir: str, step: int, state: dict[str, Any]) -> bool:
 def ended_at(model_dir: str) -> int | None:
     """The step at which the last call of `train` came to its end."""
     try:
-        text = pathlib.Path(model_dir, MARK).read_text("utf-8")
-        return int(json.loads(text)["ended_at_step"])
-    except (OSError, ValueError, TypeError, KeyError):
+        with open(pathlib.Path(model_dir, MARK), "rb") as file:
+            text = file.read(_MAX_MARK_BYTES + 1)
+        said = load_json(text, max_characters=_MAX_MARK_BYTES)
+    except (OSError, ValueError):
         return None
+    step = said.get("ended_at_step") if isinstance(said, dict) else None
+    return step if type(step) is int else None
 
 
 def mark_of(model_dir: str) -> tuple[int, int] | None:

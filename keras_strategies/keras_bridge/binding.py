@@ -23,6 +23,7 @@ from keras_strategies.keras_bridge.functions import Functions
 from keras_strategies.keras_bridge.model_hooks import (
     LOOPS,
     ON_USE,
+    STRATEGY,
     takes_data,
 )
 from keras_strategies.keras_bridge.resuming import keeper_among, kept_fit
@@ -97,11 +98,12 @@ class Binding:
         # class's own method, before they run.
         object.__setattr__(self.model, _BUILDER, self._build_for_others)
         object.__setattr__(self.model, _ATTRIBUTE, self)
+        object.__setattr__(self.model, STRATEGY, self.owner)
         self._functions.reset()
 
     def remove(self) -> None:
         """Gives the model back as a plain Keras model on one device."""
-        for name in (*LOOPS, *_MAKERS, _BUILDER, _ATTRIBUTE, *ON_USE):
+        for name in (*LOOPS, *_MAKERS, _BUILDER, _ATTRIBUTE, STRATEGY, *ON_USE):
             self.model.__dict__.pop(name, None)
         self._functions.reset()
         layout.release(all_variables(self.model))

@@ -251,6 +251,7 @@ class _Weighted(Source):
         self.is_own = source.is_own
         self.is_planned = source.is_planned
         self.batch_size = source.batch_size
+        self.likely_size = source.likely_size
         self.num_batches = source.num_batches
         self.order = source.order
         self.passes = source.passes

@@ -33,6 +33,7 @@ from keras_strategies.keras_bridge.run_trace import (
     merged_state,
     new_step,
     refuse_difference,
+    refuse_foreign,
     replica_tracing,
     unaggregated,
 )
@@ -188,6 +189,7 @@ class _SeenScope(keras.StatelessScope):
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         """Keeps a write."""
+        refuse_foreign(update[0], self._mesh)
         self.get_current_value_before(update[0])
         super().add_update(update)
 

@@ -39,6 +39,7 @@ def value_and_grad(
 
     Raises:
       TypeError: something in `variables` is no variable.
+      ValueError: there are none, as of a model that is not built.
 
     Example:
       ```python
@@ -49,6 +50,12 @@ def value_and_grad(
       ```
     """
     variables = list(variables)
+    if not variables:
+        raise ValueError(
+            "Gradients are taken with respect to variables. Received: none, "
+            "as a model has them before it is built. Build it first, with "
+            "`model.build(input_shape)`, a `keras.Input` or a call."
+        )
     for variable in variables:
         if not isinstance(variable, keras.Variable):
             raise TypeError(

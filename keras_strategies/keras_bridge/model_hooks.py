@@ -29,6 +29,9 @@ LOOPS = (
 ON_USE = ("compile", "predict", "predict_on_batch")
 """The attributes that `bind_on_use` sets on a model: what can come first."""
 
+STRATEGY = "distribute_strategy"
+"""The attribute of a model that is its strategy, as tf.keras has it."""
+
 _patch_lock = threading.RLock()
 _num_open = 0
 # Where, its name, what it is while a scope is open, and what it was.
@@ -110,6 +113,7 @@ def loops_owner(name: str) -> type:
 
 def bind_on_use(
     model: keras.Model,
+    strategy: Any,
     attach: Callable[[keras.Model], Any],
     is_bound: Callable[[keras.Model], bool],
 ) -> None:
@@ -118,6 +122,7 @@ def bind_on_use(
     Args:
       model: The model, whose `compile`, `predict` and `predict_on_batch`,
         which needs no compiling, are set to some of its own.
+      strategy: Whose scope it is.
       attach: Binds the model.
       is_bound: Whether it is bound already, as by a scope's `compile`.
     """
@@ -146,6 +151,7 @@ def bind_on_use(
             continue
         functools.update_wrapper(used, getattr(type(model), name))
         object.__setattr__(model, name, used)
+    object.__setattr__(model, STRATEGY, strategy)
 
 
 def is_bound_on_use(model: keras.Model) -> bool:

@@ -38,6 +38,7 @@ from keras_strategies.keras_bridge.run_trace import (
     merged_state,
     new_step,
     refuse_difference,
+    refuse_foreign,
     replica_tracing,
     unaggregated,
 )
@@ -159,6 +160,7 @@ class RunProgram:
             if on_read.is_on_read(variable):
                 self._on_read.append(variable)
             elif id(variable) in scope.written:
+                refuse_foreign(variable, self._mesh)
                 self._written.append(variable)
             else:
                 self._read.append(variable)

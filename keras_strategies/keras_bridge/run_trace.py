@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.mesh import ReplicaMesh, shown_devices
 from keras_strategies._core.replica_map import all_max, all_min
 from keras_strategies._core.step_context import StepContext, step_scope
 from keras_strategies.keras_bridge import on_read
@@ -170,6 +170,24 @@ def refuse_difference(variable: keras.Variable) -> None:
         f"{variable.path!r} with aggregation='none' (it now holds "
         "a mean of them, or replica 0's integer). Create it with "
         'aggregation="sum", "mean" or "only_first_replica".'
+    )
+
+
+def refuse_foreign(variable: keras.Variable, mesh: ReplicaMesh) -> None:
+    """Raises RuntimeError for a variable that lies on other devices.
+
+    Its strategy would find it on these, and other variables of its own not.
+    """
+    devices = getattr(variable._layout, "device_set", None)
+    if devices is None or devices == set(mesh.devices):
+        return
+    theirs = sorted(devices, key=lambda device: device.id)
+    raise RuntimeError(
+        "Mixing strategies: in `run` a variable is written by the strategy in "
+        f"whose scope it was made. Received: {variable.path!r} of a strategy "
+        f"on {shown_devices(theirs)}, written in `run` of one on "
+        f"{shown_devices(mesh.devices)}. Call its own strategy's `run`, or "
+        "return the value and `assign` it afterwards."
     )
 
 

@@ -214,12 +214,20 @@ class CustomLoops:
 
         Raises:
           TypeError: something that does not yield batches.
+          NotImplementedError: options with `PER_REPLICA`, as in tf.
         """
         self._check_context()
         current.check_cross_replica("experimental_distribute_dataset")
         mesh, policy = self._runtime.mesh, None
         if options is not None:
             check_input_options(options)
+            mode = options.experimental_replication_mode
+            if mode is InputReplicationMode.PER_REPLICA:
+                raise NotImplementedError(
+                    "A dataset for each replica is made by a function. "
+                    "Received: `InputReplicationMode.PER_REPLICA` and a "
+                    "dataset. Use `distribute_datasets_from_function`."
+                )
             if options.distribute is not None:
                 policy = options.distribute.policy
         source = source_of_dataset(dataset, mesh, policy=policy)

@@ -158,6 +158,12 @@ def explain_input(
         if isinstance(dataset, PyDataset):
             size = num_rows(sources.host_batch(dataset[0]))
         notes += ["Batches may have other sizes than the first."] * bool(size)
+    if size is None and source.is_own:
+        size = source.likely_size
+        notes.append(
+            "Whole batches have as many rows as the first batch of a process, "
+            "whose rows the processes share."
+        )
     whole, last = _shares(source, outline, size, mesh)
     is_distributed = isinstance(dataset, DistributedDataset)
     policies = _policies(outline, is_distributed, mesh, policy)

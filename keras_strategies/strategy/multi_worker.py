@@ -1,6 +1,7 @@
 """MultiWorkerMirroredStrategy: one replica on each device of all processes."""
 
 import os
+import warnings
 from typing import Any
 
 import jax
@@ -92,6 +93,7 @@ class MultiWorkerMirroredStrategy(Strategy):
                 task, strategy=type(self).__name__, timeout_s=startup_timeout_s
             )
         if resolver is None:
+            _warn_if_alone()
             resolver = _resolver_of_job()
         devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
         options.check_platform(devices[0].platform)
@@ -150,6 +152,26 @@ def _place(resolver: Any, numbers: dict[str, Any]) -> tuple[Any, Any]:
             "none for what TF_CONFIG says."
         )
     return resolver, tasks.task_info(resolver)
+
+
+def _warn_if_alone() -> None:
+    """Warns where each process of a job would train a model of its own."""
+    from keras_strategies.cluster import launcher_pipe, other_launchers
+
+    job = other_launchers.unjoined_job(os.environ)
+    is_launched = launcher_pipe.LAUNCHER_FD in os.environ
+    if job is None or is_launched or jax.distributed.is_initialized():
+        return
+    if os.environ.get("TF_CONFIG"):
+        return
+    warnings.warn(
+        "`MultiWorkerMirroredStrategy` joins the processes that it is told of. "
+        f"Received: nothing, in one of {job.count} processes "
+        f"({job.variable}={job.count}), each of which now trains a model of "
+        f"its own. Pass {job.cure}.",
+        UserWarning,
+        stacklevel=3,
+    )
 
 
 def _resolver_of_job() -> Any:

@@ -63,6 +63,7 @@ def _claim(model: keras.Model) -> None:
     if strategy is not None:
         model_hooks.bind_on_use(
             model,
+            strategy,
             strategy.attach,
             lambda m: binding_lib.binding_of(m) is not None,
         )

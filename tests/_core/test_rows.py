@@ -2,7 +2,7 @@
 
 import pytest
 
-from keras_strategies._core.rows import rows_of_replicas
+from keras_strategies._core.rows import rotated_rows, rows_of_replicas
 
 
 @pytest.mark.parametrize(
@@ -24,3 +24,22 @@ def test_the_first_replicas_are_filled_in_order(
     counts = rows_of_replicas(rows, batch_size, replicas)
     assert counts == expected
     assert sum(counts) == rows
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "replicas", "processes", "steps"),
+    [
+        # As tf's RebatchDataset cuts the batches of each worker.
+        (3, 2, 2, [(2, 1), (1, 2), (2, 1)]),
+        (1, 2, 2, [(1, 0), (0, 1), (1, 0)]),
+        (4, 2, 2, [(2, 2), (2, 2)]),
+        (5, 4, 2, [(2, 1, 1, 1), (1, 1, 2, 1), (2, 1, 1, 1)]),
+        (5, 3, 3, [(2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 1)]),
+        (5, 4, 1, [(2, 1, 1, 1), (2, 1, 1, 1)]),
+    ],
+)
+def test_places_move_on_by_a_process(batch_size, replicas, processes, steps):
+    for step, expected in enumerate(steps):
+        found = rotated_rows(step, batch_size, replicas, processes)
+        assert found == expected
+        assert sum(found) == batch_size

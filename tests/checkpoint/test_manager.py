@@ -549,3 +549,63 @@ def test_ctrl_c_while_a_save_is_waited_for(tmp_path, then):
     assert "could not be saved" not in done.stderr
     assert find_steps(tmp_path) == [1]
     assert (tmp_path / "1" / "manifest.json").exists()
+
+
+def two_layers(width=3):
+    return keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(width),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.5, seed=1),
+            keras.layers.Dense(2),
+        ]
+    )
+
+
+def test_weights_of_a_managers_checkpoint_are_loaded(tmp_path):
+    strategy = ks.MirroredStrategy(jax.devices()[:2])
+    with strategy.scope():
+        model, other = two_layers(), two_layers(5)
+        model.compile("adam", "mse", metrics=["mae"])
+    model.fit(np.ones((8, 4)), np.ones((8, 2)), verbose=0)
+    checkpoint = ks.checkpoint.Checkpoint(
+        step=keras.Variable(3), other=other, net=model
+    )
+    with ks.checkpoint.CheckpointManager(checkpoint, tmp_path) as manager:
+        manager.save(1)
+    plain = two_layers()
+    assert ks.checkpoint.load_weights(plain, tmp_path) == 1
+    for ours, theirs in zip(plain.weights, model.weights, strict=True):
+        np.testing.assert_array_equal(ours.numpy(), theirs.numpy())
+    wide = two_layers(5)
+    ks.checkpoint.load_weights(wide, tmp_path, name="other")
+    np.testing.assert_array_equal(
+        wide.weights[0].numpy(), other.weights[0].numpy()
+    )
+    with pytest.raises(ValueError, match="there are 'step', 'other', 'net'"):
+        ks.checkpoint.load_weights(plain, tmp_path, name="gone")
+    with pytest.raises(ValueError, match="of another other"):
+        ks.checkpoint.load_weights(plain, tmp_path, name="other")
+    with pytest.raises(ValueError, match="which is of another"):
+        ks.checkpoint.load_weights(two_layers(7), tmp_path)
+    with pytest.raises(ValueError, match="is not built"):
+        ks.checkpoint.load_weights(
+            keras.Sequential([keras.layers.Dense(3)]), tmp_path
+        )
+
+
+def test_of_two_models_that_fit_one_is_named(tmp_path):
+    first, second = two_layers(), two_layers()
+    checkpoint = ks.checkpoint.Checkpoint(first=first, second=second)
+    with ks.checkpoint.CheckpointManager(checkpoint, tmp_path) as manager:
+        manager.save(0)
+    plain = two_layers()
+    before = plain.get_weights()
+    with pytest.raises(ValueError, match="name='first'"):
+        ks.checkpoint.load_weights(plain, tmp_path)
+    np.testing.assert_array_equal(plain.get_weights()[0], before[0])
+    ks.checkpoint.load_weights(plain, tmp_path, name="second")
+    np.testing.assert_array_equal(
+        plain.get_weights()[0], second.get_weights()[0]
+    )

@@ -2,6 +2,8 @@
 
 import concurrent.futures
 import contextlib
+import json
+import random
 import socket
 import time
 
@@ -125,6 +127,17 @@ def test_what_is_wrong_is_told_to_all(address, processes, words):
     assert words in told[0]
 
 
+def hello_line(**changed):
+    words = {
+        "job": "keras_strategies",
+        "process": 1,
+        "count": 2,
+        "facts": {},
+        "problem": "",
+    }
+    return f"{json.dumps(words | changed)}\n".encode()
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -136,7 +149,18 @@ def test_what_is_wrong_is_told_to_all(address, processes, words):
         b'{"job": "keras_strategies", "process": "1", "count": 2}\n',
         b"\xff\xfe\n",
         b"x" * 200_000,
+        b"[" * 60_000 + b"\n",
+        b'{"job": "keras_strategies", "process": 1, "count": 2, "facts": '
+        + b"[" * 30_000
+        + b"]" * 30_000
+        + b', "problem": ""}\n',
+        hello_line(facts=[]),
+        hello_line(process=True),
+        hello_line(process=10**400),
+        hello_line(more=1),
+        hello_line(problem=None),
     ],
+    ids=lambda words: str(words[:40]),
 )
 def test_strangers_are_left_alone(address, words):
     def bother():
@@ -218,3 +242,84 @@ def test_who_cannot_go_on_says_why_to_all(address, which):
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         found = list(pool.map(call, range(3)))
     assert found == [f"process {which}: No devices."] * 3
+
+
+def test_many_idle_strangers_keep_nobody_out(address, monkeypatch):
+    monkeypatch.setattr(rendezvous, "_MAX_PENDING", 32)
+    host, port = rendezvous.split(address)
+    idle = []
+
+    def crowd():
+        for _ in range(400):
+            try:
+                stranger = socket.create_connection((host, port), 5)
+            except OSError:
+                time.sleep(0.02)
+                continue
+            idle.append(stranger)
+            stranger.sendall(b"{")
+
+    try:
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            done = pool.submit(crowd)
+            late = (0.6, 1, 2, {})
+            told = run(address, [(0, 0, 2, {}), late])
+            done.result()
+        assert told == ["met", "met"]
+        assert len(idle) > 32
+    finally:
+        for stranger in idle:
+            stranger.close()
+
+
+def test_an_idle_stranger_is_hung_up_on(address, monkeypatch):
+    monkeypatch.setattr(rendezvous, "_PENDING_S", 0.2)
+    host, port = rendezvous.split(address)
+
+    def waited():
+        for _ in range(200):
+            with contextlib.suppress(OSError):
+                stranger = socket.create_connection((host, port), 1)
+                break
+            time.sleep(0.02)
+        with stranger:
+            start = time.monotonic()
+            stranger.settimeout(LONG)
+            assert stranger.recv(1) == b""
+            return time.monotonic() - start
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        seconds = pool.submit(waited)
+        told = run(address, [(0, 0, 2, {}), (1.5, 1, 2, {})])
+        assert 0.1 < seconds.result() < 1.2
+    assert told == ["met", "met"]
+
+
+def test_ten_thousand_lines_are_ours_or_nobodys():
+    draw = random.Random(0)
+    good = hello_line(facts={"version": "1"}).decode()
+    pieces = ["[", "{", '"', ":", ",", "-1", "1e9", "NaN", "null", "9" * 30]
+    for _ in range(10_000):
+        text = good
+        for _ in range(draw.randint(1, 3)):
+            start = draw.randrange(len(text) + 1)
+            stop = min(start + draw.randint(0, 9), len(text))
+            text = text[:start] + draw.choice(["", *pieces]) + text[stop:]
+        said = rendezvous._parsed(text.encode())
+        if said is not None:
+            kinds = {name: type(value) for name, value in said.items()}
+            assert kinds == rendezvous._HELLO_KINDS
+            assert abs(said["process"]) <= 2**31
+
+
+def test_what_others_say_is_printed_without_orders_for_terminals(address):
+    told = run(
+        address,
+        [
+            (0, 0, 2, {"version": "1"}),
+            (0, 1, 2, {"version": "\x1b[2J" + "x" * 10_000}),
+        ],
+    )
+    assert told[0] == told[1]
+    assert "\x1b" not in told[0]
+    assert len(told[0]) < 1000

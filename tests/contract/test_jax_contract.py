@@ -13,6 +13,7 @@ from jax._src import api, distributed
 
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import replica_map, split_spec
+from keras_strategies._core.traces import is_traced
 from keras_strategies.cluster import progress, store
 from keras_strategies.testing import run_processes
 from tests import compiling
@@ -236,3 +237,26 @@ def test_the_guard_knows_where_jax_traces_and_compares():
     assert multihost_utils.__file__.endswith(progress._MULTIHOST)
     assert partial_eval.__file__.endswith(progress._PARTIAL_EVAL)
     assert pxla.__file__.endswith(progress._EXECUTES)
+
+
+def test_what_is_traced_to_be_compiled_is_told_apart():
+    seen = []
+
+    def fn(x):
+        seen.append(is_traced())
+        return 2.0 * x
+
+    fn(1.0)
+    jax.grad(fn)(1.0)
+    jax.vmap(fn)(np.ones(2))
+    with jax.ensure_compile_time_eval():
+        fn(1.0)
+    assert seen == [False] * 4
+    seen.clear()
+    jax.jit(fn)(1.0)
+    jax.jit(jax.grad(fn))(1.0)
+    jax.grad(jax.jit(fn))(1.0)
+    jax.eval_shape(fn, 1.0)
+    jax.lax.scan(lambda c, x: (fn(c), x), 1.0, np.ones(2))
+    assert seen
+    assert all(seen)

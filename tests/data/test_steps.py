@@ -312,3 +312,130 @@ def test_an_error_of_one_process_is_raised_in_all(index):
     with pytest.raises((OSError, RuntimeError), match="gone"):
         read_all(make, workers=3)
     assert sorted(raised) == [0, 1, 2]
+
+
+def mapped_tf_data(rows, size, count, index, own):
+    """tf's commonest order: `batch`, then `map`."""
+    import tensorflow as tf
+
+    from keras_strategies.data.tf_data import TfDataSource
+
+    dataset = tf.data.Dataset.from_tensor_slices(values(rows)).batch(size)
+    dataset = dataset.cache().map(lambda x: 1 * x).prefetch(1)
+    return TfDataSource(
+        dataset,
+        num_processes=count,
+        process_index=index,
+        seed=0,
+        policy=AutoShardPolicy.OFF if own else AutoShardPolicy.AUTO,
+    )
+
+
+@pytest.mark.parametrize("make", [py_dataset, iterable, mapped_tf_data])
+@pytest.mark.parametrize("size", [3, 4, 5, 8])
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_batch_of_own_rows_is_the_global_batch(make, size, workers):
+    """As in tf: each process's batch is cut, and a step has that many rows."""
+    rows = 6 * size + 1
+    made = read_all(
+        lambda count, index: make(rows, size, count, index, True),
+        workers=workers,
+    )
+    steps = global_batches(made)
+    sizes = [len(step) for step in steps]
+    assert set(sizes[:6]) == {size}
+    assert max(sizes) == size
+    assert {batch.batch_size for batch in made[0]} == {size}
+    assert sum(sizes) == workers * rows
+    # Each process's rows are in their order.
+    for batches in made:
+        assert sum(map(rows_of, batches), []) == list(range(rows))
+
+
+@pytest.mark.parametrize("own_rows", [[1, 12], [12, 0], [0, 3], [2, 3], [0, 0]])
+def test_who_has_a_short_batch_alone_takes_the_others_size(own_rows):
+    made = read_all(
+        lambda count, index: IterableSource(
+            Iterable(batches_of(own_rows[index], 4)),
+            is_own=True,
+            is_marked=False,
+        ),
+        workers=2,
+    )
+    found = {batch.batch_size for batches in made for batch in batches}
+    whole = 4 if max(own_rows) > 4 else max(own_rows)
+    assert found == ({whole} if any(own_rows) else set())
+    taken = [sum(map(rows_of, batches), []) for batches in made]
+    assert taken == [list(range(rows)) for rows in own_rows]
+
+
+def test_maps_that_change_the_rows_count():
+    import tensorflow as tf
+
+    from keras_strategies.data.tf_data import TfDataSource
+
+    def make(count, index, rows=24):
+        dataset = tf.data.Dataset.from_tensor_slices(values(rows)).batch(4)
+        return TfDataSource(
+            dataset.map(lambda x: tf.repeat(x, 3, axis=0)),
+            num_processes=count,
+            process_index=index,
+            seed=0,
+            policy=AutoShardPolicy.OFF,
+        )
+
+    made = read_all(make, workers=2)
+    assert {batch.batch_size for batch in made[0]} == {12}
+    few = read_all(lambda *place: make(*place, rows=1), workers=2)
+    # All have one batch, a short one: `batch` says 4.
+    assert {batch.batch_size for batch in few[0]} == {4}
+
+
+def test_batches_of_other_lengths_are_not_joined():
+    widths = (2, 5, 2)
+    batches = [
+        np.zeros((r, w), "float32")
+        for r, w in zip((4, 3, 4), widths, strict=True)
+    ]
+    made = read_all(
+        lambda count, index: IterableSource(
+            Iterable(batches), is_own=True, is_marked=False
+        ),
+        workers=2,
+    )
+    shapes = [batch.data.shape for batch in made[0]]
+    assert shapes == [(2, 2), (2, 2), (2, 5), (1, 5), (2, 2), (2, 2)]
+
+
+def test_an_error_after_the_first_batch_comes_after_its_step():
+    class Broken:
+        def __iter__(self):
+            yield values(4)
+            raise OSError("gone")
+
+    with pytest.raises((OSError, RuntimeError), match="gone"):
+        read_all(
+            lambda count, index: IterableSource(
+                Broken(), is_own=True, is_marked=False
+            ),
+            workers=2,
+        )
+
+
+@pytest.mark.parametrize(
+    ("own_rows", "size", "steps"),
+    [(9, 3, 6), (15, 5, 6), (7, 1, 14), (8, 3, 6)],
+)
+@pytest.mark.parametrize("is_balanced", [False, True])
+def test_processes_with_as_many_rows_end_together(
+    own_rows, size, steps, is_balanced
+):
+    """Of a batch size that the replicas do not divide, as in tf."""
+    made = read_all(
+        lambda count, index: iterable(own_rows, size, count, index, True),
+        workers=2,
+        is_balanced=is_balanced,
+    )
+    assert [len(batches) for batches in made] == [steps] * 2
+    whole = [batch.rows for batch in made[0]]
+    assert set(whole[:-1]) == {size}

@@ -1,6 +1,9 @@
 """What batches are made of, as text."""
 
 import collections
+import contextlib
+import json
+import sys
 from typing import NamedTuple
 
 import jax
@@ -91,8 +94,157 @@ def test_what_cannot_be_told_is_refused():
     with pytest.raises(TypeError, match="Received: a set"):
         structure.spec_of((np.ones(2), {1}))
     own = collections.namedtuple("own", "a b")
-    with pytest.raises(TypeError, match="Received: a named tuple own"):
+    with pytest.raises(TypeError, match="Received: a named tuple 'own'"):
         structure.spec_of(own(np.ones(2), np.ones(2)))
     spec = structure.spec_of(Named(np.ones(2), np.ones(2)))
     with pytest.raises(TypeError, match="top of a module"):
         structure.empty(spec.replace("Named", "Gone"))
+
+
+def spec_with(part):
+    return json.dumps({"tuple": [part]})
+
+
+LEAF = {"dtype": "float32", "shape": [2]}
+FOREIGN = [
+    "",
+    "[" * 100_000,
+    "{" * 100_000,
+    '{"tuple": [' * 200 + "]}" * 200,
+    "1e999",
+    "NaN",
+    "9" * 5000,
+    '"x"',
+    "[]",
+    '{"a": 1}',
+    '{"list": [], "list": []}',
+    '{"list": [], "tuple": []}',
+    *map(
+        spec_with,
+        [
+            {"list": 3},
+            {"dict": {"a": LEAF}},
+            {"dict": [["a"]]},
+            {"dict": [[["a"], LEAF]]},
+            {"dict": [["a", LEAF], ["a", LEAF]]},
+            LEAF | {"dtype": 3},
+            LEAF | {"dtype": "nonsense"},
+            LEAF | {"dtype": "f4,f4"},
+            LEAF | {"dtype": "(2,)f4"},
+            LEAF | {"dtype": "float32" + " " * 100},
+            LEAF | {"shape": 2},
+            LEAF | {"shape": [-1]},
+            LEAF | {"shape": [True]},
+            LEAF | {"shape": [1.5]},
+            LEAF | {"shape": [1] * 100},
+            LEAF | {"shape": [2**62, 2**62]},
+            LEAF | {"more": 1},
+            {"named": 3, "items": []},
+            {"named": "x" * 5000, "items": []},
+            {"named": f"{__name__}:Named", "items": [LEAF]},
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize("text", FOREIGN, ids=lambda text: text[:40])
+def test_what_is_no_structure_is_refused(text):
+    with pytest.raises(ValueError, match="as `spec_of` writes it"):
+        structure.empty(text)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "os:system",
+        "subprocess:Popen",
+        "builtins:tuple",
+        "builtins:eval",
+        f"{__name__}:called",
+        f"{__name__}:Tricky",
+        f"{__name__}:Holder.Named",
+        f"{__name__}:json.loads",
+        "antigravity:fly_anim",
+        "keras_strategies:MirroredStrategy",
+        "",
+        ":",
+        "a:b:c",
+    ],
+)
+def test_a_class_is_neither_imported_nor_called(name):
+    before = set(sys.modules)
+    with pytest.raises(TypeError, match="top of a module"):
+        structure.empty(spec_with({"named": name, "items": [LEAF]}))
+    assert set(sys.modules) == before
+    assert not done
+
+
+done = []
+
+
+def called(*args):
+    done.append(args)
+
+
+class Tricky(tuple):
+    # A list: no named tuple.
+    _fields = ["a"]
+
+    def __new__(cls, *args):
+        done.append(args)
+        return tuple.__new__(cls, args)
+
+
+class Holder:
+    # Not its own name.
+    Named = Named
+
+
+class Counted(NamedTuple("Base", [("a", np.ndarray)])):
+    def __new__(cls, a):
+        done.append(a)
+        return super().__new__(cls, a)
+
+
+def test_a_named_tuple_is_made_without_its_own_code():
+    spec = structure.spec_of(Counted(np.ones((2, 3))))
+    done.clear()
+    made = structure.empty(spec)
+    assert type(made) is Counted
+    assert made.a.shape == (0, 3)
+    assert not done
+
+
+def test_files_name_no_classes():
+    spec = structure.spec_of(Named(np.ones(2), np.ones(2)))
+    with pytest.raises(ValueError, match="as `spec_of` writes it"):
+        structure.empty(spec, has_classes=False)
+
+
+def test_ten_thousand_damaged_structures_are_refused_or_read():
+    random = np.random.default_rng(0)
+    good = structure.spec_of(
+        {"a": (np.ones((2, 3)), [np.ones(2, "int32")]), "b": Named(1.0 * X, X)}
+    )
+    before = set(sys.modules)
+    for _ in range(10_000):
+        text = mutated(good, random)
+        with contextlib.suppress(ValueError, TypeError):
+            structure.empty(text)
+    assert set(sys.modules) == before
+    assert not done
+
+
+X = np.ones((2, 1))
+PIECES = ["[", "]", "{", "}", ",", ":", '"', "-1", "1e999", "null", "named"]
+PIECES += ["os:system", "items", "dict", "tuple", "0", "\\u0000", "[" * 999]
+
+
+def mutated(text, random):
+    """The text with some characters left out, repeated, or others put in."""
+    for _ in range(random.integers(1, 4)):
+        start, stop = sorted(random.integers(0, len(text) + 1, 2))
+        piece = [text[start:stop], "", str(random.choice(PIECES))]
+        stop = min(stop, start + int(random.integers(0, 12)))
+        text = text[:start] + piece[random.integers(3)] + text[stop:]
+    return text

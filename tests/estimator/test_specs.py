@@ -2,13 +2,19 @@
 
 import dataclasses
 import functools
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.estimator import eval_results, exporters
+from keras_strategies.estimator import (
+    eval_results,
+    exporters,
+    exporting,
+    training,
+)
 
 EvalSpec = ks.estimator.EvalSpec
 EstimatorSpec = ks.estimator.EstimatorSpec
@@ -471,3 +477,51 @@ def test_results_of_evaluations_are_read_back(tmp_path, caplog):
     assert found[10] == {"loss": 0.1}
     assert np.isnan(found[40]["loss"])
     assert "Line 4" in caplog.text
+
+
+FOREIGN = [
+    b"",
+    b"[" * 100_000,
+    b"\xff\xfe",
+    b"null",
+    b"3",
+    b"[1]",
+    b'{"a": 1}',
+    b'{"ended_at_step": "7"}',
+    b'{"ended_at_step": 1e999}',
+    b'{"ended_at_step": true}',
+    b'{"global_step": 1, "metrics": [1]}',
+    b'{"global_step": 1e999, "metrics": {}}',
+    b'{"global_step": 1, "metrics": {"loss": "1"}}',
+    b'{"global_step": 1, "metrics": {"loss": 1' + b"0" * 4000 + b"}}",
+    b'{"named": "os:system", "items": [{"dtype": "int8", "shape": []}]}',
+    b" " * (2 << 20),
+]
+
+
+@pytest.mark.parametrize("text", FOREIGN, ids=lambda text: str(text[:30]))
+def test_files_that_others_wrote_are_left_out(tmp_path, caplog, text):
+    folder = str(tmp_path)
+    (tmp_path / exporting.FEATURES).write_bytes(text)
+    (tmp_path / training.MARK).write_bytes(text)
+    (tmp_path / eval_results.FILE).write_bytes(text + b"\n")
+    if text != b"null":
+        # What `null` says is that there are no features.
+        assert exporting.noted_features(folder) is None
+        assert exporting.FEATURES in caplog.text
+    assert training.ended_at(folder) is None
+    assert eval_results.read(folder) == {}
+    eval_results.append(folder, 3, {"loss": 0.5})
+    assert eval_results.read(folder) == {3: {"loss": 0.5}}
+
+
+def test_features_of_a_class_are_not_written_down(tmp_path):
+    features = Features(keras.Input((3,)))
+    exporting.note_features(str(tmp_path), features)
+    assert not (tmp_path / exporting.FEATURES).exists()
+    exporting.note_features(str(tmp_path), {"x": keras.Input((3,))})
+    assert exporting.noted_features(str(tmp_path))["x"].shape == (0, 3)
+
+
+class Features(NamedTuple):
+    x: Any

@@ -878,3 +878,18 @@ def test_a_step_is_compiled_once(count, caplog):
         if "XLA compilation" in text and "step" in text
     ]
     assert len(lines) == 1, lines
+
+
+def test_a_model_knows_its_strategy():
+    strategy = mirrored(2)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    assert model.distribute_strategy is strategy
+    model.compile("sgd", "mse")
+    assert model.distribute_strategy is strategy
+    strategy.detach(model)
+    assert not hasattr(model, "distribute_strategy")
+    strategy.attach(model)
+    assert model.distribute_strategy is strategy
+    copy = keras.models.clone_model(model)
+    assert not hasattr(copy, "distribute_strategy")

@@ -185,15 +185,15 @@ def shuffled_torch(x):
     return torch.utils.data.DataLoader(dataset, batch_size=8, shuffle=True)
 
 
-def shared(batches):
-    """Global batches of two processes' own rows, 4 rows of each a step."""
+def shared(batches, each=4):
+    """Global batches of two processes' own rows, so many of each a step."""
     first, second = (
         [np.concatenate(part) for part in zip(*own, strict=True)]
         for own in batches
     )
     made = []
-    for start in range(0, max(len(first[0]), len(second[0])), 4):
-        rows = slice(start, start + 4)
+    for start in range(0, max(len(first[0]), len(second[0])), each):
+        rows = slice(start, start + each)
         made.append(
             tuple(
                 np.concatenate([a[rows], b[rows]])
@@ -259,7 +259,8 @@ def off_py_dataset(strategy, model):
         [(X[i : i + 4], Y[i : i + 4]) for i in range(20, 28, 4)],
     ]
     if jax.process_count() == 1:
-        dataset = Listed(shared(own))
+        # A batch of 4 is the global one, as in tf: 2 rows of each process.
+        dataset = Listed(shared(own, each=2))
     else:
         policy = ks.data.AutoShardPolicy.OFF
         dataset = strategy.experimental_distribute_dataset(

@@ -1,5 +1,7 @@
 """Datasets of custom loops: every row once, in order, on its replica."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import keras
@@ -235,3 +237,68 @@ def test_what_is_no_function_of_batches_is_refused():
     mixed = batches_of([X[:2], X[:2].astype("int32")])
     with pytest.raises(ValueError, match="in their number of rows only"):
         next(iter(strategy.distribute_datasets_from_function(lambda _: mixed)))
+
+
+def test_a_dataset_is_not_made_for_each_replica():
+    options = ks.InputOptions(
+        experimental_replication_mode=ks.InputReplicationMode.PER_REPLICA
+    )
+    with pytest.raises(NotImplementedError, match="from_function"):
+        mirrored(2).experimental_distribute_dataset(NUMPY.batch(2), options)
+
+
+def numbers(strategy):
+    rows = np.arange(8, dtype="float32")[:, None]
+    dataset = strategy.experimental_make_numpy_dataset(rows).batch(2)
+    return strategy.experimental_distribute_dataset(dataset)
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_a_replica_reads_no_iterator(replicas, debug):
+    strategy = mirrored(replicas)
+    iterator = iter(numbers(strategy))
+
+    def fn():
+        return jnp.sum(next(iterator))
+
+    with strategy.debug() if debug else contextlib.nullcontext():
+        with pytest.raises(ValueError, match=r"args=\(next\(iterator\),\)"):
+            strategy.run(fn)
+        with pytest.raises(ValueError, match="a replica's function|traces"):
+            strategy.run(iterator.get_next_as_optional)
+    # Nothing was read.
+    total = strategy.run(jnp.sum, args=(next(iterator),))
+    assert float(strategy.reduce("sum", total, axis=None)) == 1.0
+
+
+def test_a_traced_function_reads_no_iterator():
+    strategy = mirrored(2)
+    iterator = iter(numbers(strategy))
+
+    def fn(x):
+        return x + strategy.reduce("sum", next(iterator), axis=0)
+
+    for transform in (jax.jit, jax.make_jaxpr, lambda f: jax.jit(jax.grad(f))):
+        with pytest.raises(ValueError, match="one that JAX traces"):
+            transform(fn)(0.0)
+    # A gradient that is computed on the spot reads anew in each call.
+    found = [float(jax.value_and_grad(lambda x: fn(x)[0])(0.0)[0])]
+    found.append(float(jax.value_and_grad(lambda x: fn(x)[0])(0.0)[0]))
+    assert found == [1.0, 5.0]
+
+
+def test_a_train_step_reads_no_iterator():
+    strategy = mirrored(2)
+    iterator = iter(numbers(strategy))
+
+    class Reading(keras.Sequential):
+        def train_step(self, *args, **kwargs):
+            next(iterator)
+            return super().train_step(*args, **kwargs)
+
+    with strategy.scope():
+        model = Reading([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="Read it before"):
+        model.fit(np.zeros((4, 1)), np.zeros((4, 1)), verbose=0)

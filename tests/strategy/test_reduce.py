@@ -3,6 +3,7 @@
 import contextlib
 
 import jax.numpy as jnp
+import keras
 import numpy as np
 import pytest
 
@@ -193,3 +194,31 @@ def test_an_average_loss_of_rows_that_are_not_known_is_refused():
         strategy.run(
             lambda x, y: ks.compute_average_loss(x + y[:1]), args=parts
         )
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 8])
+def test_a_value_per_replica_is_printed_with_its_values(replicas):
+    strategy = mirrored(replicas)
+    value = strategy.run(
+        lambda: 10 * ks.get_replica_context().replica_id_in_sync_group
+    )
+    lines = [f"  {k}: {10 * k}" for k in range(replicas)]
+    assert str(value).splitlines() == ["PerReplica:{", *lines, "}"]
+    assert f"{value}" == str(value)
+    assert "PerReplica(" in repr(value)
+    rows = next(
+        iter(
+            strategy.experimental_distribute_dataset(
+                strategy.experimental_make_numpy_dataset(
+                    np.arange(2 * replicas + 1)
+                ).batch(2 * replicas + 1)
+            )
+        )
+    )
+    assert str(rows).startswith("PerReplica:{\n  0: [0, 1, 2]\n")
+    seen = []
+    strategy.run(lambda: seen.append(str(jnp.ones(2))))
+    assert seen
+    with strategy.scope():
+        variable = keras.Variable([1.0, 2.0], name="v")
+    assert str(ks.Mirrored(variable.value)) == "Mirrored:[1., 2.]"

@@ -488,3 +488,60 @@ def test_debug_mode_reads_a_variable_first_in_a_branch():
     with strategy.debug():
         result = strategy.run(step, args=(ids(strategy),))
     assert values(result) == [3.0, 6.0]
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("others", [1, 3])
+def test_a_variable_of_another_strategy_is_not_written(others, debug):
+    two, other = mirrored(2), mirrored(others)
+    with other.scope():
+        theirs = keras.Variable(1.0, aggregation="mean", name="theirs")
+    layout = theirs.value.sharding
+
+    def write():
+        theirs.assign_add(1.0)
+
+    def read():
+        return 2 * theirs
+
+    with two.debug() if debug else contextlib.nullcontext():
+        with pytest.raises(RuntimeError, match="Mixing strategies"):
+            two.run(write)
+        # Reading it is no harm.
+        found = two.reduce("mean", two.run(read), axis=None)
+    assert float(found) == 2.0
+    assert theirs.value.sharding == layout
+    assert float(theirs.value) == 1.0
+    other.run(write)
+    assert float(theirs.value) == 2.0
+
+
+def test_variables_of_no_strategy_and_of_equal_devices_are_written():
+    plain = keras.Variable(1.0, aggregation="mean", name="plain")
+    one, same = mirrored(2), mirrored(2)
+    with one.scope():
+        ours = keras.Variable(1.0, aggregation="mean", name="ours")
+    for variable in (plain, ours):
+        same.run(lambda v=variable: v.assign_add(1.0))
+        assert float(variable.value) == 2.0
+
+
+def test_a_model_that_is_not_built_has_no_gradients():
+    strategy = mirrored(2)
+    with strategy.scope():
+        model = keras.Sequential([dense(1)])
+
+    def step(x):
+        def loss():
+            return jnp.sum(model(x))
+
+        return ks.value_and_grad(loss, model.trainable_variables)()[0]
+
+    x = np.ones((4, 3), "float32")
+    with pytest.raises(ValueError, match="Build it first"):
+        strategy.run(step, args=(x,))
+    model.build((None, 3))
+    strategy.run(step, args=(x,))
+    model.trainable = False
+    with pytest.raises(ValueError, match="Received: none"):
+        ks.grad(lambda: 0.0, model.trainable_variables)

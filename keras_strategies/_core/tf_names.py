@@ -1,0 +1,58 @@
+"""Names of tf.distribute's modules that are not here, and what to use."""
+
+_WORKERS = (
+    "`ks.MultiWorkerMirroredStrategy` on chief and worker tasks: every process "
+    "trains, and none serves variables (variables that are divided over the "
+    "replicas are planned)"
+)
+_ONE_HOST = (
+    "`ks.MirroredStrategy`: every device holds the variables, and reading them "
+    "costs no transfer"
+)
+_REDUCING = (
+    "nothing in its place: XLA chooses how replicas communicate on their "
+    "devices"
+)
+_OPTIONS = "`ks.experimental.CommunicationOptions`"
+_RESOLVER = (
+    "`ks.cluster_resolver.SimpleClusterResolver` with the machines' addresses, "
+    "TF_CONFIG, or `ks.MultiWorkerMirroredStrategy(coordinator_address=...)`"
+)
+
+DISTRIBUTE = {
+    "CentralStorageStrategy": _ONE_HOST,
+    "CrossDeviceOps": _REDUCING,
+    "HierarchicalCopyAllReduce": _REDUCING,
+    "NcclAllReduce": _REDUCING,
+    "ParameterServerStrategy": _WORKERS,
+    "ReductionToOneDevice": _REDUCING,
+    "StrategyExtendedV1": "`ks.StrategyExtended`",
+    "InputWorkers": "`ks.InputContext`",
+    "coordinator": _WORKERS,
+}
+"""Of `tf.distribute`."""
+
+EXPERIMENTAL = {
+    "CentralStorageStrategy": _ONE_HOST,
+    "CollectiveCommunication": (
+        "`ks.experimental.CommunicationImplementation`"
+    ),
+    "CollectiveHints": _OPTIONS,
+    "ParameterServerStrategy": _WORKERS,
+    "coordinator": _WORKERS,
+    "partitioners": _WORKERS,
+    "rpc": "another library: processes only train together here",
+}
+"""Of `tf.distribute.experimental`."""
+
+CLUSTER_RESOLVER = {"GCEClusterResolver": _RESOLVER}
+"""Of `tf.distribute.cluster_resolver`."""
+
+ESTIMATOR = {
+    "tpu": (
+        "`ks.estimator.Estimator` with `RunConfig(train_distribute="
+        "ks.TPUStrategy())`"
+    ),
+    "SessionRunHook": "`ks.estimator.CheckpointSaverListener` or a callback",
+}
+"""Of `tf.estimator`."""

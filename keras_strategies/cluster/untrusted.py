@@ -1,0 +1,95 @@
+"""JSON from files, the environment and sockets, where anything may be said."""
+
+import json
+import math
+from typing import Any, NoReturn
+
+MAX_DEPTH = 64
+"""Levels of arrays and objects in each other."""
+
+
+def load_json(
+    text: str | bytes, *, max_characters: int, has_nan: bool = False
+) -> Any:
+    """What a text of JSON says; nothing else is done with it.
+
+    Args:
+      text: The text, or bytes of UTF-8.
+      max_characters: The longest that is read.
+      has_nan: Whether numbers may be NaN and infinite, as Python writes them.
+
+    Returns:
+      Dicts with keys of str, lists, str, int, finite float, bool and None,
+      at most `MAX_DEPTH` levels deep.
+
+    Raises:
+      ValueError: it is something else. The message says what, and repeats
+        nothing of the text.
+    """
+    if len(text) > max_characters:
+        raise ValueError(
+            f"it has {len(text)} characters, and at most {max_characters} "
+            "are read"
+        )
+    try:
+        value = json.loads(
+            text,
+            object_pairs_hook=_object,
+            parse_constant=float if has_nan else _refuse_constant,
+            parse_float=_finite,
+        )
+    except json.JSONDecodeError as error:
+        # Without its cause, which has the whole text as an attribute.
+        fault = f"{error.msg} at line {error.lineno}, column {error.colno}"
+    except UnicodeDecodeError:
+        fault = "it is not UTF-8"
+    except RecursionError:
+        fault = _TOO_DEEP
+    except _FaultError as error:
+        fault = str(error)
+    except ValueError:
+        fault = "it has a number that is too long"
+    else:
+        if not _is_deeper(value, MAX_DEPTH):
+            return value
+        fault = _TOO_DEEP
+    raise ValueError(fault)
+
+
+_TOO_DEEP = "it is nested too deeply"
+
+
+class _FaultError(ValueError):
+    """What is wrong, for a message."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise _FaultError("it says a key twice")
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise _FaultError(f"{name} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise _FaultError("it has a number that is too large")
+    return value
+
+
+def _is_deeper(value: Any, most: int) -> bool:
+    level = [value]
+    for _ in range(most):
+        level = [
+            item
+            for inner in level
+            if isinstance(inner, list | dict)
+            for item in (inner.values() if isinstance(inner, dict) else inner)
+        ]
+        if not level:
+            return False
+    return any(isinstance(inner, list | dict) for inner in level)

@@ -1,0 +1,86 @@
+"""Rows of batches that are a process's own, taken in pieces of other sizes."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from keras_strategies._core.batches import num_rows
+from keras_strategies.data.source import Part
+
+Tree = Any
+
+
+class Rows:
+    """Rows of batches of any size, taken in pieces of any size."""
+
+    def __init__(self, parts: Iterator[Part]) -> None:
+        self._parts = parts
+        self._left: list[Tree] = []
+        self._count = 0
+
+    def take(self, count: int) -> Tree | None:
+        """The next rows: fewer at the end, None where no row is left."""
+        # One at least is read, so that the shapes are known.
+        while self._count < max(count, 1):
+            part = next(self._parts, None)
+            if part is None:
+                break
+            if num_rows(part.data):
+                self._left.append(part.data)
+                self._count += part.rows
+        if not self._count:
+            return None
+        taken, wanted = [], count
+        if wanted == 0:
+            return _rows(self._left[0], 0, 0)
+        while wanted and self._left:
+            first = self._left[0]
+            if taken and not _can_join(taken[0], first):
+                # Padded to another length, for one: in a step of their own.
+                break
+            rows = num_rows(first)
+            if rows <= wanted:
+                taken.append(self._left.pop(0))
+            else:
+                taken.append(_rows(first, 0, wanted))
+                self._left[0] = _rows(first, wanted, rows)
+            got = min(rows, wanted)
+            wanted -= got
+            self._count -= got
+        if len(taken) == 1:
+            return taken[0]
+        return jax.tree.map(lambda *leaves: np.concatenate(leaves), *taken)
+
+
+def looked_at(
+    parts: Iterator[Part], count: int
+) -> tuple[list[Part], Iterator[Part]]:
+    """The first parts, and all of them; an error comes in its place."""
+    first: list[Part] = []
+    try:
+        first.extend(itertools.islice(parts, count))
+    except Exception as error:
+        return first, itertools.chain(first, _raising(error))
+    return first, itertools.chain(first, parts)
+
+
+def _can_join(one: Tree, other: Tree) -> bool:
+    """Whether the rows of two batches fit into one."""
+    leaves, structure_of_one = jax.tree.flatten(one)
+    others, structure_of_other = jax.tree.flatten(other)
+    return structure_of_one == structure_of_other and all(
+        a.shape[1:] == b.shape[1:] and a.dtype == b.dtype
+        for a, b in zip(leaves, others, strict=True)
+    )
+
+
+def _raising(error: Exception) -> Iterator[Any]:
+    raise error
+    yield
+
+
+def _rows(batch: Tree, start: int, stop: int) -> Tree:
+    return jax.tree.map(lambda leaf: leaf[start:stop], batch)
