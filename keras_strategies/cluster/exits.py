@@ -65,7 +65,7 @@ class Cause:
         if not isinstance(said, dict):
             said = {}
         words, code = said.get("text"), said.get("code")
-        is_cause = isinstance(words, str) and type(code) is int
-        if not is_cause or code not in [int(one) for one in ExitCode]:
-            return cls(text="another process told of its end unreadably")
-        return cls(text=words, code=code)
+        codes = [int(one) for one in ExitCode]
+        if isinstance(words, str) and type(code) is int and code in codes:
+            return cls(text=words, code=code)
+        return cls(text="another process told of its end unreadably")
