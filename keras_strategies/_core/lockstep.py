@@ -14,8 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from keras_strategies._core.replay import Reduce, replay_scope
+from keras_strategies._core.replay import (
+    Concatenation,
+    Reduce,
+    replay_scope,
+)
 
+_SHAPES = "a collective (Concatenation)"
 END = "the function's end"
 """Where replicas meet when the user's function has returned."""
 
@@ -159,6 +164,11 @@ class Turn:
 
     def collective(self, reduce: Reduce, operands: list[Any]) -> list[Any]:
         """This replica's results of a collective."""
+        if isinstance(reduce, Concatenation):
+            shapes = self._exchange_shape(operands[0].shape)
+            if len(set(shapes)) > 1:
+                reduce = reduce.of_shapes(shapes)
+                operands = [reduce.padded(operands[0])]
         if not any(isinstance(a, Tracer) for a in operands):
             return self._forward(reduce, operands)[0]
 
@@ -173,6 +183,12 @@ class Turn:
             ),
         )
         return exchanged(operands)
+
+    def _exchange_shape(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+        count = self._lockstep.num_replicas
+        return self._lockstep.exchange(
+            self.replica, _SHAPES, shape, lambda shapes: [shapes] * count
+        )
 
     def _forward(self, reduce: Reduce, arrays: list[Any]) -> Any:
         """This replica's results, and all replicas' operands."""
@@ -237,7 +253,8 @@ _NOTHING = _Nothing()
 
 def _name(reduce: Any) -> str:
     function = getattr(reduce, "func", reduce)
-    return f"a collective ({function.__qualname__})"
+    name = getattr(function, "__qualname__", type(function).__name__)
+    return f"a collective ({name})"
 
 
 def _check_kinds(kinds: list[str]) -> None:

@@ -8,14 +8,68 @@ function is replayed with the result known.
 """
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
 Reduce = Callable[[list[Any]], list[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Concatenation:
+    """A collective that concatenates one array of each replica.
+
+    Attributes:
+      axis: The replica axis.
+      dim: The dimension, not negative.
+      sizes: Each replica's size there, if they differ; the arrays are padded
+        to the largest at their ends.
+    """
+
+    axis: str
+    dim: int
+    sizes: tuple[int, ...] | None = None
+
+    def __call__(self, operands: list[Any]) -> list[Any]:
+        (array,) = operands
+        if self.sizes is None:
+            tiled = jax.lax.all_gather(
+                array, self.axis, axis=self.dim, tiled=True
+            )
+            return [tiled]
+        each = jax.lax.all_gather(array, self.axis, axis=0)
+        parts = [
+            jax.lax.slice_in_dim(each[k], 0, size, axis=self.dim)
+            for k, size in enumerate(self.sizes)
+        ]
+        return [jnp.concatenate(parts, self.dim)]
+
+    def of_shapes(self, shapes: list[tuple[int, ...]]) -> "Concatenation":
+        """This one, for arrays of these shapes, one of each replica.
+
+        Raises:
+          ValueError: they differ in another dimension.
+        """
+        dim = self.dim
+        if len({s[:dim] + s[dim + 1 :] for s in shapes}) > 1:
+            raise ValueError(
+                "Arrays to be concatenated differ in that dimension alone. "
+                f"Received: shapes {shapes} of the replicas, and dimension "
+                f"{dim}. Make the others alike."
+            )
+        return dataclasses.replace(self, sizes=tuple(s[dim] for s in shapes))
+
+    def padded(self, array: Any) -> Any:
+        """A replica's array, as large as the largest."""
+        most = max(self.sizes or (0,))
+        missing = [(0, 0)] * array.ndim
+        missing[self.dim] = (0, max(most - array.shape[self.dim], 0))
+        return jnp.pad(array, missing)
 
 
 class Reached(BaseException):
@@ -100,7 +154,7 @@ def collective(reduce: Reduce, operands: list[Any]) -> list[Any]:
     side = _current.side
     if side is None:
         return reduce(operands)
-    return side.collective(reduce, [jax.numpy.asarray(o) for o in operands])
+    return side.collective(reduce, [jnp.asarray(o) for o in operands])
 
 
 def current_side() -> Side | None:

@@ -18,7 +18,11 @@ from jax.sharding import PartitionSpec
 from keras_strategies._core.buffers import Buffering, packed, unpacked
 from keras_strategies._core.lockstep import Turn
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.replay import collective, current_side
+from keras_strategies._core.replay import (
+    Concatenation,
+    collective,
+    current_side,
+)
 
 Tree = Any
 
@@ -118,10 +122,12 @@ def all_rows(leaf: jax.Array, axis: str) -> jax.Array:
 
 
 def all_concatenated(leaf: jax.Array, axis: str, dim: int) -> jax.Array:
-    """The replicas' arrays concatenated along `dim`; gradients flow."""
-    return _one(
-        lambda a: jax.lax.all_gather(a, axis, axis=dim, tiled=True), leaf
-    )
+    """The replicas' arrays concatenated along `dim`; gradients flow.
+
+    Where replicas with different numbers of rows are replayed, or take turns,
+    their arrays may differ in that dimension.
+    """
+    return collective(Concatenation(axis, dim), [leaf])[0]
 
 
 def _one(reduce: Callable[[Any], Any], leaf: Any) -> Any:

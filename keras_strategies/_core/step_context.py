@@ -10,6 +10,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
+from jax.extend.core import get_opaque_trace_state
+
 from keras_strategies._core.buffers import Buffering, buffering_of
 from keras_strategies._core.mesh import ReplicaMesh
 
@@ -59,6 +61,8 @@ class StepContext:
       is_probe: The trace is made with twice the rows, to look at sizes alone.
       sizes: What was taken for a number of rows, or not, in the order of the
         trace: the size, whether it was, and what it was given to.
+      losses: What Keras's own step gave the loss tracker, in the trace that
+        `note_losses` began in.
       whole_reason: Why the step cannot be mapped over the replicas, if it
         cannot; set by `demand_whole`.
     """
@@ -89,7 +93,9 @@ class StepContext:
     sizes: list[tuple[float, bool, str]] = dataclasses.field(
         default_factory=list
     )
+    losses: list[Any] = dataclasses.field(default_factory=list)
     whole_reason: str | None = None
+    _trace_state: Any = None
 
     @property
     def axis(self) -> str:
@@ -114,6 +120,16 @@ class StepContext:
     def buffering(self) -> Buffering | None:
         """Which arrays share a buffer when they are reduced."""
         return buffering_of(self.mesh)
+
+    def note_losses(self) -> None:
+        """Notes the losses of the trace that begins, from here."""
+        self.losses = []
+        self._trace_state = get_opaque_trace_state()
+
+    def note_loss(self, value: Any) -> None:
+        """Notes a loss, unless it is one of an inner trace."""
+        if get_opaque_trace_state() == self._trace_state:
+            self.losses.append(value)
 
     def took_for_rows(self, size: float, is_rows: bool, of: str) -> None:
         """Notes a size that a probe is to confirm (keras_bridge/tracing.py).

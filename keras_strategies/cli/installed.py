@@ -21,6 +21,7 @@ from keras_strategies.cli.findings import (
     note,
     warning,
 )
+from keras_strategies.cluster import job_secret
 from keras_strategies.keras_bridge.backend import is_switched_on
 
 LEAST = {"keras": (3, 15), "jax": (0, 10), "jaxlib": (0, 10), "numpy": (2,)}
@@ -113,11 +114,14 @@ def check_variables(environ: Mapping[str, str], num_cores: int) -> Part:
     ]
     if flags:
         rows.append(("XLA_FLAGS", "\n".join(flags)))
+    if environ.get(job_secret.VARIABLE):
+        rows.append((job_secret.VARIABLE, "set; it is not shown"))
     rows.append(("CPU cores", str(num_cores)))
     findings = [
         *_of_keras(environ),
         *_of_platforms(environ.get("JAX_PLATFORMS", "")),
         *_of_virtual_devices(flags, num_cores),
+        *_of_secret(environ),
     ]
     return Part(title="Environment", rows=tuple(rows), findings=tuple(findings))
 
@@ -128,6 +132,15 @@ def split_flags(text: str) -> list[str]:
         return shlex.split(text)
     except ValueError:
         return text.split()
+
+
+def _of_secret(environ: Mapping[str, str]) -> list[Finding]:
+    try:
+        job_secret.read_secret(environ)
+    except ValueError as error:
+        rule, received, cure = str(error).split(". ", 2)
+        return [fault(f"{rule}. {received}.", cure)]
+    return []
 
 
 def _of_keras(environ: Mapping[str, str]) -> list[Finding]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from keras_strategies.cli.job import run_job
+from keras_strategies.cluster import job_secret
 from keras_strategies.cluster.free_ports import free_ports
 
 _FLAGS = "XLA_FLAGS"
@@ -56,9 +57,11 @@ def launch(
         return _WRONG_ARGUMENTS
     words = [sys.executable, "-u", *(["-m"] if is_module else []), *command]
     addresses = [f"{_HOST}:{port}" for port in free_ports(num_processes)]
+    # Its processes know each other by a secret of this job alone.
+    environ = {job_secret.VARIABLE: job_secret.make()} | os.environ
     environments = [
         make_environment(
-            os.environ,
+            environ,
             addresses=addresses,
             index=index,
             num_devices=devices_per_process or 1,

@@ -9,6 +9,7 @@ import warnings
 import jax
 
 from keras_strategies.cluster import guard
+from keras_strategies.cluster.job_secret import read_secret
 from keras_strategies.cluster.rendezvous import meet, split
 from keras_strategies.cluster.spec import TaskInfo
 
@@ -41,7 +42,7 @@ def join(
       RuntimeError: the processes did not meet in time or differ; or one uses
         JAX's devices already.
       ValueError: this process is part of another job; the time is no
-        positive number.
+        positive number; the job's secret is too short.
     """
     if not timeout_s > 0:
         raise ValueError(
@@ -53,6 +54,7 @@ def join(
     if jax.distributed.is_initialized():
         _check_joined(task)
         return
+    secret = read_secret(os.environ)
     address = str(task.coordinator_address)
     bind_address = os.environ.get(BIND_ADDRESS) or address
     if task.process_id == 0:
@@ -66,6 +68,7 @@ def join(
         timeout_s=timeout_s,
         bind_address=bind_address,
         names=_names(task),
+        secret=secret,
     )
     jax.distributed.initialize(
         address,

@@ -6,11 +6,20 @@ address first, over plain TCP: each says who it is, and all hear the same: go
 on, or what is wrong. The port is free again for JAX's coordination service
 when they part.
 
-Nothing secret is said, and nothing that a stranger says is believed but who
-it claims to be: the network has to be trusted, as JAX's service needs it.
+Where the processes share a secret, each proves to the other that it has it,
+and who cannot is a stranger; without one nothing that a stranger says is
+believed but who it claims to be. This guards the meeting alone: the network
+has to be trusted, as JAX's service and gloo need it.
+
+What is said, a line of JSON each:
+  a process: hello (and a nonce, where it has a secret);
+  process 0, where it has a secret: its nonce, and its proof;
+  a process: its proof;
+  process 0: how long it waits; at last its verdict (each with a proof).
 """
 
 import contextlib
+import dataclasses
 import json
 import selectors
 import socket
@@ -18,6 +27,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from keras_strategies.cluster import job_secret
+from keras_strategies.cluster.job_secret import VARIABLE, Secret
 from keras_strategies.cluster.untrusted import load_json
 
 _HELLO = "keras_strategies"
@@ -33,9 +44,11 @@ _MAX_SHOWN, _MAX_TEXT = 160, 4000
 # Of numbers of processes, and of seconds.
 _MOST = 2**31
 # Connections that have not said who they are: so many, and each for so long.
-# The oldest one goes when there are more; ours try again.
-_MAX_PENDING = 256
+# More of them wait until one is gone: no stranger takes a process's time.
+_MAX_PENDING = 512
 _PENDING_S = 5.0
+# Until the next try, where this process has no file left for a connection.
+_NO_FILES_S = 0.05
 _RETRY_S = 0.1
 # What a verdict may take beyond the time for all to come.
 _GRACE_S = 2.0
@@ -60,6 +73,7 @@ def meet(
     problem: str = "",
     bind_address: str | None = None,
     names: Sequence[str] = (),
+    secret: Secret | None = None,
 ) -> None:
     """Waits until all processes are there and agree. Collective.
 
@@ -73,10 +87,12 @@ def meet(
       problem: Why this process cannot go on, for all to hear; or nothing.
       bind_address: Where process 0 listens, if not at `address`.
       names: The processes for messages, in the order of their numbers.
+      secret: What all prove that they share, if anything.
 
     Raises:
       RendezvousError: some did not come, one came twice, they differ, or one
-        cannot go on. All that are there raise the same text.
+        cannot go on. All that are there raise the same text; but for a
+        process without the secret of process 0, which is told alone.
     """
     if num_processes == 1:
         return
@@ -88,9 +104,9 @@ def meet(
     }
     if process_id == 0:
         host, port = split(bind_address or address)
-        verdict = _Host(hello, names).run(host, port, timeout_s)
+        verdict = _Host(hello, names, secret).run(host, port, timeout_s)
     else:
-        verdict = _join(split(address), hello, timeout_s)
+        verdict = _join(split(address), hello, timeout_s, secret)
     if verdict:
         raise RendezvousError(verdict)
 
@@ -101,18 +117,37 @@ def split(address: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
+@dataclasses.dataclass
+class _Pending:
+    """A connection to process 0 that has not shown who it is."""
+
+    end: float
+    text: bytes = b""
+    # Of who said it, and is to prove the secret: its words, and both nonces.
+    hello: dict[str, Any] | None = None
+    words: bytes = b""
+    nonces: tuple[str, str] = ("", "")
+
+
 class _Host:
     """Process 0: hears all, finds what is wrong, tells all."""
 
-    def __init__(self, hello: dict[str, Any], names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        hello: dict[str, Any],
+        names: Sequence[str],
+        secret: Secret | None,
+    ) -> None:
+        self._secret = secret
         self._count = self._most = hello["count"]
         self._names = names
         self._end = 0.0
         self._hellos: dict[int, dict[str, Any]] = {0: hello}
-        # Who has not said yet who it is, the oldest first: what came so far,
-        # and when it is hung up on.
-        self._pending: dict[socket.socket, tuple[bytes, float]] = {}
-        self._joined: list[socket.socket] = []
+        # Who has not shown yet who it is, the oldest first.
+        self._pending: dict[socket.socket, _Pending] = {}
+        # The nonces that what each is told is proved with.
+        self._joined: dict[socket.socket, tuple[str, str]] = {}
+        self._unproved: set[int] = set()
         self._problem = ""
         if hello["problem"]:
             self._problem = f"{self._name(0)}: {hello['problem']}"
@@ -139,9 +174,15 @@ class _Host:
             stack.enter_context(server)
             self._selector = stack.enter_context(selectors.DefaultSelector())
             server.setblocking(False)
-            self._selector.register(server, selectors.EVENT_READ)
             stack.callback(self._close)
+            listens = False
             while len(self._hellos) < self._most and self._left() > 0:
+                if listens != (len(self._pending) < _MAX_PENDING):
+                    listens = not listens
+                    if listens:
+                        self._selector.register(server, selectors.EVENT_READ)
+                    else:
+                        self._selector.unregister(server)
                 for key, _ in self._selector.select(self._next_s()):
                     if key.fileobj is server:
                         self._accept(server)
@@ -157,28 +198,26 @@ class _Host:
 
     def _next_s(self) -> float:
         """Until when to wait for somebody to say something."""
-        ends = [end for _, end in self._pending.values()]
+        ends = [pending.end for pending in self._pending.values()]
         until = min([self._end, *ends[:1]])
         return max(until - time.monotonic(), 0.0)
 
     def _accept(self, server: socket.socket) -> None:
-        if len(self._pending) >= _MAX_PENDING:
-            self._leave(next(iter(self._pending)))
         try:
             connection, _ = server.accept()
+        except BlockingIOError:
+            return
         except OSError:
-            # Too many files are open, for one: the oldest one goes.
-            if self._pending:
-                self._leave(next(iter(self._pending)))
+            time.sleep(_NO_FILES_S)
             return
         connection.setblocking(False)
-        self._pending[connection] = b"", time.monotonic() + _PENDING_S
+        self._pending[connection] = _Pending(time.monotonic() + _PENDING_S)
         self._selector.register(connection, selectors.EVENT_READ)
 
     def _hang_up_on_late_ones(self) -> None:
         now = time.monotonic()
-        for connection, (_, end) in list(self._pending.items()):
-            if end > now:
+        for connection, pending in list(self._pending.items()):
+            if pending.end > now:
                 return
             self._leave(connection)
 
@@ -187,24 +226,62 @@ class _Host:
             data = connection.recv(_MAX_BYTES)
         except OSError:
             data = b""
-        before, end = self._pending[connection]
-        text = before + data
-        self._pending[connection] = text, end
-        if not data or len(text) > _MAX_BYTES:
+        pending = self._pending[connection]
+        pending.text += data
+        if not data or len(pending.text) > _MAX_BYTES:
             self._leave(connection)
-        elif text.endswith(b"\n"):
-            self._hear(connection, text)
+        elif pending.text.endswith(b"\n"):
+            text, pending.text = pending.text, b""
+            if pending.hello is None:
+                self._hear(connection, pending, text)
+            else:
+                self._check_proof(connection, pending, text)
 
-    def _hear(self, connection: socket.socket, text: bytes) -> None:
+    def _hear(
+        self, connection: socket.socket, pending: _Pending, text: bytes
+    ) -> None:
         hello = _parsed(text)
         if hello is None:  # A stranger: a port scanner, a health check.
             self._leave(connection)
             return
+        nonce = hello.get("nonce")
+        if self._secret is None:
+            self._take(connection, hello, pending.nonces)
+            return
+        if nonce is None:
+            self._unproved.add(hello["process"])
+            self._send(connection, {"verdict": _NOT_THERE})
+            self._leave(connection)
+            return
+        pending.hello, pending.words = hello, text
+        pending.nonces = job_secret.make_nonce(), nonce
+        proof = self._secret.proof(_PROCESS_0, pending.nonces, text)
+        challenge = {"nonce": pending.nonces[0], "proof": proof}
+        self._send(connection, challenge)
+
+    def _check_proof(
+        self, connection: socket.socket, pending: _Pending, text: bytes
+    ) -> None:
+        said = _said(text) or {}
+        assert self._secret is not None
+        assert pending.hello is not None
+        proof = self._secret.proof(_PROCESS, pending.nonces, pending.words)
+        if job_secret.is_same(said.get("proof"), proof):
+            self._take(connection, pending.hello, pending.nonces)
+        else:
+            self._leave(connection)
+
+    def _take(
+        self,
+        connection: socket.socket,
+        hello: dict[str, Any],
+        nonces: tuple[str, str],
+    ) -> None:
+        """Believes who a process says it is."""
         self._selector.unregister(connection)
         del self._pending[connection]
-        self._joined.append(connection)
-        with contextlib.suppress(OSError):
-            connection.sendall(_line({"left_s": min(self._left(), _MOST)}))
+        self._joined[connection] = nonces
+        self._send(connection, {"left_s": min(self._left(), _MOST)})
         process = hello["process"]
         problem = self._problem_of(process, hello)
         self._hellos.setdefault(process, hello)
@@ -213,7 +290,21 @@ class _Host:
             self._most = max(self._most, hello["count"])
             self._end = min(self._end, time.monotonic() + _LINGER_S)
 
+    def _send(self, connection: socket.socket, words: dict[str, Any]) -> None:
+        nonces = self._joined.get(connection)
+        if self._secret is not None and nonces is not None:
+            words |= {"proof": _proof_of(self._secret, nonces, words)}
+        with contextlib.suppress(OSError):
+            connection.sendall(_line(words))
+
     def _problem_of(self, process: int, hello: dict[str, Any]) -> str:
+        if "nonce" in hello and self._secret is None:
+            return (
+                f"All processes of a job have the same {VARIABLE}, or none "
+                f"has one. Received: one in {self._name(process)}, and none "
+                f"in process 0. Set it in all of them: `{job_secret.MAKE}` "
+                "makes one."
+            )
         if hello["count"] != self._count:
             return (
                 "All processes must be told the same number of processes. "
@@ -251,13 +342,23 @@ class _Host:
         missing = [i for i in range(self._count) if i not in self._hellos]
         if not missing:
             return ""
-        names = ", ".join(map(self._name, missing[:8]))
-        names += ", ..." * (len(missing) > 8)
+        names = self._few(missing)
+        unproved = self._few(sorted(self._unproved & set(missing)))
+        others = (
+            f", but for somebody who said to be {unproved} and did not prove "
+            f"the job's {VARIABLE}"
+            if unproved
+            else ""
+        )
         return (
             f"All {self._count} processes must start within {timeout_s:.0f} s. "
-            f"Received: nothing from {names}. Look at the logs there, whether "
-            "it was started, and whether it reaches process 0."
+            f"Received: nothing from {names}{others}. Look at the logs there, "
+            "whether it was started, and whether it reaches process 0."
         )
+
+    def _few(self, processes: Sequence[int]) -> str:
+        names = ", ".join(map(self._name, processes[:8]))
+        return names + ", ..." * (len(processes) > 8)
 
     def _name(self, process: int) -> str:
         if 0 <= process < len(self._names):
@@ -265,11 +366,9 @@ class _Host:
         return f"process {process}"
 
     def _tell(self, verdict: str) -> None:
-        words = _line({"verdict": verdict})
         for connection in self._joined:
-            with contextlib.suppress(OSError):
-                connection.settimeout(_GRACE_S)
-                connection.sendall(words)
+            connection.settimeout(_GRACE_S)
+            self._send(connection, {"verdict": verdict})
         # They close first, so that the port is not kept by the system.
         end = time.monotonic() + _GRACE_S
         for connection in self._joined:
@@ -279,7 +378,9 @@ class _Host:
 
     def _leave(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
-        del self._pending[connection]
+        pending = self._pending.pop(connection)
+        if pending.hello is not None:
+            self._unproved.add(pending.hello["process"])
         connection.close()
 
     def _close(self) -> None:
@@ -288,7 +389,10 @@ class _Host:
 
 
 def _join(
-    address: tuple[str, int], hello: dict[str, Any], timeout_s: float
+    address: tuple[str, int],
+    hello: dict[str, Any],
+    timeout_s: float,
+    secret: Secret | None,
 ) -> str:
     """Goes to process 0, and returns what it finds wrong."""
     end = time.monotonic() + timeout_s + _GRACE_S
@@ -298,8 +402,7 @@ def _join(
         until = time.monotonic() + left
         try:
             with socket.create_connection(address, timeout=left) as connection:
-                connection.sendall(_line(hello))
-                verdict = _verdict(connection, until)
+                verdict = _Guest(connection, secret).say(hello, until)
         except OSError as error:
             reason = error.strerror or str(error)
         else:
@@ -315,25 +418,97 @@ def _join(
     )
 
 
-def _verdict(connection: socket.socket, end: float) -> str | None:
-    """What process 0 says; None if that is no process of ours."""
-    text = b""
-    while True:
-        connection.settimeout(max(end - time.monotonic(), 0.001))
-        data = connection.recv(_MAX_BYTES)
-        text += data
-        if not data or len(text) > _MAX_BYTES:
-            return None
-        *lines, text = text.split(b"\n")
-        for line in lines:
-            said = _said(line) or {}
-            if isinstance(said.get("verdict"), str):
-                return _readable(said["verdict"])
-            left_s: Any = said.get("left_s")
-            if type(left_s) not in (int, float) or not 0 <= left_s <= _MOST:
+class _Guest:
+    """A process that says to process 0 who it is."""
+
+    def __init__(
+        self, connection: socket.socket, secret: Secret | None
+    ) -> None:
+        self._connection = connection
+        self._secret = secret
+        self._nonces: tuple[str, str] | None = None
+
+    def say(self, hello: dict[str, Any], end: float) -> str | None:
+        """Returns what process 0 says; None if that is no process of ours.
+
+        Args:
+          hello: Who this process is.
+          end: Until when to wait, by `time.monotonic`.
+        """
+        nonce = job_secret.make_nonce()
+        words = _line(hello | ({"nonce": nonce} if self._secret else {}))
+        self._connection.sendall(words)
+        text, num_bytes = b"", 0
+        while True:
+            self._connection.settimeout(max(end - time.monotonic(), 0.001))
+            data = self._connection.recv(_MAX_BYTES)
+            text += data
+            num_bytes += len(data)
+            if not data or num_bytes > _MAX_BYTES:
                 return None
-            # It has begun later, and waits for the others as long.
-            end = time.monotonic() + left_s + 2 * _GRACE_S
+            *lines, text = text.split(b"\n")
+            for line in lines:
+                said = _said(line) or {}
+                if self._secret is not None and self._nonces is None:
+                    problem = self._prove(self._secret, said, words, nonce)
+                    if problem is not None:
+                        return problem
+                    continue
+                if not self._is_proved(said):
+                    return None
+                if isinstance(said.get("verdict"), str):
+                    return _readable(said["verdict"])
+                left_s: Any = said.get("left_s")
+                if type(left_s) not in (int, float) or not 0 <= left_s <= _MOST:
+                    return None
+                # It has begun later, and waits for the others as long.
+                end = time.monotonic() + left_s + 2 * _GRACE_S
+
+    def _prove(
+        self, secret: Secret, said: dict[str, Any], words: bytes, nonce: str
+    ) -> str | None:
+        """Answers the challenge; what is wrong if it is none of ours."""
+        if "left_s" in said or "verdict" in said:
+            return _ONLY_HERE
+        if not job_secret.is_nonce(said.get("nonce")):
+            raise ConnectionError("it is another service")
+        nonces = said["nonce"], nonce
+        if not job_secret.is_same(
+            said.get("proof"), secret.proof(_PROCESS_0, nonces, words)
+        ):
+            return _ANOTHER
+        self._nonces = nonces
+        proof = secret.proof(_PROCESS, nonces, words)
+        self._connection.sendall(_line({"proof": proof}))
+        return None
+
+    def _is_proved(self, said: dict[str, Any]) -> bool:
+        proof = said.pop("proof", None)
+        said.pop("job", None)
+        if self._secret is None or self._nonces is None:
+            return True
+        return job_secret.is_same(
+            proof, _proof_of(self._secret, self._nonces, said)
+        )
+
+
+# Who proves something.
+_PROCESS_0, _PROCESS, _TELLS = "process 0", "process", "process 0 tells"
+_SAME = f"All processes of a job have the same {VARIABLE}, or none has one. "
+_SET = f"Set it in all of them: `{job_secret.MAKE}` makes one."
+_NOT_THERE = f"{_SAME}Received: one in process 0, and none here. {_SET}"
+_ONLY_HERE = f"{_SAME}Received: one here, and none in process 0. {_SET}"
+_ANOTHER = (
+    f"{_SAME}Received: another one in process 0. {_SET} If it is the same, "
+    "look for another job at process 0's address."
+)
+
+
+def _proof_of(
+    secret: Secret, nonces: tuple[str, str], words: dict[str, Any]
+) -> str:
+    said = json.dumps(words, sort_keys=True).encode()
+    return secret.proof(_TELLS, nonces, said)
 
 
 def _line(words: dict[str, Any]) -> bytes:
@@ -343,7 +518,9 @@ def _line(words: dict[str, Any]) -> bytes:
 def _parsed(text: bytes) -> dict[str, Any] | None:
     """What a process says; None if it is no process of ours."""
     said = _said(text)
-    if said is None or said.keys() != _HELLO_KINDS.keys():
+    if said is None or said.keys() - {"nonce"} != _HELLO_KINDS.keys():
+        return None
+    if "nonce" in said and not job_secret.is_nonce(said["nonce"]):
         return None
     if any(type(said[name]) is not kind for name, kind in _HELLO_KINDS.items()):
         return None

@@ -16,7 +16,12 @@ import keras
 from keras.src.trainers.epoch_iterator import EpochIterator
 
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies.keras_bridge import adapter, arguments, layout
+from keras_strategies.keras_bridge import (
+    adapter,
+    arguments,
+    layout,
+    model_hooks,
+)
 from keras_strategies.keras_bridge.callback_lists import quiet_list
 from keras_strategies.keras_bridge.calls import Call
 from keras_strategies.keras_bridge.functions import Functions
@@ -24,7 +29,6 @@ from keras_strategies.keras_bridge.model_hooks import (
     LOOPS,
     ON_USE,
     STRATEGY,
-    takes_data,
 )
 from keras_strategies.keras_bridge.resuming import keeper_among, kept_fit
 from keras_strategies.keras_bridge.shared_callbacks import of_this_process
@@ -37,6 +41,7 @@ _MAKERS = (
 )
 _BUILDER = "_symbolic_build"
 _ATTRIBUTE = "_ks_binding"
+_VALIDATES = "_use_cached_eval_dataset"
 
 
 class Binding:
@@ -72,6 +77,8 @@ class Binding:
         )
         self.trained = self._functions.trained
         self._is_in_session = False
+        # The data that a fit validates on, for a class's own `evaluate`.
+        self._validation: dict[str, Any] = {}
 
     def check_context(self) -> None:
         """Raises RuntimeError in the scope of another strategy."""
@@ -84,12 +91,14 @@ class Binding:
           ValueError: its variables lie on another strategy's devices.
         """
         self._adopt()
+        kind = type(self.model)
         for name in LOOPS:
-            if not takes_data(type(self.model), name):
-                # One of the author's own, of another kind.
+            own = getattr(kind, name)
+            if not callable(own):
+                # The author has made something else of it.
                 continue
-            loop = functools.partial(getattr(self, f"_{name}"))
-            functools.update_wrapper(loop, getattr(type(self.model), name))
+            loop = functools.partial(self._loop, name)
+            functools.update_wrapper(loop, own)
             object.__setattr__(self.model, name, loop)
         for name in _MAKERS:
             maker = getattr(self._functions, name)
@@ -110,9 +119,26 @@ class Binding:
 
     # The loops. Keras's own run below them, on feeds instead of data.
 
+    def _loop(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a loop as its class has it; of Keras's it comes to `_route`."""
+        loop = getattr(type(self.model), name)
+        if loop is model_hooks.keras_loop(name):
+            return self._route(name, args, kwargs)
+        if kwargs.get(_VALIDATES):
+            # An author's own `evaluate` might look at it.
+            kwargs |= self._validation
+        with model_hooks.routed(self.model, self._route):
+            return loop(self.model, *args, **kwargs)
+
+    def _route(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        return getattr(self, f"_{name}")(*args, **kwargs)
+
     def _fit(self, *args: Any, **kwargs: Any) -> Any:
         call = self._call("fit", args, kwargs)
-        with self._session("train"):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._session("train"))
             _check_fraction(call["validation_split"])
             if call["validation_split"] and call["validation_data"] is None:
                 train, held_out = arguments.split_validation(
@@ -129,22 +155,8 @@ class Binding:
                     validation_split=0.0,
                 )
             feed = self._feed(call, steps=call["steps_per_epoch"])
-            if call["validation_data"] is not None:
-                x, y, weight = arguments.unpack_validation(
-                    call["validation_data"]
-                )
-                validation = adapter.make_feed(
-                    self._mesh,
-                    x=x,
-                    y=y,
-                    sample_weight=weight,
-                    batch_size=call["validation_batch_size"]
-                    or call["batch_size"],
-                    steps_per_epoch=call["validation_steps"],
-                    steps_per_execution=self.model.steps_per_execution,
-                    name="validation_data",
-                )
-                call.set(validation_data=validation)
+            stack.enter_context(self._validating(call["validation_data"]))
+            call.set(validation_data=self._validation_feed(call))
             call.set_feed(feed)
             self._build(feed)
             keeper, model = keeper_among(call["callbacks"]), self.model
@@ -155,10 +167,22 @@ class Binding:
             self._quieten(call, feed)
             return call.run()
 
+    def _validation_feed(self, call: Call) -> Any:
+        if call["validation_data"] is None:
+            return None
+        return adapter.make_feed(
+            self._mesh,
+            **self._validation,
+            batch_size=call["validation_batch_size"] or call["batch_size"],
+            steps_per_epoch=call["validation_steps"],
+            steps_per_execution=self.model.steps_per_execution,
+            name="validation_data",
+        )
+
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
         call = self._call("evaluate", args, kwargs)
         with self._session("test"):
-            if not call.keywords.get("_use_cached_eval_dataset"):
+            if not call.keywords.get(_VALIDATES):
                 feed = self._feed(call, steps=call["steps"])
                 call.set_feed(feed)
                 self._build(feed)
@@ -258,6 +282,17 @@ class Binding:
         finally:
             self._is_in_session = outer
             self._functions.forget(kind)
+
+    @contextlib.contextmanager
+    def _validating(self, data: Any) -> Iterator[None]:
+        outer = self._validation
+        if data is not None:
+            x, y, weight = arguments.unpack_validation(data)
+            self._validation = {"x": x, "y": y, "sample_weight": weight}
+        try:
+            yield
+        finally:
+            self._validation = outer
 
     def _build(self, feed: Any) -> None:
         self.model._assert_compile_called("fit")

@@ -91,17 +91,11 @@ def quiet_list(
     callbacks = arguments.get("callbacks")
     given = _as_list(callbacks)
     verbose = arguments.get("verbose")
-    has_own_loop = getattr(type(model), loop) is not getattr(keras.Model, loop)
     is_capped = keras.config.max_epochs() or keras.config.max_steps_per_epoch()
     is_list = any(isinstance(c, keras.callbacks.CallbackList) for c in given)
     quiet = quiet_kinds(given, verbose)
     some_choose = loop == "fit" and any(map(_is_choosy, given))
-    if (
-        has_own_loop
-        or is_capped
-        or is_list
-        or not (_LOOPS[loop] in quiet or some_choose)
-    ):
+    if is_capped or is_list or not (_LOOPS[loop] in quiet or some_choose):
         return callbacks
     steps = "steps_per_epoch" if loop == "fit" else "steps"
     return QuietCallbackList(

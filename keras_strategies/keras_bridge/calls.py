@@ -5,15 +5,13 @@ from typing import Any
 
 import keras
 
-from keras_strategies.keras_bridge.model_hooks import loops_owner
+from keras_strategies.keras_bridge import model_hooks
 
 _COUNTS = ("epochs", "initial_epoch", "validation_freq")
-# What a class that passes keywords on is given, also where it was not before.
-_KEPT = ("callbacks", "initial_epoch", "verbose")
 
 
 class Call:
-    """A call of one of a model's loops, its arguments by name."""
+    """A call of one of Keras's loops of a model, its arguments by name."""
 
     def __init__(
         self,
@@ -24,32 +22,19 @@ class Call:
     ) -> None:
         self.name = name
         self._model = model
-        self._loop = getattr(type(model), name)
+        self._loop = model_hooks.keras_loop(name)
         signature = inspect.signature(self._loop)
-        of_keras = inspect.signature(vars(loops_owner(name))[name])
-        if "x" not in signature.parameters:
-            # A class that passes all on: def fit(self, *args, **kwargs).
-            signature = of_keras
-        self._defaults = {
-            key: parameter.default
-            for key, parameter in of_keras.parameters.items()
-            if parameter.default is not inspect.Parameter.empty
-        }
-        self._passes_on = False
         bound = signature.bind(model, *args, **kwargs)
         bound.apply_defaults()
-        arguments = dict(bound.arguments)
-        arguments.pop(next(iter(arguments)))
-        self.keywords: dict[str, Any] = {}
+        self.keywords: dict[str, Any] = dict(bound.arguments)
+        self.keywords.pop(next(iter(signature.parameters)))
+        # fit, say, has none; evaluate takes those that only Keras passes.
         for key, parameter in signature.parameters.items():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                # def fit(self, x, y, **kwargs): they are Keras's.
-                self._passes_on = True
-                self.keywords |= arguments.pop(key, {})
-        self.keywords |= arguments
+                self.keywords |= self.keywords.pop(key, {})
 
     def __getitem__(self, name: str) -> Any:
-        return self.keywords.get(name, self._defaults.get(name))
+        return self.keywords.get(name)
 
     def facts(self) -> dict[str, Any]:
         """What all processes must give it alike, to stay together."""
@@ -61,9 +46,7 @@ class Call:
     def set(self, **keywords: Any) -> None:
         """Replaces arguments, those that the loop has."""
         self.keywords |= {
-            k: v
-            for k, v in keywords.items()
-            if k in self.keywords or (self._passes_on and k in _KEPT)
+            k: v for k, v in keywords.items() if k in self.keywords
         }
 
     def set_feed(self, feed: Any) -> None:
@@ -75,5 +58,6 @@ class Call:
         self.set(verbose=0)
 
     def run(self) -> Any:
-        """Calls the class's own loop."""
-        return self._loop(self._model, **self.keywords)
+        """Calls Keras's own loop."""
+        with model_hooks.routed(self._model, None):
+            return self._loop(self._model, **self.keywords)

@@ -101,8 +101,15 @@ class ReplicaDistribution(Distribution):
         return variable_creator_scope(create)
 
     def get_data_layout(self, data_shape: Iterable[int]) -> Any:
-        """Not used: batches are placed by the feed."""
-        return self._mesh.split
+        """Where others lay data out in a scope, as keras-hub's `generate`.
+
+        The feed of a loop does not ask. Rows that the replicas cannot share
+        lie whole on each; and all rows where there are several processes, of
+        which each can read only what lies on its own devices.
+        """
+        mesh, rows = self._mesh, next(iter(data_shape), 0)
+        shares = rows and rows % mesh.num_replicas == 0
+        return mesh.split if shares and mesh.num_processes == 1 else mesh.whole
 
     def get_tensor_layout(self, path: str) -> None:
         """Activations keep the layout that the step gives them."""

@@ -40,6 +40,8 @@ def update_state(
     """Updates with this replica's rows, or with all, by the metric's rule."""
     if step.in_metric:
         return original(metric, *args, **kwargs)
+    if metric is step.loss_tracker and args:
+        step.note_loss(args[0])
     if not step.is_whole and metric is not step.loss_tracker:
         metric_rules.note_sizes(step, metric, args, kwargs)
     if step.is_probe:

@@ -1,12 +1,13 @@
-"""Hearing of models that are made and compiled while a scope is open.
+"""Hearing of models that are made, compiled and run.
 
-No public hook of Keras sees a model then, so the methods are wrapped, for as
-long as a scope is open in any thread.
+No public hook of Keras sees a model that is made or compiled, so the methods
+are wrapped, for as long as a scope is open in any thread. Keras's own loops
+are wrapped then too, and while a loop that a class of models has of its own
+runs: what it calls is Keras's.
 """
 
 import contextlib
 import functools
-import inspect
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,10 +33,95 @@ ON_USE = ("compile", "predict", "predict_on_batch")
 STRATEGY = "distribute_strategy"
 """The attribute of a model that is its strategy, as tf.keras has it."""
 
+Route = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
+"""What runs one of `LOOPS`, by its name, instead of Keras's own."""
+
+_InLoop = Callable[[keras.Model, str], contextlib.AbstractContextManager[None]]
+
 _patch_lock = threading.RLock()
-_num_open = 0
-# Where, its name, what it is while a scope is open, and what it was.
-_patches: list[tuple[Any, str, Any, Any]] = []
+
+
+class _Patches:
+    """Methods that are others while somebody holds them.
+
+    Args:
+      wrap: Yields where each is, its name, and what makes it another one.
+    """
+
+    def __init__(
+        self,
+        wrap: Callable[..., Iterator[tuple[Any, str, Callable[[Any], Any]]]],
+    ) -> None:
+        self._wrap = wrap
+        self._holders = 0
+        # Where, its name, what it is meanwhile, and what it was.
+        self._patched: list[tuple[Any, str, Any, Any]] = []
+
+    @contextlib.contextmanager
+    def held(self, *args: Any) -> Iterator[None]:
+        """In which they are; the arguments are for the first holder's."""
+        with _patch_lock:
+            if self._holders == 0:
+                for owner, name, wrap in self._wrap(*args):
+                    original = vars(owner)[name]
+                    wrapper = wrap(original)
+                    setattr(owner, name, wrapper)
+                    self._patched.append((owner, name, wrapper, original))
+            self._holders += 1
+        try:
+            yield
+        finally:
+            with _patch_lock:
+                self._holders -= 1
+                if self._holders == 0:
+                    self._restore()
+
+    def _restore(self) -> None:
+        for owner, name, wrapper, original in self._patched:
+            # What somebody else has put there since is theirs.
+            if vars(owner).get(name) is wrapper:
+                setattr(owner, name, original)
+        self._patched.clear()
+
+
+def _in_scope(
+    on_init: Callable[[keras.Model], None],
+    before_compile: Callable[[keras.Model], None],
+    on_compile: Callable[[keras.Model], None],
+    is_active: Callable[[], bool],
+) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+    yield Trainer, "__init__", lambda f: _telling(f, None, on_init)
+    yield (
+        Trainer,
+        "compile",
+        lambda f: _telling(f, before_compile, on_compile),
+    )
+    yield (
+        keras.layers.BatchNormalization,
+        "__init__",
+        lambda f: batch_norm.accepting_init(f, is_active),
+    )
+
+
+def _loops() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+    for name in LOOPS:
+        yield loops_owner(name), name, functools.partial(_routing, name)
+
+
+_scope_patches = _Patches(_in_scope)
+_loop_patches = _Patches(_loops)
+# Of the scopes that are open.
+_in_loop: list[_InLoop] = []
+
+
+class _Routes(threading.local):
+    """What runs Keras's own loops of models, in this thread."""
+
+    def __init__(self) -> None:
+        self.of_models: dict[int, Route | None] = {}
+
+
+_routes = _Routes()
 
 
 @contextlib.contextmanager
@@ -43,9 +129,7 @@ def keras_hooks(
     on_init: Callable[[keras.Model], None],
     before_compile: Callable[[keras.Model], None],
     on_compile: Callable[[keras.Model], None],
-    in_loop: Callable[
-        [keras.Model, str], contextlib.AbstractContextManager[None]
-    ],
+    in_loop: _InLoop,
     is_active: Callable[[], bool],
 ) -> Iterator[None]:
     """Wraps what makes, compiles and runs models, and BatchNormalization.
@@ -56,50 +140,36 @@ def keras_hooks(
     refuse one of `LOOPS`, and is in place while it runs, `is_active` says
     whether the thread is in a scope.
     """
-    global _num_open
-    norm = keras.layers.BatchNormalization
-    with _patch_lock:
-        if _num_open == 0:
-            _patch(Trainer, "__init__", lambda f: _telling(f, None, on_init))
-            _patch(
-                Trainer,
-                "compile",
-                lambda f: _telling(f, before_compile, on_compile),
-            )
-            _patch(
-                norm,
-                "__init__",
-                lambda f: batch_norm.accepting_init(f, is_active),
-            )
-            for name in LOOPS:
-                _patch(
-                    loops_owner(name),
-                    name,
-                    functools.partial(_within, name, in_loop),
-                )
-        _num_open += 1
-    try:
-        yield
-    finally:
-        with _patch_lock:
-            _num_open -= 1
-            if _num_open == 0:
-                _unpatch()
+    with (
+        _scope_patches.held(on_init, before_compile, on_compile, is_active),
+        _loop_patches.held(),
+    ):
+        _in_loop.append(in_loop)
+        try:
+            yield
+        finally:
+            _in_loop.remove(in_loop)
 
 
-def _patch(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-    original = vars(owner)[name]
-    wrapper = wrap(original)
-    setattr(owner, name, wrapper)
-    _patches.append((owner, name, wrapper, original))
+@contextlib.contextmanager
+def routed(model: keras.Model, route: Route | None) -> Iterator[None]:
+    """In which Keras's own loops of a model, in this thread, go by a route.
 
-
-def _unpatch() -> None:
-    for owner, name, wrapper, original in _patches:
-        # What somebody else has put there since is theirs.
-        if vars(owner).get(name) is wrapper:
-            setattr(owner, name, original)
-    _patches.clear()
+    Args:
+      model: The model.
+      route: Is called for each of them. None: they are Keras's.
+    """
+    routes, key = _routes.of_models, id(model)
+    outer = routes.get(key)
+    with _loop_patches.held() if route else contextlib.nullcontext():
+        routes[key] = route
+        try:
+            yield
+        finally:
+            if outer is None:
+                routes.pop(key, None)
+            else:
+                routes[key] = outer
 
 
 def loops_owner(name: str) -> type:
@@ -109,6 +179,12 @@ def loops_owner(name: str) -> type:
     """
     bases = keras.Model.__mro__[1:]
     return next(base for base in bases if name in vars(base))
+
+
+def keras_loop(name: str) -> Callable[..., Any]:
+    """Keras's own method of one of `LOOPS`."""
+    loop: Callable[..., Any] = vars(loops_owner(name))[name]
+    return loop
 
 
 def bind_on_use(
@@ -144,10 +220,9 @@ def bind_on_use(
     for name in ON_USE:
         if name == "compile":
             used = compile_and_attach
-        elif _is_keras_own(type(model), name):
+        elif callable(getattr(type(model), name)):
             used = attaching(name)
         else:
-            # It takes what its author wants it to.
             continue
         functools.update_wrapper(used, getattr(type(model), name))
         object.__setattr__(model, name, used)
@@ -159,37 +234,18 @@ def is_bound_on_use(model: keras.Model) -> bool:
     return "compile" in vars(model)
 
 
-def _is_keras_own(kind: type, name: str) -> bool:
-    """Whether a class of models has a method as Keras has it."""
-    owner = next(base for base in kind.__mro__ if name in vars(base))
-    return owner in keras.Model.__mro__
-
-
-def takes_data(kind: type, name: str) -> bool:
-    """Whether a class's method takes what Keras's of its name takes."""
-    method = getattr(kind, name)
-    if not callable(method):
-        return False
-    parameters = inspect.signature(method).parameters
-    return "x" in parameters or any(
-        parameter.kind is inspect.Parameter.VAR_KEYWORD
-        for parameter in parameters.values()
-    )
-
-
-def _within(
-    name: str,
-    context: Callable[
-        [keras.Model, str], contextlib.AbstractContextManager[None]
-    ],
-    method: Callable[..., Any],
-) -> Callable[..., Any]:
+def _routing(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def call_within(model: Any, *args: Any, **kwargs: Any) -> Any:
-        with context(model, name):
+    def call(model: Any, *args: Any, **kwargs: Any) -> Any:
+        route = _routes.of_models.get(id(model))
+        if route is not None:
+            return route(name, args, kwargs)
+        with contextlib.ExitStack() as stack:
+            if _in_loop:
+                stack.enter_context(_in_loop[-1](model, name))
             return method(model, *args, **kwargs)
 
-    return call_within
+    return call
 
 
 def _telling(

@@ -44,17 +44,6 @@ def all_gathered(step: StepContext, values: Any) -> Any:
     def gather(value: Any) -> Any:
         if not jnp.ndim(value):
             return value
-        array = jnp.asarray(value)
-        columns = step.rows_of_all.get(array.shape[0], set())
-        if len(columns) != 1:
-            return all_rows(array, step.axis)
-        (counts,) = columns
-        most = max(counts)
-        missing = [(0, most - array.shape[0])] + [(0, 0)] * (array.ndim - 1)
-        rows = all_rows(jnp.pad(array, missing), step.axis)
-        parts = [
-            rows[k * most : k * most + count] for k, count in enumerate(counts)
-        ]
-        return jnp.concatenate(parts)
+        return all_rows(jnp.asarray(value), step.axis)
 
     return tree.map_structure(gather, values)

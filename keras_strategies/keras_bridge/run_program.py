@@ -378,16 +378,17 @@ class RunProgram:
         leaves: list[Any],
     ) -> tuple[Called, list[Any]]:
         variants = variants_of(self._variant_of)
-        table = jnp.array([variants.index(v) for v in self._variant_of])
+        places = [variants.index(v) for v in self._variant_of]
         called, notes, shapes = call_unevenly(
             lambda state, own: self._call(variables, state, own),
             variants,
             self._is_uneven,
-            table[replica_id(self._mesh.axis)],
+            places,
+            replica_id(self._mesh.axis),
             folded,
             leaves,
         )
-        self._shapes = [shapes[variants.index(v)] for v in self._variant_of]
+        self._shapes = [shapes[place] for place in places]
         return called, notes
 
     def _ordered(self) -> list[keras.Variable]:

@@ -35,6 +35,7 @@ from keras_strategies.keras_bridge import (
     metric_rules,
     user_variables,
 )
+from keras_strategies.keras_bridge.loss_scale import mean_of, share_of_a_sum
 from keras_strategies.keras_bridge.rows import gathered, note_rows
 
 _Method = Callable[..., Any]
@@ -241,13 +242,13 @@ def _reduce_values(
         or tuple(values.shape) in ((), (0,))
     ):
         return original(values, sample_weight, reduction)
-    total = jnp.sum(values)
     if reduction == "sum":
-        return total * step.num_replicas
+        return share_of_a_sum(values, step.num_replicas)
     if reduction == "mean_with_sample_weight" and sample_weight is not None:
+        total = jnp.sum(values)
         weight = jnp.sum(sample_weight).astype(total.dtype)
         return ops.divide_no_nan(total, all_mean(weight, step.axis))
-    return original(values, sample_weight, reduction)
+    return mean_of(lambda v: original(v, sample_weight, reduction), values)
 
 
 def _apply_mask(

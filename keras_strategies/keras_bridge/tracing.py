@@ -15,6 +15,7 @@ from keras_strategies._core.replica_map import (
     has_unsure_collectives,
 )
 from keras_strategies._core.step_context import StepContext
+from keras_strategies.keras_bridge import loss_scale
 
 
 class StepsNotFused(Exception):
@@ -54,7 +55,7 @@ def traced_once(
         something was taken for the batch's rows, or not, by its size alone.
     """
     args = (*state, data)
-    traced = Traced(functools.partial(body, step), *args)
+    traced = Traced(functools.partial(_with_losses, step, body), *args)
     if has_unsure_collectives(traced.jaxpr):
         step.demand_whole(
             "gradients or metrics are reduced over the replicas inside of a "
@@ -63,7 +64,18 @@ def traced_once(
         )
     if step.sizes:
         _check_sizes(step, body, state, data)
-    return traced(*args)
+    if step.losses:
+        _check_losses(step, body, state, data, traced.jaxpr)
+    outputs, _ = traced(*args)
+    return outputs
+
+
+def _with_losses(
+    step: StepContext, body: Callable[..., Any], *args: Any
+) -> Any:
+    step.note_losses()
+    outputs = body(step, *args)
+    return outputs, list(step.losses)
 
 
 def whole_batch(
@@ -104,14 +116,62 @@ def _check_sizes(
             )
 
 
+def _check_losses(
+    step: StepContext,
+    body: Callable[..., Any],
+    state: Any,
+    data: Any,
+    jaxpr: Any,
+) -> None:
+    """Looks whether the loss is a mean over the rows, where it may be none."""
+    inputs = len(jaxpr.jaxpr.invars)
+    leaves = len(jax.tree.leaves(data))
+    loss = len(jaxpr.jaxpr.outvars) - 1
+    of_rows = range(inputs - leaves, inputs)
+    if not loss_scale.is_suspect(jaxpr, loss, of_rows, step.rows):
+        return
+    try:
+        small, large = (
+            _probed(step, body, state, data, rows)
+            for rows in (step.rows, 2 * step.rows)
+        )
+    except Exception:
+        # It has shapes of its own, which is no fault of the loss.
+        return
+    loss = len(small.jaxpr.outvars) - 1
+    if loss_scale.is_no_mean(small, large, loss):
+        step.demand_whole(
+            "its loss is no mean over the rows, so the mean of the replicas' "
+            "losses is another one: `add_loss` is given a sum over rows, or a "
+            "layer or loss adds rows up. Take means over rows (`ops.mean`), "
+            "and sums within each alone"
+        )
+
+
+def _probed(
+    step: StepContext,
+    body: Callable[..., Any],
+    state: Any,
+    data: Any,
+    rows: int,
+) -> Any:
+    """A trace with some number of rows; its last output is the loss."""
+    probe = StepContext(mesh=step.mesh, rows=rows, is_probe=True)
+    fn = functools.partial(_with_losses, probe, body)
+    return jax.make_jaxpr(fn)(*state, _of_rows(rows, data))
+
+
+def _of_rows(rows: int, data: Any) -> Any:
+    return jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), data
+    )
+
+
 def eval_with_rows(
     rows: int, body: Callable[..., Any], state: Any, data: Any
 ) -> Any:
     """The shapes that `body(*state, data)` has for another number of rows."""
-    other = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), data
-    )
-    return jax.eval_shape(body, *state, other)
+    return jax.eval_shape(body, *state, _of_rows(rows, data))
 
 
 def forget_losses(step: Callable[..., Any]) -> None:

@@ -11,7 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from keras_strategies._core.replay import Reached, Replay, replay_scope
+from keras_strategies._core.replay import (
+    Concatenation,
+    Reached,
+    Replay,
+    replay_scope,
+)
 
 Variant = tuple[int, ...]
 """Rows of each uneven argument."""
@@ -49,7 +54,8 @@ def call_unevenly(
     call: Callable[[list[Any], list[Any]], Called],
     variants: list[Variant],
     is_uneven: list[bool],
-    index: Any,
+    places: list[int],
+    replica: Any,
     state: list[Any],
     leaves: list[Any],
 ) -> tuple[Called, list[Any], list[list[tuple[int, ...]]]]:
@@ -59,7 +65,8 @@ def call_unevenly(
       call: The function, of the state and the arguments.
       variants: The different numbers of rows of the uneven arguments.
       is_uneven: Which arguments are.
-      index: Which variant this replica has, a traced integer.
+      places: Which variant each replica has.
+      replica: Which replica this is, a traced integer.
       state: The values of variables.
       leaves: The arguments; uneven ones padded, (1, rows, ...).
 
@@ -72,6 +79,7 @@ def call_unevenly(
         or return the same structure.
     """
     known: list[list[Any]] = []
+    index = jnp.array(places)[replica]
 
     def traced(variant: Variant, found: dict[Any, Any]) -> Any:
         def branch(state: list[Any], leaves: list[Any], known: Any) -> Any:
@@ -109,14 +117,19 @@ def call_unevenly(
                 outputs=result[0], new=result[1], start=result[2], note=None
             )
             return called, [found[v].note for v in variants], outputs
+        reduce = ends[0].reduce
         if any(o != outputs[0] for o in outputs):
+            if isinstance(reduce, Concatenation):
+                reduce = reduce.of_shapes([outputs[k][0] for k in places])
+                known = [*known, reduce(result[0])]
+                continue
             raise ValueError(
                 "A collective's value must have one shape on all replicas. "
                 f"Received: shapes {outputs} in a function given to `run` "
                 "with an uneven batch. Reduce over the rows first, or make "
                 "the batch even (`drop_remainder`)."
             )
-        known = [*known, ends[0].reduce(result[0])]
+        known = [*known, reduce(result[0])]
 
 
 def variants_of(rows: Sequence[Variant]) -> list[Variant]:

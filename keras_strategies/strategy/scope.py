@@ -105,10 +105,12 @@ def _in_loop(
             # Keras says that it is not compiled.
             return contextlib.nullcontext()
         raise RuntimeError(
-            f"A class that has a `{name}` of its own is bound to a strategy "
-            f"when it is compiled. Received: {model.name!r}, which is not, in "
-            f"the scope of {kind}. Compile it, call `strategy.attach(model)`, "
-            "or leave the scope to have it on one device."
+            f"A model is bound to a strategy where it is compiled, or its own "
+            f"`{name}` called. Received: the `{name}` of a class, called with "
+            f"{model.name!r}, which is not bound, in the scope of {kind}. "
+            f"Call `model.{name}`, compile the model, call "
+            "`strategy.attach(model)`, or leave the scope to have it on one "
+            "device."
         )
     raise RuntimeError(
         "In a strategy's scope those models are trained and evaluated that "

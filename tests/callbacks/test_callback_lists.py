@@ -139,14 +139,6 @@ def test_a_list_of_keras_is_left_as_it_is():
     assert list_of(given) is given
 
 
-def test_a_class_with_a_loop_of_its_own_is_left_alone():
-    class Own(keras.Sequential):
-        def fit(self, *args, **kwargs):
-            return super().fit(*args, **kwargs)
-
-    assert list_of(None, model=Own([keras.Input((3,)), dense(1)])) is None
-
-
 def test_kerass_caps_for_debugging_are_left_to_keras():
     keras.config.set_max_epochs(1)
     try:

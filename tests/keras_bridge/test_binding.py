@@ -308,16 +308,21 @@ class Agent(keras.Sequential):
 
 
 def test_a_predict_of_the_users_own_is_called_as_it_is():
-    with mirrored(2).scope():
+    strategy = mirrored(2)
+    with strategy.scope():
         agent = Agent([keras.Input((3,)), dense(2)])
         assert agent.predict(X[0]) in (0, 1)
-        text = "has a `predict_on_batch` of its own is bound"
-        with pytest.raises(RuntimeError, match=text):
-            agent.predict_on_batch(X, scale=2.0)
+        found = agent.predict_on_batch(X, scale=2.0)
+    np.testing.assert_allclose(found, 2 * np.asarray(agent(X)), 1e-6)
+    assert_on_mesh(agent, strategy)
     assert agent.predict(X[0]) in (0, 1)
-    np.testing.assert_allclose(
-        agent.predict_on_batch(X, scale=2.0), 2 * np.asarray(agent(X)), 1e-6
-    )
+
+
+def test_a_class_called_with_a_model_that_is_not_bound():
+    with mirrored(2).scope():
+        model = sequential()
+        with pytest.raises(RuntimeError, match=r"Call `model\.predict`"):
+            keras.Model.predict(model, X)
 
 
 def test_attach_without_a_scope():
