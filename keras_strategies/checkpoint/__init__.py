@@ -17,17 +17,17 @@ if TYPE_CHECKING:
         DamagedCheckpoint as DamagedCheckpoint,
     )
     from keras_strategies.checkpoint.keeping import Keep as Keep
-    from keras_strategies.checkpoint.manager import Checkpoint as Checkpoint
     from keras_strategies.checkpoint.manager import (
         CheckpointManager as CheckpointManager,
     )
+    from keras_strategies.checkpoint.objects import Checkpoint as Checkpoint
     from keras_strategies.checkpoint.weights import (
         latest_checkpoint as latest_checkpoint,
     )
     from keras_strategies.checkpoint.weights import load_weights as load_weights
 
 _MODULES = {
-    "Checkpoint": "manager",
+    "Checkpoint": "objects",
     "CheckpointManager": "manager",
     "DamagedCheckpoint": "damage",
     "Keep": "keeping",

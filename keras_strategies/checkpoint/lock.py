@@ -258,7 +258,10 @@ def _read(descriptor: int) -> Writer:
 def _taken(directory: pathlib.Path, writer: Writer) -> RuntimeError:
     is_here = writer.host == socket.gethostname()
     if is_here and writer.process_id == os.getpid():
-        cure = "Let what writes there already end first, or use it."
+        cure = (
+            "That is this process: close what writes there first "
+            "(`manager.close()`), or use it."
+        )
     else:
         cure = "Give this run another directory, or end the other one."
     return RuntimeError(

@@ -12,10 +12,38 @@ the process; if there is none, the abort goes on as if nothing had been.
 import ctypes
 import faulthandler
 import os
+import pathlib
 import signal
 
 POSTPONED_S = int(signal.SIGABRT)
 """For how long an abort is held, in seconds."""
+
+
+_THREADS = pathlib.Path("/proc/self/task")
+_ABORT, _OTHER = (
+    1 << (number - 1) for number in (signal.SIGABRT, signal.SIGUSR1)
+)
+
+
+def is_aborting() -> bool:
+    """Whether an abort of this process is held; False where that is unknown.
+
+    While a handler runs, its signal is blocked in its thread, as Linux tells.
+    A thread that takes no signals at all has others blocked, too.
+    """
+    for thread in _THREADS.glob("*/status"):
+        try:
+            lines = thread.read_text(errors="replace").splitlines()
+            (mask,) = (
+                int(line.split()[1], 16)
+                for line in lines
+                if line.startswith("SigBlk:")
+            )
+        except (OSError, ValueError, IndexError):  # It has ended.
+            continue
+        if mask & _ABORT and not mask & _OTHER:
+            return True
+    return False
 
 
 def postpone() -> bool:

@@ -43,6 +43,14 @@ _HUNG_S = 0.5
 _LOST_S = 1.5
 # The others hear of a failure in it, and the service is not gone yet.
 _SOON_S = 0.6
+# Before an abort that nobody's death explains is put down to JAX's service.
+_FATAL_S = 3.0
+_FATAL = (
+    "JAX's coordination service has given the job up, for the reason that its "
+    'log says above ("fatal errors"): where a process "unexpectedly tried '
+    'to connect", one was started again alone, or another program took its '
+    "place. See who reaches process 0's port (docs/clusters.md)"
+)
 # What may still run when this process ends by itself: other threads, users'
 # functions of `atexit`.
 _ENDING_S = 5.0
@@ -256,4 +264,6 @@ class Guard:
                 "JAX's coordination service, which it hosts, has not answered "
                 f"for {HEARTBEAT_S} s",
             )
+        if hung_s > _FATAL_S and aborts.is_aborting():
+            return Cause(text=_FATAL)
         return None

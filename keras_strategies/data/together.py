@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 
 from keras_strategies._core.mesh import ReplicaMesh
@@ -12,6 +13,7 @@ from keras_strategies.cluster.agreement import Agreement
 from keras_strategies.data.source import Source
 
 _MAX_NUMBER = 2**31 - 1
+_MAX_SHOWN = 8
 
 
 def made_together(
@@ -77,6 +79,58 @@ def _made(
     if not source.is_own:
         source.restart(heard[0]["seed"])
     return source
+
+
+def made_alike(
+    mesh: ReplicaMesh, name: str, make: Callable[[], list[Any]]
+) -> list[Any]:
+    """Makes one nest of arrays for each local replica. Collective.
+
+    Args:
+      mesh: The replicas, of several processes.
+      name: The call that it is for, for messages.
+      make: Makes the nests.
+
+    Raises:
+      ValueError: they differ in shapes, dtypes or structure, here or between
+        processes; all raise.
+      RuntimeError: another process could not make them.
+    """
+    agreement = Agreement(mesh.processes, f"making the values of {name}")
+    made, error, said = [], None, {}
+    try:
+        made = make()
+        said["outlines"] = [_outline_of(nest) for nest in made]
+    except Exception as raised:
+        error = raised
+        said["error"] = f"{type(error).__name__}: {error}"
+    try:
+        heard = _exchange(agreement, said)
+    finally:
+        agreement.end()
+    raise_together(mesh, f"Making the values of {name}", heard, error)
+    outlines = [text for one in heard for text in one["outlines"]]
+    if len(set(outlines)) > 1:
+        shown = ", ".join(
+            f"{text} (replica {replica})"
+            for replica, text in enumerate(outlines[:_MAX_SHOWN])
+        )
+        more = ", ..." * (len(outlines) > _MAX_SHOWN)
+        raise ValueError(
+            f"On several processes {name} makes values of the same structure, "
+            f"shapes and dtypes for all replicas. Received: {shown}{more}. "
+            "Make them alike: pad the rows, or distribute a dataset, whose "
+            "batches may differ."
+        )
+    return made
+
+
+def _outline_of(nest: Any) -> str:
+    leaves, structure = jax.tree.flatten(nest)
+    arrays = [np.asarray(leaf) for leaf in leaves]
+    shapes = ", ".join(f"{a.dtype}{list(a.shape)}" for a in arrays)
+    is_one = jax.tree.structure(0) == structure
+    return shapes if is_one else f"{structure} of {shapes}"
 
 
 def _check_facts(

@@ -16,7 +16,7 @@ from keras_strategies.data.options import (
     InputReplicationMode,
     check_input_options,
 )
-from keras_strategies.data.together import made_together
+from keras_strategies.data.together import made_alike, made_together
 from keras_strategies.keras_bridge.choosing import source_of_dataset
 from keras_strategies.strategy import current, reducing
 from keras_strategies.strategy.options import RunOptions, check_options
@@ -26,6 +26,9 @@ from keras_strategies.strategy.runtime import Runtime
 
 if TYPE_CHECKING:
     from keras_strategies.strategy.explain_input import InputExplanation
+
+
+_VALUES_FROM = "experimental_distribute_values_from_function"
 
 
 class CustomLoops:
@@ -167,7 +170,7 @@ class CustomLoops:
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], Any]
     ) -> Any:
-        """Makes one value for each replica.
+        """Makes one value for each replica. Collective.
 
         Args:
           value_fn: Called with a `ValueContext` for each replica of this
@@ -176,13 +179,22 @@ class CustomLoops:
 
         Returns:
           The nest, of `PerReplica`; with one replica, of plain values.
+
+        Raises:
+          ValueError: the shapes of several processes differ; all raise.
         """
         self._check_context()
-        current.check_cross_replica(
-            "experimental_distribute_values_from_function"
-        )
+        current.check_cross_replica(_VALUES_FROM)
         count, mesh = self.num_replicas_in_sync, self._runtime.mesh
-        made = [value_fn(ValueContext(i, count)) for i in mesh.local_replicas]
+
+        def make() -> list[Any]:
+            ids = mesh.local_replicas
+            return [value_fn(ValueContext(i, count)) for i in ids]
+
+        if mesh.num_processes == 1:
+            made = make()
+        else:
+            made = made_alike(mesh, f"`{_VALUES_FROM}`", make)
         if count == 1:
             return made[0]
         if mesh.num_processes == 1:

@@ -333,7 +333,7 @@ def test_weights_are_loaded_and_exported(tmp_path):
     expected = model.predict(ROWS, verbose=0)
     plain = build()
     assert ks.checkpoint.load_weights(plain, directory) == 4
-    np.testing.assert_allclose(plain(ROWS), expected, rtol=1e-6)
+    np.testing.assert_allclose(plain(ROWS), expected, rtol=1e-5, atol=1e-6)
     assert ks.checkpoint.load_weights(plain, directory / "2") == 2
     assert not np.allclose(plain(ROWS), expected)
     assert ks.checkpoint.load_weights(plain, directory, step=4) == 4

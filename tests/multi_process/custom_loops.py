@@ -116,12 +116,34 @@ def values():
     except RuntimeError as error:
         refused = str(error)
     return {
+        "unequal": unequal(strategy),
         "sum": float(strategy.reduce("sum", doubled, axis=None)),
         "local": lists(strategy.experimental_local_results(doubled)),
         "steps": steps,
         "copies": float(copies.value),
         "refused": refused,
     }
+
+
+def unequal(strategy):
+    """Values that differ in shape, or fail, in one process."""
+
+    def longer(context):
+        return {"a": np.zeros(2 + context.replica_id_in_sync_group // 2)}
+
+    def failing(context):
+        if context.replica_id_in_sync_group:
+            raise OSError("no such value")
+        return 1.0
+
+    said = []
+    for value_fn in (longer, failing):
+        try:
+            strategy.experimental_distribute_values_from_function(value_fn)
+            said.append("")
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
 
 
 def on_chief():

@@ -70,6 +70,16 @@ def test_values_are_those_of_all_processes(two_processes):
     assert "one process" in first["refused"]
 
 
+def test_values_of_other_shapes_are_named_in_all(two_processes):
+    first, second = (result.value["values"] for result in two_processes)
+    assert first["unequal"][0] == second["unequal"][0]
+    assert "ValueError: On several processes" in first["unequal"][0]
+    assert "float64[2] (replica 0)" in first["unequal"][0]
+    assert "float64[3] (replica 3)" in first["unequal"][0]
+    told = [one["unequal"][1] for one in (first, second)]
+    assert all("no such value" in text for text in told)
+
+
 def test_the_chief_alone_shows_progress_and_keeps_outputs(two_processes):
     of_chief, of_other = (result.output for result in two_processes)
     assert "Epoch 1/2" in of_chief

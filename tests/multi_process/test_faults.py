@@ -122,6 +122,20 @@ def test_a_process_dies_or_stops_silently(sent, process, kind, count, tmp_path):
     )
 
 
+def test_a_stranger_takes_a_process_place_in_jaxs_service(tmp_path):
+    results = run_job(
+        tmp_path,
+        {"case": "stranger", "process": 1, "kind": "loop"},
+        limit_s=60,
+    )
+    for ended in results:
+        assert ended.code == 71, ended.output
+        # JAX's own words, which the cause points at.
+        assert "unexpectedly tried to connect" in ended.output
+        assert "has given the job up" in ended.last_lines
+        assert ended.seconds < DETECTION_S
+
+
 @slow
 @pytest.mark.parametrize("process", [0, 1])
 def test_the_launcher_tells_who_died(process, tmp_path):

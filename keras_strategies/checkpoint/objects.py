@@ -1,0 +1,394 @@
+"""Objects whose values are kept together, in the manner of tf.train's."""
+
+import hashlib
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+from keras_strategies.checkpoint import contents
+from keras_strategies.checkpoint.format import find_steps
+from keras_strategies.checkpoint.keeping import Keep
+from keras_strategies.checkpoint.layout import step_of
+from keras_strategies.checkpoint.storage import Storage
+from keras_strategies.cluster.addresses import shown
+from keras_strategies.cluster.agreement import Agreement
+from keras_strategies.keras_bridge.binding import all_variables
+
+
+class Checkpoint:
+    """Objects whose values are kept together, as `tf.train.Checkpoint`.
+
+    Args:
+      **objects: By the names that they have in the checkpoint: Keras models
+        (with their optimizers and metrics), layers, optimizers, metrics, seed
+        generators and variables; lists and dicts of these; and whatever has
+        `get_state()` and `set_state(state)`: an iterator over a distributed
+        dataset, a callback.
+
+    Raises:
+      TypeError: an object is none of them.
+      ValueError: there is none.
+
+    Example:
+      ```python
+      iterator = iter(strategy.experimental_distribute_dataset(dataset))
+      checkpoint = ks.checkpoint.Checkpoint(
+          model=model, optimizer=optimizer, data=iterator
+      )
+      checkpoint.save("run/ckpt")
+      checkpoint.restore(ks.checkpoint.latest_checkpoint("run"))
+      ```
+      A run that keeps some, and goes on where it was, has a
+      `CheckpointManager`.
+    """
+
+    def __init__(self, **objects: Any) -> None:
+        if not objects:
+            raise ValueError(
+                "A checkpoint keeps objects by name. Received: none. Write "
+                "`Checkpoint(model=model, optimizer=optimizer)`."
+            )
+        for name, value in objects.items():
+            if not _has_state(value):
+                list(_variables(value, name))
+        self._objects = objects
+
+    def groups(self) -> dict[str, list[keras.Variable]]:
+        """The variables, by the name of their object; each once."""
+        seen: set[int] = set()
+        groups: dict[str, list[keras.Variable]] = {}
+        for name, value in self._objects.items():
+            if _has_state(value):
+                continue
+            new = {
+                id(v): v for v in _variables(value, name) if id(v) not in seen
+            }
+            seen |= set(new)
+            groups[name] = list(new.values())
+        return groups
+
+    def check_built(self) -> None:
+        """Raises ValueError for a model that has no variables yet."""
+        for name, value in self._objects.items():
+            if isinstance(value, keras.Model) and not value.built:
+                raise ValueError(
+                    "A checkpoint is restored into a model that has its "
+                    f"variables. Received: {name}={value.name!r}, which is "
+                    "not built. Call it on a batch, begin it with "
+                    "`keras.Input`, or call `build(shape)`."
+                )
+
+    def states(self) -> dict[str, Any]:
+        """What the others' `get_state` returns, by name."""
+        return {
+            name: value.get_state()
+            for name, value in self._objects.items()
+            if _has_state(value)
+        }
+
+    def set_states(self, states: Mapping[str, Any]) -> None:
+        """Gives them what `states` returned."""
+        for name, value in self._objects.items():
+            if not _has_state(value):
+                continue
+            if name not in states:
+                raise ValueError(
+                    "A checkpoint has what its objects had. Received: no "
+                    f"state of {name!r} in it. Leave it out, or give another "
+                    "directory."
+                )
+            value.set_state(states[name])
+
+    def save(self, file_prefix: str | os.PathLike[str]) -> str:
+        """Saves a checkpoint with the next number. Collective.
+
+        As `tf.train.Checkpoint.save`; but it is a folder, named by the number
+        alone: `save("run/ckpt")` writes `run/1`, then `run/2`.
+
+        Args:
+          file_prefix: The folder that it is put into, and a name, which has
+            no effect.
+
+        Returns:
+          Its path, when it is on the disk.
+
+        Raises:
+          OSError: it cannot be written.
+          RuntimeError: another job writes there.
+        """
+        directory, _ = os.path.split(os.fspath(file_prefix))
+        return self._written(directory or os.curdir, Keep(last=None))
+
+    def write(self, file_prefix: str | os.PathLike[str]) -> str:
+        """Writes one checkpoint, over one of that name. Collective.
+
+        Args:
+          file_prefix: The folder that is to hold it, alone.
+
+        Returns:
+          The folder, for `read` and `restore`.
+
+        Raises:
+          OSError: it cannot be written.
+          RuntimeError: another job writes there.
+        """
+        self._written(file_prefix, Keep(last=1))
+        return os.fspath(file_prefix)
+
+    def restore(
+        self, save_path: str | os.PathLike[str] | None
+    ) -> "CheckpointStatus":
+        """Gives the objects the values of a checkpoint. Collective.
+
+        It may have more objects than these; all of these must be in it, with
+        the same variables. An optimizer that has no variables yet gets them
+        from the only model beside it.
+
+        Differs from tf: models must be built, since nothing is kept back for
+        variables that come later.
+
+        Args:
+          save_path: What `save`, `write`, `latest_checkpoint` or a manager
+            returned: a checkpoint, or a folder of them, of which the newest
+            good one is taken. None: nothing is done, as in tf.
+
+        Returns:
+          What tf calls a load status.
+
+        Raises:
+          FileNotFoundError: there is none.
+          DamagedCheckpoint: it is damaged.
+          ValueError: it is of other objects; they are listed.
+        """
+        if save_path is None:
+            return CheckpointStatus(self, "", [])
+        path = pathlib.Path(save_path)
+        step = step_of(path.name)
+        if step is not None and not find_steps(path):
+            path = path.parent
+        else:
+            step = None
+        self._build_optimizers()
+        processes = contents.processes_of(self.groups())
+        storage = Storage(path, processes=processes, keep=Keep(last=None))
+        try:
+            chosen = storage.newest_to_read() if step is None else step
+            if chosen is None:
+                raise FileNotFoundError(
+                    "A checkpoint is restored from where one was saved. "
+                    f"Received: {shown(str(save_path))}, where there is none "
+                    "that is good. Give `latest_checkpoint(directory)`."
+                )
+            if step is not None:
+                storage.check(step)
+            others = read_into(self, storage, chosen, is_part=True)
+            return CheckpointStatus(self, str(storage.path(chosen)), others)
+        finally:
+            storage.close()
+
+    read = restore
+
+    def _written(self, directory: str | os.PathLike[str], keep: Keep) -> str:
+        processes = contents.processes_of(self.groups())
+        storage = Storage(directory, processes=processes, keep=keep)
+        storage.open()
+        try:
+            # It also learns which ones `keep` is to delete.
+            storage.newest()
+            step = max(storage.highest(), 0) + 1
+            write_from(self, storage, step, {})
+            storage.wait()
+            return str(storage.path(step))
+        finally:
+            storage.close()
+
+    def _build_optimizers(self) -> None:
+        """Gives optimizers that are not built their variables."""
+        values = list(self._objects.values())
+        models = [v for v in values if isinstance(v, keras.Model)]
+        for value in values:
+            is_new = isinstance(value, keras.optimizers.Optimizer)
+            if is_new and not value.built and len(models) == 1:
+                value.build(models[0].trainable_variables)
+
+
+class CheckpointStatus:
+    """What was restored; as the load status of tf.train.Checkpoint."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, path: str, others: list[str]
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._path = path
+        self._others = others
+
+    def assert_consumed(self) -> "CheckpointStatus":
+        """Raises ValueError if the checkpoint has more objects."""
+        self.assert_existing_objects_matched()
+        if self._others:
+            raise ValueError(
+                "All objects of a checkpoint were to be restored. Received: "
+                f"{self._path}, which also has "
+                f"{', '.join(map(shown, self._others))}. Give them to "
+                "`Checkpoint`, or call `expect_partial()`."
+            )
+        return self
+
+    def assert_existing_objects_matched(self) -> "CheckpointStatus":
+        """Raises ValueError if nothing was restored: all else has raised."""
+        if not self._path:
+            raise ValueError(
+                "A checkpoint was to be restored. Received: None as its path, "
+                "which restores nothing. Look whether there is one: "
+                "`latest_checkpoint(directory)`."
+            )
+        return self
+
+    def assert_nontrivial_match(self) -> "CheckpointStatus":
+        """Raises ValueError if nothing was restored."""
+        return self.assert_existing_objects_matched()
+
+    def expect_partial(self) -> "CheckpointStatus":
+        """Does nothing: what a checkpoint has beside is left out silently."""
+        return self
+
+
+def write_from(
+    checkpoint: Checkpoint,
+    storage: Storage,
+    step: int,
+    metrics: Mapping[str, float],
+) -> None:
+    """Begins to write what the objects of a checkpoint hold. Collective."""
+    groups = checkpoint.groups()
+    processes = contents.processes_of(groups)
+    shared, extra = contents.split(_shared_states(checkpoint, processes))
+    arrays = contents.arrays_of(groups)
+    if extra or not arrays:
+        # Orbax keeps no tree without any array.
+        arrays[contents.STATE] = extra or {"none": np.zeros(1)}
+    storage.save(
+        step,
+        arrays,
+        contents.document_of(arrays, shared),
+        {"logs": dict(metrics), "num_processes": len(processes)},
+    )
+
+
+def read_into(
+    checkpoint: Checkpoint, storage: Storage, step: int, *, is_part: bool
+) -> list[str]:
+    """Gives the objects of a checkpoint what a verified one holds.
+
+    Args:
+      checkpoint: The objects.
+      storage: Where it is.
+      step: Which one.
+      is_part: Whether it may have more objects.
+
+    Returns:
+      The names of what it has beside.
+
+    Raises:
+      ValueError: it is of other objects; they are listed.
+    """
+    document = storage.document(step)
+    where = str(storage.path(step))
+    contents.check_version(document, where)
+    groups = checkpoint.groups()
+    kept = document["variables"]
+    others: list[str] = []
+    if is_part:
+        others = [g for g in kept if g not in groups and g != contents.STATE]
+        document = document | {
+            "variables": {
+                group: contents.subset(entries, groups.get(group, ()))
+                or entries
+                for group, entries in kept.items()
+                if group not in others
+            }
+        }
+    try:
+        found = contents.matched(groups, document, where)
+    except ValueError:
+        checkpoint.check_built()
+        raise
+    wanted = contents.targets(found, document, None)
+    arrays = storage.restore(step, wanted, is_part=is_part)
+    contents.assign(found, arrays)
+    state = contents.joined(document["state"], arrays.get(contents.STATE, {}))
+    processes = contents.processes_of(groups)
+    checkpoint.set_states(_own_states(state, processes))
+    return others
+
+
+def _shared_states(checkpoint: Checkpoint, processes: tuple[int, ...]) -> Any:
+    """The states of all processes; one, if they are alike."""
+    states = checkpoint.states()
+    text = contents.packed(states)
+    if len(processes) == 1:
+        return {"all": states}
+    agreement = Agreement(processes, "keeping states")
+    marks = agreement.exchange(hashlib.sha256(text.encode()).hexdigest())
+    is_alike = len(set(marks)) == 1
+    heard = [] if is_alike else agreement.exchange(text)
+    agreement.end()
+    if is_alike:
+        return {"all": states}
+    return {"each": [contents.unpacked(said) for said in heard]}
+
+
+def _own_states(
+    state: Mapping[str, Any], processes: tuple[int, ...]
+) -> Mapping[str, Any]:
+    if "all" in state:
+        return state["all"]
+    if len(state["each"]) != len(processes):
+        raise ValueError(
+            "Where every process has a state of its own, a run goes on "
+            "with as many processes as it had. Received: states of "
+            f"{len(state['each'])} processes, now {len(processes)}. Start as "
+            "many, or give all processes the same data."
+        )
+    return state["each"][processes.index(jax.process_index())]
+
+
+def _variables(value: Any, name: str) -> Iterator[keras.Variable]:
+    """The variables of an object of a checkpoint."""
+    if isinstance(value, keras.Model):
+        yield from all_variables(value)
+    elif isinstance(value, keras.Variable):
+        yield value
+    elif isinstance(value, keras.random.SeedGenerator):
+        yield value.state
+    elif isinstance(
+        value, keras.Layer | keras.optimizers.Optimizer | keras.metrics.Metric
+    ):
+        yield from value.variables
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _variables(part, name)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _variables(part, name)
+    else:
+        raise TypeError(
+            "A checkpoint keeps Keras models, layers, optimizers, metrics, "
+            "seed generators, variables, lists and dicts of them, and objects "
+            "with `get_state` and `set_state`. Received: "
+            f"{name} of type {type(value).__name__}. Leave it out, or give it "
+            "these methods."
+        )
+
+
+def _has_state(value: Any) -> bool:
+    if isinstance(value, keras.Layer | keras.Variable):
+        return False
+    return callable(getattr(value, "get_state", None)) and callable(
+        getattr(value, "set_state", None)
+    )

@@ -1,0 +1,195 @@
+"""`save`, `restore`, `write` and `read` of `Checkpoint`, as in tf scripts."""
+
+import os
+import pathlib
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_strategies as ks
+from keras_strategies.testing import assert_replicated
+from tests.plain_keras import dense, mirrored
+
+X = np.random.default_rng(0).normal(size=(12, 3)).astype("float32")
+Y = X.sum(1, keepdims=True)
+
+
+def model_of(*, seed=1, width=4):
+    return keras.Sequential(
+        [keras.Input((3,)), dense(width, seed=seed), dense(1, seed=seed)]
+    )
+
+
+def trained(strategy, model, optimizer, steps=3):
+    """A loop of one's own, as in tf's tutorial."""
+
+    def step(x, y):
+        def loss():
+            return keras.ops.mean((model(x) - y) ** 2) / replicas
+
+        value, grads = ks.value_and_grad(loss, model.trainable_variables)()
+        optimizer.apply(grads, model.trainable_variables)
+        return value
+
+    replicas = strategy.num_replicas_in_sync
+    rows = strategy.experimental_distribute_dataset(batches())
+    for _ in range(steps):
+        for batch in rows:
+            strategy.run(step, args=batch)
+    return [np.asarray(w) for w in model.get_weights()]
+
+
+def batches():
+    return tf.data.Dataset.from_tensor_slices((X, Y)).batch(6)
+
+
+def assert_same(found, expected):
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+
+
+def test_the_distributed_training_tutorial(tmp_path):
+    """Saved by prefix, and restored into a new model and a new optimizer."""
+    prefix = os.path.join(tmp_path / "training_checkpoints", "ckpt")
+    strategy = mirrored(2)
+    with strategy.scope():
+        model, optimizer = model_of(), keras.optimizers.Adam()
+        checkpoint = ks.checkpoint.Checkpoint(optimizer=optimizer, model=model)
+    for number in (1, 2):
+        weights = trained(strategy, model, optimizer)
+        path = checkpoint.save(prefix)
+        assert path == str(tmp_path / "training_checkpoints" / str(number))
+    directory = tmp_path / "training_checkpoints"
+    assert ks.checkpoint.latest_checkpoint(directory) == path
+
+    new_model, new_optimizer = model_of(seed=9), keras.optimizers.Adam()
+    checkpoint = ks.checkpoint.Checkpoint(
+        optimizer=new_optimizer, model=new_model
+    )
+    status = checkpoint.restore(ks.checkpoint.latest_checkpoint(directory))
+    status.assert_consumed()
+    assert_same(new_model.get_weights(), weights)
+    assert int(new_optimizer.iterations.value) == 12
+    slots = [v.value for v in new_optimizer.variables]
+    assert_same(slots, [v.value for v in optimizer.variables])
+    # And both go on alike, on the replicas.
+    more = trained(strategy, model, optimizer)
+    with strategy.scope():
+        model, optimizer = model_of(seed=8), keras.optimizers.Adam()
+    checkpoint = ks.checkpoint.Checkpoint(optimizer=optimizer, model=model)
+    checkpoint.restore(path)
+    assert_same(trained(strategy, model, optimizer), more)
+    assert_replicated(model)
+
+
+def test_a_part_of_it_and_its_status(tmp_path):
+    model, count = model_of(), keras.Variable(5)
+    ks.checkpoint.Checkpoint(model=model, count=count).save(tmp_path / "a")
+    new = model_of(seed=2)
+    status = ks.checkpoint.Checkpoint(model=new).restore(tmp_path)
+    assert_same(new.get_weights(), model.get_weights())
+    status.expect_partial().assert_existing_objects_matched()
+    with pytest.raises(ValueError, match=r"which also has 'count'"):
+        status.assert_consumed()
+    other = keras.Variable(0)
+    with pytest.raises(ValueError, match="is of another"):
+        ks.checkpoint.Checkpoint(other=other).restore(tmp_path)
+
+
+def test_weights_of_a_compiled_model_into_a_plain_one(tmp_path):
+    model = model_of()
+    model.compile("adam", "mse")
+    model.fit(X, Y, verbose=0)
+    ks.checkpoint.Checkpoint(model=model).save(tmp_path / "a")
+    new = model_of(seed=2)
+    ks.checkpoint.Checkpoint(model=new).restore(tmp_path / "1")
+    assert_same(new.get_weights(), model.get_weights())
+
+
+def test_write_replaces_what_read_reads(tmp_path):
+    variable = keras.Variable(1.0)
+    checkpoint = ks.checkpoint.Checkpoint(v=variable)
+    for value in (2.0, 3.0):
+        variable.assign(value)
+        assert checkpoint.write(tmp_path / "one") == str(tmp_path / "one")
+    variable.assign(0.0)
+    checkpoint.read(tmp_path / "one").assert_consumed()
+    assert float(variable.value) == 3.0
+    assert len(list((tmp_path / "one").glob("[0-9]*"))) == 1
+
+
+def test_no_path_restores_nothing(tmp_path):
+    variable = keras.Variable(1.0)
+    checkpoint = ks.checkpoint.Checkpoint(v=variable)
+    assert ks.checkpoint.latest_checkpoint(tmp_path) is None
+    status = checkpoint.restore(ks.checkpoint.latest_checkpoint(tmp_path))
+    assert float(variable.value) == 1.0
+    with pytest.raises(ValueError, match="Received: None as its path"):
+        status.assert_existing_objects_matched()
+    with pytest.raises(FileNotFoundError, match="none that is good"):
+        checkpoint.restore(tmp_path)
+
+
+def test_a_model_that_is_not_built(tmp_path):
+    ks.checkpoint.Checkpoint(model=model_of()).save(tmp_path / "a")
+    new = keras.Sequential([dense(4), dense(1)])
+    with pytest.raises(ValueError, match="which is not built. Call it on a"):
+        ks.checkpoint.Checkpoint(model=new).restore(tmp_path)
+
+
+def test_another_model_is_named(tmp_path):
+    ks.checkpoint.Checkpoint(model=model_of()).save(tmp_path / "a")
+    new = model_of(width=5)
+    before = new.get_weights()
+    with pytest.raises(ValueError, match=r"\[3, 4\] in the checkpoint"):
+        ks.checkpoint.Checkpoint(model=new).restore(tmp_path)
+    assert_same(new.get_weights(), before)
+
+
+def test_a_damaged_one(tmp_path):
+    path = ks.checkpoint.Checkpoint(v=keras.Variable(1.0)).save(tmp_path / "a")
+    for file in pathlib.Path(path).rglob("*"):
+        if file.is_file() and file.stat().st_size:
+            file.write_bytes(b"x" * file.stat().st_size)
+    variable = keras.Variable(2.0)
+    with pytest.raises(ks.checkpoint.DamagedCheckpoint):
+        ks.checkpoint.Checkpoint(v=variable).restore(path)
+    assert float(variable.value) == 2.0
+
+
+def test_a_manager_as_tf_calls_it(tmp_path):
+    variable = keras.Variable(0.0)
+    checkpoint = ks.checkpoint.Checkpoint(v=variable)
+    manager = ks.checkpoint.CheckpointManager(
+        checkpoint, directory=tmp_path, max_to_keep=2
+    )
+    for value in range(4):
+        variable.assign(value)
+        path = manager.save()
+    manager.wait()
+    assert path == str(tmp_path / "4") == manager.latest_checkpoint
+    manager.save(checkpoint_number=7)
+    manager.wait()
+    assert [pathlib.Path(p).name for p in manager.checkpoints] == ["4", "7"]
+    manager.close()
+    variable.assign(-1.0)
+    checkpoint.restore(manager.latest_checkpoint)
+    assert float(variable.value) == 3.0
+    with ks.checkpoint.CheckpointManager(
+        checkpoint, tmp_path, max_to_keep=None
+    ) as manager:
+        for _ in range(7):
+            manager.save()
+        manager.wait()
+        assert len(manager.checkpoints) == 9
+
+
+def test_saving_where_a_manager_of_this_process_writes(tmp_path):
+    checkpoint = ks.checkpoint.Checkpoint(v=keras.Variable(0.0))
+    with (
+        ks.checkpoint.CheckpointManager(checkpoint, tmp_path),
+        pytest.raises(RuntimeError, match=r"manager\.close\(\)"),
+    ):
+        checkpoint.save(tmp_path / "ckpt")
