@@ -17,12 +17,13 @@ from keras_strategies.cli.clusters import (
     check_address,
     check_clusters,
 )
-from keras_strategies.cli.findings import Finding, Part, Report
+from keras_strategies.cli.findings import Finding, Level, Part, Report
 from keras_strategies.cli.installed import check_packages, check_variables
 from keras_strategies.cli.probing import (
     check_devices,
     check_flags,
     check_job,
+    has_met,
 )
 from keras_strategies.cli.report_html import as_html
 from keras_strategies.cli.report_text import print_report
@@ -84,13 +85,19 @@ def examine(
     info = None if cluster is None else cluster.info
     # Of a meeting, process 0 is asked by all and need not be tried out.
     findings = check_address(info, environ, connects=quick) if info else []
+    started = [] if quick else _started(environ, cluster, timeout_s)
+    if any(has_met(part) for part in started):
+        # So the address serves, whatever it looks like: machines that share
+        # one, as tasks or virtual nodes do, meet at one of its own.
+        findings = [
+            finding for finding in findings if finding.level is not Level.FAULT
+        ]
     parts = [
         check_packages(),
         check_variables(environ, _num_cores()),
         _with(cluster_part, findings),
+        *started,
     ]
-    if not quick:
-        parts += _started(environ, cluster, timeout_s)
     number = None if info is None else info.process_id
     is_one_of_many = info is not None and info.num_processes > 1
     return Report(

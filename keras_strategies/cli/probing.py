@@ -104,6 +104,14 @@ def check_devices(
     return part, "kinds" in devices
 
 
+_MET = good("All processes have met, and JAX joined them.")
+
+
+def has_met(part: Part) -> bool:
+    """Whether `check_job` found that all processes have met."""
+    return _MET in part.findings
+
+
 def check_job(
     cluster: Cluster, environ: Mapping[str, str], timeout_s: float
 ) -> Part:
@@ -119,7 +127,7 @@ def check_job(
     told, end = _probe(stages, join, timeout_s, environ)
     rows, findings = [], []
     if "seconds" in told.get("join", {}):
-        findings.append(good("All processes have met, and JAX joined them."))
+        findings.append(_MET)
     devices = told.get("devices", {})
     if "kinds" in devices:
         hosts = devices["hosts"]

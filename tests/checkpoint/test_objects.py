@@ -2,6 +2,8 @@
 
 import os
 import pathlib
+import subprocess
+import sys
 
 import keras
 import numpy as np
@@ -193,3 +195,38 @@ def test_saving_where_a_manager_of_this_process_writes(tmp_path):
         pytest.raises(RuntimeError, match=r"manager\.close\(\)"),
     ):
         checkpoint.save(tmp_path / "ckpt")
+
+
+_FULL = """
+import resource, sys
+import keras, numpy as np
+import keras_strategies as ks
+
+variable = keras.Variable(np.arange(100_000.0))
+checkpoint = ks.checkpoint.Checkpoint(v=variable)
+manager = ks.checkpoint.CheckpointManager(checkpoint, sys.argv[1])
+manager.save(1)
+manager.wait()
+# As a disk that is full in the middle: a write fails, and not the first.
+variable.assign(np.random.default_rng(0).random(100_000))
+_, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, most))
+try:
+    manager.save(2)
+    manager.wait()
+finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+"""
+
+
+def test_a_disk_that_fills_in_the_middle_of_a_save(tmp_path):
+    words = [sys.executable, "-c", _FULL, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert "of step 2 could not be written to" in last
+    assert repr(str(tmp_path)) in last
+    assert "the newest is of step 1" in last
+    variable = keras.Variable(np.zeros(100_000))
+    ks.checkpoint.Checkpoint(v=variable).restore(tmp_path).assert_consumed()
+    assert_same([variable.value], [np.arange(100_000.0)])

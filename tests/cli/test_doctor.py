@@ -24,7 +24,7 @@ from keras_strategies.cli import (
     probing,
     report_html,
 )
-from keras_strategies.cli.findings import Level
+from keras_strategies.cli.findings import Level, Part
 from keras_strategies.cluster.free_ports import free_ports
 from keras_strategies.cluster.spec import TaskInfo
 
@@ -450,6 +450,27 @@ def test_coordinator_that_does_not_answer(monkeypatch):
 
 
 # Several processes.
+
+
+@pytest.mark.parametrize("has_met", [True, False])
+def test_an_address_at_which_all_have_met_is_no_fault(monkeypatch, has_met):
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    environ = {"TF_CONFIG": tf_config([address, "127.0.0.2:1"], 0)}
+    findings = (probing._MET,) if has_met else ()
+    job = Part(title="Job", findings=findings)
+    monkeypatch.setattr(doctor, "_started", lambda *_: [job])
+    report = doctor.examine(environ, quick=False, timeout_s=1.0)
+    text = " ".join(finding.text for finding in report.findings)
+    assert ("processes on other machines cannot reach" in text) != has_met
+
+
+def test_a_secret_is_looked_at_and_not_shown():
+    for text, level in (("too small", [Level.FAULT]), ("x" * 40, [])):
+        environ = {"KERAS_STRATEGIES_SECRET": text}
+        part = installed.check_variables(environ, num_cores=2)
+        assert [finding.level for finding in part.findings] == level
+        assert dict(part.rows)["KERAS_STRATEGIES_SECRET"].startswith("set")
+        assert text not in repr(part)
 
 
 def test_processes_meet_join_and_time_an_all_reduce():

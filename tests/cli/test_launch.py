@@ -406,3 +406,20 @@ def ending(process, code, *sent):
 def test_first_cause(endings, expected):
     found = first_cause(endings)
     assert (found and found.process) == expected
+
+
+def test_each_job_has_a_secret_of_its_own(tmp_path):
+    script = tmp_path / "said.py"
+    script.write_text(
+        "import os; print('said', os.environ['KERAS_STRATEGIES_SECRET'])"
+    )
+    heard = []
+    for environ in ({}, {}, {"KERAS_STRATEGIES_SECRET": "that of its user"}):
+        out, _, code = run("--processes", "2", str(script), environ=environ)
+        assert code == 0
+        said = {line.partition("said ")[2] for line in out if "said" in line}
+        assert len(said) == 1
+        heard += said
+    assert len(set(heard)) == 3
+    assert len(heard[0]) == 64
+    assert heard[2] == "that of its user"
