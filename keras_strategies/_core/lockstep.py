@@ -155,17 +155,21 @@ class Turn:
         self._lockstep = lockstep
         self.replica = replica
 
-    def meet(self, value: Any) -> list[Any]:
-        """Every replica's value, of any kind."""
+    def meet(self, value: Any, where: str = END) -> list[Any]:
+        """Every replica's value, of any kind.
+
+        Raises:
+          RuntimeError: others came to another place.
+        """
         count = self._lockstep.num_replicas
         return self._lockstep.exchange(
-            self.replica, END, value, lambda values: [values] * count
+            self.replica, where, value, lambda values: [values] * count
         )
 
     def collective(self, reduce: Reduce, operands: list[Any]) -> list[Any]:
         """This replica's results of a collective."""
         if isinstance(reduce, Concatenation):
-            shapes = self._exchange_shape(operands[0].shape)
+            shapes = self.meet(operands[0].shape, _SHAPES)
             if len(set(shapes)) > 1:
                 reduce = reduce.of_shapes(shapes)
                 operands = [reduce.padded(operands[0])]
@@ -183,12 +187,6 @@ class Turn:
             ),
         )
         return exchanged(operands)
-
-    def _exchange_shape(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-        count = self._lockstep.num_replicas
-        return self._lockstep.exchange(
-            self.replica, _SHAPES, shape, lambda shapes: [shapes] * count
-        )
 
     def _forward(self, reduce: Reduce, arrays: list[Any]) -> Any:
         """This replica's results, and all replicas' operands."""

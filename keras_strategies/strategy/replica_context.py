@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from keras_strategies._core.lockstep import Turn
 from keras_strategies._core.reduce_op import ReduceOp, as_reduce_op
+from keras_strategies._core.replay import current_side
 from keras_strategies._core.replica_map import (
     all_concatenated,
     all_sum,
@@ -152,6 +154,10 @@ class ReplicaContext:
           What it returns, for this replica.
         """
         self._check_current("merge_call")
+        turn = current_side()
+        if isinstance(turn, Turn):
+            # Also one without a collective is called by all, or an error.
+            turn.meet(None, "a `merge_call`")
         merged, merged_kwargs = list(args), dict(kwargs or {})
         if self._step is not None:
             merged, merged_kwargs = jax.tree.map(

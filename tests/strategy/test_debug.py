@@ -256,3 +256,18 @@ def test_settings_of_keras_hold_in_replicas():
     finally:
         keras.config.set_dtype_policy(before)
     assert name == "mixed_bfloat16"
+
+
+def test_a_merge_call_on_one_replica_alone_is_refused():
+    strategy = mirrored(3)
+
+    def step():
+        context = ks.get_replica_context()
+        if int(context.replica_id_in_sync_group) == 1:
+            context.merge_call(lambda strategy: None)
+
+    with (
+        strategy.debug(),
+        pytest.raises(RuntimeError, match="must call the same collectives"),
+    ):
+        strategy.run(step)
