@@ -98,11 +98,7 @@ class CheckpointManager:
 
     @property
     def checkpoints(self) -> list[str]:
-        """The paths of all checkpoints, the oldest first.
-
-        What this process is saving is waited for.
-        """
-        self.wait()
+        """The paths of all checkpoints, the oldest first."""
         return [
             str(self._storage.path(step)) for step in find_steps(self.directory)
         ]

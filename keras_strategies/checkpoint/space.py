@@ -39,6 +39,37 @@ def check_free_space(directory: str | os.PathLike[str], num_bytes: int) -> None:
     )
 
 
+def not_written(
+    directory: str | os.PathLike[str],
+    step: int,
+    good: int | None,
+    error: Exception,
+) -> OSError:
+    """The error of a save that failed in the middle, as on a full disk.
+
+    Args:
+      directory: Where it was to go.
+      step: Which one it was.
+      good: The newest that is whole; None without any.
+      error: What has happened.
+    """
+    kept = (
+        "No checkpoint was complete before it"
+        if good is None
+        else f"Those before it are good, the newest is of step {good}"
+    )
+    number = getattr(error, "errno", None)
+    received = str(error).strip().rstrip(".") or type(error).__name__
+    new = OSError(
+        errno.EIO if number is None else number,
+        f"The checkpoint of step {step} could not be written to "
+        f"{os.fspath(directory)!r}. {kept}. Received: {received}. See that "
+        "there is space and that the disk answers, and start again",
+    )
+    new.__cause__ = error
+    return new
+
+
 def check_writable(directory: str | os.PathLike[str]) -> None:
     """Raises unless checkpoints can be written to a directory.
 

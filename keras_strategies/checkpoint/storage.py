@@ -5,7 +5,6 @@ adds the manifest, and deletes what is not to be kept. The chief decides what
 is restored, and all processes restore it.
 """
 
-import errno
 import functools
 import json
 import logging
@@ -35,6 +34,7 @@ from keras_strategies.checkpoint.orbax_io import (
     on_host,
     restore_args,
 )
+from keras_strategies.checkpoint.space import not_written
 from keras_strategies.cluster.agreement import Agreement
 
 _logger = logging.getLogger(__name__)
@@ -309,30 +309,13 @@ class Storage:
                 delete(self.directory, old)
                 del self._good[old]
         except Exception as error:
-            self._error = self._not_written(step, error)
+            self._error = not_written(
+                self.directory, step, max(self._good, default=None), error
+            )
         except BaseException as error:
             self._error = error
         finally:
             finished.set()
-
-    def _not_written(self, step: int, error: Exception) -> OSError:
-        """The error of a save that failed in the middle, as on a full disk."""
-        good = max(self._good, default=None)
-        kept = (
-            "No checkpoint was complete before it"
-            if good is None
-            else f"Those before it are good, the newest is of step {good}"
-        )
-        number = getattr(error, "errno", None)
-        received = str(error).strip().rstrip(".") or type(error).__name__
-        new = OSError(
-            errno.EIO if number is None else number,
-            f"The checkpoint of step {step} could not be written to "
-            f"{str(self.directory)!r}. {kept}. Received: {received}. See that "
-            "there is space and that the disk answers, and start again",
-        )
-        new.__cause__ = error
-        return new
 
     def wait(self) -> None:
         """Until what was saved is on the disk. Local.

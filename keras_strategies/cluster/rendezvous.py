@@ -20,7 +20,6 @@ What is said, a line of JSON each:
 
 import contextlib
 import dataclasses
-import json
 import selectors
 import socket
 import time
@@ -28,33 +27,30 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from keras_strategies.cluster import job_secret
+from keras_strategies.cluster.hellos import (
+    MAX_BYTES,
+    MOST,
+    NOT_THERE,
+    PROCESS,
+    PROCESS_0,
+    as_line,
+    parsed,
+    proof_of,
+    readable,
+    said_in,
+    shown,
+)
 from keras_strategies.cluster.job_secret import VARIABLE, Secret
-from keras_strategies.cluster.untrusted import load_json
+from keras_strategies.cluster.joining import join
 
-_HELLO = "keras_strategies"
-_HELLO_KINDS = {
-    "job": str,
-    "process": int,
-    "count": int,
-    "facts": dict,
-    "problem": str,
-}
-_MAX_BYTES = 65_536
-_MAX_SHOWN, _MAX_TEXT = 160, 4000
-# Of numbers of processes, and of seconds.
-_MOST = 2**31
 # Connections that have not said who they are: so many, and each for so long.
 # More of them wait until one is gone: no stranger takes a process's time.
 _MAX_PENDING = 512
 _PENDING_S = 5.0
 # Until the next try, where this process has no file left for a connection.
 _NO_FILES_S = 0.05
-_RETRY_S = 0.1
 # What a verdict may take beyond the time for all to come.
 _GRACE_S = 2.0
-# An attempt that begins at the very end is given this long, so that it says
-# more than that time was over.
-_LAST_TRY_S = 1.0
 # How long to wait for others once something is wrong, to tell them too.
 _LINGER_S = 5.0
 
@@ -106,7 +102,7 @@ def meet(
         host, port = split(bind_address or address)
         verdict = _Host(hello, names, secret).run(host, port, timeout_s)
     else:
-        verdict = _join(split(address), hello, timeout_s, secret)
+        verdict = join(split(address), hello, timeout_s, secret)
     if verdict:
         raise RendezvousError(verdict)
 
@@ -223,12 +219,12 @@ class _Host:
 
     def _read(self, connection: Any) -> None:
         try:
-            data = connection.recv(_MAX_BYTES)
+            data = connection.recv(MAX_BYTES)
         except OSError:
             data = b""
         pending = self._pending[connection]
         pending.text += data
-        if not data or len(pending.text) > _MAX_BYTES:
+        if not data or len(pending.text) > MAX_BYTES:
             self._leave(connection)
         elif pending.text.endswith(b"\n"):
             text, pending.text = pending.text, b""
@@ -240,7 +236,7 @@ class _Host:
     def _hear(
         self, connection: socket.socket, pending: _Pending, text: bytes
     ) -> None:
-        hello = _parsed(text)
+        hello = parsed(text)
         if hello is None:  # A stranger: a port scanner, a health check.
             self._leave(connection)
             return
@@ -250,22 +246,22 @@ class _Host:
             return
         if nonce is None:
             self._unproved.add(hello["process"])
-            self._send(connection, {"verdict": _NOT_THERE})
+            self._send(connection, {"verdict": NOT_THERE})
             self._leave(connection)
             return
         pending.hello, pending.words = hello, text
         pending.nonces = job_secret.make_nonce(), nonce
-        proof = self._secret.proof(_PROCESS_0, pending.nonces, text)
+        proof = self._secret.proof(PROCESS_0, pending.nonces, text)
         challenge = {"nonce": pending.nonces[0], "proof": proof}
         self._send(connection, challenge)
 
     def _check_proof(
         self, connection: socket.socket, pending: _Pending, text: bytes
     ) -> None:
-        said = _said(text) or {}
+        said = said_in(text) or {}
         assert self._secret is not None
         assert pending.hello is not None
-        proof = self._secret.proof(_PROCESS, pending.nonces, pending.words)
+        proof = self._secret.proof(PROCESS, pending.nonces, pending.words)
         if job_secret.is_same(said.get("proof"), proof):
             self._take(connection, pending.hello, pending.nonces)
         else:
@@ -281,7 +277,7 @@ class _Host:
         self._selector.unregister(connection)
         del self._pending[connection]
         self._joined[connection] = nonces
-        self._send(connection, {"left_s": min(self._left(), _MOST)})
+        self._send(connection, {"left_s": min(self._left(), MOST)})
         process = hello["process"]
         problem = self._problem_of(process, hello)
         self._hellos.setdefault(process, hello)
@@ -293,9 +289,9 @@ class _Host:
     def _send(self, connection: socket.socket, words: dict[str, Any]) -> None:
         nonces = self._joined.get(connection)
         if self._secret is not None and nonces is not None:
-            words |= {"proof": _proof_of(self._secret, nonces, words)}
+            words |= {"proof": proof_of(self._secret, nonces, words)}
         with contextlib.suppress(OSError):
-            connection.sendall(_line(words))
+            connection.sendall(as_line(words))
 
     def _problem_of(self, process: int, hello: dict[str, Any]) -> str:
         if "nonce" in hello and self._secret is None:
@@ -323,16 +319,16 @@ class _Host:
                 "its own task index, and end processes of earlier runs."
             )
         if hello["problem"]:
-            return f"{self._name(process)}: {_readable(hello['problem'])}"
+            return f"{self._name(process)}: {readable(hello['problem'])}"
         mine = self._hellos[0]["facts"]
         other = hello["facts"]
         for name in sorted(mine.keys() | other.keys()):
             if mine.get(name) != other.get(name):
                 return (
-                    f"All processes must have the same {_readable(name)}. "
+                    f"All processes must have the same {readable(name)}. "
                     "Received: "
-                    f"{_shown(mine.get(name))} in process 0, "
-                    f"{_shown(other.get(name))} in {self._name(process)}. "
+                    f"{shown(mine.get(name))} in process 0, "
+                    f"{shown(other.get(name))} in {self._name(process)}. "
                     "Start all from one environment "
                     "and one script."
                 )
@@ -386,169 +382,6 @@ class _Host:
     def _close(self) -> None:
         for connection in [*self._pending, *self._joined]:
             connection.close()
-
-
-def _join(
-    address: tuple[str, int],
-    hello: dict[str, Any],
-    timeout_s: float,
-    secret: Secret | None,
-) -> str:
-    """Goes to process 0, and returns what it finds wrong."""
-    end = time.monotonic() + timeout_s + _GRACE_S
-    reason = "no answer"
-    while (left := end - time.monotonic()) > 0:
-        left = max(left, _LAST_TRY_S)
-        until = time.monotonic() + left
-        try:
-            with socket.create_connection(address, timeout=left) as connection:
-                verdict = _Guest(connection, secret).say(hello, until)
-        except OSError as error:
-            reason = error.strerror or str(error)
-        else:
-            if verdict is not None:
-                return verdict
-            reason = "it hung up, as another service would"
-        time.sleep(min(_RETRY_S, max(left, 0)))
-    host, port = address
-    return (
-        f"Process {hello['process']} must reach process 0 at {host}:{port} "
-        f"within {timeout_s:.0f} s. Received: {reason}. Look whether process 0 "
-        "was started there, and for a firewall between the machines."
-    )
-
-
-class _Guest:
-    """A process that says to process 0 who it is."""
-
-    def __init__(
-        self, connection: socket.socket, secret: Secret | None
-    ) -> None:
-        self._connection = connection
-        self._secret = secret
-        self._nonces: tuple[str, str] | None = None
-
-    def say(self, hello: dict[str, Any], end: float) -> str | None:
-        """Returns what process 0 says; None if that is no process of ours.
-
-        Args:
-          hello: Who this process is.
-          end: Until when to wait, by `time.monotonic`.
-        """
-        nonce = job_secret.make_nonce()
-        words = _line(hello | ({"nonce": nonce} if self._secret else {}))
-        self._connection.sendall(words)
-        text, num_bytes = b"", 0
-        while True:
-            self._connection.settimeout(max(end - time.monotonic(), 0.001))
-            data = self._connection.recv(_MAX_BYTES)
-            text += data
-            num_bytes += len(data)
-            if not data or num_bytes > _MAX_BYTES:
-                return None
-            *lines, text = text.split(b"\n")
-            for line in lines:
-                said = _said(line) or {}
-                if self._secret is not None and self._nonces is None:
-                    problem = self._prove(self._secret, said, words, nonce)
-                    if problem is not None:
-                        return problem
-                    continue
-                if not self._is_proved(said):
-                    return None
-                if isinstance(said.get("verdict"), str):
-                    return _readable(said["verdict"])
-                left_s: Any = said.get("left_s")
-                if type(left_s) not in (int, float) or not 0 <= left_s <= _MOST:
-                    return None
-                # It has begun later, and waits for the others as long.
-                end = time.monotonic() + left_s + 2 * _GRACE_S
-
-    def _prove(
-        self, secret: Secret, said: dict[str, Any], words: bytes, nonce: str
-    ) -> str | None:
-        """Answers the challenge; what is wrong if it is none of ours."""
-        if "left_s" in said or "verdict" in said:
-            return _ONLY_HERE
-        if not job_secret.is_nonce(said.get("nonce")):
-            raise ConnectionError("it is another service")
-        nonces = said["nonce"], nonce
-        if not job_secret.is_same(
-            said.get("proof"), secret.proof(_PROCESS_0, nonces, words)
-        ):
-            return _ANOTHER
-        self._nonces = nonces
-        proof = secret.proof(_PROCESS, nonces, words)
-        self._connection.sendall(_line({"proof": proof}))
-        return None
-
-    def _is_proved(self, said: dict[str, Any]) -> bool:
-        proof = said.pop("proof", None)
-        said.pop("job", None)
-        if self._secret is None or self._nonces is None:
-            return True
-        return job_secret.is_same(
-            proof, _proof_of(self._secret, self._nonces, said)
-        )
-
-
-# Who proves something.
-_PROCESS_0, _PROCESS, _TELLS = "process 0", "process", "process 0 tells"
-_SAME = f"All processes of a job have the same {VARIABLE}, or none has one. "
-_SET = f"Set it in all of them: `{job_secret.MAKE}` makes one."
-_NOT_THERE = f"{_SAME}Received: one in process 0, and none here. {_SET}"
-_ONLY_HERE = f"{_SAME}Received: one here, and none in process 0. {_SET}"
-_ANOTHER = (
-    f"{_SAME}Received: another one in process 0. {_SET} If it is the same, "
-    "look for another job at process 0's address."
-)
-
-
-def _proof_of(
-    secret: Secret, nonces: tuple[str, str], words: dict[str, Any]
-) -> str:
-    said = json.dumps(words, sort_keys=True).encode()
-    return secret.proof(_TELLS, nonces, said)
-
-
-def _line(words: dict[str, Any]) -> bytes:
-    return f"{json.dumps({'job': _HELLO, **words})}\n".encode()
-
-
-def _parsed(text: bytes) -> dict[str, Any] | None:
-    """What a process says; None if it is no process of ours."""
-    said = _said(text)
-    if said is None or said.keys() - {"nonce"} != _HELLO_KINDS.keys():
-        return None
-    if "nonce" in said and not job_secret.is_nonce(said["nonce"]):
-        return None
-    if any(type(said[name]) is not kind for name, kind in _HELLO_KINDS.items()):
-        return None
-    if max(abs(said["process"]), abs(said["count"])) > _MOST:
-        return None
-    return said
-
-
-def _said(text: bytes) -> dict[str, Any] | None:
-    """One of our lines; None for anything else."""
-    try:
-        said = load_json(text, max_characters=_MAX_BYTES)
-    except ValueError:
-        return None
-    is_ours = isinstance(said, dict) and said.get("job") == _HELLO
-    return said if is_ours else None
-
-
-def _shown(value: Any) -> str:
-    """What another process says, for a message: short, and printable."""
-    text = ascii(value)
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
-
-
-def _readable(text: str) -> str:
-    """A text of another process, without what a terminal takes for orders."""
-    text = "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
-    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
 
 
 def _family(host: str) -> socket.AddressFamily:

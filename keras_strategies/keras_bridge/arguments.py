@@ -33,3 +33,13 @@ def batch_weights(y: Any, sample_weight: Any, class_weight: Any) -> Any:
             "`sample_weight`."
         )
     return data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
+
+
+def check_fraction(value: Any) -> None:
+    """Raises ValueError for a `validation_split` that is no fraction."""
+    if value and not 0 < value < 1:
+        raise ValueError(
+            "`validation_split` is the fraction of rows held out for "
+            f"validation, in [0, 1). Received: validation_split={value!r}. "
+            "Pass 0.2 for a fifth of them."
+        )

@@ -139,7 +139,7 @@ class Binding:
         call = self._call("fit", args, kwargs)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._session("train"))
-            _check_fraction(call["validation_split"])
+            arguments.check_fraction(call["validation_split"])
             if call["validation_split"] and call["validation_data"] is None:
                 train, held_out = arguments.split_validation(
                     call["x"],
@@ -187,11 +187,7 @@ class Binding:
                 call.set_feed(feed)
                 self._build(feed)
                 self._quieten(call, feed)
-            try:
-                return call.run()
-            except BaseException:
-                self.model.jax_state_sync()
-                raise
+            return self._synced(call)
 
     def _predict(self, *args: Any, **kwargs: Any) -> Any:
         call = self._call("predict", args, kwargs)
@@ -200,11 +196,7 @@ class Binding:
             call.set_feed(feed)
             self._build_for_call(EpochIterator(feed))
             self._quieten(call, feed)
-            try:
-                return call.run()
-            except BaseException:
-                self.model.jax_state_sync()
-                raise
+            return self._synced(call)
 
     def _quieten(self, call: Call, feed: Any) -> None:
         callbacks = quiet_list(call.name, call.keywords, self.model, feed)
@@ -375,15 +367,6 @@ class Binding:
             all_variables(self.model),
             self._mesh,
             self._distribution.partitions,
-        )
-
-
-def _check_fraction(value: Any) -> None:
-    if value and not 0 < value < 1:
-        raise ValueError(
-            "`validation_split` is the fraction of rows held out for "
-            f"validation, in [0, 1). Received: validation_split={value!r}. "
-            "Pass 0.2 for a fifth of them."
         )
 
 

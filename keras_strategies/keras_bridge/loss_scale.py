@@ -1,18 +1,11 @@
-"""Whether a step's loss is a mean over the batch's rows, by its traces.
+"""Whether a step's loss may be other than a mean over the rows, at a glance.
 
 The mean of the replicas' losses is the whole batch's loss where that is a
 mean over rows, plus what knows no rows. A sum is not, and no loss that mixes
-rows. Twice the same rows leave a mean as it is and double a sum: a value that
-is multiplied by 2**d is of degree d here. The degrees follow from two traces,
-of a number of rows and of twice as many, equation by equation: constants tell
-theirs by their two values, reductions by their two shapes. Values of different
-degrees cannot be added, and have no logarithm: then the loss is none at all.
-
-This is dimensional analysis, with the row as the only unit. It is silent about
-what it does not know (`None`): loops over rows, sorts, scatters.
+rows. `row_degrees` is sure of it and needs two more traces; here one trace is
+looked through for rows that are added up and not divided by their number.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,58 +13,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal, jaxpr_as_fun
+from jax.extend.core import Literal
 
-# The names of what is known to be right.
-_EXACT, _MEAN = "ks_share_of_a_sum", "ks_mean_over_rows"
-_FEW = 16
-"""Entries of constants that are looked at: shapes, and numbers."""
-_TINY = 1e-3
-"""Of a constant that only keeps a denominator from zero."""
+from keras_strategies.keras_bridge.row_degrees import (
+    EXACT,
+    needed_for,
+    trace_called,
+    variables_of,
+)
 
-
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """What is known of a value.
-
-    Attributes:
-      degree: Of a value. None: not known.
-      is_mixed: It is made of values of different degrees.
-      is_whole: It is that of all replicas' rows, the same on each.
-      values: Of a number that both traces know: in each of them.
-    """
-
-    degree: float | None = 0.0
-    is_mixed: bool = False
-    is_whole: bool = False
-    values: tuple[Any, Any] | None = None
-
-    @property
-    def is_any(self) -> bool:
-        """Whether it fits to every degree: zero, infinity and NaN do."""
-        if self.values is None:
-            return False
-        numbers = np.stack(self.values)
-        return bool(np.all((numbers == 0) | ~np.isfinite(numbers)))
-
-    @property
-    def is_tiny(self) -> bool:
-        """Whether it is a small constant."""
-        if self.values is None:
-            return False
-        return bool(np.all(np.abs(self.values[0]) <= _TINY))
-
-
-_UNKNOWN = Kind(degree=None)
-_MIXED = Kind(degree=None, is_mixed=True)
-_PLAIN = Kind()
+_MEAN = "ks_mean_over_rows"
 
 
 def _share_of_a_sum(values: Any, num_replicas: int) -> Any:
     return jnp.sum(values) * num_replicas
 
 
-_share_of_a_sum.__name__ = _EXACT
+_share_of_a_sum.__name__ = EXACT
 share_of_a_sum = jax.jit(_share_of_a_sum, static_argnums=1)
 """A replica's sum over its rows, such that the mean of all is their sum."""
 
@@ -97,27 +55,8 @@ def is_suspect(jaxpr: Any, loss: int, data: Sequence[int], rows: int) -> bool:
     """
     inner = jaxpr.jaxpr
     tainted = {inner.invars[k] for k in data}
-    needed = _needed(inner, [inner.outvars[loss]])
+    needed = needed_for(inner, [inner.outvars[loss]])
     return _reduces_rows(inner, needed, tainted, rows)
-
-
-def is_no_mean(small: Any, large: Any, loss: int) -> bool:
-    """Whether a loss is certainly no mean over the rows.
-
-    Args:
-      small: A trace of the step; closed.
-      large: The same with twice the rows.
-      loss: Which of the outputs the loss is.
-    """
-    inner, other = small.jaxpr, large.jaxpr
-    consts = [
-        _constant(*pair)
-        for pair in zip(small.consts, large.consts, strict=True)
-    ]
-    (kind,) = _kinds(inner, other, consts, [_PLAIN] * len(inner.invars), [loss])
-    if kind.is_mixed:
-        return True
-    return not kind.is_whole and kind.degree not in (None, 0.0)
 
 
 def _reduces_rows(jaxpr: Any, needed: Any, tainted: Any, rows: int) -> bool:
@@ -125,24 +64,24 @@ def _reduces_rows(jaxpr: Any, needed: Any, tainted: Any, rows: int) -> bool:
     users: dict[Any, list[Any]] = {}
     makers = {var: e for e in needed for var in e.outvars}
     for equation in needed:
-        for var in _variables(equation.invars):
+        for var in variables_of(equation.invars):
             users.setdefault(var, []).append(equation)
     for equation in needed:
-        mine = [v for v in _variables(equation.invars) if v in tainted]
+        mine = [v for v in variables_of(equation.invars) if v in tainted]
         if not mine:
             continue
         tainted.update(equation.outvars)
-        if equation.params.get("name") in (_EXACT, _MEAN):
+        if equation.params.get("name") in (EXACT, _MEAN):
             continue
-        called = _called(equation)
-        if called is not None:
-            inner = called[0]
+        inner_trace = trace_called(equation)
+        if inner_trace is not None:
+            inner, _ = inner_trace
             inside = {
                 into
                 for into, v in zip(inner.invars, equation.invars, strict=True)
                 if not isinstance(v, Literal) and v in tainted
             }
-            all_needed = _needed(inner, inner.outvars)
+            all_needed = needed_for(inner, inner.outvars)
             if _reduces_rows(inner, all_needed, inside, rows):
                 return True
         counts = _counts(equation, mine, rows)
@@ -218,321 +157,3 @@ def _number(var: Any, makers: Any) -> float | None:
             return None
         var = maker.invars[0]
     return None if np.ndim(var.val) else float(var.val)
-
-
-def _needed(jaxpr: Any, outputs: Sequence[Any]) -> list[Any]:
-    """The equations that outputs are computed by, in their order."""
-    wanted = set(_variables(outputs))
-    found = []
-    for equation in reversed(jaxpr.eqns):
-        if wanted.intersection(equation.outvars):
-            found.append(equation)
-            wanted.update(_variables(equation.invars))
-    return found[::-1]
-
-
-def _variables(values: Sequence[Any]) -> list[Any]:
-    return [v for v in values if not isinstance(v, Literal)]
-
-
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_lin": "call_jaxpr",
-}
-"""Primitives that call a trace as it is, and their parameter that has it."""
-
-
-def _called(equation: Any) -> tuple[Any, list[Any]] | None:
-    """The trace that an equation calls on its inputs, and its constants."""
-    called = equation.params.get(_CALLS.get(equation.primitive.name))
-    if called is None:
-        return None
-    inner = getattr(called, "jaxpr", called)
-    consts = list(getattr(called, "consts", ()))
-    is_known = len(consts) == len(inner.constvars)
-    if not is_known or len(inner.invars) != len(equation.invars):
-        return None
-    return inner, consts
-
-
-# Degrees.
-
-
-def _kinds(
-    small: Any,
-    large: Any,
-    consts: list[Kind],
-    inputs: list[Kind],
-    outputs: Sequence[int],
-) -> list[Kind]:
-    """What is known of some outputs of two traces of one function."""
-    if len(small.eqns) != len(large.eqns):
-        return [_UNKNOWN] * len(outputs)
-    wanted = [small.outvars[k] for k in outputs]
-    needed = {id(e) for e in _needed(small, wanted)}
-    env: dict[Any, Kind] = dict(zip(small.constvars, consts, strict=True))
-    env |= dict(zip(small.invars, inputs, strict=True))
-
-    def read(var: Any, twin: Any) -> Kind:
-        if isinstance(var, Literal):
-            is_twin = isinstance(twin, Literal)
-            return _constant(var.val, twin.val) if is_twin else _UNKNOWN
-        return env.get(var, _UNKNOWN)
-
-    for one, two in zip(small.eqns, large.eqns, strict=True):
-        if id(one) not in needed:
-            continue
-        if one.primitive is not two.primitive:
-            return [_UNKNOWN] * len(outputs)
-        kinds = [read(*p) for p in zip(one.invars, two.invars, strict=True)]
-        found = _of_equation(one, two, kinds)
-        env |= dict(zip(one.outvars, found, strict=True))
-    return [
-        read(var, large.outvars[k])
-        for k, var in zip(outputs, wanted, strict=True)
-    ]
-
-
-def _constant(one: Any, two: Any) -> Kind:
-    if np.size(one) > _FEW or np.shape(one) != np.shape(two):
-        # A table, a mask: none of them counts rows.
-        return _PLAIN
-    try:
-        values = np.asarray(one, float), np.asarray(two, float)
-    except (TypeError, ValueError):
-        return _PLAIN
-    ratios = {
-        math.log2(b / a) if a * b > 0 and math.isfinite(b / a) else 0.0
-        for a, b in zip(*map(np.ravel, values), strict=True)
-    }
-    # A shape is of no degree, and its numbers are.
-    degree = ratios.pop() if len(ratios) == 1 else None
-    return Kind(degree=degree, values=values)
-
-
-def _of_equation(one: Any, two: Any, kinds: list[Kind]) -> list[Kind]:
-    name = one.primitive.name
-    num = len(one.outvars)
-    if one.params.get("name") == _EXACT:
-        return [_PLAIN] * num
-    folded = _folded(one, two, kinds)
-    if folded is not None:
-        return [folded]
-    inner, other = _called(one), _called(two)
-    if inner is not None and other is not None:
-        pairs = zip(inner[1], other[1], strict=True)
-        consts = [_constant(*pair) for pair in pairs]
-        return _kinds(inner[0], other[0], consts, kinds, range(num))
-    if name in _FORGETS:
-        return [_PLAIN] * num
-    if any(kind.is_mixed for kind in kinds):
-        return [_MIXED] * num
-    if name in _KEEPS:
-        return [_without_value(kinds[0])] * num
-    rule = _RULES.get(name)
-    if rule is not None:
-        return [rule(one, two, kinds)] * num
-    if all(kind.degree == 0 for kind in kinds) and name not in _LOOPS:
-        # Whatever it is, entry by entry or within a row.
-        return [_joined(kinds)] * num
-    return [_UNKNOWN] * num
-
-
-def _folded(one: Any, two: Any, kinds: list[Kind]) -> Kind | None:
-    """A constant that follows from constants."""
-    is_small = len(one.outvars) == 1 and one.outvars[0].aval.size <= _FEW
-    if not is_small or not kinds or any(k.values is None for k in kinds):
-        return None
-    results = []
-    for equation, which in ((one, 0), (two, 1)):
-        try:
-            with jax.ensure_compile_time_eval():
-                values = [
-                    jnp.asarray(values[which], var.aval.dtype)
-                    for values, var in zip(
-                        (kind.values or () for kind in kinds),
-                        equation.invars,
-                        strict=True,
-                    )
-                ]
-                results.append(np.asarray(_computed(equation, values)))
-        except Exception:
-            return None
-    return _constant(*results)
-
-
-def _computed(equation: Any, values: list[Any]) -> Any:
-    if _called(equation) is not None:
-        closed = equation.params[_CALLS[equation.primitive.name]]
-        return jaxpr_as_fun(closed)(*values)[0]
-    return equation.primitive.bind(*values, **equation.params)
-
-
-def _without_value(kind: Kind) -> Kind:
-    return kind if kind.is_any else dataclasses.replace(kind, values=None)
-
-
-def _joined(kinds: Sequence[Kind]) -> Kind:
-    """Of degree 0, and whole where all are that depend on rows."""
-    variable = [kind for kind in kinds if kind.values is None]
-    return Kind(is_whole=bool(variable) and all(k.is_whole for k in variable))
-
-
-def _degree(kind: Kind, kinds: Sequence[Kind]) -> float | None:
-    """Beside a replica's own values what is whole is of no degree."""
-    all_whole = all(k.is_whole or k.values is not None for k in kinds)
-    return 0.0 if kind.is_whole and not all_whole else kind.degree
-
-
-def _added(one: Any, two: Any, kinds: list[Kind]) -> Kind:
-    counted = [k for k in kinds if not k.is_any]
-    name = one.primitive.name
-    if len(counted) > 1 and name in ("add", "sub", "max", "min", "select_n"):
-        # What keeps from zero, or from too much, is of no degree.
-        variable = [k for k in counted if k.values is None]
-        is_bound = name not in ("add", "sub")
-        counted = [
-            k
-            for k in counted
-            if k.values is None or not (k.is_tiny or is_bound) or not variable
-        ]
-    if not counted:
-        return _without_value(kinds[0])
-    degrees = {_degree(kind, counted) for kind in counted}
-    if None in degrees:
-        return _UNKNOWN
-    if len(degrees) > 1:
-        is_whole = all(k.is_whole or k.values is not None for k in counted)
-        return Kind(is_whole=True) if is_whole else _MIXED
-    return dataclasses.replace(_joined(counted), degree=degrees.pop())
-
-
-def _selected(one: Any, two: Any, kinds: list[Kind]) -> Kind:
-    return _added(one, two, kinds[1:])
-
-
-def _clamped(one: Any, two: Any, kinds: list[Kind]) -> Kind:
-    return _without_value(kinds[1])
-
-
-def _multiplied(one: Any, two: Any, kinds: list[Kind]) -> Kind:
-    degrees = [_degree(kind, kinds) for kind in kinds]
-    if any(kind.is_any for kind in kinds):
-        return Kind(degree=0.0, values=(np.zeros(()), np.zeros(())))
-    if None in degrees:
-        return _UNKNOWN
-    degree = degrees[0] + degrees[1]  # type: ignore[operator]
-    return dataclasses.replace(_joined(kinds), degree=degree)
-
-
-def _divided(one: Any, two: Any, kinds: list[Kind]) -> Kind:
-    degrees = [_degree(kind, kinds) for kind in kinds]
-    if None in degrees:
-        return _UNKNOWN
-    degree = degrees[0] - degrees[1]  # type: ignore[operator]
-    return dataclasses.replace(_joined(kinds), degree=degree)
-
-
-def _contracted(one: Any, two: Any, kinds: list[Kind]) -> Kind:
-    product = _multiplied(one, two, kinds)
-    if product.degree is None or product.is_whole:
-        return product
-    (dims, _), _ = one.params["dimension_numbers"]
-    ratio = _ratio(one, two, dims)
-    return dataclasses.replace(product, degree=product.degree + ratio)
-
-
-def _summed(one: Any, two: Any, kinds: list[Kind]) -> Kind:
-    kind = _without_value(kinds[0])
-    if kind.degree is None or kind.is_any:
-        return kind
-    ratio = _ratio(one, two, one.params["axes"])
-    return dataclasses.replace(kind, degree=kind.degree + ratio)
-
-
-def _ratio(one: Any, two: Any, dims: Sequence[int]) -> float:
-    """How much more is added up in the larger trace, by powers of 2."""
-    counts = [
-        math.prod(equation.invars[0].aval.shape[dim] for dim in dims)
-        for equation in (one, two)
-    ]
-    return math.log2(counts[1] / counts[0]) if all(counts) else 0.0
-
-
-def _power(of: Callable[[Any], float]) -> Callable[[Any, Any, Any], Kind]:
-    def rule(one: Any, two: Any, kinds: list[Kind]) -> Kind:
-        kind = _without_value(kinds[0])
-        if kind.degree is None or kind.is_any:
-            return kind
-        return dataclasses.replace(kind, degree=kind.degree * of(one))
-
-    return rule
-
-
-def _bent(one: Any, two: Any, kinds: list[Kind]) -> Kind:
-    """A function that is linear in nothing."""
-    kind = kinds[0]
-    if kind.degree is None:
-        return _UNKNOWN
-    if kind.degree == 0 or kind.is_any:
-        return _joined(kinds)
-    return Kind(is_whole=True) if kind.is_whole else _MIXED
-
-
-def _gathered(one: Any, two: Any, kinds: list[Kind]) -> Kind:
-    return dataclasses.replace(_without_value(kinds[0]), is_whole=True)
-
-
-def _table(*groups: str) -> frozenset[str]:
-    return frozenset(name for group in groups for name in group.split())
-
-
-# Of no degree, whatever they are given.
-_FORGETS = _table(
-    "eq ne lt le gt ge and or not xor sign argmax argmin iota is_finite",
-    "random_seed random_wrap random_unwrap random_bits random_split",
-    "random_fold_in threefry2x32 axis_index",
-)
-# Of the degree of their first input.
-_KEEPS = _table(
-    "neg abs real copy copy_p convert_element_type reshape broadcast_in_dim",
-    "squeeze transpose rev slice dynamic_slice gather expand_dims split",
-    "reduce_max reduce_min reduce_precision reduce_window_max round floor",
-    "ceil psum psum2 psum_invariant pmax pmin pbroadcast pvary ppermute",
-    "sharding_constraint optimization_barrier stop_gradient device_put",
-    "top_k name mesh_cast reduce_scatter psum_scatter",
-)
-_LOOPS = _table("scan while cond sort cumsum cumprod scatter-add")
-_BENT = _table(
-    "exp exp2 log log1p expm1 tanh logistic sin cos tan erf erfc erf_inv",
-    "lgamma digamma cosh sinh asinh acosh atanh",
-)
-_RULES: dict[str, Callable[[Any, Any, list[Kind]], Kind]] = {
-    "add": _added,
-    "add_any": _added,
-    "sub": _added,
-    "max": _added,
-    "min": _added,
-    "concatenate": _added,
-    "pad": _added,
-    "select_n": _selected,
-    "clamp": _clamped,
-    "mul": _multiplied,
-    "div": _divided,
-    "dot_general": _contracted,
-    "conv_general_dilated": _multiplied,
-    "reduce_sum": _summed,
-    "square": _power(lambda equation: 2.0),
-    "sqrt": _power(lambda equation: 0.5),
-    "rsqrt": _power(lambda equation: -0.5),
-    "integer_pow": _power(lambda equation: float(equation.params["y"])),
-    "all_gather": _gathered,
-    "all_gather_invariant": _gathered,
-} | dict.fromkeys(_BENT, _bent)

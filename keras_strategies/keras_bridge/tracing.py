@@ -15,7 +15,7 @@ from keras_strategies._core.replica_map import (
     has_unsure_collectives,
 )
 from keras_strategies._core.step_context import StepContext
-from keras_strategies.keras_bridge import loss_scale
+from keras_strategies.keras_bridge import loss_scale, row_degrees
 
 
 class StepsNotFused(Exception):
@@ -139,7 +139,7 @@ def _check_losses(
         # It has shapes of its own, which is no fault of the loss.
         return
     loss = len(small.jaxpr.outvars) - 1
-    if loss_scale.is_no_mean(small, large, loss):
+    if row_degrees.is_no_mean(small, large, loss):
         step.demand_whole(
             "its loss is no mean over the rows, so the mean of the replicas' "
             "losses is another one: `add_loss` is given a sum over rows, or a "

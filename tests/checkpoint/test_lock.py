@@ -71,7 +71,7 @@ def test_killed_writer_frees_the_directory(tmp_path, other):
 
 def test_second_object_of_a_process_is_refused(tmp_path):
     with DirectoryLock(tmp_path):
-        with pytest.raises(RuntimeError, match="already end first"):
+        with pytest.raises(RuntimeError, match="close what writes there first"):
             DirectoryLock(tmp_path).acquire(timeout_seconds=0)
         assert writer_of(tmp_path).process_id == os.getpid()
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from keras_strategies.cluster import job_secret, rendezvous
+from keras_strategies.cluster import hellos, job_secret, joining, rendezvous
 from keras_strategies.cluster.free_ports import free_ports
 from keras_strategies.cluster.job_secret import VARIABLE, Secret, read_secret
 from keras_strategies.cluster.rendezvous import RendezvousError, meet
@@ -23,6 +23,7 @@ LIMIT = 2.0
 def short_waits(monkeypatch):
     monkeypatch.setattr(rendezvous, "_LINGER_S", 1.5)
     monkeypatch.setattr(rendezvous, "_GRACE_S", 1.5)
+    monkeypatch.setattr(joining, "_GRACE_S", 1.5)
 
 
 @pytest.fixture
@@ -48,21 +49,22 @@ def said_to(address, index, secret, *, count=2, timeout_s=LONG, **more):
 
 
 def run(address, secrets, before=None, timeout_s=LONG):
+    """What each is told; somebody else comes before all but process 0."""
+
+    def told(index):
+        return said_to(
+            address,
+            index,
+            secrets[index],
+            count=len(secrets),
+            timeout_s=timeout_s,
+        )
+
     with concurrent.futures.ThreadPoolExecutor(9) as pool:
-        bothered = pool.submit(before) if before else None
-        found = [
-            pool.submit(
-                said_to,
-                address,
-                i,
-                secret,
-                count=len(secrets),
-                timeout_s=timeout_s,
-            )
-            for i, secret in enumerate(secrets)
-        ]
-        told = [f.result() for f in found]
-        return told, bothered and bothered.result()
+        found = [pool.submit(told, 0)]
+        bothered = before and before()
+        found += [pool.submit(told, i) for i in range(1, len(secrets))]
+        return [f.result() for f in found], bothered
 
 
 @pytest.mark.parametrize("count", [2, 3, 8])
@@ -303,6 +305,6 @@ def test_ten_thousand_damaged_hellos(address):
         start = draw.randrange(len(good))
         piece = draw.choice(["", "[", '"', "nonce", "0", "é", "\\u0000"])
         text = good[:start] + piece + good[start + draw.randint(0, 9) :]
-        said = rendezvous._parsed(text.encode())
+        said = hellos.parsed(text.encode())
         if said is not None and "nonce" in said:
             assert job_secret.is_nonce(said["nonce"])

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from keras_strategies.cluster import rendezvous
+from keras_strategies.cluster import hellos, joining, rendezvous
 from keras_strategies.cluster.free_ports import free_ports
 from keras_strategies.cluster.rendezvous import RendezvousError, meet
 
@@ -24,6 +24,7 @@ def short_waits(monkeypatch):
     # Long enough for threads of a busy machine to get there.
     monkeypatch.setattr(rendezvous, "_LINGER_S", 1.5)
     monkeypatch.setattr(rendezvous, "_GRACE_S", 1.5)
+    monkeypatch.setattr(joining, "_GRACE_S", 1.5)
 
 
 @pytest.fixture
@@ -355,10 +356,10 @@ def test_ten_thousand_lines_are_ours_or_nobodys():
             start = draw.randrange(len(text) + 1)
             stop = min(start + draw.randint(0, 9), len(text))
             text = text[:start] + draw.choice(["", *pieces]) + text[stop:]
-        said = rendezvous._parsed(text.encode())
+        said = hellos.parsed(text.encode())
         if said is not None:
             kinds = {name: type(value) for name, value in said.items()}
-            assert kinds == rendezvous._HELLO_KINDS
+            assert kinds == hellos.HELLO_KINDS
             assert abs(said["process"]) <= 2**31
 
 

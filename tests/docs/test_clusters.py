@@ -23,10 +23,13 @@ def test_scripts_run_in_one_process(monkeypatch):
         "SLURM_STEP_NUM_TASKS": "1",
         "SLURM_STEP_NODELIST": "host0",
         "SLURM_STEP_TASKS_PER_NODE": "1",
+        # Of mpirun.
+        "OMPI_COMM_WORLD_SIZE": "1",
+        "OMPI_COMM_WORLD_RANK": "0",
     }.items():
         monkeypatch.setenv(name, value)
     scripts = blocks("python")
-    assert len(scripts) == 3
+    assert len(scripts) == 4
     names = {"ks": ks}
     for script in scripts:
         exec(script, names)
