@@ -14,7 +14,7 @@ what it does not know (`None`): loops over rows, sorts, scatters.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from keras_strategies.keras_bridge.row_primitives import (
     FORGETS,
     KEEPS,
     LOOPS,
+    Kind,
 )
 
 EXACT = "ks_share_of_a_sum"
@@ -34,61 +35,33 @@ EXACT = "ks_share_of_a_sum"
 
 _FEW = 16
 """Entries of constants that are looked at: shapes, and numbers."""
-_TINY = 1e-3
-"""Of a constant that only keeps a denominator from zero."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """What is known of a value.
-
-    Attributes:
-      degree: Of a value. None: not known.
-      is_mixed: It is made of values of different degrees.
-      is_whole: It is that of all replicas' rows, the same on each.
-      values: Of a number that both traces know: in each of them.
-    """
-
-    degree: float | None = 0.0
-    is_mixed: bool = False
-    is_whole: bool = False
-    values: tuple[Any, Any] | None = None
-
-    @property
-    def is_any(self) -> bool:
-        """Whether it fits to every degree: zero, infinity and NaN do."""
-        if self.values is None:
-            return False
-        numbers = np.stack(self.values)
-        return bool(np.all((numbers == 0) | ~np.isfinite(numbers)))
-
-    @property
-    def is_tiny(self) -> bool:
-        """Whether it is a small constant."""
-        if self.values is None:
-            return False
-        return bool(np.all(np.abs(self.values[0]) <= _TINY))
-
 
 _UNKNOWN = Kind(degree=None)
 _MIXED = Kind(degree=None, is_mixed=True)
 _PLAIN = Kind()
+_SHARED = Kind(is_shared=True)
 
 
-def is_no_mean(small: Any, large: Any, loss: int) -> bool:
+def is_no_mean(
+    small: Any, large: Any, loss: int, data: Collection[int]
+) -> bool:
     """Whether a loss is certainly no mean over the rows.
 
     Args:
       small: A trace of the step; closed.
       large: The same with twice the rows.
       loss: Which of the outputs the loss is.
+      data: Which of the inputs have rows.
     """
     inner, other = small.jaxpr, large.jaxpr
     consts = [
         _constant(*pair)
         for pair in zip(small.consts, large.consts, strict=True)
     ]
-    (kind,) = _kinds(inner, other, consts, [_PLAIN] * len(inner.invars), [loss])
+    inputs = [
+        _PLAIN if k in data else _SHARED for k in range(len(inner.invars))
+    ]
+    (kind,) = _kinds(inner, other, consts, inputs, [loss])
     if kind.is_mixed:
         return True
     return not kind.is_whole and kind.degree not in (None, 0.0)
@@ -175,24 +148,24 @@ def _kinds(
 def _constant(one: Any, two: Any) -> Kind:
     if np.size(one) > _FEW or np.shape(one) != np.shape(two):
         # A table, a mask: none of them counts rows.
-        return _PLAIN
+        return _SHARED
     try:
         values = np.asarray(one, float), np.asarray(two, float)
     except (TypeError, ValueError):
-        return _PLAIN
+        return _SHARED
     ratios = {
         math.log2(b / a) if 0 < a * b < math.inf else 0.0
         for a, b in zip(*(v.ravel().tolist() for v in values), strict=True)
     }
     # A shape is of no degree, and its numbers are.
     degree = ratios.pop() if len(ratios) == 1 else None
-    return Kind(degree=degree, values=values)
+    return Kind(degree=degree, is_shared=True, values=values)
 
 
 def _of_equation(one: Any, two: Any, kinds: list[Kind]) -> list[Kind]:
     name = one.primitive.name
     num = len(one.outvars)
-    if one.params.get("name") == EXACT:
+    if one.params.get("name") == EXACT or name == "axis_index":
         return [_PLAIN] * num
     folded = _folded(one, two, kinds)
     if folded is not None:
@@ -203,7 +176,7 @@ def _of_equation(one: Any, two: Any, kinds: list[Kind]) -> list[Kind]:
         consts = [_constant(*pair) for pair in pairs]
         return _kinds(inner[0], other[0], consts, kinds, range(num))
     if name in FORGETS:
-        return [_PLAIN] * num
+        return [_joined(kinds)] * num
     if any(kind.is_mixed for kind in kinds):
         return [_MIXED] * num
     if name in KEEPS:
@@ -253,14 +226,20 @@ def _without_value(kind: Kind) -> Kind:
 
 def _joined(kinds: Sequence[Kind]) -> Kind:
     """Of degree 0, and whole where all are that depend on rows."""
-    variable = [kind for kind in kinds if kind.values is None]
-    return Kind(is_whole=bool(variable) and all(k.is_whole for k in variable))
+    return Kind(
+        is_whole=_are_whole(kinds),
+        is_shared=all(kind.is_shared for kind in kinds),
+    )
+
+
+def _are_whole(kinds: Sequence[Kind]) -> bool:
+    of_rows = [kind for kind in kinds if not kind.is_shared]
+    return bool(of_rows) and all(kind.is_whole for kind in of_rows)
 
 
 def _degree(kind: Kind, kinds: Sequence[Kind]) -> float | None:
     """Beside a replica's own values what is whole is of no degree."""
-    all_whole = all(k.is_whole or k.values is not None for k in kinds)
-    return 0.0 if kind.is_whole and not all_whole else kind.degree
+    return 0.0 if kind.is_whole and not _are_whole(kinds) else kind.degree
 
 
 def _added(one: Any, two: Any, kinds: list[Kind]) -> Kind:
@@ -281,9 +260,17 @@ def _added(one: Any, two: Any, kinds: list[Kind]) -> Kind:
     if None in degrees:
         return _UNKNOWN
     if len(degrees) > 1:
-        is_whole = all(k.is_whole or k.values is not None for k in counted)
-        return Kind(is_whole=True) if is_whole else _MIXED
+        return _nothing_or(counted)
     return dataclasses.replace(_joined(counted), degree=degrees.pop())
+
+
+def _nothing_or(kinds: Sequence[Kind]) -> Kind:
+    """What has no degree: a fault where it is a replica's own."""
+    if _are_whole(kinds):
+        return Kind(is_whole=True)
+    if all(kind.is_shared for kind in kinds):
+        return Kind(degree=None, is_shared=True)
+    return _MIXED
 
 
 def _selected(one: Any, two: Any, kinds: list[Kind]) -> Kind:
@@ -297,7 +284,7 @@ def _clamped(one: Any, two: Any, kinds: list[Kind]) -> Kind:
 def _multiplied(one: Any, two: Any, kinds: list[Kind]) -> Kind:
     degrees = [_degree(kind, kinds) for kind in kinds]
     if any(kind.is_any for kind in kinds):
-        return Kind(degree=0.0, values=(np.zeros(()), np.zeros(())))
+        return _constant(0.0, 0.0)
     if None in degrees:
         return _UNKNOWN
     degree = degrees[0] + degrees[1]  # type: ignore[operator]
@@ -355,11 +342,18 @@ def _bent(one: Any, two: Any, kinds: list[Kind]) -> Kind:
         return _UNKNOWN
     if kind.degree == 0 or kind.is_any:
         return _joined(kinds)
-    return Kind(is_whole=True) if kind.is_whole else _MIXED
+    return _nothing_or(kinds)
+
+
+def _picked(one: Any, two: Any, kinds: list[Kind]) -> Kind:
+    """Entries of the first, chosen by the others: an embedding's rows."""
+    return dataclasses.replace(_joined(kinds), degree=kinds[0].degree)
 
 
 def _gathered(one: Any, two: Any, kinds: list[Kind]) -> Kind:
-    return dataclasses.replace(_without_value(kinds[0]), is_whole=True)
+    return dataclasses.replace(
+        _without_value(kinds[0]), is_whole=True, is_shared=False
+    )
 
 
 _RULES: dict[str, Callable[[Any, Any, list[Kind]], Kind]] = {
@@ -381,6 +375,8 @@ _RULES: dict[str, Callable[[Any, Any, list[Kind]], Kind]] = {
     "sqrt": _power(lambda equation: 0.5),
     "rsqrt": _power(lambda equation: -0.5),
     "integer_pow": _power(lambda equation: float(equation.params["y"])),
+    "gather": _picked,
+    "dynamic_slice": _picked,
     "all_gather": _gathered,
     "all_gather_invariant": _gathered,
 } | dict.fromkeys(BENT, _bent)

@@ -1,4 +1,46 @@
-"""Primitives of JAX by what they make of degrees; see `row_degrees`."""
+"""Values and JAX's primitives, by degrees; see `row_degrees`."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+_TINY = 1e-3
+"""Of a constant that only keeps a denominator from zero."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What is known of a value.
+
+    Attributes:
+      degree: Of a value. None: not known.
+      is_mixed: It is made of values of different degrees.
+      is_whole: It is that of all replicas' rows, the same on each.
+      is_shared: It is of no rows, the same on each: constants, weights.
+      values: Of a number that both traces know: in each of them.
+    """
+
+    degree: float | None = 0.0
+    is_mixed: bool = False
+    is_whole: bool = False
+    is_shared: bool = False
+    values: tuple[Any, Any] | None = None
+
+    @property
+    def is_any(self) -> bool:
+        """Whether it fits to every degree: zero, infinity and NaN do."""
+        if self.values is None:
+            return False
+        numbers = np.stack(self.values)
+        return bool(np.all((numbers == 0) | ~np.isfinite(numbers)))
+
+    @property
+    def is_tiny(self) -> bool:
+        """Whether it is a small constant."""
+        if self.values is None:
+            return False
+        return bool(np.all(np.abs(self.values[0]) <= _TINY))
 
 
 def _table(*groups: str) -> frozenset[str]:
@@ -8,13 +50,13 @@ def _table(*groups: str) -> frozenset[str]:
 FORGETS = _table(
     "eq ne lt le gt ge and or not xor sign argmax argmin iota is_finite",
     "random_seed random_wrap random_unwrap random_bits random_split",
-    "random_fold_in threefry2x32 axis_index",
+    "random_fold_in threefry2x32",
 )
 """Of no degree, whatever they are given."""
 
 KEEPS = _table(
     "neg abs real copy copy_p convert_element_type reshape broadcast_in_dim",
-    "squeeze transpose rev slice dynamic_slice gather expand_dims split",
+    "squeeze transpose rev slice expand_dims split",
     "reduce_max reduce_min reduce_precision reduce_window_max round floor",
     "ceil psum psum2 psum_invariant pmax pmin pbroadcast pvary ppermute",
     "sharding_constraint optimization_barrier stop_gradient device_put",

@@ -139,7 +139,9 @@ def _check_losses(
         # It has shapes of its own, which is no fault of the loss.
         return
     loss = len(small.jaxpr.outvars) - 1
-    if row_degrees.is_no_mean(small, large, loss):
+    inputs = len(small.jaxpr.invars)
+    data_inputs = range(inputs - leaves, inputs)
+    if row_degrees.is_no_mean(small, large, loss, data_inputs):
         step.demand_whole(
             "its loss is no mean over the rows, so the mean of the replicas' "
             "losses is another one: `add_loss` is given a sum over rows, or a "
