@@ -16,6 +16,7 @@ from keras_strategies.cluster.slurm_lists import (
     expand_hostlist,
     expand_tasks_per_node,
 )
+from keras_strategies.cluster.slurm_places import places_of_tasks
 from keras_strategies.cluster.spec import ClusterSpec
 
 _SETTER = "srun, in a SLURM step"
@@ -32,12 +33,13 @@ class SlurmClusterResolver(ClusterResolver):
 
         srun --nodes 2 --ntasks-per-node 4 python train.py
 
-    Tasks are numbered as SLURM's block distribution does: host by host in
-    SLURM's order, and on each host as many as it runs.
+    Tasks are numbered as SLURM does by SLURM_DISTRIBUTION (srun's -m): in
+    blocks, host by host in SLURM's order (the default), cyclic or in planes.
 
     Differs from tf: `task_type` and `task_id` are known from the start, hosts
-    keep SLURM's order, CUDA_VISIBLE_DEVICES is not written (`gpu_ids` says
-    what is this task's), nvidia-smi is not run, and a step without GPUs works.
+    keep SLURM's order and distributions other than block are known,
+    CUDA_VISIBLE_DEVICES is not written (`gpu_ids` says what is this task's),
+    nvidia-smi is not run, and a step without GPUs works.
 
     Args:
       jobs: How many tasks each job has, such as `{"chief": 1, "worker": 7}`;
@@ -55,7 +57,8 @@ class SlurmClusterResolver(ClusterResolver):
 
     Raises:
       RuntimeError: a variable is not set, `jobs` has another number of tasks
-        than SLURM, or a host has fewer GPUs than its tasks ask for.
+        than SLURM, a host has fewer GPUs than its tasks ask for, or this task
+        runs elsewhere than its rank says (an arbitrary distribution).
       ValueError: a variable or a number cannot be followed.
       TypeError: a number is none.
 
@@ -89,7 +92,7 @@ class SlurmClusterResolver(ClusterResolver):
         )
         check_port(port_base, "`port_base`")
         check_port(port_base + most_on_host - 1, "The last task's port")
-        places = [(h, local) for h, count in hosts for local in range(count)]
+        places = places_of_tasks(environ, hosts, rank)
         local = places[rank][1]
         self._gpus_per_task = gpus
         self._gpu_ids = tuple(range(local * gpus, (local + 1) * gpus))

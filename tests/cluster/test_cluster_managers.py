@@ -150,6 +150,53 @@ def test_parity_slurm_knows_its_task_from_the_start(slurm):
     assert mine.master() == "grpc://n2:8889"
 
 
+# As SLURM 22.05 answered on two nodes: `srun -N2 -n5 -m ...`.
+DISTRIBUTED = [
+    ({}, "00001"),
+    ({"SLURM_DISTRIBUTION": "block"}, "00001"),
+    ({"SLURM_DISTRIBUTION": "cyclic"}, "01000"),
+    ({"SLURM_DISTRIBUTION": "cyclic:block"}, "01000"),
+    ({"SLURM_DISTRIBUTION": "plane", "SLURM_DIST_PLANESIZE": "2"}, "00100"),
+]
+UNEVEN_STEP = {
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_NODELIST": "n[2-3]",
+    "SLURM_STEP_TASKS_PER_NODE": "4,1",
+    "SLURM_GPUS_ON_NODE": "8",
+}
+
+
+@pytest.mark.parametrize(("distribution", "nodes"), DISTRIBUTED)
+def test_parity_slurm_finds_tasks_of_any_distribution(distribution, nodes):
+    for rank, node in enumerate(nodes):
+        local = nodes[:rank].count(node)
+        place = {
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": str(local),
+            "SLURMD_NODENAME": f"n{2 + int(node)}",
+        }
+        resolver = ours.SlurmClusterResolver(
+            environ=UNEVEN_STEP | distribution | place
+        )
+        addresses = resolver.cluster_spec().as_dict()["worker"]
+        assert [a.split(":")[0] for a in addresses] == [
+            f"n{2 + int(n)}" for n in nodes
+        ]
+        assert addresses[rank] == f"n{2 + int(node)}:{8888 + local}"
+        assert resolver.gpu_ids() == (2 * local, 2 * local + 1)
+
+
+def test_slurm_refuses_tasks_that_a_file_distributes():
+    environ = UNEVEN_STEP | {
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURMD_NODENAME": "n3",
+        "SLURM_DISTRIBUTION": "arbitrary",
+    }
+    with pytest.raises(RuntimeError, match="arbitrary.*srun -m block"):
+        ours.SlurmClusterResolver(environ=environ)
+
+
 def test_parity_slurm_keeps_the_order_of_the_hosts(slurm):
     environ = STEP | {
         "SLURM_STEP_NUM_TASKS": "11",
