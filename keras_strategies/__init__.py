@@ -16,6 +16,7 @@ nothing: a name is imported when it is first asked for.
 from typing import TYPE_CHECKING, Any
 
 from keras_strategies._core import tf_names as _tf_names
+from keras_strategies._core import versions as _versions
 from keras_strategies._core.lazy_names import lazy_names as _lazy_names
 from keras_strategies.keras_bridge import backend as _backend
 
@@ -144,6 +145,7 @@ _MODULES = {
 """Where each public name is defined; "" for a module of that name."""
 
 if not _backend.is_command():
+    _versions.check_versions()
     _backend.choose_backend()
 
 _get, __dir__ = _lazy_names(__name__, __name__, _MODULES, _tf_names.DISTRIBUTE)

@@ -4,15 +4,14 @@ Pure functions of an environment and of what looks for packages; nothing is
 imported.
 """
 
-import importlib.metadata
 import importlib.util
 import platform
-import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping
 
 import keras_strategies
+from keras_strategies._core import versions
 from keras_strategies.cli.findings import (
     Finding,
     Part,
@@ -23,9 +22,6 @@ from keras_strategies.cli.findings import (
 )
 from keras_strategies.cluster import job_secret
 from keras_strategies.keras_bridge.backend import is_switched_on
-
-LEAST = {"keras": (3, 15), "jax": (0, 10), "jaxlib": (0, 10), "numpy": (2,)}
-"""The oldest versions that work; pyproject.toml asks for the same."""
 
 LEAST_PYTHON = (3, 11)
 # What is imported by name, the extra that brings it, and what for.
@@ -42,16 +38,8 @@ _PLATFORMS = {"cpu", "cuda", "gpu", "rocm", "tpu", "METAL", "metal", "proxy"}
 Version = Callable[[str], str | None]
 
 
-def version_of(package: str) -> str | None:
-    """The version of a package that is installed; None if none is."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def check_packages(
-    version_of: Version = version_of,
+    version_of: Version = versions.installed_version,
     python: tuple[int, ...] = sys.version_info[:2],
 ) -> Part:
     """Versions, and which extras there are.
@@ -68,22 +56,30 @@ def check_packages(
     if python < LEAST_PYTHON:
         findings.append(
             fault(
-                f"Python {_dotted(python)} is older than "
-                f"{_dotted(LEAST_PYTHON)}.",
+                f"Python {versions.dotted(python)} is older than "
+                f"{versions.dotted(LEAST_PYTHON)}.",
                 "Make a virtual environment with a newer Python.",
             )
         )
-    for package, least in LEAST.items():
+    for package, least in versions.LEAST.items():
         version = version_of(package)
         rows.append((package, version or "not installed"))
-        cure = f"pip install --upgrade '{package}>={_dotted(least)}'"
+        cure = f"pip install --upgrade '{versions.asked(package)}'"
         if version is None:
             findings.append(fault(f"{package} is not installed.", cure))
-        elif _parsed(version) < least:
+        elif versions.parsed(version) < least:
             findings.append(
                 fault(
-                    f"{package} {version} is older than {_dotted(least)}, the "
-                    "oldest that works.",
+                    f"{package} {version} is older than "
+                    f"{versions.dotted(least)}, the oldest that works.",
+                    cure,
+                )
+            )
+        elif versions.parsed(version) >= versions.BELOW.get(package, (10**9,)):
+            findings.append(
+                warning(
+                    f"{package} {version} is newer than those that were "
+                    "tested: see docs/versions.md.",
                     cure,
                 )
             )
@@ -206,12 +202,3 @@ def _of_virtual_devices(flags: list[str], num_cores: int) -> list[Finding]:
             f"For speed use {_DEVICE_COUNT}{num_cores} or an accelerator.",
         )
     ]
-
-
-def _parsed(version: str) -> tuple[int, ...]:
-    numbers = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, numbers[0].split("."))) if numbers else ()
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))

@@ -15,6 +15,7 @@ import tomllib
 import pytest
 
 import keras_strategies as ks
+from keras_strategies._core import versions
 from keras_strategies.cli import (
     clusters,
     doctor,
@@ -202,41 +203,43 @@ def test_environment_is_never_shown():
 # Packages and variables.
 
 
-def test_least_versions_are_those_of_the_project():
+def test_versions_are_those_of_the_project():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = dict(
-        re.match(r"([\w-]+)>=([\d.]+)", line).groups()
-        for line in project["dependencies"]
-        if ">=" in line
-    )
-    least = {name: version for name, version in installed.LEAST.items()}
-    del least["jaxlib"]  # jax brings it.
-    assert {n: installed._dotted(v) for n, v in least.items()} == asked
+    asked = {line for line in project["dependencies"] if ">=" in line}
+    assert {versions.asked(name) for name in versions.LEAST} == asked
     python = project["requires-python"].removeprefix(">=")
-    assert installed._dotted(installed.LEAST_PYTHON) == python
+    assert versions.dotted(installed.LEAST_PYTHON) == python
     extras = set(project["optional-dependencies"])
     assert {extra for _, extra, _ in installed._EXTRAS} <= extras
 
 
 @pytest.mark.parametrize(
-    ("versions", "python", "expected"),
+    ("changed", "python", "expected"),
     [
         ({}, (3, 11), []),
         ({"keras": "3.14.2"}, (3, 12), ["keras 3.14.2 is older than 3.15"]),
-        ({"jax": "0.9.9", "keras": "3.20rc1"}, (3, 11), ["jax 0.9.9 is older"]),
+        (
+            {"jax": "0.9.9", "keras": "3.20rc1"},
+            (3, 11),
+            ["keras 3.20rc1 is newer than", "jax 0.9.9 is older"],
+        ),
+        ({"keras": "3.16.0.dev2026102704"}, (3, 11), ["is newer than"]),
+        ({"jax": "0.12.0.1"}, (3, 13), []),
+        ({"jax": "0.13.0"}, (3, 13), ["jax 0.13.0 is newer than those"]),
         ({"jaxlib": None}, (3, 11), ["jaxlib is not installed"]),
         ({"numpy": "1.26.4"}, (3, 11), ["numpy 1.26.4 is older than 2,"]),
         ({}, (3, 10), ["Python 3.10 is older than 3.11"]),
     ],
 )
-def test_old_packages_are_faults(versions, python, expected):
+def test_packages_of_other_versions_are_found(changed, python, expected):
     present = {"keras": "3.15.1", "jax": "0.10.2", "jaxlib": "0.10.2"}
-    present |= {"numpy": "2.0.0"} | versions
+    present |= {"numpy": "2.0.0"} | changed
     found = wrong(installed.check_packages(present.get, python))
     assert len(found) == len(expected)
     for text, part in zip(found, expected, strict=True):
         assert part in text
-        assert text.startswith("fault")
+        is_newer = "newer than those" in part or "is newer" in part
+        assert text.startswith("warning" if is_newer else "fault")
 
 
 def test_missing_extras_are_named(monkeypatch):
