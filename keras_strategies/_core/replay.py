@@ -110,9 +110,10 @@ class Replay:
             raise RuntimeError(
                 "Replicas with different numbers of rows cannot communicate "
                 "under a transformation of JAX (a gradient, a loop, a "
-                "branch, `jit`). Received: a collective inside of one, in a function "
-                "given to `run` with an uneven batch. Call it outside of the "
-                "transformation, or make the batch even (`drop_remainder`)."
+                "branch, `jit`). Received: a collective inside of one, in a "
+                "function given to `run` with an uneven batch. Call it outside "
+                "of the transformation, or make the batch even "
+                "(`drop_remainder`)."
             )
         position = self._position
         self._position += 1

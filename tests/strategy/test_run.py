@@ -416,6 +416,14 @@ def test_a_context_is_of_use_in_its_function_only():
 # Collectives.
 
 
+def test_values_of_other_structures_are_refused():
+    def made(context):
+        return (1.0, 2.0) if context.replica_id_in_sync_group else 1.0
+
+    with pytest.raises(ValueError, match=r"\[PyTreeDef\(\*\), PyTreeDef"):
+        mirrored(2).experimental_distribute_values_from_function(made)
+
+
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("shape", [(0,), (0, 2), (3, 0)])
 def test_all_gather_where_no_replica_has_anything(replicas, shape):
