@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import tensorflow as tf
 
 import keras_strategies as ks
 
@@ -129,6 +130,10 @@ def test_unknown_name_is_no_attribute():
         (ks, "ReductionToOneDevice", "XLA chooses"),
         (ks.experimental, "ParameterServerStrategy", "are planned"),
         (ks.experimental, "CollectiveHints", "CommunicationOptions"),
+        (ks, "Server", "keras-strategies launch"),
+        (ks.experimental, "PreemptionCheckpointHandler", "ks.callbacks.Chec"),
+        (ks.experimental, "PreemptionWatcher", "ks.callbacks.Checkpoint"),
+        (ks.experimental, "TerminationConfig", "ks.callbacks.Checkpoint"),
         (ks.experimental, "partitioners", "divided over the replicas"),
         (ks.cluster_resolver, "GCEClusterResolver", "SimpleClusterResolver"),
         (ks.estimator, "tpu", "train_distribute=ks.TPUStrategy"),
@@ -140,6 +145,18 @@ def test_names_of_tf_that_are_not_here_name_the_way_out(module, name, way_out):
     assert way_out in str(caught.value)
     assert not hasattr(module, name)
     assert name not in dir(module)
+
+
+def test_every_public_name_of_tf_distribute_is_here_or_says_what_to_use():
+    for theirs, ours in (
+        (tf.distribute, ks),
+        (tf.distribute.experimental, ks.experimental),
+        (tf.distribute.cluster_resolver, ks.cluster_resolver),
+    ):
+        for name in dir(theirs):
+            if not name.startswith("_") and not hasattr(ours, name):
+                with pytest.raises(AttributeError, match=r" here\. Use "):
+                    getattr(ours, name)
 
 
 def test_names_of_experimental():

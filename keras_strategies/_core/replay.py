@@ -37,6 +37,9 @@ class Concatenation:
 
     def __call__(self, operands: list[Any]) -> list[Any]:
         (array,) = operands
+        if not array.shape[self.dim]:
+            # Nothing of every replica; XLA takes no such operand.
+            return [array]
         if self.sizes is None:
             tiled = jax.lax.all_gather(
                 array, self.axis, axis=self.dim, tiled=True
@@ -107,9 +110,10 @@ class Replay:
             raise RuntimeError(
                 "Replicas with different numbers of rows cannot communicate "
                 "under a transformation of JAX (a gradient, a loop, a "
-                "branch). Received: a collective inside of one, in a function "
-                "given to `run` with an uneven batch. Call it outside of the "
-                "transformation, or make the batch even (`drop_remainder`)."
+                "branch, `jit`). Received: a collective inside of one, in a "
+                "function given to `run` with an uneven batch. Call it outside "
+                "of the transformation, or make the batch even "
+                "(`drop_remainder`)."
             )
         position = self._position
         self._position += 1

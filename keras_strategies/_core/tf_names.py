@@ -14,6 +14,11 @@ _REDUCING = (
     "devices"
 )
 _OPTIONS = "`ks.experimental.CommunicationOptions`"
+_PREEMPTED = (
+    "`ks.callbacks.Checkpoint`, which saves on SIGTERM at the same step in all "
+    "processes. Loops of one's own end with `SystemExit(75)` before the same "
+    "step: keep a `ks.checkpoint.CheckpointManager`"
+)
 _RESOLVER = (
     "`ks.cluster_resolver.SimpleClusterResolver` with the machines' addresses, "
     "TF_CONFIG, or `ks.MultiWorkerMirroredStrategy(coordinator_address=...)`"
@@ -28,6 +33,10 @@ DISTRIBUTE = {
     "ReductionToOneDevice": _REDUCING,
     "StrategyExtendedV1": "`ks.StrategyExtended`",
     "InputWorkers": "`ks.InputContext`",
+    "Server": (
+        "`keras-strategies launch`, or start the script in every process: "
+        "none waits for work"
+    ),
     "coordinator": _WORKERS,
 }
 """Of `tf.distribute`."""
@@ -39,6 +48,9 @@ EXPERIMENTAL = {
     ),
     "CollectiveHints": _OPTIONS,
     "ParameterServerStrategy": _WORKERS,
+    "PreemptionCheckpointHandler": _PREEMPTED,
+    "PreemptionWatcher": _PREEMPTED,
+    "TerminationConfig": _PREEMPTED,
     "coordinator": _WORKERS,
     "partitioners": _WORKERS,
     "rpc": "another library: processes only train together here",

@@ -118,6 +118,10 @@ class PerReplica(DistributedValues):
             )
         return tuple(shard.data[0] for shard in shards)
 
+    def __reduce__(self) -> Any:
+        # An array over devices comes back from a pickle on one of them.
+        return PerReplica, (tuple(map(np.asarray, self.values)),)
+
     def __repr__(self) -> str:
         shapes = [np.shape(array) for array in self._arrays]
         return f"PerReplica({self._layout}, shapes={shapes})"

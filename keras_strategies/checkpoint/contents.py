@@ -189,10 +189,10 @@ def subset(
     found: dict[str, Any] = {}
     entries = iter(saved.items())
     for name, variable in named(variables).items():
-        wanted = _without_numbers(name)
+        wanted = without_numbers(name)
         kind = [list(variable.shape), str(variable.value.dtype)]
         for other, entry in entries:
-            if _without_numbers(other) == wanted and entry == kind:
+            if without_numbers(other) == wanted and entry == kind:
                 found[other] = entry
                 break
         else:
@@ -200,7 +200,7 @@ def subset(
     return found or None
 
 
-def _without_numbers(name: str) -> str:
+def without_numbers(name: str) -> str:
     """A name without those that Keras gives the layers of a process."""
     return re.sub(r"_\d+", "", name)
 
@@ -364,8 +364,8 @@ def _pairs(
     """The variable for each saved name; None if they do not match."""
     if set(saved) == set(present):
         return {name: present[name] for name in saved}
-    without = list(map(_without_numbers, saved))
-    if without != list(map(_without_numbers, present)):
+    without = list(map(without_numbers, saved))
+    if without != list(map(without_numbers, present)):
         return None
     return dict(zip(saved, present.values(), strict=True))
 

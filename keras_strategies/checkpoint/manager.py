@@ -13,6 +13,7 @@ from keras_strategies.checkpoint.objects import (
     write_from,
 )
 from keras_strategies.checkpoint.storage import Storage
+from keras_strategies.strategy import current
 
 _UNSET: Any = object()
 
@@ -74,6 +75,7 @@ class CheckpointManager:
             keep=as_keep(keep),
         )
         self._storage.open()
+        self._is_closed = False
 
     def __enter__(self) -> "CheckpointManager":
         return self
@@ -125,7 +127,15 @@ class CheckpointManager:
           ValueError: there is a checkpoint of that step, or of a later one.
           OSError: it does not fit on the disk, or the last one could not be
             written.
+          RuntimeError: the manager is closed.
         """
+        if self._is_closed:
+            raise RuntimeError(
+                "A manager saves until it is closed, since others may write "
+                f"to its directory then. Received: `save` into "
+                f"{self.directory!r} after `close`. Make another manager."
+            )
+        current.check_outside("CheckpointManager.save")
         if step is None:
             step = checkpoint_number
         if step is None:
@@ -175,6 +185,7 @@ class CheckpointManager:
 
     def close(self) -> None:
         """Waits for the last save, and lets others write to the directory."""
+        self._is_closed = True
         self._storage.close()
 
     def _check_is_next(self, step: int) -> None:

@@ -10,7 +10,7 @@ import jax
 import keras
 import numpy as np
 
-from keras_strategies.checkpoint import contents
+from keras_strategies.checkpoint import contents, unbuilt
 from keras_strategies.checkpoint.format import find_steps
 from keras_strategies.checkpoint.keeping import Keep
 from keras_strategies.checkpoint.layout import step_of
@@ -18,6 +18,7 @@ from keras_strategies.checkpoint.storage import Storage
 from keras_strategies.cluster.addresses import shown
 from keras_strategies.cluster.agreement import Agreement
 from keras_strategies.keras_bridge.binding import all_variables
+from keras_strategies.strategy import current
 
 
 class Checkpoint:
@@ -72,16 +73,10 @@ class Checkpoint:
             groups[name] = list(new.values())
         return groups
 
-    def check_built(self) -> None:
-        """Raises ValueError for a model that has no variables yet."""
-        for name, value in self._objects.items():
-            if isinstance(value, keras.Model) and not value.built:
-                raise ValueError(
-                    "A checkpoint is restored into a model that has its "
-                    f"variables. Received: {name}={value.name!r}, which is "
-                    "not built. Call it on a batch, begin it with "
-                    "`keras.Input`, or call `build(shape)`."
-                )
+    @property
+    def objects(self) -> Mapping[str, Any]:
+        """What it keeps, by name."""
+        return self._objects
 
     def states(self) -> dict[str, Any]:
         """What the others' `get_state` returns, by name."""
@@ -136,7 +131,17 @@ class Checkpoint:
         Raises:
           OSError: it cannot be written.
           RuntimeError: another job writes there.
+          ValueError: several checkpoints are there, which it would delete.
         """
+        steps = find_steps(file_prefix)
+        # Two, where a `write` was ended before it deleted the old one.
+        if len(steps) > 2:
+            raise ValueError(
+                "`write` has a folder of its own, where it writes over what "
+                f"was written before. Received: {shown(str(file_prefix))}, "
+                f"which has {len(steps)} checkpoints. Use `save`, or give "
+                "another folder."
+            )
         self._written(file_prefix, Keep(last=1))
         return os.fspath(file_prefix)
 
@@ -147,7 +152,7 @@ class Checkpoint:
 
         It may have more objects than these; all of these must be in it, with
         the same variables. An optimizer that has no variables yet gets them
-        from the only model beside it.
+        from the model that is compiled with it, or the only one beside it.
 
         Differs from tf: models must be built, since nothing is kept back for
         variables that come later.
@@ -173,7 +178,8 @@ class Checkpoint:
             path = path.parent
         else:
             step = None
-        self._build_optimizers()
+        current.check_outside("Checkpoint.restore")
+        unbuilt.check_models(self._objects)
         processes = contents.processes_of(self.groups())
         storage = Storage(path, processes=processes, keep=Keep(last=None))
         try:
@@ -194,6 +200,7 @@ class Checkpoint:
     read = restore
 
     def _written(self, directory: str | os.PathLike[str], keep: Keep) -> str:
+        current.check_outside("Checkpoint.save")
         processes = contents.processes_of(self.groups())
         storage = Storage(directory, processes=processes, keep=keep)
         storage.open()
@@ -207,15 +214,6 @@ class Checkpoint:
         finally:
             storage.close()
 
-    def _build_optimizers(self) -> None:
-        """Gives optimizers that are not built their variables."""
-        values = list(self._objects.values())
-        models = [v for v in values if isinstance(v, keras.Model)]
-        for value in values:
-            is_new = isinstance(value, keras.optimizers.Optimizer)
-            if is_new and not value.built and len(models) == 1:
-                value.build(models[0].trainable_variables)
-
 
 class CheckpointStatus:
     """What was restored; as the load status of tf.train.Checkpoint."""
@@ -228,11 +226,11 @@ class CheckpointStatus:
         self._others = others
 
     def assert_consumed(self) -> "CheckpointStatus":
-        """Raises ValueError if the checkpoint has more objects."""
+        """Raises ValueError if the checkpoint has more than was restored."""
         self.assert_existing_objects_matched()
         if self._others:
             raise ValueError(
-                "All objects of a checkpoint were to be restored. Received: "
+                "All that a checkpoint has was to be restored. Received: "
                 f"{self._path}, which also has "
                 f"{', '.join(map(shown, self._others))}. Give them to "
                 "`Checkpoint`, or call `expect_partial()`."
@@ -300,8 +298,10 @@ def read_into(
     document = storage.document(step)
     where = str(storage.path(step))
     contents.check_version(document, where)
-    groups = checkpoint.groups()
     kept = document["variables"]
+    unbuilt.check_models(checkpoint.objects)
+    unbuilt.build_optimizers(checkpoint.objects, kept)
+    groups = checkpoint.groups()
     others: list[str] = []
     if is_part:
         others = [g for g in kept if g not in groups and g != contents.STATE]
@@ -313,11 +313,8 @@ def read_into(
                 if group not in others
             }
         }
-    try:
-        found = contents.matched(groups, document, where)
-    except ValueError:
-        checkpoint.check_built()
-        raise
+    found = contents.matched(groups, document, where)
+    others += unbuilt.left_out(checkpoint.objects, kept, found)
     wanted = contents.targets(found, document, None)
     arrays = storage.restore(step, wanted, is_part=is_part)
     contents.assign(found, arrays)

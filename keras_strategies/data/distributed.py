@@ -65,10 +65,7 @@ class DistributedDataset:
     @property
     def element_spec(self) -> Tree:
         """The shapes and dtypes of a global batch, rows left open (None)."""
-        part = next(self._source.read(0, 0, all_rows))
-        return jax.tree.map(
-            lambda leaf: ((None, *leaf.shape[1:]), leaf.dtype), part.data
-        )
+        return _spec_of(self._source)
 
 
 class DistributedIterator:
@@ -84,6 +81,11 @@ class DistributedIterator:
         self._steps = steps
         self._place = (epoch, start)
         self._batches: Any = None
+
+    @property
+    def element_spec(self) -> Tree:
+        """The shapes and dtypes of a global batch, rows left open (None)."""
+        return _spec_of(self._steps.source)
 
     def __iter__(self) -> "DistributedIterator":
         """Goes on where it is."""
@@ -184,6 +186,13 @@ class DistributedIterator:
             return Optional(next(self), is_filled=True)
         except StopIteration:
             return Optional(None, is_filled=False)
+
+
+def _spec_of(source: Source) -> Tree:
+    part = next(source.read(0, 0, all_rows))
+    return jax.tree.map(
+        lambda leaf: ((None, *leaf.shape[1:]), leaf.dtype), part.data
+    )
 
 
 def _check_where() -> None:

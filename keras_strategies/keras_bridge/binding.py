@@ -121,14 +121,14 @@ class Binding:
 
     def _loop(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Calls a loop as its class has it; of Keras's it comes to `_route`."""
-        loop = getattr(type(self.model), name)
-        if loop is model_hooks.keras_loop(name):
+        loop = model_hooks.own_loop(self.model, name)
+        if loop is None:
             return self._route(name, args, kwargs)
         if kwargs.get(_VALIDATES):
             # An author's own `evaluate` might look at it.
             kwargs |= self._validation
         with model_hooks.routed(self.model, self._route):
-            return loop(self.model, *args, **kwargs)
+            return loop(*args, **kwargs)
 
     def _route(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -187,6 +187,21 @@ def keras_loop(name: str) -> Callable[..., Any]:
     return loop
 
 
+def own_loop(model: keras.Model, name: str) -> Callable[..., Any] | None:
+    """A model's loop where its class has one of its own; None: Keras's.
+
+    Told by the class that has it: another thread may wrap Keras's meanwhile.
+    """
+    kind = type(model)
+    owner = next(base for base in kind.__mro__ if name in vars(base))
+    loop = vars(owner)[name]
+    if owner is loops_owner(name) or loop is keras_loop(name):
+        return None
+    # Also of a static or class method.
+    bound: Callable[..., Any] = loop.__get__(model, kind)
+    return bound
+
+
 def bind_on_use(
     model: keras.Model,
     strategy: Any,

@@ -175,6 +175,9 @@ def _of_equation(one: Any, two: Any, kinds: list[Kind]) -> list[Kind]:
         pairs = zip(inner[1], other[1], strict=True)
         consts = [_constant(*pair) for pair in pairs]
         return _kinds(inner[0], other[0], consts, kinds, range(num))
+    if name == "eq" and any(kind.degree != 0 for kind in kinds):
+        # It may choose rows by places that were counted, each once.
+        return [_UNKNOWN] * num
     if name in FORGETS:
         return [_joined(kinds)] * num
     if any(kind.is_mixed for kind in kinds):
@@ -316,6 +319,14 @@ def _summed(one: Any, two: Any, kinds: list[Kind]) -> Kind:
     return dataclasses.replace(kind, degree=kind.degree + ratio)
 
 
+def _accumulated(one: Any, two: Any, kinds: list[Kind]) -> Kind:
+    kind = _without_value(kinds[0])
+    if kind.degree is None or kind.is_any:
+        return kind
+    ratio = _ratio(one, two, (one.params["axis"],))
+    return dataclasses.replace(kind, degree=kind.degree + ratio)
+
+
 def _ratio(one: Any, two: Any, dims: Sequence[int]) -> float:
     """How much more is added up in the larger trace, by powers of 2."""
     counts = [
@@ -371,6 +382,7 @@ _RULES: dict[str, Callable[[Any, Any, list[Kind]], Kind]] = {
     "dot_general": _contracted,
     "conv_general_dilated": _multiplied,
     "reduce_sum": _summed,
+    "cumsum": _accumulated,
     "square": _power(lambda equation: 2.0),
     "sqrt": _power(lambda equation: 0.5),
     "rsqrt": _power(lambda equation: -0.5),

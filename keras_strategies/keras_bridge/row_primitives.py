@@ -64,7 +64,7 @@ KEEPS = _table(
 )
 """Of the degree of their first input."""
 
-LOOPS = _table("scan while cond sort cumsum cumprod scatter-add")
+LOOPS = _table("scan while cond sort cumprod scatter-add")
 """Of what is not known, also of plain inputs."""
 
 BENT = _table(

@@ -181,7 +181,8 @@ class CustomLoops:
           The nest, of `PerReplica`; with one replica, of plain values.
 
         Raises:
-          ValueError: the shapes of several processes differ; all raise.
+          ValueError: the structures differ; or, of several processes, the
+            shapes or dtypes, where all raise.
         """
         self._check_context()
         current.check_cross_replica(_VALUES_FROM)
@@ -197,6 +198,12 @@ class CustomLoops:
             made = made_alike(mesh, f"`{_VALUES_FROM}`", make)
         if count == 1:
             return made[0]
+        structures = [jax.tree.structure(nest) for nest in made]
+        if any(one != structures[0] for one in structures):
+            raise ValueError(
+                f"`{_VALUES_FROM}` makes a nest of one structure for each "
+                f"replica. Received: {structures}. Make them alike."
+            )
         if mesh.num_processes == 1:
             return jax.tree.map(lambda *parts: PerReplica(parts), *made)
         return jax.tree.map(

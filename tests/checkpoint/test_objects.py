@@ -86,6 +86,94 @@ def test_the_distributed_training_tutorial(tmp_path):
     assert_replicated(model)
 
 
+def test_a_compiled_model_gets_its_optimizer_back(tmp_path):
+    def compiled():
+        model = model_of()
+        model.compile("adam", "mse", metrics=["mae"])
+        return model
+
+    strategy = mirrored(2)
+    with strategy.scope():
+        model, new = compiled(), compiled()
+    model.fit(X, Y, verbose=0)
+    path = ks.checkpoint.Checkpoint(model=model).save(tmp_path / "a")
+    ks.checkpoint.Checkpoint(model=new).restore(path).assert_consumed()
+    for each in (model, new):
+        each.fit(X, Y, verbose=0, shuffle=False)
+    assert_same(new.get_weights(), model.get_weights())
+    slots = [v.value for v in new.optimizer.variables]
+    assert_same(slots, [v.value for v in model.optimizer.variables])
+
+
+def test_optimizers_of_several_models_are_built_first(tmp_path):
+    def objects():
+        return {
+            "generator": model_of(),
+            "discriminator": model_of(width=3),
+            "generator_optimizer": keras.optimizers.Adam(),
+        }
+
+    saved, new = objects(), objects()
+    weights = saved["generator"].trainable_variables
+    saved["generator_optimizer"].build(weights)
+    path = ks.checkpoint.Checkpoint(**saved).save(tmp_path / "a")
+    checkpoint = ks.checkpoint.Checkpoint(**new)
+    with pytest.raises(ValueError, match=r"Call `optimizer\.build\(model"):
+        checkpoint.restore(path)
+    new["generator_optimizer"].build(new["generator"].trainable_variables)
+    checkpoint.restore(path).assert_consumed()
+
+
+def test_an_optimizer_that_was_not_built_when_saved(tmp_path):
+    def objects():
+        return {"model": model_of(), "optimizer": keras.optimizers.Adam()}
+
+    path = ks.checkpoint.Checkpoint(**objects()).save(tmp_path / "a")
+    ks.checkpoint.Checkpoint(**objects()).restore(path).assert_consumed()
+
+
+def test_layers_that_the_model_has_not_are_no_full_match(tmp_path):
+    path = ks.checkpoint.Checkpoint(model=model_of()).save(tmp_path / "a")
+    new = keras.Sequential([keras.Input((3,)), dense(4)])
+    status = ks.checkpoint.Checkpoint(model=new).restore(path)
+    with pytest.raises(ValueError, match=r"also has .*dense_\d+\.kernel"):
+        status.assert_consumed()
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: [{"m": m}]])
+def test_a_compiled_model_that_is_not_built(tmp_path, wrap):
+    model = model_of()
+    model.compile("adam", "mse")
+    model.fit(X, Y, verbose=0)
+    path = ks.checkpoint.Checkpoint(model=wrap(model)).save(tmp_path / "a")
+    new = keras.Sequential([dense(4), dense(1)])
+    new.compile("adam", "mse")
+    with pytest.raises(ValueError, match="which is not built. Call it on a"):
+        ks.checkpoint.Checkpoint(model=wrap(new)).restore(path)
+
+
+def test_no_write_deletes_what_was_saved(tmp_path):
+    checkpoint = ks.checkpoint.Checkpoint(v=keras.Variable(1.0))
+    for _ in range(3):
+        checkpoint.save(tmp_path / "ckpt")
+    with pytest.raises(ValueError, match="has 3 checkpoints. Use `save`"):
+        checkpoint.write(tmp_path)
+    assert len(list(tmp_path.glob("[0-9]*"))) == 3
+
+
+def test_no_save_after_close_or_in_a_replica(tmp_path):
+    strategy = mirrored(2)
+    checkpoint = ks.checkpoint.Checkpoint(v=keras.Variable(1.0))
+    manager = ks.checkpoint.CheckpointManager(checkpoint, tmp_path)
+    for save in (manager.save, lambda: checkpoint.save(tmp_path / "x" / "c")):
+        with pytest.raises(RuntimeError, match="Call it outside"):
+            strategy.run(save)
+    manager.close()
+    with pytest.raises(RuntimeError, match="Make another manager"):
+        manager.save()
+    assert not manager.checkpoints
+
+
 def test_a_part_of_it_and_its_status(tmp_path):
     model, count = model_of(), keras.Variable(5)
     ks.checkpoint.Checkpoint(model=model, count=count).save(tmp_path / "a")

@@ -60,6 +60,22 @@ def kl(x):
     return -0.5 * (1 + x - ops.square(x) - ops.exp(x))
 
 
+class Experts(layers.Layer):
+    """Rows are sent to experts by their places, which are counted."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.expert = dense(2), dense(3, seed=4)
+
+    def call(self, x):
+        chance = ops.softmax(self.gate(x))
+        mask = ops.one_hot(ops.argmax(chance, axis=-1), 2)
+        place = ops.cast(ops.cumsum(mask, axis=0) * mask - 1, "int32")
+        sent = ops.one_hot(place, ROWS) * mask[..., None]
+        outputs = self.expert(ops.einsum("nec,nd->ecd", sent, x))
+        return ops.einsum("nec,ecd->nd", sent * chance[..., None], outputs)
+
+
 NO_MEANS = {
     "sum": lambda: with_loss(lambda x: 0.1 * ops.sum(x**2)),
     "sum_kl": lambda: with_loss(lambda x: ops.sum(kl(x))),
@@ -69,11 +85,20 @@ NO_MEANS = {
     "norm": lambda: with_loss(lambda x: ops.sqrt(ops.sum(x**2))),
     "log_of_sum": lambda: with_loss(lambda x: ops.log(ops.sum(x**2))),
     "max_of_sums": lambda: with_loss(lambda x: ops.max(ops.sum(x**2, 0))),
+    "running_sum": lambda: with_loss(
+        lambda x: 0.01 * ops.mean(ops.square(ops.cumsum(x, axis=0)))
+    ),
     "gram": lambda: with_loss(
         lambda x: ops.mean(ops.matmul(ops.transpose(x), x))
     ),
 }
 MEANS = {
+    "experts": lambda: keras.Sequential(
+        [keras.Input((4,)), dense(4), Experts(), dense(1)]
+    ),
+    "running_sums_within_rows": lambda: with_loss(
+        lambda x: ops.mean(ops.square(ops.cumsum(x, axis=1)))
+    ),
     "mean": lambda: with_loss(lambda x: 0.1 * ops.mean(x**2)),
     "mean_kl": lambda: with_loss(lambda x: ops.mean(ops.sum(kl(x), axis=1))),
     "sum_over_rows": lambda: with_loss(

@@ -204,6 +204,23 @@ def test_keras_is_as_it_was_also_after_an_error():
     assert Trainer.compile is keras.Model.compile
 
 
+def test_loops_that_are_no_methods_of_the_model():
+    class Odd(keras.Sequential):
+        @staticmethod
+        def fit(x):
+            return x
+
+        @classmethod
+        def evaluate(cls, x):
+            return cls, x
+
+    with mirrored(2).scope():
+        model = Odd([keras.Input((3,)), dense(1)])
+        model.compile("sgd", "mse")
+    assert model.fit(3) == 3
+    assert model.evaluate(3) == (Odd, 3)
+
+
 def test_a_plain_model_in_an_override_is_left_alone():
     class Holds(Pipeline):
         def fit(self, *args, **kwargs):

@@ -81,6 +81,7 @@ def test_it_is_iterated_again_and_again():
         ((None, 1), np.dtype("float32")),
         {"y": ((None, 1), np.dtype("float32"))},
     )
+    assert iter(dataset).element_spec == dataset.element_spec
 
 
 def test_an_optional_tells_the_end():

@@ -1,6 +1,8 @@
 """reduce, gather, local results: TF_SEMANTICS' table, and its mistakes."""
 
 import contextlib
+import copy
+import pickle
 
 import jax.numpy as jnp
 import keras
@@ -194,6 +196,31 @@ def test_an_average_loss_of_rows_that_are_not_known_is_refused():
         strategy.run(
             lambda x, y: ks.compute_average_loss(x + y[:1]), args=parts
         )
+
+
+@pytest.mark.parametrize("kind", ["stacked", "rows", "padded", "parts"])
+def test_a_value_per_replica_is_pickled_with_all_its_values(kind):
+    strategy = mirrored(3)
+    rows = strategy.experimental_make_numpy_dataset(np.arange(9))
+    size = 9 if kind == "rows" else 7
+    batch = next(
+        iter(strategy.experimental_distribute_dataset(rows.batch(size)))
+    )
+    value = {
+        "stacked": lambda: strategy.run(
+            lambda: 2 * ks.get_replica_context().replica_id_in_sync_group
+        ),
+        "rows": lambda: batch,
+        "padded": lambda: batch,
+        "parts": lambda: ks.PerReplica([np.full(2, k) for k in range(3)]),
+    }[kind]()
+    for copied in (pickle.loads(pickle.dumps(value)), copy.deepcopy(value)):
+        assert len(copied.values) == 3
+        for ours, theirs in zip(copied.values, value.values, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+        doubled = strategy.run(lambda x: 2 * x, args=(copied,))
+        for ours, theirs in zip(doubled.values, value.values, strict=True):
+            np.testing.assert_array_equal(ours, 2 * np.asarray(theirs))
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 8])

@@ -416,6 +416,31 @@ def test_a_context_is_of_use_in_its_function_only():
 # Collectives.
 
 
+def test_values_of_other_structures_are_refused():
+    def made(context):
+        return (1.0, 2.0) if context.replica_id_in_sync_group else 1.0
+
+    with pytest.raises(ValueError, match=r"\[PyTreeDef\(\*\), PyTreeDef"):
+        mirrored(2).experimental_distribute_values_from_function(made)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("shape", [(0,), (0, 2), (3, 0)])
+def test_all_gather_where_no_replica_has_anything(replicas, shape):
+    strategy = mirrored(replicas)
+    axis = shape.index(0)
+
+    def gather(x):
+        return ks.get_replica_context().all_gather(x, axis)
+
+    value = strategy.experimental_distribute_values_from_function(
+        lambda context: np.zeros(shape, "int8")
+    )
+    for part in values_of(strategy, strategy.run(gather, args=(value,))):
+        assert part.shape == shape
+        assert part.dtype == "int8"
+
+
 @pytest.mark.parametrize("replicas", REPLICAS)
 def test_all_reduce_and_all_gather_of_nests(replicas):
     strategy = mirrored(replicas)
