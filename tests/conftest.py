@@ -10,6 +10,7 @@ import tempfile
 import pytest
 
 from tests import compiling
+from tests.optional import HAS_TORCH
 
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
@@ -31,6 +32,39 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
     atexit.register(shutil.rmtree, _cache, ignore_errors=True)
+
+
+NO_TORCH = (
+    "torch is not installed: its tests are left out. `./run test --torch` "
+    "installs it."
+)
+collect_ignore = [] if HAS_TORCH else ["data/test_torch_data.py"]
+
+
+def pytest_configure(config):
+    if os.environ.get("KERAS_STRATEGIES_TEST_TORCH") == "1" and not HAS_TORCH:
+        pytest.exit("torch is not installed, and asked for", returncode=1)
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leaves out the tests of torch, by mark or by the name of their case."""
+    if HAS_TORCH:
+        return
+    out = [item for item in items if _needs_torch(item)]
+    config.hook.pytest_deselected(items=out)
+    items[:] = [item for item in items if item not in out]
+
+
+def _needs_torch(item):
+    case = getattr(item, "callspec", None)
+    return item.get_closest_marker("torch") is not None or (
+        case is not None and re.search(r"(\b|of_)torch\b", case.id) is not None
+    )
+
+
+def pytest_terminal_summary(terminalreporter):
+    if not HAS_TORCH:
+        terminalreporter.write_line(NO_TORCH)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -4,7 +4,6 @@ import contextlib
 import os
 import pathlib
 import re
-import shutil
 import subprocess
 import sys
 
@@ -229,6 +228,7 @@ def test_script_trains_in_pods():
 
 
 @pytest.mark.slow
+@pytest.mark.torch
 def test_script_trains_under_torchrun():
     environ = environment(
         HOST="127.0.0.1",
@@ -236,7 +236,5 @@ def test_script_trains_under_torchrun():
         PROCESSES="2",
         PORT=str(free_ports(1)[0]),
     )
-    if shutil.which("torchrun", path=environ["PATH"]) is None:
-        pytest.skip("torch is not installed")
     shown = run_all((["./torchrun.sh"], environ))
     assert len(re.findall(DONE, shown)) == 1, shown

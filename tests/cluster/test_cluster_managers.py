@@ -629,10 +629,9 @@ with open(os.path.join(sys.argv[1], f"{info.index}.json"), "w") as file:
 """
 
 
+@pytest.mark.torch
 def test_torchrun_itself_is_understood(tmp_path):
     """Its agent listens on MASTER_PORT, so that nobody else can."""
-    if importlib.util.find_spec("torch") is None:
-        pytest.skip("torch is not installed")
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     done = subprocess.run(

@@ -696,6 +696,7 @@ def test_adapters_are_chosen_by_kind_of_data():
     )
 
 
+@pytest.mark.torch
 def test_datasets_of_others_are_chosen_by_kind():
     import grain
     import tensorflow as tf

@@ -6,6 +6,8 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
+from torch.utils import data as torch_data
 
 from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.torch_data import TorchSource, is_torch
@@ -20,9 +22,6 @@ from tests.data.parts import (
     parts_of,
     sources_of,
 )
-
-torch = pytest.importorskip("torch")
-from torch.utils import data as torch_data  # noqa: E402
 
 
 class Counted(torch_data.Dataset):

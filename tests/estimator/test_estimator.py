@@ -463,7 +463,8 @@ def of_tensorflow_endless():
 
 
 def of_torch():
-    torch = pytest.importorskip("torch")
+    import torch
+
     rows = [({"a": x}, y) for x, y in zip(X, Y, strict=True)]
     return torch.utils.data.DataLoader(rows, batch_size=8)
 

@@ -11,6 +11,7 @@ from jax.experimental import multihost_utils
 
 import keras_strategies as ks
 from tests.multi_process.scenarios import Batches
+from tests.optional import without_torch
 
 ROWS, SIZE = 30, 4  # Seven batches and a half.
 
@@ -60,15 +61,17 @@ def files(strategy, folder):
     return ks.data.files(paths, "npy", batch_size=SIZE, shuffle=True)
 
 
-SOURCES = {
-    "arrays": arrays,
-    "PyDataset": lambda strategy, folder: Numbered(),
-    "factory": lambda strategy, folder: Factory(),
-    "grain": grain_dataset,
-    "torch": torch_loader,
-    "tf.data": tf_dataset,
-    "files": files,
-}
+SOURCES = without_torch(
+    {
+        "arrays": arrays,
+        "PyDataset": lambda strategy, folder: Numbered(),
+        "factory": lambda strategy, folder: Factory(),
+        "grain": grain_dataset,
+        "torch": torch_loader,
+        "tf.data": tf_dataset,
+        "files": files,
+    }
+)
 
 
 def write_files(folder):

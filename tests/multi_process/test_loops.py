@@ -5,9 +5,12 @@ import numpy as np
 import pytest
 
 from keras_strategies.testing import run_processes
+from tests.optional import without_torch
 
 CASES = [(16, 8, 1), (20, 8, 1), (30, 8, 1), (5, 8, 1), (30, 8, 3), (9, 1, 1)]
-NAMES = ["arrays", "PyDataset", "generator", "tf.data", "grain", "torch"]
+NAMES = without_torch(
+    ["arrays", "PyDataset", "generator", "tf.data", "grain", "torch"]
+)
 
 
 def assert_close(actual, expected):

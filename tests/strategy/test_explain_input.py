@@ -331,8 +331,9 @@ def test_function_of_datasets():
     assert explanation.whole is None
 
 
+@pytest.mark.torch
 def test_torch():
-    torch = pytest.importorskip("torch")
+    import torch
 
     class Counted(torch.utils.data.Dataset):
         read = 0
