@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 import keras_strategies as ks
+from keras_strategies._core import versions
 from keras_strategies.cluster.free_ports import free_ports
 from tests import compiling
 
@@ -43,7 +44,8 @@ def environment(**environ):
     inherited = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(("KERAS_", "XLA_", "TF_", "SLURM_"))
+        if name == versions.SILENCE
+        or not name.startswith(("KERAS_", "XLA_", "TF_", "SLURM_"))
     }
     path = [str(pathlib.Path(sys.executable).parent), os.environ["PATH"]]
     return (

@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 import keras_strategies as ks
+from keras_strategies._core import versions
 
 ROOT = str(pathlib.Path(__file__).parents[1])
 PUBLIC_NAMES = {
@@ -56,7 +57,8 @@ def run_python(code, **environ):
     inherited = {
         k: v
         for k, v in os.environ.items()
-        if not k.startswith(("KERAS_", "JAX_", "XLA_", "TF_"))
+        if k == versions.SILENCE
+        or not k.startswith(("KERAS_", "JAX_", "XLA_", "TF_"))
     }
     environ = {
         "PYTHONPATH": ROOT,

@@ -34,6 +34,7 @@ def importing(keras_version="3.15.1", jax_version="0.10.2", **environ):
         ("keras", "src/version.py", f'__version__ = "{keras_version}"\n'),
         ("jax", "version.py", text),
     ]
+    environ = {versions.SILENCE: ""} | environ
     return run_python(FAKE.format(files=files), **environ)
 
 

@@ -1,0 +1,235 @@
+"""The suite's core on the versions that users have, each in an environment.
+
+    ./run matrix                     # the rows whose Python is here
+    ./run matrix --row 2             # one of them; may be given again
+    ./run matrix --root DIR          # with the Python in a folder of a Debian
+    ./run matrix --table             # what is kept of former runs
+
+Each row makes a fresh environment of the committed files, with the exact
+versions of tests/matrix_constraints.txt, and runs its tests. Results are kept
+in .matrix/results.jsonl, by commit and constraints. docs/versions.md has them.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import hashlib
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree
+
+ROOT = pathlib.Path(__file__).parents[1]
+FOLDER = ROOT / ".matrix"
+CONSTRAINTS = pathlib.Path(__file__).parent / "matrix_constraints.txt"
+RESULTS = FOLDER / "results.jsonl"
+LIMIT_S = 25 * 60
+NIGHTLY = "3.16.0.dev2026102704"
+WHOLE = (
+    *("tests/contract", "tests/parity", "tests/strategy", "tests/keras_bridge"),
+    *("tests/data", "tests/multi_process"),
+)
+PART = ("tests/test_import.py", "tests/contract", "tests/strategy")
+VERSIONS = """
+import json, sys, jax, keras
+print(json.dumps([sys.version.split()[0], keras.__version__, jax.__version__]))
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Versions, and the tests that are run on them."""
+
+    number: int
+    python: str
+    keras: str
+    jax: str
+    tests: tuple[str, ...] = WHOLE
+
+    @property
+    def is_nightly(self):
+        return ".dev" in self.keras
+
+    def __str__(self):
+        return f"row {self.number}: {self.python}, {self.keras}, {self.jax}"
+
+
+ROWS = (
+    Row(1, "3.11", "3.15.1", "0.10.2"),
+    Row(2, "3.11", NIGHTLY, "0.10.2"),
+    Row(3, "3.13", "3.15.1", "0.12.0.1"),
+    Row(4, "3.13", NIGHTLY, "0.12.0.1"),
+    Row(5, "3.13", "3.15.1", "0.11.2", PART),
+    Row(6, "3.12", "3.15.1", "0.12.0.1", PART),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a row's Python is: on this machine, or in a folder's Debian."""
+
+    root: pathlib.Path | None = None
+
+    def folder(self, row):
+        """The row's clone, as this machine sees it."""
+        base = self.root or FOLDER
+        return base / (f"matrix-{row.number}" if self.root else str(row.number))
+
+    def run(self, row, *words, **options):
+        """Runs a command in the row's clone."""
+        folder = self.folder(row)
+        if self.root is None:
+            return subprocess.run(words, cwd=folder, **options)
+        script = f'cd /{folder.name} && exec "$@"'
+        inside = ["/bin/sh", "-c", script, "sh", *words]
+        return subprocess.run(
+            ["chroot", str(self.root), *inside],
+            env={"HOME": "/root", "PATH": "/usr/bin:/bin:/usr/sbin:/sbin"},
+            **options,
+        )
+
+    def has(self, python):
+        name = f"python{python}"
+        if self.root is not None:
+            return (self.root / "usr" / "bin" / name).exists()
+        # A name may be on the PATH and still not run.
+        found = shutil.which(name)
+        words = [found or "false", "-c", "import ensurepip, venv"]
+        return subprocess.run(words, capture_output=True).returncode == 0
+
+
+def install(place, row):
+    """Makes the row's environment; what it has, by the modules."""
+    folder = place.folder(row)
+    shutil.rmtree(folder, ignore_errors=True)
+    words = ["git", "clone", "--quiet", str(ROOT), str(folder)]
+    subprocess.run(words, check=True)
+    shutil.copy(CONSTRAINTS, folder / "constraints.txt")
+    with (folder / "constraints.txt").open("a") as file:
+        file.write(f"jax=={row.jax}\njaxlib=={row.jax}\n")
+    check = {"check": True}
+    place.run(row, f"python{row.python}", "-m", "venv", ".venv", **check)
+    pip = (".venv/bin/python", "-m", "pip", "--disable-pip-version-check")
+    words = ("install", "--quiet", "-c", "constraints.txt", "-e", ".[test]")
+    place.run(row, *pip, *words, **check)
+    if row.is_nightly:
+        # It lies in the folder of `keras`: one must go before the other comes.
+        place.run(row, *pip, "uninstall", "--quiet", "-y", "keras", **check)
+        nightly = f"keras-nightly=={row.keras}"
+        words = ("install", "--quiet", "--no-deps", nightly)
+        place.run(row, *pip, *words, **check)
+    words = (".venv/bin/python", "-c", VERSIONS)
+    done = place.run(row, *words, capture_output=True, text=True, **check)
+    found = json.loads(done.stdout)
+    expected = [row.python, row.keras, row.jax]
+    same = map(str.startswith, found, expected)
+    if not all(same):
+        raise SystemExit(f"matrix: asked for {expected}, installed {found}")
+    return found
+
+
+def measure(place, row):
+    """Runs the row's tests; what came of it."""
+    found = install(place, row)
+    start = time.monotonic()
+    report = place.folder(row) / "results.xml"
+    words = [".venv/bin/python", "-m", "pytest", *row.tests]
+    words += ["-q", "--junitxml=results.xml"]
+    if row.is_nightly:
+        words = ["env", "KERAS_STRATEGIES_UNTESTED_VERSIONS=1", *words]
+    try:
+        place.run(row, "timeout", str(LIMIT_S), *words)
+    finally:
+        seconds = time.monotonic() - start
+    counts, failed = {}, ["no report: cut off, or not begun"]
+    if report.exists():
+        counts, failed = read(report)
+    return {
+        "commit": commit(),
+        "constraints": constraints(),
+        "row": row.number,
+        "date": datetime.date.today().isoformat(),
+        "versions": found,
+        "minutes": round(seconds / 60, 1),
+        "counts": counts,
+        "failed": failed,
+    }
+
+
+def read(report):
+    """Counts of tests, and the names of those that failed."""
+    suite = xml.etree.ElementTree.parse(report).getroot()[0]
+    counts = {
+        name: int(suite.get(name, 0))
+        for name in ("tests", "failures", "errors", "skipped")
+    }
+    failed = [
+        f"{case.get('classname')}::{case.get('name')}"
+        for case in suite.iter("testcase")
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
+    return counts, failed
+
+
+def commit():
+    words = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.check_output(words, cwd=ROOT, text=True).strip()
+
+
+def constraints():
+    """A short name of the constraints file's contents."""
+    return hashlib.sha256(CONSTRAINTS.read_bytes()).hexdigest()[:8]
+
+
+def show():
+    """Prints the last result of each row."""
+    kept = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+    last = {entry["row"]: entry for entry in map(json.loads, kept)}
+    print("| row | Python | Keras | JAX | tests | failed | minutes | of |")
+    print("|---|---|---|---|---|---|---|---|")
+    for number, entry in sorted(last.items()):
+        cells = [
+            number,
+            *entry["versions"],
+            entry["counts"].get("tests", "-"),
+            len(entry["failed"]),
+            entry["minutes"],
+            f"{entry['commit']}, {entry['date']}",
+        ]
+        print("|", " | ".join(map(str, cells)), "|")
+    for number, entry in sorted(last.items()):
+        for name in entry["failed"]:
+            print(f"row {number} failed: {name}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    numbers = [row.number for row in ROWS]
+    parser.add_argument("--row", type=int, action="append", choices=numbers)
+    parser.add_argument("--root", type=pathlib.Path, help="a Debian's folder")
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args()
+    FOLDER.mkdir(exist_ok=True)
+    place = Place(options.root and options.root.resolve())
+    wanted = [r for r in ROWS if r.number in (options.row or numbers)]
+    is_green = True
+    for row in [] if options.table else wanted:
+        if not place.has(row.python):
+            print(f"{row}: left out, no Python {row.python} here", flush=True)
+            is_green &= not options.row
+            continue
+        print(row, flush=True)
+        entry = measure(place, row)
+        with RESULTS.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+        is_green &= not entry["failed"]
+        shutil.rmtree(place.folder(row), ignore_errors=True)
+    show()
+    return 0 if is_green else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
