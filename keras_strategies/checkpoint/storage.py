@@ -107,6 +107,8 @@ class Storage:
         format_lib.make_directory(self.directory)
         self._lock = _lock(self.directory)
         delete_partial_saves(self.directory)
+        # A script may go on without asking for the newest one.
+        self._note_good()
 
     def _check_shared(self) -> None:
         if self._is_alone:
@@ -157,7 +159,7 @@ class Storage:
             for fault in faults:
                 aside = _put_aside(fault)
                 _logger.warning("%s It is now %s.", fault, aside)
-            self._note_good(manifest)
+            self._note_good()
             return None if manifest is None else manifest.step
 
         return self._by_chief("looking for the newest checkpoint in", find)
@@ -195,7 +197,8 @@ class Storage:
 
         self._by_chief(f"verifying step {step} of", look)
 
-    def _note_good(self, newest: Manifest | None) -> None:
+    def _note_good(self) -> None:
+        """Looks which checkpoints there are, and when the run began."""
         self._good = {}
         for step in format_lib.find_steps(self.directory):
             try:
@@ -203,9 +206,10 @@ class Storage:
             except DamagedCheckpoint:
                 continue
             self._good[step] = manifest
-        started = newest.facts.get("started") if newest else None
-        if isinstance(started, float):
-            self._started = started
+        if self._good:
+            started = self._good[max(self._good)].facts.get("started")
+            if isinstance(started, float):
+                self._started = started
 
     def path(self, step: int) -> pathlib.Path:
         """The folder of a step."""

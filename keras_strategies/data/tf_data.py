@@ -8,7 +8,7 @@ import functools
 import json
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from keras_strategies._core.batches import num_rows
@@ -224,6 +224,7 @@ class TfDataSource(Source):
             dataset = dataset.skip(start)
         held = [dataset.as_numpy_iterator(), dataset, kept]
         del dataset, kept
+        let_go = _let_go  # Python empties modules before it ends generators.
         try:
             for batch in self._batches(held[0]):
                 if self.is_own:
@@ -231,7 +232,7 @@ class TfDataSource(Source):
                 else:
                     yield take(batch, cut, is_marked=self._is_marked)
         finally:
-            _let_go(held)
+            let_go(held)
 
     def _batches(self, iterator: Iterator[Tree]) -> Iterator[Tree]:
         errors = tensorflow().errors
@@ -266,13 +267,15 @@ class TfDataSource(Source):
             ) from error
 
 
-def _let_go(held: list[Any]) -> None:
+def _let_go(
+    held: list[Any], is_finalizing: Callable[[], bool] = sys.is_finalizing
+) -> None:
     """Drops an iterator of TensorFlow's, and what it needs, in a thread.
 
     TensorFlow waits there for its own threads: up to a second where training
     keeps the cores busy.
     """
-    if sys.is_finalizing():
+    if is_finalizing():
         # A thread would not begin, and `start` wait for it for ever.
         held.clear()
         return

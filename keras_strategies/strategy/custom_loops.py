@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from keras_strategies._core.host_arrays import from_tensor
 from keras_strategies._core.reduce_op import ReduceOp
 from keras_strategies._core.values import STACKED, PerReplica, stacked
 from keras_strategies.data.distributed import DistributedDataset
@@ -190,7 +191,8 @@ class CustomLoops:
 
         def make() -> list[Any]:
             ids = mesh.local_replicas
-            return [value_fn(ValueContext(i, count)) for i in ids]
+            made = [value_fn(ValueContext(i, count)) for i in ids]
+            return jax.tree.map(from_tensor, made)
 
         if mesh.num_processes == 1:
             made = make()

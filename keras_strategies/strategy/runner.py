@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from keras_strategies._core.host_arrays import from_tensor
 from keras_strategies._core.mesh import ReplicaMesh, is_laid_out
 from keras_strategies._core.step_context import StepContext
 from keras_strategies._core.values import (
@@ -88,6 +89,7 @@ class Runner:
         leaves, structure = jax.tree.flatten(
             (tuple(args), kwargs), is_leaf=_is_leaf
         )
+        leaves = list(map(from_tensor, leaves))
         if self._is_debugging:
             _check_debug(self._mesh)
             return self._debug(fn, leaves, structure, is_update)

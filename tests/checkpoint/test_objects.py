@@ -276,6 +276,23 @@ def test_a_manager_as_tf_calls_it(tmp_path):
         assert len(manager.checkpoints) == 9
 
 
+def test_a_manager_that_does_not_restore_deletes_what_was_there(tmp_path):
+    """tf's scripts restore by `latest_checkpoint`, and not by the manager."""
+    variable = keras.Variable(0.0)
+    checkpoint = ks.checkpoint.Checkpoint(v=variable)
+    for _ in range(3):
+        with ks.checkpoint.CheckpointManager(
+            checkpoint, tmp_path, max_to_keep=2
+        ) as manager:
+            checkpoint.restore(ks.checkpoint.latest_checkpoint(tmp_path))
+            variable.assign_add(1.0)
+            manager.save()
+            manager.save()
+    names = [pathlib.Path(path).name for path in manager.checkpoints]
+    assert names == ["5", "6"]
+    assert float(variable.value) == 3.0
+
+
 def test_saving_where_a_manager_of_this_process_writes(tmp_path):
     checkpoint = ks.checkpoint.Checkpoint(v=keras.Variable(0.0))
     with (

@@ -14,6 +14,7 @@ import warnings
 import numpy as np
 import pytest
 
+from keras_strategies.data import tf_data
 from keras_strategies.data.options import SHARD_HINT, AutoShardPolicy
 from keras_strategies.data.tf_data import TfDataSource
 
@@ -883,6 +884,23 @@ next(reading)
 def test_a_process_ends_while_a_dataset_is_read():
     # Python starts no threads any more when it collects what is left.
     ended = subprocess.run(
-        [sys.executable, "-c", LEFT_OPEN], timeout=120, check=False
+        [sys.executable, "-c", LEFT_OPEN],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert ended.returncode == 0
+    assert "Exception ignored" not in ended.stderr, ended.stderr
+
+
+def test_a_reader_ends_when_python_has_emptied_its_module(monkeypatch):
+    reading = source_of(tf.data.Dataset.range(6).batch(2), 1, 0).read(
+        0, 0, _all
+    )
+    next(reading)
+    let_go = tf_data._let_go
+    monkeypatch.setattr(let_go, "__defaults__", (lambda: True,))
+    for name in ("_let_go", "sys", "threading"):
+        monkeypatch.setattr(tf_data, name, None)
+    reading.close()

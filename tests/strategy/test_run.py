@@ -1,5 +1,6 @@
 """`run`: what a replica's function sees, returns and changes."""
 
+import contextlib
 import functools
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import keras_strategies as ks
 from keras_strategies.strategy import current
@@ -69,6 +71,23 @@ def test_what_is_no_array_is_passed_and_returned_as_it_is():
     out = strategy.run(fn, args=("a", True, None, model))
     assert out == ("a", None, 3, {"flag": True})
     assert seen[0] == ("a", True, None, model)
+
+
+@pytest.mark.parametrize("is_debug", [False, True])
+def test_tensors_of_tensorflow_are_arrays(is_debug):
+    """Of a plain loop over `tf.data`, and of a function of values."""
+    strategy = mirrored(2)
+    values = by_replica(strategy, tf.constant)
+    data = tf.data.Dataset.from_tensor_slices(HALF.T).batch(1)
+    with strategy.debug() if is_debug else contextlib.nullcontext():
+        outs = [
+            strategy.run(lambda x, i: x * 2 + i, args=(rows, values))
+            for rows in data
+        ]
+    found = [[v.tolist() for v in values_of(strategy, out)] for out in outs]
+    assert found == [[[[0.0]], [[1.0]]], [[[1.0]], [[2.0]]]]
+    if not is_debug:
+        assert strategy._runner.num_programs == 1
 
 
 def test_results_are_arguments_of_the_next_run():
