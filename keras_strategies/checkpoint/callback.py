@@ -1,17 +1,14 @@
 """The callback that keeps a fit, and has it go on after a restart."""
 
-import json
 import logging
-import math
 import os
-import time
 from typing import Any, Literal
 
-from keras_strategies.checkpoint import contents
+from keras_strategies.checkpoint import contents, nests
+from keras_strategies.checkpoint.clock import Clock
 from keras_strategies.checkpoint.keeping import Keep, as_keep
 from keras_strategies.checkpoint.storage import Storage
 from keras_strategies.cluster import guard
-from keras_strategies.cluster.agreement import Agreement
 from keras_strategies.cluster.exits import ExitCode, Preempted
 from keras_strategies.cluster.preemption import PreemptionNotice
 from keras_strategies.keras_bridge.resuming import Keeper, Loop
@@ -111,7 +108,7 @@ class Checkpoint(Keeper):
         self._resume = resume
         self._storage: Storage | None = None
         self._notice: PreemptionNotice | None = None
-        self._clock: _Clock | None = None
+        self._clock: Clock | None = None
         self._saved: int | None = None
         self._is_best_known = False
 
@@ -131,7 +128,7 @@ class Checkpoint(Keeper):
         progress = guard.progress() if loop.mesh.num_processes > 1 else None
         self._notice = PreemptionNotice(progress).__enter__()
         if self._every_seconds is not None:
-            self._clock = _Clock(
+            self._clock = Clock(
                 self._every_seconds, loop.num_steps, loop.mesh.processes
             )
 
@@ -220,9 +217,7 @@ class Checkpoint(Keeper):
         wanted = contents.targets(found, document, loop.mesh)
         arrays = storage.restore(step, wanted)
         contents.assign(found, arrays)
-        state = contents.joined(
-            document["state"], arrays.get(contents.STATE, {})
-        )
+        state = nests.joined(document["state"], arrays.get(contents.STATE, {}))
         loop.go_on(state)
         self._saved = loop.num_steps
         self._tell(loop, step)
@@ -268,7 +263,7 @@ class Checkpoint(Keeper):
             return
         assert self._storage is not None
         loop.sync()
-        state, extra = contents.split(loop.state(is_epoch_over=loop.step == 0))
+        state, extra = nests.split(loop.state(is_epoch_over=loop.step == 0))
         arrays = contents.arrays_of(loop.groups())
         if extra:
             arrays[contents.STATE] = extra
@@ -318,59 +313,6 @@ class Checkpoint(Keeper):
                 f"{int(ExitCode.PREEMPTED)}."
             )
         raise Preempted
-
-
-class _Clock:
-    """When it is time to save, the same in all processes.
-
-    The chief's clock decides. The others hear of it where all ask, which is
-    at steps that the chief chooses by how long steps take: so one or two
-    questions are asked for each save.
-
-    Args:
-      seconds: Between saves.
-      step: The number of steps done.
-      processes: JAX's ids of the processes.
-    """
-
-    def __init__(
-        self, seconds: float, step: int, processes: tuple[int, ...]
-    ) -> None:
-        self._seconds = seconds
-        self._processes = processes
-        self.restart(step)
-
-    def restart(self, step: int) -> None:
-        """A checkpoint was saved."""
-        self._begun = self._asked_at = time.monotonic()
-        self._asked = step
-        self._next = step + 1
-        self.is_waiting = False
-
-    def is_due(self, step: int) -> bool:
-        """Whether to save after this step. Collective."""
-        if self.is_waiting or step < self._next:
-            return self.is_waiting
-        now = time.monotonic()
-        left = self._begun + self._seconds - now
-        per_step = (now - self._asked_at) / max(step - self._asked, 1)
-        # Steps may get slower: not more than twice as many as were measured.
-        most = 2 * (step - self._asked)
-        wait = min(most, math.ceil(left / max(per_step, 1e-6)))
-        said = self._agreed({"is_due": left <= 0, "wait": max(wait, 1)})
-        self._asked, self._asked_at = step, now
-        self._next = step + said["wait"]
-        self.is_waiting = said["is_due"]
-        return self.is_waiting
-
-    def _agreed(self, said: dict[str, Any]) -> dict[str, Any]:
-        if len(self._processes) == 1:
-            # Looking at the clock costs nothing.
-            return said | {"wait": 1}
-        agreement = Agreement(self._processes, "the time of a checkpoint")
-        heard = agreement.exchange(json.dumps(said))
-        agreement.end()
-        return json.loads(heard[0])
 
 
 def _check_count(name: str, value: Any) -> None:

@@ -5,20 +5,19 @@ paths of their variables, so that plain Orbax reads them. The document says
 all else; arrays in it (a callback's best weights) are a group of their own.
 """
 
-import base64
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import keras
 import numpy as np
 
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.values import set_apart
 from keras_strategies.checkpoint.documents import VERSION
+from keras_strategies.cluster.addresses import shown
+from keras_strategies.cluster.array_kinds import dtype_named
 from keras_strategies.keras_bridge.partitions import sharding_of
 
 Groups = Mapping[str, Sequence[keras.Variable]]
@@ -29,12 +28,6 @@ STATE = "state_arrays"
 """The group of the arrays that the document's state holds."""
 
 _WEIGHTS = "weights"
-_ARRAY = "__array__"
-_EMPTY = "__empty_array__"
-_TUPLE = "__tuple__"
-_SCALAR = "__scalar__"
-_DICT = "__dict__"
-_MARKS = ({_ARRAY}, {_EMPTY}, {_TUPLE}, {_SCALAR}, {_DICT})
 _MAX_SHOWN = 8
 
 
@@ -219,7 +212,14 @@ def targets(
                 for name, variable in entries.items()
             }
     for name, (shape, dtype) in document["variables"].get(STATE, {}).items():
-        wanted.setdefault(STATE, {})[name] = np.empty(shape, dtype)
+        kind = dtype_named(dtype)
+        if kind is None:
+            raise ValueError(
+                "What is kept in a checkpoint has dtypes that are known. "
+                f"Received: {shown(dtype)}. Use an earlier checkpoint, or the "
+                "versions of jax and numpy that wrote it."
+            )
+        wanted.setdefault(STATE, {})[name] = np.empty(shape, kind)
     return wanted
 
 
@@ -230,117 +230,6 @@ def assign(
     for group, entries in found.items():
         for name, variable in entries.items():
             variable.assign(arrays[group][name])
-
-
-def split(state: Any) -> tuple[Any, dict[str, np.ndarray]]:
-    """A nest as JSON, and the arrays that it held.
-
-    Args:
-      state: Dicts with strings as keys, lists, tuples, arrays, numbers,
-        strings, booleans, None.
-
-    Raises:
-      TypeError: something else is in it.
-    """
-    arrays: dict[str, np.ndarray] = {}
-
-    def encode(value: Any, path: str) -> Any:
-        if value is None or isinstance(value, bool | int | float | str):
-            return _plain(value)
-        if isinstance(value, np.generic) and _is_real(value.dtype):
-            # What is computed with it has its dtype.
-            return {_SCALAR: [value.item(), str(value.dtype)]}
-        if isinstance(value, np.ndarray | jax.Array) and (
-            _is_real(value.dtype) or value.dtype.kind == "c"
-        ):
-            if not value.size:
-                return {_EMPTY: [list(value.shape), str(value.dtype)]}
-            name = f"{len(arrays):05d}"
-            arrays[name] = np.asarray(value)
-            return {_ARRAY: name}
-        if isinstance(value, tuple):
-            return {_TUPLE: [encode(v, f"{path}[]") for v in value]}
-        if isinstance(value, list):
-            return [encode(v, f"{path}[]") for v in value]
-        if isinstance(value, Mapping) and all(
-            isinstance(key, str) for key in value
-        ):
-            entries = {
-                str(k): encode(v, f"{path}[{k!r}]") for k, v in value.items()
-            }
-            return {_DICT: entries} if set(entries) in _MARKS else entries
-        kind = type(value).__name__
-        dtype = getattr(value, "dtype", None)
-        if dtype is not None:
-            kind += f" with dtype {dtype}"
-        raise TypeError(
-            "What is kept in a checkpoint is made of dicts with strings as "
-            "keys, lists, tuples, arrays of numbers, numbers, strings, "
-            f"booleans and None. Received: an object of type {kind} at "
-            f"{path or 'the top'}. Change what `get_state` returns."
-        )
-
-    return encode(state, ""), arrays
-
-
-def joined(state: Any, arrays: Mapping[str, Any]) -> Any:
-    """The nest that `split` has split."""
-    if isinstance(state, list):
-        return [joined(v, arrays) for v in state]
-    if not isinstance(state, dict):
-        return state
-    if set(state) == {_ARRAY}:
-        return np.asarray(arrays[state[_ARRAY]])
-    if set(state) == {_EMPTY}:
-        shape, dtype = state[_EMPTY]
-        return np.empty(shape, dtype)
-    if set(state) == {_SCALAR}:
-        value, dtype = state[_SCALAR]
-        return np.dtype(dtype).type(value)
-    if set(state) == {_TUPLE}:
-        return tuple(joined(v, arrays) for v in state[_TUPLE])
-    if set(state) == {_DICT}:
-        state = state[_DICT]
-    return {key: joined(v, arrays) for key, v in state.items()}
-
-
-def packed(state: Any) -> str:
-    """A nest, its arrays too, as text that other processes read."""
-    plain, arrays = split(state)
-    said = {
-        name: [
-            str(array.dtype),
-            list(array.shape),
-            base64.b64encode(array.tobytes()).decode("ascii"),
-        ]
-        for name, array in arrays.items()
-    }
-    return json.dumps([plain, said])
-
-
-def unpacked(text: str) -> Any:
-    """The nest that `packed` has packed."""
-    plain, said = json.loads(text)
-    arrays = {
-        name: np.frombuffer(base64.b64decode(raw), dtype).reshape(shape)
-        for name, (dtype, shape, raw) in said.items()
-    }
-    return joined(plain, arrays)
-
-
-def _is_real(dtype: Any) -> bool:
-    """Whether it is of booleans, integers or floats, bfloat16 too."""
-    return dtype.kind in "biuf" or (
-        dtype.kind == "V" and jnp.issubdtype(dtype, np.number)
-    )
-
-
-def _plain(value: Any) -> Any:
-    """Without subclasses (of numpy's float64, for one)."""
-    if isinstance(value, bool) or value is None:
-        return value
-    kinds = (int, float, str)
-    return next(kind(value) for kind in kinds if isinstance(value, kind))
 
 
 def _target(variable: keras.Variable, mesh: ReplicaMesh | None) -> Any:

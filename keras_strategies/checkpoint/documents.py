@@ -7,6 +7,8 @@ from typing import Any
 from keras_strategies.checkpoint.damage import damaged
 from keras_strategies.checkpoint.files import open_file
 from keras_strategies.checkpoint.layout import RUN
+from keras_strategies.cluster.array_kinds import is_dtype_name, is_shape
+from keras_strategies.cluster.forms import fault_of
 from keras_strategies.cluster.untrusted import load_json
 
 VERSION = 1
@@ -45,25 +47,11 @@ def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _is_complete(document: dict[str, Any]) -> bool:
-    groups = document.get("variables")
-    return (
-        "state" in document
-        and isinstance(groups, dict)
-        and all(isinstance(group, dict) for group in groups.values())
-        and all(
-            _is_entry(entry)
-            for group in groups.values()
-            for entry in group.values()
-        )
-    )
-
-
-def _is_entry(entry: Any) -> bool:
-    if not isinstance(entry, list) or len(entry) != 2:
+    if fault_of(document, {"state": object, "variables": dict}) is not None:
         return False
-    shape, dtype = entry
-    return (
-        isinstance(dtype, str)
-        and isinstance(shape, list)
-        and all(type(size) is int and size >= 0 for size in shape)
+    groups = document["variables"].values()
+    return all(isinstance(group, dict) for group in groups) and all(
+        fault_of(entry, (is_shape, is_dtype_name)) is None
+        for group in groups
+        for entry in group.values()
     )

@@ -11,6 +11,7 @@ import stat
 from collections.abc import Iterable
 from typing import Any, Literal
 
+from keras_strategies.checkpoint.damage import DamagedCheckpoint
 from keras_strategies.checkpoint.files import flush
 from keras_strategies.checkpoint.layout import (
     DELETING,
@@ -138,6 +139,21 @@ def delete(directory: str | os.PathLike[str], step: int) -> None:
         return
     flush(doomed.parent)
     _remove(doomed)
+
+
+def set_aside(fault: DamagedCheckpoint) -> str:
+    """Renames a damaged checkpoint, so that its step can be saved again.
+
+    Returns:
+      Its new name.
+    """
+    assert fault.path is not None
+    for number in range(1, 1000):
+        aside = fault.path.with_name(f"{fault.path.name}.damaged-{number}")
+        if not os.path.lexists(aside):
+            os.rename(fault.path, aside)
+            return aside.name
+    raise fault
 
 
 def delete_partial_saves(directory: str | os.PathLike[str]) -> list[str]:

@@ -12,10 +12,10 @@ import socket
 import stat
 import time
 import weakref
-from typing import Any
 
 from keras_strategies.checkpoint.damage import shown
 from keras_strategies.checkpoint.layout import make_directory
+from keras_strategies.cluster.untrusted import load_json
 
 try:
     import fcntl
@@ -28,6 +28,9 @@ LOCK = ".lock"
 _logger = logging.getLogger(__name__)
 
 _MAX_BYTES = 4096
+_MOST_PROCESSES = 2**32
+# In seconds since 1970; dates end with the year 9999.
+_LAST_TIME = 2.0**37
 _POLL_SECONDS = 0.05
 _FLAGS = (
     getattr(os, "O_NOFOLLOW", 0)
@@ -243,14 +246,18 @@ def _read(descriptor: int) -> Writer:
     """What a lock's file says; it may be anything."""
     try:
         os.lseek(descriptor, 0, os.SEEK_SET)
-        content: Any = json.loads(os.read(descriptor, _MAX_BYTES))
-        host, number, since = (content[key] for key in ("host", "pid", "since"))
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        text = os.read(descriptor, _MAX_BYTES)
+        content = load_json(text, max_characters=_MAX_BYTES)
+    except (OSError, ValueError):
         return Writer()
-    is_time = isinstance(since, float) and 0 < since < 2**40
+    if not isinstance(content, dict):
+        return Writer()
+    host, number, since = (content.get(key) for key in ("host", "pid", "since"))
+    is_number = type(number) is int and 0 < number < _MOST_PROCESSES
+    is_time = isinstance(since, float) and 0 < since < _LAST_TIME
     return Writer(
         host=host if isinstance(host, str) else "",
-        process_id=number if type(number) is int else None,
+        process_id=number if is_number else None,
         since=since if is_time else None,
     )
 

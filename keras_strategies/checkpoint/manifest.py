@@ -17,7 +17,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from keras_strategies.checkpoint.damage import damaged
 from keras_strategies.checkpoint.files import (
@@ -33,6 +33,7 @@ from keras_strategies.checkpoint.layout import (
     step_of,
     step_path,
 )
+from keras_strategies.cluster.untrusted import load_json
 
 VERSION = 1
 """The version of the format that is written."""
@@ -127,6 +128,7 @@ def write_manifest(
             f"A manifest has at most {MAX_BYTES} bytes. Received: {len(text)} "
             f"bytes for {len(sizes)} files. Leave out long `facts`."
         )
+    _check_readable(text)
     names = {path / name for name in sizes}
     for flushed in sorted(names | {name.parent for name in names}):
         flush(flushed)
@@ -174,6 +176,16 @@ def _serialize(manifest: Manifest) -> bytes:
     return _dump(content) + b"\n"
 
 
+def _check_readable(text: bytes) -> None:
+    try:
+        load_json(text, max_characters=MAX_BYTES)
+    except ValueError as error:
+        raise ValueError(
+            "Facts of a checkpoint are short JSON that is read again. "
+            f"Received: `facts` of which {error}. Leave that out."
+        ) from None
+
+
 def _dump(content: Any) -> bytes:
     text = json.dumps(content, sort_keys=True, allow_nan=False, indent=1)
     return text.encode("ascii")
@@ -201,13 +213,10 @@ def _parse(path: pathlib.Path, text: bytes) -> Manifest:
     if not text:
         raise damaged(path, MANIFEST, "it is empty")
     try:
-        content = json.loads(
-            text.decode("ascii"),
-            object_pairs_hook=_object,
-            parse_constant=_refuse,
-        )
-    except (ValueError, RecursionError):
-        raise damaged(path, MANIFEST, "it is no JSON as we write it") from None
+        content = load_json(text, max_characters=MAX_BYTES)
+    except ValueError as error:
+        fault = f"it is no JSON as we write it: {error}"
+        raise damaged(path, MANIFEST, fault) from None
     if not isinstance(content, dict) or "version" not in content:
         raise damaged(path, MANIFEST, "it has no version")
     if content["version"] != VERSION or isinstance(content["version"], bool):
@@ -225,17 +234,10 @@ def _parse(path: pathlib.Path, text: bytes) -> Manifest:
         },
         facts=content["facts"],
     )
-    if not _is_as_written(manifest, text):
+    if _serialize(manifest) != text:
         fault = "its checksum differs: it was changed after it was written"
         raise damaged(path, MANIFEST, fault)
     return manifest
-
-
-def _is_as_written(manifest: Manifest, text: bytes) -> bool:
-    try:
-        return _serialize(manifest) == text
-    except RecursionError:  # Facts that are nested deeply, and not ours.
-        return False
 
 
 def _fault_of(content: dict[str, Any]) -> str | None:
@@ -275,17 +277,6 @@ def _is_entry(entry: Any) -> bool:
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) != len(pairs):
-        raise ValueError("A key twice.")
-    return content
-
-
-def _refuse(name: str) -> NoReturn:
-    raise ValueError(f"No JSON: {name}.")
 
 
 def _plain(value: Any, name: str) -> Any:

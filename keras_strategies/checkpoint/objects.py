@@ -1,22 +1,19 @@
 """Objects whose values are kept together, in the manner of tf.train's."""
 
-import hashlib
 import os
 import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import jax
 import keras
 import numpy as np
 
-from keras_strategies.checkpoint import contents, unbuilt
+from keras_strategies.checkpoint import contents, job_states, nests, unbuilt
 from keras_strategies.checkpoint.format import find_steps
 from keras_strategies.checkpoint.keeping import Keep
 from keras_strategies.checkpoint.layout import step_of
 from keras_strategies.checkpoint.storage import Storage
 from keras_strategies.cluster.addresses import shown
-from keras_strategies.cluster.agreement import Agreement
 from keras_strategies.keras_bridge.binding import all_variables
 from keras_strategies.strategy import current
 
@@ -265,7 +262,9 @@ def write_from(
     """Begins to write what the objects of a checkpoint hold. Collective."""
     groups = checkpoint.groups()
     processes = contents.processes_of(groups)
-    shared, extra = contents.split(_shared_states(checkpoint, processes))
+    shared, extra = nests.split(
+        job_states.shared(checkpoint.states(), processes)
+    )
     arrays = contents.arrays_of(groups)
     if extra or not arrays:
         # Orbax keeps no tree without any array.
@@ -318,41 +317,10 @@ def read_into(
     wanted = contents.targets(found, document, None)
     arrays = storage.restore(step, wanted, is_part=is_part)
     contents.assign(found, arrays)
-    state = contents.joined(document["state"], arrays.get(contents.STATE, {}))
+    state = nests.joined(document["state"], arrays.get(contents.STATE, {}))
     processes = contents.processes_of(groups)
-    checkpoint.set_states(_own_states(state, processes))
+    checkpoint.set_states(job_states.own(state, processes, where))
     return others
-
-
-def _shared_states(checkpoint: Checkpoint, processes: tuple[int, ...]) -> Any:
-    """The states of all processes; one, if they are alike."""
-    states = checkpoint.states()
-    text = contents.packed(states)
-    if len(processes) == 1:
-        return {"all": states}
-    agreement = Agreement(processes, "keeping states")
-    marks = agreement.exchange(hashlib.sha256(text.encode()).hexdigest())
-    is_alike = len(set(marks)) == 1
-    heard = [] if is_alike else agreement.exchange(text)
-    agreement.end()
-    if is_alike:
-        return {"all": states}
-    return {"each": [contents.unpacked(said) for said in heard]}
-
-
-def _own_states(
-    state: Mapping[str, Any], processes: tuple[int, ...]
-) -> Mapping[str, Any]:
-    if "all" in state:
-        return state["all"]
-    if len(state["each"]) != len(processes):
-        raise ValueError(
-            "Where every process has a state of its own, a run goes on "
-            "with as many processes as it had. Received: states of "
-            f"{len(state['each'])} processes, now {len(processes)}. Start as "
-            "many, or give all processes the same data."
-        )
-    return state["each"][processes.index(jax.process_index())]
 
 
 def _variables(value: Any, name: str) -> Iterator[keras.Variable]:

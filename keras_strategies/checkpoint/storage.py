@@ -26,6 +26,7 @@ from keras_strategies.checkpoint.keeping import (
     Keep,
     delete,
     delete_partial_saves,
+    set_aside,
     to_delete,
 )
 from keras_strategies.checkpoint.manifest import Manifest
@@ -36,9 +37,12 @@ from keras_strategies.checkpoint.orbax_io import (
 )
 from keras_strategies.checkpoint.space import not_written
 from keras_strategies.cluster.agreement import Agreement
+from keras_strategies.cluster.forms import Either, Form, read_messages
+from keras_strategies.cluster.hellos import readable
 
 _logger = logging.getLogger(__name__)
 
+_NEWEST = "looking for the newest checkpoint in"
 _SEEN_S = 10.0
 _POLL_S = 0.1
 
@@ -157,12 +161,12 @@ class Storage:
         def find() -> int | None:
             manifest, faults = format_lib.newest_good(self.directory)
             for fault in faults:
-                aside = _put_aside(fault)
+                aside = set_aside(fault)
                 _logger.warning("%s It is now %s.", fault, aside)
             self._note_good()
             return None if manifest is None else manifest.step
 
-        return self._by_chief("looking for the newest checkpoint in", find)
+        return self._by_chief(_NEWEST, find, int | None)
 
     def highest(self) -> int:
         """The highest step, good or not; -1 if there is none. Collective.
@@ -174,7 +178,7 @@ class Storage:
         def find() -> int:
             return max(format_lib.find_steps(self.directory), default=-1)
 
-        return self._by_chief("looking for the highest step in", find)
+        return self._by_chief("looking for the highest step in", find, int)
 
     def newest_to_read(self) -> int | None:
         """The newest good checkpoint; nothing is put aside."""
@@ -183,7 +187,7 @@ class Storage:
             manifest, _ = format_lib.newest_good(self.directory)
             return None if manifest is None else manifest.step
 
-        return self._by_chief("looking for the newest checkpoint in", find)
+        return self._by_chief(_NEWEST, find, int | None)
 
     def check(self, step: int) -> None:
         """Raises DamagedCheckpoint if a checkpoint is, or is not there.
@@ -343,7 +347,9 @@ class Storage:
             self._checkpointer = make_checkpointer(self._processes)
         return self._checkpointer
 
-    def _by_chief(self, doing: str, compute: Callable[[], Any]) -> Any:
+    def _by_chief(
+        self, doing: str, compute: Callable[[], Any], form: Form = None
+    ) -> Any:
         """What the chief computes, in all processes. Its error is all's."""
         if self._is_alone:
             return compute()
@@ -356,14 +362,19 @@ class Storage:
                 error = raised
                 said["error"] = f"{type(raised).__name__}: {raised}"
                 said["is_damage"] = isinstance(raised, DamagedCheckpoint)
-        heard = json.loads(self._exchange(doing, json.dumps(said))[0])
+        (heard,) = read_messages(
+            self._exchange(doing, json.dumps(said))[:1],
+            Either(({"error": str, "is_damage": bool}, {"value": form})),
+            processes=self._processes[:1],
+            about=f"{doing} {str(self.directory)!r}",
+        )
         if error is not None:
             raise error
         if "error" in heard:
             kind = DamagedCheckpoint if heard["is_damage"] else RuntimeError
             raise kind(
                 f"Process {self._processes[0]} failed in {doing} "
-                f"{str(self.directory)!r}: {heard['error']}"
+                f"{str(self.directory)!r}: {readable(heard['error'])}"
             )
         return heard["value"]
 
@@ -375,17 +386,6 @@ class Storage:
             return agreement.exchange(text)
         finally:
             agreement.end()
-
-
-def _put_aside(fault: DamagedCheckpoint) -> str:
-    """Renames a damaged checkpoint, so that its step can be saved again."""
-    assert fault.path is not None
-    for number in range(1, 1000):
-        aside = fault.path.with_name(f"{fault.path.name}.damaged-{number}")
-        if not os.path.lexists(aside):
-            os.rename(fault.path, aside)
-            return aside.name
-    raise fault
 
 
 def _lock(directory: pathlib.Path) -> Any:

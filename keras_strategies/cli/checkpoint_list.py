@@ -6,14 +6,15 @@ A run may write there at the same time. Nothing here imports jax or keras.
 import dataclasses
 import datetime
 import enum
-import json
+import math
 import os
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from keras_strategies.checkpoint.damage import DamagedCheckpoint, shown
-from keras_strategies.checkpoint.files import open_file, size_of
+from keras_strategies.checkpoint.documents import VERSION, read_document
+from keras_strategies.checkpoint.files import size_of
 from keras_strategies.checkpoint.layout import (
     DELETING,
     MANIFEST,
@@ -26,8 +27,6 @@ from keras_strategies.checkpoint.layout import (
 from keras_strategies.checkpoint.lock import Writer, writer_of
 from keras_strategies.checkpoint.manifest import Manifest
 from keras_strategies.checkpoint.verifying import verify
-
-_MAX_RUN_BYTES = 64 << 20
 
 
 class State(enum.Enum):
@@ -216,27 +215,19 @@ def _contents(path: pathlib.Path) -> dict[str, Contents]:
     """What a checkpoint says that it holds; empty if it is not understood."""
     if not os.path.lexists(path / RUN):
         return {}
-    with open_file(path, RUN) as file:
-        text = file.read(_MAX_RUN_BYTES) or b""
     try:
-        return {
-            group: Contents(
-                num_arrays=len(arrays),
-                num_values=sum(
-                    _num_values(shape) for shape, *_ in arrays.values()
-                ),
-            )
-            for group, arrays in json.loads(text)["variables"].items()
-        }
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        document = read_document(path)
+    except DamagedCheckpoint:
         return {}
-
-
-def _num_values(shape: list[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= int(size)
-    return count
+    if document["version"] != VERSION:
+        return {}
+    return {
+        group: Contents(
+            num_arrays=len(arrays),
+            num_values=sum(math.prod(shape) for shape, _ in arrays.values()),
+        )
+        for group, arrays in document["variables"].items()
+    }
 
 
 def _left_behind(

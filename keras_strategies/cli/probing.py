@@ -21,8 +21,10 @@ from keras_strategies.cli.findings import (
 )
 from keras_strategies.cli.installed import split_flags
 from keras_strategies.cli.job import described
+from keras_strategies.cluster.forms import fault_of
 from keras_strategies.cluster.launcher_pipe import LAUNCHER_FD
 from keras_strategies.cluster.rendezvous import RendezvousError
+from keras_strategies.cluster.untrusted import load_json
 
 _FOLDER = str(pathlib.Path(__file__).parents[2])
 # At the end of the path: the folder may be one of many packages.
@@ -37,6 +39,7 @@ _DEVICES_S = 90.0
 _FLAG_S = 30.0
 _LAST_LINES = 3
 _LONGEST = 600
+_MAX_LINE = 1 << 20
 _MAKE_CLIENT = "from jaxlib import xla_client; xla_client.make_cpu_client()"
 _HARMLESS = "--xla_force_host_platform_device_count="
 _NAMES = {
@@ -156,12 +159,21 @@ def _probe(
         code, text = _run(
             [*words, json.dumps(question)], timeout_s + _DEVICES_S, environ
         )
-        lines = path.read_text("utf-8").splitlines() if path.exists() else []
-    told: Told = {}
-    for line in lines:
-        answer = json.loads(line)
-        told.setdefault(answer.pop("stage"), {}).update(answer)
+        told = _told_in(path.read_bytes() if path.exists() else b"")
     return told, (code, text)
+
+
+def _told_in(text: bytes) -> Told:
+    """What a child wrote; its last line may be half a one."""
+    told: Told = {}
+    for line in text.splitlines():
+        try:
+            answer = load_json(line, max_characters=_MAX_LINE)
+        except ValueError:
+            continue
+        if fault_of(answer, {"stage": str}) is None:
+            told.setdefault(answer.pop("stage"), {}).update(answer)
+    return told
 
 
 def _run(

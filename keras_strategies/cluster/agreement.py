@@ -14,7 +14,10 @@ from typing import Any
 
 import jax
 
+from keras_strategies.cluster.addresses import shown
 from keras_strategies.cluster.exits import Stalled
+from keras_strategies.cluster.forms import MAX_MESSAGE, Either, read_messages
+from keras_strategies.cluster.hellos import readable
 from keras_strategies.cluster.store import client as _client
 
 TIMEOUT = "KERAS_STRATEGIES_TIMEOUT_S"
@@ -94,6 +97,7 @@ class Agreement:
         Raises:
           ValueError: the processes are in different agreements; all raise.
           TimeoutError: a process said nothing in time; it is named.
+          RuntimeError: a process said something else than this one would.
           InterruptedError: `is_stopped` said so.
         """
         client = _client()
@@ -114,10 +118,11 @@ class Agreement:
                 heard = self._hear_from_first(client, number, is_stopped)
         finally:
             del _waits[thread]
-        names, texts = zip(*map(json.loads, heard), strict=True)
+        said = self._read(heard, (str, str), self._processes)
+        names, texts = zip(*said, strict=True)
         if len(set(names)) > 1:
             calls = ", ".join(
-                f"{name} (process {process})"
+                f"{readable(name)} (process {process})"
                 for process, name in zip(self._processes, names, strict=True)
             )
             raise ValueError(f"{_SAME_CALLS} Received: {calls}. {_CURE}")
@@ -156,12 +161,25 @@ class Agreement:
     ) -> list[str]:
         # The first may wait for another one, for as long as it may itself be
         # waited for.
-        heard = json.loads(
-            self._hear(client, number, _ALL, is_stopped, 2 * self._timeout_s)
-        )
+        text = self._hear(client, number, _ALL, is_stopped, 2 * self._timeout_s)
+        all_of_them = (str,) * len(self._processes)
+        form = Either((str, all_of_them))
+        (heard,) = self._read([text], form, self._processes[:1])
         if isinstance(heard, str):
             raise Stalled(heard)
         return heard
+
+    def _read(
+        self, texts: list[str], form: Any, processes: tuple[int, ...]
+    ) -> list[Any]:
+        return read_messages(
+            texts,
+            form,
+            processes=processes,
+            about=self._name,
+            # A text in a text in a text: its quotes are written twice.
+            max_characters=4 * MAX_MESSAGE * len(self._processes),
+        )
 
     def _forget(self, client: Any, number: int) -> None:
         me = jax.process_index()
@@ -242,6 +260,7 @@ def waiting_limit_s() -> float:
     if not seconds > 0:
         raise ValueError(
             f"The environment variable {TIMEOUT} is a positive number of "
-            f"seconds. Received: {text!r}. Leave it out for {_TIMEOUT_S:.0f}."
+            f"seconds. Received: {shown(text)}. Leave it out for "
+            f"{_TIMEOUT_S:.0f}."
         )
     return seconds

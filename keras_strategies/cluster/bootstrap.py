@@ -9,6 +9,7 @@ import warnings
 import jax
 
 from keras_strategies.cluster import guard
+from keras_strategies.cluster.addresses import check_address
 from keras_strategies.cluster.job_secret import read_secret
 from keras_strategies.cluster.rendezvous import meet, split
 from keras_strategies.cluster.spec import TaskInfo
@@ -57,6 +58,7 @@ def join(
     secret = read_secret(os.environ)
     address = str(task.coordinator_address)
     bind_address = os.environ.get(BIND_ADDRESS) or address
+    check_address(bind_address, f"process 0, which {BIND_ADDRESS} may give,")
     if task.process_id == 0:
         _warn_of_strangers(bind_address)
     meet(

@@ -4,6 +4,7 @@ import dataclasses
 import enum
 import json
 
+from keras_strategies.cluster.hellos import readable
 from keras_strategies.cluster.untrusted import load_json
 
 _MAX_CHARACTERS = 1 << 20
@@ -67,5 +68,6 @@ class Cause:
         words, code = said.get("text"), said.get("code")
         codes = [int(one) for one in ExitCode]
         if isinstance(words, str) and type(code) is int and code in codes:
-            return cls(text=words, code=code)
+            # It goes to a terminal.
+            return cls(text=readable(words), code=code)
         return cls(text="another process told of its end unreadably")

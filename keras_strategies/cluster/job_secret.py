@@ -25,7 +25,9 @@ class Secret:
     """A secret. Its text is not shown, not even by `repr`."""
 
     def __init__(self, text: str) -> None:
-        self._key = text.encode()
+        # A variable may hold bytes that are no UTF-8, and an error about them
+        # would show the secret.
+        self._key = text.encode("utf-8", "surrogatepass")
 
     def proof(self, role: str, nonces: tuple[str, str], said: bytes) -> str:
         """What shows that who says this has the secret.

@@ -245,7 +245,7 @@ class _Host:
             self._take(connection, hello, pending.nonces)
             return
         if nonce is None:
-            self._unproved.add(hello["process"])
+            self._note_unproved(hello)
             self._send(connection, {"verdict": NOT_THERE})
             self._leave(connection)
             return
@@ -376,8 +376,13 @@ class _Host:
         self._selector.unregister(connection)
         pending = self._pending.pop(connection)
         if pending.hello is not None:
-            self._unproved.add(pending.hello["process"])
+            self._note_unproved(pending.hello)
         connection.close()
+
+    def _note_unproved(self, hello: dict[str, Any]) -> None:
+        # Of others it need not be known, and strangers may name any number.
+        if 0 <= hello["process"] < self._count:
+            self._unproved.add(hello["process"])
 
     def _close(self) -> None:
         for connection in [*self._pending, *self._joined]:

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from keras_strategies.cluster.agreement import Agreement
+from keras_strategies.cluster.hellos import readable
 
 # Constants above this are compared by their shape and type alone.
 _MAX_CONSTANT_BYTES = 1 << 26
@@ -151,7 +152,7 @@ def _difference(
     groups: dict[str, list[int]] = {}
     for process, digest in zip(processes, digests, strict=True):
         groups.setdefault(digest, []).append(process)
-    there = dict(zip(processes, shown, strict=True))
+    there = dict(zip(processes, map(readable, shown), strict=True))
     parts = [
         f"{_processes(group)} at `{there[group[0]]}`"
         for group in groups.values()

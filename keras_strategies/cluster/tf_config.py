@@ -5,12 +5,12 @@ value at fault, cut short, goes into an error.
 """
 
 import dataclasses
-import json
-from typing import Any, NoReturn
+from typing import Any
 
 from keras_strategies.cluster.addresses import parse_index, shown
 from keras_strategies.cluster.spec import ClusterSpec
 from keras_strategies.cluster.tasks import check_addresses, check_roles
+from keras_strategies.cluster.untrusted import load_json
 
 VARIABLE = "TF_CONFIG"
 """The environment variable."""
@@ -102,41 +102,12 @@ def _load(text: str) -> Any:
             "the task."
         )
     try:
-        return json.loads(
-            text,
-            object_pairs_hook=_object,
-            parse_constant=_refuse_constant,
-        )
-    except json.JSONDecodeError as error:
-        # Without its cause, which has the whole text as an attribute.
-        fault = f"{error.msg} at line {error.lineno}, column {error.colno}"
-    except RecursionError:
-        fault = "it is nested too deeply"
+        return load_json(text, max_characters=MAX_CHARACTERS)
     except ValueError as error:
-        if str(error).startswith(VARIABLE):
-            raise
-        fault = "it has a number that is too long"
+        fault = str(error)
     raise ValueError(
-        f"{VARIABLE} is no JSON: {fault}. Received: {len(text)} characters. "
-        f"{_EXAMPLE}"
-    )
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names: set[str] = set()
-    for name, _ in pairs:
-        if name in names:
-            raise ValueError(
-                f"{VARIABLE} says each key once. Received: the key "
-                f"{shown(name)} twice. Keep one of them."
-            )
-        names.add(name)
-    return dict(pairs)
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(
-        f"{VARIABLE} has no numbers but JSON's. Received: {name}. {_EXAMPLE}"
+        f"{VARIABLE} is no JSON that is read: {fault}. Received: {len(text)} "
+        f"characters. {_EXAMPLE}"
     )
 
 

@@ -4,6 +4,8 @@ import json
 import math
 from typing import Any, NoReturn
 
+from keras_strategies.cluster.addresses import shown
+
 MAX_DEPTH = 64
 """Levels of arrays and objects in each other."""
 
@@ -24,7 +26,7 @@ def load_json(
 
     Raises:
       ValueError: it is something else. The message says what, and repeats
-        nothing of the text.
+        nothing of the text but a key that it says twice, cut short.
     """
     if len(text) > max_characters:
         raise ValueError(
@@ -32,6 +34,8 @@ def load_json(
             "are read"
         )
     try:
+        # Python would take bytes for UTF-16 where they look like it.
+        text = text.decode("utf-8") if isinstance(text, bytes) else text
         value = json.loads(
             text,
             object_pairs_hook=_object,
@@ -65,8 +69,13 @@ class _FaultError(ValueError):
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
-    if len(found) < len(pairs):
-        raise _FaultError("it says a key twice")
+    if len(found) == len(pairs):
+        return found
+    names: set[str] = set()
+    for name, _ in pairs:
+        if name in names:
+            raise _FaultError(f"it says the key {shown(name)} twice")
+        names.add(name)
     return found
 
 

@@ -172,7 +172,9 @@ class BatchOrder(Order):
 
 
 # Both generators are Mersenne Twisters: 624 words and a position; numpy's
-# has a spare Gaussian besides.
+# has a spare Gaussian besides. A seed may come from a file.
+_NUM_WORDS = 624
+_PYTHONS = 3
 
 
 def _packed(words: Any, *others: Any) -> str:
@@ -181,8 +183,19 @@ def _packed(words: Any, *others: Any) -> str:
     return ":".join([text, *map(repr, others)])
 
 
-def _words(text: str) -> Any:
-    return np.frombuffer(base64.b64decode(text), "<u4")
+def _words(text: str, count: int) -> Any:
+    words = np.frombuffer(base64.b64decode(text, validate=True), "<u4")
+    if len(words) != count:
+        raise ValueError(f"A generator has {count} words.")
+    return words
+
+
+def _position(text: str) -> int:
+    # Neither numpy nor its C code looks whether it lies within the words.
+    position = int(text)
+    if not 0 <= position <= _NUM_WORDS:
+        raise ValueError(f"A generator's position is to {_NUM_WORDS}.")
+    return position
 
 
 def _text(state: Any) -> str:
@@ -194,9 +207,9 @@ def _numpy_state(text: str) -> Any:
     words, position, has_spare, spare = text.split(":")
     return (
         "MT19937",
-        _words(words),
-        int(position),
-        int(has_spare),
+        _words(words, _NUM_WORDS),
+        _position(position),
+        int(has_spare == "1"),
         float(spare),
     )
 
@@ -208,8 +221,8 @@ def _python_text(state: Any) -> str:
 
 def _python_state(text: str) -> Any:
     words, version, spare = text.split(":")
-    return (
-        int(version),
-        tuple(map(int, _words(words))),
-        None if spare == "None" else float(spare),
-    )
+    numbers = tuple(map(int, _words(words, _NUM_WORDS + 1)))
+    _position(str(numbers[-1]))
+    if int(version) != _PYTHONS:
+        raise ValueError(f"Python's generator has version {_PYTHONS}.")
+    return _PYTHONS, numbers, None if spare == "None" else float(spare)

@@ -17,6 +17,8 @@ from keras_strategies._core.rows import (
     rows_of_replicas,
 )
 from keras_strategies.cluster.agreement import Agreement
+from keras_strategies.cluster.forms import Either, is_count, read_messages
+from keras_strategies.cluster.hellos import readable
 from keras_strategies.data import structure
 from keras_strategies.data.regrouping import Rows, looked_at
 from keras_strategies.data.source import Part, Source, all_rows
@@ -24,6 +26,19 @@ from keras_strategies.data.together import raise_together
 
 Tree = Any
 IsStopped = Callable[[], bool]
+
+
+def _is_size(value: Any) -> bool:
+    # Shares of a batch without rows would never end.
+    return is_count(value) and value > 0
+
+
+# What processes tell each other.
+_LOOKED_AT = {"rows": [_is_size], "is_cut": bool}
+_MARK = int | str | None
+_END = {"rows": None, "mark?": _MARK, "error?": str}
+_ROWS = {"rows": is_count, "spec": str, "mark": _MARK}
+_PLACE = {"place": str}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,10 +169,8 @@ class Steps:
             "rows": [part.rows for part in first],
             "is_cut": all(part.counts is None for part in first),
         }
-        heard = [
-            json.loads(text)
-            for text in agreement.exchange(json.dumps(said), is_stopped)
-        ]
+        texts = agreement.exchange(json.dumps(said), is_stopped)
+        heard = self._read(texts, _LOOKED_AT)
         rows = [h["rows"] for h in heard if h["rows"]]
         if not all(h["is_cut"] for h in heard):
             self.found.append(None)
@@ -207,6 +220,8 @@ class Steps:
         is_stopped: IsStopped | None,
     ) -> Iterator[HostBatch]:
         spec: str | None = None
+        all_counts = (is_count,) * self.mesh.replicas_per_process
+        counts = {"counts": Either((None, all_counts))}
         if self.source.is_own:
             parts = self._own_parts(agreement, parts, start, is_stopped)
         for step in itertools.count(start):
@@ -216,13 +231,12 @@ class Steps:
                 said.setdefault("mark", None)
                 if said["mark"] is None:
                     said["mark"] = self.source.mark
-            heard = [
-                json.loads(text)
-                for text in agreement.exchange(json.dumps(said), is_stopped)
-            ]
+            texts = agreement.exchange(json.dumps(said), is_stopped)
+            heard = self._read(texts, Either((_END, _ROWS | counts)))
             what = f"Reading the data of `{self.name}`"
             raise_together(self.mesh, what, heard, error)
             if step == start:
+                self._read(texts, _PLACE)
                 self._check_places(heard)
             if all(h["rows"] is None for h in heard):
                 return
@@ -236,18 +250,26 @@ class Steps:
                     yield from map(self._whole, parts)
                     return
                 continue
-            counts = tuple(h["rows"] or 0 for h in heard)
-            if not any(counts):
+            rows = tuple(h["rows"] or 0 for h in heard)
+            if not any(rows):
                 continue
             data = structure.empty(spec) if part is None else part.data
             found = self.found[0] if self.found else None
-            size = self.source.batch_size or found or sum(counts)
+            size = self.source.batch_size or found or sum(rows)
             yield HostBatch(
                 data=data,
-                parts=counts,
+                parts=rows,
                 batch_size=size,
                 counts=self._counts_of_all(heard),
             )
+
+    def _read(self, texts: list[str], form: Any) -> list[Any]:
+        return read_messages(
+            texts,
+            form,
+            processes=self.mesh.processes,
+            about=f"the data of `{self.name}`",
+        )
 
     def _counts_of_all(
         self, heard: list[dict[str, Any]]
@@ -330,7 +352,7 @@ class Steps:
 
     def _by_process(self, values: list[Any]) -> str:
         return ", ".join(
-            f"{value} (process {p})"
+            f"{readable(str(value))} (process {p})"
             for p, value in zip(self.mesh.processes, values, strict=True)
         )
 

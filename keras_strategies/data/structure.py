@@ -4,7 +4,6 @@ import collections
 import functools
 import inspect
 import json
-import math
 import sys
 from types import ModuleType
 from typing import Any
@@ -12,13 +11,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from keras_strategies.cluster.array_kinds import dtype_named, is_shape
 from keras_strategies.cluster.untrusted import load_json
 
 _MAX_CHARACTERS = 1 << 20
 _MAX_NAME = 1024
-_MAX_DTYPE = 64
-_MAX_RANK = 31
-_MAX_ENTRIES = 2.0**48
 
 Tree = Any
 
@@ -148,24 +145,15 @@ def _pairs(value: Any) -> list[tuple[Any, Any]]:
 
 
 def _without_rows(name: Any, shape: Any) -> np.ndarray:
-    if not isinstance(name, str) or len(name) > _MAX_DTYPE:
-        raise _no_structure("a dtype is no name")
-    if (
-        not isinstance(shape, list)
-        or len(shape) > _MAX_RANK
-        or any(type(size) is not int or size < 0 for size in shape)
-        or math.prod(map(float, shape)) > _MAX_ENTRIES
-    ):
+    if not is_shape(shape):
         raise _no_structure("a shape is none of an array")
+    dtype = dtype_named(name)
+    if dtype is None:
+        raise _no_structure("a dtype is none that we write")
     try:
-        dtype = jax.numpy.dtype(name)
-        array = np.zeros((0, *shape), dtype)
-    except (TypeError, ValueError, SyntaxError):
-        raise _no_structure("a dtype is unknown") from None
-    # One way to write each, and no compound ones.
-    if str(dtype) != name or dtype.fields or dtype.subdtype:
-        raise _no_structure("a dtype is not written as we write it")
-    return array
+        return np.zeros((0, *shape), dtype)
+    except ValueError:
+        raise _no_structure("an array is too large") from None
 
 
 def _no_structure(fault: str) -> ValueError:

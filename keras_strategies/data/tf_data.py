@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from keras_strategies._core.batches import num_rows
+from keras_strategies.cluster.forms import Either, fault_of
+from keras_strategies.cluster.untrusted import load_json
 from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.outline import Outline
 from keras_strategies.data.source import Cut, Part, Source, take
@@ -53,6 +55,16 @@ _KEEP_BATCHES = (
     "_Filter",
     "Cache",
 )
+_MAX_SEED = 1 << 20
+
+
+def _is_number(value: Any) -> bool:
+    is_int = type(value) is int
+    return value is None or (is_int and -(2**63) <= value < 2**63)
+
+
+# What `seed` gives, which may come from a file.
+_SEED = Either((_is_number, (_is_number, [(_is_number, _is_number)])))
 _ONE_TO_ONE = ("_Map", "_ParallelMap", "_Prefetch", "_Options", "Cache")
 
 
@@ -199,7 +211,9 @@ class TfDataSource(Source):
         """See `Source.restart`."""
         if self._epochs is None or seed in (None, self.seed):
             return
-        said: Any = json.loads(str(seed))
+        said = load_json(str(seed), max_characters=_MAX_SEED)
+        if fault_of(said, _SEED) is not None:
+            raise ValueError("A seed is what `seed` of such data was.")
         self._seed, own = said if isinstance(said, list) else (said, None)
         # Anew: its caches may hold rows in the other order.
         graph = graph_of(self._dataset)

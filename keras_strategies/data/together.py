@@ -10,10 +10,22 @@ import numpy as np
 
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.cluster.agreement import Agreement
+from keras_strategies.cluster.forms import (
+    Either,
+    Form,
+    is_count,
+    read_messages,
+)
+from keras_strategies.cluster.hellos import readable
 from keras_strategies.data.source import Source
 
 _MAX_NUMBER = 2**31 - 1
 _MAX_SHOWN = 8
+# What processes tell each other.
+_FAILED = {"error": str}
+_NUMBER = {"number": is_count}
+_MADE = Either((_FAILED, {"facts": dict, "seed": int | str | None}))
+_OUTLINES = Either((_FAILED, {"outlines": [str]}))
 
 
 def made_together(
@@ -59,7 +71,7 @@ def _made(
     make: Callable[[int], Source],
     facts: dict[str, Any],
 ) -> Source:
-    heard = _exchange(agreement, {"number": number})
+    heard = _exchange(mesh, name, agreement, {"number": number}, _NUMBER)
     source, error = None, None
     try:
         source = make(heard[0]["number"])
@@ -70,9 +82,8 @@ def _made(
         said["error"] = f"{type(error).__name__}: {error}"
     elif source is not None:
         said["facts"] = facts | source.facts()
-        if mesh.process_index == 0:
-            said["seed"] = source.seed
-    heard = _exchange(agreement, said)
+        said["seed"] = source.seed
+    heard = _exchange(mesh, name, agreement, said, _MADE)
     raise_together(mesh, f"Preparing the data of {name}", heard, error)
     _check_facts(mesh, name, [said["facts"] for said in heard])
     assert source is not None
@@ -105,7 +116,7 @@ def made_alike(
         error = raised
         said["error"] = f"{type(error).__name__}: {error}"
     try:
-        heard = _exchange(agreement, said)
+        heard = _exchange(mesh, name, agreement, said, _OUTLINES)
     finally:
         agreement.end()
     raise_together(mesh, f"Making the values of {name}", heard, error)
@@ -140,7 +151,7 @@ def _check_facts(
         values = [given.get(fact) for given in facts]
         if any(value != values[0] for value in values):
             received = ", ".join(
-                f"{value} (process {process})"
+                f"{readable(str(value))} (process {process})"
                 for process, value in zip(mesh.processes, values, strict=True)
             )
             raise ValueError(
@@ -170,7 +181,7 @@ def raise_together(
       RuntimeError: another process had one.
     """
     failed = [
-        f"process {process}: {said['error'].rstrip(' .')}"
+        f"process {process}: {readable(said['error']).rstrip(' .')}"
         for process, said in zip(mesh.processes, heard, strict=True)
         if "error" in said
     ]
@@ -187,8 +198,14 @@ def raise_together(
 
 
 def _exchange(
-    agreement: Agreement, said: dict[str, Any]
+    mesh: ReplicaMesh,
+    name: str,
+    agreement: Agreement,
+    said: dict[str, Any],
+    form: Form,
 ) -> list[dict[str, Any]]:
     # Numbers of numpy's too, and what else arguments may be.
-    text = json.dumps(said, default=str)
-    return [json.loads(text) for text in agreement.exchange(text)]
+    texts = agreement.exchange(json.dumps(said, default=str))
+    return read_messages(
+        texts, form, processes=mesh.processes, about=f"the data of {name}"
+    )

@@ -289,7 +289,9 @@ class _Stopping(keras.callbacks.Callback):
             return
         self._asked_at, self._asked = time.monotonic(), step
         should_stop = self._mesh.is_chief and bool(self._should_stop_fn())
-        if training.told_by_chief(self._mesh, "stopping early", should_stop):
+        if training.told_by_chief(
+            self._mesh, "stopping early", should_stop, bool
+        ):
             _logger.info("Requesting early stopping at global step %d.", step)
             self.model.stop_training = True  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
 

@@ -8,9 +8,10 @@ import json
 import logging
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from keras_strategies.cluster.forms import is_count
 from keras_strategies.cluster.untrusted import load_json
 
 FILE = "evaluations.jsonl"
@@ -53,12 +54,8 @@ def read(directory: str) -> dict[int, dict[str, float]]:
     Args:
       directory: The evaluation's folder, which need not be there.
     """
-    try:
-        lines = pathlib.Path(directory, FILE).read_bytes().splitlines()
-    except FileNotFoundError:
-        return {}
     found: dict[int, dict[str, float]] = {}
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(_lines(pathlib.Path(directory, FILE)), 1):
         entry = _parsed(line)
         if entry is None:
             _logger.warning(
@@ -70,6 +67,19 @@ def read(directory: str) -> dict[int, dict[str, float]]:
         step, metrics = entry
         found.setdefault(step, {}).update(metrics)
     return dict(sorted(found.items()))
+
+
+def _lines(path: pathlib.Path) -> Iterator[bytes]:
+    """The lines of a file, if it is there; of a long one the beginning."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        while line := file.readline(_MAX_LINE + 1):
+            yield line
+            while len(line) > _MAX_LINE and not line.endswith(b"\n"):
+                line = file.readline(_MAX_LINE + 1)
 
 
 def _is_number(value: Any) -> bool:
@@ -95,7 +105,7 @@ def _parsed(line: bytes) -> tuple[int, dict[str, float]] | None:
     if not isinstance(entry, dict):
         return None
     step, metrics = entry.get("global_step"), entry.get("metrics")
-    if type(step) is not int or not isinstance(metrics, dict):
+    if not is_count(step) or not isinstance(metrics, dict):
         return None
     if any(type(value) not in (int, float) for value in metrics.values()):
         return None

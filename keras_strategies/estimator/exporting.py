@@ -109,7 +109,7 @@ def note_features(model_dir: str, features: Tree) -> None:
         return
     os.makedirs(model_dir, mode=0o700, exist_ok=True)
     path = pathlib.Path(model_dir, FEATURES)
-    if path.exists() and path.read_text("utf-8") == text:
+    if _bytes_of(path) == text.encode():
         return
     temporary = path.with_name(f".{FEATURES}-{os.getpid()}")
     temporary.write_text(text, "utf-8")
@@ -122,14 +122,22 @@ def noted_features(model_dir: str) -> Tree:
     A file that was changed or damaged is left out, with a line in the log.
     """
     path = pathlib.Path(model_dir, FEATURES)
-    try:
-        with open(path, "rb") as file:
-            text = file.read(_MAX_BYTES + 1)
-        return structure.empty(text.decode("utf-8"), has_classes=False)
-    except OSError:
+    text = _bytes_of(path)
+    if text is None:
         return None
+    try:
+        return structure.empty(text.decode("utf-8"), has_classes=False)
     except ValueError as error:
         _logger.warning("%s is left out: %s", path, error)
+        return None
+
+
+def _bytes_of(path: pathlib.Path) -> bytes | None:
+    """What is in a file, up to a limit; None if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(_MAX_BYTES + 1)
+    except OSError:
         return None
 
 

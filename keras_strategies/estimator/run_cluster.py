@@ -74,7 +74,7 @@ def cluster_of(text: str, *, needs_chief: bool) -> RunCluster:
         "model_dir": _checked_model_dir(raw),
     }
     master = config.session_master
-    evaluation_master = raw.get("eval_session_master", _LOCAL_MASTER)
+    evaluation_master = _checked_master(raw)
     if not config.cluster:
         _check_local(config.task_type, config.task_id)
         return RunCluster(
@@ -130,6 +130,16 @@ def _checked_service(raw: Mapping[str, Any]) -> dict[str, Any] | None:
             f"{shown(service)}. Write an object, or leave it out."
         )
     return service
+
+
+def _checked_master(raw: Mapping[str, Any]) -> str:
+    master = raw.get("eval_session_master", _LOCAL_MASTER)
+    if not isinstance(master, str):
+        raise TypeError(
+            f'"eval_session_master" in {VARIABLE} is a string. Received: '
+            f"{shown(master)}. Leave it out."
+        )
+    return master
 
 
 def _checked_model_dir(raw: Mapping[str, Any]) -> str | None:

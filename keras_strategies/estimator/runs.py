@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import dataclasses
 import logging
 import os
 import warnings
@@ -117,11 +116,7 @@ class Runs:
         strategy = self.strategy_of(ModeKeys.TRAIN)
         self._check_role(strategy)
         mesh = strategy._runtime.mesh
-        progress = training.progress_in(self.model_dir)
-        told = training.told_by_chief(
-            mesh, "`Estimator.train`", dataclasses.asdict(progress)
-        )
-        progress = training.Progress(**told)
+        progress = training.progress_of_all(mesh, self.model_dir)
         if max_steps is not None and progress.step >= max_steps:
             if mesh.is_chief:
                 training.warn_of_nothing(
@@ -322,7 +317,9 @@ class Runs:
         found = None
         if mesh.is_chief:
             found = checkpoints.newest_good(self.model_dir)
-        found = training.told_by_chief(mesh, "the newest checkpoint", found)
+        found = training.told_by_chief(
+            mesh, "the newest checkpoint", found, str | None
+        )
         if found is None and mesh.is_chief:
             checkpoints.warn_of_none(self.model_dir)
         return found

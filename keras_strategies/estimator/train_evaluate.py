@@ -129,7 +129,7 @@ def _train_locally(
 
     def after_save(step: int) -> bool:
         is_due = training.told_by_chief(
-            mesh, "whether to evaluate", evaluation.is_due(throttle_s)
+            mesh, "whether to evaluate", evaluation.is_due(throttle_s), bool
         )
         if is_due:
             evaluation.run(checkpoints.path_of(estimator.model_dir, step))
@@ -139,7 +139,10 @@ def _train_locally(
 
     _train(estimator, train_spec, after_save)
     latest = training.told_by_chief(
-        mesh, "the last checkpoint", estimator.latest_checkpoint()
+        mesh,
+        "the last checkpoint",
+        estimator.latest_checkpoint(),
+        str | None,
     )
     if latest is not None and latest != evaluation.path:
         evaluation.run(latest)

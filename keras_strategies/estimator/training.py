@@ -19,8 +19,16 @@ from typing import Any
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.checkpoint import contents
 from keras_strategies.checkpoint.callback import Checkpoint
+from keras_strategies.checkpoint.damage import damaged
 from keras_strategies.checkpoint.keeping import Keep
+from keras_strategies.checkpoint.layout import RUN
 from keras_strategies.cluster.agreement import Agreement
+from keras_strategies.cluster.forms import (
+    Form,
+    fault_of,
+    is_count,
+    read_messages,
+)
 from keras_strategies.cluster.untrusted import load_json
 from keras_strategies.estimator import checkpoints
 from keras_strategies.estimator.run_config import RunConfig
@@ -31,6 +39,10 @@ MARK = "training.json"
 
 _METRICS = "metrics"
 _MAX_MARK_BYTES = 4096
+_WHERE = "where a training is"
+# What a document says of a fit, as far as it is looked at here.
+_STATE = {"epoch": is_count, "step": is_count}
+_PROGRESS = {"step": is_count, "begun": is_count, "is_done": bool}
 _logger = logging.getLogger(__name__)
 
 
@@ -57,9 +69,19 @@ def progress_in(model_dir: str) -> Progress:
         return Progress()
     step = checkpoints.step_of(path)
     state = checkpoints.document_of(path)["state"]
+    fault = fault_of(state, _STATE, "its state")
+    if fault is not None:
+        raise damaged(path, RUN, fault)
     if is_done_at(model_dir, step, state):
         return Progress(step=step, begun=step)
     return Progress(step=step, begun=step - state["step"], is_done=False)
+
+
+def progress_of_all(mesh: ReplicaMesh, model_dir: str) -> Progress:
+    """Where the chief finds the training to be. Collective."""
+    found = dataclasses.asdict(progress_in(model_dir))
+    told = told_by_chief(mesh, "`Estimator.train`", found, _PROGRESS)
+    return Progress(**{name: told[name] for name in _PROGRESS})
 
 
 def is_done_at(model_dir: str, step: int, state: dict[str, Any]) -> bool:
@@ -83,7 +105,7 @@ def ended_at(model_dir: str) -> int | None:
     except (OSError, ValueError):
         return None
     step = said.get("ended_at_step") if isinstance(said, dict) else None
-    return step if type(step) is int else None
+    return step if is_count(step) else None
 
 
 def mark_of(model_dir: str) -> tuple[int, int] | None:
@@ -106,20 +128,23 @@ def mark_end(model_dir: str, step: int) -> None:
     os.replace(file.name, pathlib.Path(model_dir, MARK))
 
 
-def told_by_chief(mesh: ReplicaMesh, name: str, value: Any) -> Any:
+def told_by_chief(mesh: ReplicaMesh, name: str, value: Any, form: Form) -> Any:
     """What the chief has, in all processes. Collective.
 
     Args:
       mesh: The replicas.
       name: What it is about.
       value: What this process has; JSON.
+      form: What it must be like.
     """
     if mesh.num_processes == 1:
         return value
     agreement = Agreement(mesh.processes, name)
     heard = agreement.exchange(json.dumps(value))
     agreement.end()
-    return json.loads(heard[0])
+    return read_messages(
+        heard[:1], form, processes=mesh.processes[:1], about=name
+    )[0]
 
 
 def steps_of_call(
@@ -239,7 +264,7 @@ class TrainKeeper(Checkpoint):
             for listener in self._listeners:
                 listener.end(None, self.num_steps)
         # Nobody looks for the last checkpoint before it is complete.
-        told_by_chief(self._mesh, "the end of `Estimator.train`", None)
+        told_by_chief(self._mesh, "the end of `Estimator.train`", None, None)
 
     @property
     def _is_chief(self) -> bool:
@@ -249,13 +274,17 @@ class TrainKeeper(Checkpoint):
     def _go_on(self, loop: Loop, step: int) -> None:
         assert self._storage is not None
         document = self._storage.document(step)
+        where = str(self._storage.path(step))
+        contents.check_version(document, where)
+        fault = fault_of(document["state"], _STATE, "its state")
+        if fault is not None:
+            raise damaged(self._storage.path(step), RUN, fault)
         is_done = is_done_at(self.directory, step, document["state"])
-        if not told_by_chief(loop.mesh, "where a training is", is_done):
+        is_done = told_by_chief(loop.mesh, _WHERE, is_done, bool)
+        if not is_done:
             super()._go_on(loop, step)
             self.num_steps = loop.num_steps
             return
-        where = str(self._storage.path(step))
-        contents.check_version(document, where)
         # A call has metrics of its own, and they begin anew.
         groups = {n: v for n, v in loop.groups().items() if n != _METRICS}
         kept = document["variables"]
@@ -289,7 +318,7 @@ class TrainKeeper(Checkpoint):
             for listener in self._listeners:
                 should_stop |= bool(listener.after_save(None, loop.num_steps))
         should_stop = told_by_chief(
-            loop.mesh, "after a checkpoint", should_stop
+            loop.mesh, "after a checkpoint", should_stop, bool
         )
         if self._after_save is not None:
             should_stop |= self._after_save(loop.num_steps)

@@ -11,6 +11,8 @@ from typing import Any
 
 import keras
 
+from keras_strategies.cluster.forms import Form, fault_of, is_count
+
 _logger = logging.getLogger(__name__)
 
 State = dict[str, Any]
@@ -89,6 +91,7 @@ def go_on_writing(
             continue
         if name not in states:
             continue
+        _check(callback, states[name], {"size": is_count})
         changed.append((callback, callback.append))
         callback.append = True
         size, path = states[name]["size"], callback.filename
@@ -150,6 +153,7 @@ def _set_state(callback: Any, state: State) -> None:
         return
     for kind, names in _ATTRIBUTES:
         if isinstance(callback, kind):
+            _check(callback, state, dict)
             for name in names:
                 if name in state:
                     setattr(callback, name, state[name])
@@ -157,6 +161,16 @@ def _set_state(callback: Any, state: State) -> None:
         # What Keras does at the end of every epoch.
         model: Any = callback.model
         model.history = callback
+
+
+def _check(callback: Any, state: Any, form: Form) -> None:
+    fault = fault_of(state, form)
+    if fault is not None:
+        raise ValueError(
+            "A callback goes on with the state that one of its kind had. "
+            f"Received: a state of `{type(callback).__name__}` of which "
+            f"{fault}. Use an earlier checkpoint."
+        )
 
 
 def _has_own(callback: Any) -> bool:

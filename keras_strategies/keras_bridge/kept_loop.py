@@ -12,11 +12,32 @@ import keras
 import numpy as np
 
 from keras_strategies.cluster.agreement import Agreement
+from keras_strategies.cluster.forms import (
+    Either,
+    fault_of,
+    is_count,
+    read_messages,
+)
 from keras_strategies.keras_bridge import callback_states
 from keras_strategies.keras_bridge.functions import Functions
 from keras_strategies.keras_bridge.state import is_seed
 
 State = dict[str, Any]
+
+_POSITION = {"epoch": is_count, "step": is_count, "seed": int | str | None}
+_POSITIONS = Either((None, {"position": _POSITION}, {"positions": [_POSITION]}))
+# What `Loop.state` gives, and a file may say.
+_STATE = {
+    "epoch": is_count,
+    "step": is_count,
+    "num_steps": is_count,
+    "is_stopped": bool,
+    "logs": Either((None, dict)),
+    "sizes?": dict,
+    "feed": _POSITIONS,
+    "validation": _POSITIONS,
+    "callbacks": dict,
+}
 
 
 class Loop:
@@ -135,7 +156,13 @@ class Loop:
         agreement = Agreement(self.mesh.processes, "keeping a position")
         heard = agreement.exchange(json.dumps(position))
         agreement.end()
-        return {"positions": [json.loads(text) for text in heard]}
+        positions = read_messages(
+            heard,
+            _POSITION,
+            processes=self.mesh.processes,
+            about="their positions in the data",
+        )
+        return {"positions": positions}
 
     # Going on.
 
@@ -148,8 +175,14 @@ class Loop:
 
         Raises:
           ValueError: the data are each process's own, of another number of
-            processes.
+            processes; or it is no such state.
         """
+        fault = fault_of(state, _STATE)
+        if fault is not None:
+            raise ValueError(
+                "A fit goes on from the state that another one kept. "
+                f"Received: one of which {fault}. Use an earlier checkpoint."
+            )
         self.given = state
         self.epoch, self.step = state["epoch"], state["step"]
         self.num_steps = state["num_steps"]

@@ -10,6 +10,8 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
+from keras_strategies.cluster.forms import fault_of
+from keras_strategies.cluster.untrusted import load_json
 from keras_strategies.tpu.arguments import IntArray, read_integers
 from keras_strategies.tpu.named import devices_by_name
 from keras_strategies.tpu.places import (
@@ -25,6 +27,20 @@ _RANK = 4
 # More than any slice has; the arrays of a topology stay small.
 _MOST_CORES = 2**20
 _FORMAT = "keras_strategies.tpu.Topology"
+_MOST_CHARACTERS = 64 * _MOST_CORES
+
+
+def _is_place(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _MOST_CORES
+
+
+_PLACES = (_is_place,) * _RANK
+_CONTENT = {
+    "format": lambda value: value == _FORMAT,
+    "version": lambda value: type(value) is int and value == 1,
+    "mesh_shape": _PLACES,
+    "device_coordinates": [[_PLACES]],
+}
 
 
 class Topology:
@@ -346,15 +362,16 @@ def _parse(serialized: bytes | str) -> tuple[Any, Any]:
             f"{type(serialized).__name__}. {cure}"
         )
     try:
-        content = json.loads(serialized)
-        if content["format"] != _FORMAT or content["version"] != 1:
-            raise KeyError("format")
+        content = load_json(serialized, max_characters=_MOST_CHARACTERS)
+        fault = fault_of(content, _CONTENT)
+    except ValueError as error:
+        content, fault = {}, str(error)
+    if fault is None:
         return content["mesh_shape"], content["device_coordinates"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(
-            f"`serialized` is JSON of a topology, version 1. Received: "
-            f"{serialized[:80]!r}. {cure}"
-        ) from error
+    raise ValueError(
+        "`serialized` is JSON of a topology, version 1. Received: "
+        f"{serialized[:80]!r}, of which {fault}. {cure}"
+    )
 
 
 def _job(job: str | None) -> str:

@@ -42,7 +42,7 @@ def changed(**entries):
         (b"", "no document: Expecting value"),
         (b"[" * 100_000, "nested too deeply"),
         (b"\xff", "no document"),
-        (b'{"version": 1, "version": 1}', "a key twice"),
+        (b'{"version": 1, "version": 1}', "the key 'version' twice"),
         (b"[]", "no version"),
         (b"{}", "no version"),
         (b'{"version": 1}', "other entries"),

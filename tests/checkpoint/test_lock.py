@@ -132,6 +132,7 @@ def test_lock_waits_for_one_that_ends(tmp_path, other):
         b"[]",
         b'{"host": 1, "pid": "a", "since": "b"}',
         b'{"host": "h\\n", "pid": true, "since": 1e300}',
+        b'{"host": "h", "pid": 1, "since": 1e12}',
         b"[" * 4000,
     ],
 )

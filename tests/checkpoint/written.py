@@ -46,7 +46,8 @@ def write_small(directory, step, facts, variables, *, created):
     (path / "run").mkdir(parents=True)
     text = variables
     if not isinstance(variables, bytes):
-        text = json.dumps({"variables": variables}).encode()
+        document = {"version": 1, "variables": variables, "state": {}}
+        text = json.dumps(document).encode()
     (path / "run" / "metadata").write_bytes(text)
     (path / "_CHECKPOINT_METADATA").write_bytes(b"{}" * 500)
     checkpoint_format.write_manifest(path, step, facts, created=created)
@@ -63,7 +64,9 @@ def write_files(directory: pathlib.Path, step: int) -> None:
             directory / str(step),
             args=ocp.args.Composite(
                 state=ocp.args.PyTreeSave(_arrays(step)),
-                run=ocp.args.JsonSave({"variables": VARIABLES, "step": step}),
+                run=ocp.args.JsonSave(
+                    {"version": 1, "variables": VARIABLES, "state": step}
+                ),
             ),
         )
 

@@ -61,9 +61,9 @@ def test_table_fits_and_tells_all(directory, width):
     assert max(map(len, lines)) <= width
     shown = " ".join(" ".join(lines).split())
     for text in (
-        "3 1.6 kB 2 h + verified 0",
-        "12 1.6 kB 1 min + verified 3",
-        "20 1.1 kB x damaged",
+        "3 1.7 kB 2 h + verified 0",
+        "12 1.7 kB 1 min + verified 3",
+        "20 1.2 kB x damaged",
         "model 2 arrays 72 values",
         "optimizer 1 array 1 value",
         "24.orbax-checkpoint-tmp",
@@ -72,7 +72,7 @@ def test_table_fits_and_tells_all(directory, width):
         "x Step 20 is damaged: manifest.json: it is missing: the save",
         "val_loss",
         "NaN",
-        "3 checkpoints, 1 damaged, 7.4 kB.",
+        "3 checkpoints, 1 damaged, 7.5 kB.",
     ):
         assert text in shown, "\n".join(lines)
 

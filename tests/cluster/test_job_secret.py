@@ -292,6 +292,21 @@ def test_a_secret_of_a_wrong_length_is_refused(text):
     assert text not in str(caught.value)
 
 
+def test_strangers_who_name_any_number_leave_nothing_behind(address):
+    host = rendezvous._Host(json.loads(hello(process=0)), (), ONE)
+    for process in (-1, 1, 2, 2**31):
+        host._note_unproved(json.loads(hello(process=process)))
+    assert host._unproved == {1}
+
+
+@pytest.mark.parametrize(
+    "text", ["\udcff" * 20, "\ud800" + "x" * 20, "\xe9" * 20]
+)
+def test_a_secret_may_be_of_any_characters(address, text):
+    one, other = (read_secret({VARIABLE: text}) for _ in range(2))
+    assert run(address, [one, other])[0] == ["met", "met"]
+
+
 def test_no_secret_is_none():
     assert read_secret({}) is None
     assert read_secret({VARIABLE: " \n"}) is None

@@ -30,7 +30,7 @@ def test_json_is_read(value):
         (b"\xff\xfe\xfd", "UTF-8"),
         ("[" * 50_000, "too deeply"),
         ("[" * 900 + "]" * 900, "too deeply"),
-        ('{"a": 1, "a": 2}', "a key twice"),
+        ('{"a": 1, "a": 2}', "the key 'a' twice"),
         ("NaN", "NaN"),
         ("[-Infinity]", "-Infinity"),
         ("1e999", "too large"),
@@ -78,6 +78,13 @@ def test_an_unreadable_cause_is_a_cause_still(text):
     cause = Cause.from_json(text)
     assert "unreadably" in cause.text
     assert cause.code == ExitCode.PEER_FAILED
+
+
+def test_the_text_of_a_cause_gives_a_terminal_no_orders():
+    told = Cause(text="process 1: \ud800\x1b[31m" + "x" * 9999).to_json()
+    text = Cause.from_json(told).text
+    assert text.startswith("process 1: ??[31mxxx")
+    assert len(text.encode()) < 5000
 
 
 def test_a_cause_is_read_as_it_was_told():

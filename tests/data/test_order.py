@@ -1,5 +1,6 @@
 """Orders: Keras's draws, as a pure function of a seed and the epoch."""
 
+import base64
 import random
 
 import numpy as np
@@ -137,3 +138,37 @@ def test_small_orders(size):
     assert RowOrder(size).of(1).tolist() == list(range(size))
     assert BatchOrder(size).of(1).tolist() == list(range(size))
     assert BatchOrder(size).of(1).dtype.kind == "i"
+
+
+def damaged(seed, **changed):
+    """A seed with other words, position or version."""
+    words, *others = seed.split(":")
+    numbers = np.frombuffer(base64.b64decode(words), "<u4").copy()
+    if "last" in changed:
+        numbers[-1] = changed["last"]
+    if "count" in changed:
+        numbers = np.resize(numbers, changed["count"])
+    others[0] = changed.get("first", others[0])
+    words = base64.b64encode(numbers.tobytes()).decode()
+    return ":".join([words, *others])
+
+
+@pytest.mark.parametrize(
+    ("make", "changed"),
+    [
+        # Beyond the words, where numpy would read memory of others.
+        (row_order, {"first": "1000000"}),
+        (row_order, {"first": "-1"}),
+        (row_order, {"count": 623}),
+        (row_order, {"count": 625}),
+        (batch_order, {"last": 625}),
+        (batch_order, {"count": 624}),
+        (batch_order, {"first": "2"}),
+    ],
+)
+def test_a_seed_that_is_no_state_of_a_generator_is_refused(make, changed):
+    order = make()
+    before = lists(order, range(2))
+    with pytest.raises(ValueError, match=r"generator|position|version"):
+        order.restart(damaged(order.seed, **changed))
+    assert lists(order, range(2)) == before

@@ -18,6 +18,7 @@ from keras_strategies.data.distributed import counts_of
 from keras_strategies.data.iterables import IterableSource
 from keras_strategies.data.numpy_dataset import NumpyDataset, RowsSource
 from keras_strategies.data.options import AutoShardPolicy
+from keras_strategies.data.steps import Steps
 from keras_strategies.keras_bridge.sources import ArraySource, PyDatasetSource
 from tests.data.workers import Mesh, global_batches, read_all, rows_of
 
@@ -439,3 +440,30 @@ def test_processes_with_as_many_rows_end_together(
     assert [len(batches) for batches in made] == [steps] * 2
     whole = [batch.rows for batch in made[0]]
     assert set(whole[:-1]) == {size}
+
+
+@pytest.mark.parametrize("rows", ["[0, 4]", "[-1]", "[true]", "3", "null"])
+def test_a_process_that_tells_of_no_batch_is_named(rows):
+    """Shares of a batch without rows would never come to the end."""
+
+    class Agreement:
+        def __init__(self, processes, name):
+            pass
+
+        def exchange(self, text, is_stopped=None):
+            return [text, f'{{"rows": {rows}, "is_cut": true}}']
+
+        def end(self):
+            pass
+
+    source = iterable(8, 4, 2, 0, True)
+    # As of data that a `map` may have made longer.
+    assert source.batch_size is None
+    steps = Steps(
+        source=source,
+        mesh=Mesh(num_processes=2, replicas_per_process=1),
+        name="fit",
+        agree=Agreement,
+    )
+    with pytest.raises(RuntimeError, match=r"of process 1, of which it\['rows"):
+        next(steps.epoch(0))

@@ -515,6 +515,13 @@ def test_files_that_others_wrote_are_left_out(tmp_path, caplog, text):
     assert eval_results.read(folder) == {3: {"loss": 0.5}}
 
 
+@pytest.mark.parametrize("text", [b"\xff\xfe", b"", b"[" * 9999])
+def test_damaged_features_are_written_anew(tmp_path, text):
+    (tmp_path / exporting.FEATURES).write_bytes(text)
+    exporting.note_features(str(tmp_path), {"x": keras.Input((3,))})
+    assert exporting.noted_features(str(tmp_path))["x"].shape == (0, 3)
+
+
 def test_features_of_a_class_are_not_written_down(tmp_path):
     features = Features(keras.Input((3,)))
     exporting.note_features(str(tmp_path), features)

@@ -1,4 +1,4 @@
-"""`checkpoint.contents`: what a document says, and gives back."""
+"""What a checkpoint's state is written as, and read from."""
 
 import json
 import re
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from keras_strategies.checkpoint import contents
+from keras_strategies.checkpoint import nests
 
 
 @pytest.mark.parametrize(
@@ -25,8 +25,8 @@ from keras_strategies.checkpoint import contents
 )
 def test_numpy_s_numbers_keep_their_types(value):
     # What is computed with them is rounded as before.
-    state, arrays = contents.split({"nest": [(value, 1.5)]})
-    ours = contents.joined(json.loads(json.dumps(state)), arrays)
+    state, arrays = nests.split({"nest": [(value, 1.5)]})
+    ours = nests.joined(json.loads(json.dumps(state)), arrays)
     (one, other) = ours["nest"][0]
     np.testing.assert_array_equal(one, value)
     assert (value * 3).dtype == np.asarray(one * 3).dtype
@@ -47,7 +47,7 @@ def test_numpy_s_numbers_keep_their_types(value):
 )
 def test_what_no_checkpoint_holds_is_refused_before_it_is_written(value, said):
     with pytest.raises(TypeError, match=re.escape(said)) as raised:
-        contents.split({"a": {"b": value}})
+        nests.split({"a": {"b": value}})
     assert "['a']['b']" in str(raised.value)
 
 
@@ -57,9 +57,9 @@ def test_what_no_checkpoint_holds_is_refused_before_it_is_written(value, said):
 )
 def test_dicts_of_users_may_have_our_keys(mark):
     state = {"a": {mark: [{mark: (1, {mark: None})}]}, mark: {mark: {}}}
-    kept, arrays = contents.split([state, {mark: 2}])
+    kept, arrays = nests.split([state, {mark: 2}])
     text = json.dumps(kept)
-    assert contents.joined(json.loads(text), arrays) == [state, {mark: 2}]
+    assert nests.joined(json.loads(text), arrays) == [state, {mark: 2}]
 
 
 def test_other_processes_read_arrays_too():
@@ -69,7 +69,7 @@ def test_other_processes_read_arrays_too():
         "half": [jnp.bfloat16.dtype.type(1.5), (np.float32(0.1), "a")],
         "array": jnp.ones(2, "bfloat16"),
     }
-    ours = contents.unpacked(contents.packed(state))
+    ours = nests.unpacked(nests.packed(state))
     assert ours["half"] == state["half"]
     for name in ("rows", "none", "array"):
         np.testing.assert_array_equal(ours[name], state[name])

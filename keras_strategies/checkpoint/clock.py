@@ -1,0 +1,67 @@
+"""When a checkpoint is due by the clock, the same in all processes."""
+
+import json
+import math
+import time
+from typing import Any
+
+from keras_strategies.cluster.agreement import Agreement
+from keras_strategies.cluster.forms import is_count, read_messages
+
+
+class Clock:
+    """When it is time to save, the same in all processes.
+
+    The chief's clock decides. The others hear of it where all ask, which is
+    at steps that the chief chooses by how long steps take: so one or two
+    questions are asked for each save.
+
+    Args:
+      seconds: Between saves.
+      step: The number of steps done.
+      processes: JAX's ids of the processes.
+    """
+
+    def __init__(
+        self, seconds: float, step: int, processes: tuple[int, ...]
+    ) -> None:
+        self._seconds = seconds
+        self._processes = processes
+        self.restart(step)
+
+    def restart(self, step: int) -> None:
+        """A checkpoint was saved."""
+        self._begun = self._asked_at = time.monotonic()
+        self._asked = step
+        self._next = step + 1
+        self.is_waiting = False
+
+    def is_due(self, step: int) -> bool:
+        """Whether to save after this step. Collective."""
+        if self.is_waiting or step < self._next:
+            return self.is_waiting
+        now = time.monotonic()
+        left = self._begun + self._seconds - now
+        per_step = (now - self._asked_at) / max(step - self._asked, 1)
+        # Steps may get slower: not more than twice as many as were measured.
+        most = 2 * (step - self._asked)
+        wait = min(most, math.ceil(left / max(per_step, 1e-6)))
+        said = self._agreed({"is_due": left <= 0, "wait": max(wait, 1)})
+        self._asked, self._asked_at = step, now
+        self._next = step + said["wait"]
+        self.is_waiting = said["is_due"]
+        return self.is_waiting
+
+    def _agreed(self, said: dict[str, Any]) -> dict[str, Any]:
+        if len(self._processes) == 1:
+            # Looking at the clock costs nothing.
+            return said | {"wait": 1}
+        agreement = Agreement(self._processes, "the time of a checkpoint")
+        heard = agreement.exchange(json.dumps(said))
+        agreement.end()
+        return read_messages(
+            heard,
+            {"is_due": bool, "wait": is_count},
+            processes=self._processes,
+            about="the time of a checkpoint",
+        )[0]

@@ -1,0 +1,86 @@
+"""What JSON of files and of other processes must be like."""
+
+import json
+
+import pytest
+
+from keras_strategies.cluster.array_kinds import dtype_named, is_shape
+from keras_strategies.cluster.forms import (
+    Either,
+    fault_of,
+    is_count,
+    read_messages,
+)
+
+
+@pytest.mark.parametrize(
+    ("form", "good", "bad"),
+    [
+        (int, [0, -3], [True, 1.0, "1", None]),
+        (float, [0, 1.5], [True, "1", None]),
+        (bool, [True], [1, 0]),
+        (None, [None], [0, "", []]),
+        (object, [None, 1, [{}]], []),
+        (int | None, [None, 3], [True, "3"]),
+        (is_count, [0, 2**52], [-1, True, 1.0, 2**60]),
+        ([str], [[], ["a", "b"]], ["a", {}, ["a", 1]]),
+        ((str, int), [["a", 1]], [["a"], ["a", 1, 2], ["a", "b"]]),
+        ({"a": int}, [{"a": 1}, {"a": 1, "b": 2}], [{}, {"a": "1"}, [], 3]),
+        ({"a?": int}, [{"a": 1}, {}], [{"a": "1"}]),
+        (Either((None, {"a": [int]})), [None, {"a": [1]}], [{}, {"a": [""]}]),
+        (is_shape, [[], [3, 0]], [[-1], [True], [1.5], [2**40] * 3, [1] * 40]),
+        (dtype_named, ["float32", "bfloat16", "<U5"], ["f4,f4", "(2,)f4", 3]),
+        (dtype_named, ["bool"], ["float", "<U999999999", "x" * 99, "os"]),
+    ],
+    ids=str,
+)
+def test_only_what_has_the_form_has_no_fault(form, good, bad):
+    assert [fault_of(value, form) for value in good] == [None] * len(good)
+    assert all(fault_of(value, form) for value in bad)
+
+
+def test_a_fault_is_named_by_its_place():
+    form = {"rows": [{"a": int}]}
+    fault = fault_of({"rows": [{"a": 1}, {"a": "x" * 9999}]}, form)
+    assert fault == "it['rows'][1]['a'] is another value"
+    assert fault_of({"rows": [{}]}, form) == "it['rows'][0] has no 'a'"
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("", "line 1, column 1"),
+        ("[" * 999, "nested too deeply"),
+        ('{"rows": "3"}', "it['rows'] is another value"),
+        ('{"rows": 3, "rows": 4}', "the key 'rows' twice"),
+        ('"' + "x" * 2000 + '"', "characters"),
+        ("3", "it is no object"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_what_a_process_says_otherwise_is_named(text, fault):
+    texts = ['{"rows": 2}', text]
+    with pytest.raises(RuntimeError) as caught:
+        read_messages(
+            texts,
+            {"rows": int},
+            processes=[0, 4],
+            about="the data of `fit`",
+            max_characters=1000,
+        )
+    message = str(caught.value)
+    assert "about the data of `fit`" in message
+    assert "process 4" in message
+    assert fault in message
+    assert len(message) < 400
+
+
+def test_messages_are_read_in_order():
+    said = [{"rows": 2}, {"rows": None}]
+    heard = read_messages(
+        list(map(json.dumps, said)),
+        {"rows": int | None},
+        processes=(0, 1),
+        about="it",
+    )
+    assert heard == said

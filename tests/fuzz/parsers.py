@@ -1,0 +1,699 @@
+"""Every parser of texts that come from outside, with valid ones and errors."""
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import itertools
+import json
+import os
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.cells import cell_len
+from rich.console import Console
+
+from keras_strategies import cluster_resolver
+from keras_strategies.checkpoint import job_states, lock, nests
+from keras_strategies.checkpoint.damage import DamagedCheckpoint
+from keras_strategies.checkpoint.documents import read_document
+from keras_strategies.checkpoint.manifest import read_manifest
+from keras_strategies.checkpoint.storage import Storage
+from keras_strategies.cli import probing
+from keras_strategies.cli.checkpoint_list import look_at
+from keras_strategies.cli.checkpoint_table import print_listing
+from keras_strategies.cli.installed import split_flags
+from keras_strategies.cluster import agreement, hellos, job_secret, joining
+from keras_strategies.cluster.addresses import check_address
+from keras_strategies.cluster.beats import Beat
+from keras_strategies.cluster.exits import Cause
+from keras_strategies.cluster.forms import Either, read_messages
+from keras_strategies.cluster.kubernetes_job import (
+    has_job_variables,
+    read_pod_of_job,
+)
+from keras_strategies.cluster.other_launchers import unjoined_job
+from keras_strategies.cluster.slurm_lists import (
+    expand_hostlist,
+    expand_tasks_per_node,
+)
+from keras_strategies.cluster.talker import _beats_of, _processes_of
+from keras_strategies.cluster.tasks import task_info
+from keras_strategies.cluster.tf_config import parse_tf_config
+from keras_strategies.cluster.untrusted import load_json
+from keras_strategies.data import structure, together
+from keras_strategies.data.order import BatchOrder, RowOrder
+from keras_strategies.data.source import Part
+from keras_strategies.data.steps import Steps
+from keras_strategies.estimator import eval_results, exporting, training
+from keras_strategies.estimator.run_cluster import cluster_of
+from keras_strategies.keras_bridge import kept_loop
+from keras_strategies.keras_bridge.callback_states import go_on_writing
+from keras_strategies.tpu.topology import Topology
+from tests.checkpoint.written import write_small
+from tests.data.workers import Mesh
+
+Parse = Callable[[Any], object]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parser:
+    """A parser.
+
+    Attributes:
+      documents: Texts that it takes.
+      prepared: Makes, from a folder, what parses a text; what it does itself
+        is not watched.
+      errors: The classes of errors that it says it raises.
+      is_text: Whether it is given str; bytes otherwise.
+      puts: The file of the folder that holds the text, if one does.
+    """
+
+    documents: Sequence[str]
+    prepared: Callable[[Any], Parse]
+    errors: tuple[type[Exception], ...] = ()
+    is_text: bool = True
+    puts: str | None = None
+
+
+def of(parse: Parse) -> Callable[[Any], Parse]:
+    return lambda folder: parse
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+_ROWS = np.ones((2, 3), "float32")
+STRUCTURES = [
+    structure.spec_of({"a": (_ROWS, [np.ones(2, "int32")]), "b": _ROWS}),
+    structure.spec_of(Pair(_ROWS, None)),
+    structure.spec_of((_ROWS, {1: np.ones(2, "U5")})),
+]
+NONCE = job_secret.make_nonce()
+HELLOS = [
+    json.dumps(
+        {
+            "job": hellos.HELLO,
+            "process": 1,
+            "count": 2,
+            "facts": {"strategy": "A"},
+            "problem": "",
+            "nonce": NONCE,
+        }
+    )
+]
+TF_CONFIGS = [
+    json.dumps(
+        {
+            "cluster": {
+                "chief": ["a:1"],
+                "worker": {"0": "b:2", "1": "[::1]:3"},
+            },
+            "task": {"type": "worker", "index": 0},
+            "rpc_layer": "grpc",
+            "model_dir": "x",
+            "service": {"a": 1},
+            "session_master": "",
+            "eval_session_master": "",
+        }
+    ),
+    '{"cluster": {}, "task": {"type": "worker", "index": "0"}}',
+]
+VARIABLES = {"weights": {"dense.kernel": [[2, 3], "float32"]}, "x": {}}
+NEST, _ARRAYS = nests.split(
+    {"a": (1, [np.float32(2)], _ROWS), "b": np.ones((0, 2)), "c": {"__x__": 1}}
+)
+POSITION = {"epoch": 1, "step": 2, "seed": None}
+FIT_STATE = {
+    "epoch": 1,
+    "step": 2,
+    "num_steps": 12,
+    "is_stopped": False,
+    "logs": {"loss": 1.0},
+    "sizes": {"batches": 4},
+    "feed": {"position": POSITION},
+    "validation": {"positions": [POSITION, POSITION]},
+    "callbacks": {"CSVLogger": {"size": 3, "keys": ["loss"]}},
+}
+FACTS = {"logs": {"loss": 0.5, "x": "NaN"}, "epoch": 3, "started": 1.7e9}
+
+
+def _task(text: str) -> object:
+    parse_tf_config(text)
+    environ = {"TF_CONFIG": text}
+    return task_info(cluster_resolver.TFConfigClusterResolver(environ=environ))
+
+
+def _answer_of(text: str) -> object:
+    """Of process 0, as the others hear it; with a secret and without."""
+    for secret in (None, job_secret.Secret("s" * 32)):
+        guest = joining._Guest(_Line(text), secret)  # pyright: ignore[reportArgumentType]
+        hello = {"process": 1, "count": 2, "facts": {}, "problem": ""}
+        with contextlib.suppress(ConnectionError):
+            guest.say(hello, 0.0)
+    return None
+
+
+class _Line:
+    """A connection on which this comes, and then the end."""
+
+    def __init__(self, text: str) -> None:
+        data = text.encode("utf-8", "surrogatepass") + b"\n"
+        self._left = [data[i : i + 65_536] for i in range(0, len(data), 65_536)]
+
+    def sendall(self, data: bytes) -> None:
+        pass
+
+    def settimeout(self, seconds: float) -> None:
+        pass
+
+    def recv(self, size: int) -> bytes:
+        return self._left.pop(0) if self._left else b""
+
+
+def _variables(text: str) -> dict[str, str]:
+    lines = (line.partition("=") for line in text.split("\n"))
+    return {name: value for name, _, value in lines}
+
+
+def _resolver(make: Callable[[dict[str, str]], Any]) -> Parse:
+    return lambda text: task_info(make(_variables(text)))
+
+
+def _with_environ(parse: Callable[[], object], name: str) -> Parse:
+    def parsed(text: str) -> object:
+        known = os.environ.get(name)
+        try:
+            os.environ[name] = text
+        except (ValueError, UnicodeEncodeError):  # No system would set it.
+            return None
+        try:
+            return parse()
+        finally:
+            os.environ.pop(name)
+            if known is not None:
+                os.environ[name] = known
+
+    return parsed
+
+
+def _manifest(folder: Any) -> Parse:
+    path = folder / "7"
+    return lambda text: read_manifest(path)
+
+
+def manifest_texts(folder: Any) -> list[str]:
+    path = write_small(folder, 7, FACTS, VARIABLES, created=1.7e9)
+    return [(path / "manifest.json").read_text()]
+
+
+def _signed(text: bytes) -> bytes:
+    """The text as a manifest whose checksum is right, if it can be one."""
+    try:
+        content = load_json(text, max_characters=1 << 26)
+        content.pop("checksum", None)
+        dump = lambda: json.dumps(content, sort_keys=True, indent=1)  # noqa: E731
+        content["checksum"] = hashlib.sha256(dump().encode()).hexdigest()
+        return dump().encode() + b"\n"
+    except (ValueError, AttributeError, TypeError):  # No object.
+        return text
+
+
+def _listed(folder: Any) -> Parse:
+    # What it imports for the first of them.
+    Console().render_str(":x:")
+    cell_len("\u4e00")
+
+    def parse(text: bytes) -> object:
+        listing = look_at(str(folder), is_quick=True)
+        listing.as_dict()
+        console = Console(width=80, file=io.StringIO())
+        return print_listing(listing, 1.7e9, console)
+
+    return parse
+
+
+def _document(folder: Any) -> Parse:
+    return lambda text: read_document(folder / "7")
+
+
+def _writer(folder: Any) -> Parse:
+    def parse(text: bytes) -> object:
+        descriptor = os.open(folder / ".lock", os.O_RDONLY)
+        try:
+            return str(lock._read(descriptor))
+        finally:
+            os.close(descriptor)
+
+    return parse
+
+
+class _Source:
+    """Of rows that are each process's own."""
+
+    is_own, batch_size, likely_size = True, 4, None
+    mark, is_planned = None, False
+
+    def read(self, epoch: int, start: int, cut: Any) -> Any:
+        return iter([Part(data=_ROWS, rows=2)])
+
+
+class _Talk:
+    """An agreement in which another process says something else."""
+
+    def __init__(self, *texts: str) -> None:
+        self._texts = list(texts)
+
+    def exchange(self, text: str, is_stopped: Any = None) -> list[str]:
+        is_last = len(self._texts) == 1
+        said = self._texts[0] if is_last else self._texts.pop(0)
+        return [text, said]
+
+    def end(self) -> None:
+        pass
+
+
+_END = '{"rows": null, "mark": null, "place": "step 0 of epoch 0"}'
+_MESH: Any = Mesh(num_processes=2, replicas_per_process=2)
+
+
+def _heard_by_steps(size: int | None) -> Parse:
+    source: Any = _Source()
+    source.batch_size = size
+
+    def parse(text: str) -> object:
+        # A process without rows in any step would be waited for for ever.
+        texts = [text] * (9 if size else 1) + [_END]
+        steps = Steps(
+            source=source,
+            mesh=_MESH,
+            name="fit",
+            agree=lambda processes, name: _Talk(*texts),
+        )
+        return list(itertools.islice(steps.epoch(0), 3))
+
+    return parse
+
+
+def _heard_by_makers(text: str) -> object:
+    talk: Any = _Talk(text)
+    for form in (together._NUMBER, together._MADE, together._OUTLINES):
+        with contextlib.suppress(RuntimeError):
+            heard = together._exchange(_MESH, "fit", talk, {}, form)
+            together.raise_together(_MESH, "It", heard[1:] * 2, None)
+    form = {"number": int}
+    return together._exchange(_MESH, "fit", talk, {"number": 1}, form)
+
+
+def _heard_by_storage(folder: Any) -> Parse:
+    storage = Storage(folder, processes=(0, 1), keep=None)  # pyright: ignore[reportArgumentType]
+    storage.is_chief = False
+
+    def parse(text: str) -> object:
+        storage._exchange = lambda doing, said: [text]
+        return storage._by_chief("opening", lambda: None, int | None)
+
+    return parse
+
+
+def _fit_state(text: str) -> object:
+    state = nests.joined(load_json(text, max_characters=1 << 26), {})
+    loop: Any = object.__new__(kept_loop.Loop)
+    loop._feed = loop._validation = None
+    loop._epochs, loop.mesh = 3, _MESH
+    return kept_loop.Loop.go_on(loop, state)
+
+
+def _object_states(text: str) -> object:
+    state = nests.joined(load_json(text, max_characters=1 << 26), {})
+    return job_states.own(state, (0, 1), "a checkpoint")
+
+
+def _seed(order: Any) -> Parse:
+    def parse(text: str) -> object:
+        order.restart(text)
+        return order.of(0)
+
+    return parse
+
+
+_ROW_SEED, _BATCH_SEED = RowOrder(9).seed, BatchOrder(9).seed
+_SLURM = """SLURM_PROCID=1
+SLURM_STEP_NUM_TASKS=4
+SLURM_STEP_NODELIST=n[1-2],m[03-04]x
+SLURM_STEP_TASKS_PER_NODE=1(x4)
+CUDA_VISIBLE_DEVICES=0,1
+SLURM_STEP_GPUS=0"""
+_TORCHRUN = """RANK=1
+WORLD_SIZE=2
+LOCAL_RANK=1
+MASTER_ADDR=host
+MASTER_PORT=2222
+TORCHELASTIC_USE_AGENT_STORE=True"""
+_POD = """JOB_COMPLETION_INDEX=1
+JAX_PROCESS_COUNT=2
+JAX_COORDINATOR_ADDRESS=job-0.svc:1234
+COORDINATOR_PORT=1234"""
+_TPU = """TPU_WORKER_ID=1
+TPU_WORKER_HOSTNAMES=a,b
+TPU_NAME=x
+MEGASCALE_NUM_SLICES=2
+MEGASCALE_SLICE_ID=0
+JAX_COORDINATOR_PORT=8476"""
+_NO_ENVIRON = (RuntimeError, ValueError)
+
+PARSERS: dict[str, Parser] = {
+    "JSON": Parser(
+        documents=['{"a": [1, 2.5, null, "x", {"b": true}]}'],
+        prepared=of(lambda data: load_json(data, max_characters=1 << 20)),
+        errors=(ValueError,),
+        is_text=False,
+    ),
+    "structure": Parser(
+        documents=STRUCTURES,
+        prepared=of(structure.empty),
+        errors=(ValueError, TypeError),
+    ),
+    "structure of a file": Parser(
+        documents=STRUCTURES,
+        prepared=of(lambda text: structure.empty(text, has_classes=False)),
+        errors=(ValueError,),
+    ),
+    "structures compared": Parser(
+        documents=STRUCTURES,
+        prepared=of(lambda text: structure.is_like(STRUCTURES[0], text)),
+        errors=(ValueError, TypeError),
+    ),
+    "rendezvous: hello": Parser(
+        documents=HELLOS, prepared=of(hellos.parsed), is_text=False
+    ),
+    "rendezvous: answer": Parser(
+        documents=[
+            *HELLOS,
+            '{"job": "keras_strategies", "left_s": 5}',
+            '{"job": "keras_strategies", "verdict": "x"}',
+            json.dumps({"job": hellos.HELLO, "nonce": NONCE, "proof": NONCE}),
+        ],
+        prepared=of(_answer_of),
+    ),
+    "rendezvous: text": Parser(
+        documents=["A text.\n"],
+        prepared=of(lambda text: (hellos.readable(text), hellos.shown(text))),
+    ),
+    "job secret": Parser(
+        documents=["x" * 20, "\u00e9" * 20],
+        prepared=of(
+            lambda text: job_secret.read_secret({job_secret.VARIABLE: text})
+        ),
+        errors=(ValueError,),
+    ),
+    "TF_CONFIG": Parser(
+        documents=TF_CONFIGS, prepared=of(_task), errors=(ValueError, TypeError)
+    ),
+    "TF_CONFIG of an estimator": Parser(
+        documents=TF_CONFIGS,
+        prepared=of(lambda text: cluster_of(text, needs_chief=False)),
+        errors=(ValueError, TypeError),
+    ),
+    "features.json": Parser(
+        documents=STRUCTURES[::2],
+        prepared=lambda folder: lambda _: exporting.noted_features(str(folder)),
+        is_text=False,
+        puts=exporting.FEATURES,
+    ),
+    "evaluations.jsonl": Parser(
+        documents=[
+            '{"global_step": 3, "metrics": {"loss": 0.5, "auc": NaN}}',
+            '{"global_step": 3, "metrics": {"loss": 1}}\n'
+            '{"global_step": 4, "metrics": {}}\n',
+        ],
+        prepared=lambda folder: lambda _: eval_results.read(str(folder)),
+        is_text=False,
+        puts=eval_results.FILE,
+    ),
+    "training.json": Parser(
+        documents=['{"ended_at_step": 12}'],
+        prepared=lambda folder: lambda _: training.ended_at(str(folder)),
+        is_text=False,
+        puts=training.MARK,
+    ),
+    "manifest": Parser(
+        documents=[],
+        prepared=_manifest,
+        errors=(DamagedCheckpoint,),
+        is_text=False,
+        puts="7/manifest.json",
+    ),
+    "manifest with its checksum": Parser(
+        documents=[],
+        prepared=_manifest,
+        errors=(DamagedCheckpoint,),
+        is_text=False,
+        puts="7/manifest.json",
+    ),
+    "checkpoints listed": Parser(
+        documents=[],
+        prepared=_listed,
+        is_text=False,
+        puts="7/manifest.json",
+    ),
+    "document": Parser(
+        documents=[
+            json.dumps({"version": 1, "variables": VARIABLES, "state": NEST})
+        ],
+        prepared=_document,
+        errors=(DamagedCheckpoint,),
+        is_text=False,
+        puts="7/run/metadata",
+    ),
+    "lock": Parser(
+        documents=['{"host": "a", "pid": 3, "since": 1.7e9}'],
+        prepared=_writer,
+        is_text=False,
+        puts=".lock",
+    ),
+    "state of a fit": Parser(
+        documents=[json.dumps(FIT_STATE)],
+        prepared=of(_fit_state),
+        errors=(ValueError,),
+    ),
+    "states of callbacks": Parser(
+        documents=['{"size": 3, "keys": ["a"]}'],
+        prepared=lambda folder: _csv_state(folder),
+        errors=(ValueError,),
+    ),
+    "states of objects": Parser(
+        documents=['{"all": {"x": {}}}', '{"each": [{}, {"x": 1}]}'],
+        prepared=of(_object_states),
+        errors=(ValueError,),
+    ),
+    "nest": Parser(
+        documents=[json.dumps(NEST)],
+        prepared=of(
+            lambda text: nests.joined(
+                load_json(text, max_characters=1 << 26), _ARRAYS
+            )
+        ),
+        errors=(ValueError,),
+    ),
+    "nest of a process": Parser(
+        documents=[nests.packed({"a": _ROWS, "b": (np.float32(1), [None])})],
+        prepared=of(nests.unpacked),
+        errors=(ValueError,),
+    ),
+    "seed of rows": Parser(
+        documents=[_ROW_SEED],
+        prepared=of(_seed(RowOrder(9))),
+        errors=(ValueError,),
+    ),
+    "seed of batches": Parser(
+        documents=[_BATCH_SEED],
+        prepared=of(_seed(BatchOrder(9))),
+        errors=(ValueError,),
+    ),
+    "topology": Parser(
+        documents=[
+            Topology(
+                mesh_shape=[2, 1, 1, 1],
+                device_coordinates=[[[0, 0, 0, 0]], [[1, 0, 0, 0]]],
+            )
+            .serialized()
+            .decode()
+        ],
+        prepared=of(Topology),
+        errors=(ValueError,),
+        is_text=False,
+    ),
+    "beat": Parser(
+        documents=[Beat(number=2, where="x").to_json(), "[1, 2]"],
+        prepared=of(
+            lambda text: (
+                Beat.from_json(text),
+                _beats_of([("a/1", text), (text, text)]),
+                _processes_of(text),
+            )
+        ),
+    ),
+    "cause": Parser(
+        documents=[Cause(text="x").to_json()], prepared=of(Cause.from_json)
+    ),
+    "a process's message": Parser(
+        documents=['["fit", "{}"]', '["a", "b"]', '{"error": "x", "rows": 3}'],
+        prepared=of(
+            lambda text: read_messages(
+                [text],
+                Either(((str, str), {"rows": int, "error?": str})),
+                processes=[0],
+                about="it",
+            )
+        ),
+        errors=(RuntimeError,),
+    ),
+    "message: steps": Parser(
+        documents=[
+            json.dumps(
+                {
+                    "rows": 2,
+                    "spec": structure.spec_of(_ROWS),
+                    "mark": None,
+                    "counts": None,
+                    "place": "step 0 of epoch 0",
+                }
+            ),
+            _END,
+        ],
+        prepared=of(_heard_by_steps(4)),
+        errors=(RuntimeError, ValueError, TypeError),
+    ),
+    "message: first batches": Parser(
+        documents=['{"rows": [2, 2], "is_cut": true}'],
+        prepared=of(_heard_by_steps(None)),
+        errors=(RuntimeError,),
+    ),
+    "message: data": Parser(
+        documents=['{"number": 3, "facts": {}, "seed": 1, "outlines": ["x"]}'],
+        prepared=of(_heard_by_makers),
+        errors=(RuntimeError,),
+    ),
+    "message: checkpoints": Parser(
+        documents=['{"value": 3}', '{"error": "x", "is_damage": true}'],
+        prepared=_heard_by_storage,
+        errors=(RuntimeError, DamagedCheckpoint),
+    ),
+    "SLURM": Parser(
+        documents=[_SLURM],
+        prepared=of(
+            _resolver(
+                lambda environ: cluster_resolver.SlurmClusterResolver(
+                    environ=environ
+                )
+            )
+        ),
+        errors=_NO_ENVIRON,
+    ),
+    "SLURM's hosts": Parser(
+        documents=["n[1-2],m5,o[3-4,06]", "r[1-2]n[1-2]", "n[1-99999]"],
+        prepared=of(expand_hostlist),
+        errors=(ValueError,),
+    ),
+    "SLURM's tasks": Parser(
+        documents=["3(x2),2,1", "1(x99999)"],
+        prepared=of(expand_tasks_per_node),
+        errors=(ValueError,),
+    ),
+    "torchrun": Parser(
+        documents=[_TORCHRUN],
+        prepared=of(
+            _resolver(
+                lambda environ: cluster_resolver.TorchrunClusterResolver(
+                    environ=environ
+                )
+            )
+        ),
+        errors=_NO_ENVIRON,
+    ),
+    "Kubernetes": Parser(
+        documents=[_POD],
+        prepared=of(
+            lambda text: (
+                has_job_variables(_variables(text)),
+                read_pod_of_job(_variables(text), 8888),
+            )
+        ),
+        errors=_NO_ENVIRON,
+    ),
+    "TPU": Parser(
+        documents=[_TPU],
+        prepared=of(
+            _resolver(
+                lambda environ: cluster_resolver.TPUClusterResolver(
+                    environ=environ
+                )
+            )
+        ),
+        errors=_NO_ENVIRON,
+    ),
+    "another launcher": Parser(
+        documents=[_TORCHRUN, _SLURM],
+        prepared=of(lambda text: unjoined_job(_variables(text))),
+    ),
+    "address": Parser(
+        documents=["host:2222", "[::1]:2222", "10.0.0.1:1"],
+        prepared=of(lambda text: check_address(text, "it")),
+        errors=(ValueError,),
+    ),
+    "time to wait": Parser(
+        documents=["600", "1.5"],
+        prepared=of(
+            _with_environ(agreement.waiting_limit_s, agreement.TIMEOUT)
+        ),
+        errors=(ValueError,),
+    ),
+    "XLA_FLAGS": Parser(
+        documents=["--xla_a=1 --xla_b='x y'"], prepared=of(split_flags)
+    ),
+    "doctor's child": Parser(
+        documents=['{"stage": "jax", "begins": true}\n{"stage": "jax"}\n'],
+        prepared=of(probing._told_in),
+        is_text=False,
+    ),
+}
+
+
+def _csv_state(folder: Any) -> Parse:
+    import keras
+
+    logger = keras.callbacks.CSVLogger(str(folder / "none.csv"))
+
+    def parse(text: str) -> object:
+        said = load_json(text, max_characters=1 << 26, has_nan=True)
+        return go_on_writing([logger], {"CSVLogger": said})
+
+    return parse
+
+
+def texts_for(name: str, folder: Any) -> tuple[list[str], Parse]:
+    """Valid texts, and what parses one, for a parser by its name."""
+    parser = PARSERS[name]
+    documents = list(parser.documents)
+    if parser.puts is not None and not documents:
+        documents = manifest_texts(folder)
+    elif parser.puts is not None and "/" in parser.puts:
+        manifest_texts(folder)
+    parse = parser.prepared(folder)
+    return documents, parse
+
+
+def put(name: str, folder: Any, text: str | bytes, draw: random.Random) -> None:
+    """Writes the file that a parser reads, if it reads one."""
+    parser = PARSERS[name]
+    if parser.puts is None:
+        return
+    assert isinstance(text, bytes)
+    if name in ("manifest with its checksum", "checkpoints listed"):
+        text = _signed(text)
+    (folder / parser.puts).write_bytes(text)
