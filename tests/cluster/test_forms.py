@@ -32,7 +32,6 @@ from keras_strategies.cluster.forms import (
         (dtype_named, ["float32", "bfloat16", "<U5"], ["f4,f4", "(2,)f4", 3]),
         (dtype_named, ["bool"], ["float", "<U999999999", "x" * 99, "os"]),
     ],
-    ids=str,
 )
 def test_only_what_has_the_form_has_no_fault(form, good, bad):
     assert [fault_of(value, form) for value in good] == [None] * len(good)
