@@ -1,0 +1,152 @@
+"""The recorder of what tf's two processes read of rows of their own.
+
+    python -m tests.multi_process.record_own_rows
+
+writes `own_rows.json` beside this file: for each of `own_rows.CASES` and each
+step the rows of both workers of a `tf.distribute.MultiWorkerMirroredStrategy`,
+one replica each, of `experimental_distribute_dataset`. Where `tf_keras` can be
+imported, which nothing else here needs, it asks `fit` as well and keeps what
+differs there. Keras 3 cannot fit with that strategy (3.15 on tf 2.21: a
+`PerReplica` is no tensor).
+"""
+
+import importlib.metadata
+import importlib.util
+import itertools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+# Before tf, which imports Keras.
+os.environ.setdefault("KERAS_BACKEND", "jax")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import numpy as np
+import tensorflow as tf
+
+from keras_strategies.cluster.free_ports import free_ports
+from tests.multi_process import own_rows
+
+TABLE = pathlib.Path(__file__).with_name("own_rows.json")
+_LIMIT_S = 1800
+
+
+def record():
+    """Writes the table."""
+    with tempfile.TemporaryDirectory() as folder:
+        own_rows.write_files(folder)
+        _run_workers(folder)
+        one, other = (
+            json.loads(pathlib.Path(folder, f"{index}.json").read_text())
+            for index in (0, 1)
+        )
+    loops = {
+        loop: {
+            name: list(zip(steps, other[loop][name], strict=True))
+            for name, steps in one[loop].items()
+        }
+        for loop in ("dataset", "fit")
+    }
+    lines = [
+        f"{json.dumps(name)}: {json.dumps(steps)}"
+        for name, steps in loops["dataset"].items()
+    ]
+    fit = {
+        name: steps
+        for name, steps in loops["fit"].items()
+        if steps != loops["dataset"][name]
+    }
+    TABLE.write_text(
+        f'{{"versions": {json.dumps(one["versions"])},\n'
+        f'"where fit differs": {json.dumps(fit)},\n'
+        '"steps": {\n' + ",\n".join(lines) + "\n}}\n"
+    )
+
+
+def _run_workers(folder):
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(2)]}
+    running = []
+    try:
+        for index in (0, 1):
+            place = {"type": "worker", "index": index}
+            told = json.dumps({"cluster": cluster, "task": place})
+            running.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", __spec__.name, folder, str(index)],
+                    env=os.environ | {"TF_CONFIG": told},
+                )
+            )
+        for worker in running:
+            assert worker.wait(timeout=_LIMIT_S) == 0
+    finally:
+        for worker in running:
+            worker.kill()
+            worker.wait()
+
+
+def _work(folder, index):
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    told = {
+        "versions": {"tensorflow": tf.__version__},
+        "dataset": {
+            own_rows.name_of(*case): _read(strategy, folder, case)
+            for case in own_rows.CASES
+        },
+        "fit": {},
+    }
+    if importlib.util.find_spec("tf_keras"):
+        told["versions"]["tf_keras"] = importlib.metadata.version("tf_keras")
+        told["fit"] = {
+            own_rows.name_of(*case): _fit(strategy, folder, case)
+            for case in own_rows.CASES
+        }
+    pathlib.Path(folder, f"{index}.json").write_text(json.dumps(told))
+
+
+def _read(strategy, folder, case):
+    batches = strategy.experimental_distribute_dataset(
+        own_rows.dataset(folder, *case)
+    )
+    stop = own_rows.STEPS if own_rows.is_endless(case[1]) else None
+    return [
+        own_rows.numbers(part)
+        for x, _ in itertools.islice(batches, stop)
+        for part in strategy.experimental_local_results(x)
+    ]
+
+
+def _fit(strategy, folder, case):
+    import tf_keras
+
+    steps = []
+
+    def see(x):
+        steps.append(own_rows.numbers(x))
+        return np.float32(0)
+
+    class Seeing(tf_keras.Sequential):
+        def train_step(self, data):
+            tf.numpy_function(see, [data[0]], tf.float32)
+            return super().train_step(data)
+
+    with strategy.scope():
+        model = Seeing([tf_keras.Input((1,)), tf_keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.fit(
+        own_rows.dataset(folder, *case),
+        steps_per_epoch=own_rows.STEPS
+        if own_rows.is_endless(case[1])
+        else None,
+        verbose=0,
+    )
+    return steps
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        _work(sys.argv[1], int(sys.argv[2]))
+    else:
+        record()
