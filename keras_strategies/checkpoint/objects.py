@@ -14,7 +14,7 @@ from keras_strategies.checkpoint.keeping import Keep
 from keras_strategies.checkpoint.layout import step_of
 from keras_strategies.checkpoint.storage import Storage
 from keras_strategies.cluster.addresses import shown
-from keras_strategies.keras_bridge.binding import all_variables
+from keras_strategies.keras_bridge.model_variables import all_variables
 from keras_strategies.strategy import current
 
 

@@ -1,20 +1,68 @@
-"""The shuffled orders of epochs: a function of a start state and the epoch.
+"""The shuffled orders of epochs: a function of a seed and the epoch.
 
-The random state that a loop finds when it starts is the seed, and the epochs'
-orders are those that Keras would draw from it one after the other: so a run
-is shuffled as plain Keras shuffles it, every process can be told the seed,
-and an interrupted run finds its order again.
+They are those that Keras would draw: so a run is shuffled as plain Keras
+shuffles it, every process can be told the seed, and an interrupted run finds
+its order again. Keras 3.15 draws them one after the other from the random
+state that a loop finds when it starts: that is the seed. Keras 3.16 draws each
+from the epoch's number alone.
 """
 
 import abc
 import base64
 import random
+import re
 from typing import Any
 
 import numpy as np
 
+_NUMBERED = "numbered"
+
 
 class Order(abc.ABC):
+    """An order for each pass over the data."""
+
+    @property
+    @abc.abstractmethod
+    def seed(self) -> str:
+        """What the orders are drawn from, as text."""
+
+    @abc.abstractmethod
+    def restart(self, seed: str) -> None:
+        """Takes the orders of another seed.
+
+        Args:
+          seed: What `seed` of another order returned.
+
+        Raises:
+          ValueError: it is no seed of this kind of order.
+        """
+
+    @abc.abstractmethod
+    def skip(self) -> None:
+        """Does what an iterator does that Keras makes to build a model on."""
+
+    @abc.abstractmethod
+    def of(self, epoch: int) -> np.ndarray:
+        """The order of an epoch: indices, shape (size,).
+
+        Args:
+          epoch: The number of a pass over the data, from 0.
+        """
+
+    def resize(self, size: int) -> None:
+        """Takes orders of another number of batches from now on.
+
+        Args:
+          size: The number.
+        """
+        del size
+
+    def lasts(self, epochs: int) -> None:
+        """Says how many of a loop's epochs a pass over the data lasts for."""
+        del epochs
+
+
+class DrawnOrder(Order):
     """Orders drawn from one of the global random generators.
 
     Args:
@@ -31,14 +79,7 @@ class Order(abc.ABC):
         return self._seed
 
     def restart(self, seed: str) -> None:
-        """Takes the orders of another seed.
-
-        Args:
-          seed: What `seed` of another order returned.
-
-        Raises:
-          ValueError: it is no seed of this kind of order.
-        """
+        """See `Order.restart`."""
         self._parsed(seed)
         self._seed = seed
         self._state = seed
@@ -51,13 +92,10 @@ class Order(abc.ABC):
         self.restart(self._state)
 
     def of(self, epoch: int) -> np.ndarray:
-        """The order of an epoch: indices, shape (size,).
+        """See `Order.of`.
 
         Moves the global generator on, as drawing from it would, unless
         somebody else has used it meanwhile.
-
-        Args:
-          epoch: Its number, from 0.
         """
         if self._last is not None and self._last[0] == epoch:
             return self._last[1]
@@ -90,14 +128,14 @@ class Order(abc.ABC):
         """Sets it."""
 
 
-class RowOrder(Order):
+class RowOrder(DrawnOrder):
     """Orders of rows, drawn as Keras does for arrays, with numpy.
 
     Args:
       rows: Number of rows.
       window: Rows of a batch where only the rows of each are shuffled, or
         None.
-      seed: See `Order`.
+      seed: See `DrawnOrder`.
     """
 
     def __init__(
@@ -132,12 +170,12 @@ class RowOrder(Order):
         np.random.set_state(_numpy_state(state))
 
 
-class BatchOrder(Order):
+class BatchOrder(DrawnOrder):
     """Orders of batches, drawn as Keras does, with Python's generator.
 
     Args:
       size: Number of batches.
-      seed: See `Order`.
+      seed: See `DrawnOrder`.
     """
 
     def __init__(self, size: int, seed: str | None = None) -> None:
@@ -145,11 +183,7 @@ class BatchOrder(Order):
         super().__init__(seed)
 
     def resize(self, size: int) -> None:
-        """Draws orders of another number of batches from now on.
-
-        Args:
-          size: The number.
-        """
+        """See `Order.resize`."""
         if size != self._size:
             self._size = size
             self._last = None
@@ -169,6 +203,87 @@ class BatchOrder(Order):
 
     def _set_global(self, state: str) -> None:
         random.setstate(_python_state(state))
+
+
+class NumberedOrder(Order):
+    """Orders drawn from the number of an epoch alone, as Keras 3.16 does.
+
+    A fit's first epoch has the number 1. Where a pass over the data lasts for
+    several epochs it has the number of the one that it begins in.
+    """
+
+    def __init__(self) -> None:
+        self._epochs = 1
+
+    @property
+    def seed(self) -> str:
+        """See `Order.seed`."""
+        return f"{_NUMBERED}:{self._epochs}"
+
+    def restart(self, seed: str) -> None:
+        """See `Order.restart`."""
+        kind, _, epochs = seed.partition(":")
+        if kind != _NUMBERED or not re.fullmatch("[1-9][0-9]{0,9}", epochs):
+            raise ValueError(
+                "Orders by number go on with such a seed. Received: a random "
+                "state, as Keras 3.15 draws orders from. Go on with the "
+                "version of Keras that the run began with."
+            )
+        self._epochs = int(epochs)
+
+    def skip(self) -> None:
+        """Building a model draws nothing."""
+
+    def lasts(self, epochs: int) -> None:
+        """See `Order.lasts`."""
+        self._epochs = epochs
+
+    def of(self, epoch: int) -> np.ndarray:
+        """See `Order.of`."""
+        return self._draw(1 + epoch * self._epochs)
+
+    @abc.abstractmethod
+    def _draw(self, number: int) -> np.ndarray:
+        """The order with a number."""
+
+
+class NumberedRowOrder(NumberedOrder):
+    """As `RowOrder`, of Keras 3.16."""
+
+    def __init__(self, rows: int, window: int | None = None) -> None:
+        super().__init__()
+        self._rows = rows
+        self._window = window
+
+    def _draw(self, number: int) -> np.ndarray:
+        rows, window = self._rows, self._window
+        if window is None:
+            return np.random.default_rng(number).permutation(rows)
+        windows = [
+            np.random.default_rng(number + i).permutation(
+                min(window, rows - start)
+            )
+            + start
+            for i, start in enumerate(range(0, rows, window))
+        ]
+        return np.concatenate(windows)
+
+
+class NumberedBatchOrder(NumberedOrder):
+    """As `BatchOrder`, of Keras 3.16."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self._size = size
+
+    def resize(self, size: int) -> None:
+        """See `Order.resize`."""
+        self._size = size
+
+    def _draw(self, number: int) -> np.ndarray:
+        order = list(range(self._size))
+        random.Random(number).shuffle(order)
+        return np.array(order, int)
 
 
 # Both generators are Mersenne Twisters: 624 words and a position; numpy's

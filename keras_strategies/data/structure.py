@@ -69,6 +69,22 @@ def is_like(spec: str, other: str) -> bool:
     return spec == other or kinds(spec) == kinds(other)
 
 
+def with_a_row(batch: Tree) -> Tree:
+    """A batch to build a model on: the rows are of no interest."""
+    if all(len(leaf) for leaf in jax.tree.leaves(batch)):
+        return batch
+    return jax.tree.map(
+        lambda leaf: np.zeros((1, *leaf.shape[1:]), leaf.dtype), batch
+    )
+
+
+def summary(batch: Tree) -> str:
+    """The types and shapes of a batch, for messages."""
+    return str(
+        jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", batch)
+    )
+
+
 def _encoded(value: Any) -> Any:
     if value is None:
         return None

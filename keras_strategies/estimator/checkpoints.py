@@ -17,7 +17,7 @@ import numpy as np
 from keras_strategies.checkpoint import contents
 from keras_strategies.checkpoint import format as format_lib
 from keras_strategies.checkpoint.documents import read_document
-from keras_strategies.keras_bridge.binding import all_variables
+from keras_strategies.keras_bridge.model_variables import all_variables
 from keras_strategies.keras_bridge.state import is_seed
 
 DamagedCheckpoint = format_lib.DamagedCheckpoint

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import numpy as np
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 from keras_strategies._core.batches import (
@@ -21,6 +20,7 @@ from keras_strategies._core.batches import (
     whole_batch,
 )
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.data import structure
 from keras_strategies.data.prefetch import Prefetched, Stop
 from keras_strategies.data.steps import IsStopped, Steps
 from keras_strategies.keras_bridge import sources
@@ -61,6 +61,8 @@ class Feed(DataAdapter):
             steps_per_epoch=max(steps_per_epoch or 0, 0) or None,
             steps_per_execution=steps_per_execution,
         )
+        if source.order is not None:
+            source.order.lasts(self._division.epochs_of_a_pass)
         self._signature: Any = None
         self._first: Tree = None
         # Of the epoch that is read next, and of what was given out last.
@@ -82,12 +84,18 @@ class Feed(DataAdapter):
                 # Keras draws an order for each of its iterators.
                 self._source.order.skip()
             has_rows = True
-            yield _at_least_one_row(batch.data)
+            yield structure.with_a_row(batch.data)
         if not has_rows:
             raise ValueError(_NO_ROWS)
 
-    def get_jax_iterator(self) -> Iterator[Execution]:
-        """Executions whose arrays lie on the devices."""
+    def get_jax_iterator(self, super_batch: Any = None) -> Iterator[Execution]:
+        """Executions whose arrays lie on the devices.
+
+        Args:
+          super_batch: K, of Keras 3.16, which would have K batches stacked: an
+            execution holds them already.
+        """
+        del super_batch
         # Keras makes iterators that it never asks for anything.
         epoch, start = self._epoch, self._start
         self._epoch, self._start = epoch + 1, 0
@@ -277,12 +285,13 @@ class Feed(DataAdapter):
         )
         if self._signature is None:
             self._signature = signature
-            self._first = _summary(batch)
+            self._first = structure.summary(batch)
         elif signature != self._signature:
             raise ValueError(
                 "All batches must have the same structure, ranks and dtypes. "
                 f"Received: first batch {self._first}, batch {index} "
-                f"{_summary(batch)}. Make the dataset yield one structure."
+                f"{structure.summary(batch)}. Make the dataset yield one "
+                "structure."
             )
 
     @property
@@ -383,18 +392,3 @@ _NO_ROWS = (
     "Training, evaluation and prediction need at least one row. Received: "
     "data without any. Check the dataset, its filters and its batch size."
 )
-
-
-def _at_least_one_row(batch: Tree) -> Tree:
-    """A batch to build a model on: the rows are of no interest."""
-    if all(len(leaf) for leaf in jax.tree.leaves(batch)):
-        return batch
-    return jax.tree.map(
-        lambda leaf: np.zeros((1, *leaf.shape[1:]), leaf.dtype), batch
-    )
-
-
-def _summary(batch: Tree) -> str:
-    return str(
-        jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", batch)
-    )

@@ -19,6 +19,7 @@ from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.keras_bridge import (
     adapter,
     arguments,
+    keras_names,
     layout,
     model_hooks,
 )
@@ -30,6 +31,7 @@ from keras_strategies.keras_bridge.model_hooks import (
     ON_USE,
     STRATEGY,
 )
+from keras_strategies.keras_bridge.model_variables import all_variables
 from keras_strategies.keras_bridge.resuming import keeper_among, kept_fit
 from keras_strategies.keras_bridge.shared_callbacks import of_this_process
 
@@ -106,13 +108,17 @@ class Binding:
         # Keras's loops build from the first batch; here that is done, by the
         # class's own method, before they run.
         object.__setattr__(self.model, _BUILDER, self._build_for_others)
+        if keras_names.BUILDS_FIRST:
+            name, maybe = keras_names.MAYBE_BUILD, self._maybe_build_for_others
+            object.__setattr__(self.model, name, maybe)
         object.__setattr__(self.model, _ATTRIBUTE, self)
         object.__setattr__(self.model, STRATEGY, self.owner)
         self._functions.reset()
 
     def remove(self) -> None:
         """Gives the model back as a plain Keras model on one device."""
-        for name in (*LOOPS, *_MAKERS, _BUILDER, _ATTRIBUTE, STRATEGY, *ON_USE):
+        of_model = (_BUILDER, keras_names.MAYBE_BUILD, _ATTRIBUTE, STRATEGY)
+        for name in (*LOOPS, *_MAKERS, *of_model, *ON_USE):
             self.model.__dict__.pop(name, None)
         self._functions.reset()
         layout.release(all_variables(self.model))
@@ -323,6 +329,15 @@ class Binding:
             )
         self._adopt()
 
+    def _maybe_build_for_others(self, *args: Any, **kwargs: Any) -> None:
+        """Stands for `_maybe_symbolic_build`, which may read what it is given.
+
+        That would be a feed's first epoch, where something is never built.
+        """
+        if not self._is_in_session:
+            maybe_build = getattr(type(self.model), keras_names.MAYBE_BUILD)
+            maybe_build(self.model, *args, **kwargs)
+
     def _build_on(self, batch: Any) -> None:
         with layout.distribution_scope(self._distribution):
             type(self.model)._symbolic_build(self.model, data_batch=batch)
@@ -373,27 +388,3 @@ class Binding:
 def binding_of(model: keras.Model) -> Binding | None:
     """The binding that holds a model, if any."""
     return vars(model).get(_ATTRIBUTE)
-
-
-def all_variables(model: keras.Model) -> list[keras.Variable]:
-    """Every variable of a model, its optimizers, metrics and losses."""
-    found: dict[int, keras.Variable] = {}
-    owners: list[Any] = [model, *model.metrics]
-    for layer in model._flatten_layers():
-        owners += _optimizers(vars(layer).values())
-    for owner in owners:
-        found |= {id(v): v for v in owner.variables}
-    found |= {id(v): v for v in model.metrics_variables}
-    return list(found.values())
-
-
-def _optimizers(values: Any) -> list[keras.optimizers.Optimizer]:
-    found = []
-    for value in values:
-        if isinstance(value, keras.optimizers.Optimizer):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += _optimizers(value)
-        elif isinstance(value, dict):
-            found += _optimizers(value.values())
-    return found

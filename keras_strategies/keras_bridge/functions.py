@@ -1,7 +1,6 @@
 """The train, test and predict functions that Keras's loops call."""
 
 import dataclasses
-import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 
 from keras_strategies._core.batches import Execution, Segment
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies.keras_bridge import adapter, creation
+from keras_strategies.keras_bridge import adapter, creation, keras_names
 from keras_strategies.keras_bridge import state as state_lib
 from keras_strategies.keras_bridge.predict_program import PredictProgram
 from keras_strategies.keras_bridge.programs import StepProgram
@@ -316,7 +315,7 @@ def _execution(
         data = data[0]
     if isinstance(data, Execution):
         return data
-    batches = itertools.chain([data], itertools.islice(iterator, num_steps - 1))
+    batches = keras_names.batches_of_execution(iterator, data, num_steps)
     placed = [adapter.place_batch(batch, mesh) for batch in batches]
     segments = tuple(part for each in placed for part in each.segments)
     return dataclasses.replace(placed[0], segments=segments)

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-from keras.src.trainers.trainer import Trainer
 
 from keras_strategies.keras_bridge import batch_norm
+from keras_strategies.keras_bridge.keras_names import TRAINER
 
 LOOPS = (
     "fit",
@@ -90,9 +90,9 @@ def _in_scope(
     on_compile: Callable[[keras.Model], None],
     is_active: Callable[[], bool],
 ) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
-    yield Trainer, "__init__", lambda f: _telling(f, None, on_init)
+    yield TRAINER, "__init__", lambda f: _telling(f, None, on_init)
     yield (
-        Trainer,
+        TRAINER,
         "compile",
         lambda f: _telling(f, before_compile, on_compile),
     )

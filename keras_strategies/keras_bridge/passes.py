@@ -5,7 +5,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Division:
-    """How Keras (3.15) divides passes over the data into a loop's epochs.
+    """How Keras divides passes over the data into a loop's epochs.
 
     A pass begins where an epoch begins. `stop` is how many of its batches were
     given out.
@@ -42,6 +42,13 @@ class Division:
         of_epoch = self._counted(self.steps_per_epoch or stop)
         seen = epochs * of_epoch + self._counted(rest)
         return seen >= self.num_batches
+
+    @property
+    def epochs_of_a_pass(self) -> int:
+        """How many of the loop's epochs a pass lasts for; 1 if not known."""
+        if not (self.num_batches and self.steps_per_epoch):
+            return 1
+        return -(-self.num_batches // self._counted(self.steps_per_epoch))
 
     def _counted(self, steps: int) -> int:
         each = self.steps_per_execution

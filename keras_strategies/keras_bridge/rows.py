@@ -4,7 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from keras import tree
-from keras.src.backend import get_keras_mask, set_keras_mask
+from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 
 from keras_strategies._core.replica_map import all_rows
 from keras_strategies._core.step_context import StepContext

@@ -29,7 +29,6 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import (
 from keras_strategies._core import host_arrays
 from keras_strategies._core.batches import num_rows
 from keras_strategies.data.mapped import is_mapped, let_go
-from keras_strategies.data.order import BatchOrder, RowOrder
 from keras_strategies.data.outline import Outline, Reading
 from keras_strategies.data.source import (
     Cut,
@@ -39,6 +38,7 @@ from keras_strategies.data.source import (
     rows_to_mark,
     take,
 )
+from keras_strategies.keras_bridge.keras_names import BATCH_ORDER, ROW_ORDER
 
 Tree = Any
 
@@ -66,7 +66,7 @@ class ArraySource(Source):
         self.num_batches = adapter.num_batches
         if adapter._shuffle:
             window = self.batch_size if adapter._shuffle == "batch" else None
-            self.order = RowOrder(self._rows, window)
+            self.order = ROW_ORDER(self._rows, window)
 
     def facts(self) -> dict[str, Any]:
         """See `Source.facts`."""
@@ -218,7 +218,7 @@ class PyDatasetSource(Source):
         self._dataset = adapter.py_dataset
         self._class_weight = adapter.class_weight
         if adapter.shuffle and self.num_batches is not None:
-            self.order = BatchOrder(self.num_batches)
+            self.order = BATCH_ORDER(self.num_batches)
 
     def begin_epoch(self, epoch: int, start: int) -> None:
         """See `Source.begin_epoch`."""
@@ -236,7 +236,7 @@ class PyDatasetSource(Source):
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
         """See `Source.read`."""
         order = None
-        if isinstance(self.order, BatchOrder):
+        if self.order is not None:
             # It may have become another one at the end of the epoch before.
             self.order.resize(self._dataset.num_batches)
             order = self.order.of(epoch)

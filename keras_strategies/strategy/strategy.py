@@ -10,6 +10,7 @@ from keras_strategies._core.compiled import CompiledProgram, compile_program
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.keras_bridge import binding as binding_lib
 from keras_strategies.keras_bridge.layout import check_home
+from keras_strategies.keras_bridge.model_variables import all_variables
 from keras_strategies.keras_bridge.step_shapes import lower_step
 from keras_strategies.strategy import current, old_names
 from keras_strategies.strategy.custom_loops import CustomLoops
@@ -225,7 +226,7 @@ class Strategy(CustomLoops):
         if model is None:
             variables = list(self._runtime.registry)
         else:
-            variables = binding_lib.all_variables(model)
+            variables = all_variables(model)
         Console().print(describe_table(mesh, variables))
 
     def __copy__(self) -> "Strategy":
@@ -275,7 +276,7 @@ class Strategy(CustomLoops):
                 f"Received: {existing.owner!r}, now {self!r}. Call "
                 "`detach(model)` on that strategy first."
             )
-        variables = binding_lib.all_variables(model)
+        variables = all_variables(model)
         check_home(variables, self._runtime.mesh)
 
 

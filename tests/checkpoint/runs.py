@@ -17,7 +17,7 @@ import numpy as np
 
 import keras_strategies as ks
 from keras_strategies.keras_bridge import callback_states
-from keras_strategies.keras_bridge.binding import all_variables
+from keras_strategies.keras_bridge.model_variables import all_variables
 from tests.plain_keras import mirrored
 
 layers = keras.layers

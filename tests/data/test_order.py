@@ -6,7 +6,12 @@ import random
 import numpy as np
 import pytest
 
-from keras_strategies.data.order import BatchOrder, RowOrder
+from keras_strategies.data.order import (
+    BatchOrder,
+    NumberedBatchOrder,
+    NumberedRowOrder,
+    RowOrder,
+)
 
 
 def row_order():
@@ -172,3 +177,63 @@ def test_a_seed_that_is_no_state_of_a_generator_is_refused(make, changed):
     with pytest.raises(ValueError, match=r"generator|position|version"):
         order.restart(damaged(order.seed, **changed))
     assert lists(order, range(2)) == before
+
+
+# Orders by the number of an epoch: tests/contract/test_keras_names.py compares
+# them with those of Keras 3.16.
+
+NUMBERED = {
+    "rows": (lambda: NumberedRowOrder(13), row_order),
+    "windows": (lambda: NumberedRowOrder(13, window=4), window_order),
+    "batches": (lambda: NumberedBatchOrder(7), batch_order),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERED)
+def test_orders_by_number_know_no_random_state(name):
+    make, _ = NUMBERED[name]
+    states = random.getstate(), np.random.get_state()[1].tolist()
+    first = lists(make(), range(4))
+    assert states == (random.getstate(), np.random.get_state()[1].tolist())
+    random.seed(99)
+    np.random.seed(99)
+    order = make()
+    order.skip()
+    assert lists(order, [3, 0, 2, 1]) == [first[i] for i in [3, 0, 2, 1]]
+    assert len({tuple(epoch) for epoch in first}) == 4
+    assert all(sorted(e) == sorted(first[0]) for e in first)
+
+
+@pytest.mark.parametrize("name", NUMBERED)
+def test_a_pass_has_the_number_of_the_epoch_that_it_begins_in(name):
+    make, _ = NUMBERED[name]
+    each = lists(make(), range(7))
+    order = make()
+    order.lasts(3)
+    assert lists(order, range(3)) == [each[0], each[3], each[6]]
+    # That belongs to what a position needs to find the orders again.
+    other = make()
+    other.restart(order.seed)
+    assert lists(other, range(3)) == [each[0], each[3], each[6]]
+    assert other.seed == order.seed != make().seed
+
+
+@pytest.mark.parametrize("name", NUMBERED)
+def test_orders_of_one_kind_refuse_seeds_of_the_other(name):
+    numbered, drawn = (make() for make in NUMBERED[name])
+    for order, seed in ((numbered, drawn.seed), (drawn, numbered.seed)):
+        before = order.seed
+        with pytest.raises(ValueError):  # noqa: PT011
+            order.restart(seed)
+        assert order.seed == before
+    for text in ("numbered", "numbered:0", "numbered:-1", "numbered:1:1", ""):
+        with pytest.raises(ValueError, match="version of Keras"):
+            numbered.restart(text)
+
+
+@pytest.mark.parametrize("make", [BatchOrder, NumberedBatchOrder])
+def test_batches_may_become_more(make):
+    order = make(4)
+    assert sorted(order.of(0)) == list(range(4))
+    order.resize(6)
+    assert sorted(order.of(1)) == list(range(6))

@@ -1,13 +1,16 @@
 """Passes end where those of Keras's own iterator do."""
 
+import contextlib
 import itertools
 import warnings
 
+import keras
 import numpy as np
 import pytest
 from keras.src.trainers.epoch_iterator import EpochIterator
 
 from keras_strategies.keras_bridge.passes import Division
+from tests.plain_keras import dense, mirrored
 
 EPOCHS = 6
 
@@ -85,3 +88,35 @@ def test_without_steps_per_epoch_a_pass_is_an_epoch():
     ]
     assert [stop for stop in range(6) if division.is_over(stop)] == [5]
     assert not any(map(division.ends_epoch, range(6)))
+
+
+@pytest.mark.parametrize("shuffle", [True, "batch"])
+@pytest.mark.parametrize("steps_per_epoch", [2, 4])
+def test_passes_of_several_epochs_are_shuffled_as_keras_does(
+    steps_per_epoch, shuffle
+):
+    x = np.arange(14, dtype="float32")[:, None] / 14
+
+    def trained(scope):
+        keras.utils.set_random_seed(3)
+        with scope:
+            model = keras.Sequential([keras.Input((1,)), dense()])
+            model.compile(keras.optimizers.SGD(0.3), "mse")
+        model.fit(
+            x,
+            3 * x - 1,
+            batch_size=2,
+            epochs=EPOCHS,
+            steps_per_epoch=steps_per_epoch,
+            shuffle=shuffle,
+            verbose=0,
+        )
+        return model.get_weights()
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Your input ran out of data")
+        expected = trained(contextlib.nullcontext())
+        actual = trained(mirrored(2).scope())
+    # The order of the steps decides on the weights.
+    for a, b in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)

@@ -6,9 +6,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from keras.src.trainers.trainer import Trainer
 
 from keras_strategies.keras_bridge.binding import binding_of
+from keras_strategies.keras_bridge.keras_names import TRAINER
 from keras_strategies.keras_bridge.model_hooks import LOOPS, keras_loop
 from tests.plain_keras import dense, mirrored
 
@@ -201,7 +201,7 @@ def test_keras_is_as_it_was_also_after_an_error():
         model.fit(ROWS, LABELS)
     assert inside is not KERASS["fit"]
     assert {n: keras_loop(n) for n in LOOPS} == KERASS
-    assert Trainer.compile is keras.Model.compile
+    assert TRAINER.compile is keras.Model.compile
 
 
 def test_loops_that_are_no_methods_of_the_model():

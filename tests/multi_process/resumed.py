@@ -25,7 +25,7 @@ import numpy as np
 
 import keras_strategies as ks
 from keras_strategies.keras_bridge import callback_states
-from keras_strategies.keras_bridge.binding import all_variables
+from keras_strategies.keras_bridge.model_variables import all_variables
 
 layers = keras.layers
 ROWS, SIZE, EPOCHS = 77, 8, 4

@@ -8,13 +8,12 @@ import jax
 import keras
 import numpy as np
 import pytest
-from keras.src.backend.jax.trainer import JAXTrainer
 from keras.src.losses import loss as loss_module
-from keras.src.trainers.trainer import Trainer
 
 import keras_strategies as ks
 from keras_strategies.keras_bridge.binding import binding_of
-from keras_strategies.keras_bridge.model_hooks import LOOPS
+from keras_strategies.keras_bridge.keras_names import TRAINER
+from keras_strategies.keras_bridge.model_hooks import LOOPS, loops_owner
 from tests.keras_bridge.rows_seen import (
     RowsSeen,
     X,
@@ -28,6 +27,8 @@ from tests.keras_bridge.rows_seen import (
     trained_plain,
 )
 from tests.plain_keras import mirrored
+
+LOOPS_OWNER = loops_owner("fit")
 
 
 def places_of_ours():
@@ -60,8 +61,8 @@ def _is_ours(value):
 
 def hooked_attributes():
     return (
-        Trainer.__init__,
-        Trainer.compile,
+        TRAINER.__init__,
+        TRAINER.compile,
         keras.layers.BatchNormalization.__init__,
         keras.Variable.__init__,
         keras.Variable.assign,
@@ -85,11 +86,14 @@ IN_SCOPE = [
     f"keras.src.{place}"
     for place in (
         "backend.Variable.__init__",
-        *sorted(f"backend.jax.trainer.JAXTrainer.{loop}" for loop in LOOPS),
+        *sorted(
+            f"backend.jax.trainer.{LOOPS_OWNER.__name__}.{loop}"
+            for loop in LOOPS
+        ),
         "layers.normalization.batch_normalization.BatchNormalization.__init__",
         "optimizers.base_optimizer.BaseOptimizer.add_variable_from_reference",
-        "trainers.trainer.Trainer.__init__",
-        "trainers.trainer.Trainer.compile",
+        f"trainers.trainer.{TRAINER.__name__}.__init__",
+        f"trainers.trainer.{TRAINER.__name__}.compile",
     )
 ]
 BEFORE = hooked_attributes()
@@ -196,9 +200,9 @@ def _patched_fit(was):
     return fit
 
 
-@pytest.mark.parametrize("owner", [keras.Model, JAXTrainer, Trainer])
+@pytest.mark.parametrize("owner", [keras.Model, LOOPS_OWNER, TRAINER])
 def test_what_others_patch_while_a_scope_is_open_is_theirs(owner):
-    name = "compile" if owner is Trainer else "fit"
+    name = "compile" if owner is TRAINER else "fit"
     before = vars(owner).get(name)
     try:
         with mirrored(2).scope():

@@ -1,0 +1,72 @@
+"""Names of Keras that are others in Keras 3.15 and 3.16.
+
+Each is found by what the installed Keras has, never by its version, and
+tests/contract/test_keras_names.py pins it for both.
+"""
+
+from collections.abc import Iterator
+from itertools import chain, islice
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+from keras.src.trainers import trainer as trainer_lib
+from keras.src.trainers.data_adapters import data_adapter_utils
+from keras.src.trainers.data_adapters.array_data_adapter import (
+    ArrayDataAdapter,
+)
+
+from keras_strategies.data import order as order_lib
+
+TRAINER: Any = (
+    getattr(trainer_lib, "BaseTrainer", None) or vars(trainer_lib)["Trainer"]
+)
+"""The class that has `compile`: `Trainer`, in 3.16 `BaseTrainer`."""
+
+MAYBE_BUILD = "_maybe_symbolic_build"
+BUILDS_FIRST = hasattr(keras.Model, MAYBE_BUILD)
+"""Whether fit and evaluate call `_maybe_symbolic_build` (3.16), which reads a
+batch of the data itself where something is not built."""
+
+ORDERS_ARE_NUMBERED = "_epoch" in vars(ArrayDataAdapter(np.zeros((1, 1))))
+"""Whether shuffled orders are drawn from the number of the epoch (3.16), and
+not from the global random generators. That of a fit's first epoch is 1."""
+
+ROW_ORDER: Any = (
+    order_lib.NumberedRowOrder if ORDERS_ARE_NUMBERED else order_lib.RowOrder
+)
+"""The orders of arrays' rows."""
+
+BATCH_ORDER: Any = (
+    order_lib.NumberedBatchOrder
+    if ORDERS_ARE_NUMBERED
+    else order_lib.BatchOrder
+)
+"""The orders of a PyDataset's batches."""
+
+_PARTIAL: Any = getattr(data_adapter_utils, "PartialBatchList", None)
+SUPER_BATCHES = _PARTIAL is not None
+"""Whether Keras's iterators stack the batches of `steps_per_execution` (3.16),
+for its trainer to scan on the device."""
+
+
+def batches_of_execution(
+    iterator: Iterator[Any], first: Any, num_steps: int
+) -> list[Any]:
+    """The batches of one execution of a loop of Keras's own.
+
+    Args:
+      iterator: Keras's iterator of its data.
+      first: What it gave first.
+      num_steps: How many batches an execution has.
+    """
+    if num_steps == 1:
+        return [first]
+    if not SUPER_BATCHES:
+        return list(chain([first], islice(iterator, num_steps - 1)))
+    if isinstance(first, _PARTIAL):
+        return list(first)
+    stacked = jax.tree.map(np.asarray, first)
+    count = len(jax.tree.leaves(stacked)[0])
+    return [jax.tree.map(lambda a, k=k: a[k], stacked) for k in range(count)]
