@@ -8,6 +8,8 @@ import keras
 import numpy as np
 
 import keras_strategies as ks
+from keras_strategies.keras_bridge.binding import binding_of
+from keras_strategies.keras_bridge.keras_names import SUPER_BATCHES
 from keras_strategies.testing import assert_replicated
 
 
@@ -80,6 +82,30 @@ def _make(build, strategy, compile_args):
             model.optimizer.build(model.trainable_variables)
             variables += model.optimizer.variables
     return model, [(v, np.array(v.value)) for v in variables]
+
+
+_FUNCTIONS = ("train_function", "test_function", "predict_function")
+
+
+def on_batch(model, name, *data):
+    """Calls `model.train_on_batch`, or another one of that kind, by name.
+
+    With several steps an execution plain Keras 3.16 takes the rows of the
+    batch for steps (docs/versions.md): it does it with one.
+    """
+    act = getattr(model, name)
+    steps = model.steps_per_execution
+    if steps == 1 or not SUPER_BATCHES or binding_of(model) is not None:
+        return act(*data)
+    made = {function: getattr(model, function) for function in _FUNCTIONS}
+    one = dict.fromkeys(_FUNCTIONS) | {"steps_per_execution": 1}
+    try:
+        for key, value in one.items():
+            setattr(model, key, value)
+        return act(*data)
+    finally:
+        for key, value in (made | {"steps_per_execution": steps}).items():
+            setattr(model, key, value)
 
 
 def assert_same(plain, ours, *, tolerance=1e-5):

@@ -19,7 +19,7 @@ from tests.callbacks.test_callbacks import (
     fit,
     momentum,
 )
-from tests.plain_keras import mirrored, run_both
+from tests.plain_keras import mirrored, on_batch, run_both
 
 
 def is_bound(model):
@@ -82,15 +82,15 @@ def predicts(model, index):
 
 
 def predicts_on_batch(model, index):
-    return model.predict_on_batch(X_VAL)
+    return on_batch(model, "predict_on_batch", X_VAL)
 
 
 def evaluates_on_batch(model, index):
-    return model.test_on_batch(X_VAL, Y_VAL)
+    return on_batch(model, "test_on_batch", X_VAL, Y_VAL)
 
 
 def trains_on_batch(model, index):
-    return model.train_on_batch(X_VAL, Y_VAL)
+    return on_batch(model, "train_on_batch", X_VAL, Y_VAL)
 
 
 def calls_the_model(model, index):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
+from keras_strategies.keras_bridge.keras_names import BUILDS_FIRST
 from tests.plain_keras import dense, mirrored
 
 ROWS, SIZE = 24, 4
@@ -161,4 +162,6 @@ def test_a_pydataset_may_change_its_length(change):
     # The order of the steps decides on the weights.
     np.testing.assert_allclose(actual, expected, rtol=1e-5)
     if change < 0:
-        assert asked == plain
+        # The batch that Keras 3.16 builds on is of an order of its own.
+        first = asked.index("end") if BUILDS_FIRST else 0
+        assert asked[first:] == plain[first:]

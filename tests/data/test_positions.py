@@ -25,6 +25,7 @@ from keras_strategies.keras_bridge.choosing import source_of_dataset
 from keras_strategies.keras_bridge.keras_names import ORDERS_ARE_NUMBERED
 from keras_strategies.keras_bridge.sources import ArraySource, PyDatasetSource
 from tests.data.workers import global_batches, read_all
+from tests.optional import without_torch
 
 
 @pytest.fixture(autouse=True)
@@ -247,7 +248,7 @@ def test_the_rest_of_an_epoch_on_other_numbers_of_processes(
 
 
 def test_another_seed_gives_another_order(tmp_path, seed_of_others):
-    for name in SHUFFLED - OF_USER:
+    for name in without_torch(SHUFFLED - OF_USER):
         make = made(name, tmp_path)
         seed_of_others()
         first, second = make(1, 0, 1), make(1, 0, 1)

@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras_strategies.keras_bridge.binding import binding_of
 from keras_strategies.keras_bridge.keras_names import TRAINER
 from keras_strategies.keras_bridge.model_hooks import LOOPS, keras_loop
-from tests.plain_keras import dense, mirrored
+from tests.plain_keras import dense, mirrored, on_batch
 
 WORDS = [f"{'a' * (i % 5)}{'b' * (i * 7 % 11)}" for i in range(37)]
 ROWS = np.random.default_rng(0).random((37, 3)).astype("float32")
@@ -107,9 +107,10 @@ def trained(x, *, kind=Pipeline, steps=1, weights=None):
     found += [model.evaluate(**data, **given)]
     words = x if isinstance(x, list) else ROWS
     for batch in (8, 5):
-        found += [model.train_on_batch(words[:batch], LABELS[:batch])]
-        found += [model.test_on_batch(words[:batch], LABELS[:batch])]
-        found += [model.predict_on_batch(words[:batch])]
+        rows, labels = words[:batch], LABELS[:batch]
+        found += [on_batch(model, "train_on_batch", rows, labels)]
+        found += [on_batch(model, "test_on_batch", rows, labels)]
+        found += [on_batch(model, "predict_on_batch", rows)]
     found += [model.predict(words, verbose=0)]
     return found + model.get_weights()
 

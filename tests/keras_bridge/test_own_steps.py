@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
+from keras.src.losses.losses import LossFunctionWrapper
 
 import keras_strategies as ks
 from keras_strategies.keras_bridge import tracing
@@ -388,7 +389,7 @@ LOSSES = {
     "class": MarkedCall,
     "object": lambda: ks.global_batch_loss(OwnCall()),
     "function": lambda: ratio,
-    "wrapped": lambda: keras.losses.deserialize(ratio),
+    "wrapped": lambda: LossFunctionWrapper(ratio),
     "cosine": lambda: keras.losses.CosineSimilarity(axis=0),
     "cosine_from_the_end": lambda: keras.losses.CosineSimilarity(axis=-2),
     "cosine_sum": lambda: keras.losses.CosineSimilarity(
