@@ -15,8 +15,6 @@ from typing import Any
 
 import numpy as np
 
-_NUMBERED = "numbered"
-
 
 class Order(abc.ABC):
     """An order for each pass over the data."""
@@ -212,22 +210,26 @@ class NumberedOrder(Order):
     several epochs it has the number of the one that it begins in.
     """
 
+    _of = ""  # What is shuffled: orders of rows are no orders of batches.
+
     def __init__(self) -> None:
         self._epochs = 1
 
     @property
     def seed(self) -> str:
         """See `Order.seed`."""
-        return f"{_NUMBERED}:{self._epochs}"
+        return f"{self._of} by number:{self._epochs}"
 
     def restart(self, seed: str) -> None:
         """See `Order.restart`."""
         kind, _, epochs = seed.partition(":")
-        if kind != _NUMBERED or not re.fullmatch("[1-9][0-9]{0,9}", epochs):
+        is_ours = kind == f"{self._of} by number"
+        if not is_ours or not re.fullmatch("[1-9][0-9]{0,9}", epochs):
             raise ValueError(
-                "Orders by number go on with such a seed. Received: a random "
-                "state, as Keras 3.15 draws orders from. Go on with the "
-                "version of Keras that the run began with."
+                f"Orders of {self._of} by number resume from such a seed. "
+                "Received: that of other data, or a random state, as Keras "
+                "3.15 draws orders from. Resume with the data, and the "
+                "version of Keras, that the run began with."
             )
         self._epochs = int(epochs)
 
@@ -250,6 +252,8 @@ class NumberedOrder(Order):
 class NumberedRowOrder(NumberedOrder):
     """As `RowOrder`, of Keras 3.16."""
 
+    _of = "rows"
+
     def __init__(self, rows: int, window: int | None = None) -> None:
         super().__init__()
         self._rows = rows
@@ -271,6 +275,8 @@ class NumberedRowOrder(NumberedOrder):
 
 class NumberedBatchOrder(NumberedOrder):
     """As `BatchOrder`, of Keras 3.16."""
+
+    _of = "batches"
 
     def __init__(self, size: int) -> None:
         super().__init__()

@@ -226,7 +226,10 @@ def test_orders_of_one_kind_refuse_seeds_of_the_other(name):
         with pytest.raises(ValueError):  # noqa: PT011
             order.restart(seed)
         assert order.seed == before
-    for text in ("numbered", "numbered:0", "numbered:-1", "numbered:1:1", ""):
+    kind = numbered.seed.removesuffix(":1")
+    of_others = "rows" if kind.startswith("batches") else "batches"
+    ends = ("", ":0", ":-1", ":1:1", ":12345678901")
+    for text in (*(kind + end for end in ends), f"{of_others} by number:1", ""):
         with pytest.raises(ValueError, match="version of Keras"):
             numbered.restart(text)
 
