@@ -5,6 +5,7 @@ import gc
 import os
 import re
 import shutil
+import sys
 import tempfile
 
 import pytest
@@ -46,11 +47,27 @@ def pytest_configure(config):
         pytest.exit("torch is not installed, and asked for", returncode=1)
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Of the quick tests: leaves out the files that have none, unread."""
+    if _is_quick(config) and collection_path.name.startswith("test_"):
+        return "pytest.mark.quick" not in collection_path.read_text() or None
+    return None
+
+
+def _is_quick(config):
+    return config.option.markexpr == "quick"
+
+
 def pytest_collection_modifyitems(config, items):
-    """Leaves out the tests of torch, by mark or by the name of their case."""
-    if HAS_TORCH:
-        return
-    out = [item for item in items if _needs_torch(item)]
+    """Leaves out the tests of torch, by mark or by the name of their case, and
+    of the quick ones those that other runs select."""
+    out = [] if HAS_TORCH else [item for item in items if _needs_torch(item)]
+    if _is_quick(config):
+        out += [
+            item
+            for item in items
+            if any(map(item.get_closest_marker, ("slow", "tpu")))
+        ]
     config.hook.pytest_deselected(items=out)
     items[:] = [item for item in items if item not in out]
 
@@ -68,10 +85,14 @@ def pytest_terminal_summary(terminalreporter):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _forget_programs():
+def _forget_programs(request):
     """A worker would hold gigabytes of programs at the end, and each look of
     the garbage collector at all of it takes seconds."""
     yield
+    if _is_quick(request.config):
+        # Importing it takes longer than most of them.
+        assert "tensorflow" not in sys.modules, "a quick test imported it"
+        return
     import jax
 
     jax.clear_caches()

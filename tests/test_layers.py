@@ -9,6 +9,8 @@ import pathlib
 
 import pytest
 
+pytestmark = pytest.mark.quick
+
 PACKAGE = "keras_strategies"
 FOLDER = pathlib.Path(__file__).parents[1] / PACKAGE
 

@@ -10,6 +10,8 @@ from keras_strategies._core.batches import place as place_on
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.rows import padded_rows
 
+pytestmark = pytest.mark.quick
+
 CPUS = tuple(jax.devices("cpu"))
 
 

@@ -9,6 +9,8 @@ from keras_strategies._core.device_names import (
     local_devices,
 )
 
+pytestmark = pytest.mark.quick
+
 CPUS = jax.devices("cpu")
 
 

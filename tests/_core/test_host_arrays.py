@@ -7,6 +7,8 @@ import pytest
 
 from keras_strategies._core import host_arrays
 
+pytestmark = pytest.mark.quick
+
 DTYPES = ["float32", "float64", "int8", "bool", "complex64"]
 DTYPES += [ml_dtypes.bfloat16]
 SHAPES = [(0,), (3,), (7, 5), (100, 1000), (2, 3, 40_001), (300, 0)]

@@ -8,6 +8,8 @@ import pytest
 
 from keras_strategies._core.mesh import ReplicaMesh, copied
 
+pytestmark = pytest.mark.quick
+
 CPUS = tuple(jax.devices("cpu"))
 
 

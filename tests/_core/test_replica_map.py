@@ -13,6 +13,8 @@ from keras_strategies._core.buffers import (
 )
 from keras_strategies._core.mesh import ReplicaMesh
 
+pytestmark = pytest.mark.quick
+
 CPUS = tuple(jax.devices("cpu"))
 AXIS = "replica"
 BUFFERINGS = [None, IN_PROCESS, BETWEEN_PROCESSES]

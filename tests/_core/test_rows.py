@@ -4,6 +4,8 @@ import pytest
 
 from keras_strategies._core.rows import rotated_rows, rows_of_replicas
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(
     ("rows", "batch_size", "replicas", "expected"),

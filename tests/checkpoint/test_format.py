@@ -36,6 +36,8 @@ from keras_strategies.checkpoint.format import (
 from tests.checkpoint.damages import DAMAGES, MANIFEST, find, flip
 from tests.checkpoint.written import write_checkpoints, write_files
 
+pytestmark = pytest.mark.quick
+
 ROOT = pathlib.Path(__file__).parents[2]
 NOBODY = 65534
 

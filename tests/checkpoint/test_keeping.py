@@ -22,6 +22,8 @@ from keras_strategies.checkpoint.keeping import (
     to_delete,
 )
 
+pytestmark = pytest.mark.quick
+
 HOUR = 3600.0
 
 

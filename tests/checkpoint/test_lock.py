@@ -13,6 +13,8 @@ import pytest
 from keras_strategies.checkpoint import lock as lock_module
 from keras_strategies.checkpoint.lock import LOCK, DirectoryLock, writer_of
 
+pytestmark = pytest.mark.quick
+
 ROOT = pathlib.Path(__file__).parents[2]
 HOLD = """
 import sys, time

@@ -9,6 +9,8 @@ import pytest
 
 from keras_strategies.checkpoint import nests
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(
     "value",

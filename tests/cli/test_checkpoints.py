@@ -19,6 +19,8 @@ from keras_strategies.cli.checkpoint_list import State, look_at
 from tests.checkpoint.damages import MANIFEST, flip
 from tests.checkpoint.written import VARIABLES, write_small
 
+pytestmark = pytest.mark.quick
+
 NOW = 1.7e9 + 7200
 LOGS = {
     "loss": 0.25,

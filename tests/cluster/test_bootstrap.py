@@ -5,6 +5,8 @@ import pytest
 from keras_strategies.cluster import bootstrap
 from keras_strategies.cluster.spec import TaskInfo
 
+pytestmark = pytest.mark.quick
+
 TASK = TaskInfo(
     type="worker",
     index=0,

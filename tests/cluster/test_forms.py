@@ -12,6 +12,8 @@ from keras_strategies.cluster.forms import (
     read_messages,
 )
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(
     ("form", "good", "bad"),

@@ -14,6 +14,8 @@ from keras_strategies.cluster.exits import Cause, ExitCode, Preempted
 from keras_strategies.cluster.launcher_pipe import LAUNCHER_FD, find_pipe
 from keras_strategies.cluster.progress import Progress
 
+pytestmark = pytest.mark.quick
+
 TIMEOUT_S = 60.0
 WAITS = {"programs": 18, "waiting_s": 61.0, "where": "train.py:9 in step"}
 STALL = "train.py:42 in on_batch_end"

@@ -9,6 +9,8 @@ import keras_strategies as ks
 from keras_strategies.cluster.launcher_pipe import LAUNCHER_FD
 from keras_strategies.cluster.other_launchers import unjoined_job
 
+pytestmark = pytest.mark.quick
+
 SLURM = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1"}
 MPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
 TORCHRUN = {"WORLD_SIZE": "8", "RANK": "3", "MASTER_ADDR": "a"}

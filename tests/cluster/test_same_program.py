@@ -9,6 +9,8 @@ import pytest
 
 from keras_strategies.cluster.same_program import traced
 
+pytestmark = pytest.mark.quick
+
 
 def text_of(fn):
     found = traced(jax.jit(fn), (np.ones(3, "float32"),))

@@ -9,6 +9,8 @@ from keras_strategies.cluster.exits import Cause, ExitCode
 from keras_strategies.cluster.talker import _beats_of, _processes_of
 from keras_strategies.cluster.untrusted import MAX_DEPTH, load_json
 
+pytestmark = pytest.mark.quick
+
 GOOD = [None, True, 1, -2.5, "a", [], {}, {"a": [1, {"b": "c"}]}]
 
 

@@ -13,6 +13,8 @@ from keras_strategies.data.order import (
     RowOrder,
 )
 
+pytestmark = pytest.mark.quick
+
 
 def row_order():
     return RowOrder(13)

@@ -11,6 +11,8 @@ import pytest
 from keras_strategies.data import prefetch
 from keras_strategies.data.prefetch import Prefetched
 
+pytestmark = pytest.mark.quick
+
 LIMIT = 60  # Seconds; nothing here takes so long.
 
 

@@ -13,6 +13,8 @@ import pytest
 
 from keras_strategies.data import structure
 
+pytestmark = pytest.mark.quick
+
 NESTS = [
     np.zeros((3, 2), "float32"),
     (np.zeros((3, 2), "float64"), np.zeros(3, "int64")),

@@ -5,6 +5,7 @@ import io
 import pathlib
 import re
 
+import pytest
 from rich.console import Console
 
 from keras_strategies.checkpoint.keeping import Keep
@@ -13,6 +14,8 @@ from keras_strategies.cli.checkpoint_list import look_at
 from keras_strategies.cli.checkpoint_table import print_listing
 from tests.checkpoint.damages import flip
 from tests.checkpoint.written import VARIABLES, write_small
+
+pytestmark = pytest.mark.quick
 
 DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "checkpoints.md"
 TEXT = DOCUMENT.read_text()

@@ -7,6 +7,8 @@ import pytest
 
 import keras_strategies as ks
 
+pytestmark = pytest.mark.quick
+
 DOCUMENT = pathlib.Path(__file__).parents[2] / "docs/clusters.md"
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", DOCUMENT.read_text(), re.M | re.S)
 

@@ -7,6 +7,8 @@ import pytest
 
 from keras_strategies.tpu.experimental import Topology
 
+pytestmark = pytest.mark.quick
+
 DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "tpu.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
 

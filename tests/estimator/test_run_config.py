@@ -12,6 +12,8 @@ import keras_strategies as ks
 from keras_strategies.cluster.spec import ClusterSpec
 from keras_strategies.estimator.run_config import RunConfig
 
+pytestmark = pytest.mark.quick
+
 DEFAULTS = {
     "model_dir": None,
     "tf_random_seed": None,

@@ -16,6 +16,8 @@ from keras_strategies.estimator import (
     training,
 )
 
+pytestmark = pytest.mark.quick
+
 EvalSpec = ks.estimator.EvalSpec
 EstimatorSpec = ks.estimator.EstimatorSpec
 ModeKeys = ks.estimator.ModeKeys

@@ -12,6 +12,8 @@ import pytest
 from tests.fuzz.hostile import inputs, watched
 from tests.fuzz.parsers import PARSERS, put, texts_for
 
+pytestmark = pytest.mark.quick
+
 FEW, ALL = 300, 10_000
 # Of this thread's own time: others may use the machine.
 MOST_SECONDS = 1.0

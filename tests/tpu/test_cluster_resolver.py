@@ -7,6 +7,8 @@ import keras_strategies as ks
 from keras_strategies.tpu import cluster_resolver
 from tests.tpu.slices import make_slice
 
+pytestmark = pytest.mark.quick
+
 Resolver = ks.cluster_resolver.TPUClusterResolver
 
 GKE = {

@@ -9,6 +9,8 @@ from keras_strategies.tpu.device_order import default_device_order
 from keras_strategies.tpu.rings import count_ring_hops
 from tests.tpu.slices import Tpu, make_slice
 
+pytestmark = pytest.mark.quick
+
 
 def hops_of(devices, torus=None):
     return count_ring_hops([d.coords for d in devices], torus)

@@ -12,6 +12,8 @@ from keras_strategies.tpu.rings import (
     ring_of_grid,
 )
 
+pytestmark = pytest.mark.quick
+
 SHAPES = [
     *itertools.product([1, 2, 3, 4], repeat=3),
     (5, 6),

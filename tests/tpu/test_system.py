@@ -7,6 +7,8 @@ import pytest
 import keras_strategies as ks
 from tests.tpu.slices import make_slice
 
+pytestmark = pytest.mark.quick
+
 experimental = ks.tpu.experimental
 
 
