@@ -259,7 +259,7 @@ def test_a_thousand_idle_strangers_take_nobodys_time(
     address, monkeypatch, many_files
 ):
     """Of a process that is slow to say who it is."""
-    monkeypatch.setattr(rendezvous, "_PENDING_S", 2.0)
+    monkeypatch.setattr(rendezvous, "_PENDING_S", 10.0)
     host, port = rendezvous.split(address)
     idle = []
 
