@@ -265,5 +265,12 @@ class Guard:
                 f"for {HEARTBEAT_S} s",
             )
         if hung_s > _FATAL_S and aborts.is_aborting():
+            if self.process != HOST and not store.is_speaking():
+                # JAX noticed it a moment earlier than the line above.
+                return died(
+                    [HOST],
+                    "JAX's coordination service, which it "
+                    "hosts, does not answer",
+                )
             return Cause(text=_FATAL)
         return None

@@ -43,15 +43,35 @@ def is_reachable() -> bool:
     False only if the connection is refused: the service's process has ended.
     One that is stopped, or a network that is slow, is no answer.
     """
-    from jax._src import distributed
-
-    address = distributed.global_state.coordinator_address
+    address = _address()
     if address is None:
         return True
     try:
-        with socket.create_connection(split(address), timeout=_PROBE_S):
+        with socket.create_connection(address, timeout=_PROBE_S):
             return True
     except ConnectionRefusedError:
         return False
     except OSError:
         return True
+
+
+def is_speaking() -> bool:
+    """Whether the service's process runs: a server of gRPC speaks first.
+
+    Connections to one that is stopped are accepted still, by the kernel.
+    """
+    address = _address()
+    if address is None:
+        return True
+    try:
+        with socket.create_connection(address, timeout=_PROBE_S) as connection:
+            return bool(connection.recv(1))
+    except OSError:
+        return False
+
+
+def _address() -> tuple[str, int] | None:
+    from jax._src import distributed
+
+    address = distributed.global_state.coordinator_address
+    return None if address is None else split(address)

@@ -2,6 +2,7 @@
 
 import os
 import queue
+import socket
 import sys
 import threading
 import time
@@ -9,6 +10,7 @@ import time
 import pytest
 
 from keras_strategies.cluster import progress as progress_lib
+from keras_strategies.cluster import store
 from keras_strategies.cluster.beats import Beat, Judge, died
 from keras_strategies.cluster.exits import Cause, ExitCode, Preempted
 from keras_strategies.cluster.launcher_pipe import LAUNCHER_FD, find_pipe
@@ -408,3 +410,28 @@ def test_what_is_no_pipe_is_ignored_with_a_warning(text, tmp_path):
         text = str(file.fileno()) if text == "file" else text
         with pytest.warns(UserWarning, match="must be the number of a pipe"):
             assert find_pipe({LAUNCHER_FD: text}) is None
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"), [(b"x", (True, True)), (None, (True, False))]
+)
+def test_a_service_that_runs_speaks_first(monkeypatch, said, expected):
+    """tests/contract/test_jax_contract.py asks JAX's own."""
+    monkeypatch.setattr(store, "_PROBE_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        at = "jax._src.distributed.global_state.coordinator_address"
+        monkeypatch.setattr(at, address)
+        assert store.is_reachable() is expected[0]
+        server.accept()[0].close()
+
+        def speak():
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(said)
+
+        if said is not None:
+            threading.Thread(target=speak).start()
+        assert store.is_speaking() is expected[1]
+    assert not store.is_reachable()
+    assert not store.is_speaking()
