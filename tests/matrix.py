@@ -2,7 +2,7 @@
 
     ./run matrix                     # the rows whose Python is here
     ./run matrix --row 2             # one of them; may be given again
-    ./run matrix --root DIR          # with the Python in a folder of a Debian
+    ./run matrix --root DIR          # with a newer Python in a Debian's folder
     ./run matrix --table             # what is kept of former runs
 
 Each row makes a fresh environment of the committed files, with the exact
@@ -213,12 +213,17 @@ def main():
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     FOLDER.mkdir(exist_ok=True)
-    place = Place(options.root and options.root.resolve())
+    places = [Place()]
+    if options.root is not None:
+        if not (options.root / "usr" / "bin").is_dir():
+            parser.error(f"--root: no Debian in {options.root} (no usr/bin)")
+        places.append(Place(options.root.resolve()))
     wanted = [r for r in ROWS if r.number in (options.row or numbers)]
     is_green = True
     for row in [] if options.table else wanted:
-        if not place.has(row.python):
-            print(f"{row}: left out, no Python {row.python} here", flush=True)
+        place = next((p for p in places if p.has(row.python)), None)
+        if place is None:
+            print(f"{row}: left out, no Python {row.python}", flush=True)
             is_green &= not options.row
             continue
         print(row, flush=True)
