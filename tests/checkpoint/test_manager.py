@@ -517,15 +517,27 @@ with ks.MirroredStrategy().scope():
 checkpoint = ks.checkpoint.Checkpoint(variable=variable)
 manager = ks.checkpoint.CheckpointManager(checkpoint, sys.argv[1])
 save = manager._storage._checkpointer.save
+waits, is_interrupted = threading.Event(), threading.Event()
 
 def slowly(*args, **kwargs):
-    time.sleep(1.5)
+    is_interrupted.wait(60)
+    time.sleep(0.5)
     save(*args, **kwargs)
+
+# What runs in a shell's background inherits that Ctrl-C is ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+def interrupt():
+    waits.wait(60)
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGINT)
+    is_interrupted.set()
 
 manager._storage._checkpointer.save = slowly
 manager.save(1)
-threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+threading.Thread(target=interrupt, daemon=True).start()
 try:
+    waits.set()
     manager.wait()
 except KeyboardInterrupt:
     print("interrupted", manager.checkpoints)

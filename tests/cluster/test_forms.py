@@ -51,7 +51,7 @@ def test_a_fault_is_named_by_its_place():
     ("text", "fault"),
     [
         ("", "line 1, column 1"),
-        ("[" * 999, "nested too deeply"),
+        ("[" * 400 + "]" * 400, "nested too deeply"),
         ('{"rows": "3"}', "it['rows'] is another value"),
         ('{"rows": 3, "rows": 4}', "the key 'rows' twice"),
         ('"' + "x" * 2000 + '"', "characters"),
