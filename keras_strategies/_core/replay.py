@@ -96,10 +96,14 @@ class Replay:
 
     Args:
       known: The results, in the order of the calls.
+
+    Attributes:
+      operands: This replica's arrays of those collectives.
     """
 
     def __init__(self, known: list[list[Any]]) -> None:
         self._known = known
+        self.operands: list[list[Any]] = []
         self._position = 0
         self._has_ended = False
         self._state = get_opaque_trace_state()
@@ -118,6 +122,7 @@ class Replay:
         position = self._position
         self._position += 1
         if position < len(self._known):
+            self.operands.append(list(operands))
             return list(self._known[position])
         self._has_ended = True
         raise Reached(reduce, list(operands))

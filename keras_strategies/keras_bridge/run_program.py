@@ -42,6 +42,7 @@ from keras_strategies.keras_bridge.run_trace import (
     replica_tracing,
     unaggregated,
 )
+from keras_strategies.keras_bridge.tracing import sums_combined
 from keras_strategies.keras_bridge.uneven import (
     Called,
     call_unevenly,
@@ -166,7 +167,7 @@ class RunProgram:
                 self._read.append(variable)
         whole, split = whole_spec(), split_spec(self._mesh)
         program = replica_map(
-            self._body,
+            sums_combined(self._body, new_step(self._mesh)),
             self._mesh,
             in_specs=(whole, split, whole, self._specs),
             out_specs=(split, split, whole, whole, whole),

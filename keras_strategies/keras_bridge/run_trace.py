@@ -126,11 +126,15 @@ def merged_state(
             step.metric_rules[id(variable)] = rule
     plan = state_lib.Merge(step=step)
     finishers, copies = [], []
-    for v, s, f, n in zip(variables, start, folded, new, strict=True):
+    values = zip(variables, start, folded, new, strict=True)
+    for k, (v, s, f, n) in enumerate(values):
         if on_read.is_on_read(v):
             copy = state_lib.as_type_of(n, f)
             copies.append(copy)
             finishers.append(on_read.plan_aggregate(plan, v, copy))
+            continue
+        if called.is_common and called.is_common[k] and id(n) in step.equal:
+            finishers.append(lambda sums, n=n, s=s: state_lib.as_type_of(n, s))
             continue
         finish = state_lib.plan_merge(
             plan, [v], [s], [f], [n], are_metrics=id(v) in step.metric_rules

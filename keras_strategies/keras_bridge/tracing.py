@@ -9,8 +9,10 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 
 from keras_strategies._core.batches import RowShape, laid_rows, true_rows
+from keras_strategies._core.combined_sums import with_combined_sums
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import (
+    all_sum,
     has_unsafe_scatters,
     has_unsure_collectives,
 )
@@ -37,10 +39,19 @@ class Traced:
     def __init__(self, fn: Callable[..., Any], *args: Any) -> None:
         self.jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
         self._structure = jax.tree.structure(shapes)
+        self._compute = jaxpr_as_fun(self.jaxpr)
+
+    def combine_sums(self, step: StepContext) -> None:
+        """Makes sums over the replicas together (combined_sums.py)."""
+        self._compute = with_combined_sums(
+            self.jaxpr,
+            step.axis,
+            lambda leaves: all_sum(leaves, step.axis, step.buffering),
+        )
 
     def __call__(self, *args: Any) -> Any:
         """Computes the function as it was traced."""
-        leaves = jaxpr_as_fun(self.jaxpr)(*jax.tree.leaves(args))
+        leaves = self._compute(*jax.tree.leaves(args))
         return jax.tree.unflatten(self._structure, leaves)
 
 
@@ -66,8 +77,28 @@ def traced_once(
         _check_sizes(step, body, state, data)
     if step.losses:
         _check_losses(step, body, state, data, traced.jaxpr)
+    if _are_sums_expensive(step):
+        traced.combine_sums(step)
     outputs, _ = traced(*args)
     return outputs
+
+
+def sums_combined(fn: Callable[..., Any], step: StepContext) -> Any:
+    """A function with its sums over the replicas made together."""
+    if not _are_sums_expensive(step):
+        return fn
+
+    def combined(*args: Any) -> Any:
+        traced = Traced(fn, *args)
+        traced.combine_sums(step)
+        return traced(*args)
+
+    return combined
+
+
+def _are_sums_expensive(step: StepContext) -> bool:
+    """Whether each array costs much; compilers elsewhere combine them."""
+    return step.mesh.platform == "cpu" and step.mesh.num_processes > 1
 
 
 def _with_losses(

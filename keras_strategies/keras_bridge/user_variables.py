@@ -55,6 +55,10 @@ def assign(
         # A metric's, written by hand: what the replicas add is added up.
         step.metric_rules.setdefault(id(variable), SUM)
         return original(variable, value)
+    has_rule = getattr(variable, "_ks_merge", None) is not None
+    if has_rule and not step.in_update:
+        # `ks.merge` said how the replicas' values become one.
+        return original(variable, value)
     if variable.aggregation == "none" or step.in_update:
         step.unaggregated.add(id(variable))
         return original(variable, value)

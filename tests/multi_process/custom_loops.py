@@ -1,5 +1,7 @@
 """Loops of one's own on several processes; see `run_processes`."""
 
+import re
+
 import jax
 import keras
 import numpy as np
@@ -173,5 +175,49 @@ def on_chief():
     }
 
 
+def sent():
+    """What a step sends to the other process: each all-reduce's operands."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        layers = [
+            keras.Input((3,)),
+            keras.layers.Dense(4, "tanh"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dense(1),
+        ]
+        model = keras.Sequential(layers)
+        model.compile("adam", "mse", metrics=["mae", "mape"])
+        optimizer = keras.optimizers.Adam()
+        error = keras.metrics.MeanSquaredError()
+
+    def step(x, y):
+        def loss():
+            predicted = model(x, training=True)
+            losses = ops.mean((predicted - y) ** 2, axis=-1)
+            return ks.compute_average_loss(losses), predicted
+
+        (value, predicted), gradients = ks.value_and_grad(
+            loss, model.trainable_variables, has_aux=True
+        )()
+        optimizer.apply(gradients, model.trainable_variables)
+        error.update_state(y, predicted)
+        return value
+
+    batch = tuple(a[:16] for a in data(16))
+    programs = {
+        "fit": strategy.compile_step(model, batch),
+        "run": strategy.compile_run(step, batch),
+    }
+    return {
+        name: [
+            operands.count("%")
+            for operands in re.findall(
+                r" all-reduce\(([^)]*)\)", program.as_text()
+            )
+        ]
+        for name, program in programs.items()
+    }
+
+
 def values_and_on_chief():
-    return {"values": values(), "on_chief": on_chief()}
+    return {"values": values(), "on_chief": on_chief(), "sent": sent()}

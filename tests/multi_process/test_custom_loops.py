@@ -70,6 +70,12 @@ def test_values_are_those_of_all_processes(two_processes):
     assert "one process" in first["refused"]
 
 
+def test_a_step_sends_one_buffer(two_processes):
+    """Gradients, metrics, moving statistics and the loss, all together."""
+    for result in two_processes:
+        assert result.value["sent"] == {"fit": [1], "run": [1]}
+
+
 def test_values_of_other_shapes_are_named_in_all(two_processes):
     first, second = (result.value["values"] for result in two_processes)
     assert first["unequal"][0] == second["unequal"][0]

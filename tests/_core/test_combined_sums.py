@@ -1,0 +1,113 @@
+"""Sums of a traced function that are made together."""
+
+import jax
+import numpy as np
+import pytest
+
+from keras_strategies._core import replica_map as rm
+from keras_strategies._core.buffers import BETWEEN_PROCESSES
+from keras_strategies._core.combined_sums import with_combined_sums
+from keras_strategies._core.mesh import ReplicaMesh
+
+pytestmark = pytest.mark.quick
+
+AXIS = "replica"
+
+
+def psum(value):
+    return jax.lax.psum(value, AXIS)
+
+
+def step(x, state):
+    """Two sums at once, one of two arrays, one that waits, one of integers."""
+    gradient, error = psum((x.sum(0), (x**2).sum()))
+    state = state - gradient
+    count = psum((x > 0).sum())
+    seen = psum(x.mean())
+    late = psum((state * x).sum())
+    largest = jax.lax.pmax(x.max(), AXIS)
+    unused = psum(x.min())
+    del unused
+    return state, error, count, seen, late, largest, x, 5
+
+
+def both(fn, replicas):
+    """The function as it is, and with sums combined: results and programs."""
+    mesh = ReplicaMesh(devices=tuple(jax.devices("cpu")[:replicas]))
+
+    def combined(*args):
+        traced, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+        compute = with_combined_sums(
+            traced, AXIS, lambda a: rm.all_sum(a, AXIS, BETWEEN_PROCESSES)
+        )
+        return jax.tree.unflatten(
+            jax.tree.structure(shapes), compute(*jax.tree.leaves(args))
+        )
+
+    x = np.random.default_rng(0).normal(size=(replicas * 4, 3))
+    args = x.astype("float32"), np.ones(3, "float32")
+    found = []
+    for each in (fn, combined):
+        whole = rm.whole_spec()
+        mapped = jax.jit(
+            rm.replica_map(
+                each,
+                mesh,
+                in_specs=(rm.split_spec(mesh), whole),
+                out_specs=whole,
+            )
+        )
+        found.append((mapped(*args), mapped.lower(*args).as_text()))
+    return found
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 8])
+def test_combined_sums_are_the_same_sums(replicas):
+    (plain, text), (combined, fewer) = both(step, replicas)
+    for one, other in zip(plain, combined, strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+    # Four of floats in two rounds, one of integers, and the maximum.
+    assert text.count("stablehlo.all_reduce") == 6
+    assert fewer.count("stablehlo.all_reduce") == 4
+
+
+def test_what_prints_is_left_as_it_is(capfd):
+    def printing(x, state):
+        jax.debug.print("row {}", x[0, 0])
+        return psum(x.sum()), psum(state.sum())
+
+    (plain, text), (same, other) = both(printing, 2)
+    np.testing.assert_allclose(plain, same)
+    count = "stablehlo.all_reduce"
+    assert text.count(count) == other.count(count) == 2
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("row") == 4
+
+
+def test_a_sum_in_a_loop_stays_there():
+    def looping(x, state):
+        def one(carry, row):
+            return carry + psum(row), psum(row.sum())
+
+        return jax.lax.scan(one, state, x), psum(x.sum()), psum(state)
+
+    (plain, _), (combined, _) = both(looping, 2)
+    for one, other in zip(
+        jax.tree.leaves(plain), jax.tree.leaves(combined), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+def test_gradients_flow_through_what_was_combined():
+    def fn(x, state):
+        def loss(state):
+            mean = psum(x * state) / 2
+            square = psum((x * state) ** 2) / 2
+            return (square - mean**2).sum()
+
+        return jax.grad(loss)(state), psum(x.sum()), psum(state)
+
+    (plain, _), (combined, _) = both(fn, 2)
+    for one, other in zip(plain, combined, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
