@@ -133,13 +133,31 @@ def endless(*arrays, batch=8):
         yield from batches_of(*arrays, batch=batch)
 
 
-def reusing_its_buffer():
-    x, y = np.empty((8, 3), "float32"), np.empty((8, 1), "float32")
+def reusing_its_buffer(*, is_shared=False):
+    """Batches in the same two arrays, of which a device may share the memory.
+
+    If it may, plain Keras, which runs ahead, computes now and then with the
+    rows of a later batch. JAX shares what lies at a multiple of 64 bytes.
+    """
+    x, y = (
+        placed_at(0 if is_shared else 4, (8, columns)) for columns in (3, 1)
+    )
     while True:
         for start in (0, 8, 14):
             x[:] = X[start : start + 8]
             y[:] = Y[start : start + 8]
             yield x, y
+
+
+def placed_at(offset, shape):
+    """An array of float32, so many bytes after a multiple of 64."""
+    memory = np.empty(4 * np.prod(shape) + 128, "uint8")
+    start = -memory.ctypes.data % 64 + offset
+    return (
+        memory[start : start + 4 * np.prod(shape)]
+        .view("float32")
+        .reshape(shape)
+    )
 
 
 def tf_data(*arrays):

@@ -1,5 +1,6 @@
 """Every kind of data trains as it does with plain Keras."""
 
+import functools
 import itertools
 
 import jax.numpy as jnp
@@ -40,6 +41,7 @@ from tests.data.sources import (
     without_targets,
 )
 from tests.plain_keras import (
+    assert_same,
     check_same,
     dense,
     mirrored,
@@ -215,6 +217,18 @@ GENERATORS = {
 def test_fit_on_a_generator_equals_plain_keras(name):
     build, compile_args, make = GENERATORS[name]
     check_same(build, fit(x=make, steps_per_epoch=3), **compile_args)
+
+
+@no_shuffle
+def test_a_generators_arrays_are_read_before_it_goes_on():
+    def fitted(is_shared):
+        with mirrored(2).scope():
+            model = one_input()
+            model.compile("adam", "mse")
+        make = functools.partial(reusing_its_buffer, is_shared=is_shared)
+        return fit(x=make, steps_per_epoch=3)(model), model.get_weights()
+
+    assert_same(fitted(False), fitted(True), tolerance=0)
 
 
 @no_shuffle
