@@ -13,7 +13,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from keras_strategies._core.stages import acts
+from keras_strategies._core.stages import acts, has_references
 
 Sum = Callable[[list[Any]], list[Any]]
 
@@ -32,7 +32,7 @@ def with_combined_sums(
       A function of the flat inputs that returns the flat outputs.
     """
     equations = traced.jaxpr.eqns
-    if any(map(acts, equations)):
+    if any(map(acts, equations)) or has_references(traced.jaxpr):
         return jaxpr_as_fun(traced)
     rounds = _rounds(equations, axis)
     if all(len(sums) < 2 for _, sums in rounds):

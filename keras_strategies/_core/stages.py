@@ -1,34 +1,49 @@
-"""A traced function cut into stages: what waits for how many collectives."""
+"""A traced function cut into stages: what waits for how many collectives.
 
-from collections.abc import Iterable, Sequence
+References (`jax.new_ref`) carry values from one equation to another besides:
+whoever uses one waits for all that was written to it, and needs it written.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+from jax.extend.core import (
+    ClosedJaxpr,
+    DropVar,
+    Jaxpr,
+    Literal,
+    Var,
+    jaxprs_in_params,
+)
+
+# Of what is not seen outside of the program: that an equation knows a mapped
+# axis, and what it does to a reference.
+_SILENT = {
+    *("NamedAxisEffect", "InternalMutableArrayEffect"),
+    *("ReadEffect", "WriteEffect", "AccumEffect"),
+}
 
 
-def waiting(jaxpr: Jaxpr, stages: Sequence[int]) -> dict[Var, int]:
-    """How many collectives' results each value waits for.
+def outputs_waiting(jaxpr: Jaxpr, stages: Sequence[int]) -> list[int]:
+    """How many collectives' results each output waits for.
 
     Args:
       jaxpr: A program that takes the results of collectives as inputs.
       stages: For each input 0, or the number of the collective that it is a
         result of, from 1.
     """
-    waits = dict(zip(jaxpr.invars, stages, strict=True))
-    waits.update((variable, 0) for variable in jaxpr.constvars)
-    for equation in jaxpr.eqns:
-        latest = max(_waits_for(equation.invars, waits), default=0)
-        waits.update((variable, latest) for variable in equation.outvars)
-    return waits
+    return _of_outputs(jaxpr, _flow(jaxpr, stages))
 
 
-def outputs_waiting(jaxpr: Jaxpr, stages: Sequence[int]) -> list[int]:
-    """The same for each output; see `waiting`."""
-    waits = waiting(jaxpr, stages)
-    return [
-        0 if isinstance(variable, Literal) else waits[variable]
-        for variable in jaxpr.outvars
-    ]
+def outputs_differing(jaxpr: Jaxpr, are_own: Sequence[bool]) -> list[bool]:
+    """Whether each output may differ between the replicas.
+
+    Args:
+      jaxpr: A program without collectives.
+      are_own: Whether each input may.
+    """
+    flow = _flow(jaxpr, are_own, _is_own)
+    return list(map(bool, _of_outputs(jaxpr, flow)))
 
 
 def part(
@@ -46,7 +61,8 @@ def part(
     needed = {v for v in outvars if not isinstance(v, Literal)}
     kept, acting = [], set(map(id, acting))
     for equation in reversed(jaxpr.eqns):
-        if id(equation) in acting or not needed.isdisjoint(equation.outvars):
+        made = [*equation.outvars, *references(equation)]
+        if id(equation) in acting or not needed.isdisjoint(made):
             kept.append(equation)
             needed |= {v for v in equation.invars if not isinstance(v, Literal)}
     return traced.replace(jaxpr=jaxpr.replace(eqns=kept[::-1], outvars=outvars))
@@ -54,25 +70,77 @@ def part(
 
 def acting(jaxpr: Jaxpr, stages: Sequence[int], stage: int) -> list[Any]:
     """The equations with effects (prints, callbacks) of one stage."""
-    waits = waiting(jaxpr, stages)
+    waits = _flow(jaxpr, stages)
     return [
         equation
         for equation in jaxpr.eqns
         if acts(equation)
-        and max(_waits_for(equation.invars, waits), default=0) == stage
+        and max(_values(equation.invars, waits), default=0) == stage
     ]
 
 
 def acts(equation: Any) -> bool:
-    """Whether an equation does something: prints, calls Python.
-
-    That it knows the replica axis is an effect to JAX, too.
-    """
+    """Whether an equation does something that is seen: prints, calls Python."""
     return any(
-        type(effect).__name__ != "NamedAxisEffect"
-        for effect in equation.effects
+        type(effect).__name__ not in _SILENT for effect in equation.effects
     )
 
 
-def _waits_for(operands: Sequence[Any], waits: dict[Var, int]) -> list[int]:
-    return [waits[v] for v in operands if not isinstance(v, Literal)]
+def has_answers(jaxpr: Jaxpr) -> bool:
+    """Whether Python is called for values (`io_callback`)."""
+    return any(
+        acts(equation)
+        and not all(isinstance(v, DropVar) for v in equation.outvars)
+        for equation in jaxpr.eqns
+    )
+
+
+def has_references(jaxpr: Jaxpr) -> bool:
+    """Whether values go from one equation to another by references."""
+    return any(map(references, jaxpr.eqns))
+
+
+def _flow(
+    jaxpr: Jaxpr,
+    inputs: Sequence[int],
+    of_equation: Callable[[Any], int] = lambda equation: 0,
+) -> dict[Var, int]:
+    """The largest number among all that each value was made of."""
+    flow: dict[Var, int] = dict(zip(jaxpr.invars, inputs, strict=True))
+    flow.update((variable, 0) for variable in jaxpr.constvars)
+    for equation in jaxpr.eqns:
+        found = max(_values(equation.invars, flow), default=0)
+        found = max(found, of_equation(equation))
+        made = [*equation.outvars, *references(equation)]
+        flow.update((variable, found) for variable in made)
+    return flow
+
+
+def _of_outputs(jaxpr: Jaxpr, flow: dict[Var, int]) -> list[int]:
+    return [0 if isinstance(v, Literal) else flow[v] for v in jaxpr.outvars]
+
+
+def _values(operands: Sequence[Any], flow: dict[Var, int]) -> list[int]:
+    return [flow[v] for v in operands if not isinstance(v, Literal)]
+
+
+def references(equation: Any) -> list[Var]:
+    """The references among an equation's operands and results."""
+    return [
+        variable
+        for variable in (*equation.invars, *equation.outvars)
+        if type(variable.aval).__name__ == "AbstractRef"
+    ]
+
+
+def _is_own(equation: Any) -> bool:
+    """Whether results may differ though the operands are the same on all.
+
+    So do a replica's number, and what Python answers.
+    """
+    if equation.primitive.name == "axis_index" or acts(equation):
+        return True
+    return any(
+        any(map(_is_own, getattr(inner, "jaxpr", inner).eqns))
+        for inner in jaxprs_in_params(equation.params)
+    )

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from keras_strategies._core.stages import acts
+from keras_strategies._core.stages import acts, references
 
 
 class ValueNumbers:
@@ -38,7 +38,7 @@ class ValueNumbers:
                 operands,
                 self._parameters(equation.params),
             )
-            if acts(equation):
+            if acts(equation) or references(equation):
                 key = self._by_identity(equation)
             for i, variable in enumerate(equation.outvars):
                 known[variable] = self._number((key, i))

@@ -388,6 +388,8 @@ class RunProgram:
             replica_id(self._mesh.axis),
             folded,
             leaves,
+            [state_lib.is_seed(v) or on_read.is_on_read(v) for v in variables]
+            + self._is_split,
         )
         self._shapes = [shapes[place] for place in places]
         return called, notes

@@ -133,7 +133,7 @@ def merged_state(
             copies.append(copy)
             finishers.append(on_read.plan_aggregate(plan, v, copy))
             continue
-        if called.is_common and called.is_common[k] and id(n) in step.equal:
+        if called.is_alike and called.is_alike[k] and id(n) in step.equal:
             finishers.append(lambda sums, n=n, s=s: state_lib.as_type_of(n, s))
             continue
         finish = state_lib.plan_merge(

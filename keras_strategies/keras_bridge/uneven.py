@@ -34,15 +34,15 @@ class Called:
       new: The variables' values after it.
       start: What the change of each is counted from.
       note: Anything that is known when the branch is traced.
-      is_common: Whether each new value was computed by the code that all
-        replicas run.
+      is_alike: Whether each new value was computed by the code that all
+        replicas run, from values that are equal on all.
     """
 
     outputs: list[Any]
     new: list[Any]
     start: list[Any]
     note: Any
-    is_common: list[bool] = dataclasses.field(default_factory=list)
+    is_alike: list[bool] = dataclasses.field(default_factory=list)
 
 
 def with_rows(
@@ -64,14 +64,15 @@ def call_unevenly(
     replica: Any,
     state: list[Any],
     leaves: list[Any],
+    are_own: list[bool],
 ) -> tuple[Called, list[Any], list[list[tuple[int, ...]]]]:
     """Calls a function on each replica's own rows.
 
-    Nothing is computed twice: a stage is what can be computed from the results
-    of so many collectives, and each output is computed in the first stage that
-    it can be. What all variants compute by the same code (an optimizer's
-    update, from reduced gradients) is computed outside of the branches, so
-    that the compiler cannot round it in different ways.
+    A stage is what can be computed from the results of so many collectives,
+    and each output is computed in the first stage that it can be; what a later
+    one needs besides is computed again. What all variants compute by the same
+    code (an optimizer's update, from reduced gradients) is computed outside of
+    the branches, so that the compiler cannot round it in different ways.
 
     Args:
       call: The function, of the state and the arguments.
@@ -81,6 +82,8 @@ def call_unevenly(
       replica: Which replica this is, a traced integer.
       state: The values of variables.
       leaves: The arguments; uneven ones padded, (1, rows, ...).
+      are_own: Whether each value of the state, and then each argument, may
+        differ between the replicas.
 
     Returns:
       What was computed, outputs padded to one shape; the notes of all
@@ -107,7 +110,7 @@ def call_unevenly(
         reduce = _of_shapes(reached[0].reduce, operands, places)
         reduces.append(reduce)
         expected.append(jax.eval_shape(reduce, _largest(operands)))
-    staged = _Stages(traces, (state, leaves, expected))
+    staged = _Stages(traces, (state, leaves, expected), are_own)
     known: list[list[Any]] = []
     for reduce in [*reduces, None]:
         staged.compute(index, state, leaves, known)
@@ -119,7 +122,7 @@ def call_unevenly(
         new=new,
         start=start,
         note=None,
-        is_common=staged.are_common()[1],
+        is_alike=staged.are_alike()[1],
     )
     shapes = [[leaf.shape for leaf in trace.shapes[1]] for trace in traces]
     return called, [trace.called.note for trace in traces], shapes
@@ -181,9 +184,12 @@ class _Stages:
     Args:
       traces: The variants' whole traces.
       inputs: Their inputs; of the collectives' results the shapes.
+      are_own: See `call_unevenly`.
     """
 
-    def __init__(self, traces: list[_Trace], inputs: Any) -> None:
+    def __init__(
+        self, traces: list[_Trace], inputs: Any, are_own: list[bool]
+    ) -> None:
         self._traces = traces
         state, leaves, self._expected = inputs
         self._inputs = [0] * len(jax.tree.leaves((state, leaves)))
@@ -193,11 +199,27 @@ class _Stages:
             stages.outputs_waiting(t.jaxpr.jaxpr, self._inputs) for t in traces
         ]
         self._stages = list(map(max, zip(*of_each, strict=True)))
+        if any(stages.has_answers(t.jaxpr.jaxpr) for t in traces):
+            # Asked again in each stage: one answer in all outputs.
+            last = [len(self._expected)] * len(self._stages)
+            operands = jax.tree.leaves(traces[0].shapes[0])
+            last[: len(operands)] = self._stages[: len(operands)]
+            self._stages = last
         numbers = ValueNumbers()
         self._are_common = [
             len(set(column)) == 1
             for column in zip(
                 *[numbers.of_outputs(t.jaxpr) for t in traces], strict=True
+            )
+        ]
+        own = are_own + [False] * (len(self._inputs) - len(are_own))
+        first = traces[0].jaxpr.jaxpr
+        self._are_alike = [
+            is_common and not differs
+            for is_common, differs in zip(
+                self._are_common,
+                stages.outputs_differing(first, own),
+                strict=True,
             )
         ]
         # Of the outputs, by place; one shape of all variants.
@@ -263,9 +285,9 @@ class _Stages:
         _, outputs, new, start = self._structured(self._values)
         return outputs, new, start
 
-    def are_common(self) -> tuple[list[bool], list[bool], list[bool]]:
-        """As `results`: whether each is computed by common code."""
-        _, *rest = self._structured(dict(enumerate(self._are_common)))
+    def are_alike(self) -> tuple[list[bool], list[bool], list[bool]]:
+        """As `results`: whether each is the same on all replicas."""
+        _, *rest = self._structured(dict(enumerate(self._are_alike)))
         return tuple(rest)
 
     def _structured(self, values: dict[int, Any]) -> Any:

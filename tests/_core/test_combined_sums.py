@@ -111,3 +111,15 @@ def test_gradients_flow_through_what_was_combined():
     (plain, _), (combined, _) = both(fn, 2)
     for one, other in zip(plain, combined, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+def test_sums_of_a_function_with_references_are_left_as_they_are():
+    def fn(x, state):
+        kept = jax.new_ref(x.sum())
+        first = psum(kept[...])
+        kept[...] = state.sum()
+        return first, psum(kept[...]), psum(x.max())
+
+    (one, text), (other, combined) = both(fn, 2)
+    np.testing.assert_array_equal(one, other)
+    assert text.count("all_reduce") == combined.count("all_reduce") == 3

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
 from jax.extend.core import jaxpr_as_fun
 
 from keras_strategies._core import stages
@@ -147,3 +148,79 @@ def test_constants_are_the_same_if_they_are_one_object():
         args=(jnp.ones(3),),
     )
     assert one == two != three
+
+
+# References (`jax.new_ref`) carry values past the equations' operands.
+
+
+def by_reference(x, first):
+    kept = jax.new_ref(jnp.zeros(3))
+    kept[...] = jnp.tanh(x)
+    early = kept[...]
+    kept[...] += jnp.cos(first)
+    return early, kept[...], x + first
+
+
+@pytest.mark.parametrize("outputs", [[0], [1], [0, 1], [2]])
+def test_what_is_written_to_a_reference_is_waited_for_and_kept(outputs):
+    traced = jax.make_jaxpr(by_reference)(*ONES[:2])
+    assert stages.has_references(traced.jaxpr)
+    assert not stages.acting(traced.jaxpr, [0, 1], 0)
+    assert stages.outputs_waiting(traced.jaxpr, [0, 1]) == [0, 1, 1]
+    part = stages.part(traced, outputs)
+    values = np.arange(3.0, dtype="float32"), np.ones(3, "float32")
+    whole = jax.jit(by_reference)(*values)
+    for got, place in zip(jaxpr_as_fun(part)(*values), outputs, strict=True):
+        np.testing.assert_allclose(got, whole[place], rtol=1e-6)
+    names = [equation.primitive.name for equation in part.jaxpr.eqns]
+    assert ("tanh" in names) == (outputs != [2])
+    assert ("cos" in names) == (1 in outputs)
+
+
+def test_code_with_references_is_never_the_same():
+    def writing():
+        def fn(x):
+            kept = jax.new_ref(jnp.zeros(3))
+            kept[...] = x
+            return kept[...]
+
+        return fn
+
+    one, two = numbers_of(writing(), writing(), args=ONES[:1])
+    assert one != two
+
+
+# What may differ between the replicas.
+
+
+def mapped_jaxpr(fn, *args):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("a",))
+    whole = jax.sharding.PartitionSpec()
+    mapped = jax.shard_map(
+        fn, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False
+    )
+    (equation,) = jax.make_jaxpr(mapped)(*args).jaxpr.eqns
+    return equation.params["jaxpr"]
+
+
+def test_only_what_is_made_of_equal_values_is_equal():
+    def fn(own, common):
+        kept = jax.new_ref(jnp.zeros(()))
+        before = kept[...]
+        kept[...] = own
+        number = jax.lax.axis_index("a")
+        later = jax.jit(lambda: jax.lax.axis_index("a") + 1)()
+        shape = jax.ShapeDtypeStruct((), "float32")
+        answer = io_callback(lambda: np.float32(1), shape)
+        return (
+            *(own, common, own * common, common * 2, 7.0),
+            *(before, kept[...], number, later, answer),
+        )
+
+    found = stages.outputs_differing(
+        mapped_jaxpr(fn, *[jnp.ones(())] * 2), [True, False]
+    )
+    assert found == [
+        *(True, False, True, False, False),
+        *(False, True, True, True, True),
+    ]

@@ -1,10 +1,13 @@
 """What `run` compiles where replicas hold different numbers of rows."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
+from jax.experimental import io_callback
 
 import keras_strategies as ks
 from keras_strategies.testing import assert_replicated
@@ -87,6 +90,110 @@ def test_state_is_the_same_on_all_replicas(optimizer, rows):
     for _ in range(5):
         strategy.run(step, args=(batch,))
     assert_replicated(*variables)
+
+
+class Langevin(keras.optimizers.SGD):
+    """An update that draws its own random numbers."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.seeds = keras.random.SeedGenerator(3)
+
+    def update_step(self, gradient, variable, rate):
+        noise = keras.random.normal(variable.shape, seed=self.seeds)
+        super().update_step(gradient + noise, variable, rate)
+
+
+def as_given(optimizer, weights, gradients, x):
+    optimizer.apply(gradients, weights)
+
+
+def scaled_by_own_rows(optimizer, weights, gradients, x):
+    """Gradients that are another's on each replica."""
+    own = ks.get_replica_context().replica_id_in_sync_group + x.sum()
+    optimizer.apply([g + 0 * own + own for g in gradients], weights)
+
+
+def at_own_rate(optimizer, weights, gradients, x):
+    """A hyperparameter that is another on each replica."""
+    number = ks.get_replica_context().replica_id_in_sync_group
+    optimizer.learning_rate.assign(0.1 * (number + 1))
+    optimizer.apply(gradients, weights)
+
+
+def after_own_noise(optimizer, weights, gradients, x):
+    """Weights that each replica has changed before."""
+    for weight in weights:
+        weight.assign_add(0.1 * x.sum() + 0 * weight)
+    optimizer.apply(gradients, weights)
+
+
+@pytest.mark.parametrize("rows", [(4, 2), (3, 0, 1)])
+@pytest.mark.parametrize(
+    ("optimizer", "apply"),
+    [
+        (Langevin, as_given),
+        (keras.optimizers.SGD, scaled_by_own_rows),
+        (keras.optimizers.SGD, at_own_rate),
+        (keras.optimizers.SGD, after_own_noise),
+    ],
+    ids=["random", "gradients", "rate", "weights"],
+)
+def test_an_update_from_a_replicas_own_values_leaves_one_state(
+    optimizer, apply, rows
+):
+    """All copies are the same also where what an update reads is not."""
+    strategy = mirrored(len(rows))
+    with strategy.scope():
+        weight = keras.Variable(np.ones(3, "float32"), aggregation="mean")
+        optimizer = optimizer(0.1)
+        optimizer.build([weight])
+
+    def step(x):
+        def loss():
+            return jnp.sum(x @ weight.value) / 6
+
+        _, gradients = ks.value_and_grad(loss, [weight])()
+        apply(optimizer, [weight], gradients, x)
+
+    batch = batch_of(strategy, rows)
+    for _ in range(3):
+        strategy.run(step, args=(batch,))
+    assert_replicated(weight, *optimizer.variables)
+    assert not np.allclose(weight, 1)
+
+
+def test_a_reference_keeps_its_value_past_a_collective():
+    strategy = mirrored(2)
+
+    def fn(x):
+        kept = jax.new_ref(jnp.zeros(()))
+        kept[...] = jnp.float32(x.size)
+        total = ks.get_replica_context().all_reduce("sum", jnp.ones(()))
+        kept[...] += total
+        return kept[...], total
+
+    found, _ = strategy.run(fn, args=(batch_of(strategy, (4, 2)),))
+    values = strategy.experimental_local_results(found)
+    assert [float(value) for value in values] == [14.0, 8.0]
+
+
+def test_what_python_answers_is_one_value_in_all_results():
+    strategy = mirrored(2)
+    tickets = itertools.count(1)
+
+    def ticket():
+        return np.float32(next(tickets))
+
+    def fn(x):
+        answer = io_callback(ticket, jax.ShapeDtypeStruct((), "float32"))
+        total = ks.get_replica_context().all_reduce("sum", x.sum())
+        return answer, answer + 0 * total
+
+    before, after = strategy.run(fn, args=(batch_of(strategy, (4, 2)),))
+    before, after = map(strategy.experimental_local_results, (before, after))
+    assert before == after
+    assert float(before[0]) != float(before[1])
 
 
 @pytest.mark.parametrize("rows", [(2, 2), (2, 1), (1, 1, 2)])
