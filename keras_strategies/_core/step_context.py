@@ -42,6 +42,7 @@ class StepContext:
         batch.
       in_metric: A metric is being updated or read; nested ones are its parts.
       in_scaling: A loss is being scaled.
+      seeds: Ids of the seeds whose stream is this replica's own.
       in_assign: A variable is being written with a value of all replicas.
       unaggregated: Ids of a user's variables that were written without a rule
         for replicas that differ.
@@ -78,6 +79,7 @@ class StepContext:
     results: dict[int, Any] = dataclasses.field(default_factory=dict)
     in_metric: bool = False
     in_scaling: bool = False
+    seeds: set[int] = dataclasses.field(default_factory=set)
     in_assign: bool = False
     unaggregated: set[int] = dataclasses.field(default_factory=set)
     is_local: bool = False

@@ -361,6 +361,7 @@ class RunProgram:
             if uneven
         ]
         step.rows_of_all = rows_of_all(own, self._variant_of)
+        step.seeds = {id(v) for v in variables if state_lib.is_seed(v)}
         step.before = {
             id(v): value for v, value in zip(variables, folded, strict=True)
         }

@@ -37,6 +37,7 @@ from keras_strategies.keras_bridge import (
 )
 from keras_strategies.keras_bridge.loss_scale import mean_of, share_of_a_sum
 from keras_strategies.keras_bridge.rows import gathered, note_rows
+from keras_strategies.keras_bridge.state import next_seed
 
 _Method = Callable[..., Any]
 _METRIC_LISTS = (CompileMetrics, MetricsList)
@@ -91,6 +92,7 @@ def _install() -> None:
             if name in vars(cls):
                 _wrap(cls, name, wrapper)
 
+    _wrap(keras.random.SeedGenerator, "next", next_seed)
     for name in ("assign", "assign_add", "assign_sub"):
         _wrap(KerasVariable, name, user_variables.assign)
 
