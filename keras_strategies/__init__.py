@@ -15,9 +15,9 @@ nothing: a name is imported when it is first asked for.
 
 from typing import TYPE_CHECKING, Any
 
-from keras_strategies._core import tf_names as _tf_names
-from keras_strategies._core import versions as _versions
-from keras_strategies._core.lazy_names import lazy_names as _lazy_names
+from keras_strategies._core.names import tf_names as _tf_names
+from keras_strategies._core.names import versions as _versions
+from keras_strategies._core.names.lazy_names import lazy_names as _lazy_names
 from keras_strategies.keras_bridge import backend as _backend
 
 if TYPE_CHECKING:
@@ -43,37 +43,38 @@ if TYPE_CHECKING:
     from keras_strategies.data.distributed import (
         DistributedIterator as DistributedIterator,
     )
-    from keras_strategies.data.from_function import InputContext as InputContext
     from keras_strategies.data.options import InputOptions as InputOptions
     from keras_strategies.data.options import (
         InputReplicationMode as InputReplicationMode,
     )
-    from keras_strategies.keras_bridge.gradients import grad as grad
-    from keras_strategies.keras_bridge.gradients import (
-        value_and_grad as value_and_grad,
+    from keras_strategies.data.sources.from_function import (
+        InputContext as InputContext,
     )
-    from keras_strategies.keras_bridge.layout import (
-        variable_creator_scope as variable_creator_scope,
-    )
-    from keras_strategies.keras_bridge.marks import (
+    from keras_strategies.keras_bridge.hooks.global_batch_loss import (
         global_batch_loss as global_batch_loss,
     )
-    from keras_strategies.keras_bridge.state import merge as merge
-    from keras_strategies.strategy.current import (
+    from keras_strategies.keras_bridge.hooks.gradients import grad as grad
+    from keras_strategies.keras_bridge.hooks.gradients import (
+        value_and_grad as value_and_grad,
+    )
+    from keras_strategies.keras_bridge.hooks.merge import merge as merge
+    from keras_strategies.keras_bridge.variables.variable_creator import (
+        variable_creator_scope as variable_creator_scope,
+    )
+    from keras_strategies.strategy.current import has_strategy as has_strategy
+    from keras_strategies.strategy.default import (
         experimental_set_strategy as experimental_set_strategy,
     )
-    from keras_strategies.strategy.current import (
+    from keras_strategies.strategy.default import (
         get_replica_context as get_replica_context,
     )
-    from keras_strategies.strategy.current import get_strategy as get_strategy
-    from keras_strategies.strategy.current import has_strategy as has_strategy
-    from keras_strategies.strategy.current import (
+    from keras_strategies.strategy.default import get_strategy as get_strategy
+    from keras_strategies.strategy.default import (
         in_cross_replica_context as in_cross_replica_context,
     )
     from keras_strategies.strategy.extended import (
         StrategyExtended as StrategyExtended,
     )
-    from keras_strategies.strategy.function import function as function
     from keras_strategies.strategy.losses import (
         compute_average_loss as compute_average_loss,
     )
@@ -89,7 +90,6 @@ if TYPE_CHECKING:
     from keras_strategies.strategy.one_device import (
         OneDeviceStrategy as OneDeviceStrategy,
     )
-    from keras_strategies.strategy.options import RunOptions as RunOptions
     from keras_strategies.strategy.replica_context import (
         ReplicaContext as ReplicaContext,
     )
@@ -97,6 +97,12 @@ if TYPE_CHECKING:
         ValueContext as ValueContext,
     )
     from keras_strategies.strategy.strategy import Strategy as Strategy
+    from keras_strategies.strategy.tf_compat.function import (
+        function as function,
+    )
+    from keras_strategies.strategy.tf_compat.options import (
+        RunOptions as RunOptions,
+    )
     from keras_strategies.strategy.tpu import TPUStrategy as TPUStrategy
 
 __version__ = "0.1.0.dev0"
@@ -113,7 +119,7 @@ _MODULES = {
     "DistributedDataset": "data.distributed",
     "DistributedIterator": "data.distributed",
     "DistributedValues": "_core.values",
-    "InputContext": "data.from_function",
+    "InputContext": "data.sources.from_function",
     "InputOptions": "data.options",
     "InputReplicationMode": "data.options",
     "Mirrored": "_core.values",
@@ -123,24 +129,24 @@ _MODULES = {
     "PerReplica": "_core.values",
     "ReduceOp": "_core.reduce_op",
     "ReplicaContext": "strategy.replica_context",
-    "RunOptions": "strategy.options",
+    "RunOptions": "strategy.tf_compat.options",
     "Strategy": "strategy.strategy",
     "StrategyExtended": "strategy.extended",
     "TPUStrategy": "strategy.tpu",
     "ValueContext": "strategy.replica_context",
     "compute_average_loss": "strategy.losses",
-    "experimental_set_strategy": "strategy.current",
-    "function": "strategy.function",
-    "get_replica_context": "strategy.current",
-    "get_strategy": "strategy.current",
-    "global_batch_loss": "keras_bridge.marks",
-    "grad": "keras_bridge.gradients",
+    "experimental_set_strategy": "strategy.default",
+    "function": "strategy.tf_compat.function",
+    "get_replica_context": "strategy.default",
+    "get_strategy": "strategy.default",
+    "global_batch_loss": "keras_bridge.hooks.global_batch_loss",
+    "grad": "keras_bridge.hooks.gradients",
     "has_strategy": "strategy.current",
-    "in_cross_replica_context": "strategy.current",
-    "merge": "keras_bridge.state",
+    "in_cross_replica_context": "strategy.default",
+    "merge": "keras_bridge.hooks.merge",
     "scale_regularization_loss": "strategy.losses",
-    "value_and_grad": "keras_bridge.gradients",
-    "variable_creator_scope": "keras_bridge.layout",
+    "value_and_grad": "keras_bridge.hooks.gradients",
+    "variable_creator_scope": "keras_bridge.variables.variable_creator",
 }
 """Where each public name is defined; "" for a module of that name."""
 

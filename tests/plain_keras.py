@@ -8,8 +8,8 @@ import keras
 import numpy as np
 
 import keras_strategies as ks
-from keras_strategies.keras_bridge.binding import binding_of
 from keras_strategies.keras_bridge.keras_names import SUPER_BATCHES
+from keras_strategies.keras_bridge.loops.binding import binding_of
 from keras_strategies.testing import assert_replicated
 
 

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import time
 
-from keras_strategies.cluster.free_ports import free_ports
+from keras_strategies.cluster.job.free_ports import free_ports
 
 NODES = ("127.0.0.2", "127.0.0.3")
 PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "scontrol")

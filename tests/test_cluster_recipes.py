@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 import keras_strategies as ks
-from keras_strategies._core import versions
-from keras_strategies.cluster.free_ports import free_ports
+from keras_strategies._core.names import versions
+from keras_strategies.cluster.job.free_ports import free_ports
 from tests import compiling
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_strategies.keras_bridge.programs import StepProgram
+from keras_strategies.keras_bridge.steps.train_program import StepProgram
 from tests.mistakes import (
     X,
     Y,

@@ -1,4 +1,4 @@
-"""Which module may import what: the layers of docs/architecture.md.
+"""Which module may import what: the layers and rooms of docs/architecture.md.
 
 The files are parsed, never imported. `find_faults` is tried on bad sources
 too, so that no rule can pass by looking at nothing.
@@ -23,12 +23,39 @@ RANKS = {
     "keras_bridge": 2,
     "strategy": 3,
     "checkpoint": 4,
-    "estimator": 5,
+    "callbacks": 5,
+    "estimator": 6,
     # The public names: keras_strategies/__init__.py, as users import it.
-    "": 6,
-    "cli": 7,
-    "testing": 7,
+    "": 7,
+    "cli": 8,
+    "testing": 8,
 }
+# The rooms of a package, on their floors: a module imports its own room's and
+# those of the floors below. "" are the package's own modules; its `__init__`
+# and `experimental` are what users see of it, above all others.
+ROOMS = {
+    "_core": [{"jaxprs", "names"}, {""}],
+    "callbacks": [{""}],
+    "checkpoint": [{"directory"}, {""}],
+    "cli": [{"launch", "checkpoints"}, {"doctor"}, {""}],
+    "cluster": [{""}, {"exchange", "resolvers"}, {"watchdog"}, {"job"}],
+    "data": [{""}, {"grain", "sources", "tfdata"}],
+    "estimator": [{"config"}, {"records"}, {""}, {"contrib"}],
+    "keras_bridge": [
+        {""},
+        {"inputs", "row_checks", "variables"},
+        {"hooks"},
+        {"steps"},
+        {"callbacks", "run"},
+        {"loops"},
+    ],
+    "strategy": [{"inspect", "tf_compat"}, {""}],
+    "testing": [{""}],
+    "tpu": [{""}],
+}
+FACADES = {"__init__.py", "experimental.py"}
+MAX_MODULES = {"keras_bridge": 14}
+MAX_MODULES_ELSEWHERE = 18
 WITHOUT_KERAS = {"_core", "cluster"}
 LAZY = {"tensorflow", "orbax", "grain", "torch", "tensorboardX"}
 MAX_LINES = 400
@@ -53,6 +80,8 @@ def find_faults(path, source):
         root = name.split(".")[0]
         if root == PACKAGE and not _is_allowed(layer, _layer_of(name)):
             faults.append(f"{path}:{line}: {layer!r} imports upwards: {name}")
+        if root == PACKAGE and not _is_below(path, name):
+            faults.append(f"{path}:{line}: imports a room above: {name}")
         if root == "keras" and layer in WITHOUT_KERAS:
             faults.append(f"{path}:{line}: {layer!r} imports keras")
         if root in LAZY and is_eager:
@@ -74,6 +103,23 @@ def _is_allowed(layer, target):
     if layer not in RANKS or target not in RANKS:
         return False
     return layer == target or RANKS[target] < RANKS[layer]
+
+
+def _is_below(path, module):
+    """Whether a module's room is on a floor that `path` may import."""
+    layer, parts = path.parts[0], module.split(".")[1:]
+    if layer not in ROOMS or parts[:1] != [layer] or path.name in FACADES:
+        return True
+    floors = {
+        room: floor
+        for floor, rooms in enumerate(ROOMS[layer])
+        for room in rooms
+    }
+    mine = path.parts[1] if len(path.parts) > 2 else ""
+    other = parts[1] if len(parts) > 1 and parts[1] in floors else ""
+    if mine not in floors:
+        return False
+    return mine == other or floors[other] < floors[mine]
 
 
 def _layer_of(module):
@@ -166,9 +212,121 @@ def test_every_module_keeps_the_rules():
     assert not faults, "\n".join(faults)
 
 
-def test_every_package_has_a_layer():
+def test_every_package_has_a_layer_and_rooms():
     folders = {path.parent.name for path in FOLDER.glob("*/__init__.py")}
     assert folders <= set(RANKS)
+    assert folders == set(ROOMS)
+    for layer, floors in ROOMS.items():
+        rooms = [room for floor in floors for room in floor]
+        inits = (FOLDER / layer).glob("*/__init__.py")
+        assert sorted(rooms) == sorted(["", *(p.parent.name for p in inits)])
+    # No room has rooms.
+    assert not list(FOLDER.glob("*/*/*/*.py"))
+
+
+def test_no_room_is_overcrowded():
+    for layer in ROOMS:
+        most = MAX_MODULES.get(layer, MAX_MODULES_ELSEWHERE)
+        for folder in [FOLDER / layer, *(FOLDER / layer).iterdir()]:
+            modules = [p for p in folder.glob("*.py") if p.stem != "__init__"]
+            assert len(modules) <= most, folder
+
+
+def find_circles(imports):
+    """Groups of modules that import each other, directly or not.
+
+    Args:
+      imports: The modules that each module imports, by name.
+
+    Returns:
+      A sorted list for each group.
+    """
+    reached = {}
+    for module in imports:
+        seen, waiting = set(), [module]
+        while waiting:
+            for other in imports.get(waiting.pop(), ()):
+                if other not in seen:
+                    seen.add(other)
+                    waiting.append(other)
+        reached[module] = seen
+    circles = {
+        tuple(sorted(m for m in seen if module in reached.get(m, ())))
+        for module, seen in reached.items()
+        if module in seen
+    }
+    return sorted(map(list, circles))
+
+
+def _imports_of_all(sources):
+    """For each module, which of the others it imports anywhere."""
+    names = {}
+    for path in sources:
+        path = pathlib.PurePosixPath(path)
+        parts = [PACKAGE, *path.with_suffix("").parts]
+        names[path] = ".".join(parts).removesuffix(".__init__")
+    known, imports = set(names.values()), {}
+    for path, name in names.items():
+        tree = ast.parse(sources[path.as_posix()])
+        found = set()
+        for _, module, _ in _find_imports(path, tree):
+            whole = module if module in known else module.rpartition(".")[0]
+            found |= {whole} & known - {name}
+        imports[name] = found
+    return imports
+
+
+def _all_sources():
+    return {
+        path.relative_to(FOLDER).as_posix(): path.read_text("utf-8")
+        for path in FOLDER.rglob("*.py")
+    }
+
+
+def test_every_module_that_is_imported_exists():
+    """Also one that only a function or a type checker imports."""
+    count = 0
+    for path, source in _all_sources().items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                parts = node.module.split(".")
+                if parts[0] == PACKAGE:
+                    count += 1
+                    place = FOLDER.joinpath(*parts[1:])
+                    is_there = place.is_dir() or place.with_suffix(".py")
+                    assert is_there is True or is_there.is_file(), (
+                        f"{path}:{node.lineno}: {node.module}"
+                    )
+    assert count > 500
+
+
+def test_no_modules_import_each_other():
+    sources = _all_sources()
+    imports = _imports_of_all(sources)
+    assert sum(map(len, imports.values())) > 500
+    assert find_circles(imports) == []
+
+
+@pytest.mark.parametrize(
+    ("sources", "circles"),
+    [
+        ({"a.py": "from . import b", "b.py": ""}, 0),
+        ({"a.py": "from . import b", "b.py": "from . import a"}, 1),
+        (
+            {
+                "a.py": "from keras_strategies.b import c",
+                "b.py": "def f():\n  from keras_strategies import d",
+                "d.py": "if TYPE_CHECKING:\n  import keras_strategies.a",
+                "e.py": "from . import a",
+            },
+            1,
+        ),
+    ],
+)
+def test_circles_are_found(sources, circles):
+    found = find_circles(_imports_of_all(sources))
+    assert len(found) == circles
+    assert all("keras_strategies.e" not in circle for circle in found)
 
 
 @pytest.mark.parametrize(
@@ -214,6 +372,23 @@ def test_every_package_has_a_layer():
             "eagerly",
         ),
         ("data/a.py", "x = 1\n" * 401, "401 lines"),
+        (
+            "keras_bridge/hooks/a.py",
+            "from keras_strategies.keras_bridge.steps import x",
+            "a room above",
+        ),
+        (
+            "keras_bridge/run/a.py",
+            "def f():\n  from keras_strategies.keras_bridge.callbacks import x",
+            "a room above",
+        ),
+        (
+            "cluster/a.py",
+            "from keras_strategies.cluster.job.bootstrap import x",
+            "a room above",
+        ),
+        ("cluster/a.py", "from .watchdog import progress", "a room above"),
+        ("data/new/a.py", "from keras_strategies.data import x", "a room"),
     ],
 )
 def test_rule_can_fail(path, source, expected):
@@ -239,6 +414,13 @@ def test_rule_can_fail(path, source, expected):
         ("cli/a.py", "import keras_strategies as ks"),
         ("__init__.py", "from .strategy.mirrored import MirroredStrategy"),
         ("data/a.py", "x = 1\n" * 400),
+        (
+            "keras_bridge/steps/a.py",
+            "from keras_strategies.keras_bridge.hooks import x\n"
+            "from keras_strategies.keras_bridge.steps.b import y\n"
+            "from keras_strategies.keras_bridge import keras_names",
+        ),
+        ("data/__init__.py", "from keras_strategies.data.sources import x"),
     ],
 )
 def test_good_source_is_let_through(path, source):

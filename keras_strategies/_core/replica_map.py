@@ -16,13 +16,13 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec
 
 from keras_strategies._core.buffers import Buffering, packed, unpacked
-from keras_strategies._core.lockstep import Turn
-from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.replay import (
+from keras_strategies._core.jaxprs.lockstep import Turn
+from keras_strategies._core.jaxprs.replay import (
     Concatenation,
     collective,
     current_side,
 )
+from keras_strategies._core.mesh import ReplicaMesh
 
 Tree = Any
 

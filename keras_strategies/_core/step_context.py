@@ -134,7 +134,7 @@ class StepContext:
             self.losses.append(value)
 
     def took_for_rows(self, size: float, is_rows: bool, of: str) -> None:
-        """Notes a size that a probe is to confirm (keras_bridge/tracing.py).
+        """Notes a size that a probe is to confirm (trace_checks.py).
 
         Args:
           size: A dimension, or a number.

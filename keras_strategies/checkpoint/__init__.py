@@ -10,13 +10,13 @@ it is first asked for.
 
 from typing import TYPE_CHECKING
 
-from keras_strategies._core.lazy_names import lazy_names as _lazy_names
+from keras_strategies._core.names.lazy_names import lazy_names as _lazy_names
 
 if TYPE_CHECKING:
-    from keras_strategies.checkpoint.damage import (
+    from keras_strategies.checkpoint.directory.corruption import (
         DamagedCheckpoint as DamagedCheckpoint,
     )
-    from keras_strategies.checkpoint.keeping import Keep as Keep
+    from keras_strategies.checkpoint.directory.retention import Keep as Keep
     from keras_strategies.checkpoint.manager import (
         CheckpointManager as CheckpointManager,
     )
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 _MODULES = {
     "Checkpoint": "objects",
     "CheckpointManager": "manager",
-    "DamagedCheckpoint": "damage",
-    "Keep": "keeping",
+    "DamagedCheckpoint": "directory.corruption",
+    "Keep": "directory.retention",
     "latest_checkpoint": "weights",
     "load_weights": "weights",
 }

@@ -5,8 +5,11 @@ import math
 import time
 from typing import Any
 
-from keras_strategies.cluster.agreement import Agreement
-from keras_strategies.cluster.forms import is_count, read_messages
+from keras_strategies.cluster.exchange.host_exchange import Agreement
+from keras_strategies.cluster.exchange.message_forms import (
+    is_count,
+    read_messages,
+)
 
 
 class Clock:

@@ -15,10 +15,10 @@ import numpy as np
 
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.values import set_apart
-from keras_strategies.checkpoint.documents import VERSION
+from keras_strategies.checkpoint.directory.documents import VERSION
 from keras_strategies.cluster.addresses import shown
 from keras_strategies.cluster.array_kinds import dtype_named
-from keras_strategies.keras_bridge.partitions import sharding_of
+from keras_strategies.keras_bridge.variables.shardings import sharding_of
 
 Groups = Mapping[str, Sequence[keras.Variable]]
 Arrays = dict[str, dict[str, Any]]

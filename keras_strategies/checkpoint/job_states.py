@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from keras_strategies.checkpoint import nests
-from keras_strategies.cluster.agreement import Agreement
-from keras_strategies.cluster.forms import Either, fault_of
+from keras_strategies.cluster.exchange.host_exchange import Agreement
+from keras_strategies.cluster.exchange.message_forms import Either, fault_of
 
 _STATES = Either(({"all": dict}, {"each": [dict]}))
 

@@ -10,7 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from keras_strategies.cluster.array_kinds import dtype_named, is_shape
-from keras_strategies.cluster.forms import MAX_MESSAGE, fault_of
+from keras_strategies.cluster.exchange.message_forms import (
+    MAX_MESSAGE,
+    fault_of,
+)
 from keras_strategies.cluster.untrusted import load_json
 
 _ARRAY = "__array__"

@@ -9,12 +9,14 @@ import keras
 import numpy as np
 
 from keras_strategies.checkpoint import contents, job_states, nests, unbuilt
-from keras_strategies.checkpoint.format import find_steps
-from keras_strategies.checkpoint.keeping import Keep
-from keras_strategies.checkpoint.layout import step_of
+from keras_strategies.checkpoint.directory.format import find_steps
+from keras_strategies.checkpoint.directory.names import step_of
+from keras_strategies.checkpoint.directory.retention import Keep
 from keras_strategies.checkpoint.storage import Storage
 from keras_strategies.cluster.addresses import shown
-from keras_strategies.keras_bridge.model_variables import all_variables
+from keras_strategies.keras_bridge.variables.model_variables import (
+    all_variables,
+)
 from keras_strategies.strategy import current
 
 

@@ -17,28 +17,32 @@ from typing import Any
 
 import jax
 
-from keras_strategies.checkpoint import format as format_lib
 from keras_strategies.checkpoint.at_exit import wait_at_exit
 from keras_strategies.checkpoint.contents import Arrays, Document
-from keras_strategies.checkpoint.damage import DamagedCheckpoint
-from keras_strategies.checkpoint.documents import read_document
-from keras_strategies.checkpoint.keeping import (
+from keras_strategies.checkpoint.directory import format as format_lib
+from keras_strategies.checkpoint.directory.corruption import DamagedCheckpoint
+from keras_strategies.checkpoint.directory.disk_space import not_written
+from keras_strategies.checkpoint.directory.documents import read_document
+from keras_strategies.checkpoint.directory.manifest import Manifest
+from keras_strategies.checkpoint.directory.retention import (
     Keep,
     delete,
     delete_partial_saves,
     set_aside,
     to_delete,
 )
-from keras_strategies.checkpoint.manifest import Manifest
 from keras_strategies.checkpoint.orbax_io import (
     make_checkpointer,
     on_host,
     restore_args,
 )
-from keras_strategies.checkpoint.space import not_written
-from keras_strategies.cluster.agreement import Agreement
-from keras_strategies.cluster.forms import Either, Form, read_messages
-from keras_strategies.cluster.hellos import readable
+from keras_strategies.cluster.exchange.greetings import readable
+from keras_strategies.cluster.exchange.host_exchange import Agreement
+from keras_strategies.cluster.exchange.message_forms import (
+    Either,
+    Form,
+    read_messages,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -389,7 +393,7 @@ class Storage:
 
 
 def _lock(directory: pathlib.Path) -> Any:
-    from keras_strategies.checkpoint.lock import DirectoryLock
+    from keras_strategies.checkpoint.directory.lock import DirectoryLock
 
     lock = DirectoryLock(directory)
     lock.acquire()

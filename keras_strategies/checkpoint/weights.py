@@ -7,12 +7,12 @@ from typing import Any
 import keras
 
 from keras_strategies.checkpoint import contents
-from keras_strategies.checkpoint.format import find_steps
-from keras_strategies.checkpoint.keeping import Keep
-from keras_strategies.checkpoint.layout import step_of
+from keras_strategies.checkpoint.directory.format import find_steps
+from keras_strategies.checkpoint.directory.names import step_of
+from keras_strategies.checkpoint.directory.retention import Keep
 from keras_strategies.checkpoint.storage import Storage
 from keras_strategies.cluster.addresses import shown
-from keras_strategies.keras_bridge.state import is_seed
+from keras_strategies.keras_bridge.hooks.seeds import is_seed
 
 _WEIGHTS = ("weights", "seeds")
 

@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.command == "doctor":
-        from keras_strategies.cli.doctor import doctor
+        from keras_strategies.cli.doctor.doctor import doctor
 
         return doctor(
             quick=options.quick,
@@ -78,7 +78,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
             timeout_s=options.timeout,
         )
     if options.command == "launch":
-        from keras_strategies.cli.launch import launch
+        from keras_strategies.cli.launch.launch import launch
 
         return launch(
             options.script if options.module is None else options.module,
@@ -89,7 +89,9 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
             has_evaluator=options.evaluator,
         )
     if options.command == "checkpoints":
-        from keras_strategies.cli.checkpoints import checkpoints
+        from keras_strategies.cli.checkpoints.checkpoints import (
+            checkpoints,
+        )
 
         return checkpoints(
             options.directory, quick=options.quick, as_json=options.json

@@ -13,8 +13,8 @@ import numpy as np
 from keras_strategies._core import host_arrays
 from keras_strategies._core.batches import num_rows
 from keras_strategies.data.options import AutoShardPolicy
-from keras_strategies.data.order import Order
-from keras_strategies.data.outline import Outline
+from keras_strategies.data.shuffled_orders import Order
+from keras_strategies.data.source_summary import Outline
 
 Tree = Any
 _NUM_MARKED = 16

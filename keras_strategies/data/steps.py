@@ -16,13 +16,17 @@ from keras_strategies._core.rows import (
     rows_of_processes,
     rows_of_replicas,
 )
-from keras_strategies.cluster.agreement import Agreement
-from keras_strategies.cluster.forms import Either, is_count, read_messages
-from keras_strategies.cluster.hellos import readable
-from keras_strategies.data import structure
+from keras_strategies.cluster.exchange.greetings import readable
+from keras_strategies.cluster.exchange.host_exchange import Agreement
+from keras_strategies.cluster.exchange.message_forms import (
+    Either,
+    is_count,
+    read_messages,
+)
+from keras_strategies.data import batch_spec
+from keras_strategies.data.agree_source import raise_together
 from keras_strategies.data.regrouping import Rows, looked_at
 from keras_strategies.data.source import Part, Source, all_rows
-from keras_strategies.data.together import raise_together
 
 Tree = Any
 IsStopped = Callable[[], bool]
@@ -253,7 +257,7 @@ class Steps:
             rows = tuple(h["rows"] or 0 for h in heard)
             if not any(rows):
                 continue
-            data = structure.empty(spec) if part is None else part.data
+            data = batch_spec.empty(spec) if part is None else part.data
             found = self.found[0] if self.found else None
             size = self.source.batch_size or found or sum(rows)
             yield HostBatch(
@@ -313,7 +317,7 @@ class Steps:
         if (
             before is not None
             and known
-            and not structure.is_like(before, *known)
+            and not batch_spec.is_like(before, *known)
         ):
             raise ValueError(
                 "All batches must have the same structure, ranks and dtypes. "
@@ -371,7 +375,7 @@ def _next(
             return None, {"rows": None}, None
         said = {
             "rows": part.rows,
-            "spec": structure.spec_of(part.data),
+            "spec": batch_spec.spec_of(part.data),
             "mark": part.mark,
             "counts": part.counts,
         }
@@ -382,4 +386,4 @@ def _next(
 
 
 def _shown(spec: str | None) -> str:
-    return "no rows" if spec is None else structure.shown(spec)
+    return "no rows" if spec is None else batch_spec.shown(spec)

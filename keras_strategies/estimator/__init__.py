@@ -15,11 +15,17 @@ asked for.
 from typing import TYPE_CHECKING
 from typing import Any as _Any
 
-from keras_strategies._core import tf_names as _tf_names
-from keras_strategies._core.lazy_names import lazy_names as _lazy_names
+from keras_strategies._core.names import tf_names as _tf_names
+from keras_strategies._core.names.lazy_names import lazy_names as _lazy_names
 
 if TYPE_CHECKING:
     from keras_strategies.estimator import experimental as experimental
+    from keras_strategies.estimator.config.run_config import (
+        RunConfig as RunConfig,
+    )
+    from keras_strategies.estimator.contrib.from_keras import (
+        model_to_estimator as model_to_estimator,
+    )
     from keras_strategies.estimator.estimator import Estimator as Estimator
     from keras_strategies.estimator.estimator_spec import (
         EstimatorSpec as EstimatorSpec,
@@ -35,13 +41,9 @@ if TYPE_CHECKING:
     from keras_strategies.estimator.exporters import (
         LatestExporter as LatestExporter,
     )
-    from keras_strategies.estimator.from_keras import (
-        model_to_estimator as model_to_estimator,
-    )
     from keras_strategies.estimator.hooks import (
         CheckpointSaverListener as CheckpointSaverListener,
     )
-    from keras_strategies.estimator.run_config import RunConfig as RunConfig
     from keras_strategies.estimator.specs import EvalSpec as EvalSpec
     from keras_strategies.estimator.specs import TrainSpec as TrainSpec
     from keras_strategies.estimator.train_evaluate import (
@@ -61,11 +63,11 @@ _MODULES = {
     "FinalExporter": "exporters",
     "LatestExporter": "exporters",
     "ModeKeys": "estimator_spec",
-    "RunConfig": "run_config",
+    "RunConfig": "config.run_config",
     "TrainSpec": "specs",
     "WarmStartSettings": "warm_start",
     "experimental": "",
-    "model_to_estimator": "from_keras",
+    "model_to_estimator": "contrib.from_keras",
     "train_and_evaluate": "train_evaluate",
 }
 

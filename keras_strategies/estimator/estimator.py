@@ -11,17 +11,17 @@ import numpy as np
 
 from keras_strategies.cluster.addresses import shown
 from keras_strategies.estimator import (
-    checkpoints,
     exporting,
     model_fns,
     predicting,
     warm_start,
 )
 from keras_strategies.estimator.arguments import check_input_fn, check_positive
+from keras_strategies.estimator.config.run_config import RunConfig
+from keras_strategies.estimator.engine import Runs
 from keras_strategies.estimator.estimator_spec import ModeKeys
 from keras_strategies.estimator.hooks import check_hooks, check_listeners
-from keras_strategies.estimator.run_config import RunConfig
-from keras_strategies.estimator.runs import Runs
+from keras_strategies.estimator.records import checkpoint_reading
 from keras_strategies.estimator.specs import check_name
 
 InputFn = Callable[..., Any]
@@ -223,7 +223,7 @@ class Estimator:
         callbacks = check_hooks(hooks)
         keys = predicting.checked_keys(predict_keys)
         if checkpoint_path is not None:
-            checkpoints.check(checkpoint_path)
+            checkpoint_reading.check(checkpoint_path)
         return self._runs.predict(
             input_fn,
             callbacks,
@@ -238,7 +238,7 @@ class Estimator:
 
     def latest_checkpoint(self) -> str | None:
         """The folder of the newest checkpoint; None if there is none."""
-        return checkpoints.latest_checkpoint(self.model_dir)
+        return checkpoint_reading.latest_checkpoint(self.model_dir)
 
     def get_variable_names(self) -> list[str]:
         """The names of all variables of the newest checkpoint.
@@ -249,8 +249,8 @@ class Estimator:
         Raises:
           ValueError: there is no checkpoint.
         """
-        names = checkpoints.variables_in(self._checkpoint())
-        return sorted({*names, checkpoints.GLOBAL_STEP})
+        names = checkpoint_reading.variables_in(self._checkpoint())
+        return sorted({*names, checkpoint_reading.GLOBAL_STEP})
 
     def get_variable_value(self, name: str) -> np.ndarray[Any, Any]:
         """The value of a variable of the newest checkpoint.
@@ -261,7 +261,7 @@ class Estimator:
         Raises:
           ValueError: there is no checkpoint, or no such variable.
         """
-        return checkpoints.value_of(self._checkpoint(), name)
+        return checkpoint_reading.value_of(self._checkpoint(), name)
 
     def export_saved_model(
         self,

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from keras_strategies.cluster.addresses import shown
-from keras_strategies.estimator import eval_results
 from keras_strategies.estimator.arguments import (
     check_positive,
     names_of_arguments,
 )
+from keras_strategies.estimator.records import eval_results
 
 DEFAULT_EXPORTS_TO_KEEP = 5
 _LOSS = "loss"

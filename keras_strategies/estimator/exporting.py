@@ -15,11 +15,11 @@ import keras
 import numpy as np
 
 from keras_strategies.cluster.addresses import shown
-from keras_strategies.data import structure
-from keras_strategies.estimator import checkpoints
+from keras_strategies.data import batch_spec
 from keras_strategies.estimator.estimator_spec import MODES
 from keras_strategies.estimator.exporters import check_serving, exports_in
-from keras_strategies.keras_bridge.model_hooks import is_built
+from keras_strategies.estimator.records import checkpoint_reading
+from keras_strategies.keras_bridge.loops.scope_hooks import is_built
 
 MODEL_FILE = "model.keras"
 """The file of an export that Keras reads."""
@@ -59,13 +59,13 @@ def export(
             "tensorflow-cpu`, or serve `model.keras`."
         )
     files = _checked_files(assets_extra)
-    path = checkpoint_path or checkpoints.newest_good(runs.model_dir)
+    path = checkpoint_path or checkpoint_reading.newest_good(runs.model_dir)
     if path is None:
         raise ValueError(
             f"Couldn't find trained model at {runs.model_dir}. Received: "
             "a folder without a good checkpoint. Train first."
         )
-    checkpoints.check(path)
+    checkpoint_reading.check(path)
     model = _restored(runs, mode, path)
     try:
         os.makedirs(base, exist_ok=True)
@@ -101,9 +101,9 @@ def note_features(model_dir: str, features: Tree) -> None:
     if any(None in row.shape[1:] for row in rows):
         return
     example = keras.tree.map_structure(_without_rows, features)
-    text = structure.spec_of(example)
+    text = batch_spec.spec_of(example)
     try:
-        structure.empty(text, has_classes=False)
+        batch_spec.empty(text, has_classes=False)
     except ValueError:
         # A file names no classes, and a process without them cannot read it.
         return
@@ -126,7 +126,7 @@ def noted_features(model_dir: str) -> Tree:
     if text is None:
         return None
     try:
-        return structure.empty(text.decode("utf-8"), has_classes=False)
+        return batch_spec.empty(text.decode("utf-8"), has_classes=False)
     except ValueError as error:
         _logger.warning("%s is left out: %s", path, error)
         return None
@@ -158,7 +158,7 @@ def _restored(runs: Any, mode: str, path: str) -> keras.Model:
                 "`model_fn` make it with `keras.Input`, or train it first."
             )
         model(keras.tree.map_structure(_one_row, features))
-    checkpoints.restore(model, path)
+    checkpoint_reading.restore(model, path)
     # What is served has no optimizer, and no loss that may be one's own.
     model.compiled, model.optimizer = False, None
     return made.outputs

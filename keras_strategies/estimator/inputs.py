@@ -11,12 +11,12 @@ import numpy as np
 
 from keras_strategies.cluster.addresses import shown
 from keras_strategies.data.distributed import DistributedDataset
-from keras_strategies.data.from_function import InputContext
-from keras_strategies.data.iterables import host_batches
 from keras_strategies.data.source import all_rows
+from keras_strategies.data.sources.from_function import InputContext
+from keras_strategies.data.sources.iterables import host_batches
 from keras_strategies.estimator.arguments import names_of_arguments
+from keras_strategies.estimator.config.run_config import RunConfig
 from keras_strategies.estimator.estimator_spec import ModeKeys, is_tensor
-from keras_strategies.estimator.run_config import RunConfig
 from keras_strategies.strategy.strategy import Strategy
 
 Tree = Any

@@ -11,9 +11,9 @@ import keras
 
 from keras_strategies.cluster.addresses import shown
 from keras_strategies.estimator.arguments import names_of_arguments
+from keras_strategies.estimator.config.run_config import RunConfig
 from keras_strategies.estimator.estimator_spec import EstimatorSpec, ModeKeys
-from keras_strategies.estimator.run_config import RunConfig
-from keras_strategies.keras_bridge.binding import binding_of
+from keras_strategies.keras_bridge.loops.binding import binding_of
 from keras_strategies.strategy.current import entered_strategy
 
 Tree = Any

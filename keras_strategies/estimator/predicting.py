@@ -9,7 +9,7 @@ import numpy as np
 from keras_strategies.cluster.addresses import shown
 from keras_strategies.estimator.inputs import Input
 from keras_strategies.estimator.model_fns import Made
-from keras_strategies.keras_bridge.model_hooks import is_built
+from keras_strategies.keras_bridge.loops.scope_hooks import is_built
 from keras_strategies.strategy.strategy import Strategy
 
 Tree = Any

@@ -9,10 +9,15 @@ from typing import Any
 import jax
 
 from keras_strategies.cluster.addresses import shown
-from keras_strategies.estimator import checkpoints, training
+from keras_strategies.estimator import train_callback
+from keras_strategies.estimator.config.run_cluster import (
+    CHIEF,
+    EVALUATOR,
+    WORKER,
+)
 from keras_strategies.estimator.estimator import Estimator
 from keras_strategies.estimator.estimator_spec import ModeKeys
-from keras_strategies.estimator.run_cluster import CHIEF, EVALUATOR, WORKER
+from keras_strategies.estimator.records import checkpoint_reading
 from keras_strategies.estimator.specs import EvalSpec, TrainSpec
 
 Results = tuple[dict[str, Any] | None, list[str | None]]
@@ -128,17 +133,19 @@ def _train_locally(
     throttle_s = eval_spec.throttle_secs
 
     def after_save(step: int) -> bool:
-        is_due = training.told_by_chief(
+        is_due = train_callback.told_by_chief(
             mesh, "whether to evaluate", evaluation.is_due(throttle_s), bool
         )
         if is_due:
-            evaluation.run(checkpoints.path_of(estimator.model_dir, step))
+            evaluation.run(
+                checkpoint_reading.path_of(estimator.model_dir, step)
+            )
         else:
             _logger.info("Step %d is not evaluated: throttle_secs.", step)
         return False
 
     _train(estimator, train_spec, after_save)
-    latest = training.told_by_chief(
+    latest = train_callback.told_by_chief(
         mesh,
         "the last checkpoint",
         estimator.latest_checkpoint(),
@@ -163,7 +170,7 @@ def _follow(
             if is_last or evaluation.is_due(eval_spec.throttle_secs):
                 try:
                     evaluation.run(path)
-                except (checkpoints.DamagedCheckpoint, ValueError):
+                except (checkpoint_reading.DamagedCheckpoint, ValueError):
                     if os.path.isdir(path):
                         raise
                     # Newer ones are there, and this one was deleted.
@@ -189,7 +196,7 @@ class _Watch:
         self._max_steps = max_steps
         self._timeout_s = estimator.config.session_creation_timeout_secs
         # The mark of an earlier training may be there still.
-        self._stale = training.mark_of(self._model_dir)
+        self._stale = train_callback.mark_of(self._model_dir)
         self.note_news()
 
     def note_news(self) -> None:
@@ -198,12 +205,13 @@ class _Watch:
 
     def is_last(self, path: str) -> bool:
         """Whether no checkpoint comes after this one."""
-        step = checkpoints.step_of(path)
+        step = checkpoint_reading.step_of(path)
         if self._max_steps is not None and step >= self._max_steps:
             return True
-        mark = training.mark_of(self._model_dir)
+        mark = train_callback.mark_of(self._model_dir)
         return (
-            mark != self._stale and training.ended_at(self._model_dir) == step
+            mark != self._stale
+            and train_callback.ended_at(self._model_dir) == step
         )
 
     def is_over(self, path: str | None) -> bool:
@@ -223,8 +231,8 @@ class _Watch:
                 "log; all tasks need the same `model_dir` on a shared disk."
             )
         # A training that ended before this process came here.
-        step = checkpoints.step_of(path)
-        return training.ended_at(self._model_dir) == step
+        step = checkpoint_reading.step_of(path)
+        return train_callback.ended_at(self._model_dir) == step
 
 
 class _Evaluation:
@@ -273,7 +281,7 @@ class _Evaluation:
         """Calls the exporters, in the chief."""
         if jax.process_index() != 0:
             return []
-        step = metrics[checkpoints.GLOBAL_STEP]
+        step = metrics[checkpoint_reading.GLOBAL_STEP]
         is_final = self._max_steps is not None and step >= self._max_steps
         base = os.path.join(self._estimator.model_dir, "export")
         exporters: Any = self._spec.exporters  # A tuple, since it is checked.

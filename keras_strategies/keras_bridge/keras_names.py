@@ -17,7 +17,7 @@ from keras.src.trainers.data_adapters.array_data_adapter import (
     ArrayDataAdapter,
 )
 
-from keras_strategies.data import order as order_lib
+from keras_strategies.data import shuffled_orders as order_lib
 
 TRAINER: Any = (
     getattr(trainer_lib, "BaseTrainer", None) or vars(trainer_lib)["Trainer"]

@@ -9,24 +9,30 @@ import jax
 from keras_strategies._core.host_arrays import from_tensor
 from keras_strategies._core.reduce_op import ReduceOp
 from keras_strategies._core.values import STACKED, PerReplica, stacked
+from keras_strategies.data.agree_source import made_alike, made_together
 from keras_strategies.data.distributed import DistributedDataset
-from keras_strategies.data.from_function import FunctionSource, InputContext
-from keras_strategies.data.numpy_dataset import NumpyDataset
 from keras_strategies.data.options import (
     InputOptions,
     InputReplicationMode,
     check_input_options,
 )
-from keras_strategies.data.together import made_alike, made_together
-from keras_strategies.keras_bridge.choosing import source_of_dataset
+from keras_strategies.data.sources.from_function import (
+    FunctionSource,
+    InputContext,
+)
+from keras_strategies.data.sources.numpy_dataset import NumpyDataset
+from keras_strategies.keras_bridge.inputs.choose_source import source_of_dataset
 from keras_strategies.strategy import current, reducing
-from keras_strategies.strategy.options import RunOptions, check_options
 from keras_strategies.strategy.replica_context import ValueContext
 from keras_strategies.strategy.runner import Runner
 from keras_strategies.strategy.runtime import Runtime
+from keras_strategies.strategy.tf_compat.options import (
+    RunOptions,
+    check_options,
+)
 
 if TYPE_CHECKING:
-    from keras_strategies.strategy.explain_input import InputExplanation
+    from keras_strategies.strategy.inspect.explain_input import InputExplanation
 
 
 _VALUES_FROM = "experimental_distribute_values_from_function"
@@ -370,7 +376,9 @@ class CustomLoops:
           print(strategy.explain_input((x, y), batch_size=256))
           ```
         """
-        from keras_strategies.strategy.explain_input import explain_input
+        from keras_strategies.strategy.inspect.explain_input import (
+            explain_input,
+        )
 
         mesh = self._runtime.mesh
         return explain_input(dataset, mesh, batch_size, options)

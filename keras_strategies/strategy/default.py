@@ -1,10 +1,14 @@
-"""The default strategy: what `get_strategy` returns outside of scopes."""
+"""The default strategy, and the current one: `get_strategy`."""
 
+import contextlib
 import functools
+from typing import cast
 
 import jax
 
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.strategy import current
+from keras_strategies.strategy.replica_context import ReplicaContext
 from keras_strategies.strategy.scope import Scope
 from keras_strategies.strategy.strategy import Strategy
 
@@ -36,3 +40,75 @@ class DefaultScope(Scope):
 def default_strategy() -> DefaultStrategy:
     """The one default strategy of this process."""
     return DefaultStrategy()
+
+
+@functools.cache
+def default_context() -> ReplicaContext:
+    """The one replica of the default strategy."""
+    return ReplicaContext(default_strategy(), None)
+
+
+def get_strategy() -> Strategy:
+    """Returns the current strategy, never None.
+
+    Outside of scopes it is the default strategy: one replica on the default
+    device, whose scope changes nothing. A new thread starts outside.
+    """
+    entered = current.entered_strategy()
+    return cast(Strategy, entered or default_strategy())
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """Returns the replica that the calling code runs for.
+
+    Inside of a function given to `run` it is that replica's context. In a
+    strategy's scope, and in a function given to `merge_call`, it is None:
+    that is the cross-replica context. Outside of scopes it is the one replica
+    of the default strategy.
+
+    Example:
+      ```python
+      def replica_fn(x):
+          return ks.get_replica_context().all_reduce("sum", x)
+      ```
+    """
+    if current.stack.replicas:
+        return current.stack.replicas[-1]
+    if current.stack.entered:
+        return None
+    return default_context()
+
+
+def in_cross_replica_context() -> bool:
+    """Whether the calling code runs once for all replicas.
+
+    True in a strategy's scope and in a function given to `merge_call`; False
+    inside of `run`, and outside of scopes.
+    """
+    return get_replica_context() is None
+
+
+def experimental_set_strategy(strategy: Strategy | None) -> None:
+    """Enters a strategy's scope for the rest of the thread, without `with`.
+
+    Args:
+      strategy: The strategy to enter, in place of the one set before; None
+        leaves that one and enters none.
+
+    Raises:
+      RuntimeError: called inside a `with strategy.scope()`.
+    """
+    is_set = current.stack.set_globally is not None
+    if len(current.stack.entered) > int(is_set):
+        raise RuntimeError(
+            "`experimental_set_strategy` must not be called inside a "
+            "strategy's `with` scope. Received: a call within the scope of "
+            f"{current.stack.entered[-1]!r}. Leave the scope first."
+        )
+    if current.stack.set_globally is not None:
+        leaving, current.stack.set_globally = current.stack.set_globally, None
+        leaving.close()
+    if strategy is not None and strategy is not get_strategy():
+        entering = contextlib.ExitStack()
+        entering.enter_context(strategy.scope())
+        current.stack.set_globally = entering

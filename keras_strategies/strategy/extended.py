@@ -10,9 +10,10 @@ import keras
 from keras_strategies._core.reduce_op import ReduceOp
 from keras_strategies._core.step_context import current_step
 from keras_strategies._core.values import Mirrored, PerReplica, is_distributed
-from keras_strategies.strategy import current, old_names, reducing
+from keras_strategies.strategy import current, reducing
 from keras_strategies.strategy.runner import Runner
 from keras_strategies.strategy.runtime import Runtime
+from keras_strategies.strategy.tf_compat import old_names
 
 
 class StrategyExtended:

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from keras_strategies._core.step_context import current_step
-from keras_strategies.strategy.current import get_strategy
+from keras_strategies.strategy.default import get_strategy
 
 
 def compute_average_loss(

@@ -4,8 +4,11 @@ from collections.abc import Sequence
 
 import jax
 
-from keras_strategies._core.device_names import find_devices, local_devices
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.names.device_names import (
+    find_devices,
+    local_devices,
+)
 from keras_strategies.strategy.strategy import Strategy
 
 

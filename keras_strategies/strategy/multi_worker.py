@@ -7,12 +7,12 @@ from typing import Any
 import jax
 
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies.strategy.communication import (
+from keras_strategies.strategy.strategy import Strategy
+from keras_strategies.strategy.tf_compat.communication import (
     CommunicationOptions,
     check_seconds,
     checked_options,
 )
-from keras_strategies.strategy.strategy import Strategy
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -72,7 +72,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         predict_in: str = "all",
     ) -> None:
         # It would take a tenth of the time of importing this package.
-        from keras_strategies.cluster import bootstrap, guard
+        from keras_strategies.cluster.job import bootstrap
+        from keras_strategies.cluster.watchdog import watchdog
 
         options = checked_options(communication_options)
         check_seconds("startup_timeout_s", startup_timeout_s)
@@ -102,8 +103,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             outputs_on_chief=predict_in == "chief",
         )
         self._cluster_resolver = resolver
-        if guard.is_running() and options.timeout_seconds is not None:
-            guard.start(options.timeout_seconds)
+        if watchdog.is_running() and options.timeout_seconds is not None:
+            watchdog.start(options.timeout_seconds)
 
     @property
     def cluster_resolver(self) -> Any:
@@ -136,7 +137,8 @@ def _check_one_way(resolver: Any, numbers: dict[str, Any]) -> None:
 
 def _place(resolver: Any, numbers: dict[str, Any]) -> tuple[Any, Any]:
     """A resolver and this process's `TaskInfo`; None where nothing tells."""
-    from keras_strategies.cluster import tasks, tf_config_resolver
+    from keras_strategies.cluster import tasks
+    from keras_strategies.cluster.resolvers import tf_config_resolver
 
     if resolver is None and numbers["num_processes"] is not None:
         return None, tasks.task_of_process(**numbers)
@@ -156,7 +158,8 @@ def _place(resolver: Any, numbers: dict[str, Any]) -> tuple[Any, Any]:
 
 def _warn_if_alone() -> None:
     """Warns where each process of a job would train a model of its own."""
-    from keras_strategies.cluster import launcher_pipe, other_launchers
+    from keras_strategies.cluster.resolvers import other_launchers
+    from keras_strategies.cluster.watchdog import launcher_pipe
 
     job = other_launchers.unjoined_job(os.environ)
     is_launched = launcher_pipe.LAUNCHER_FD in os.environ
@@ -176,7 +179,8 @@ def _warn_if_alone() -> None:
 
 def _resolver_of_job() -> Any:
     """A resolver that answers for a process which JAX knows the place of."""
-    from keras_strategies.cluster import simple_resolver, spec
+    from keras_strategies.cluster import spec
+    from keras_strategies.cluster.resolvers import simple_resolver
 
     is_alone = jax.process_count() == 1
     return simple_resolver.SimpleClusterResolver(

@@ -2,8 +2,8 @@
 
 import jax
 
-from keras_strategies._core.device_names import find_device, local_devices
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.names.device_names import find_device, local_devices
 from keras_strategies.strategy.strategy import Strategy
 
 

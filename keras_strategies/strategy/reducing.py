@@ -24,7 +24,7 @@ from keras_strategies._core.values import (
     cut,
     is_distributed,
 )
-from keras_strategies.keras_bridge import on_read
+from keras_strategies.keras_bridge.hooks import on_read
 
 
 def reduce(op: Any, value: Any, axis: Any, mesh: ReplicaMesh) -> Any:

@@ -1,16 +1,15 @@
 """What a function that runs on a replica can ask and do."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from keras_strategies._core.lockstep import Turn
+from keras_strategies._core.jaxprs.lockstep import Turn
+from keras_strategies._core.jaxprs.replay import current_side
 from keras_strategies._core.reduce_op import ReduceOp, as_reduce_op
-from keras_strategies._core.replay import current_side
 from keras_strategies._core.replica_map import (
     all_concatenated,
     all_sum,
@@ -20,9 +19,6 @@ from keras_strategies._core.step_context import StepContext
 from keras_strategies._core.values import LOCAL, PerReplica
 from keras_strategies.strategy import current
 from keras_strategies.strategy.reducing import summable
-
-if TYPE_CHECKING:
-    from keras_strategies.strategy.strategy import Strategy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +45,14 @@ class ReplicaContext:
         default strategy.
     """
 
-    def __init__(self, strategy: "Strategy", step: StepContext | None) -> None:
+    def __init__(
+        self, strategy: current.AnyStrategy, step: StepContext | None
+    ) -> None:
         self._strategy = strategy
         self._step = step
 
     @property
-    def strategy(self) -> "Strategy":
+    def strategy(self) -> current.AnyStrategy:
         """The strategy whose replica this is."""
         return self._strategy
 
@@ -216,11 +214,3 @@ def _local(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array):
         return PerReplica.of(leaf, LOCAL)
     return leaf
-
-
-@functools.cache
-def default_context() -> ReplicaContext:
-    """The one replica of the default strategy."""
-    from keras_strategies.strategy.default import default_strategy
-
-    return ReplicaContext(default_strategy(), None)

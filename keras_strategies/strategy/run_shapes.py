@@ -13,8 +13,8 @@ from keras_strategies._core.values import (
     PerReplica,
     check_home,
 )
-from keras_strategies.keras_bridge.function_keys import value_key
-from keras_strategies.keras_bridge.step_shapes import shape_of
+from keras_strategies.keras_bridge.run.function_keys import value_key
+from keras_strategies.keras_bridge.steps.lower_step import shape_of
 
 WHOLE = "whole"
 """An argument that every replica gets as it is."""

@@ -5,7 +5,7 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,19 +24,16 @@ from keras_strategies._core.values import (
     is_distributed,
     stacked,
 )
-from keras_strategies.keras_bridge import creation
-from keras_strategies.keras_bridge.debug_run import debug_run
-from keras_strategies.keras_bridge.function_keys import (
+from keras_strategies.keras_bridge.run.debug_run import debug_run
+from keras_strategies.keras_bridge.run.function_keys import (
     function_key,
     value_key,
 )
-from keras_strategies.keras_bridge.run_program import RunProgram
+from keras_strategies.keras_bridge.run.run_program import RunProgram
+from keras_strategies.keras_bridge.variables import deferred_creation
 from keras_strategies.strategy import current, run_shapes
 from keras_strategies.strategy.replica_context import ReplicaContext
 from keras_strategies.strategy.run_shapes import STATIC, WHOLE
-
-if TYPE_CHECKING:
-    from keras_strategies.strategy.strategy import Strategy
 
 _MAX_PROGRAMS = 128
 _MAX_FLAGS = 8
@@ -56,7 +53,9 @@ class Runner:
       mesh: Its replicas.
     """
 
-    def __init__(self, strategy: "Strategy", mesh: ReplicaMesh) -> None:
+    def __init__(
+        self, strategy: current.AnyStrategy, mesh: ReplicaMesh
+    ) -> None:
         self._strategy = strategy
         self._mesh = mesh
         self._programs: collections.OrderedDict[Any, list[RunProgram]]
@@ -133,7 +132,7 @@ class Runner:
             while len(self._programs) > _MAX_PROGRAMS:
                 self._programs.popitem(last=False)
         self._programs.move_to_end(key)
-        creation.sync_fits(program.lifted)
+        deferred_creation.sync_fits(program.lifted)
         return program(arrays, self._last)
 
     def lower(
@@ -174,7 +173,7 @@ class Runner:
     ) -> Any:
         mesh = self._mesh
         rows = []
-        creation.sync_all_fits()
+        deferred_creation.sync_all_fits()
         for leaf in leaves:
             if isinstance(leaf, PerReplica):
                 _, _, counts = self._one_array(leaf)

@@ -5,8 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies.keras_bridge.layout import Registry, ReplicaDistribution
-from keras_strategies.keras_bridge.partitions import Partitions
+from keras_strategies.keras_bridge.variables.shardings import Partitions
+from keras_strategies.keras_bridge.variables.variable_creator import (
+    Registry,
+    ReplicaDistribution,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

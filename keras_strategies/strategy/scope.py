@@ -3,30 +3,28 @@
 import contextlib
 import functools
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 import keras
 
-from keras_strategies.keras_bridge import binding as binding_lib
-from keras_strategies.keras_bridge import model_hooks, on_read, state
-from keras_strategies.keras_bridge.layout import (
+from keras_strategies.keras_bridge.hooks import on_read
+from keras_strategies.keras_bridge.loops import binding as binding_lib
+from keras_strategies.keras_bridge.loops import scope_hooks
+from keras_strategies.keras_bridge.variables import ownership
+from keras_strategies.keras_bridge.variables.variable_creator import (
     distribution_scope,
     variable_creator_scope,
 )
 from keras_strategies.strategy import current
 
-if TYPE_CHECKING:
-    from keras_strategies.strategy.strategy import Strategy
-
 
 class Scope:
     """The context manager of `Strategy.scope`; may be entered repeatedly."""
 
-    def __init__(self, strategy: "Strategy") -> None:
+    def __init__(self, strategy: current.AnyStrategy) -> None:
         self._strategy = strategy
         self._open: list[contextlib.ExitStack] = []
 
-    def __enter__(self) -> "Strategy":
+    def __enter__(self) -> current.AnyStrategy:
         strategy = self._strategy
         current.check_not_mixing(strategy)
         current.check_cross_replica("scope")
@@ -37,11 +35,11 @@ class Scope:
             stack.enter_context(
                 distribution_scope(strategy._runtime.distribution)
             )
-            state.note_devices(strategy._runtime.mesh)
+            ownership.note_devices(strategy._runtime.mesh)
             create = functools.partial(on_read.create, strategy._runtime.mesh)
             stack.enter_context(variable_creator_scope(create))
             stack.enter_context(
-                model_hooks.keras_hooks(
+                scope_hooks.keras_hooks(
                     _claim, _check, _bind, _in_loop, current.has_strategy
                 )
             )
@@ -61,7 +59,7 @@ def _claim(model: keras.Model) -> None:
     """Makes a model of this thread's scope the strategy's."""
     strategy = current.entered_strategy()
     if strategy is not None:
-        model_hooks.bind_on_use(
+        scope_hooks.bind_on_use(
             model,
             strategy,
             strategy.attach,
@@ -100,7 +98,7 @@ def _in_loop(
         binding.check_context()
         return distribution_scope(None)
     kind = type(strategy).__name__
-    if model_hooks.is_bound_on_use(model):
+    if scope_hooks.is_bound_on_use(model):
         if not name.startswith("predict"):
             # Keras says that it is not compiled.
             return contextlib.nullcontext()

@@ -8,16 +8,19 @@ import keras
 from keras_strategies._core import dispatch
 from keras_strategies._core.compiled import CompiledProgram, compile_program
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies.keras_bridge import binding as binding_lib
-from keras_strategies.keras_bridge.layout import check_home
-from keras_strategies.keras_bridge.model_variables import all_variables
-from keras_strategies.keras_bridge.step_shapes import lower_step
-from keras_strategies.strategy import current, old_names
+from keras_strategies.keras_bridge.loops import binding as binding_lib
+from keras_strategies.keras_bridge.steps.lower_step import lower_step
+from keras_strategies.keras_bridge.variables.model_variables import (
+    all_variables,
+)
+from keras_strategies.keras_bridge.variables.variable_creator import check_home
+from keras_strategies.strategy import current
 from keras_strategies.strategy.custom_loops import CustomLoops
 from keras_strategies.strategy.extended import StrategyExtended
 from keras_strategies.strategy.runner import Runner
 from keras_strategies.strategy.runtime import Runtime
 from keras_strategies.strategy.scope import Scope
+from keras_strategies.strategy.tf_compat import old_names
 
 
 class Strategy(CustomLoops):
@@ -220,7 +223,7 @@ class Strategy(CustomLoops):
             _check_model("describe", model)
         from rich.console import Console
 
-        from keras_strategies.strategy.describe import describe_table
+        from keras_strategies.strategy.inspect.describe import describe_table
 
         mesh = self._runtime.mesh
         if model is None:
@@ -291,8 +294,9 @@ def _check_model(name: str, model: Any) -> None:
 def _watch_job() -> None:
     """Has the job's guard start what runs on several processes."""
     # One process without others need not spend the time to import it.
-    from keras_strategies.cluster import guard, store
+    from keras_strategies.cluster.exchange import kv_store
+    from keras_strategies.cluster.watchdog import watchdog
 
     # A mesh of a topology's devices has no job.
-    if store.is_available():
-        dispatch.start_with(guard.start())
+    if kv_store.is_available():
+        dispatch.start_with(watchdog.start())

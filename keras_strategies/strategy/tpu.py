@@ -10,14 +10,14 @@ import numpy as np
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.strategy.strategy import Strategy
 from keras_strategies.tpu.cluster_resolver import TPUClusterResolver
+from keras_strategies.tpu.coordinates import slice_of
 from keras_strategies.tpu.device_assignment import (
     DeviceAssignment,
     replica_mesh_devices,
 )
 from keras_strategies.tpu.device_order import default_device_order
-from keras_strategies.tpu.named import devices_by_name
-from keras_strategies.tpu.places import slice_of
 from keras_strategies.tpu.topology import Topology
+from keras_strategies.tpu.topology_devices import devices_by_name
 
 Assignments = DeviceAssignment | Sequence[DeviceAssignment]
 

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from keras_strategies.cluster.free_ports import free_ports
+from keras_strategies.cluster.job.free_ports import free_ports
 
 _POLL_S = 0.05
 _GRACE_S = 20.0
@@ -193,7 +193,7 @@ def run(words: str) -> None:
       words: What `run_processes` tells it.
     """
     # The parent process does without.
-    from keras_strategies.cluster import guard
+    from keras_strategies.cluster.watchdog import watchdog
 
     target, num_processes, index, address, args, path = json.loads(words)
     try:
@@ -205,14 +205,14 @@ def run(words: str) -> None:
                 num_processes,
                 index,
                 coordinator_bind_address=address,
-                **guard.INITIALIZE_ARGUMENTS,
+                **watchdog.INITIALIZE_ARGUMENTS,
             )
         module, name = target.split(":")
         value = getattr(importlib.import_module(module), name)(*args)
         with open(path, "w", encoding="utf-8") as file:
             json.dump(value, file)
     except Exception:
-        if guard.is_running():
+        if watchdog.is_running():
             raise
         traceback.print_exc()
         sys.stderr.flush()

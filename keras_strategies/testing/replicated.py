@@ -4,7 +4,9 @@ import keras
 import numpy as np
 
 from keras_strategies._core.values import local_shards
-from keras_strategies.keras_bridge.model_variables import all_variables
+from keras_strategies.keras_bridge.variables.model_variables import (
+    all_variables,
+)
 
 
 def assert_replicated(*owners: keras.Model | keras.Variable) -> None:

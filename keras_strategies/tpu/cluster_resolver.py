@@ -19,9 +19,12 @@ from keras_strategies.cluster.addresses import (
     shown,
     with_rpc_layer,
 )
-from keras_strategies.cluster.resolver import ClusterResolver, environ_or_own
+from keras_strategies.cluster.resolvers.resolver import (
+    ClusterResolver,
+    environ_or_own,
+)
 from keras_strategies.cluster.spec import ClusterSpec
-from keras_strategies.tpu.places import slice_of
+from keras_strategies.tpu.coordinates import slice_of
 from keras_strategies.tpu.topology import Topology
 
 LOCAL = "local"
@@ -143,10 +146,10 @@ class TPUClusterResolver(ClusterResolver):
         if num_hosts == 1:
             return
         # It would take a tenth of the time of importing this package.
-        from keras_strategies.cluster import guard
+        from keras_strategies.cluster.watchdog import watchdog
 
         try:
-            jax.distributed.initialize(**guard.INITIALIZE_ARGUMENTS)
+            jax.distributed.initialize(**watchdog.INITIALIZE_ARGUMENTS)
         except ValueError:
             # JAX found no cluster of any kind.
             if num_hosts is not None:

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keras_strategies.tpu.arguments import IntArray, read_integers
-from keras_strategies.tpu.placing import DeviceOrderMode, place_replicas
+from keras_strategies.tpu.placement import DeviceOrderMode, place_replicas
 from keras_strategies.tpu.rings import Cell
 from keras_strategies.tpu.topology import Topology
 

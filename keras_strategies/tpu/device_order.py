@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.experimental import mesh_utils
 
-from keras_strategies.tpu.places import (
+from keras_strategies.tpu.coordinates import (
     box_of,
     chip_of,
     core_of,

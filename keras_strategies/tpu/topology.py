@@ -10,11 +10,10 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from keras_strategies.cluster.forms import fault_of
+from keras_strategies.cluster.exchange.message_forms import fault_of
 from keras_strategies.cluster.untrusted import load_json
 from keras_strategies.tpu.arguments import IntArray, read_integers
-from keras_strategies.tpu.named import devices_by_name
-from keras_strategies.tpu.places import (
+from keras_strategies.tpu.coordinates import (
     box_of,
     chip_of,
     core_of,
@@ -22,6 +21,7 @@ from keras_strategies.tpu.places import (
     slice_of,
 )
 from keras_strategies.tpu.rings import Cell
+from keras_strategies.tpu.topology_devices import devices_by_name
 
 _RANK = 4
 # More than any slice has; the arrays of a topology stay small.

@@ -6,7 +6,7 @@ import pytest
 
 from keras_strategies._core import replica_map as rm
 from keras_strategies._core.buffers import BETWEEN_PROCESSES
-from keras_strategies._core.combined_sums import with_combined_sums
+from keras_strategies._core.jaxprs.combined_sums import with_combined_sums
 from keras_strategies._core.mesh import ReplicaMesh
 
 pytestmark = pytest.mark.quick

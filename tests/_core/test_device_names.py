@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from keras_strategies._core.device_names import (
+from keras_strategies._core.names.device_names import (
     find_device,
     find_devices,
     local_devices,

@@ -7,8 +7,8 @@ import pytest
 from jax.experimental import io_callback
 from jax.extend.core import jaxpr_as_fun
 
-from keras_strategies._core import stages
-from keras_strategies._core.value_numbers import ValueNumbers
+from keras_strategies._core.jaxprs import stages
+from keras_strategies._core.jaxprs.value_numbers import ValueNumbers
 
 pytestmark = pytest.mark.quick
 

@@ -8,7 +8,7 @@ import keras
 import pytest
 
 import keras_strategies  # noqa: F401
-from keras_strategies._core import versions
+from keras_strategies._core.names import versions
 from tests.test_import import run_python
 
 # Packages of a folder, as an installer leaves them, that nothing imports.

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_strategies.keras_bridge.callback_lists import (
+from keras_strategies.keras_bridge.callbacks.callback_list import (
     QuietCallbackList,
     quiet_list,
 )

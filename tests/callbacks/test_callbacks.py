@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_strategies.keras_bridge.binding import binding_of
+from keras_strategies.keras_bridge.loops.binding import binding_of
 from tests.callbacks.recorder import Recorder, read_folder
 from tests.plain_keras import assert_same, dense, run_both
 

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import (
 )
 
 import keras_strategies as ks
-from keras_strategies.strategy import event_files, global_step
+from keras_strategies.callbacks import event_files, global_step
 from keras_strategies.testing import run_processes
 from tests.plain_keras import dense, mirrored
 
@@ -607,7 +607,7 @@ def test_lines_of_the_log(tmp_path, caplog, monkeypatch):
 
 
 def test_large_numbers_in_a_line_have_spaces():
-    from keras_strategies.strategy.scalars import _line
+    from keras_strategies.callbacks.scalars import _line
 
     speed = global_step.Speed(steps=12.34, rows=1230.4)
     line = _line(300, {"accuracy": 0.9, "loss": 0.1234567}, speed)

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_strategies.keras_bridge.binding import binding_of
+from keras_strategies.keras_bridge.loops.binding import binding_of
 from tests.callbacks.test_callbacks import (
     MOMENTUM,
     MOMENTUM_3,

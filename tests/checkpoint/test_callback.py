@@ -17,9 +17,12 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.checkpoint.format import find_steps, read_manifest
-from keras_strategies.checkpoint.lock import DirectoryLock
-from keras_strategies.cluster.exits import Preempted
+from keras_strategies.checkpoint.directory.format import (
+    find_steps,
+    read_manifest,
+)
+from keras_strategies.checkpoint.directory.lock import DirectoryLock
+from keras_strategies.cluster.exchange.exit_codes import Preempted
 from tests.checkpoint import cases
 from tests.checkpoint.cases import Batches, of, unnumbered
 from tests.checkpoint.damages import DAMAGES
@@ -689,7 +692,7 @@ def test_states_that_json_cannot_hold_are_refused(runner, tmp_path):
 
 
 def test_a_format_of_later_is_refused(runner, whole, tmp_path):
-    from keras_strategies.checkpoint import format as format_lib
+    from keras_strategies.checkpoint.directory import format as format_lib
 
     shutil.copytree(whole[0] / "kept" / "12", tmp_path / "12")
     path = tmp_path / "12" / "run" / "metadata"

@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from keras_strategies.checkpoint import documents
-from keras_strategies.checkpoint.damage import DamagedCheckpoint
-from keras_strategies.checkpoint.layout import RUN
+from keras_strategies.checkpoint.directory import documents
+from keras_strategies.checkpoint.directory.corruption import DamagedCheckpoint
+from keras_strategies.checkpoint.directory.names import RUN
 
 GOOD = {
     "version": 1,

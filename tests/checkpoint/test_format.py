@@ -15,8 +15,8 @@ import tempfile
 import numpy as np
 import pytest
 
-from keras_strategies.checkpoint import files, layout
-from keras_strategies.checkpoint.format import (
+from keras_strategies.checkpoint.directory import files, names
+from keras_strategies.checkpoint.directory.format import (
     DamagedCheckpoint,
     Manifest,
     check_free_space,
@@ -183,7 +183,7 @@ def test_new_directory_is_for_its_owner_alone(tmp_path):
     ],
 )
 def test_names_of_files(name, is_known):
-    assert layout.is_known_file(name) == is_known
+    assert names.is_known_file(name) == is_known
 
 
 # Manifests.
@@ -442,10 +442,10 @@ def test_directory_without_the_right_to_write_is_told(tmp_path, name):
 def _check_denied(path, user):
     code = (
         "import os, sys; sys.path.insert(0, sys.argv[2])\n"
-        "from keras_strategies.checkpoint.space import check_writable\n"
+        "from keras_strategies.checkpoint.directory import disk_space\n"
         # Only now: somebody else may not be able to read Python.
         "if sys.argv[3]: os.setuid(int(sys.argv[3]))\n"
-        "try: check_writable(sys.argv[1])\n"
+        "try: disk_space.check_writable(sys.argv[1])\n"
         "except PermissionError as error: print(error)\n"
     )
     done = subprocess.run(

@@ -10,12 +10,12 @@ import shutil
 import keras
 import pytest
 
-from keras_strategies.checkpoint.format import (
+from keras_strategies.checkpoint.directory.format import (
     Manifest,
     find_steps,
     partial_saves,
 )
-from keras_strategies.checkpoint.keeping import (
+from keras_strategies.checkpoint.directory.retention import (
     Keep,
     delete,
     delete_partial_saves,

@@ -10,15 +10,19 @@ import time
 
 import pytest
 
-from keras_strategies.checkpoint import lock as lock_module
-from keras_strategies.checkpoint.lock import LOCK, DirectoryLock, writer_of
+from keras_strategies.checkpoint.directory import lock as lock_module
+from keras_strategies.checkpoint.directory.lock import (
+    LOCK,
+    DirectoryLock,
+    writer_of,
+)
 
 pytestmark = pytest.mark.quick
 
 ROOT = pathlib.Path(__file__).parents[2]
 HOLD = """
 import sys, time
-from keras_strategies.checkpoint.lock import DirectoryLock
+from keras_strategies.checkpoint.directory.lock import DirectoryLock
 DirectoryLock(sys.argv[1]).acquire()
 print("held", flush=True)
 time.sleep(60)
@@ -26,7 +30,7 @@ time.sleep(60)
 
 FORK = """
 import os, sys, time
-from keras_strategies.checkpoint.lock import DirectoryLock
+from keras_strategies.checkpoint.directory.lock import DirectoryLock
 lock = DirectoryLock(sys.argv[1])
 lock.acquire()
 if os.fork():

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.checkpoint.format import find_steps
+from keras_strategies.checkpoint.directory.format import find_steps
 from keras_strategies.testing import assert_replicated
 from tests.checkpoint import damages
 from tests.plain_keras import mirrored

@@ -6,7 +6,7 @@ import pathlib
 import jax
 import numpy as np
 
-from keras_strategies.checkpoint import format as checkpoint_format
+from keras_strategies.checkpoint.directory import format as checkpoint_format
 
 VARIABLES = {
     "model": {

@@ -11,11 +11,15 @@ import sys
 import pytest
 from rich.console import Console
 
-from keras_strategies.checkpoint.format import write_manifest
-from keras_strategies.checkpoint.keeping import delete
-from keras_strategies.checkpoint.lock import DirectoryLock
-from keras_strategies.cli import checkpoint_table, main
-from keras_strategies.cli.checkpoint_list import State, look_at
+from keras_strategies.checkpoint.directory.format import write_manifest
+from keras_strategies.checkpoint.directory.lock import DirectoryLock
+from keras_strategies.checkpoint.directory.retention import delete
+from keras_strategies.cli import main
+from keras_strategies.cli.checkpoints import checkpoint_table
+from keras_strategies.cli.checkpoints.checkpoint_list import (
+    State,
+    look_at,
+)
 from tests.checkpoint.damages import MANIFEST, flip
 from tests.checkpoint.written import VARIABLES, write_small
 

@@ -15,18 +15,18 @@ import tomllib
 import pytest
 
 import keras_strategies as ks
-from keras_strategies._core import versions
-from keras_strategies.cli import (
+from keras_strategies._core.names import versions
+from keras_strategies.cli import main
+from keras_strategies.cli.doctor import (
     clusters,
     doctor,
     findings,
     installed,
-    main,
-    probing,
     report_html,
+    run_probe,
 )
-from keras_strategies.cli.findings import Level, Part
-from keras_strategies.cluster.free_ports import free_ports
+from keras_strategies.cli.doctor.findings import Level, Part
+from keras_strategies.cluster.job.free_ports import free_ports
 from keras_strategies.cluster.spec import TaskInfo
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -459,7 +459,7 @@ def test_coordinator_that_does_not_answer(monkeypatch):
 def test_an_address_at_which_all_have_met_is_no_fault(monkeypatch, has_met):
     address = f"127.0.0.1:{free_ports(1)[0]}"
     environ = {"TF_CONFIG": tf_config([address, "127.0.0.2:1"], 0)}
-    findings = (probing._MET,) if has_met else ()
+    findings = (run_probe._MET,) if has_met else ()
     job = Part(title="Job", findings=findings)
     monkeypatch.setattr(doctor, "_started", lambda *_: [job])
     report = doctor.examine(environ, quick=False, timeout_s=1.0)
@@ -483,7 +483,7 @@ def test_processes_meet_join_and_time_an_all_reduce():
     def check(process_id):
         text = tf_config(addresses, process_id)
         (cluster,) = clusters.find_clusters({"TF_CONFIG": text})
-        return probing.check_job(cluster, environ, timeout_s=200.0)
+        return run_probe.check_job(cluster, environ, timeout_s=200.0)
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         parts = list(pool.map(check, range(2)))
@@ -539,7 +539,7 @@ def test_process_that_does_not_come_is_named(process_id):
         {"TF_CONFIG": tf_config(addresses, process_id)}
     )[0]
     environ = os.environ | {"XLA_FLAGS": ""}
-    part = probing.check_job(cluster, environ, timeout_s=0.5)
+    part = run_probe.check_job(cluster, environ, timeout_s=0.5)
     text = " ".join(wrong(part))
     expected = "(worker 1, " if process_id == 0 else addresses[0]
     assert expected in text
@@ -569,17 +569,17 @@ def test_process_that_does_not_come_is_named(process_id):
     ],
 )
 def test_end_of_the_probe_is_explained(told, end, environ, expected):
-    (found,) = probing._of_end(told, end, environ)
+    (found,) = run_probe._of_end(told, end, environ)
     assert found.level is Level.FAULT
     assert expected in f"{found.text} {found.fix}"
 
 
 def test_unequal_devices_and_wrong_sums_are_faults():
-    (found,) = probing._of_counts([2, 2, 1])
+    (found,) = run_probe._of_counts([2, 2, 1])
     assert "2, 2, 1" in found.text
     told = {"is_right": True, "bytes": 4, "ms": 1.0}
     answer = {"devices": 2, "small": told, "large": told | {"is_right": False}}
-    (found,) = probing._of_all_reduce({"all_reduce": answer}, "all")
+    (found,) = run_probe._of_all_reduce({"all_reduce": answer}, "all")
     assert "wrong sum" in found.text
 
 

@@ -15,11 +15,13 @@ import time
 import pytest
 
 from keras_strategies.cli import main
-from keras_strategies.cli.job import Ending, first_cause
-from keras_strategies.cli.launch import make_environment
-from keras_strategies.cluster.free_ports import free_ports
+from keras_strategies.cli.launch.launch import make_environment
+from keras_strategies.cli.launch.local_job import Ending, first_cause
+from keras_strategies.cluster.job.free_ports import free_ports
+from keras_strategies.cluster.resolvers.tf_config_resolver import (
+    TFConfigClusterResolver,
+)
 from keras_strategies.cluster.tasks import task_info
-from keras_strategies.cluster.tf_config_resolver import TFConfigClusterResolver
 
 ROOT = pathlib.Path(__file__).parents[2]
 TIME_LIMIT_S = 120
@@ -30,7 +32,8 @@ def start(*words, prepare="", environ=None, **options):
     """Starts the launcher; its processes run tests.cli.launched or a script."""
     code = f"""
 import sys
-from keras_strategies.cli import job, main
+from keras_strategies.cli import main
+from keras_strategies.cli.launch import local_job
 {prepare}
 sys.exit(main(["launch", *sys.argv[1:]]))
 """
@@ -303,7 +306,8 @@ def test_signals_to_the_launcher(words, number, code, said):
     preempted = 0.6 if "stubborn" in words else TIME_LIMIT_S
     process, pids = started(
         *words,
-        prepare=f"job._INTERRUPTED = 0.3, 0.6; job._PREEMPTED = {preempted}",
+        prepare="local_job._INTERRUPTED = 0.3, 0.6; "
+        f"local_job._PREEMPTED = {preempted}",
     )
     process.send_signal(number)
     _, err, found = finish(process)

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from keras_strategies.cluster import aborts
+from keras_strategies.cluster.watchdog import abort_delay
 
-FILE = pathlib.Path(aborts.__file__)
+FILE = pathlib.Path(abort_delay.__file__)
 PROGRAM = f"""
 import ctypes, os, runpy, sys, threading, time
 aborts = runpy.run_path({str(FILE)!r})
@@ -45,4 +45,4 @@ def test_whoever_knows_the_cause_ends_the_process_first(flags):
 def test_an_abort_that_nobody_explains_goes_on():
     code, seconds, _ = run(60)
     assert code == -signal.SIGABRT
-    assert aborts.POSTPONED_S <= seconds < aborts.POSTPONED_S + 10
+    assert abort_delay.POSTPONED_S <= seconds < abort_delay.POSTPONED_S + 10

@@ -11,7 +11,7 @@ import time
 import jax
 import pytest
 
-from keras_strategies.cluster import agreement
+from keras_strategies.cluster.exchange import host_exchange
 
 
 class Store:
@@ -59,10 +59,10 @@ def run(monkeypatch):
         def pop(self, key, default):
             return super().pop((this.index, key), default)
 
-    monkeypatch.setattr(agreement, "_numbers", Numbers())
-    monkeypatch.setattr(agreement, "_ended", Ended())
-    monkeypatch.setattr(agreement, "_client", lambda: store)
-    monkeypatch.setattr(agreement.jax, "process_index", lambda: this.index)
+    monkeypatch.setattr(host_exchange, "_numbers", Numbers())
+    monkeypatch.setattr(host_exchange, "_ended", Ended())
+    monkeypatch.setattr(host_exchange, "_client", lambda: store)
+    monkeypatch.setattr(host_exchange.jax, "process_index", lambda: this.index)
 
     def start(function, count):
         def call(index):
@@ -82,7 +82,7 @@ def run(monkeypatch):
 @pytest.mark.parametrize("count", [1, 2, 4, 5, 12])
 def test_all_hear_all_in_order(run, count):
     def say(index, processes):
-        made = agreement.Agreement(processes, "x", timeout_s=30)
+        made = host_exchange.Agreement(processes, "x", timeout_s=30)
         return [made.exchange(f"{index} in {n}") for n in range(20)]
 
     heard, store = run(say, count)
@@ -103,8 +103,8 @@ def test_one_that_says_nothing_is_named_in_all(run, count, silent):
 
     def say(index, processes):
         # All are there before the time counts.
-        agreement.Agreement(processes, "begin", timeout_s=30).exchange("")
-        made = agreement.Agreement(processes, "x", timeout_s=1)
+        host_exchange.Agreement(processes, "begin", timeout_s=30).exchange("")
+        made = host_exchange.Agreement(processes, "x", timeout_s=1)
         made.exchange("here")
         if index != missing:
             made.exchange("here")
@@ -120,7 +120,7 @@ def test_one_that_says_nothing_is_named_in_all(run, count, silent):
 def test_other_calls_are_named_in_all(run, count):
     def say(index, processes):
         name = "fit" if index == 1 else "predict"
-        agreement.Agreement(processes, name, timeout_s=30).exchange("")
+        host_exchange.Agreement(processes, name, timeout_s=30).exchange("")
 
     errors, _ = run(say, count)
     for error in errors:
@@ -131,7 +131,7 @@ def test_other_calls_are_named_in_all(run, count):
 @pytest.mark.parametrize("late", [0, 5])
 def test_one_that_is_late_is_waited_for(run, late):
     def say(index, processes):
-        made = agreement.Agreement(processes, "x", timeout_s=30)
+        made = host_exchange.Agreement(processes, "x", timeout_s=30)
         if index == late:
             time.sleep(1)
         return made.exchange("here")
@@ -143,7 +143,7 @@ def test_one_that_is_late_is_waited_for(run, late):
 @pytest.mark.parametrize("count", [2, 6])
 def test_waiting_can_be_stopped(run, count):
     def say(index, processes):
-        made = agreement.Agreement(processes, "x", timeout_s=30)
+        made = host_exchange.Agreement(processes, "x", timeout_s=30)
         if index == 1:
             return "left"
         try:
@@ -157,10 +157,10 @@ def test_waiting_can_be_stopped(run, count):
 
 def test_ended_agreements_are_forgotten(run):
     def say(index, processes):
-        for _ in range(agreement._NUM_KEPT + 9):
-            made = agreement.Agreement(processes, "x", timeout_s=30)
+        for _ in range(host_exchange._NUM_KEPT + 9):
+            made = host_exchange.Agreement(processes, "x", timeout_s=30)
             made.exchange("")
             made.end()
 
     _, store = run(say, 6)
-    assert len(store.values) <= (6 + 1) * (agreement._NUM_KEPT + 1)
+    assert len(store.values) <= (6 + 1) * (host_exchange._NUM_KEPT + 1)

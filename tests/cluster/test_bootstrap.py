@@ -2,7 +2,7 @@
 
 import pytest
 
-from keras_strategies.cluster import bootstrap
+from keras_strategies.cluster.job import bootstrap
 from keras_strategies.cluster.spec import TaskInfo
 
 pytestmark = pytest.mark.quick

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from keras_strategies.cluster.array_kinds import dtype_named, is_shape
-from keras_strategies.cluster.forms import (
+from keras_strategies.cluster.exchange.message_forms import (
     Either,
     fault_of,
     is_count,

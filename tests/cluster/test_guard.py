@@ -9,12 +9,19 @@ import time
 
 import pytest
 
-from keras_strategies.cluster import progress as progress_lib
-from keras_strategies.cluster import store
-from keras_strategies.cluster.beats import Beat, Judge, died
-from keras_strategies.cluster.exits import Cause, ExitCode, Preempted
-from keras_strategies.cluster.launcher_pipe import LAUNCHER_FD, find_pipe
-from keras_strategies.cluster.progress import Progress
+from keras_strategies.cluster.exchange import kv_store
+from keras_strategies.cluster.exchange.exit_codes import (
+    Cause,
+    ExitCode,
+    Preempted,
+)
+from keras_strategies.cluster.watchdog import progress as progress_lib
+from keras_strategies.cluster.watchdog.failure_detector import Beat, Judge, died
+from keras_strategies.cluster.watchdog.launcher_pipe import (
+    LAUNCHER_FD,
+    find_pipe,
+)
+from keras_strategies.cluster.watchdog.progress import Progress
 
 pytestmark = pytest.mark.quick
 
@@ -417,12 +424,12 @@ def test_what_is_no_pipe_is_ignored_with_a_warning(text, tmp_path):
 )
 def test_a_service_that_runs_speaks_first(monkeypatch, said, expected):
     """tests/contract/test_jax_contract.py asks JAX's own."""
-    monkeypatch.setattr(store, "_PROBE_S", 0.2)
+    monkeypatch.setattr(kv_store, "_PROBE_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         at = "jax._src.distributed.global_state.coordinator_address"
         monkeypatch.setattr(at, address)
-        assert store.is_reachable() is expected[0]
+        assert kv_store.is_reachable() is expected[0]
         server.accept()[0].close()
 
         def speak():
@@ -432,6 +439,6 @@ def test_a_service_that_runs_speaks_first(monkeypatch, said, expected):
 
         if said is not None:
             threading.Thread(target=speak).start()
-        assert store.is_speaking() is expected[1]
-    assert not store.is_reachable()
-    assert not store.is_speaking()
+        assert kv_store.is_speaking() is expected[1]
+    assert not kv_store.is_reachable()
+    assert not kv_store.is_speaking()

@@ -9,10 +9,19 @@ import time
 
 import pytest
 
-from keras_strategies.cluster import hellos, job_secret, joining, rendezvous
-from keras_strategies.cluster.free_ports import free_ports
-from keras_strategies.cluster.job_secret import VARIABLE, Secret, read_secret
-from keras_strategies.cluster.rendezvous import RendezvousError, meet
+from keras_strategies.cluster.exchange import (
+    greetings,
+    job_secret,
+    joining,
+    rendezvous,
+)
+from keras_strategies.cluster.exchange.job_secret import (
+    VARIABLE,
+    Secret,
+    read_secret,
+)
+from keras_strategies.cluster.exchange.rendezvous import RendezvousError, meet
+from keras_strategies.cluster.job.free_ports import free_ports
 
 ONE, OTHER = Secret("one" * 10), Secret("other" * 10)
 LONG = 60.0
@@ -320,6 +329,6 @@ def test_ten_thousand_damaged_hellos(address):
         start = draw.randrange(len(good))
         piece = draw.choice(["", "[", '"', "nonce", "0", "é", "\\u0000"])
         text = good[:start] + piece + good[start + draw.randint(0, 9) :]
-        said = hellos.parsed(text.encode())
+        said = greetings.parsed(text.encode())
         if said is not None and "nonce" in said:
             assert job_secret.is_nonce(said["nonce"])

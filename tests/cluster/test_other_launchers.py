@@ -6,8 +6,8 @@ import warnings
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.cluster.launcher_pipe import LAUNCHER_FD
-from keras_strategies.cluster.other_launchers import unjoined_job
+from keras_strategies.cluster.resolvers.other_launchers import unjoined_job
+from keras_strategies.cluster.watchdog.launcher_pipe import LAUNCHER_FD
 
 pytestmark = pytest.mark.quick
 

@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from keras_strategies.cluster import hellos, joining, rendezvous
-from keras_strategies.cluster.free_ports import free_ports
-from keras_strategies.cluster.rendezvous import RendezvousError, meet
+from keras_strategies.cluster.exchange import greetings, joining, rendezvous
+from keras_strategies.cluster.exchange.rendezvous import RendezvousError, meet
+from keras_strategies.cluster.job.free_ports import free_ports
 
 LIMIT = 1.0
 # Where nobody waits for it to pass.
@@ -356,10 +356,10 @@ def test_ten_thousand_lines_are_ours_or_nobodys():
             start = draw.randrange(len(text) + 1)
             stop = min(start + draw.randint(0, 9), len(text))
             text = text[:start] + draw.choice(["", *pieces]) + text[stop:]
-        said = hellos.parsed(text.encode())
+        said = greetings.parsed(text.encode())
         if said is not None:
             kinds = {name: type(value) for name, value in said.items()}
-            assert kinds == hellos.HELLO_KINDS
+            assert kinds == greetings.HELLO_KINDS
             assert abs(said["process"]) <= 2**31
 
 

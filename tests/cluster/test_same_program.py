@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from keras_strategies.cluster.same_program import traced
+from keras_strategies.cluster.exchange.same_program import traced
 
 pytestmark = pytest.mark.quick
 

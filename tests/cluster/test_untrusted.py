@@ -4,10 +4,13 @@ import json
 
 import pytest
 
-from keras_strategies.cluster.beats import Beat
-from keras_strategies.cluster.exits import Cause, ExitCode
-from keras_strategies.cluster.talker import _beats_of, _processes_of
+from keras_strategies.cluster.exchange.exit_codes import Cause, ExitCode
 from keras_strategies.cluster.untrusted import MAX_DEPTH, load_json
+from keras_strategies.cluster.watchdog.failure_detector import Beat
+from keras_strategies.cluster.watchdog.heartbeat_thread import (
+    _beats_of,
+    _processes_of,
+)
 
 pytestmark = pytest.mark.quick
 

@@ -1,6 +1,6 @@
 """What the states of Keras's callbacks are, and how its loop counts.
 
-`keras_bridge/callback_states.py`, `resuming.py` and the feed rely on it.
+`callback_states.py`, `resumable_fit.py` and the feed rely on it.
 """
 
 import keras
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from keras.src.trainers.epoch_iterator import EpochIterator
 
-from keras_strategies.keras_bridge import callback_states
+from keras_strategies.keras_bridge.callbacks import callback_states
 
 WITH_STATE = {kind for kind, _ in callback_states._ATTRIBUTES}
 # They have none that counts, or keep it in the model.

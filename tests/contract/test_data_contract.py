@@ -7,8 +7,9 @@ import tensorflow as tf
 from grain._src.python.dataset.transformations import batch as grain_batch
 from tensorboardX import record_writer
 
-from keras_strategies.data import grain_rows, tf_data, tf_graph
-from keras_strategies.data.grain_data import GrainSource
+from keras_strategies.data.grain import grain_rows
+from keras_strategies.data.grain.grain_data import GrainSource
+from keras_strategies.data.tfdata import tf_data, tf_graph
 
 
 def loader(shards, operations=()):

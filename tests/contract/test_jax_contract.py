@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from jax._src import api, distributed
 
+from keras_strategies._core.jaxprs.traces import is_traced
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import replica_map, split_spec
-from keras_strategies._core.traces import is_traced
-from keras_strategies.cluster import progress, store
+from keras_strategies.cluster.exchange import kv_store
+from keras_strategies.cluster.watchdog import progress
 from keras_strategies.testing import run_processes
 from tests import compiling
 
@@ -58,8 +59,8 @@ def client_calls():
         if key == f"contract/{me}"
     ]
     told["empty"] = client.key_value_dir_get("no such folder/")
-    told["is_reachable"] = store.is_reachable()
-    told["is_speaking"] = store.is_speaking()
+    told["is_reachable"] = kv_store.is_reachable()
+    told["is_speaking"] = kv_store.is_speaking()
     client.key_value_set(f"heard/{me}", "")
     client.blocking_key_value_get(f"heard/{1 - me}", 60_000)
     client.key_value_delete(f"contract/{me}")
@@ -75,12 +76,12 @@ def agree():
     """Many agreements: what was said is forgotten at last."""
     import jax
 
-    from keras_strategies.cluster import agreement
+    from keras_strategies.cluster.exchange import host_exchange
 
     client = distributed.global_state.client
-    assert store.is_available()
-    for number in range(agreement._NUM_KEPT + 5):
-        made = agreement.Agreement((0, 1), "x")
+    assert kv_store.is_available()
+    for number in range(host_exchange._NUM_KEPT + 5):
+        made = host_exchange.Agreement((0, 1), "x")
         for count in range(2):
             text = f"{number} {count} {jax.process_index()}"
             heard = made.exchange(text)
@@ -88,7 +89,9 @@ def agree():
         made.end()
     left = client.key_value_dir_get("keras_strategies/")
     try:
-        agreement.Agreement((0, 1), f"call {jax.process_index()}").exchange("")
+        host_exchange.Agreement((0, 1), f"call {jax.process_index()}").exchange(
+            ""
+        )
     except ValueError as error:
         return len(left), str(error)
 
@@ -98,7 +101,7 @@ def run():
 
 
 def test_the_key_value_client_and_what_it_forgets():
-    from keras_strategies.cluster import agreement
+    from keras_strategies.cluster.exchange import host_exchange
 
     results = run_processes(
         "tests.contract.test_jax_contract:run", 2, timeout_s=200
@@ -113,7 +116,7 @@ def test_the_key_value_client_and_what_it_forgets():
         assert told["empty"] == []
         assert told["is_reachable"]
         assert told["is_speaking"]
-        assert count <= 2 * (agreement._NUM_KEPT + 2)
+        assert count <= 2 * (host_exchange._NUM_KEPT + 2)
         assert "Received: call 0 (process 0), call 1 (process 1)" in error
 
 
@@ -220,7 +223,7 @@ jax.jit(gradient, in_shardings=split)(np.ones((4, 4), "float32"))
 
 
 def test_the_guard_knows_where_jax_traces_and_compares():
-    """Names by which cluster/progress.py reads a thread's stack."""
+    """Names by which cluster/watchdog/progress.py reads a thread's stack."""
     from jax._src.interpreters import partial_eval, pxla
     from jax.experimental import multihost_utils
 

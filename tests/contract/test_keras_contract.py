@@ -64,7 +64,7 @@ from keras_strategies.keras_bridge.keras_names import (
     MAYBE_BUILD,
     TRAINER,
 )
-from keras_strategies.keras_bridge.model_hooks import LOOPS, loops_owner
+from keras_strategies.keras_bridge.loops.scope_hooks import LOOPS, loops_owner
 
 BRIDGE = pathlib.Path(__file__).parents[2] / "keras_strategies/keras_bridge"
 X = np.arange(12, dtype="float32").reshape(6, 2)
@@ -121,7 +121,7 @@ def model_of(*layers, loss="mse", **compile_args):
 
 def test_every_private_name_used_is_listed_here():
     used, own = set(), set()
-    for path in BRIDGE.glob("*.py"):
+    for path in BRIDGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute):
                 is_self = isinstance(node.value, ast.Name) and (
@@ -148,7 +148,7 @@ def test_every_module_imported_from_keras_src_is_imported_here():
             for alias in node.names
         }
 
-    used = set().union(*map(imported, BRIDGE.glob("*.py")))
+    used = set().union(*map(imported, BRIDGE.rglob("*.py")))
     here = pathlib.Path(__file__).parent.glob("test_keras_*.py")
     assert used - set().union(*map(imported, here)) == set()
 
@@ -166,7 +166,7 @@ def test_names_are_counted_in_the_global_state():
 
 
 def test_data_that_end_before_their_steps_do_warn_in_known_words():
-    """`keras_strategies.estimator.runs` leaves that warning out."""
+    """`keras_strategies.estimator.engine` leaves that warning out."""
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     with pytest.warns(UserWarning, match="^Your input ran out of data"):
@@ -224,7 +224,7 @@ def test_a_variable_made_in_a_stateless_scope_waits_for_its_value():
     assert float(variable._value) == 1.0
 
 
-# Distribution and variables: layout.py.
+# Distribution and variables: variable_creator.py.
 
 
 class Recording(Distribution):
@@ -362,7 +362,7 @@ def test_variable_init_has_named_arguments():
     ), "keras.Variable.__init__, wrapped by variable_creator_scope"
 
 
-# The trainer: binding.py, functions.py.
+# The trainer: binding.py, step_functions.py.
 
 
 def test_compile_comes_from_the_trainer():
@@ -625,7 +625,7 @@ def test_state_is_taken_again_after_a_callback_asked_for_it():
     np.testing.assert_array_equal(kernels[2], [[5.0], [5.0]])
 
 
-# Data: adapter.py.
+# Data: feed.py.
 
 
 class Adapter(DataAdapter):
@@ -1046,7 +1046,7 @@ def test_array_adapter_chooses_rows_for_any_nest():
     assert chosen == [slice(0, 4), slice(4, 6)], "`indices` by keyword"
 
 
-# Stateless scopes: lifting.py.
+# Stateless scopes: variables_used.py.
 
 
 def test_a_variable_asks_the_innermost_scope_alone():

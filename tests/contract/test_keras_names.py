@@ -20,8 +20,8 @@ from keras.src.trainers.data_adapters.array_data_adapter import (
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 from keras_strategies.keras_bridge import keras_names
-from keras_strategies.keras_bridge.adapter import Feed
-from keras_strategies.keras_bridge.passes import Division
+from keras_strategies.keras_bridge.inputs.feed import Feed
+from keras_strategies.keras_bridge.inputs.feed_position import Division
 
 VERSION = tuple(map(int, keras.__version__.split(".")[:2]))
 IN_3_16 = VERSION >= (3, 16)

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from keras import ops
 
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies.keras_bridge.adapter import make_feed
+from keras_strategies.keras_bridge.inputs.feed import make_feed
 from tests.data.sources import (
     CLASSES,
     LABELS,

@@ -10,8 +10,9 @@ import jax
 import numpy as np
 import pytest
 
-from keras_strategies.data.file_source import FilesSource, files
 from keras_strategies.data.options import AutoShardPolicy
+from keras_strategies.data.sources.file_source import FilesSource
+from keras_strategies.data.sources.files import files
 from tests.data.parts import (
     BATCHES,
     ROWS,

@@ -8,9 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from keras_strategies.data import grain_rows
-from keras_strategies.data.grain_data import GrainSource, is_grain
-from keras_strategies.data.grain_rows import stacked_rows
+from keras_strategies.data.grain import grain_rows
+from keras_strategies.data.grain.grain_data import GrainSource, is_grain
+from keras_strategies.data.grain.grain_rows import stacked_rows
 from keras_strategies.data.options import AutoShardPolicy
 from tests.data.parts import (
     BATCHES,

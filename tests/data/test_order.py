@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from keras_strategies.data.order import (
+from keras_strategies.data.shuffled_orders import (
     BatchOrder,
     NumberedBatchOrder,
     NumberedRowOrder,

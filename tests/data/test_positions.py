@@ -16,14 +16,17 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import (
 )
 
 import keras_strategies as ks
-from keras_strategies.data.file_source import FilesSource
-from keras_strategies.data.file_source import files as files_of
-from keras_strategies.data.iterables import IterableSource
 from keras_strategies.data.options import AutoShardPolicy
-from keras_strategies.keras_bridge.adapter import make_feed
-from keras_strategies.keras_bridge.choosing import source_of_dataset
+from keras_strategies.data.sources.file_source import FilesSource
+from keras_strategies.data.sources.files import files as files_of
+from keras_strategies.data.sources.iterables import IterableSource
+from keras_strategies.keras_bridge.inputs.choose_source import source_of_dataset
+from keras_strategies.keras_bridge.inputs.feed import make_feed
+from keras_strategies.keras_bridge.inputs.keras_sources import (
+    ArraySource,
+    PyDatasetSource,
+)
 from keras_strategies.keras_bridge.keras_names import ORDERS_ARE_NUMBERED
-from keras_strategies.keras_bridge.sources import ArraySource, PyDatasetSource
 from tests.data.workers import global_batches, read_all
 from tests.optional import without_torch
 
@@ -117,7 +120,7 @@ def files(reader):
 def grain_map(count, index, seed):
     import grain
 
-    from keras_strategies.data.grain_data import GrainSource
+    from keras_strategies.data.grain.grain_data import GrainSource
 
     del seed
     dataset = grain.MapDataset.source(X).seed(5).shuffle().batch(SIZE)
@@ -127,7 +130,7 @@ def grain_map(count, index, seed):
 def grain_iter(count, index, seed):
     import grain
 
-    from keras_strategies.data.grain_data import GrainSource
+    from keras_strategies.data.grain.grain_data import GrainSource
 
     del seed
     dataset = grain.MapDataset.source(X).seed(5).shuffle()
@@ -141,7 +144,7 @@ def grain_iter(count, index, seed):
 def torch_data(count, index, seed):
     import torch
 
-    from keras_strategies.data.torch_data import TorchSource
+    from keras_strategies.data.sources.torch_data import TorchSource
 
     dataset = torch.utils.data.TensorDataset(torch.tensor(X))
     return TorchSource(
@@ -155,7 +158,7 @@ def torch_data(count, index, seed):
 def tf_data(count, index, seed):
     import tensorflow as tf
 
-    from keras_strategies.data.tf_data import TfDataSource
+    from keras_strategies.data.tfdata.tf_data import TfDataSource
 
     dataset = tf.data.Dataset.from_tensor_slices(X).cache().shuffle(ROWS)
     return TfDataSource(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.data.grain_rows import stacked_rows
+from keras_strategies.data.grain.grain_rows import stacked_rows
 
 # Small ones and such that CPU devices use as they lie in memory.
 WIDTHS = [1, 8192]

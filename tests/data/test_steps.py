@@ -15,11 +15,14 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import (
 
 from keras_strategies._core.rows import rows_of_processes, rows_of_replicas
 from keras_strategies.data.distributed import counts_of
-from keras_strategies.data.iterables import IterableSource
-from keras_strategies.data.numpy_dataset import NumpyDataset, RowsSource
 from keras_strategies.data.options import AutoShardPolicy
+from keras_strategies.data.sources.iterables import IterableSource
+from keras_strategies.data.sources.numpy_dataset import NumpyDataset, RowsSource
 from keras_strategies.data.steps import Steps
-from keras_strategies.keras_bridge.sources import ArraySource, PyDatasetSource
+from keras_strategies.keras_bridge.inputs.keras_sources import (
+    ArraySource,
+    PyDatasetSource,
+)
 from tests.data.workers import Mesh, global_batches, read_all, rows_of
 
 WORKERS = [1, 2, 3, 5]
@@ -81,8 +84,8 @@ def iterable(rows, size, count, index, own):
 
 
 def files(folder):
-    from keras_strategies.data.file_source import FilesSource
-    from keras_strategies.data.file_source import files as files_of
+    from keras_strategies.data.sources.file_source import FilesSource
+    from keras_strategies.data.sources.files import files as files_of
 
     def make(rows, size, count, index, own, policy=AutoShardPolicy.DATA):
         cuts = [0, rows // 7, rows // 7, rows // 2, rows, rows]
@@ -119,7 +122,7 @@ def by_file(folder):
 def grain_dataset(rows, size, count, index, own):
     import grain
 
-    from keras_strategies.data.grain_data import GrainSource
+    from keras_strategies.data.grain.grain_data import GrainSource
 
     policy = AutoShardPolicy.OFF if own else AutoShardPolicy.AUTO
     return GrainSource(
@@ -133,7 +136,7 @@ def grain_dataset(rows, size, count, index, own):
 def torch_loader(rows, size, count, index, own):
     import torch
 
-    from keras_strategies.data.torch_data import TorchSource
+    from keras_strategies.data.sources.torch_data import TorchSource
 
     dataset = torch.utils.data.TensorDataset(torch.tensor(values(rows)))
     return TorchSource(
@@ -147,7 +150,7 @@ def torch_loader(rows, size, count, index, own):
 def tf_data(rows, size, count, index, own):
     import tensorflow as tf
 
-    from keras_strategies.data.tf_data import TfDataSource
+    from keras_strategies.data.tfdata.tf_data import TfDataSource
 
     dataset = tf.data.Dataset.from_tensor_slices(values(rows)).batch(size)
     return TfDataSource(
@@ -319,7 +322,7 @@ def mapped_tf_data(rows, size, count, index, own):
     """tf's commonest order: `batch`, then `map`."""
     import tensorflow as tf
 
-    from keras_strategies.data.tf_data import TfDataSource
+    from keras_strategies.data.tfdata.tf_data import TfDataSource
 
     dataset = tf.data.Dataset.from_tensor_slices(values(rows)).batch(size)
     dataset = dataset.cache().map(lambda x: 1 * x).prefetch(1)
@@ -373,7 +376,7 @@ def test_who_has_a_short_batch_alone_takes_the_others_size(own_rows):
 def test_maps_that_change_the_rows_count():
     import tensorflow as tf
 
-    from keras_strategies.data.tf_data import TfDataSource
+    from keras_strategies.data.tfdata.tf_data import TfDataSource
 
     def make(count, index, rows=24):
         dataset = tf.data.Dataset.from_tensor_slices(values(rows)).batch(4)

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from keras_strategies.data import structure
+from keras_strategies.data import batch_spec
 
 pytestmark = pytest.mark.quick
 
@@ -28,19 +28,19 @@ NESTS = [
 
 @pytest.mark.parametrize("nest", NESTS, ids=str)
 def test_an_empty_batch_is_like_its_first(nest):
-    empty = structure.empty(structure.spec_of(nest))
+    empty = batch_spec.empty(batch_spec.spec_of(nest))
     assert jax.tree.structure(empty) == jax.tree.structure(nest)
     for leaf, like in zip(
         jax.tree.leaves(empty), jax.tree.leaves(nest), strict=True
     ):
         assert leaf.dtype == like.dtype
         assert leaf.shape == (0, *like.shape[1:])
-    assert structure.spec_of(empty) == structure.spec_of(nest)
+    assert batch_spec.spec_of(empty) == batch_spec.spec_of(nest)
 
 
 def test_dicts_of_another_order_are_alike():
     x, y = np.zeros((2, 1)), np.zeros(2)
-    assert structure.spec_of({"x": x, "y": y}) == structure.spec_of(
+    assert batch_spec.spec_of({"x": x, "y": y}) == batch_spec.spec_of(
         {"y": y, "x": x}
     )
 
@@ -58,14 +58,14 @@ def test_dicts_of_another_order_are_alike():
     ],
 )
 def test_what_is_like_another(one, other, is_like):
-    specs = structure.spec_of(one), structure.spec_of(other)
-    assert structure.is_like(*specs) is is_like
-    assert structure.is_like(*reversed(specs)) is is_like
+    specs = batch_spec.spec_of(one), batch_spec.spec_of(other)
+    assert batch_spec.is_like(*specs) is is_like
+    assert batch_spec.is_like(*reversed(specs)) is is_like
 
 
 def test_it_is_shown_as_users_write_it():
     batch = {"x": np.zeros((2, 3), "float32"), "y": np.zeros(2, "int64")}
-    assert structure.shown(structure.spec_of(batch)) == str(
+    assert batch_spec.shown(batch_spec.spec_of(batch)) == str(
         {"x": "float32[?, 3]", "y": "int64[?]"}
     )
 
@@ -83,7 +83,7 @@ def test_nests_keep_their_kinds_and_order():
         Named(*arrays),
         {"b": Named(*arrays), "a": [arrays[0]]},
     ):
-        made = structure.empty(structure.spec_of(batch))
+        made = batch_spec.empty(batch_spec.spec_of(batch))
         assert jax.tree.structure(made) == jax.tree.structure(batch)
         for leaf, other in zip(
             jax.tree.leaves(made), jax.tree.leaves(batch), strict=True
@@ -94,13 +94,13 @@ def test_nests_keep_their_kinds_and_order():
 
 def test_what_cannot_be_told_is_refused():
     with pytest.raises(TypeError, match="Received: a set"):
-        structure.spec_of((np.ones(2), {1}))
+        batch_spec.spec_of((np.ones(2), {1}))
     own = collections.namedtuple("own", "a b")
     with pytest.raises(TypeError, match="Received: a named tuple 'own'"):
-        structure.spec_of(own(np.ones(2), np.ones(2)))
-    spec = structure.spec_of(Named(np.ones(2), np.ones(2)))
+        batch_spec.spec_of(own(np.ones(2), np.ones(2)))
+    spec = batch_spec.spec_of(Named(np.ones(2), np.ones(2)))
     with pytest.raises(TypeError, match="top of a module"):
-        structure.empty(spec.replace("Named", "Gone"))
+        batch_spec.empty(spec.replace("Named", "Gone"))
 
 
 def spec_with(part):
@@ -152,7 +152,7 @@ FOREIGN = [
 @pytest.mark.parametrize("text", FOREIGN, ids=lambda text: text[:40])
 def test_what_is_no_structure_is_refused(text):
     with pytest.raises(ValueError, match="as `spec_of` writes it"):
-        structure.empty(text)
+        batch_spec.empty(text)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_what_is_no_structure_is_refused(text):
 def test_a_class_is_neither_imported_nor_called(name):
     before = set(sys.modules)
     with pytest.raises(TypeError, match="top of a module"):
-        structure.empty(spec_with({"named": name, "items": [LEAF]}))
+        batch_spec.empty(spec_with({"named": name, "items": [LEAF]}))
     assert set(sys.modules) == before
     assert not done
 
@@ -209,30 +209,30 @@ class Counted(NamedTuple("Base", [("a", np.ndarray)])):
 
 
 def test_a_named_tuple_is_made_without_its_own_code():
-    spec = structure.spec_of(Counted(np.ones((2, 3))))
+    spec = batch_spec.spec_of(Counted(np.ones((2, 3))))
     done.clear()
-    made = structure.empty(spec)
+    made = batch_spec.empty(spec)
     assert type(made) is Counted
     assert made.a.shape == (0, 3)
     assert not done
 
 
 def test_files_name_no_classes():
-    spec = structure.spec_of(Named(np.ones(2), np.ones(2)))
+    spec = batch_spec.spec_of(Named(np.ones(2), np.ones(2)))
     with pytest.raises(ValueError, match="as `spec_of` writes it"):
-        structure.empty(spec, has_classes=False)
+        batch_spec.empty(spec, has_classes=False)
 
 
 def test_ten_thousand_damaged_structures_are_refused_or_read():
     random = np.random.default_rng(0)
-    good = structure.spec_of(
+    good = batch_spec.spec_of(
         {"a": (np.ones((2, 3)), [np.ones(2, "int32")]), "b": Named(1.0 * X, X)}
     )
     before = set(sys.modules)
     for _ in range(10_000):
         text = mutated(good, random)
         with contextlib.suppress(ValueError, TypeError):
-            structure.empty(text)
+            batch_spec.empty(text)
     assert set(sys.modules) == before
     assert not done
 

@@ -14,9 +14,9 @@ import warnings
 import numpy as np
 import pytest
 
-from keras_strategies.data import tf_data
 from keras_strategies.data.options import SHARD_HINT, AutoShardPolicy
-from keras_strategies.data.tf_data import TfDataSource
+from keras_strategies.data.tfdata import tf_data
+from keras_strategies.data.tfdata.tf_data import TfDataSource
 
 
 @pytest.fixture(autouse=True)
@@ -816,7 +816,7 @@ def test_a_dataset_without_a_graph(monkeypatch):
     dataset = tf.data.Dataset.range(8).shuffle(8, seed=1).batch(4)
     order = rows_of_tf(tf.data.Dataset.range(8).shuffle(8, seed=1).batch(4))
     # As of arrays of 2 GiB, which would not fit into the test.
-    module = sys.modules["keras_strategies.data.tf_data"]
+    module = sys.modules["keras_strategies.data.tfdata.tf_data"]
     monkeypatch.setattr(module, "graph_of", lambda dataset: None)
     assert flat(batches_of(source_of(dataset))) == order
     assert len(flat(batches_of(source_of(dataset, 2, 0, OFF)))) == 8
@@ -871,7 +871,7 @@ def test_nobody_waits_for_tensorflow_to_end_its_threads(
 LEFT_OPEN = """
 import tensorflow as tf
 from keras_strategies.data.source import all_rows
-from keras_strategies.data.tf_data import TfDataSource
+from keras_strategies.data.tfdata.tf_data import TfDataSource
 
 source = TfDataSource(
     tf.data.Dataset.range(6).batch(2), num_processes=1, process_index=0, seed=3

@@ -10,7 +10,7 @@ import torch
 from torch.utils import data as torch_data
 
 from keras_strategies.data.options import AutoShardPolicy
-from keras_strategies.data.torch_data import TorchSource, is_torch
+from keras_strategies.data.sources.torch_data import TorchSource, is_torch
 from tests.data.parts import (
     BATCHES,
     ROWS,

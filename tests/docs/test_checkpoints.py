@@ -8,10 +8,16 @@ import re
 import pytest
 from rich.console import Console
 
-from keras_strategies.checkpoint.keeping import Keep
-from keras_strategies.checkpoint.layout import partial_saves, put_aside, step_of
-from keras_strategies.cli.checkpoint_list import look_at
-from keras_strategies.cli.checkpoint_table import print_listing
+from keras_strategies.checkpoint.directory.names import (
+    partial_saves,
+    put_aside,
+    step_of,
+)
+from keras_strategies.checkpoint.directory.retention import Keep
+from keras_strategies.cli.checkpoints.checkpoint_list import look_at
+from keras_strategies.cli.checkpoints.checkpoint_table import (
+    print_listing,
+)
 from tests.checkpoint.damages import flip
 from tests.checkpoint.written import VARIABLES, write_small
 

@@ -10,7 +10,7 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.cluster.spec import ClusterSpec
-from keras_strategies.estimator.run_config import RunConfig
+from keras_strategies.estimator.config.run_config import RunConfig
 
 pytestmark = pytest.mark.quick
 

@@ -9,12 +9,8 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.estimator import (
-    eval_results,
-    exporters,
-    exporting,
-    training,
-)
+from keras_strategies.estimator import exporters, exporting, train_callback
+from keras_strategies.estimator.records import eval_results
 
 pytestmark = pytest.mark.quick
 
@@ -505,13 +501,13 @@ FOREIGN = [
 def test_files_that_others_wrote_are_left_out(tmp_path, caplog, text):
     folder = str(tmp_path)
     (tmp_path / exporting.FEATURES).write_bytes(text)
-    (tmp_path / training.MARK).write_bytes(text)
+    (tmp_path / train_callback.MARK).write_bytes(text)
     (tmp_path / eval_results.FILE).write_bytes(text + b"\n")
     if text != b"null":
         # What `null` says is that there are no features.
         assert exporting.noted_features(folder) is None
         assert exporting.FEATURES in caplog.text
-    assert training.ended_at(folder) is None
+    assert train_callback.ended_at(folder) is None
     assert eval_results.read(folder) == {}
     eval_results.append(folder, 3, {"loss": 0.5})
     assert eval_results.read(folder) == {3: {"loss": 0.5}}

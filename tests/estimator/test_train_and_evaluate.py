@@ -9,12 +9,9 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.estimator import (
-    early_stopping,
-    eval_results,
-    train_evaluate,
-    training,
-)
+from keras_strategies.estimator import train_callback, train_evaluate
+from keras_strategies.estimator.contrib import early_stopping
+from keras_strategies.estimator.records import eval_results
 from tests.estimator import models
 from tests.estimator.models import (
     X,
@@ -406,7 +403,7 @@ def test_early_stopping_in_train_and_evaluate(tmp_path):
     metrics, _ = run(estimator, max_steps=20, hooks=[hook])
     # The fourth step is evaluated after it; the fifth one sees that.
     assert metrics["global_step"] == 5
-    assert training.ended_at(estimator.model_dir) == 5
+    assert train_callback.ended_at(estimator.model_dir) == 5
 
 
 @pytest.mark.parametrize(

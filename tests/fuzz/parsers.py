@@ -16,41 +16,58 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from keras_strategies import cluster_resolver
-from keras_strategies.checkpoint import job_states, lock, nests
-from keras_strategies.checkpoint.damage import DamagedCheckpoint
-from keras_strategies.checkpoint.documents import read_document
-from keras_strategies.checkpoint.manifest import read_manifest
+from keras_strategies.checkpoint import job_states, nests
+from keras_strategies.checkpoint.directory import lock
+from keras_strategies.checkpoint.directory.corruption import DamagedCheckpoint
+from keras_strategies.checkpoint.directory.documents import read_document
+from keras_strategies.checkpoint.directory.manifest import read_manifest
 from keras_strategies.checkpoint.storage import Storage
-from keras_strategies.cli import probing
-from keras_strategies.cli.checkpoint_list import look_at
-from keras_strategies.cli.checkpoint_table import print_listing
-from keras_strategies.cli.installed import split_flags
-from keras_strategies.cluster import agreement, hellos, job_secret, joining
+from keras_strategies.cli.checkpoints.checkpoint_list import look_at
+from keras_strategies.cli.checkpoints.checkpoint_table import (
+    print_listing,
+)
+from keras_strategies.cli.doctor import run_probe
+from keras_strategies.cli.doctor.installed import split_flags
 from keras_strategies.cluster.addresses import check_address
-from keras_strategies.cluster.beats import Beat
-from keras_strategies.cluster.exits import Cause
-from keras_strategies.cluster.forms import Either, read_messages
-from keras_strategies.cluster.kubernetes_job import (
+from keras_strategies.cluster.exchange import (
+    greetings,
+    host_exchange,
+    job_secret,
+    joining,
+)
+from keras_strategies.cluster.exchange.exit_codes import Cause
+from keras_strategies.cluster.exchange.message_forms import (
+    Either,
+    read_messages,
+)
+from keras_strategies.cluster.resolvers.kubernetes_job import (
     has_job_variables,
     read_pod_of_job,
 )
-from keras_strategies.cluster.other_launchers import unjoined_job
-from keras_strategies.cluster.slurm_lists import (
+from keras_strategies.cluster.resolvers.other_launchers import unjoined_job
+from keras_strategies.cluster.resolvers.slurm_lists import (
     expand_hostlist,
     expand_tasks_per_node,
 )
-from keras_strategies.cluster.talker import _beats_of, _processes_of
+from keras_strategies.cluster.resolvers.tf_config import parse_tf_config
 from keras_strategies.cluster.tasks import task_info
-from keras_strategies.cluster.tf_config import parse_tf_config
 from keras_strategies.cluster.untrusted import load_json
-from keras_strategies.data import structure, together
-from keras_strategies.data.order import BatchOrder, RowOrder
+from keras_strategies.cluster.watchdog.failure_detector import Beat
+from keras_strategies.cluster.watchdog.heartbeat_thread import (
+    _beats_of,
+    _processes_of,
+)
+from keras_strategies.data import agree_source, batch_spec
+from keras_strategies.data.shuffled_orders import BatchOrder, RowOrder
 from keras_strategies.data.source import Part
 from keras_strategies.data.steps import Steps
-from keras_strategies.estimator import eval_results, exporting, training
-from keras_strategies.estimator.run_cluster import cluster_of
-from keras_strategies.keras_bridge import kept_loop
-from keras_strategies.keras_bridge.callback_states import go_on_writing
+from keras_strategies.estimator import exporting, train_callback
+from keras_strategies.estimator.config.run_cluster import cluster_of
+from keras_strategies.estimator.records import eval_results
+from keras_strategies.keras_bridge.callbacks import fit_state
+from keras_strategies.keras_bridge.callbacks.callback_states import (
+    go_on_writing,
+)
 from keras_strategies.tpu.topology import Topology
 from tests.checkpoint.written import write_small
 from tests.data.workers import Mesh
@@ -89,15 +106,15 @@ class Pair(NamedTuple):
 
 _ROWS = np.ones((2, 3), "float32")
 STRUCTURES = [
-    structure.spec_of({"a": (_ROWS, [np.ones(2, "int32")]), "b": _ROWS}),
-    structure.spec_of(Pair(_ROWS, None)),
-    structure.spec_of((_ROWS, {1: np.ones(2, "U5")})),
+    batch_spec.spec_of({"a": (_ROWS, [np.ones(2, "int32")]), "b": _ROWS}),
+    batch_spec.spec_of(Pair(_ROWS, None)),
+    batch_spec.spec_of((_ROWS, {1: np.ones(2, "U5")})),
 ]
 NONCE = job_secret.make_nonce()
 HELLOS = [
     json.dumps(
         {
-            "job": hellos.HELLO,
+            "job": greetings.HELLO,
             "process": 1,
             "count": 2,
             "facts": {"strategy": "A"},
@@ -301,12 +318,16 @@ def _heard_by_steps(size: int | None) -> Parse:
 
 def _heard_by_makers(text: str) -> object:
     talk: Any = _Talk(text)
-    for form in (together._NUMBER, together._MADE, together._OUTLINES):
+    for form in (
+        agree_source._NUMBER,
+        agree_source._MADE,
+        agree_source._OUTLINES,
+    ):
         with contextlib.suppress(RuntimeError):
-            heard = together._exchange(_MESH, "fit", talk, {}, form)
-            together.raise_together(_MESH, "It", heard[1:] * 2, None)
+            heard = agree_source._exchange(_MESH, "fit", talk, {}, form)
+            agree_source.raise_together(_MESH, "It", heard[1:] * 2, None)
     form = {"number": int}
-    return together._exchange(_MESH, "fit", talk, {"number": 1}, form)
+    return agree_source._exchange(_MESH, "fit", talk, {"number": 1}, form)
 
 
 def _heard_by_storage(folder: Any) -> Parse:
@@ -322,10 +343,10 @@ def _heard_by_storage(folder: Any) -> Parse:
 
 def _fit_state(text: str) -> object:
     state = nests.joined(load_json(text, max_characters=1 << 26), {})
-    loop: Any = object.__new__(kept_loop.Loop)
+    loop: Any = object.__new__(fit_state.Loop)
     loop._feed = loop._validation = None
     loop._epochs, loop.mesh = 3, _MESH
-    return kept_loop.Loop.go_on(loop, state)
+    return fit_state.Loop.go_on(loop, state)
 
 
 def _object_states(text: str) -> object:
@@ -375,34 +396,38 @@ PARSERS: dict[str, Parser] = {
     ),
     "structure": Parser(
         documents=STRUCTURES,
-        prepared=of(structure.empty),
+        prepared=of(batch_spec.empty),
         errors=(ValueError, TypeError),
     ),
     "structure of a file": Parser(
         documents=STRUCTURES,
-        prepared=of(lambda text: structure.empty(text, has_classes=False)),
+        prepared=of(lambda text: batch_spec.empty(text, has_classes=False)),
         errors=(ValueError,),
     ),
     "structures compared": Parser(
         documents=STRUCTURES,
-        prepared=of(lambda text: structure.is_like(STRUCTURES[0], text)),
+        prepared=of(lambda text: batch_spec.is_like(STRUCTURES[0], text)),
         errors=(ValueError, TypeError),
     ),
     "rendezvous: hello": Parser(
-        documents=HELLOS, prepared=of(hellos.parsed), is_text=False
+        documents=HELLOS, prepared=of(greetings.parsed), is_text=False
     ),
     "rendezvous: answer": Parser(
         documents=[
             *HELLOS,
             '{"job": "keras_strategies", "left_s": 5}',
             '{"job": "keras_strategies", "verdict": "x"}',
-            json.dumps({"job": hellos.HELLO, "nonce": NONCE, "proof": NONCE}),
+            json.dumps(
+                {"job": greetings.HELLO, "nonce": NONCE, "proof": NONCE}
+            ),
         ],
         prepared=of(_answer_of),
     ),
     "rendezvous: text": Parser(
         documents=["A text.\n"],
-        prepared=of(lambda text: (hellos.readable(text), hellos.shown(text))),
+        prepared=of(
+            lambda text: (greetings.readable(text), greetings.shown(text))
+        ),
     ),
     "job secret": Parser(
         documents=["x" * 20, "\u00e9" * 20],
@@ -437,9 +462,9 @@ PARSERS: dict[str, Parser] = {
     ),
     "training.json": Parser(
         documents=['{"ended_at_step": 12}'],
-        prepared=lambda folder: lambda _: training.ended_at(str(folder)),
+        prepared=lambda folder: lambda _: train_callback.ended_at(str(folder)),
         is_text=False,
-        puts=training.MARK,
+        puts=train_callback.MARK,
     ),
     "manifest": Parser(
         documents=[],
@@ -558,7 +583,7 @@ PARSERS: dict[str, Parser] = {
             json.dumps(
                 {
                     "rows": 2,
-                    "spec": structure.spec_of(_ROWS),
+                    "spec": batch_spec.spec_of(_ROWS),
                     "mark": None,
                     "counts": None,
                     "place": "step 0 of epoch 0",
@@ -649,7 +674,7 @@ PARSERS: dict[str, Parser] = {
     "time to wait": Parser(
         documents=["600", "1.5"],
         prepared=of(
-            _with_environ(agreement.waiting_limit_s, agreement.TIMEOUT)
+            _with_environ(host_exchange.waiting_limit_s, host_exchange.TIMEOUT)
         ),
         errors=(ValueError,),
     ),
@@ -658,7 +683,7 @@ PARSERS: dict[str, Parser] = {
     ),
     "doctor's child": Parser(
         documents=['{"stage": "jax", "begins": true}\n{"stage": "jax"}\n'],
-        prepared=of(probing._told_in),
+        prepared=of(run_probe._told_in),
         is_text=False,
     ),
 }

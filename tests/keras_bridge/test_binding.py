@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.keras_bridge.binding import binding_of
-from keras_strategies.keras_bridge.model_variables import all_variables
+from keras_strategies.keras_bridge.loops.binding import binding_of
+from keras_strategies.keras_bridge.variables.model_variables import (
+    all_variables,
+)
 from keras_strategies.testing import assert_replicated
 from tests.keras_bridge.rows_seen import (
     NOT_OURS,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from keras.src.trainers.epoch_iterator import EpochIterator
 
-from keras_strategies.keras_bridge.passes import Division
+from keras_strategies.keras_bridge.inputs.feed_position import Division
 from tests.plain_keras import dense, mirrored
 
 EPOCHS = 6

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_strategies.keras_bridge import metric_rules
+from keras_strategies.keras_bridge.hooks import metric_rules
 from tests.plain_keras import assert_same, dense, run_both
 
 ROWS = 8

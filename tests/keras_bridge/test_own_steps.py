@@ -11,7 +11,7 @@ from keras import ops
 from keras.src.losses.losses import LossFunctionWrapper
 
 import keras_strategies as ks
-from keras_strategies.keras_bridge import tracing
+from keras_strategies.keras_bridge.steps import trace_checks
 from tests.plain_keras import assert_same, check_same, dense, run_both
 
 _random = np.random.default_rng(5)
@@ -167,7 +167,7 @@ def test_results_are_reduced_with_the_rest_of_the_step():
         model.compile("sgd", "mse", metrics=["mae", "mape"])
     model.fit(X[:16], Y[:16], batch_size=16, verbose=0)
     from keras_strategies._core.batches import place, whole_batch
-    from keras_strategies.keras_bridge.functions import make_program
+    from keras_strategies.keras_bridge.steps.step_functions import make_program
 
     mesh = strategy._runtime.mesh
     program = make_program(model, mesh)
@@ -695,7 +695,7 @@ def test_kerass_own_step_is_traced_once(monkeypatch):
     def fail(*args):
         raise AssertionError("a second trace")
 
-    monkeypatch.setattr(tracing, "_check_sizes", fail)
+    monkeypatch.setattr(trace_checks, "_check_sizes", fail)
     with ks.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
         model = two_outputs()
         model.compile("sgd", "mse", metrics=["mae", keras.metrics.R2Score()])

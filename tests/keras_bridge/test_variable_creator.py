@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.keras_bridge.model_variables import all_variables
+from keras_strategies.keras_bridge.variables.model_variables import (
+    all_variables,
+)
 from tests.keras_bridge.rows_seen import compile_, fit, sequential
 from tests.plain_keras import mirrored
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax._src import distributed
 
 import keras_strategies as ks
-from keras_strategies.cluster import guard
+from keras_strategies.cluster.watchdog import watchdog
 
 AT = 8  # The step of what goes wrong.
 STEPS = 400
@@ -174,7 +174,7 @@ def main(told):
             count,
             index,
             coordinator_bind_address=address,
-            **guard.INITIALIZE_ARGUMENTS,
+            **watchdog.INITIALIZE_ARGUMENTS,
         )
     kind, _, place = told["kind"].partition(" in a ")
     train = {"fit": fit, "loop": loop}[kind]

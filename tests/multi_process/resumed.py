@@ -24,8 +24,10 @@ import keras
 import numpy as np
 
 import keras_strategies as ks
-from keras_strategies.keras_bridge import callback_states
-from keras_strategies.keras_bridge.model_variables import all_variables
+from keras_strategies.keras_bridge.callbacks import callback_states
+from keras_strategies.keras_bridge.variables.model_variables import (
+    all_variables,
+)
 
 layers = keras.layers
 ROWS, SIZE, EPOCHS = 77, 8, 4

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from keras_strategies.cluster.free_ports import free_ports
+from keras_strategies.cluster.job.free_ports import free_ports
 from keras_strategies.testing import run_processes
 from tests.multi_process.startup import ALONE_S, TOGETHER_S, train
 

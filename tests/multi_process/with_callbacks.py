@@ -95,7 +95,10 @@ def scalars(folder):
     """Event files of a fit with validation, and a line every three steps."""
     strategy = ks.MultiWorkerMirroredStrategy()
     x, y = data(21)
-    lines, log = Lines(), logging.getLogger("keras_strategies.strategy.scalars")
+    lines, log = (
+        Lines(),
+        logging.getLogger("keras_strategies.callbacks.scalars"),
+    )
     log.addHandler(lines)
     log.setLevel(logging.INFO)
     model = build(strategy)

@@ -8,7 +8,7 @@ from keras import layers
 import keras_strategies as ks
 from keras_strategies._core.batches import Segment
 from keras_strategies._core.rows import padded_rows
-from keras_strategies.keras_bridge.functions import make_program
+from keras_strategies.keras_bridge.steps.step_functions import make_program
 
 
 @pytest.mark.parametrize("rows", [2047, 2045, 1537])

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
 import keras_strategies as ks
-from keras_strategies.strategy import describe
+from keras_strategies.strategy.inspect import describe
 
 
 @dataclasses.dataclass(frozen=True)

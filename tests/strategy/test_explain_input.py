@@ -19,7 +19,7 @@ from keras_strategies._core.rows import balanced_rows, rows_of_processes
 from keras_strategies.data import distributed
 from keras_strategies.data.source import Source
 from keras_strategies.data.steps import Steps
-from keras_strategies.strategy import explain_input as explaining
+from keras_strategies.strategy.inspect import explain_input as explaining
 from keras_strategies.testing import run_processes
 from tests.plain_keras import mirrored
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.strategy.old_names import INSTEAD
+from keras_strategies.strategy.tf_compat.old_names import INSTEAD
 from keras_strategies.testing import assert_replicated
 from tests.plain_keras import mirrored
 

@@ -11,9 +11,9 @@ import pytest
 from keras.src.losses import loss as loss_module
 
 import keras_strategies as ks
-from keras_strategies.keras_bridge.binding import binding_of
 from keras_strategies.keras_bridge.keras_names import TRAINER
-from keras_strategies.keras_bridge.model_hooks import LOOPS, loops_owner
+from keras_strategies.keras_bridge.loops.binding import binding_of
+from keras_strategies.keras_bridge.loops.scope_hooks import LOOPS, loops_owner
 from tests.keras_bridge.rows_seen import (
     RowsSeen,
     X,

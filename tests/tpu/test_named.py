@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from keras_strategies.tpu.device_assignment import replica_mesh_devices
 from keras_strategies.tpu.device_order import default_device_order
 from keras_strategies.tpu.experimental import DeviceAssignment, Topology
-from keras_strategies.tpu.named import devices_by_name
 from keras_strategies.tpu.rings import count_ring_hops
+from keras_strategies.tpu.topology_devices import devices_by_name
 from tests.tpu.slices import make_slice
 
 pytestmark = pytest.mark.tpu

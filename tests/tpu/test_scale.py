@@ -9,8 +9,8 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies.keras_bridge.binding import binding_of
-from keras_strategies.keras_bridge.step_shapes import lower_step
+from keras_strategies.keras_bridge.loops.binding import binding_of
+from keras_strategies.keras_bridge.steps.lower_step import lower_step
 from tests.tpu.slices import make_slice
 
 

@@ -1,0 +1,1 @@
+"""Traced functions: looked at, cut at their collectives, and compared."""

@@ -1,0 +1,288 @@
+"""Functions of several replicas, run one at a time in threads of their own.
+
+Each runs up to its next collective; when all have come to it, it is computed
+of all replicas' operands, and they go on in turn. Gradients flow through: the
+backward pass of a collective is one, too.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from keras_strategies._core.jaxprs.replay import (
+    Concatenation,
+    Reduce,
+    replay_scope,
+)
+
+_SHAPES = "a collective (Concatenation)"
+END = "the function's end"
+"""Where replicas meet when the user's function has returned."""
+
+
+class Aborted(BaseException):
+    """Ends a replica because another has failed."""
+
+
+class Lockstep:
+    """The replicas of one call.
+
+    Args:
+      num_replicas: Their number.
+      axis: The name of their axis in collectives.
+    """
+
+    def __init__(self, num_replicas: int, axis: str) -> None:
+        self.num_replicas = num_replicas
+        self.axis = axis
+        self._turn = 0
+        self._changed = threading.Condition()
+        self._posted: list[Any] = [_NOTHING] * num_replicas
+        self._answers: list[Any] = [_NOTHING] * num_replicas
+        self._error: BaseException | None = None
+
+    def run(self, fn: Callable[[int], Any]) -> list[Any]:
+        """Calls `fn(replica)` once for each replica.
+
+        Returns:
+          The results, in the order of the replicas.
+
+        Raises:
+          Exception: the first that a replica raised.
+          RuntimeError: the replicas came to different collectives.
+        """
+        results: list[Any] = [None] * self.num_replicas
+
+        def one(replica: int) -> None:
+            try:
+                self._wait_for_turn(replica)
+                with replay_scope(Turn(self, replica)):
+                    results[replica] = fn(replica)
+            except Aborted:
+                pass
+            except BaseException as error:
+                self._fail(error)
+            finally:
+                self._end(replica)
+
+        threads = [
+            threading.Thread(target=one, args=(i,), name=f"replica_{i}")
+            for i in range(self.num_replicas)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self._error is not None:
+            raise self._error
+        return results
+
+    def exchange(
+        self,
+        replica: int,
+        kind: str,
+        value: Any,
+        combine: Callable[[list[Any]], list[Any]],
+    ) -> Any:
+        """Waits for all replicas' values and returns this replica's answer.
+
+        Args:
+          replica: Who calls.
+          kind: What for.
+          value: Its value.
+          combine: Makes each replica's answer of all values.
+
+        Raises:
+          RuntimeError: others came for something else.
+        """
+        with self._changed:
+            self._posted[replica] = (kind, value)
+            if all(v is not _NOTHING for v in self._posted):
+                _check_kinds([kind for kind, _ in self._posted])
+                values = [value for _, value in self._posted]
+                self._posted = [_NOTHING] * self.num_replicas
+                self._answers = list(combine(values))
+                self._turn = 0
+            else:
+                self._turn = replica + 1
+            self._changed.notify_all()
+        self._wait_for_turn(replica, for_answer=True)
+        answer, self._answers[replica] = self._answers[replica], _NOTHING
+        return answer
+
+    def _wait_for_turn(self, replica: int, *, for_answer: bool = False) -> None:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self._error is not None
+                    or (
+                        self._turn == replica
+                        and (
+                            not for_answer
+                            or self._answers[replica] is not _NOTHING
+                        )
+                    )
+                )
+            )
+            if self._error is not None:
+                raise Aborted
+
+    def _end(self, replica: int) -> None:
+        with self._changed:
+            self._turn = replica + 1
+            self._changed.notify_all()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+
+class Turn:
+    """One replica's side of a `Lockstep`; stands where a `Replay` does.
+
+    Args:
+      lockstep: The replicas.
+      replica: Which of them this is.
+    """
+
+    def __init__(self, lockstep: Lockstep, replica: int) -> None:
+        self._lockstep = lockstep
+        self.replica = replica
+
+    def meet(self, value: Any, where: str = END) -> list[Any]:
+        """Every replica's value, of any kind.
+
+        Raises:
+          RuntimeError: others came to another place.
+        """
+        count = self._lockstep.num_replicas
+        return self._lockstep.exchange(
+            self.replica, where, value, lambda values: [values] * count
+        )
+
+    def collective(self, reduce: Reduce, operands: list[Any]) -> list[Any]:
+        """This replica's results of a collective."""
+        if isinstance(reduce, Concatenation):
+            shapes = self.meet(operands[0].shape, _SHAPES)
+            if len(set(shapes)) > 1:
+                reduce = reduce.of_shapes(shapes)
+                operands = [reduce.padded(operands[0])]
+        if not any(isinstance(a, Tracer) for a in operands):
+            return self._forward(reduce, operands)[0]
+
+        @jax.custom_vjp
+        def exchanged(arrays: list[Any]) -> list[Any]:
+            return self._forward(reduce, arrays)[0]
+
+        exchanged.defvjp(
+            lambda arrays: self._forward(reduce, arrays),
+            lambda stacked, cotangents: (
+                self._backward(reduce, stacked, cotangents),
+            ),
+        )
+        return exchanged(operands)
+
+    def _forward(self, reduce: Reduce, arrays: list[Any]) -> Any:
+        """This replica's results, and all replicas' operands."""
+        _check_concrete(arrays)
+
+        def combine(values: list[list[Any]]) -> list[Any]:
+            _check_shapes(values)
+            stacked = _stacked(values)
+            results = jax.vmap(reduce, axis_name=self._lockstep.axis)(stacked)
+            return [(result, stacked) for result in self._parts(results)]
+
+        return self._lockstep.exchange(
+            self.replica, _name(reduce), arrays, combine
+        )
+
+    def _backward(
+        self, reduce: Reduce, stacked: list[Any], cotangents: list[Any]
+    ) -> list[Any]:
+        """What the sum of all replicas' losses gives this one's operands."""
+        _check_concrete(cotangents)
+        mapped = jax.vmap(reduce, axis_name=self._lockstep.axis)
+        floats = [k for k, a in enumerate(stacked) if _is_float(a)]
+
+        def of_floats(values: list[Any]) -> list[Any]:
+            operands = list(stacked)
+            for k, value in zip(floats, values, strict=True):
+                operands[k] = value
+            results = mapped(operands)
+            return [results[k] for k in floats]
+
+        def combine(values: list[list[Any]]) -> list[Any]:
+            _, pull = jax.vjp(of_floats, [stacked[k] for k in floats])
+            return self._parts(pull(_stacked(values))[0])
+
+        own = self._lockstep.exchange(
+            self.replica,
+            f"the gradient of {_name(reduce)}",
+            [cotangents[k] for k in floats],
+            combine,
+        )
+        zeros = [np.zeros(a.shape[1:], jax.dtypes.float0) for a in stacked]
+        for k, value in zip(floats, own, strict=True):
+            zeros[k] = value
+        return zeros
+
+    def _parts(self, columns: Sequence[Any]) -> list[list[Any]]:
+        """Each replica's entries of stacked arrays."""
+        count = self._lockstep.num_replicas
+        return [[column[i] for column in columns] for i in range(count)]
+
+
+def _is_float(array: Any) -> bool:
+    return jnp.issubdtype(array.dtype, jnp.inexact)
+
+
+class _Nothing:
+    pass
+
+
+_NOTHING = _Nothing()
+
+
+def _name(reduce: Any) -> str:
+    function = getattr(reduce, "func", reduce)
+    name = getattr(function, "__qualname__", type(function).__name__)
+    return f"a collective ({name})"
+
+
+def _check_kinds(kinds: list[str]) -> None:
+    if len(set(kinds)) > 1:
+        raise RuntimeError(
+            "All replicas must call the same collectives in the same order "
+            "(`all_reduce`, `merge_call`, an optimizer's `apply`, a write of "
+            f"an aggregated variable). Received: replicas at {kinds}. Call "
+            "them on every replica alike."
+        )
+
+
+def _stacked(values: list[list[Any]]) -> list[Any]:
+    return [jnp.stack(column) for column in zip(*values, strict=True)]
+
+
+def _check_concrete(arrays: list[Any]) -> None:
+    if any(isinstance(array, Tracer) for array in arrays):
+        raise RuntimeError(
+            "In debug mode replicas cannot communicate inside of what JAX "
+            "traces (`jit`, `scan`, `cond`, a second gradient). Received: a "
+            "collective there. Leave that transformation out, or debug mode."
+        )
+
+
+def _check_shapes(values: list[list[Any]]) -> None:
+    shapes = [[(a.shape, str(a.dtype)) for a in arrays] for arrays in values]
+    if any(s != shapes[0] for s in shapes):
+        raise ValueError(
+            "A collective's value must have one shape and dtype on all "
+            f"replicas. Received: {shapes}. Make them alike, or reduce over "
+            "the rows first."
+        )

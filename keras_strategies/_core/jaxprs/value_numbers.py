@@ -1,0 +1,85 @@
+"""Which outputs of several traced functions are computed by the same code."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from keras_strategies._core.jaxprs.stages import acts, references
+
+
+class ValueNumbers:
+    """Numbers of values: equal ones where the same code makes them.
+
+    Value numbering (Alpern, Wegman and Zadeck, 1988) over several traced
+    functions of the same inputs. Where in doubt (effects, Python functions
+    among an equation's parameters), numbers differ.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+        # Whose ids are in keys.
+        self._held: list[Any] = []
+
+    def of_outputs(self, traced: ClosedJaxpr) -> list[int]:
+        """The number of each output of a traced function."""
+        consts = [self._by_identity(const) for const in traced.consts]
+        return self._of_jaxpr(traced.jaxpr, consts)
+
+    def _of_jaxpr(self, jaxpr: Jaxpr, consts: list[int]) -> list[int]:
+        known: dict[Any, int] = dict(zip(jaxpr.constvars, consts, strict=True))
+        for i, variable in enumerate(jaxpr.invars):
+            known[variable] = self._number(("input", i))
+        for equation in jaxpr.eqns:
+            operands = tuple(self._operand(v, known) for v in equation.invars)
+            key: Any = (
+                equation.primitive.name,
+                operands,
+                self._parameters(equation.params),
+            )
+            if acts(equation) or references(equation):
+                key = self._by_identity(equation)
+            for i, variable in enumerate(equation.outvars):
+                known[variable] = self._number((key, i))
+        return [self._operand(v, known) for v in jaxpr.outvars]
+
+    def _operand(self, variable: Any, known: Mapping[Any, int]) -> int:
+        if not isinstance(variable, Literal):
+            return known[variable]
+        try:
+            content = np.asarray(variable.val).tobytes()
+        except TypeError:
+            return self._by_identity(variable.val)
+        return self._number(("literal", str(variable.aval), content))
+
+    def _parameters(self, value: Any) -> Any:
+        """What a parameter's value is, as a key."""
+        if isinstance(value, ClosedJaxpr):
+            return ("program", *self.of_outputs(value))
+        if isinstance(value, Jaxpr):
+            consts = [
+                self._number(("const", i)) for i in range(len(value.constvars))
+            ]
+            return ("program", *self._of_jaxpr(value, consts))
+        if isinstance(value, Mapping):
+            items = [(k, self._parameters(v)) for k, v in value.items()]
+            return ("mapping", *sorted(items, key=lambda item: str(item[0])))
+        if type(value) in (tuple, list):
+            return ("sequence", *map(self._parameters, value))
+        if isinstance(value, float | complex):
+            # Zeros have signs.
+            return (type(value), repr(value))
+        try:
+            hash(value)
+        except TypeError:
+            return self._by_identity(value)
+        self._held.append(value)
+        return (type(value), value)
+
+    def _by_identity(self, value: Any) -> int:
+        self._held.append(value)
+        return self._number(("object", id(value)))
+
+    def _number(self, key: Any) -> int:
+        return self._numbers.setdefault(key, len(self._numbers))

@@ -1,0 +1,1 @@
+"""Names that users write: public ones, tf's, devices, versions."""

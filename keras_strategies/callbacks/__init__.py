@@ -1,0 +1,22 @@
+"""Callbacks for `fit`, beside Keras's own.
+
+    kept = ks.callbacks.Checkpoint("run")
+    model.fit(x, y, callbacks=[kept, ks.callbacks.Scalars("run")])
+
+A name is imported when it is first asked for.
+"""
+
+from typing import TYPE_CHECKING
+
+from keras_strategies._core.names.lazy_names import lazy_names as _lazy_names
+
+if TYPE_CHECKING:
+    from keras_strategies.callbacks.checkpoint import Checkpoint as Checkpoint
+    from keras_strategies.callbacks.scalars import Scalars as Scalars
+
+_MODULES = {
+    "Checkpoint": "callbacks.checkpoint",
+    "Scalars": "callbacks.scalars",
+}
+
+__getattr__, __dir__ = _lazy_names(__name__, "keras_strategies", _MODULES)

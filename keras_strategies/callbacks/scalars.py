@@ -1,0 +1,327 @@
+"""`ks.callbacks.Scalars`: what a run comes to, for TensorBoard and the log."""
+
+import logging
+import math
+import operator
+import os
+import time
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+from keras_strategies.callbacks.event_files import Points, check_installed
+from keras_strategies.callbacks.global_step import Every, GlobalStep, Speed
+from keras_strategies.keras_bridge.loops.binding import binding_of
+from keras_strategies.keras_bridge.variables.optimizer_values import (
+    learning_rates,
+)
+
+_MAX_ENTRIES = 100
+_log = logging.getLogger(__name__)
+
+
+class Scalars(keras.callbacks.Callback):
+    """Writes loss, metrics, learning rate and speed for TensorBoard.
+
+    To `<log_dir>`, at every step that `every_n_steps` divides and at the last
+    one of a `fit`: `loss` and the metrics as in the logs (so means over the
+    epoch so far), `learning_rate`, `global_step/sec` and `examples/sec`. To
+    `<log_dir>/eval`: what `evaluate` returns, and validation in `fit`. Of
+    several processes the chief alone writes.
+
+    A step is a train step, counted over all of a model's fits. Between the
+    steps that are written the callback asks for no logs: it costs nothing.
+    With `steps_per_execution=K` the first step at or after is written.
+
+    It goes on where a checkpoint that holds its state (`get_state`) was
+    made: TensorBoard then forgets the points of steps that are done again.
+    Only the first steps of a fit, which compile, and the time of evaluations
+    are left out of the speeds. Examples are rows of all processes, without
+    padding; they are counted for models of a strategy, not for plain ones.
+
+    Args:
+      log_dir: The folder of the run; made if it is not there. A bucket
+        (`gs://`, `s3://`) where tensorboardX has what it needs for that. None
+        to write no files, and log lines alone.
+      every_n_steps: How many steps lie between the points of training; 0 for
+        none.
+      log_every_n_steps: How many steps lie between the lines "step 300: loss
+        = 0.123 (12.3 steps/s, 1 230 examples/s)" that the logger
+        `keras_strategies` is told, at level INFO. 0 for none, None for
+        `every_n_steps`.
+      eval_name: Evaluations go to `<log_dir>/eval_<eval_name>` instead.
+      initial_step: The steps done before the first one here. None for those
+        that the model's optimizer has counted.
+
+    Raises:
+      ImportError: tensorboardX, which writes the files, is not installed.
+      TypeError, ValueError: an argument is none that is named above; in
+        `fit`, before the first step, a folder that cannot be written to.
+
+    Example:
+      ```python
+      scalars = ks.callbacks.Scalars("logs/first", every_n_steps=50)
+      model.fit(x, y, validation_data=(x_val, y_val), callbacks=[scalars])
+      model.evaluate(x_test, y_test, callbacks=[
+          ks.callbacks.Scalars("logs/first", eval_name="test")
+      ])
+      ```
+    """
+
+    def __init__(
+        self,
+        log_dir: str | os.PathLike[str] | None,
+        *,
+        every_n_steps: int = 100,
+        log_every_n_steps: int | None = None,
+        eval_name: str | None = None,
+        initial_step: int | None = None,
+    ) -> None:
+        super().__init__()
+        eval_folder = _eval_folder(eval_name)
+        if log_dir is None:
+            self._train = self._eval = Points(None)
+        else:
+            check_installed()
+            folder = _folder(log_dir)
+            self._train = Points(folder)
+            self._eval = Points(os.path.join(folder, eval_folder))
+        if log_every_n_steps is None:
+            log_every_n_steps = every_n_steps
+        self._writes = Every(_count("every_n_steps", every_n_steps))
+        self._logs = Every(_count("log_every_n_steps", log_every_n_steps))
+        if initial_step is not None:
+            initial_step = _count("initial_step", initial_step)
+        self._step = GlobalStep(initial_step)
+        self._eval_step: int | None = None
+        self._is_fitting = self._has_begun = self._is_writer = False
+        self._has_trained = False
+        self._due = math.inf
+        self._test_began = 0.0
+        self._validated: set[str] = set()
+        self._left_out: set[str] = set()
+
+    def get_state(self) -> dict[str, Any]:
+        """Where it is, for a checkpoint; what JSON can hold.
+
+        What was written until now is on the disk when this returns.
+        """
+        self._train.flush()
+        self._eval.flush()
+        step = self._step.value
+        done = self._eval_step
+        return {"step": step, "eval_step": step if done is None else done}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `get_state` was called.
+
+        Args:
+          state: What it returned, in this process or another one.
+        """
+        self._step.set(int(state["step"]))
+        self._eval_step = int(state["eval_step"])
+        if self._has_begun:
+            self._go_on()
+
+    # What Keras calls in fit.
+
+    def set_model(self, model: keras.Model) -> None:
+        """Is told of the model."""
+        super().set_model(model)
+        # `self.model` would set back all variables in each step that asks.
+        self._fitted = model
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Makes the file, so that a fault shows before the first step."""
+        self._follow()
+        self._is_fitting, self._has_begun = True, False
+        self._has_trained = False
+        self._eval.close()
+        self._train.close()
+        if self._is_writer and self._writes.period:
+            self._train.open()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Finds, in the first epoch, the step that the fit starts from."""
+        if not self._has_begun:
+            # All callbacks have restored by now what they restore.
+            self._has_begun = True
+            self._step.settle(self._fitted)
+            self._go_on()
+        self._step.begin_epoch()
+        self._validated = set()
+
+    def wants_batch(self, batch: int) -> bool:
+        """Whether the logs of the batches just trained on are to be fetched.
+
+        Args:
+          batch: Keras's number of the last of them.
+        """
+        if not self._is_writer:
+            return False
+        if self._step.is_numbered:
+            self._step.note_batch(batch, (self.params or {}).get("steps"))
+        step = self._step.value
+        if not self._has_trained:
+            # The first execution compiles: it is not timed.
+            self._has_trained = True
+            for every in (self._writes, self._logs):
+                every.start(time.perf_counter(), step, self._step.rows)
+        return step >= self._due
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Writes the logs of a batch that is wanted."""
+        if self.wants_batch(batch):
+            self._tell(logs or {})
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Writes the last step, and ends the files."""
+        names = {f"val_{name}" for name in self._validated}
+        values = {k: v for k, v in (logs or {}).items() if k not in names}
+        if self._has_trained:
+            self._tell(values, is_last=True)
+        self._is_fitting = False
+        self._train.close()
+        self._eval.close()
+
+    # What Keras calls in evaluate, and for validation in fit.
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Notes the time; without a fit, makes the file."""
+        self._test_began = time.perf_counter()
+        if not self._is_fitting:
+            self._follow()
+            self._step.settle(self._fitted)
+            if self._is_writer:
+                self._eval.open()
+
+    def on_test_end(self, logs: Any = None) -> None:
+        """Writes what was evaluated, at the step trained so far."""
+        logs = logs or {}
+        self._validated |= set(logs)
+        self._eval_step = self._step.value
+        if self._is_writer:
+            self._eval.add(self._eval_step, self._flat(logs))
+        if not self._is_fitting:
+            self._eval.close()
+        for every in (self._writes, self._logs):
+            every.leave_out(time.perf_counter() - self._test_began)
+
+    # The rest is ours.
+
+    def _follow(self) -> None:
+        self._step.follow(self._fitted)
+        binding = binding_of(self._fitted)
+        self._is_writer = (
+            jax.process_index() == 0 if binding is None else binding.is_chief
+        )
+
+    def _go_on(self) -> None:
+        """Plans what comes after the present step."""
+        step = self._step.value
+        if self._eval_step is None:
+            self._eval_step = step
+        self._train.discard_from(step + 1)
+        self._eval.discard_from(self._eval_step + 1)
+        self._writes.begin(step)
+        self._logs.begin(step, is_on=_log.isEnabledFor(logging.INFO))
+        self._due = min(self._writes.due, self._logs.due)
+
+    def _tell(self, logs: Mapping[str, Any], is_last: bool = False) -> None:
+        """Writes and logs what is due, or was not yet in a fit that ends."""
+        step, rows, now = self._step.value, self._step.rows, time.perf_counter()
+        values = self._flat(logs)
+        if self._writes.is_due(step, is_last=is_last):
+            speed = self._writes.take(now, step, rows)
+            rates = learning_rates(self._fitted)
+            self._train.add(step, {**rates, **values, **_tags(speed)})
+        if self._logs.is_due(step, is_last=is_last):
+            speed = self._logs.take(now, step, rows)
+            _log.info("%s", _line(step, values, speed))
+        self._due = min(self._writes.due, self._logs.due)
+
+    def _flat(self, logs: Mapping[str, Any]) -> dict[str, float]:
+        """The logs as numbers, an array as one for each of its entries."""
+        flat: dict[str, float] = {}
+        for name, value in logs.items():
+            try:
+                array = np.asarray(value, "float64")
+            except (TypeError, ValueError):
+                continue
+            if array.size > _MAX_ENTRIES:
+                self._warn_of_size(name, array.shape)
+                continue
+            for index in np.ndindex(array.shape):
+                tag = "/".join([name, *map(str, index)])
+                flat[tag if array.size > 1 else name] = float(array[index])
+        return flat
+
+    def _warn_of_size(self, name: str, shape: tuple[int, ...]) -> None:
+        if name in self._left_out:
+            return
+        self._left_out.add(name)
+        warnings.warn(
+            f"`Scalars` writes metrics of up to {_MAX_ENTRIES} entries. "
+            f"Received: {name!r} of shape {shape}, which is left out. Reduce "
+            "it in the metric's `result`.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _tags(speed: Speed | None) -> dict[str, float]:
+    if speed is None:
+        return {}
+    tags = {"global_step/sec": speed.steps}
+    return tags if speed.rows is None else tags | {"examples/sec": speed.rows}
+
+
+def _line(step: int, values: Mapping[str, float], speed: Speed | None) -> str:
+    """What the log is told of a step, the loss first."""
+    names = sorted(values, key=lambda name: name != "loss")
+    shown = ", ".join(f"{name} = {values[name]:.4g}" for name in names)
+    line = f"step {step}: {shown}"
+    if speed is None:
+        return line
+    shown = f"{speed.steps:.3g} steps/s"
+    if speed.rows is not None:
+        number = f"{speed.rows:,.0f}".replace(",", " ")
+        shown += f", {number} examples/s"
+    return f"{line} ({shown})"
+
+
+def _folder(log_dir: Any) -> str:
+    if not isinstance(log_dir, str | os.PathLike) or not str(log_dir):
+        raise TypeError(
+            "`log_dir` is the folder to write to. Received: log_dir="
+            f"{log_dir!r}. Pass a path."
+        )
+    return str(log_dir)
+
+
+def _eval_folder(name: Any) -> str:
+    if name is None:
+        return "eval"
+    if not isinstance(name, str) or not name or set(name) & set("/\\\0"):
+        raise ValueError(
+            "`eval_name` is a part of a folder's name. Received: eval_name="
+            f"{name!r}. Use letters and digits, or leave it out."
+        )
+    return f"eval_{name}"
+
+
+def _count(name: str, value: Any) -> int:
+    try:
+        number = -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ValueError(
+            f"`{name}` is a number of steps. Received: {name}={value!r}. Pass "
+            "an integer of at least 0."
+        )
+    return number

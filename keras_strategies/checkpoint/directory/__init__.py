@@ -1,0 +1,1 @@
+"""A directory of checkpoints on disk, without jax and keras."""

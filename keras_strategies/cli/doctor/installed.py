@@ -1,0 +1,206 @@
+"""What is installed, and which variables change what Keras and JAX do.
+
+Pure functions of an environment and of what looks for packages; nothing is
+imported.
+"""
+
+import importlib.util
+import platform
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+
+import keras_strategies
+from keras_strategies._core.names import versions
+from keras_strategies.cli.doctor.findings import (
+    Finding,
+    Part,
+    Row,
+    fault,
+    note,
+    warning,
+)
+from keras_strategies.cluster.exchange import job_secret
+from keras_strategies.keras_bridge.backend import is_switched_on
+
+LEAST_PYTHON = (3, 11)
+# What is imported by name, the extra that brings it, and what for.
+_EXTRAS = (
+    ("tensorflow", "tensorflow", "datasets of tf.data"),
+    ("grain", "grain", "datasets of grain"),
+    ("torch", "torch", "datasets of torch"),
+    ("libtpu", "tpu", "TPUs"),
+    ("tensorboardX", "tensorboard", "TensorBoard"),
+    ("sklearn", "examples", "the examples"),
+)
+_MAX_FLAGS = 1 << 16
+_DEVICE_COUNT = "--xla_force_host_platform_device_count="
+_PLATFORMS = {"cpu", "cuda", "gpu", "rocm", "tpu", "METAL", "metal", "proxy"}
+Version = Callable[[str], str | None]
+
+
+def check_packages(
+    version_of: Version = versions.installed_version,
+    python: tuple[int, ...] = sys.version_info[:2],
+) -> Part:
+    """Versions, and which extras there are.
+
+    Args:
+      version_of: Tells the version of a package.
+      python: Python's version.
+    """
+    rows = [
+        ("python", platform.python_version()),
+        ("keras_strategies", keras_strategies.__version__),
+    ]
+    findings = []
+    if python < LEAST_PYTHON:
+        findings.append(
+            fault(
+                f"Python {versions.dotted(python)} is older than "
+                f"{versions.dotted(LEAST_PYTHON)}.",
+                "Make a virtual environment with a newer Python.",
+            )
+        )
+    for package, least in versions.LEAST.items():
+        version = version_of(package)
+        rows.append((package, version or "not installed"))
+        cure = f"pip install --upgrade '{versions.asked(package)}'"
+        if version is None:
+            findings.append(fault(f"{package} is not installed.", cure))
+        elif versions.parsed(version) < least:
+            findings.append(
+                fault(
+                    f"{package} {version} is older than "
+                    f"{versions.dotted(least)}, the oldest that works.",
+                    cure,
+                )
+            )
+        elif versions.parsed(version) >= versions.BELOW.get(package, (10**9,)):
+            findings.append(
+                warning(
+                    f"{package} {version} is newer than those that were "
+                    "tested: see docs/versions.md.",
+                    cure,
+                )
+            )
+    found, missing = [], []
+    for module, extra, purpose in _EXTRAS:
+        if importlib.util.find_spec(module):
+            found.append(module)
+        else:
+            missing.append(f"{module} ({purpose}: extra '{extra}')")
+    rows.append(("optional", ", ".join(found) or "none"))
+    if missing:
+        rows.append(("not installed", "\n".join(missing)))
+    return Part(title="Packages", rows=tuple(rows), findings=tuple(findings))
+
+
+def check_variables(environ: Mapping[str, str], num_cores: int) -> Part:
+    """The variables that Keras and JAX read.
+
+    Args:
+      environ: The environment variables.
+      num_cores: Cores that this process may use.
+    """
+    flags = split_flags(environ.get("XLA_FLAGS", ""))
+    rows: list[Row] = [
+        (name, environ[name])
+        for name in ("KERAS_BACKEND", "KERAS_NNX_ENABLED", "JAX_PLATFORMS")
+        if environ.get(name)
+    ]
+    if flags:
+        rows.append(("XLA_FLAGS", "\n".join(flags)))
+    if environ.get(job_secret.VARIABLE):
+        rows.append((job_secret.VARIABLE, "set; it is not shown"))
+    rows.append(("CPU cores", str(num_cores)))
+    findings = [
+        *_of_keras(environ),
+        *_of_platforms(environ.get("JAX_PLATFORMS", "")),
+        *_of_virtual_devices(flags, num_cores),
+        *_of_secret(environ),
+    ]
+    return Part(title="Environment", rows=tuple(rows), findings=tuple(findings))
+
+
+def split_flags(text: str) -> list[str]:
+    """The flags of a value of XLA_FLAGS."""
+    try:
+        # It takes the square of the time for a word that is so long.
+        return shlex.split(text) if len(text) < _MAX_FLAGS else text.split()
+    except ValueError:
+        return text.split()
+
+
+def _of_secret(environ: Mapping[str, str]) -> list[Finding]:
+    try:
+        job_secret.read_secret(environ)
+    except ValueError as error:
+        rule, received, cure = str(error).split(". ", 2)
+        return [fault(f"{rule}. {received}.", cure)]
+    return []
+
+
+def _of_keras(environ: Mapping[str, str]) -> list[Finding]:
+    findings = []
+    backend = environ.get("KERAS_BACKEND", "jax")
+    if backend != "jax":
+        findings.append(
+            fault(
+                f"KERAS_BACKEND is {backend!r}; importing keras_strategies "
+                "raises an error.",
+                "Set KERAS_BACKEND=jax, or unset it.",
+            )
+        )
+    if is_switched_on(environ.get("KERAS_NNX_ENABLED", "")):
+        findings.append(
+            fault(
+                "KERAS_NNX_ENABLED is on; importing keras_strategies raises "
+                "an error.",
+                "Unset it: strategies need Keras's own variables.",
+            )
+        )
+    return findings
+
+
+def _of_platforms(text: str) -> list[Finding]:
+    unknown = [
+        name for name in text.split(",") if name and name not in _PLATFORMS
+    ]
+    if not unknown:
+        return []
+    return [
+        note(
+            f"JAX_PLATFORMS asks for {', '.join(map(repr, unknown))}, which "
+            "is none of JAX's own platforms.",
+            "Look for a typing mistake, unless a plugin brings it.",
+        )
+    ]
+
+
+def _of_virtual_devices(flags: list[str], num_cores: int) -> list[Finding]:
+    counts = [
+        flag.removeprefix(_DEVICE_COUNT)
+        for flag in flags
+        if flag.startswith(_DEVICE_COUNT)
+    ]
+    if not counts:
+        return []
+    # The last one counts.
+    if not (counts[-1].isascii() and counts[-1].isdigit()):
+        return [
+            fault(
+                "XLA_FLAGS gives a number of virtual devices that is none.",
+                f"Write {_DEVICE_COUNT}4, for example.",
+            )
+        ]
+    if int(counts[-1]) <= num_cores:
+        return []
+    return [
+        warning(
+            f"{counts[-1]} virtual CPU devices share {num_cores} "
+            f"core{'s' * (num_cores > 1)}: right for trying a script, no "
+            "faster than fewer.",
+            f"For speed use {_DEVICE_COUNT}{num_cores} or an accelerator.",
+        )
+    ]

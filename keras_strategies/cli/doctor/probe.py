@@ -1,0 +1,162 @@
+"""What `doctor` runs in a process of its own: JAX, devices, all-reduces.
+
+XLA ends a process that it does not like, and drivers may hang: `doctor` has to
+live on and tell. Each stage writes a line of JSON to a file when it is done, so
+that what is missing says where the process ended.
+"""
+
+import collections
+import json
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+_REPEATS = 5
+_SMALL = 1
+_LARGE = 1 << 20  # float32: 4 MiB on each device.
+_LONGEST_ERROR = 2000
+
+
+def main(path: str, question: str) -> int:
+    """Goes through the stages and writes what they find.
+
+    Args:
+      path: The file to write to.
+      question: As JSON: "stages", names of functions here; "join", the
+        attributes of a `TaskInfo` or None; "timeout_s".
+
+    Returns:
+      The exit status: 1 if a stage raised an error, which is written, too.
+    """
+    asked = json.loads(question)
+    stages: dict[str, Callable[[], dict[str, Any]]] = {
+        "jax": _import_jax,
+        "join": lambda: _join(asked["join"], asked["timeout_s"]),
+        "devices": _devices,
+        "all_reduce": _all_reduce,
+        "keras": _import_keras,
+    }
+    with open(path, "w", encoding="utf-8", buffering=1) as file:
+        for name in asked["stages"]:
+            file.write(json.dumps({"stage": name, "begins": True}) + "\n")
+            try:
+                told = stages[name]()
+            except Exception as error:
+                kind, text = type(error).__name__, str(error)[:_LONGEST_ERROR]
+                told = {"kind": kind, "error": text}
+                file.write(json.dumps({"stage": name, **told}) + "\n")
+                return 1
+            file.write(json.dumps({"stage": name, **told}) + "\n")
+    return 0
+
+
+def _import_jax() -> dict[str, Any]:
+    start = time.perf_counter()
+    import jax
+
+    return {"version": jax.__version__, "seconds": _since(start)}
+
+
+def _import_keras() -> dict[str, Any]:
+    start = time.perf_counter()
+    import keras_strategies
+
+    for name in dir(keras_strategies):
+        getattr(keras_strategies, name)
+    return {"seconds": _since(start)}
+
+
+def _join(join: dict[str, Any] | None, timeout_s: float) -> dict[str, Any]:
+    """Starts the job; JAX looks for one by itself if none is given."""
+    import jax
+
+    from keras_strategies.cluster.job import bootstrap
+    from keras_strategies.cluster.spec import TaskInfo
+
+    start = time.perf_counter()
+    if join is None:
+        limit = max(int(timeout_s), 1)
+        jax.distributed.initialize(initialization_timeout=limit)
+    else:
+        join["addresses"] = tuple(join["addresses"])
+        bootstrap.join(
+            TaskInfo(**join), strategy="none (doctor)", timeout_s=timeout_s
+        )
+    return {"seconds": _since(start), "process": jax.process_index()}
+
+
+def _devices() -> dict[str, Any]:
+    import jax
+
+    start = time.perf_counter()
+    devices = jax.devices()
+    kinds = collections.Counter((d.platform, d.device_kind) for d in devices)
+    counts = collections.Counter(d.process_index for d in devices)
+    return {
+        "seconds": _since(start),
+        "kinds": [[*kind, count] for kind, count in sorted(kinds.items())],
+        "by_process": [counts[index] for index in sorted(counts)],
+        "process": jax.process_index(),
+        "hosts": _hosts(),
+    }
+
+
+def _hosts() -> list[str]:
+    """The names of the machines by process. Collective."""
+    import jax
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    name = socket.gethostname()
+    if jax.process_count() == 1:
+        return [name]
+    row = np.zeros(64, np.uint8)
+    text = name.encode()[:64]
+    row[: len(text)] = np.frombuffer(text, np.uint8)
+    rows = np.asarray(multihost_utils.process_allgather(row))
+    return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
+
+
+def _all_reduce() -> dict[str, Any]:
+    """Times the sum over all devices of this job. Collective."""
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    mesh = Mesh(np.array(jax.devices()), ("replica",))
+    split = NamedSharding(mesh, PartitionSpec("replica"))
+    whole = NamedSharding(mesh, PartitionSpec())
+    add = jax.jit(lambda rows: rows.sum(0), out_shardings=whole)
+    count = mesh.size
+    told: dict[str, Any] = {"devices": count, "repeats": _REPEATS}
+    for name, width in (("small", _SMALL), ("large", _LARGE)):
+        rows = jax.make_array_from_callback(
+            (count, width), split, lambda index, w=width: _numbered(index, w)
+        )
+        total = jax.block_until_ready(add(rows))
+        found = float(np.asarray(total.addressable_data(0))[-1])
+        seconds = []
+        for _ in range(_REPEATS):
+            start = time.perf_counter()
+            jax.block_until_ready(add(rows))
+            seconds.append(time.perf_counter() - start)
+        told[name] = {
+            "bytes": 4 * width,
+            "ms": statistics.median(seconds) * 1e3,
+            "is_right": found == count * (count + 1) / 2,
+        }
+    return told
+
+
+def _numbered(index: Any, width: int) -> Any:
+    """Rows of a device's number, from 1."""
+    import numpy as np
+
+    first = index[0].start or 0
+    return np.full((1, width), first + 1, np.float32)
+
+
+def _since(start: float) -> float:
+    return time.perf_counter() - start

@@ -1,0 +1,352 @@
+"""Running `probe`, and what its answers mean."""
+
+import dataclasses
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from keras_strategies.cli.doctor.clusters import Cluster, check_address
+from keras_strategies.cli.doctor.findings import (
+    Finding,
+    Part,
+    Row,
+    fault,
+    good,
+    note,
+)
+from keras_strategies.cli.doctor.installed import split_flags
+from keras_strategies.cli.launch.local_job import described
+from keras_strategies.cluster.exchange.message_forms import fault_of
+from keras_strategies.cluster.exchange.rendezvous import RendezvousError
+from keras_strategies.cluster.untrusted import load_json
+from keras_strategies.cluster.watchdog.launcher_pipe import LAUNCHER_FD
+
+_FOLDER = str(pathlib.Path(__file__).parents[3])
+# At the end of the path: the folder may be one of many packages.
+_PROGRAM = f"""
+import sys
+sys.path.append({_FOLDER!r})
+from keras_strategies.cli.doctor.probe import main
+sys.exit(main(*sys.argv[1:]))
+"""
+# To start JAX's devices, which takes long on a large slice.
+_DEVICES_S = 90.0
+_FLAG_S = 30.0
+_LAST_LINES = 3
+_LONGEST = 600
+_MAX_LINE = 1 << 20
+_MAKE_CLIENT = "from jaxlib import xla_client; xla_client.make_cpu_client()"
+_HARMLESS = "--xla_force_host_platform_device_count="
+_NAMES = {
+    "jax": "JAX was imported",
+    "join": "the processes were joined",
+    "devices": "JAX had started its devices",
+    "all_reduce": "the all-reduce was done",
+    "keras": "keras_strategies was imported",
+}
+Told = dict[str, dict[str, Any]]
+
+
+def check_flags(environ: Mapping[str, str]) -> list[Finding]:
+    """Which flags of XLA_FLAGS this XLA does not know. Takes 0.5 s each.
+
+    XLA ends a process that has an unknown one, so each is tried in one.
+    """
+    flags = split_flags(environ.get("XLA_FLAGS", ""))
+    tried = [flag for flag in flags if not flag.startswith(_HARMLESS)]
+    if not tried or _is_known(" ".join(tried), environ):
+        return []
+    unknown = [flag for flag in tried if not _is_known(flag, environ)]
+    if not unknown:
+        return []
+    return [
+        fault(
+            "This XLA ends every process at the flags "
+            f"{', '.join(unknown)} of XLA_FLAGS.",
+            "Remove or correct them. Flags for TPUs belong into "
+            "LIBTPU_INIT_ARGS.",
+        )
+    ]
+
+
+def check_devices(
+    environ: Mapping[str, str], *, is_alone: bool
+) -> tuple[Part, bool]:
+    """JAX, this machine's devices and an all-reduce over them.
+
+    Args:
+      environ: The environment variables.
+      is_alone: Whether there is no other process with devices.
+
+    Returns:
+      The part of the report, and whether JAX has devices.
+    """
+    told, end = _probe(
+        ["jax", "devices", "all_reduce", "keras"], None, _DEVICES_S, environ
+    )
+    devices = told.get("devices", {})
+    rows, findings = [], []
+    if "kinds" in devices:
+        rows.append(("devices", _kinds(devices["kinds"])))
+        rows += _rows_of_all_reduce(told.get("all_reduce", {}))
+        findings += _of_devices(devices) if is_alone else []
+    for stage, name in (("jax", "import jax"), ("devices", "start devices")):
+        if "seconds" in told.get(stage, {}):
+            rows.append((name, f"{told[stage]['seconds']:.1f} s"))
+    if "seconds" in told.get("keras", {}):
+        seconds = told["keras"]["seconds"]
+        rows.append(("import keras_strategies", f"{seconds:.1f} s"))
+    findings += _of_all_reduce(told, "this machine's devices")
+    findings += _of_end(told, end, environ)
+    part = Part(title="Devices", rows=tuple(rows), findings=tuple(findings))
+    return part, "kinds" in devices
+
+
+_MET = good("All processes have met, and JAX joined them.")
+
+
+def has_met(part: Part) -> bool:
+    """Whether `check_job` found that all processes have met."""
+    return _MET in part.findings
+
+
+def check_job(
+    cluster: Cluster, environ: Mapping[str, str], timeout_s: float
+) -> Part:
+    """All processes meet, join and time an all-reduce. Collective.
+
+    Args:
+      cluster: The cluster, of more than one process or of JAX's own finding.
+      environ: The environment variables.
+      timeout_s: How long to wait for the others, in seconds.
+    """
+    join = cluster.info and dataclasses.asdict(cluster.info)
+    stages = ["jax", "join", "devices", "all_reduce"]
+    told, end = _probe(stages, join, timeout_s, environ)
+    rows, findings = [], []
+    if "seconds" in told.get("join", {}):
+        findings.append(_MET)
+    devices = told.get("devices", {})
+    if "kinds" in devices:
+        hosts = devices["hosts"]
+        rows.append(("processes", str(len(hosts))))
+        rows.append(("machines", str(len(set(hosts)))))
+        rows.append(("devices", _kinds(devices["kinds"])))
+        findings += _of_counts(devices["by_process"])
+    rows += _rows_of_all_reduce(told.get("all_reduce", {}))
+    findings += _of_all_reduce(told, "all processes")
+    findings += _of_meeting(told, cluster, environ)
+    findings += _of_end(told, end, environ)
+    return Part(title="Job", rows=tuple(rows), findings=tuple(findings))
+
+
+def _probe(
+    stages: Sequence[str],
+    join: dict[str, Any] | None,
+    timeout_s: float,
+    environ: Mapping[str, str],
+) -> tuple[Told, tuple[int | None, str]]:
+    """Runs stages; what they told, the exit status and the last lines."""
+    question = {"stages": stages, "join": join, "timeout_s": timeout_s}
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "told"
+        words = [sys.executable, "-c", _PROGRAM, str(path)]
+        code, text = _run(
+            [*words, json.dumps(question)], timeout_s + _DEVICES_S, environ
+        )
+        told = _told_in(path.read_bytes() if path.exists() else b"")
+    return told, (code, text)
+
+
+def _told_in(text: bytes) -> Told:
+    """What a child wrote; its last line may be half a one."""
+    told: Told = {}
+    for line in text.splitlines():
+        try:
+            answer = load_json(line, max_characters=_MAX_LINE)
+        except ValueError:
+            continue
+        if fault_of(answer, {"stage": str}) is None:
+            told.setdefault(answer.pop("stage"), {}).update(answer)
+    return told
+
+
+def _run(
+    words: Sequence[str], timeout_s: float, environ: Mapping[str, str]
+) -> tuple[int | None, str]:
+    """Exit status, None for one that took too long, and the last lines."""
+    own = {"KERAS_BACKEND": "jax", "TF_CPP_MIN_LOG_LEVEL": "1"}
+    dropped = (LAUNCHER_FD, "KERAS_NNX_ENABLED")
+    inherited = {k: v for k, v in environ.items() if k not in dropped}
+    process = subprocess.Popen(
+        words,
+        env=inherited | own,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+    code = None
+    try:
+        _, text = process.communicate(timeout=timeout_s)
+        code = process.returncode
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGKILL)
+        _, text = process.communicate()
+    finally:
+        process.kill()
+        process.wait()
+    last = [line for line in text.splitlines() if line.strip()][-_LAST_LINES:]
+    return code, "\n".join(last)[:_LONGEST]
+
+
+def _is_known(flags: str, environ: Mapping[str, str]) -> bool:
+    own = {"XLA_FLAGS": flags}
+    code, _ = _run(
+        [sys.executable, "-c", _MAKE_CLIENT], _FLAG_S, dict(environ) | own
+    )
+    return code == 0
+
+
+def _kinds(kinds: Sequence[Sequence[Any]]) -> str:
+    return "\n".join(
+        f"{count} x {name}" + (f" ({kind})" if kind != name else "")
+        for name, kind, count in kinds
+    )
+
+
+def _rows_of_all_reduce(told: dict[str, Any]) -> list[Row]:
+    if "large" not in told or told["devices"] < 2:
+        return []
+    rows = []
+    for name in ("small", "large"):
+        size = told[name]["bytes"]
+        shown = f"{size >> 20} MiB" if size >> 20 else f"{size} bytes"
+        rows.append(
+            (
+                f"all-reduce, {shown}",
+                f"{told[name]['ms']:.2f} ms over {told['devices']} devices",
+            )
+        )
+    return rows
+
+
+def _of_devices(devices: dict[str, Any]) -> list[Finding]:
+    (name, _, count), *_ = devices["kinds"]
+    if count > 1 or len(devices["kinds"]) > 1:
+        return [good(f"JAX has {sum(k[2] for k in devices['kinds'])} devices.")]
+    if name != "cpu":
+        return [note("JAX has one device, so a strategy has one replica.")]
+    return [
+        note(
+            "JAX has one CPU device, so a strategy has one replica.",
+            f"To try several, set XLA_FLAGS={_HARMLESS}4.",
+        )
+    ]
+
+
+def _of_counts(counts: list[int]) -> list[Finding]:
+    if len(set(counts)) == 1:
+        return []
+    return [
+        fault(
+            "The processes have other numbers of devices: "
+            f"{', '.join(map(str, counts))}.",
+            "Give all the same: a strategy divides batches evenly.",
+        )
+    ]
+
+
+def _of_all_reduce(told: Told, over: str) -> list[Finding]:
+    answer = told.get("all_reduce", {})
+    if "large" not in answer or answer["devices"] < 2:
+        return []
+    if answer["small"]["is_right"] and answer["large"]["is_right"]:
+        return [good(f"An all-reduce over {over} is right.")]
+    return [
+        fault(
+            f"An all-reduce over {over} gives a wrong sum.",
+            "Do not train on it: look for a device or a link that is broken.",
+        )
+    ]
+
+
+def _is_apart(told: Told) -> bool:
+    """Whether the processes did not meet, or differ."""
+    return told.get("join", {}).get("kind") == RendezvousError.__name__
+
+
+def _of_meeting(
+    told: Told, cluster: Cluster, environ: Mapping[str, str]
+) -> list[Finding]:
+    if cluster.info is None or not _is_apart(told):
+        return []
+    text = told["join"]["error"]
+    advice = (
+        "Run doctor in all processes at the same time: `srun "
+        "keras-strategies doctor`, `torchrun -m keras_strategies.cli "
+        "doctor`, in all pods; or `doctor --quick` in this one."
+    )
+    return [
+        fault(f"The processes did not meet. {text}", advice),
+        *[
+            finding
+            for finding in check_address(cluster.info, environ, connects=True)
+            if finding.fix and cluster.info.process_id
+        ],
+    ]
+
+
+def _of_end(
+    told: Told, end: tuple[int | None, str], environ: Mapping[str, str]
+) -> list[Finding]:
+    """What went wrong in the stage that came last."""
+    code, text = end
+    if code == 0 or _is_apart(told):
+        return []
+    stage = list(told)[-1] if told else "jax"
+    error = told.get(stage, {}).get("error")
+    if code is None:
+        what = f"It took too long until {_NAMES[stage]}."
+    elif error is None:
+        what = f"The process {described(code)} before {_NAMES[stage]}."
+        if code < 0:
+            what = what.replace("was killed by", "was ended by")
+    else:
+        kind = told[stage].get("kind", "an error")
+        what = f"{kind} was raised before {_NAMES[stage]}: {error}"
+    if error is None and text:
+        what += f" It said last: {text}"
+    if stage == "keras":
+        return [fault(what, "Install the packages again: see Packages.")]
+    if stage == "devices" and environ.get("JAX_PLATFORMS"):
+        platforms = environ["JAX_PLATFORMS"]
+        return [
+            fault(
+                what,
+                f"JAX_PLATFORMS={platforms} asks for devices that JAX does "
+                "not find. Install what drives them ('.[cuda]', '.[tpu]'), or "
+                "set JAX_PLATFORMS=cpu.",
+            )
+        ]
+    if stage == "all_reduce":
+        return [
+            fault(
+                what,
+                "Processes must reach each other on all ports, not only the "
+                "coordinator's: look for a firewall between them.",
+            )
+        ]
+    return [
+        fault(
+            what,
+            "Look at the drivers of the devices and for other processes that "
+            "use them; JAX_PLATFORMS=cpu takes the CPU.",
+        )
+    ]

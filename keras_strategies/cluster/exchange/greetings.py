@@ -1,0 +1,82 @@
+"""What processes say to each other when they meet: lines of JSON."""
+
+import json
+from typing import Any
+
+from keras_strategies.cluster.exchange import job_secret
+from keras_strategies.cluster.exchange.job_secret import VARIABLE, Secret
+from keras_strategies.cluster.untrusted import load_json
+
+HELLO = "keras_strategies"
+HELLO_KINDS = {
+    "job": str,
+    "process": int,
+    "count": int,
+    "facts": dict,
+    "problem": str,
+}
+MAX_BYTES = 65_536
+_MAX_SHOWN, _MAX_TEXT = 160, 4000
+# Of numbers of processes, and of seconds.
+MOST = 2**31
+
+
+# Who proves something.
+PROCESS_0, PROCESS, _TELLS = "process 0", "process", "process 0 tells"
+_SAME = f"All processes of a job have the same {VARIABLE}, or none has one. "
+_SET = f"Set it in all of them: `{job_secret.MAKE}` makes one."
+NOT_THERE = f"{_SAME}Received: one in process 0, and none here. {_SET}"
+ONLY_HERE = f"{_SAME}Received: one here, and none in process 0. {_SET}"
+ANOTHER = (
+    f"{_SAME}Received: another one in process 0. {_SET} If it is the same, "
+    "look for another job at process 0's address."
+)
+
+
+def proof_of(
+    secret: Secret, nonces: tuple[str, str], words: dict[str, Any]
+) -> str:
+    """What shows that process 0 tells this."""
+    said = json.dumps(words, sort_keys=True).encode()
+    return secret.proof(_TELLS, nonces, said)
+
+
+def as_line(words: dict[str, Any]) -> bytes:
+    """Words as they are sent."""
+    return f"{json.dumps({'job': HELLO, **words})}\n".encode()
+
+
+def parsed(text: bytes) -> dict[str, Any] | None:
+    """What a process says; None if it is no process of ours."""
+    said = said_in(text)
+    if said is None or said.keys() - {"nonce"} != HELLO_KINDS.keys():
+        return None
+    if "nonce" in said and not job_secret.is_nonce(said["nonce"]):
+        return None
+    if any(type(said[name]) is not kind for name, kind in HELLO_KINDS.items()):
+        return None
+    if max(abs(said["process"]), abs(said["count"])) > MOST:
+        return None
+    return said
+
+
+def said_in(text: bytes) -> dict[str, Any] | None:
+    """One of our lines; None for anything else."""
+    try:
+        said = load_json(text, max_characters=MAX_BYTES)
+    except ValueError:
+        return None
+    is_ours = isinstance(said, dict) and said.get("job") == HELLO
+    return said if is_ours else None
+
+
+def shown(value: Any) -> str:
+    """What another process says, for a message: short, and printable."""
+    text = ascii(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+def readable(text: str) -> str:
+    """A text of another process, without what a terminal takes for orders."""
+    text = "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."

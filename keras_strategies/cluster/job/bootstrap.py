@@ -1,0 +1,153 @@
+"""From a process's place in a cluster to a job of JAX."""
+
+import importlib.metadata
+import ipaddress
+import os
+import platform
+import warnings
+
+import jax
+
+from keras_strategies.cluster.addresses import check_address
+from keras_strategies.cluster.exchange.job_secret import read_secret
+from keras_strategies.cluster.exchange.rendezvous import meet, split
+from keras_strategies.cluster.spec import TaskInfo
+from keras_strategies.cluster.watchdog import watchdog
+
+BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
+"""The environment variable, one of JAX, that says where process 0 listens."""
+
+# So much longer than the meeting may JAX take for what it does itself.
+_JAX_TIMEOUT_S = 60
+_PACKAGES = ("keras_strategies", "keras", "jax", "jaxlib")
+
+
+def join(
+    task: TaskInfo,
+    *,
+    strategy: str,
+    timeout_s: float,
+) -> None:
+    """Makes this process part of the job. Collective.
+
+    All processes meet first and say who they are, so that what is wrong is
+    an error in each of them: JAX would end them without a name.
+
+    Args:
+      task: This process's place. A process that is alone, or an evaluator,
+        joins nothing.
+      strategy: The name of the strategy, which is the same in all.
+      timeout_s: How long to wait for all processes, in seconds.
+
+    Raises:
+      RuntimeError: the processes did not meet in time or differ; or one uses
+        JAX's devices already.
+      ValueError: this process is part of another job; the time is no
+        positive number; the job's secret is too short.
+    """
+    if not timeout_s > 0:
+        raise ValueError(
+            "The time to wait for all processes is a positive number of "
+            f"seconds. Received: {timeout_s!r}. Leave it out for the default."
+        )
+    if task.process_id is None or task.num_processes == 1:
+        return
+    if jax.distributed.is_initialized():
+        _check_joined(task)
+        return
+    secret = read_secret(os.environ)
+    address = str(task.coordinator_address)
+    bind_address = os.environ.get(BIND_ADDRESS) or address
+    check_address(bind_address, f"process 0, which {BIND_ADDRESS} may give,")
+    if task.process_id == 0:
+        _warn_of_strangers(bind_address)
+    meet(
+        address,
+        process_id=task.process_id,
+        num_processes=task.num_processes,
+        facts={**_versions(), "strategy": strategy},
+        problem=_problem(),
+        timeout_s=timeout_s,
+        bind_address=bind_address,
+        names=_names(task),
+        secret=secret,
+    )
+    jax.distributed.initialize(
+        address,
+        task.num_processes,
+        task.process_id,
+        coordinator_bind_address=bind_address,
+        initialization_timeout=_JAX_TIMEOUT_S,
+        **watchdog.INITIALIZE_ARGUMENTS,
+    )
+
+
+def _check_joined(task: TaskInfo) -> None:
+    known = (jax.process_count(), jax.process_index())
+    if known != (task.num_processes, task.process_id):
+        raise ValueError(
+            "This process is part of a job already. Received: process "
+            f"{task.process_id} of {task.num_processes}, in a job of "
+            f"{known[0]} as process {known[1]}. Make the strategy without "
+            "a cluster, or do not call `jax.distributed.initialize` before."
+        )
+
+
+def _versions() -> dict[str, str]:
+    """What must be the same in all: programs differ otherwise."""
+    python = ".".join(platform.python_version_tuple()[:2])
+    versions = {"version of Python": python}
+    for package in _PACKAGES:
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            version = "unknown"
+        versions[f"version of {package}"] = version
+    return versions
+
+
+def _problem() -> str:
+    """Why this process cannot be part of a job; empty if it can."""
+    # JAX has no public name for it (tests/contract/test_jax_contract.py).
+    from jax._src import xla_bridge
+
+    if not xla_bridge.backends_are_initialized():
+        return ""
+    return (
+        "A job of several processes starts before any of them uses JAX's "
+        "devices. Received: devices in use already. Make the strategy first, "
+        "before models, arrays of JAX and `jax.devices()`."
+    )
+
+
+def _names(task: TaskInfo) -> tuple[str, ...]:
+    """The processes for messages: their tasks, with their addresses."""
+    num_chiefs = int(task.type == "chief" or task.index != task.process_id)
+    tasks = ["chief"] * num_chiefs
+    tasks += [f"worker {i}" for i in range(task.num_processes - num_chiefs)]
+    return tuple(
+        name if address is None else f"{name}, {address}"
+        for name, address in zip(tasks, task.addresses, strict=True)
+    )
+
+
+def _warn_of_strangers(address: str) -> None:
+    """Warns where process 0 listens to more than the cluster's network."""
+    host, _ = split(address)
+    try:
+        ip = ipaddress.ip_address(host)
+    except ValueError:  # A name: who can reach it is not known here.
+        return
+    if ip.is_unspecified:
+        reason = "all networks of this machine"
+    elif ip.is_global:
+        reason = "the internet"
+    else:
+        return
+    warnings.warn(
+        f"JAX's coordination service listens at {address}, for {reason}. "
+        "It asks for no password: whoever reaches it can stop the job. Give "
+        "process 0 an address of the cluster's own network, or keep others "
+        "out by a firewall.",
+        stacklevel=2,
+    )

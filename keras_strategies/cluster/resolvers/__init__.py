@@ -1,0 +1,1 @@
+"""Cluster resolvers: who is in a cluster, read from its variables."""

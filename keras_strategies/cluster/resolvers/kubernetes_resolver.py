@@ -1,0 +1,234 @@
+"""The cluster of pods that Kubernetes runs."""
+
+import enum
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from keras_strategies.cluster.addresses import (
+    check_port,
+    join_address,
+    shown,
+    with_rpc_layer,
+)
+from keras_strategies.cluster.resolvers.kubernetes_job import (
+    PodOfJob,
+    has_job_variables,
+    read_pod_of_job,
+)
+from keras_strategies.cluster.resolvers.resolver import (
+    ClusterResolver,
+    environ_or_own,
+)
+from keras_strategies.cluster.spec import ClusterSpec
+
+_LABELS = {"worker": ["job-name=tensorflow"]}
+
+
+class KubernetesExecutableLocation(enum.Enum):
+    """Where the program runs, which tells whose credentials it takes.
+
+    Attributes:
+      WITHIN_CLUSTER: In a pod: its service account's.
+      OFF_CLUSTER: Elsewhere: those of `~/.kube/config`.
+    """
+
+    WITHIN_CLUSTER = 0
+    OFF_CLUSTER = 1
+
+
+class KubernetesClusterResolver(ClusterResolver):
+    """Knows the pods of an indexed Job, or asks Kubernetes for pods; as tf's.
+
+        KubernetesClusterResolver()  # In a pod of an indexed Job or a JobSet.
+        KubernetesClusterResolver({"worker": ["job-name=train"]})
+
+    Without arguments, in a pod of an indexed Job, the variables are read at
+    each call (docs/clusters.md names them): all pods are workers, pod 0 is the
+    chief, and `cluster_spec` has its address only. Otherwise the running pods
+    that have the labels are asked for at each call, which needs the package
+    `kubernetes`; `task_type` and `task_id` are then the program's to set.
+
+    Differs from tf: without labels, a pod's variables are read; a task's
+    address is its pod's IP, as tf's documentation says, where the client
+    tells it; credentials are loaded once, for the location given.
+
+    Args:
+      job_to_label_mapping: Maps jobs to label selectors. Pods of a selector
+        are in the order of their names. None: the pod's variables, else
+        `{"worker": ["job-name=tensorflow"]}`.
+      tf_server_port: The port of every task, where no variable says another.
+      rpc_layer: What `master()` puts before addresses.
+      override_client: A `kubernetes.client.CoreV1Api` to ask, in place of one
+        that is made here.
+      executable_location: Whose credentials that one takes.
+      environ: The variables to read; None for those of this process.
+
+    Raises:
+      ImportError: `kubernetes` is not installed, and no client was given.
+      ValueError: `executable_location` or `tf_server_port` is none.
+
+    References:
+      https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/KubernetesClusterResolver
+      https://docs.jax.dev/en/latest/multi_process.html
+    """
+
+    def __init__(
+        self,
+        job_to_label_mapping: Mapping[str, Sequence[str]] | None = None,
+        tf_server_port: int = 8470,
+        rpc_layer: str | None = "grpc",
+        override_client: Any = None,
+        executable_location: KubernetesExecutableLocation = (
+            KubernetesExecutableLocation.WITHIN_CLUSTER
+        ),
+        *,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self._port = check_port(tf_server_port, "`tf_server_port`")
+        self._labels = _checked_labels(job_to_label_mapping)
+        self._rpc_layer = rpc_layer
+        self._environ = environ
+        self._client = override_client
+        self._is_job = (
+            not job_to_label_mapping
+            and override_client is None
+            and has_job_variables(environ_or_own(environ))
+        )
+        if not self._is_job and override_client is None:
+            self._client = _make_client(executable_location)
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The addresses of all pods; in an indexed Job, of its pod 0.
+
+        Raises:
+          RuntimeError: a pod is not running, or a variable is not set.
+          ValueError: a variable cannot be followed.
+        """
+        if self._is_job:
+            return ClusterSpec({"worker": {0: self._read().coordinator}})
+        return ClusterSpec(
+            {
+                job: [
+                    address
+                    for selector in selectors
+                    for address in self._ask(selector)
+                ]
+                for job, selectors in self._labels.items()
+            }
+        )
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """The address of a task; in an indexed Job, pod 0's if none is named.
+
+        Args:
+          task_type: The task's job.
+          task_id: The task's index in it.
+          rpc_layer: What goes before the address.
+
+        Returns:
+          The address; "" by labels if the task is neither named nor set.
+
+        Raises:
+          ValueError: there is no such task, or its address is not known.
+        """
+        if self._is_job and (task_type is None or task_id is None):
+            task_type, task_id = "worker", 0
+        task_type = self._task_type if task_type is None else task_type
+        task_id = self._task_id if task_id is None else task_id
+        if task_type is None or task_id is None:
+            return ""
+        address = self.cluster_spec().task_address(task_type, task_id)
+        return with_rpc_layer(address, rpc_layer or self._rpc_layer)
+
+    @property
+    def num_processes(self) -> int | None:
+        """How many pods an indexed Job has; None by labels."""
+        return self._read().count if self._is_job else None
+
+    @property
+    def task_type(self) -> str | None:
+        """As set; in an indexed Job else "worker"."""
+        if self._task_type is None and self._is_job:
+            return "worker"
+        return self._task_type
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int | None:
+        """As set; in an indexed Job else the pod's index."""
+        if self._task_id is None and self._is_job:
+            return self._read().index
+        return self._task_id
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    def _read(self) -> PodOfJob:
+        return read_pod_of_job(environ_or_own(self._environ), self._port)
+
+    def _ask(self, selector: str) -> list[str]:
+        """The addresses of the pods that a selector finds, by their names."""
+        pods = self._client.list_pod_for_all_namespaces(
+            label_selector=selector
+        ).items
+        pods = sorted(pods, key=lambda pod: pod.metadata.name)
+        for pod in pods:
+            if pod.status.phase != "Running":
+                raise RuntimeError(
+                    f'Pod "{pod.metadata.name}" is not running; phase: '
+                    f'"{pod.status.phase}". All pods of the label '
+                    f"{shown(selector)} must run. Received: one that does "
+                    "not. Wait for it, or choose labels without it."
+                )
+        return [join_address(_ip_of(pod), self._port) for pod in pods]
+
+
+def _ip_of(pod: Any) -> str:
+    ip = getattr(pod.status, "pod_ip", None)
+    return ip if isinstance(ip, str) else pod.status.host_ip
+
+
+def _make_client(location: KubernetesExecutableLocation) -> Any:
+    try:
+        config = importlib.import_module("kubernetes.config")
+        client = importlib.import_module("kubernetes.client")
+    except ImportError as error:
+        raise ImportError(
+            "The Kubernetes Python client must be installed to ask for pods. "
+            "Received: no module `kubernetes`. Run `pip install kubernetes`, "
+            "give `override_client`, or start the program in an indexed Job, "
+            "whose variables are read without it (docs/clusters.md)."
+        ) from error
+    if location == KubernetesExecutableLocation.OFF_CLUSTER:
+        config.load_kube_config()
+    elif location == KubernetesExecutableLocation.WITHIN_CLUSTER:
+        config.load_incluster_config()
+    else:
+        raise ValueError(
+            "`executable_location` is a `KubernetesExecutableLocation`. "
+            f"Received: {shown(location)}. Use .WITHIN_CLUSTER in a pod."
+        )
+    return client.CoreV1Api()
+
+
+def _checked_labels(labels: Any) -> Mapping[str, Sequence[str]]:
+    if not labels:
+        return _LABELS
+    is_mapping = isinstance(labels, Mapping)
+    if not is_mapping or any(isinstance(v, str) for v in labels.values()):
+        raise TypeError(
+            "`job_to_label_mapping` maps jobs to lists of label selectors. "
+            f"Received: {shown(labels)}. Give, for example, "
+            f"{_LABELS}."
+        )
+    return labels

@@ -1,0 +1,102 @@
+"""A resolver that answers what it was told."""
+
+from typing import Any
+
+from keras_strategies.cluster.addresses import shown, with_rpc_layer
+from keras_strategies.cluster.resolvers.resolver import ClusterResolver
+from keras_strategies.cluster.spec import ClusterSpec
+
+
+class SimpleClusterResolver(ClusterResolver):
+    """A cluster that the program describes itself; as tf's.
+
+        spec = ClusterSpec({"worker": ["host0:2222", "host1:2222"]})
+        resolver = SimpleClusterResolver(spec, task_type="worker", task_id=0)
+
+    Args:
+      cluster_spec: All tasks.
+      master: What `master()` answers when no task is named.
+      task_type: The job of this process.
+      task_id: The index of this process in it.
+      environment: What `environment` answers.
+      num_accelerators: What `num_accelerators()` answers, such as
+        `{"GPU": 4}`.
+      rpc_layer: What `master()` puts before addresses.
+
+    Raises:
+      TypeError: `cluster_spec` is no `ClusterSpec`, `master` no str.
+    """
+
+    def __init__(
+        self,
+        cluster_spec: ClusterSpec,
+        master: str = "",
+        task_type: str | None = None,
+        task_id: int | None = None,
+        environment: str = "",
+        num_accelerators: dict[str, int] | None = None,
+        rpc_layer: str | None = None,
+    ) -> None:
+        self._cluster_spec = _checked_spec(cluster_spec)
+        self._master = _checked_master(master)
+        self._task_type = task_type
+        self._task_id = task_id
+        self._environment = environment
+        self._num_accelerators = num_accelerators
+        self._rpc_layer = rpc_layer
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The `ClusterSpec` given."""
+        return self._cluster_spec
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """The address of the task named, else the `master` given.
+
+        Args:
+          task_type: The task's job.
+          task_id: The task's index in it; used if both are given.
+          rpc_layer: What goes before the address.
+
+        Raises:
+          ValueError: there is no such task.
+        """
+        master = self._master
+        if task_type is not None and task_id is not None:
+            master = self._cluster_spec.task_address(task_type, task_id)
+        return with_rpc_layer(master, rpc_layer or self._rpc_layer)
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None
+    ) -> dict[str, int]:
+        """What was given, for every task; `{}` if nothing was."""
+        del task_type, task_id
+        return self._num_accelerators or {}
+
+    @property
+    def environment(self) -> str:
+        """What was given."""
+        return self._environment
+
+
+def _checked_spec(spec: Any) -> ClusterSpec:
+    if not isinstance(spec, ClusterSpec):
+        raise TypeError(
+            "`cluster_spec` is a `ks.cluster_resolver.ClusterSpec`. Received: "
+            f"an object of type {type(spec).__name__}. Make one of a dict, or "
+            "of `spec.as_dict()` for one of tf's."
+        )
+    return spec
+
+
+def _checked_master(master: Any) -> str:
+    if not isinstance(master, str):
+        raise TypeError(
+            f"`master` is a str. Received: {shown(master)} of type "
+            f"{type(master).__name__}. Leave it out, or give an address."
+        )
+    return master

@@ -1,0 +1,260 @@
+"""The cluster of a SLURM job step."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from keras_strategies.cluster.addresses import (
+    check_port,
+    join_address,
+    read_number,
+    read_text,
+    shown,
+    with_rpc_layer,
+)
+from keras_strategies.cluster.resolvers.resolver import (
+    ClusterResolver,
+    environ_or_own,
+)
+from keras_strategies.cluster.resolvers.slurm_lists import (
+    expand_hostlist,
+    expand_tasks_per_node,
+)
+from keras_strategies.cluster.resolvers.slurm_places import places_of_tasks
+from keras_strategies.cluster.spec import ClusterSpec
+
+_SETTER = "srun, in a SLURM step"
+_PROCESS_ID = "SLURM_PROCID"
+_NUM_TASKS = "SLURM_STEP_NUM_TASKS"
+_HOSTS = "SLURM_STEP_NODELIST"
+_TASKS_PER_NODE = "SLURM_STEP_TASKS_PER_NODE"
+_VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+_NUM_GPUS = "SLURM_GPUS_ON_NODE"
+
+
+class SlurmClusterResolver(ClusterResolver):
+    """Reads the variables of a SLURM step, once; as tf's.
+
+        srun --nodes 2 --ntasks-per-node 4 python train.py
+
+    Tasks are numbered as SLURM does by SLURM_DISTRIBUTION (srun's -m): in
+    blocks, host by host in SLURM's order (the default), cyclic or in planes.
+
+    Differs from tf: `task_type` and `task_id` are known from the start, hosts
+    keep SLURM's order and distributions other than block are known,
+    CUDA_VISIBLE_DEVICES is not written (`gpu_ids` says what is this task's),
+    nvidia-smi is not run, and a step without GPUs works.
+
+    Args:
+      jobs: How many tasks each job has, such as `{"chief": 1, "worker": 7}`;
+        numbered in the alphabetical order of their names. None: all tasks are
+        workers.
+      port_base: The port of the first task of a host; others follow.
+      gpus_per_node: None: as many as CUDA_VISIBLE_DEVICES has, else
+        SLURM_GPUS_ON_NODE, else 0.
+      gpus_per_task: None: a host's GPUs divided by the most tasks of a host.
+      tasks_per_node: One number for all hosts, or a dict from hosts; None:
+        SLURM_STEP_TASKS_PER_NODE.
+      auto_set_gpu: Not used; for tf's signature.
+      rpc_layer: What `master()` puts before addresses.
+      environ: The variables to read; None for those of this process.
+
+    Raises:
+      RuntimeError: a variable is not set, `jobs` has another number of tasks
+        than SLURM, a host has fewer GPUs than its tasks ask for, or this task
+        runs elsewhere than its rank says (an arbitrary distribution).
+      ValueError: a variable or a number cannot be followed.
+      TypeError: a number is none.
+
+    References:
+      https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/SlurmClusterResolver
+    """
+
+    def __init__(
+        self,
+        jobs: Mapping[str, int] | None = None,
+        port_base: int = 8888,
+        gpus_per_node: int | None = None,
+        gpus_per_task: int | None = None,
+        tasks_per_node: int | Mapping[str, int] | None = None,
+        auto_set_gpu: bool = True,
+        rpc_layer: str | None = "grpc",
+        *,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        del auto_set_gpu
+        environ = environ_or_own(environ)
+        rank = read_number(environ, _PROCESS_ID, _SETTER)
+        if jobs is None:
+            num_tasks = read_number(environ, _NUM_TASKS, _SETTER, least=1)
+            jobs = {"worker": num_tasks}
+        hosts = _hosts(environ, tasks_per_node)
+        _check_counts(jobs, hosts, rank)
+        most_on_host = max(count for _, count in hosts)
+        gpus = _gpus_per_task(
+            environ, gpus_per_node, gpus_per_task, most_on_host
+        )
+        check_port(port_base, "`port_base`")
+        check_port(port_base + most_on_host - 1, "The last task's port")
+        places = places_of_tasks(environ, hosts, rank)
+        local = places[rank][1]
+        self._gpus_per_task = gpus
+        self._gpu_ids = tuple(range(local * gpus, (local + 1) * gpus))
+        self._spec, self._task_type, self._task_id = _allocate(
+            jobs, [join_address(h, port_base + i) for h, i in places], rank
+        )
+        self._rpc_layer = rpc_layer
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The addresses of all tasks of the step."""
+        return self._spec
+
+    def get_task_info(self) -> tuple[str | None, int | None]:
+        """The job of this process and its index in it."""
+        return self.task_type, self.task_id
+
+    def gpu_ids(self) -> tuple[int, ...]:
+        """Which of its host's visible GPUs are this task's, from 0.
+
+        What tf writes to CUDA_VISIBLE_DEVICES; `jax.distributed.initialize`
+        takes it as `local_device_ids`.
+        """
+        return self._gpu_ids
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """The address of a task; this process's if none is named.
+
+        Args:
+          task_type: The task's job.
+          task_id: The task's index in it.
+          rpc_layer: What goes before the address.
+
+        Raises:
+          ValueError: there is no such task.
+        """
+        task_type = self.task_type if task_type is None else task_type
+        task_id = self.task_id if task_id is None else task_id
+        if task_type is None or task_id is None:
+            return ""
+        address = self._spec.task_address(task_type, task_id)
+        return with_rpc_layer(address, rpc_layer or self._rpc_layer)
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None
+    ) -> dict[str, int]:
+        """The GPUs of a task, the same for all: `{"GPU": 1}`."""
+        del task_type, task_id
+        return {"GPU": self._gpus_per_task}
+
+
+def _hosts(
+    environ: Mapping[str, str], tasks_per_node: int | Mapping[str, int] | None
+) -> list[tuple[str, int]]:
+    """The hosts of the step and how many tasks each has, in SLURM's order."""
+    if isinstance(tasks_per_node, Mapping):
+        hosts = list(tasks_per_node.items())
+        if environ.get(_HOSTS):
+            order = expand_hostlist(environ[_HOSTS])
+            places = {host: place for place, host in enumerate(order)}
+            hosts.sort(key=lambda item: places.get(item[0], len(places)))
+    else:
+        names = expand_hostlist(read_text(environ, _HOSTS, _SETTER))
+        if tasks_per_node is not None:
+            counts = [tasks_per_node] * len(names)
+        else:
+            counts = expand_tasks_per_node(
+                read_text(environ, _TASKS_PER_NODE, _SETTER)
+            )
+        if len(counts) != len(names):
+            raise ValueError(
+                f"{_HOSTS} and {_TASKS_PER_NODE} have one entry for each "
+                f"host. Received: {len(names)} hosts and {len(counts)} "
+                "numbers. Both are set by srun: look at what else does, or "
+                "give `tasks_per_node`."
+            )
+        hosts = list(zip(names, counts, strict=True))
+    for _, count in hosts:
+        _check_count(count, "The tasks of a host")
+    return hosts
+
+
+def _check_counts(
+    jobs: Mapping[str, int], hosts: list[tuple[str, int]], rank: int
+) -> None:
+    for job, count in jobs.items():
+        _check_count(count, f"The number of tasks of job {shown(job)}")
+    wanted, given = sum(jobs.values()), sum(count for _, count in hosts)
+    if wanted != given or not given:
+        raise RuntimeError(
+            "The jobs have as many tasks as SLURM runs. Requested "
+            f"{wanted} tasks but {given} were assigned. Received: the jobs "
+            f"{shown(dict(jobs))}. Correct `jobs`, or srun's --ntasks."
+        )
+    if rank >= given:
+        raise RuntimeError(
+            f"{_PROCESS_ID} is below the number of tasks. Received: {rank} "
+            f"of {given} tasks. Start the program with srun, and correct "
+            "`tasks_per_node` if it is given."
+        )
+
+
+def _check_count(count: Any, what: str) -> None:
+    if count is None:
+        return
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(
+            f"{what} is an integer. Received: {shown(count)} of type "
+            f"{type(count).__name__}. Give a number such as 4."
+        )
+    if count < 0:
+        raise ValueError(
+            f"{what} is 0 or more. Received: {count}. Give a number such as 4."
+        )
+
+
+def _gpus_per_task(
+    environ: Mapping[str, str],
+    gpus_per_node: int | None,
+    gpus_per_task: int | None,
+    most_on_host: int,
+) -> int:
+    _check_count(gpus_per_node, "`gpus_per_node`")
+    _check_count(gpus_per_task, "`gpus_per_task`")
+    if gpus_per_node is None:
+        gpus_per_node = _num_visible_gpus(environ)
+    if gpus_per_task is None:
+        return gpus_per_node // most_on_host
+    if most_on_host * gpus_per_task > gpus_per_node:
+        raise RuntimeError(
+            "Requested more GPUs per node than available: each of a host's "
+            f"tasks has its own. Received: {most_on_host} tasks with "
+            f"{gpus_per_task} GPUs each on a host of {gpus_per_node}. Lower "
+            "`gpus_per_task`, or give `gpus_per_node`."
+        )
+    return gpus_per_task
+
+
+def _num_visible_gpus(environ: Mapping[str, str]) -> int:
+    if _VISIBLE_GPUS in environ:
+        return len([gpu for gpu in environ[_VISIBLE_GPUS].split(",") if gpu])
+    if not environ.get(_NUM_GPUS):
+        return 0
+    return read_number(environ, _NUM_GPUS, _SETTER)
+
+
+def _allocate(
+    jobs: Mapping[str, int], addresses: list[str], rank: int
+) -> tuple[ClusterSpec, str | None, int | None]:
+    """All tasks, and which of them the one of this rank is."""
+    cluster: dict[str, list[str]] = {}
+    task_type, task_id, start = None, None, 0
+    for job, count in sorted(jobs.items()):
+        cluster[job] = addresses[start : start + count]
+        if start <= rank < start + count:
+            task_type, task_id = job, rank - start
+        start += count
+    return ClusterSpec(cluster), task_type, task_id

@@ -1,0 +1,138 @@
+"""The cluster that torchrun's variables describe."""
+
+from collections.abc import Mapping
+
+from keras_strategies.cluster.addresses import (
+    check_address,
+    check_port,
+    join_address,
+    read_number,
+    read_port,
+    read_text,
+    with_rpc_layer,
+)
+from keras_strategies.cluster.resolvers.resolver import (
+    ClusterResolver,
+    environ_or_own,
+)
+from keras_strategies.cluster.spec import ClusterSpec
+
+_SETTER = "torchrun"
+_HOST = "MASTER_ADDR"
+_PORT = "MASTER_PORT"
+_PROCESS_ID = "RANK"
+_NUM_PROCESSES = "WORLD_SIZE"
+_LOCAL_RANK = "LOCAL_RANK"
+_JAX_PORT = "JAX_COORDINATOR_PORT"
+# torchrun sets it where its agent listens on MASTER_PORT itself.
+_AGENT_LISTENS = "TORCHELASTIC_USE_AGENT_STORE"
+
+
+class TorchrunClusterResolver(ClusterResolver):
+    """Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, at each call.
+
+        torchrun --nnodes 2 --nproc-per-node 4 ... train.py
+
+    All processes are workers; the one of rank 0 is the chief. The addresses of
+    the others are not known: `cluster_spec` has task 0 only, `num_processes`
+    says how many there are. Not in tf.
+
+    Everything but `environment` and `num_accelerators` raises RuntimeError if
+    a variable is not set and ValueError if it cannot be followed.
+
+    Args:
+      port: Where the chief listens. None: JAX_COORDINATOR_PORT, else
+        MASTER_PORT, or the next one where torchrun's agent listens there
+        itself (it says so in TORCHELASTIC_USE_AGENT_STORE).
+      rpc_layer: What `master()` puts before the address.
+      environ: The variables to read; None for those of this process.
+
+    References:
+      https://docs.pytorch.org/docs/stable/elastic/run.html
+    """
+
+    def __init__(
+        self,
+        *,
+        port: int | None = None,
+        rpc_layer: str | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self._port = None if port is None else check_port(port, "`port`")
+        self._rpc_layer = rpc_layer
+        self._environ = environ
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The address of worker 0."""
+        environ = environ_or_own(self._environ)
+        host = read_text(environ, _HOST, _SETTER)
+        address = join_address(host, self._read_port(environ))
+        check_address(address, f"worker 0 ({_HOST})")
+        return ClusterSpec({"worker": {0: address}})
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """The address of worker 0, or of the task named.
+
+        Args:
+          task_type: The task's job.
+          task_id: The task's index in it; used if both are given.
+          rpc_layer: What goes before the address.
+
+        Raises:
+          ValueError: a task is named whose address is not known.
+        """
+        if task_type is None or task_id is None:
+            task_type, task_id = "worker", 0
+        address = self.cluster_spec().task_address(task_type, task_id)
+        return with_rpc_layer(address, rpc_layer or self._rpc_layer)
+
+    @property
+    def num_processes(self) -> int:
+        """WORLD_SIZE: how many processes train."""
+        environ = environ_or_own(self._environ)
+        return read_number(environ, _NUM_PROCESSES, _SETTER, least=1)
+
+    @property
+    def task_type(self) -> str:
+        """Always "worker", unless set."""
+        return self._task_type or "worker"
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int:
+        """RANK: the number of this process, unless set."""
+        if self._task_id is not None:
+            return self._task_id
+        environ = environ_or_own(self._environ)
+        return read_number(
+            environ, _PROCESS_ID, _SETTER, most=self.num_processes - 1
+        )
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    @property
+    def local_rank(self) -> int:
+        """LOCAL_RANK: the number of this process on its host."""
+        environ = environ_or_own(self._environ)
+        return read_number(environ, _LOCAL_RANK, _SETTER)
+
+    def _read_port(self, environ: Mapping[str, str]) -> int:
+        if self._port is not None:
+            return self._port
+        if environ.get(_JAX_PORT):
+            return read_port(environ, _JAX_PORT, "you")
+        port = read_port(environ, _PORT, _SETTER)
+        if environ.get(_AGENT_LISTENS) != "True":
+            return port
+        # The last port has no next one.
+        return port + 1 if port < 65535 else port - 1

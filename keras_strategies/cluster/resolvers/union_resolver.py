@@ -1,0 +1,183 @@
+"""Several resolvers as one."""
+
+from typing import Any
+
+from keras_strategies.cluster.addresses import shown, with_rpc_layer
+from keras_strategies.cluster.resolvers.resolver import ClusterResolver
+from keras_strategies.cluster.spec import ClusterSpec
+
+
+class UnionResolver(ClusterResolver):
+    """The jobs of several resolvers; the first one answers the rest; as tf's.
+
+        told = TFConfigClusterResolver()
+        more = SimpleClusterResolver(ClusterSpec({"evaluator": ["host9:2222"]}))
+        UnionResolver(told, more)
+
+    Differs from tf: a `task_id` of 0 and an empty `task_type` are followed, a
+    `rpc_layer` also by `master()` without a task.
+
+    Args:
+      *resolvers: One or more.
+      task_type: The job of this process, in place of the first's.
+      task_id: The index of this process in it, in place of the first's.
+      rpc_layer: What `master()` puts before addresses, in place of the
+        first's.
+      **unexpected: Refused.
+
+    Raises:
+      TypeError: one is no `ClusterResolver`.
+      ValueError: there is none, or an unknown keyword.
+    """
+
+    def __init__(
+        self,
+        *resolvers: ClusterResolver,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+        **unexpected: Any,
+    ) -> None:
+        if unexpected:
+            raise ValueError(
+                "`UnionResolver` takes the keywords task_type, task_id and "
+                f"rpc_layer. Received: {shown(sorted(unexpected))}. Leave "
+                "them out."
+            )
+        if not resolvers:
+            raise ValueError(
+                "At least one ClusterResolver is required. Received: none. "
+                "Give the resolvers to unite as positional arguments."
+            )
+        self._resolvers = tuple(map(_checked, resolvers))
+        self._task_type = task_type
+        self._task_id = task_id
+        self._rpc_layer = rpc_layer
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The jobs of all resolvers.
+
+        Lists of one job are put one after the other. If one of them is a
+        dict, the indices stay what they are.
+
+        Raises:
+          KeyError: two resolvers have a task of one index, and one of them
+            has its job as a dict.
+        """
+        parts = [
+            resolver.cluster_spec().as_dict() for resolver in self._resolvers
+        ]
+        merged: dict[str, Any] = {}
+        for part in parts:
+            for job, tasks in part.items():
+                is_list = isinstance(tasks, list)
+                if job not in merged:
+                    merged[job] = [] if is_list else {}
+                elif not is_list:
+                    merged[job] = {}
+        for part in parts:
+            for job, tasks in part.items():
+                if isinstance(merged[job], list):
+                    merged[job] += tasks
+                else:
+                    _merge(merged[job], tasks, job)
+        return ClusterSpec(merged)
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """The address of the task named, else the first resolver's answer.
+
+        Args:
+          task_type: The task's job.
+          task_id: The task's index in it; used if both are given.
+          rpc_layer: What goes before the address.
+
+        Raises:
+          ValueError: there is no such task.
+        """
+        rpc_layer = rpc_layer or self._rpc_layer
+        if task_type is not None and task_id is not None:
+            address = self.cluster_spec().task_address(task_type, task_id)
+            return with_rpc_layer(address, rpc_layer)
+        return self._resolvers[0].master(rpc_layer=rpc_layer)
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None
+    ) -> dict[str, int]:
+        """The first resolver's answer."""
+        return self._resolvers[0].num_accelerators(task_type, task_id)
+
+    @property
+    def num_processes(self) -> int | None:
+        """The first answer that is not None."""
+        for resolver in self._resolvers:
+            if resolver.num_processes is not None:
+                return resolver.num_processes
+        return None
+
+    @property
+    def environment(self) -> str | None:
+        """The first resolver's answer."""
+        return self._resolvers[0].environment
+
+    @property
+    def task_type(self) -> str | None:
+        """The job of this process: as given, else the first resolver's."""
+        if self._task_type is not None:
+            return self._task_type
+        return self._resolvers[0].task_type
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int | None:
+        """The index of this process: as given, else the first resolver's."""
+        if self._task_id is not None:
+            return self._task_id
+        return self._resolvers[0].task_id
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    @property
+    def rpc_layer(self) -> str | None:
+        """As given, else the first resolver's."""
+        return self._rpc_layer or self._resolvers[0].rpc_layer
+
+    @rpc_layer.setter
+    def rpc_layer(self, rpc_layer: str | None) -> None:
+        self._rpc_layer = rpc_layer
+
+
+UnionClusterResolver = UnionResolver
+"""The name that tf's own sources give it."""
+
+
+def _checked(resolver: Any) -> ClusterResolver:
+    if not isinstance(resolver, ClusterResolver):
+        raise TypeError(
+            "All arguments must be a `ClusterResolver`. Received: an object "
+            f"of type {type(resolver).__name__}. Give resolvers of "
+            "`ks.cluster_resolver`."
+        )
+    return resolver
+
+
+def _merge(
+    merged: dict[int, str], tasks: list[str] | dict[int, str], job: str
+) -> None:
+    tasks = dict(enumerate(tasks)) if isinstance(tasks, list) else tasks
+    if twice := sorted(merged.keys() & tasks.keys()):
+        raise KeyError(
+            "Duplicate keys: resolvers that are united have different tasks. "
+            f"Received: the indices {shown(twice)} of job {shown(job)} twice. "
+            "Give each task in one resolver."
+        )
+    merged.update(tasks)

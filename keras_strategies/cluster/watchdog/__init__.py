@@ -1,0 +1,1 @@
+"""The watchdog of each process: no process goes on, or hangs, alone."""

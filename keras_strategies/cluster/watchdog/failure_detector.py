@@ -1,0 +1,233 @@
+"""What processes tell about themselves, and what follows from it.
+
+Pure: who hears the beats passes the time, so that tests need no clock.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+
+from keras_strategies.cluster.exchange.exit_codes import Cause, ExitCode
+from keras_strategies.cluster.untrusted import load_json
+
+# A process that is done takes part in nothing more; those that wait for it are
+# given a moment, in case it has failed and tells so.
+_DONE_S = 1.0
+_AGREEING_S = 1.0
+# The most that a beat may be on its way after its process's death.
+_ON_ITS_WAY_S = 0.1
+_SILENT_S = 4.0
+_SHOWN = 8
+_MAX_CHARACTERS = 1 << 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Beat:
+    """What a process does at one moment.
+
+    Attributes:
+      number: How many beats it has told before this one.
+      programs: How many programs over all processes it has started.
+      waiting_s: For how long the oldest of them has been running; 0 if all
+        have ended.
+      starting_s: For how long it has been tracing, compiling or starting
+        one; 0 if it does not.
+      agreeing: What it waits for others in, on the host; "" for nothing.
+      agreeing_s: For how long.
+      where: Where its main thread is.
+      is_done: Whether its script has ended.
+    """
+
+    number: int = 0
+    programs: int = 0
+    waiting_s: float = 0.0
+    starting_s: float = 0.0
+    agreeing: str = ""
+    agreeing_s: float = 0.0
+    where: str = ""
+    is_done: bool = False
+
+    def to_json(self) -> str:
+        """The beat as it is told."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Beat | None":
+        """What `to_json` of another process gave; None of anything else."""
+        try:
+            said = load_json(text, max_characters=_MAX_CHARACTERS, has_nan=True)
+        except ValueError:
+            return None
+        fields = {f.name: type(f.default) for f in dataclasses.fields(cls)}
+        if not isinstance(said, dict) or said.keys() != fields.keys():
+            return None
+        for name, kind in fields.items():
+            # A time of whole seconds is an int, too.
+            kinds = (int, float) if kind is float else (kind,)
+            if type(said[name]) not in kinds:
+                return None
+        return cls(**said)
+
+
+@dataclasses.dataclass
+class _Heard:
+    beat: Beat
+    at: float
+    # When it was first seen as it is: in user code, or done.
+    same_since: float
+
+
+def died(processes: Sequence[int], why: str) -> Cause:
+    """The cause that is the end of some processes."""
+    names = ", ".join(str(process) for process in processes[:_SHOWN])
+    names += ", ..." * (len(processes) > _SHOWN)
+    word = "process" if len(processes) == 1 else "processes"
+    return Cause(text=f"{word} {names} died or stopped: {why}")
+
+
+class Judge:
+    """Finds out from all processes' beats what keeps a job from going on.
+
+    Args:
+      timeout_s: How long a program may run, or be waited for, in seconds.
+      host: The process that is heard of by other means: it hosts the store.
+    """
+
+    def __init__(self, *, timeout_s: float, host: int = 0) -> None:
+        self.timeout_s = timeout_s
+        self._host = host
+        self._heard: dict[int, _Heard] = {}
+        # What was the last word when `all_live` was first asked: (since, by
+        # process its beat's number).
+        self._last_words: tuple[float, dict[int, int]] | None = None
+        # When one of them last traced or compiled.
+        self._compiled_at = -math.inf
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all processes that were heard of are done."""
+        return all(heard.beat.is_done for heard in self._heard.values())
+
+    def hear(self, beats: Mapping[int, Beat], now: float) -> None:
+        """Takes in what the processes tell, at a time in seconds."""
+        for process, beat in beats.items():
+            known = self._heard.get(process)
+            if known is None:
+                self._heard[process] = _Heard(beat, now, now)
+            elif known.beat.number != beat.number:
+                is_same = (known.beat.programs, known.beat.is_done) == (
+                    beat.programs,
+                    beat.is_done,
+                )
+                since = known.same_since if is_same else now
+                self._heard[process] = _Heard(beat, now, since)
+
+    def all_live(self, since: float, now: float) -> bool:
+        """Whether all others have told something after a time.
+
+        What is heard after it may have been told before: so the first time
+        that it is asked only notes what was told last.
+        """
+        numbers = {
+            process: heard.beat.number
+            for process, heard in self._heard.items()
+            if process != self._host
+        }
+        if self._last_words is None or self._last_words[0] != since:
+            if now > since + _ON_ITS_WAY_S:
+                self._last_words = since, numbers
+            return False
+        before = self._last_words[1]
+        return all(n > before.get(p, -1) for p, n in numbers.items())
+
+    def silent(self, now: float) -> list[int]:
+        """Who has told nothing for some beats.
+
+        Such a process may be dead, stopped, or in a call that lets no other
+        thread of Python run: it takes more to tell which.
+        """
+        return [
+            process
+            for process, heard in sorted(self._heard.items())
+            if now - heard.at > _SILENT_S and process != self._host
+        ]
+
+    def find(self, now: float) -> Cause | None:
+        """What keeps the job from going on; None for nothing."""
+        return self._find_left() or self._find_stalled(now)
+
+    def _find_left(self) -> Cause | None:
+        """One is done that others wait for."""
+        done = [p for p, h in sorted(self._heard.items()) if h.beat.is_done]
+        for process, heard in sorted(self._heard.items()):
+            beat = heard.beat
+            for gone in done:
+                programs = self._heard[gone].beat.programs
+                if beat.programs > programs and beat.waiting_s > _DONE_S:
+                    waits_in = f"program {beat.programs}"
+                elif beat.agreeing_s > _DONE_S:
+                    waits_in = beat.agreeing
+                else:
+                    continue
+                return Cause(
+                    text=f"process {gone} has ended its script after "
+                    f"{programs} programs, and process {process} waits for "
+                    f"it in {waits_in} (at {beat.where}); all processes must "
+                    "make the same calls and take as many steps"
+                )
+        return None
+
+    def _find_stalled(self, now: float) -> Cause | None:
+        beats = {p: heard.beat for p, heard in sorted(self._heard.items())}
+        waits = max((b.waiting_s for b in beats.values()), default=0.0)
+        # A first program may compile for as long as it takes.
+        if any(b.starting_s for b in beats.values()):
+            self._compiled_at = now
+        # Those that wait for it have waited for nobody else till then.
+        if now - self._compiled_at <= self.timeout_s:
+            return None
+        if waits <= self.timeout_s:
+            return self._find_unheard(beats, now)
+        most = max(beat.programs for beat in beats.values())
+        behind = [p for p, beat in beats.items() if beat.programs < most]
+        if not behind:
+            text = (
+                f"all processes wait for program {most} for {waits:.0f} s; it "
+                "takes so long, or they have started different programs"
+            )
+        else:
+            told = [self._told(p, now) for p in behind[:_SHOWN]]
+            ahead = next(p for p in beats if p not in behind)
+            text = (
+                f"{'; '.join(told)}; process {ahead} has started {most} and "
+                f"waits for {waits:.0f} s"
+            )
+        return Cause(text=text, code=ExitCode.STALLED)
+
+    def _find_unheard(self, beats: dict[int, Beat], now: float) -> Cause | None:
+        """Some wait on the host, for too long, for others that do not."""
+        waits = [p for p, beat in beats.items() if beat.agreeing_s]
+        longest = max(waits, key=lambda p: beats[p].agreeing_s, default=None)
+        if longest is None:
+            return None
+        beat = beats[longest]
+        # Agreements have a limit of their own, and say what they miss.
+        if beat.agreeing_s <= self.timeout_s + _AGREEING_S:
+            return None
+        others = [p for p in beats if p not in waits][:_SHOWN]
+        told = [self._told(p, now) for p in others]
+        told.append(
+            f"process {longest} waits for others in {beat.agreeing} for "
+            f"{beat.agreeing_s:.0f} s (at {beat.where})"
+        )
+        return Cause(text="; ".join(told), code=ExitCode.STALLED)
+
+    def _told(self, process: int, now: float) -> str:
+        heard = self._heard[process]
+        beat = heard.beat
+        seconds = now - heard.same_since
+        return (
+            f"process {process} has started {beat.programs} programs, none "
+            f"for {seconds:.0f} s; its main thread is at {beat.where}"
+        )

@@ -1,0 +1,211 @@
+"""Making a source in every process, or in none."""
+
+import itertools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.cluster.exchange.greetings import readable
+from keras_strategies.cluster.exchange.host_exchange import Agreement
+from keras_strategies.cluster.exchange.message_forms import (
+    Either,
+    Form,
+    is_count,
+    read_messages,
+)
+from keras_strategies.data.source import Source
+
+_MAX_NUMBER = 2**31 - 1
+_MAX_SHOWN = 8
+# What processes tell each other.
+_FAILED = {"error": str}
+_NUMBER = {"number": is_count}
+_MADE = Either((_FAILED, {"facts": dict, "seed": int | str | None}))
+_OUTLINES = Either((_FAILED, {"outlines": [str]}))
+
+
+def made_together(
+    mesh: ReplicaMesh,
+    name: str,
+    make: Callable[[int], Source],
+    facts: dict[str, Any] | None = None,
+    *,
+    draws: bool = False,
+) -> Source:
+    """Makes a source in every process. Collective.
+
+    All take the chief's seed, unless the rows are the process's own. If one
+    process cannot make its source, all raise; nobody waits for it later on.
+
+    Args:
+      mesh: The replicas.
+      name: The call that it is for, for messages.
+      make: Makes it, from a number that is the same in all processes.
+      facts: What else must be the same in all, by name; what JSON can hold.
+      draws: Whether the number is drawn, so that the next one is another.
+
+    Raises:
+      ValueError: the processes are in different calls, or were given
+        different data or numbers.
+      RuntimeError: another process could not make it.
+    """
+    number = int(np.random.randint(_MAX_NUMBER)) if draws else 0
+    if mesh.num_processes == 1:
+        return make(number)
+    agreement = Agreement(mesh.processes, f"preparing the data of {name}")
+    try:
+        return _made(mesh, agreement, number, name, make, facts or {})
+    finally:
+        agreement.end()
+
+
+def _made(
+    mesh: ReplicaMesh,
+    agreement: Agreement,
+    number: int,
+    name: str,
+    make: Callable[[int], Source],
+    facts: dict[str, Any],
+) -> Source:
+    heard = _exchange(mesh, name, agreement, {"number": number}, _NUMBER)
+    source, error = None, None
+    try:
+        source = make(heard[0]["number"])
+    except Exception as raised:
+        error = raised
+    said: dict[str, Any] = {}
+    if error is not None:
+        said["error"] = f"{type(error).__name__}: {error}"
+    elif source is not None:
+        said["facts"] = facts | source.facts()
+        said["seed"] = source.seed
+    heard = _exchange(mesh, name, agreement, said, _MADE)
+    raise_together(mesh, f"Preparing the data of {name}", heard, error)
+    _check_facts(mesh, name, [said["facts"] for said in heard])
+    assert source is not None
+    if not source.is_own:
+        source.restart(heard[0]["seed"])
+    return source
+
+
+def made_alike(
+    mesh: ReplicaMesh, name: str, make: Callable[[], list[Any]]
+) -> list[Any]:
+    """Makes one nest of arrays for each local replica. Collective.
+
+    Args:
+      mesh: The replicas, of several processes.
+      name: The call that it is for, for messages.
+      make: Makes the nests.
+
+    Raises:
+      ValueError: they differ in shapes, dtypes or structure, here or between
+        processes; all raise.
+      RuntimeError: another process could not make them.
+    """
+    agreement = Agreement(mesh.processes, f"making the values of {name}")
+    made, error, said = [], None, {}
+    try:
+        made = make()
+        said["outlines"] = [_outline_of(nest) for nest in made]
+    except Exception as raised:
+        error = raised
+        said["error"] = f"{type(error).__name__}: {error}"
+    try:
+        heard = _exchange(mesh, name, agreement, said, _OUTLINES)
+    finally:
+        agreement.end()
+    raise_together(mesh, f"Making the values of {name}", heard, error)
+    outlines = [text for one in heard for text in one["outlines"]]
+    if len(set(outlines)) > 1:
+        shown = ", ".join(
+            f"{text} (replica {replica})"
+            for replica, text in enumerate(outlines[:_MAX_SHOWN])
+        )
+        more = ", ..." * (len(outlines) > _MAX_SHOWN)
+        raise ValueError(
+            f"On several processes {name} makes values of the same structure, "
+            f"shapes and dtypes for all replicas. Received: {shown}{more}. "
+            "Make them alike: pad the rows, or distribute a dataset, whose "
+            "batches may differ."
+        )
+    return made
+
+
+def _outline_of(nest: Any) -> str:
+    leaves, structure = jax.tree.flatten(nest)
+    arrays = [np.asarray(leaf) for leaf in leaves]
+    shapes = ", ".join(f"{a.dtype}{list(a.shape)}" for a in arrays)
+    is_one = jax.tree.structure(0) == structure
+    return shapes if is_one else f"{structure} of {shapes}"
+
+
+def _check_facts(
+    mesh: ReplicaMesh, name: str, facts: list[dict[str, Any]]
+) -> None:
+    for fact in dict.fromkeys(itertools.chain(*facts)):
+        values = [given.get(fact) for given in facts]
+        if any(value != values[0] for value in values):
+            received = ", ".join(
+                f"{readable(str(value))} (process {process})"
+                for process, value in zip(mesh.processes, values, strict=True)
+            )
+            raise ValueError(
+                f"All processes must give {name} the same data, batch size "
+                f"and numbers of steps and epochs. Received: {fact} of "
+                f"{received}. Give all processes the same; of rows that are "
+                "each process's own, with `AutoShardPolicy.OFF`, the number "
+                "may differ."
+            )
+
+
+def raise_together(
+    mesh: ReplicaMesh,
+    what: str,
+    heard: list[dict[str, Any]],
+    error: Exception | None,
+) -> None:
+    """Raises if a process has said that it had an error.
+
+    Args:
+      mesh: The replicas.
+      what: What was done, to begin a sentence with.
+      heard: What each process said; with "error" if it had one.
+      error: This process's own, which is raised itself.
+
+    Raises:
+      RuntimeError: another process had one.
+    """
+    failed = [
+        f"process {process}: {readable(said['error']).rstrip(' .')}"
+        for process, said in zip(mesh.processes, heard, strict=True)
+        if "error" in said
+    ]
+    if not failed:
+        return
+    if error is not None:
+        if len(failed) < mesh.num_processes:
+            error.add_note(f"{what} failed here, so all processes stop.")
+        raise error
+    raise RuntimeError(
+        f"{what} failed in another process, so all processes stop. Received: "
+        f"{'; '.join(failed)}. Mend what the named process reads."
+    )
+
+
+def _exchange(
+    mesh: ReplicaMesh,
+    name: str,
+    agreement: Agreement,
+    said: dict[str, Any],
+    form: Form,
+) -> list[dict[str, Any]]:
+    # Numbers of numpy's too, and what else arguments may be.
+    texts = agreement.exchange(json.dumps(said, default=str))
+    return read_messages(
+        texts, form, processes=mesh.processes, about=f"the data of {name}"
+    )

@@ -1,0 +1,1 @@
+"""grain's datasets and loaders as sources."""

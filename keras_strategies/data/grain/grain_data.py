@@ -1,0 +1,367 @@
+"""Datasets and loaders of grain as sources."""
+
+import collections
+import concurrent.futures
+import copy
+import dataclasses
+import itertools
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from keras_strategies._core.batches import num_rows
+from keras_strategies.data.grain.grain_rows import (
+    Stacked,
+    mark_of,
+    stacked_rows,
+    with_parents,
+)
+from keras_strategies.data.options import AutoShardPolicy
+from keras_strategies.data.source import Cut, Part, Source, all_rows, take
+from keras_strategies.data.source_summary import Outline, Reading
+
+Tree = Any
+
+# Batches of a `MapDataset` that are read at once, and so read ahead.
+_NUM_THREADS = 4
+# Positions of an iterator that are kept, for reading on from one of them.
+_NUM_STATES = 64
+# grain's length of what `repeat()` returns is `sys.maxsize`, before `batch`.
+_ENDLESS = 2**40
+
+
+class GrainSource(Source):
+    """The batches of a `grain.MapDataset`, `IterDataset` or `DataLoader`.
+
+    Of a `MapDataset` whose last transformation is `.batch(...)`, stacking
+    rows, a process reads its own rows only; batches start at any position and
+    epoch `e` has the order that grain gives the `e`-th repetition, so that a
+    seeded `shuffle` shuffles anew. Any other one yields whole batches to every
+    process, which keeps its rows: an `IterDataset`, a `DataLoader`, or
+    transformations after `.batch(...)`. Their epochs are alike.
+
+    Differs from tf: a `DataLoader` that grain's `ShardOptions` already divide
+    over the processes is left as it is, and its batch size is, as everywhere
+    in grain, that of one process.
+
+    Args:
+      dataset: What to read (`is_grain`); its elements are batches.
+      num_processes: Number of processes that read it.
+      process_index: This process's place among them.
+      seed: Not used: grain asks for seeds of its own.
+      policy: AUTO and DATA divide the rows; OFF leaves what each process is
+        given to it.
+
+    Raises:
+      ValueError: the elements are not batches, or the policy or the shard
+        options do not fit.
+    """
+
+    kind = "grain dataset"
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        num_processes: int = 1,
+        process_index: int = 0,
+        seed: int = 0,
+        policy: AutoShardPolicy = AutoShardPolicy.AUTO,
+    ) -> None:
+        del seed
+        _check_policy(policy)
+        self.is_own = num_processes > 1 and policy is AutoShardPolicy.OFF
+        is_divided = False
+        if num_processes > 1 and not self.is_own:
+            is_divided = _is_divided(dataset, num_processes, process_index)
+            _warn_of_slices(dataset, num_processes, process_index)
+        self.is_own |= is_divided
+        self._batches = (
+            _MapBatches(dataset)
+            if _is_a(dataset, "MapDataset")
+            else _IteratedBatches(dataset)
+        )
+        self.batch_size = self._batches.batch_size
+        if is_divided and self.batch_size:
+            self.batch_size *= num_processes
+        if not self.is_own:
+            self.num_batches = self._batches.length
+            self._batches.is_marked = num_processes > 1
+
+    def outline(self) -> Outline:
+        """See `Source.outline`."""
+        stacked, said = self._batches.stacked, super().outline()
+        if stacked is None:
+            return said
+        rows = len(stacked.rows)
+        return dataclasses.replace(said, reading=Reading.ROWS, num_rows=rows)
+
+    def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
+        """See `Source`."""
+        if self.is_own:
+            cut = all_rows
+        return self._batches.read(epoch, start, cut)
+
+    def state(self, start: int) -> Any | None:
+        """grain's own state after `start` batches of an epoch.
+
+        For a checkpoint, one of each process. None where none is kept: of a
+        `MapDataset`, which needs none, at 0, and not about where reading is.
+
+        Args:
+          start: Number of batches.
+        """
+        return self._batches.states.get(start)
+
+    def restore(self, start: int, state: Any) -> None:
+        """Lets `read` go on at `start` without reading what is before it.
+
+        Args:
+          start: Number of batches of an epoch.
+          state: What `state` returned for it.
+        """
+        self._batches.states[start] = state
+
+
+def is_grain(dataset: Any) -> bool:
+    """Whether something is a grain dataset or loader."""
+    return _is_a(dataset, "MapDataset", "IterDataset", "DataLoader")
+
+
+class _MapBatches:
+    """Batches of a `MapDataset`, in any order."""
+
+    is_marked = False
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._len = len(dataset)
+        self.stacked = stacked_rows(dataset)
+        self._no_rows: Tree | None = None
+        self._mark = mark_of(dataset)
+        self.states: dict[int, Any] = {}
+        self.length = self._len if self._len < _ENDLESS else None
+        self.batch_size = None
+        if self.stacked is not None:
+            self.batch_size = self.stacked.batch_size
+        elif self._len:
+            self.batch_size = _rows_of_first(self._whole(0))
+
+    def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
+        offset = 0 if self.length is None else epoch * self._len
+
+        def part(index: int) -> Part:
+            if self.stacked is None:
+                return take(
+                    self._whole(offset + index), cut, is_marked=self.is_marked
+                )
+            return self._rows(self.stacked, epoch, index, cut)
+
+        return _in_threads(part, range(start, self._len))
+
+    def _whole(self, index: int) -> Tree:
+        batch = self._dataset[index]
+        if batch is None:
+            raise ValueError(
+                "Every index of a `grain.MapDataset` must hold a batch. "
+                f"Received: None at {index}, as after `filter`. Call "
+                "`.to_iter_dataset()`, which leaves such elements out."
+            )
+        return _arrays(batch)
+
+    def _rows(self, stacked: Stacked, epoch: int, index: int, cut: Cut) -> Part:
+        total = len(stacked.rows)
+        first = index * stacked.batch_size
+        rows = min(stacked.batch_size, total - first)
+        start, stop = cut(rows)
+        if start == stop and self._no_rows is not None:
+            return Part(data=self._no_rows, rows=rows, mark=self._mark)
+        wanted = range(start, stop) or [min(start, rows - 1)]
+        first += 0 if self.length is None else epoch * total
+        data = _stack(stacked.read([first + i for i in wanted]))
+        if self._no_rows is None:
+            self._no_rows = jax.tree.map(lambda leaf: leaf[:0].copy(), data)
+        if start == stop:
+            data = self._no_rows
+        return Part(data=data, rows=rows, mark=self._mark)
+
+
+class _IteratedBatches:
+    """Batches that come one after the other, from an iterator with states.
+
+    The first one is read at once, and kept for the first epoch.
+    """
+
+    length = stacked = None
+    is_marked = False
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self.states: dict[int, Any] = {}
+        self._begun: tuple[Any, list[Tree]] | None = None
+        self.batch_size = _size_of_operations(dataset)
+        if self.batch_size is None:
+            iterator = iter(dataset)
+            first = [_arrays(batch) for batch in itertools.islice(iterator, 1)]
+            self._begun = iterator, first
+            if first:
+                self.batch_size = _rows_of_first(first[0])
+
+    def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
+        del epoch
+        iterator, position, waiting = self._at(start)
+        try:
+            for batch in itertools.chain(waiting, iterator):
+                position += 1
+                self._keep(position, iterator)
+                if position > start:
+                    yield take(_arrays(batch), cut, is_marked=self.is_marked)
+        finally:
+            _close(iterator)
+
+    def _at(self, start: int) -> tuple[Any, int, list[Tree]]:
+        """An iterator, its position, and what was read from it already."""
+        if start == 0 and self._begun is not None:
+            begun, self._begun = self._begun, None
+            return begun[0], 0, begun[1]
+        iterator = iter(self._dataset)
+        position = max((p for p in self.states if p <= start), default=0)
+        if position:
+            iterator.set_state(copy.deepcopy(self.states[position]))
+        return iterator, position, []
+
+    def _keep(self, position: int, iterator: Any) -> None:
+        self.states.pop(position, None)
+        self.states[position] = iterator.get_state()
+        while len(self.states) > _NUM_STATES:
+            del self.states[next(iter(self.states))]
+
+
+def _size_of_operations(dataset: Any) -> int | None:
+    """The batch size that is the last of a `DataLoader`'s operations."""
+    batch = sys.modules["grain"].transforms.Batch
+    for operation in list(getattr(dataset, "_operations", ()))[-1:]:
+        if isinstance(operation, batch):
+            return operation.batch_size
+    return None
+
+
+def _is_divided(dataset: Any, num_processes: int, process_index: int) -> bool:
+    """Whether a `DataLoader` reads this process's shard only."""
+    if not _is_a(dataset, "DataLoader"):
+        return False
+    try:
+        # tests/contract/test_data_contract.py
+        options = dataset._shard_options
+    except AttributeError:
+        raise RuntimeError(
+            "Whether a `grain.DataLoader` reads a shard is not known of this "
+            "version of grain, and rows might be lost. Received: a loader "
+            "without `_shard_options`, on several processes. Use a "
+            "`grain.MapDataset`, `AutoShardPolicy.OFF` if the rows are each "
+            "process's own, or another version of grain."
+        ) from None
+    if options.shard_count == 1:
+        return False
+    shard = (options.shard_index, options.shard_count)
+    if shard == (process_index, num_processes):
+        return True
+    raise ValueError(
+        "The shards of a `grain.DataLoader` must be those of the processes. "
+        f"Received: shard_index={shard[0]}, shard_count={shard[1]} in process "
+        f"{process_index} of {num_processes}. Leave the division to the "
+        "strategy (`grain.sharding.NoSharding()`), use `ShardByJaxProcess()`, "
+        "or say with `AutoShardPolicy.OFF` that the rows are the process's "
+        "own."
+    )
+
+
+def _warn_of_slices(dataset: Any, count: int, process_index: int) -> None:
+    """Warns of a dataset that seems to be the process's shard already."""
+    for inner in with_parents(dataset):
+        begin, step = (getattr(inner, n, None) for n in ("_start", "_step"))
+        if (begin, step) == (process_index, count):
+            warnings.warn(
+                "This grain dataset seems to be divided already: it is sliced "
+                f"[{begin}::{step}] in process {process_index} of "
+                f"{count}. The strategy divides it once more, so that "
+                "rows would be lost. Leave the slice out, or set "
+                "`AutoShardPolicy.OFF`.",
+                stacklevel=4,
+            )
+            return
+
+
+def _check_policy(policy: AutoShardPolicy) -> None:
+    if policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT):
+        raise ValueError(
+            "A grain dataset is divided by rows. Received: "
+            f"AutoShardPolicy.{AutoShardPolicy(policy).name}. Use AUTO or "
+            "DATA, or OFF where each process has its own rows."
+        )
+
+
+def _rows_of_first(batch: Tree) -> int:
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
+    if () in shapes:
+        raise ValueError(
+            "The elements of a grain dataset must be batches. Received: an "
+            f"element with shapes {shapes}. Call `.batch(global_batch_size)`."
+        )
+    return num_rows(batch)
+
+
+def _arrays(batch: Tree) -> Tree:
+    """A nest of arrays; a list at its top is a tuple, as fit wants it."""
+    # Subclasses too are left alone: grain's hold on to shared memory.
+    batch = jax.tree.map(
+        lambda leaf: leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf),
+        batch,
+    )
+    return tuple(batch) if type(batch) is list else batch
+
+
+def _stack(rows: list[Tree]) -> Tree:
+    try:
+        return _arrays(jax.tree.map(lambda *leaves: np.stack(leaves), *rows))
+    except ValueError as error:
+        raise ValueError(
+            "The rows of a batch must have one structure and one shape. "
+            f"Received: {[jax.tree.map(np.shape, row) for row in rows[:8]]}. "
+            "Pad them before `.batch(...)`."
+        ) from error
+
+
+def _in_threads(
+    read: Callable[[int], Part], indices: Iterable[int]
+) -> Iterator[Part]:
+    """Reads some batches at once; yields them in order."""
+    pool = concurrent.futures.ThreadPoolExecutor(
+        _NUM_THREADS, thread_name_prefix="keras-strategies-grain"
+    )
+    reading: collections.deque[Any] = collections.deque()
+    try:
+        for index in indices:
+            reading.append(pool.submit(read, index))
+            if len(reading) == _NUM_THREADS:
+                yield reading.popleft().result()
+        while reading:
+            yield reading.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _close(iterator: Any) -> None:
+    # grain's iterators over a `DataLoader` have no `close`.
+    getattr(iterator, "close", lambda: None)()
+
+
+def _is_a(dataset: Any, *names: str) -> bool:
+    grain = sys.modules.get("grain")
+    return grain is not None and isinstance(
+        dataset, tuple(getattr(grain, name) for name in names)
+    )

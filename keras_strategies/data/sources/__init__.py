@@ -1,0 +1,1 @@
+"""Sources that read arrays, files, iterables and torch's datasets."""

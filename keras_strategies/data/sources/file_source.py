@@ -1,0 +1,180 @@
+"""Files as a source, without a pipeline that reads them."""
+
+import dataclasses
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from keras_strategies.data.options import AutoShardPolicy
+from keras_strategies.data.source import Cut, Part, Source, all_rows
+from keras_strategies.data.source_summary import Outline, Reading
+from keras_strategies.data.sources.file_rows import (
+    ArrayRows,
+    RecordRows,
+    count_of,
+    counts_of_arrays,
+)
+from keras_strategies.data.sources.files import ARRAYS, Files
+
+Tree = Any
+
+
+class FilesSource(Source):
+    """The rows of files.
+
+    Args:
+      data: The files.
+      num_processes: Number of processes that read them.
+      process_index: This process's place among them.
+      seed: Of the shuffling, where `data` has none. The same in all
+        processes.
+      policy: FILE gives each process whole files, DATA its rows of each
+        batch, OFF all rows to each; AUTO is FILE where there are enough
+        files, else DATA.
+
+    Raises:
+      ValueError: HINT, or FILE with fewer files than processes; or the files'
+        arrays are unlike.
+      OSError: a file could not be read.
+    """
+
+    kind = "files"
+
+    def __init__(
+        self,
+        data: Files,
+        *,
+        num_processes: int = 1,
+        process_index: int = 0,
+        seed: int = 0,
+        policy: AutoShardPolicy = AutoShardPolicy.AUTO,
+    ) -> None:
+        self._data = data
+        self._num_processes = num_processes
+        self._process_index = process_index
+        self._seed = (seed if data.seed is None else data.seed) % 2**64
+        self._is_by_file = _is_by_file(data, num_processes, policy)
+        self.is_own = self._is_by_file or (
+            num_processes > 1 and policy is AutoShardPolicy.OFF
+        )
+        self.batch_size = data.batch_size
+        self._counts: dict[str, int] = {}
+        if data.reader in ARRAYS:
+            self._counts = counts_of_arrays(data)
+        elif data.count is not False and not self.is_own:
+            self._counts = {path: count_of(data, path) for path in data.paths}
+        if self._counts and not self.is_own:
+            whole, rest = divmod(sum(self._counts.values()), data.batch_size)
+            self.num_batches = whole + bool(rest and not data.drop_remainder)
+
+    def outline(self) -> Outline:
+        """See `Source.outline`."""
+        said, data = super().outline(), self._data
+        files = dict.fromkeys(range(self._num_processes), data.paths)
+        if self._is_by_file:
+            files = {process: self.assigned_files(process) for process in files}
+            said = Outline(
+                applied=AutoShardPolicy.FILE,
+                reason="there is a file for each process",
+            )
+        is_array = data.reader in ARRAYS
+        note = "The files are shuffled anew in each epoch."
+        return dataclasses.replace(
+            said,
+            reading=Reading.ROWS if is_array else Reading.PIPELINE,
+            num_rows=sum(self._counts.values()) or None,
+            files=files,
+            notes=(note,) if data.window else (),
+        )
+
+    @property
+    def seed(self) -> int:
+        """See `Source.seed`."""
+        return self._seed
+
+    def restart(self, seed: str | int | None) -> None:
+        """See `Source.restart`."""
+        if seed is not None:
+            self._seed = int(seed)
+
+    def assigned_files(
+        self, process_index: int, epoch: int = 0
+    ) -> tuple[str, ...]:
+        """The files that a process reads in an epoch, in their order.
+
+        Args:
+          process_index: Which of the processes.
+          epoch: Number of the epoch, from 0.
+        """
+        paths = self._data.paths
+        if self._data.window:
+            rng = np.random.default_rng((self._seed, epoch))
+            paths = tuple(paths[i] for i in rng.permutation(len(paths)))
+        if not self._is_by_file:
+            return paths
+        return paths[process_index :: self._num_processes]
+
+    def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
+        """See `Source`."""
+        paths = self.assigned_files(self._process_index, epoch)
+        size = self._data.batch_size
+        key = (self._seed, epoch, 0)
+        if self._is_by_file:
+            size = -(-size // self._num_processes)
+            key = (self._seed, epoch, 1 + self._process_index)
+        if self.is_own:
+            cut = all_rows
+        is_array = self._data.reader in ARRAYS
+        kind: Any = ArrayRows if is_array else RecordRows
+        rows = kind(self._data, paths, self._counts, key)
+        none: Tree = None
+        for batch in rows.batches(start * size, size):
+            count = len(batch)
+            if count < size and self._data.drop_remainder:
+                return
+            begin, end = cut(count)
+            mark = rows.mark(batch[0], batch[-1])
+            if begin == end and none is not None:
+                yield Part(data=none, rows=count, mark=mark)
+                continue
+            data = rows.data(batch[begin:end] if begin < end else batch[:1])
+            if none is None:
+                none = jax.tree.map(lambda leaf: leaf[:0], data)
+            yield Part(
+                data=data if begin < end else none, rows=count, mark=mark
+            )
+
+
+def _is_by_file(
+    data: Files, num_processes: int, policy: AutoShardPolicy
+) -> bool:
+    """Whether each process reads whole files."""
+    if policy is AutoShardPolicy.HINT:
+        raise ValueError(
+            "HINT is for a `tf.data.Dataset` with `shard(SHARD_HINT, ...)`. "
+            "Received: AutoShardPolicy.HINT for files. Use AUTO, FILE, DATA or "
+            "OFF."
+        )
+    by_rows = (AutoShardPolicy.DATA, AutoShardPolicy.OFF)
+    if num_processes == 1 or policy in by_rows:
+        return False
+    if len(data.paths) >= num_processes:
+        return True
+    reason = (
+        "Each process needs one file at least to read whole files. Received: "
+        f"{len(data.paths)} files for {num_processes} processes. "
+    )
+    if policy is AutoShardPolicy.FILE:
+        raise ValueError(f"{reason}Write more files, or use AUTO or DATA.")
+    cost = "opens all files and reads its rows of each batch"
+    if data.reader not in ARRAYS:
+        cost = "reads all files and keeps its rows of each batch"
+    warnings.warn(
+        f"{reason}AutoShardPolicy.AUTO becomes DATA: each process {cost}. "
+        "Write more files, or set DATA.",
+        stacklevel=4,
+    )
+    return False

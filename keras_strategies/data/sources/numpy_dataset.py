@@ -1,0 +1,144 @@
+"""Arrays as a dataset of their rows."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from keras_strategies._core.batches import num_rows
+from keras_strategies.data.source import (
+    Cut,
+    Part,
+    Source,
+    checksum,
+    rows_to_mark,
+)
+from keras_strategies.data.source_summary import Outline, Reading
+from keras_strategies.data.sources.mapped_arrays import let_go
+
+Tree = Any
+
+
+class NumpyDataset:
+    """Arrays as a dataset of their rows; `batch` makes it one of batches.
+
+    Args:
+      arrays: A nest of arrays; lists in it are stacked to arrays.
+      batch_size: Rows of a batch; None yields single rows.
+      drop_remainder: Whether a short last batch is left out.
+    """
+
+    def __init__(
+        self,
+        arrays: Tree,
+        batch_size: int | None = None,
+        drop_remainder: bool = False,
+    ) -> None:
+        self._arrays = jax.tree.map(
+            np.asarray, arrays, is_leaf=lambda leaf: isinstance(leaf, list)
+        )
+        self._rows = num_rows(self._arrays)
+        self._batch_size = batch_size
+        self._drop_remainder = drop_remainder
+
+    def batch(
+        self, batch_size: int, drop_remainder: bool = False
+    ) -> "NumpyDataset":
+        """The same rows in batches.
+
+        Args:
+          batch_size: Rows of a global batch.
+          drop_remainder: Whether a short last batch is left out.
+
+        Raises:
+          ValueError: not a positive number.
+        """
+        if batch_size < 1:
+            raise ValueError(
+                "A batch has at least one row. Received: "
+                f"batch_size={batch_size}. Pass a positive number."
+            )
+        return NumpyDataset(self._arrays, batch_size, drop_remainder)
+
+    def __len__(self) -> int:
+        """Number of batches, or of rows."""
+        size = self._batch_size or 1
+        rows = (
+            self._rows
+            if not self._drop_remainder
+            else (self._rows - self._rows % size)
+        )
+        return -(-rows // size)
+
+    def __iter__(self) -> Iterator[Tree]:
+        """Yields batches, or rows."""
+        for index in range(len(self)):
+            if self._batch_size is None:
+                yield jax.tree.map(lambda a, i=index: a[i], self._arrays)
+                continue
+            start = index * self._batch_size
+            part = slice(start, start + self._batch_size)
+            yield jax.tree.map(lambda a, part=part: a[part], self._arrays)
+
+    @property
+    def arrays(self) -> Tree:
+        """The arrays."""
+        return self._arrays
+
+    @property
+    def batch_size(self) -> int | None:
+        """Rows of a batch; None if it yields rows."""
+        return self._batch_size
+
+
+class RowsSource(Source):
+    """A batched `NumpyDataset`: any row can be read.
+
+    Args:
+      dataset: The dataset.
+
+    Raises:
+      ValueError: it yields single rows.
+    """
+
+    kind = "a dataset of arrays"
+    is_planned = True
+
+    def __init__(self, dataset: NumpyDataset) -> None:
+        if dataset.batch_size is None:
+            raise ValueError(
+                "A dataset yields global batches. Received: a dataset of "
+                "single rows. Call `.batch(global_batch_size)` first."
+            )
+        self._arrays = dataset.arrays
+        self._num_rows = num_rows(self._arrays)
+        self.batch_size = dataset.batch_size
+        self.num_batches = len(dataset)
+
+    def outline(self) -> Outline:
+        """See `Source.outline`."""
+        return dataclasses.replace(
+            super().outline(), reading=Reading.ROWS, num_rows=self._num_rows
+        )
+
+    @property
+    def mark(self) -> int:
+        """See `Source.mark`."""
+        return checksum(self._arrays, rows_to_mark(self._num_rows))
+
+    def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
+        """See `Source.read`."""
+        del epoch
+        size, count = self.batch_size, self.num_batches
+        assert size is not None
+        assert count is not None
+        for first in range(start * size, count * size, size):
+            rows = min(size, self._num_rows - first)
+            begin, end = cut(rows)
+            part = slice(first + begin, first + end)
+            data = jax.tree.map(lambda a, part=part: a[part], self._arrays)
+            yield Part(data=data, rows=rows)
+            for array in jax.tree.leaves(self._arrays):
+                let_go(array)

@@ -1,0 +1,393 @@
+"""Datasets and loaders of torch as sources."""
+
+import contextlib
+import copy
+import dataclasses
+import itertools
+import sys
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from keras_strategies.data.options import AutoShardPolicy
+from keras_strategies.data.source import Cut, Part, Source, all_rows, take
+from keras_strategies.data.source_summary import Outline, Reading
+from keras_strategies.data.sources.torch_tensors import arrays_of
+
+Tree = Any
+_Key = tuple[int, ...]
+
+
+class TorchSource(Source):
+    """The batches of a `torch.utils.data.DataLoader` or `Dataset`.
+
+    Of a map-style dataset a process reads its own rows only, with the loader's
+    settings (worker processes, timeout, ...); all draw the samplers' indices,
+    from the same seeds. Every process reads whole batches where there is a
+    `collate_fn` of one's own, as that may pad a batch, mix or drop its rows;
+    of an `IterableDataset`; of a subclass of `DataLoader`; and with
+    `batch_size=None`.
+
+    torch's global generator is seeded for each batch, and put back; others,
+    and those of resumed worker processes, are the user's matter.
+
+    Differs from torch: the order of a `RandomSampler` is a function of the
+    seed and the epoch, by numpy's generator; memory is not pinned.
+
+    Args:
+      data: What to read (`is_torch`).
+      batch_size: Of a dataset without a loader; 32 if left out.
+      shuffle: Of a map-style dataset without a loader.
+      num_processes: Number of processes that read it.
+      process_index: This process's place among them.
+      seed: Of the orders, where the loader has no `generator`. The same in
+        all processes.
+      policy: AUTO and DATA divide the rows; OFF leaves what each process is
+        given to it. A `DistributedSampler` has divided them already: its
+        loader's batch size is, as everywhere in torch, that of one process.
+
+    Raises:
+      ValueError: the policy or the `DistributedSampler` does not fit.
+    """
+
+    kind = "torch dataset"
+
+    def __init__(
+        self,
+        data: Any,
+        *,
+        batch_size: int | None = None,
+        shuffle: bool = False,
+        num_processes: int = 1,
+        process_index: int = 0,
+        seed: int = 0,
+        policy: AutoShardPolicy = AutoShardPolicy.AUTO,
+    ) -> None:
+        _check(policy)
+        loader = data
+        if not isinstance(data, _data().DataLoader):
+            loader = _data().DataLoader(data, batch_size=batch_size or 32)
+        is_divided = False
+        self.is_own = num_processes > 1 and policy is AutoShardPolicy.OFF
+        if num_processes > 1 and not self.is_own:
+            is_divided = _is_divided(loader, num_processes, process_index)
+        self.is_own |= is_divided
+        self._batches: _IndexedBatches | _IteratedBatches
+        self._batches = _IteratedBatches(loader, seed)
+        is_iterable = isinstance(loader.dataset, _data().IterableDataset)
+        if type(loader) is _data().DataLoader and not is_iterable:
+            should_shuffle = shuffle and loader is not data
+            self._batches = _IndexedBatches(
+                loader, seed, process_index, should_shuffle
+            )
+        self.batch_size = self._batches.batch_size
+        if is_divided and self.batch_size:
+            self.batch_size *= num_processes
+        if not self.is_own:
+            self.num_batches = self._batches.length
+            self._batches.is_marked = num_processes > 1
+
+    def outline(self) -> Outline:
+        """See `Source.outline`."""
+        said = super().outline()
+        if not self._batches.is_by_rows:
+            return said
+        rows = self._batches.num_rows
+        return dataclasses.replace(said, reading=Reading.ROWS, num_rows=rows)
+
+    @property
+    def seed(self) -> int:
+        """See `Source.seed`."""
+        return self._batches.seed
+
+    def restart(self, seed: str | int | None) -> None:
+        """See `Source.restart`."""
+        if seed is not None:
+            self._batches.seed = int(seed)
+
+    def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
+        """See `Source`."""
+        if self.is_own:
+            cut = all_rows
+        return self._batches.read(epoch, start, cut)
+
+
+def is_torch(data: Any) -> bool:
+    """Whether something is a torch `DataLoader` or `Dataset`."""
+    return "torch" in sys.modules and isinstance(
+        data, _data().DataLoader | _data().Dataset
+    )
+
+
+class _IndexedBatches:
+    """Batches of a map-style dataset, by the samplers' indices."""
+
+    is_marked = False
+
+    def __init__(
+        self, loader: Any, seed: int, process_index: int, should_shuffle: bool
+    ) -> None:
+        self._loader = loader
+        self._sampler, collate = loader.batch_sampler, loader.collate_fn
+        self.is_by_rows = collate is _data().default_collate
+        if self._sampler is None:
+            self._sampler, self.is_by_rows = loader.sampler, False
+        self._process_index = process_index
+        self._should_shuffle = should_shuffle
+        self.seed = _seed_of(loader, seed)
+        self._keys = _Keys()
+        self._inner: Any = None
+        self.length = self.num_rows = None
+        with contextlib.suppress(TypeError, NotImplementedError):
+            self.length = len(self._sampler)
+            if type(self._sampler) is _data().BatchSampler:
+                self.num_rows = len(self._sampler.sampler)
+        self.batch_size = getattr(self._sampler, "batch_size", None)
+
+    def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
+        _set_epoch(self._loader.dataset, epoch)
+        keys = self._batches_of_keys(epoch, start)
+        if not self.is_by_rows:
+            for batch in self._items(keys, epoch, start):
+                yield take(
+                    arrays_of(batch),
+                    cut,
+                    is_marked=self.is_marked,
+                    is_copied=True,
+                )
+            return
+        plan, ahead = itertools.tee(_plan(keys, cut))
+        own = (wanted[0] for wanted in ahead if wanted[0] is not None)
+        items = self._items(own, epoch, start)
+        no_rows: Tree = None
+        for wanted, count, rows, mark in plan:
+            data = no_rows if wanted is None else arrays_of(next(items))
+            if no_rows is None:
+                no_rows = jax.tree.map(lambda leaf: leaf[:0], data)
+            yield Part(data=data if count else no_rows, rows=rows, mark=mark)
+
+    def _batches_of_keys(self, epoch: int, start: int) -> Iterator[Any]:
+        """The keys of each batch from `start` on."""
+        sampler, key = self._sampler, (self.seed, epoch)
+        order = None
+        if type(sampler) is _data().BatchSampler:
+            order = self._known_order(sampler.sampler, key)
+        if order is None:
+            batches = _seeded(lambda: iter(_agreed(sampler, key)), key)
+            return itertools.islice(batches, start, None)
+        size, end = sampler.batch_size, len(order)
+        end -= end % size if sampler.drop_last else 0
+        firsts = range(start * size, end, size)
+        return (order[first : first + size] for first in firsts)
+
+    def _known_order(self, sampler: Any, key: _Key) -> Any:
+        """The order of all rows, if it is one of torch's usual two."""
+        shuffled = type(sampler) is _data().RandomSampler
+        if not shuffled and type(sampler) is not _data().SequentialSampler:
+            return None
+        rows = len(sampler.data_source)
+        if shuffled and (sampler.replacement or sampler.num_samples != rows):
+            return None
+        if shuffled or self._should_shuffle:
+            return np.random.default_rng(key).permutation(rows)
+        return range(rows)
+
+    def _items(
+        self, keys: Iterator[Any], epoch: int, start: int
+    ) -> Iterator[Any]:
+        """What the dataset holds at the keys, collated."""
+        user = self._loader
+        is_plain = self.is_by_rows and not user.num_workers
+        if is_plain and type(user.dataset) is _data().TensorDataset:
+            return _rows_of(arrays_of(user.dataset.tensors), keys)
+        # Each process augments its rows in its own way; batches that all
+        # processes read must come out alike.
+        key = (self.seed, epoch, 1 + self._process_index * self.is_by_rows)
+        if self._inner is None:
+            self._inner = _loader_like(user, self._keys)
+        inner = self._inner
+
+        def items() -> Iterator[Any]:
+            inner.generator.manual_seed(_number(key))
+            self._keys.coming = map(_listed, keys)
+            return iter(inner)
+
+        return _seeded(items, key, start)
+
+
+def _plan(
+    batches: Iterator[Any], cut: Cut
+) -> Iterator[tuple[Any, int, int, int]]:
+    """Keys to read of each batch (of the first, one at least); rows; a mark."""
+    is_first = True
+    for keys in batches:
+        begin, end = cut(len(keys))
+        own = keys[begin:end]
+        if begin == end:
+            own = keys[:1] if is_first else None
+        is_first = False
+        mark = zlib.crc32(f"{keys[0]} {keys[-1]}".encode())
+        yield own, end - begin, len(keys), mark
+
+
+class _IteratedBatches:
+    """Batches that a loader gives one after the other."""
+
+    length = num_rows = None
+    is_marked = is_by_rows = False
+
+    def __init__(self, loader: Any, seed: int) -> None:
+        self._loader = loader
+        self.seed = _seed_of(loader, seed)
+        self.batch_size: int | None = loader.batch_size
+
+    def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
+        loader = self._loader
+        for part in (loader.dataset, loader.sampler, loader.batch_sampler):
+            _set_epoch(part, epoch)
+        own = [loader.generator] if loader.generator else []
+        batches = _seeded(lambda: iter(loader), (self.seed, epoch), 0, own)
+        for batch in itertools.islice(batches, start, None):
+            yield take(
+                arrays_of(batch),
+                cut,
+                is_marked=self.is_marked,
+                # That makes new tensors each time.
+                is_copied=loader.collate_fn is not _data().default_collate,
+            )
+
+
+class _Keys:
+    """An iterable of the keys that are to come."""
+
+    coming: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.coming
+
+
+def _loader_like(user: Any, keys: _Keys) -> Any:
+    """A loader with a user's settings that reads what is at the keys."""
+    order: dict[str, Any] = {"batch_sampler": keys}
+    if user.batch_sampler is None:
+        order = {"sampler": keys, "batch_size": None}
+    return _data().DataLoader(
+        user.dataset,
+        **order,
+        num_workers=user.num_workers,
+        collate_fn=user.collate_fn,
+        timeout=user.timeout,
+        worker_init_fn=user.worker_init_fn,
+        multiprocessing_context=user.multiprocessing_context,
+        generator=sys.modules["torch"].Generator(),
+        prefetch_factor=user.prefetch_factor,
+        persistent_workers=user.persistent_workers,
+    )
+
+
+def _check(policy: AutoShardPolicy) -> None:
+    if policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT):
+        raise ValueError(
+            "torch's data are divided by rows. Received: AutoShardPolicy."
+            f"{policy.name}. Use AUTO or DATA, or OFF where each process has "
+            "its own rows."
+        )
+
+
+def _data() -> Any:
+    return sys.modules["torch"].utils.data
+
+
+def _is_divided(loader: Any, count: int, process_index: int) -> bool:
+    """Whether a loader reads the rows of this one of the processes only."""
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    if not isinstance(sampler, _data().distributed.DistributedSampler):
+        return False
+    place = (sampler.rank, sampler.num_replicas)
+    if place != (process_index, count):
+        raise ValueError(
+            "A `DistributedSampler` must divide the rows over the processes. "
+            f"Received: rank={place[0]}, num_replicas={place[1]} in process "
+            f"{process_index} of {count}. Leave it out: the strategy divides "
+            "the rows."
+        )
+    repeated = sampler.total_size - len(sampler.dataset)
+    if repeated > 0:
+        warnings.warn(
+            f"`DistributedSampler` gives {repeated} rows twice an epoch. Leave "
+            "it out: the strategy divides the rows, each once.",
+            stacklevel=4,
+        )
+    return True
+
+
+def _seed_of(loader: Any, seed: int) -> int:
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    generator = getattr(sampler, "generator", None) or loader.generator
+    return seed % 2**64 if generator is None else generator.initial_seed()
+
+
+def _set_epoch(target: Any, epoch: int) -> None:
+    # As torch's `DistributedSampler` and other libraries' datasets have it.
+    getattr(target, "set_epoch", lambda _: None)(epoch)
+
+
+def _agreed(sampler: Any, key: _Key) -> Any:
+    """A sampler that yields the same in every process, if it can be told."""
+    changes = {}
+    if hasattr(sampler, "generator"):
+        generator = sys.modules["torch"].Generator()
+        changes["generator"] = generator.manual_seed(_number(key))
+    if hasattr(sampler, "sampler"):
+        changes["sampler"] = _agreed(sampler.sampler, key)
+    if changes or hasattr(sampler, "set_epoch"):
+        sampler = copy.copy(sampler)
+        vars(sampler).update(changes)
+        _set_epoch(sampler, key[1])
+    return sampler
+
+
+def _listed(keys: Any) -> Any:
+    if isinstance(keys, np.ndarray):
+        return keys.tolist()
+    return list(keys) if isinstance(keys, range) else keys
+
+
+def _number(key: _Key) -> int:
+    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
+
+
+def _seeded(
+    make: Callable[[], Iterator[Any]],
+    key: _Key,
+    first: int = 0,
+    generators: Iterable[Any] = (),
+) -> Iterator[Any]:
+    """Items that are made with generators seeded, each one by its place."""
+    used = [sys.modules["torch"].default_generator, *generators]
+    items, end = None, object()
+    for place in itertools.count(first):
+        states = [generator.get_state() for generator in used]
+        try:
+            for generator in used:
+                generator.manual_seed(_number((*key, place)))
+            items = make() if items is None else items
+            item = next(items, end)
+        finally:
+            for generator, state in zip(used, states, strict=True):
+                generator.set_state(state)
+        if item is end:
+            return
+        yield item
+
+
+def _rows_of(arrays: Tree, keys: Iterator[Any]) -> Iterator[Tree]:
+    """Rows of arrays, as collating them one by one would give them."""
+    for wanted in keys:
+        is_range = isinstance(wanted, range)
+        rows = slice(wanted.start, wanted.stop) if is_range else list(wanted)
+        yield tuple(array[rows] for array in arrays)

@@ -1,0 +1,1 @@
+"""`tf.data.Dataset`s as sources."""

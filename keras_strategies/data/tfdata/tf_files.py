@@ -1,0 +1,307 @@
+"""Files that tf.data datasets read: split over processes, and found broken."""
+
+import dataclasses
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from keras_strategies.data.tfdata.tf_graph import (
+    Graph,
+    Node,
+    Scope,
+    called,
+    constant,
+    functions_of,
+    graph_of,
+    kind_of,
+    kinds,
+    part_of,
+    scopes,
+    sink_of,
+    tensorflow,
+    upstream,
+)
+from keras_strategies.data.tfdata.tf_order import shards_of_files
+
+# Those that TensorFlow splits, and others.
+_READERS = kinds("TFRecord TextLine FixedLengthRecord ArrayRecord")
+_OTHER_READERS = kinds("CSV LMDB Sql")
+# They treat each element for itself, be it a row or a batch.
+_EACH = kinds(
+    "Map ParallelMap Prefetch Options Model Cache Repeat Shuffle "
+    "ShuffleAndRepeat Concatenate MaxIntraOpParallelism PrivateThreadPool "
+    "AssertNext ParseExample FlatMap Interleave ParallelInterleave "
+    "LegacyParallelInterleave"
+)
+_EACH_ROW = kinds("Filter ParallelFilter")
+_BATCHES = kinds("Batch ParallelBatch PaddedBatch MapAndBatch")
+_COUNTING = kinds("Take Skip TakeWhile Shard Window")
+_WHY_NOT = {
+    "TakeDataset": "`take` counts rows of all files together",
+    "SkipDataset": "`skip` counts rows of all files together",
+    "ShardDataset": "it already has a `shard`",
+    "ZipDataset": "`zip` would pair other rows than on one process",
+    "FilterDataset": "`filter` after `batch` depends on a batch's rows",
+}
+_MAX_NAMES = 100_000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FileSplit:
+    """How a dataset is split by the files that it reads.
+
+    Attributes:
+      dataset: The process's part, if there is one.
+      graph: The part's graph.
+      obstacle: Why it cannot be split: the end of "because ...".
+      doubt: Why the rows of all parts may not be those of the whole.
+    """
+
+    dataset: Any = None
+    graph: Graph | None = None
+    obstacle: str | None = None
+    doubt: str | None = None
+
+
+def reads_files(graph: Graph) -> bool:
+    """Whether a dataset reads files, as far as its operations tell."""
+    return any(
+        kind_of(node) in _READERS | _OTHER_READERS
+        for node in called(graph, graph.node)
+    )
+
+
+def split_by_files(
+    dataset: Any, graph: Graph, num_processes: int, process_index: int
+) -> FileSplit:
+    """Splits a dataset with TensorFlow's own rewrite, and checks the result.
+
+    Args:
+      dataset: The dataset.
+      graph: Its graph.
+      num_processes: Number of parts.
+      process_index: Which of them.
+    """
+    tf = tensorflow()
+    try:
+        part = _rewritten(dataset, num_processes, process_index)
+    except tf.errors.OpError:
+        why = _doubt(graph, set()) or "not all of its rows come from files"
+        return FileSplit(obstacle=why)
+    graph_of_part = graph_of(part)
+    assert graph_of_part is not None  # As the whole has one.
+    shards = shards_of_files(graph_of_part)
+    top = Scope(graph_of_part.node)
+    names = {shard.name for shard in shards}
+    for shard in shards:
+        (source,) = top.datasets(shard)
+        if any(above.name in names for above in upstream(top, source)):
+            return FileSplit(obstacle="a part of it would be split twice")
+        num_files = _count(part_of(graph_of_part, source), num_processes)
+        if num_files < num_processes:
+            return FileSplit(
+                obstacle=f"it reads {num_files} "
+                f"file{'' if num_files == 1 else 's'}, too few for "
+                f"{num_processes} processes"
+            )
+    if not shards:
+        return FileSplit(obstacle="it reads no files that can be split")
+    return FileSplit(
+        dataset=part,
+        graph=graph_of_part,
+        doubt=_doubt(graph_of_part, names) or _shuffle_doubt(graph),
+    )
+
+
+def _rewritten(dataset: Any, num_processes: int, process_index: int) -> Any:
+    tf = tensorflow()
+    specs = [
+        spec
+        for spec in tf.nest.flatten(dataset.element_spec)
+        if isinstance(spec, tf.TensorSpec)
+    ]
+    variant = tf.raw_ops.AutoShardDataset(
+        input_dataset=tf.data.experimental.to_variant(dataset),
+        num_workers=num_processes,
+        index=process_index,
+        auto_shard_policy=int(tf.data.experimental.AutoShardPolicy.FILE),
+        num_replicas=0,
+        output_types=[spec.dtype for spec in specs],
+        output_shapes=[spec.shape for spec in specs],
+    )
+    return tf.data.experimental.from_variant(variant, dataset.element_spec)
+
+
+def _doubt(graph: Graph, shards: set[str]) -> str | None:
+    """Why a row may be lost or changed between shards and the end.
+
+    Each operation must treat rows one by one, or batches one by one, so that
+    it does not matter which files the others come from.
+    """
+    top = Scope(graph.node)
+    waiting = [(sink_of(top), False)]
+    while waiting:
+        node, is_batched = waiting.pop()
+        kind = kind_of(node)
+        if node.name in shards or (not shards and _is_reader(graph, node)):
+            continue
+        if kind in _BATCHES:
+            if is_batched:
+                return "it is batched twice"
+            if (why := _batch_doubt(top, node)) is not None:
+                return why
+            is_batched = True
+        elif kind == "UnbatchDataset":
+            is_batched = False
+        elif kind not in _EACH and not (is_batched and kind in _EACH_ROW):
+            default = f"`{kind}` is in it"
+            return _WHY_NOT.get(kind.removeprefix("Parallel"), default)
+        waiting += [(source, is_batched) for source in top.datasets(node)]
+    return None
+
+
+def _is_reader(graph: Graph, node: Node) -> bool:
+    names = set(functions_of(node))
+    bodies = (f for f in graph.library.function if f.signature.name in names)
+    inner = [n for body in bodies for n in body.node_def]
+    return any(kind_of(n) in _READERS for n in called(graph, [node, *inner]))
+
+
+def _batch_doubt(top: Scope, node: Node) -> str | None:
+    repeats = (
+        top.value(above, 1)
+        for above in upstream(top, node)
+        if kind_of(above) == "RepeatDataset"
+    )
+    is_endless = any(times is not None and times < 0 for times in repeats)
+    # The last input, apart from control inputs, of each of them.
+    drops = top.value(node, len(node.input) - 1)
+    if drops is not None and drops.dtype == bool and drops and not is_endless:
+        return "`drop_remainder=True` would drop the last rows of each process"
+    shapes = node.attr["output_shapes"].list.shape
+    if kind_of(node) == "PaddedBatchDataset" and any(
+        dim.size == -1 for shape in shapes for dim in shape.dim[1:]
+    ):
+        return "`padded_batch` pads the batches of each process differently"
+    return None
+
+
+def _shuffle_doubt(graph: Graph) -> str | None:
+    """TensorFlow moves shuffles of file names behind its shard."""
+    top = Scope(graph.node)
+    for node in graph.node:
+        if kind_of(node) in _COUNTING and any(
+            kind_of(above).startswith("Shuffle")
+            for above in upstream(top, node)
+        ):
+            name = kind_of(node).removesuffix("Dataset").lower()
+            return f"`{name}` comes after a `shuffle`"
+    return None
+
+
+def _count(dataset: Any, limit: int) -> int:
+    """Number of elements, if it is less than the limit."""
+    tf = tensorflow()
+    count = int(dataset.cardinality())
+    if count == tf.data.UNKNOWN_CARDINALITY:
+        return sum(1 for _ in dataset.take(limit))
+    return limit if count == tf.data.INFINITE_CARDINALITY else count
+
+
+def _names(graph: Graph, nodes: list[Node]) -> tuple[str, ...] | None:
+    """The file names that some of a graph's datasets yield."""
+    tf = tensorflow()
+    names: list[str] = []
+    for node in nodes:
+        dataset = part_of(graph, node)
+        spec = tf.TensorSpec((), tf.string)
+        if spec not in dataset.element_spec:
+            return None
+        place = dataset.element_spec.index(spec)
+        if len(dataset.element_spec) > 1:
+            dataset = dataset.map(lambda *element, k=place: (element[k],))
+        (found,) = dataset.batch(_MAX_NAMES).take(1).get_single_element()
+        names += map(os.fsdecode, found.numpy())
+    return tuple(dict.fromkeys(names))
+
+
+def files_of_part(graph: Graph) -> tuple[str, ...] | None:
+    """The names of the files of a process's part, where they are found.
+
+    Args:
+      graph: The part's graph, with seeds.
+    """
+    return _names(graph, shards_of_files(graph))
+
+
+def files_of(dataset: Any) -> tuple[str, ...]:
+    """The names of the files that a dataset reads, where they are found."""
+    tf = tensorflow()
+    try:
+        split = graph_of(_rewritten(dataset, 2, 0))
+        assert split is not None
+        top = Scope(split.node)
+        sources = [top.datasets(shard)[0] for shard in shards_of_files(split)]
+        return _names(split, sources) or ()
+    except tf.errors.OpError:
+        return ()
+
+
+def texts_of(graph: Graph) -> tuple[str, ...]:
+    """All constants of text; the names of files may be among them."""
+    text = tensorflow().string.as_datatype_enum
+    texts: list[str] = []
+    for scope in scopes(graph):
+        for node in scope.nodes:
+            if node.op == "Const" and node.attr["dtype"].type == text:
+                values = constant(node)
+                assert values is not None
+                texts += map(os.fsdecode, values.ravel())
+    return tuple(dict.fromkeys(filter(None, texts)))
+
+
+def missing_file(names: Iterable[str]) -> str | None:
+    """The first file that cannot be opened."""
+    tf = tensorflow()
+    for name in names:
+        try:
+            with tf.io.gfile.GFile(name, "rb") as file:
+                file.read(1)
+        except tf.errors.OpError:
+            return name
+    return None
+
+
+def damage(names: Iterable[str]) -> str | None:
+    """The first TFRecord file that cannot be read to its end, and where.
+
+    Args:
+      names: The files; what is not the name of one is passed over.
+
+    Returns:
+      Words for a message; None if all can be read.
+    """
+    for name in names:
+        if missing_file([name]) is not None:
+            continue
+        record = -1
+        for compression in ("", "GZIP", "ZLIB"):
+            found = _bad_record(name, compression)
+            if found is None:
+                break
+            record = max(record, found)
+        else:
+            return f"{name}, damaged or cut off at record {record} (from 0)"
+    return None
+
+
+def _bad_record(name: str, compression: str) -> int | None:
+    """The first record that cannot be read."""
+    tf = tensorflow()
+    count = 0
+    try:
+        for _ in tf.data.TFRecordDataset(name, compression):
+            count += 1
+    except tf.errors.OpError:
+        return count
+    return None

@@ -1,0 +1,359 @@
+"""Orders of tf.data datasets that are a function of (seed, epoch).
+
+A dataset that shuffles gives another order each time that it is iterated, and
+without a seed another one in each process. Here it is made anew for each
+epoch from its graph, with the seeds of that epoch.
+"""
+
+import re
+from typing import Any
+
+import numpy as np
+
+from keras_strategies.data.options import SHARD_HINT
+from keras_strategies.data.tfdata.tf_graph import (
+    Graph,
+    Node,
+    Scope,
+    called,
+    constant,
+    dataset_of,
+    graph_of,
+    kind_of,
+    scopes,
+    sink_of,
+    tensorflow,
+    upstream,
+)
+
+_SEED_INPUT = {
+    "ShuffleDataset": 2,
+    "ShuffleAndRepeatDataset": 2,
+    "RandomDataset": 0,
+}
+_GENERATOR_INPUT = {
+    "ShuffleDatasetV3": 4,
+    "ShuffleAndRepeatDatasetV2": 5,
+    "RandomDatasetV2": 2,
+}
+_LARGE_BYTES = 1 << 20
+# What is drawn in a function changes rows, not which rows there are.
+_RANDOM_OP = re.compile(
+    "(Random|Stateful|TruncatedNormal|Parameterized|Multinomial|SampleDist"
+    "|PyFunc|EagerPyFunc)(?!.*Dataset)"
+)
+
+
+def is_drawn(graph: Graph) -> bool:
+    """Whether a dataset shuffles, or draws in another way."""
+    return any(
+        kind_of(node) in _SEED_INPUT
+        for scope in scopes(graph)
+        for node in scope.nodes
+    )
+
+
+def seeds_of(graph: Graph) -> list[list[int | None]]:
+    """The two seeds of each shuffle, 0 if it has none; None if not known.
+
+    Without a seed of its own a shuffle has one of `tf.random.set_seed`, and of
+    how much the process has drawn.
+    """
+    return [
+        [
+            None if value is None else int(value)
+            for value in (scope.value(node, first + i) for i in (0, 1))
+        ]
+        for scope, node, first in _shuffles(graph)
+    ]
+
+
+def has_variables(graph: Graph) -> bool:
+    """Whether a dataset's functions use variables: in a graph, copies."""
+    return any(node.op == "VarHandleOp" for node in graph.node)
+
+
+def changes_rows(graph: Graph) -> bool:
+    """Whether a row may be another one each time that it is read."""
+    return any(
+        _RANDOM_OP.match(node.op)
+        for scope in scopes(graph)
+        if scope.caller is not None
+        and kind_of(scope.caller) != "GeneratorDataset"
+        for node in scope.nodes
+    )
+
+
+def hints_of(graph: Graph) -> list[tuple[Scope, Node]]:
+    """The nodes of `shard(SHARD_HINT, ...)`."""
+    return [
+        (scope, node)
+        for scope, node in shards_of(graph)
+        if scope.value(node, 1) == SHARD_HINT
+    ]
+
+
+def shards_of(graph: Graph) -> list[tuple[Scope, Node]]:
+    """The nodes of `shard`."""
+    return [
+        (scope, node)
+        for scope in scopes(graph)
+        for node in scope.nodes
+        if kind_of(node) == "ShardDataset"
+    ]
+
+
+def shards_of_files(graph: Graph) -> list[Node]:
+    """The nodes of the shards that TensorFlow put in front of readers."""
+    return [
+        node
+        for node in graph.node
+        if "require_non_empty" in node.attr and node.attr["require_non_empty"].b
+    ]
+
+
+class EpochDatasets:
+    """Makes a dataset for each epoch.
+
+    Shuffles without a seed get one of `seed` and the epoch. With a seed of
+    the user's, epoch `e` has the order that the `e`-th iterator of the
+    dataset would have. Shuffles above a cache always have the first epoch's.
+
+    In-memory caches are kept from epoch to epoch. If the dataset's functions
+    use a `tf.Variable` or a `tf.random.Generator`, each epoch sees a copy of
+    its present value.
+
+    Args:
+      dataset: The dataset.
+      graph: Its graph. It is edited.
+      seed: Any number; the same in all processes that must agree.
+      num_processes: Number of processes, for `SHARD_HINT`.
+      process_index: This process's place among them.
+      is_whole: Whether every process reads all rows, and so in one order.
+      seeds: The shuffles' own, if they are not to be the graph's.
+
+    Attributes:
+      seeds: As `seeds_of`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        graph: Graph,
+        *,
+        seed: int,
+        num_processes: int,
+        process_index: int,
+        is_whole: bool,
+        seeds: list[list[int | None]] | None = None,
+    ) -> None:
+        self._dataset = dataset
+        own = seeds_of(graph)
+        # Of another dataset they mean nothing.
+        self.seeds = seeds if seeds and len(seeds) == len(own) else own
+        self._seed = seed % 2**64
+        self._num_processes = num_processes
+        self._process_index = process_index
+        self._is_whole = is_whole
+        self._caches: dict[str, tuple[Node, Any]] = {}
+        self._served: list[Any] = []
+        self._prepare(graph)
+        self._graph = None if has_variables(graph) else graph
+
+    def of(self, epoch: int) -> tuple[Any, Any]:
+        """The dataset of an epoch.
+
+        Args:
+          epoch: Its number, from 0.
+
+        Returns:
+          The dataset, and what must be kept as long as it is iterated.
+        """
+        graph, kept = self.graph(epoch)
+        dataset = dataset_of(graph, self._dataset.element_spec)
+        return dataset, (kept, self._served, self._caches, self._dataset)
+
+    def graph(self, epoch: int) -> tuple[Graph, Any]:
+        """The graph of the dataset that `of` gives.
+
+        Args:
+          epoch: See there.
+
+        Returns:
+          The graph, and what must be kept as long as it is used.
+        """
+        graph = tensorflow().compat.v1.GraphDef()
+        if self._graph is not None:
+            graph.CopyFrom(self._graph)
+        else:
+            graph = graph_of(self._dataset)
+            self._prepare(graph)
+        return graph, self._seed_nodes(graph, epoch)
+
+    def _prepare(self, graph: Graph) -> None:
+        """Edits that are the same in all epochs."""
+        for scope, node in hints_of(graph):
+            scope.feed(node, 1, self._num_processes)
+            scope.feed(node, 2, self._process_index)
+        top = Scope(graph.node)
+        parts = list(graph.node)
+        if not (self._is_whole and self._num_processes > 1):
+            # What is in front of a shard must have one order in all.
+            parts = [
+                part
+                for shard in shards_of_files(graph)
+                for part in upstream(top, shard)
+            ]
+        for node in called(graph, parts):
+            if "deterministic" in node.attr:
+                node.attr["deterministic"].s = b"true"
+            if "sloppy" in node.attr:
+                node.attr["sloppy"].b = False
+        for node in list(graph.node):
+            if kind_of(node) == "CacheDataset":
+                self._prepare_cache(graph, top, node)
+        for node in graph.node:
+            if node.op == "Const" and node.ByteSize() > _LARGE_BYTES:
+                self._serve(node)
+
+    def _prepare_cache(self, graph: Graph, top: Scope, node: Node) -> None:
+        path = top.value(node, 1)
+        if path is not None and path.item():
+            if self._num_processes > 1:
+                # Each process writes the file; their rows may differ.
+                part = f".{self._process_index}-of-{self._num_processes}"
+                top.feed(node, 1, path.item() + part.encode())
+            return
+        if node.op != "CacheDatasetV2":
+            return
+        above = called(graph, upstream(top, node))
+        if self._is_whole and not any(
+            kind_of(part) in _SEED_INPUT for part in above
+        ):
+            return  # It may have been filled, and may be used later.
+        if node.name not in self._caches:
+            self._caches[node.name] = _new_cache()
+        top.feed(node, 2, self._caches[node.name][0])
+
+    def _serve(self, node: Node) -> None:
+        """Keeps an array outside of the graph, which is copied often."""
+        tf = tensorflow()
+        array = constant(node)
+        if array is None or array.dtype.kind not in "biufc":
+            return
+
+        def read() -> Any:
+            return tf.numpy_function(lambda: array, [], array.dtype)
+
+        function = tf.function(read, autograph=False).get_concrete_function()
+        self._served.append(function)
+        (served,) = (
+            op.node_def
+            for op in function.graph.get_operations()
+            if kind_of(op.node_def) == "PyFunc"
+        )
+        name = node.name
+        node.CopyFrom(served)
+        node.name = name
+        node.device = ""
+
+    def _seed_nodes(self, graph: Graph, epoch: int) -> list[Any]:
+        kept: list[Any] = []
+        draws = _draws(Scope(graph.node))
+        shuffles = enumerate(zip(_shuffles(graph), self.seeds, strict=True), 1)
+        for number, ((scope, node, first), seeds) in shuffles:
+            place = draws.get((scope.caller or node).name, 1)
+            if not _is_drawn_anew(node):
+                place = 0
+            handle = type(node)(op="DummySeedGenerator")
+            if seeds == [0, 0]:
+                numbers = (self._seed, epoch if place else 0, number)
+                seeds = _mixed(*numbers)
+            elif not scope.caller and epoch and place and None not in seeds:
+                handle, generator = _generator(seeds, epoch * place)
+                kept.append(generator)
+            for i, value in enumerate(seeds):
+                if value is not None:
+                    scope.feed(node, first + i, value)
+            if node.op in _GENERATOR_INPUT:
+                scope.feed(node, _GENERATOR_INPUT[node.op], handle)
+        return kept
+
+
+def _shuffles(graph: Graph) -> list[tuple[Scope, Node, int]]:
+    """What draws, and its first input that is a seed."""
+    return [
+        (scope, node, _SEED_INPUT[kind_of(node)])
+        for scope in scopes(graph)
+        for node in scope.nodes
+        if kind_of(node) in _SEED_INPUT
+    ]
+
+
+def _draws(top: Scope) -> dict[str, int]:
+    """How often a shuffle is begun in an epoch; 0 above a cache."""
+    draws = {}
+    waiting = [(sink_of(top), 1)]
+    while waiting:
+        node, count = waiting.pop()
+        draws[node.name] = count
+        if kind_of(node) == "CacheDataset":
+            count = 0
+        elif kind_of(node) == "RepeatDataset":
+            times = top.value(node, 1)
+            count *= 1 if times is None else max(int(times), 1)
+        waiting += [(source, count) for source in top.datasets(node)]
+    return draws
+
+
+def _is_drawn_anew(node: Node) -> bool:
+    """Whether each iterator has an order of its own."""
+    for name in ("reshuffle_each_iteration", "rerandomize_each_iteration"):
+        if name in node.attr:
+            return node.attr[name].b
+    return True
+
+
+def _mixed(*numbers: int) -> list[int]:
+    """Two seeds that are a function of some numbers."""
+    state = np.random.SeedSequence(numbers).generate_state(2, np.uint64)
+    return [int(value >> 1) for value in state]
+
+
+def _generator(seeds: list[Any], draws: int) -> tuple[Node, Any]:
+    """A seed generator that has been drawn from so often.
+
+    It lives as long as the dataset that is returned with its node.
+    """
+    tf = tensorflow()
+    one = tf.data.Dataset.range(1)
+    variant = tf.raw_ops.ShuffleDatasetV3(
+        input_dataset=tf.data.experimental.to_variant(one),
+        buffer_size=1,
+        seed=seeds[0],
+        seed2=seeds[1],
+        seed_generator=tf.raw_ops.DummySeedGenerator(),
+        reshuffle_each_iteration=True,
+        output_types=[tf.int64],
+        output_shapes=[()],
+    )
+    shuffled = tf.data.experimental.from_variant(variant, one.element_spec)
+    for _ in shuffled.repeat().take(draws):
+        pass
+    return _last_input(shuffled), shuffled
+
+
+def _new_cache() -> tuple[Node, Any]:
+    """An empty cache's node; it lives as long as the dataset with it."""
+    cached = tensorflow().data.Dataset.range(1).cache()
+    return _last_input(cached), cached
+
+
+def _last_input(dataset: Any) -> Node:
+    graph = graph_of(dataset)
+    assert graph is not None
+    top = Scope(graph.node)
+    sink = sink_of(top)
+    node = top.source(sink, len(sink.input) - 1)
+    assert node is not None
+    return node

@@ -1,0 +1,178 @@
+"""Plans of how several processes share a `tf.data.Dataset`."""
+
+import dataclasses
+import warnings
+from typing import Any
+
+from keras_strategies.data.options import AutoShardPolicy
+from keras_strategies.data.tfdata.tf_files import (
+    FileSplit,
+    reads_files,
+    split_by_files,
+)
+from keras_strategies.data.tfdata.tf_graph import Graph, is_plain
+from keras_strategies.data.tfdata.tf_order import hints_of, shards_of
+
+_Policy = AutoShardPolicy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardPlan:
+    """How several processes share a `tf.data.Dataset`.
+
+    Attributes:
+      asked: The policy that the dataset or the user chose.
+      applied: The one that is followed.
+      reason: Why, as the end of a sentence: "because ...".
+      files: The files that go to this process, where they could be found.
+    """
+
+    asked: AutoShardPolicy
+    applied: AutoShardPolicy
+    reason: str
+    files: tuple[str, ...] | None = None
+
+
+def plan_shards(
+    dataset: Any,
+    graph: Graph | None,
+    policy: AutoShardPolicy,
+    num_processes: int,
+    process_index: int,
+) -> tuple[ShardPlan, FileSplit | None]:
+    """Decides what the processes do with a dataset.
+
+    Args:
+      dataset: The dataset.
+      graph: Its graph; None for one that is plain (see `is_plain`) or has
+        none.
+      policy: The policy that was asked for.
+      num_processes: Number of processes.
+      process_index: This process's place among them.
+
+    Returns:
+      The plan, and this process's part if the dataset is split by files.
+
+    Raises:
+      ValueError: the policy and the dataset do not fit.
+    """
+    if num_processes > 1 and policy is not _Policy.OFF:
+        _check_known(dataset, graph)
+    _check_shards(graph, policy, num_processes)
+    if num_processes == 1:
+        applied = _Policy.DATA if policy is _Policy.AUTO else policy
+        reason = "one process reads the whole dataset"
+    elif policy is _Policy.AUTO:
+        if graph is not None and reads_files(graph):
+            return _plan_auto(dataset, graph, num_processes, process_index)
+        applied, reason = _Policy.DATA, "it reads no files"
+    elif policy is _Policy.FILE:
+        return _plan_files(dataset, graph, num_processes, process_index)
+    else:
+        applied, reason = policy, "the policy was chosen"
+    return ShardPlan(asked=policy, applied=applied, reason=reason), None
+
+
+def _plan_auto(
+    dataset: Any, graph: Graph, num_processes: int, process_index: int
+) -> tuple[ShardPlan, FileSplit | None]:
+    split = split_by_files(dataset, graph, num_processes, process_index)
+    why_not = split.obstacle or split.doubt
+    if why_not is None:
+        plan = ShardPlan(
+            asked=_Policy.AUTO,
+            applied=_Policy.FILE,
+            reason="it reads enough files",
+        )
+        return plan, split
+    warnings.warn(
+        "A dataset that reads files is shared by rows instead "
+        f"(`AutoShardPolicy.DATA`), because {why_not}. Each of the "
+        f"{num_processes} processes reads all files and runs the whole input "
+        "pipeline. Choose `AutoShardPolicy.DATA` if that is meant"
+        + (
+            ""
+            if split.obstacle
+            else ", or `AutoShardPolicy.FILE` to split the files all the same"
+        )
+        + ".",
+        stacklevel=5,
+    )
+    plan = ShardPlan(asked=_Policy.AUTO, applied=_Policy.DATA, reason=why_not)
+    return plan, None
+
+
+def _plan_files(
+    dataset: Any,
+    graph: Graph | None,
+    num_processes: int,
+    process_index: int,
+) -> tuple[ShardPlan, FileSplit | None]:
+    split = FileSplit(obstacle="it reads no files")
+    if graph is not None and reads_files(graph):
+        split = split_by_files(dataset, graph, num_processes, process_index)
+    if split.obstacle is not None:
+        raise ValueError(
+            "`AutoShardPolicy.FILE` needs a dataset that reads at least one "
+            "file for each process. Received: a dataset that cannot be split "
+            f"over {num_processes} processes, because {split.obstacle}. Use "
+            "`AutoShardPolicy.DATA`, or more files."
+        )
+    if split.doubt is not None:
+        warnings.warn(
+            "A dataset is split by its files (`AutoShardPolicy.FILE`), but "
+            f"{split.doubt}: all processes together may use other rows than "
+            "one process would. Choose `AutoShardPolicy.DATA` for the same "
+            "rows.",
+            stacklevel=5,
+        )
+    plan = ShardPlan(
+        asked=_Policy.FILE,
+        applied=_Policy.FILE,
+        reason="the policy was chosen",
+    )
+    return plan, split
+
+
+def _check_shards(
+    graph: Graph | None, policy: AutoShardPolicy, num_processes: int
+) -> None:
+    has_hint = graph is not None and bool(hints_of(graph))
+    if has_hint and policy is not _Policy.HINT:
+        raise ValueError(
+            "`dataset.shard(SHARD_HINT, ...)` is for `AutoShardPolicy.HINT`. "
+            f"Received: `AutoShardPolicy.{policy.name}`. Set `options."
+            "experimental_distribute.auto_shard_policy` to HINT."
+        )
+    if num_processes == 1:
+        return
+    if policy is _Policy.HINT and not has_hint:
+        raise ValueError(
+            "`AutoShardPolicy.HINT` needs a `dataset.shard(SHARD_HINT, ...)`. "
+            "Received: a dataset without one. Add it where the rows are to "
+            "be split, or use `AutoShardPolicy.OFF` if every process is to "
+            "read all of them."
+        )
+    is_split = graph is not None and any(
+        scope.value(node, 1) == num_processes
+        for scope, node in shards_of(graph)
+    )
+    if is_split and policy not in (_Policy.HINT, _Policy.OFF):
+        raise ValueError(
+            "A dataset that the user splits must not be split again. "
+            f"Received: a dataset with `.shard({num_processes}, ...)` on "
+            f"{num_processes} processes and `AutoShardPolicy.{policy.name}`. "
+            "Set `options.experimental_distribute.auto_shard_policy` to OFF, "
+            "or leave the `shard` out."
+        )
+
+
+def _check_known(dataset: Any, graph: Graph | None) -> None:
+    if graph is None and not is_plain(dataset):
+        raise ValueError(
+            "On several processes a tf.data.Dataset must have a graph that "
+            "can be looked into. Received: one that TensorFlow cannot write, "
+            "with arrays of 2 GiB or more or with operations of another "
+            "library. Pass the arrays themselves, read them from files, or "
+            "use `AutoShardPolicy.OFF`."
+        )

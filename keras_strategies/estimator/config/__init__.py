@@ -1,0 +1,1 @@
+"""RunConfig, its checks, and the cluster that it finds."""

@@ -1,0 +1,241 @@
+"""What TF_CONFIG tells a `RunConfig`: its read-only properties."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from keras_strategies.cluster.addresses import shown, with_rpc_layer
+from keras_strategies.cluster.resolvers.tf_config import (
+    VARIABLE,
+    load_tf_config,
+    parse_tf_config,
+)
+from keras_strategies.cluster.spec import ClusterSpec
+
+CHIEF, WORKER, EVALUATOR, SERVER = "chief", "worker", "evaluator", "ps"
+_RPC_LAYER = "grpc"
+_LOCAL_MASTER = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunCluster:
+    """A process's place, in the words of `tf.estimator.RunConfig`.
+
+    Attributes:
+      cluster_spec: The training cluster; empty for a local run and for an
+        evaluator, which is none of it.
+      task_type: "chief", "worker", "ps" or "evaluator".
+      task_id: The index of this process among those of its type.
+      master: "grpc://host:port" of this process; "" where it is alone, and
+        for an evaluator.
+      evaluation_master: TF_CONFIG's "eval_session_master", else "".
+      is_chief: Whether this process is the training cluster's chief.
+      num_ps_replicas: Number of parameter servers.
+      num_worker_replicas: Number of processes that train, the chief's
+        included; 0 for an evaluator.
+      global_id_in_cluster: Number of this process in the training cluster:
+        the chief, the workers, then the servers; None for an evaluator.
+      service: TF_CONFIG's "service", whatever a platform writes there.
+      model_dir: TF_CONFIG's "model_dir".
+    """
+
+    cluster_spec: ClusterSpec
+    task_type: str
+    task_id: int
+    master: str
+    evaluation_master: str
+    is_chief: bool
+    num_ps_replicas: int
+    num_worker_replicas: int
+    global_id_in_cluster: int | None
+    service: dict[str, Any] | None
+    model_dir: str | None
+
+
+def cluster_of(text: str, *, needs_chief: bool) -> RunCluster:
+    """A process's place from the text of TF_CONFIG.
+
+    Args:
+      text: The variable's value; "" where it is not set.
+      needs_chief: Whether a cluster has a "chief". Where it need not, worker
+        0 is the chief of a cluster without, as for
+        `MultiWorkerMirroredStrategy`.
+
+    Raises:
+      ValueError: TF_CONFIG cannot be followed; its cluster lacks a chief or
+        this process's task, or its "model_dir" is empty.
+      TypeError: "service" is no object, or a value of another type than it
+        should be.
+    """
+    raw = load_tf_config(text)
+    config = parse_tf_config(text)
+    common = {
+        "service": _checked_service(raw),
+        "model_dir": _checked_model_dir(raw),
+    }
+    master = config.session_master
+    evaluation_master = _checked_master(raw)
+    if not config.cluster:
+        _check_local(config.task_type, config.task_id)
+        return RunCluster(
+            cluster_spec=config.cluster,
+            task_type=WORKER,
+            task_id=0,
+            master=_LOCAL_MASTER if master is None else master,
+            evaluation_master=evaluation_master,
+            is_chief=True,
+            num_ps_replicas=0,
+            num_worker_replicas=1,
+            global_id_in_cluster=0,
+            **common,
+        )
+    task_type, task_id = _checked_task(
+        config.cluster, config.task_type, config.task_id, needs_chief
+    )
+    if task_type == EVALUATOR:
+        return RunCluster(
+            cluster_spec=ClusterSpec({}),
+            task_type=task_type,
+            task_id=task_id,
+            master=_LOCAL_MASTER,
+            evaluation_master=evaluation_master,
+            is_chief=False,
+            num_ps_replicas=0,
+            num_worker_replicas=0,
+            global_id_in_cluster=None,
+            **common,
+        )
+    if master is None:
+        master = _own_address(config.cluster, task_type, task_id)
+    return RunCluster(
+        cluster_spec=config.cluster,
+        task_type=task_type,
+        task_id=task_id,
+        master=master,
+        evaluation_master=_LOCAL_MASTER,
+        is_chief=_is_chief(config.cluster, task_type, task_id),
+        num_ps_replicas=_num_tasks(config.cluster, SERVER),
+        num_worker_replicas=_num_tasks(config.cluster, CHIEF)
+        + _num_tasks(config.cluster, WORKER),
+        global_id_in_cluster=_global_id(config.cluster, task_type, task_id),
+        **common,
+    )
+
+
+def _checked_service(raw: Mapping[str, Any]) -> dict[str, Any] | None:
+    service = raw.get("service")
+    if service is not None and not isinstance(service, dict):
+        raise TypeError(
+            f'If "service" is set in {VARIABLE}, it must be a dict. Received: '
+            f"{shown(service)}. Write an object, or leave it out."
+        )
+    return service
+
+
+def _checked_master(raw: Mapping[str, Any]) -> str:
+    master = raw.get("eval_session_master", _LOCAL_MASTER)
+    if not isinstance(master, str):
+        raise TypeError(
+            f'"eval_session_master" in {VARIABLE} is a string. Received: '
+            f"{shown(master)}. Leave it out."
+        )
+    return master
+
+
+def _checked_model_dir(raw: Mapping[str, Any]) -> str | None:
+    directory = raw.get("model_dir")
+    if directory is None:
+        return None
+    if not isinstance(directory, str):
+        raise TypeError(
+            f'"model_dir" in {VARIABLE} is a string. Received: '
+            f"{shown(directory)}. Write a path, or leave it out."
+        )
+    if not directory:
+        raise ValueError(
+            f"model_dir in {VARIABLE} should be non-empty. Received: ''. Write "
+            "a path, or leave it out."
+        )
+    return directory
+
+
+def _check_local(task_type: str | None, task_id: int | None) -> None:
+    if task_type not in (None, WORKER):
+        raise ValueError(
+            f'If "cluster" is not set in {VARIABLE}, task type must be '
+            f"'{WORKER}'. Received: {shown(task_type)}. Give the cluster, or "
+            "leave the task out for a local run."
+        )
+    if task_id not in (None, 0):
+        raise ValueError(
+            f'If "cluster" is not set in {VARIABLE}, task index must be 0. '
+            f"Received: {task_id}. Give the cluster, or leave the task out "
+            "for a local run."
+        )
+
+
+def _checked_task(
+    spec: ClusterSpec,
+    task_type: str | None,
+    task_id: int | None,
+    needs_chief: bool,
+) -> tuple[str, int]:
+    if not _num_tasks(spec, CHIEF) and (
+        needs_chief or not _num_tasks(spec, WORKER)
+    ):
+        raise ValueError(
+            f'If "cluster" is set in {VARIABLE}, it must have one "{CHIEF}" '
+            f"node. Received: the jobs {shown(spec.jobs)}. Rename one worker "
+            "to 'chief', or pass `train_distribute="
+            "MultiWorkerMirroredStrategy()`, whose worker 0 is the chief."
+        )
+    if not task_type or task_id is None:
+        missing = "type" if not task_type else "index"
+        raise ValueError(
+            f'If "cluster" is set in {VARIABLE}, task {missing} must be set. '
+            f"Received: a cluster, and no {missing}. Write "
+            '"task": {"type": "worker", "index": 0}.'
+        )
+    if task_type == EVALUATOR:
+        return task_type, task_id
+    if task_type not in spec.jobs:
+        raise ValueError(
+            f"{shown(task_type)} is not a valid task_type in the cluster_spec."
+            f" Received: a cluster with the jobs {shown(spec.jobs)}. These "
+            f"values come from {VARIABLE}: correct its task or its cluster."
+        )
+    if task_id not in spec.task_indices(task_type):
+        raise ValueError(
+            f"{task_id} is not a valid task_id for task_type {task_type} in "
+            f"the cluster_spec. Received: {spec.num_tasks(task_type)} such "
+            f"tasks. These values come from {VARIABLE}: indices count from 0."
+        )
+    return task_type, task_id
+
+
+def _own_address(spec: ClusterSpec, task_type: str, task_id: int) -> str:
+    jobs = spec.jobs
+    if len(jobs) == 1 and len(spec.job_tasks(jobs[0])) == 1:
+        return _LOCAL_MASTER
+    return with_rpc_layer(spec.task_address(task_type, task_id), _RPC_LAYER)
+
+
+def _is_chief(spec: ClusterSpec, task_type: str, task_id: int) -> bool:
+    if _num_tasks(spec, CHIEF):
+        return task_type == CHIEF
+    return task_type == WORKER and task_id == 0
+
+
+def _global_id(spec: ClusterSpec, task_type: str, task_id: int) -> int:
+    before = {
+        CHIEF: (),
+        # An evaluator that the cluster lists is counted, as in tf.
+        EVALUATOR: (CHIEF,),
+        WORKER: (CHIEF, EVALUATOR),
+        SERVER: (CHIEF, EVALUATOR, WORKER),
+    }
+    return task_id + sum(_num_tasks(spec, job) for job in before[task_type])
+
+
+def _num_tasks(spec: ClusterSpec, job: str) -> int:
+    return spec.num_tasks(job) if job in spec.jobs else 0

@@ -1,0 +1,1 @@
+"""Parts of tf.estimator beside Estimator and train_and_evaluate."""

@@ -1,0 +1,376 @@
+"""Ends of training that the results of evaluations decide about."""
+
+import logging
+import numbers
+import operator
+import time
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from keras_strategies.cluster.addresses import shown
+from keras_strategies.estimator import train_callback
+from keras_strategies.estimator.arguments import (
+    check_positive,
+    check_seconds,
+    check_whole,
+)
+from keras_strategies.estimator.estimator import Estimator
+from keras_strategies.estimator.estimator_spec import ModeKeys
+from keras_strategies.estimator.records import eval_results
+from keras_strategies.keras_bridge.callbacks.resumable_fit import loop_of
+
+_logger = logging.getLogger(__name__)
+
+
+def make_early_stopping_hook(
+    estimator: Estimator,
+    should_stop_fn: Callable[[], bool],
+    run_every_secs: float | None = 60,
+    run_every_steps: int | None = None,
+) -> keras.callbacks.Callback:
+    """A hook that ends the training when a function says so.
+
+    The chief asks the function, and tells the others: after the first step of
+    a call of `train`, and then as often as is said.
+
+    Args:
+      estimator: The Estimator that trains.
+      should_stop_fn: Takes nothing; whether to stop.
+      run_every_secs: Seconds between two questions; None with
+        `run_every_steps`, and on several processes.
+      run_every_steps: Steps between two questions, instead.
+
+    Returns:
+      A Keras callback for `hooks`.
+
+    Raises:
+      TypeError: an argument of another type.
+      ValueError: both or none of seconds and steps, or seconds on several
+        processes.
+    """
+    if not isinstance(estimator, Estimator):
+        raise TypeError(
+            "`estimator` must have type `ks.estimator.Estimator`. Received: "
+            f"{shown(estimator)} of type {type(estimator).__name__}. Pass the "
+            "Estimator that trains."
+        )
+    if not callable(should_stop_fn):
+        raise TypeError(
+            "`should_stop_fn` must be callable. Received: "
+            f"{shown(should_stop_fn)}. Give a function that takes nothing."
+        )
+    if (run_every_secs is None) == (run_every_steps is None):
+        raise ValueError(
+            "Only one of `run_every_secs` and `run_every_steps` must be set. "
+            f"Received: run_every_secs={run_every_secs}, run_every_steps="
+            f"{run_every_steps}. Set the other one to None."
+        )
+    check_positive("run_every_steps", run_every_steps)
+    if run_every_secs is not None:
+        check_seconds("run_every_secs", run_every_secs)
+        mesh = estimator._runs.strategy_of(ModeKeys.TRAIN)._runtime.mesh
+        if mesh.num_processes > 1:
+            raise ValueError(
+                "run_every_secs should not be set when several processes "
+                f"train: their clocks differ. Received: {run_every_secs}. "
+                "Pass run_every_secs=None and run_every_steps=..."
+            )
+    return _Stopping(estimator, should_stop_fn, run_every_secs, run_every_steps)
+
+
+def stop_if_higher_hook(
+    estimator: Estimator,
+    metric_name: str,
+    threshold: float,
+    eval_dir: str | None = None,
+    min_steps: int = 0,
+    run_every_secs: float | None = 60,
+    run_every_steps: int | None = None,
+) -> keras.callbacks.Callback:
+    """A hook that ends the training when a metric is above a threshold.
+
+    Args:
+      estimator: The Estimator that trains.
+      metric_name: A result of its evaluations: "accuracy".
+      threshold: The threshold.
+      eval_dir: Where the results are; None for `estimator.eval_dir()`.
+      min_steps: Results of earlier global steps do not count.
+      run_every_secs: See `make_early_stopping_hook`.
+      run_every_steps: See `make_early_stopping_hook`.
+
+    Returns:
+      A Keras callback for `hooks`.
+
+    Raises:
+      TypeError: an argument of another type.
+      ValueError: see `make_early_stopping_hook`; (in training) there is no
+        such result.
+    """
+    return _threshold_hook(
+        estimator,
+        metric_name,
+        threshold,
+        operator.gt,
+        eval_dir,
+        min_steps,
+        run_every_secs,
+        run_every_steps,
+    )
+
+
+def stop_if_lower_hook(
+    estimator: Estimator,
+    metric_name: str,
+    threshold: float,
+    eval_dir: str | None = None,
+    min_steps: int = 0,
+    run_every_secs: float | None = 60,
+    run_every_steps: int | None = None,
+) -> keras.callbacks.Callback:
+    """A hook that ends the training when a metric is below a threshold.
+
+    Arguments, returns and errors as of `stop_if_higher_hook`.
+    """
+    return _threshold_hook(
+        estimator,
+        metric_name,
+        threshold,
+        operator.lt,
+        eval_dir,
+        min_steps,
+        run_every_secs,
+        run_every_steps,
+    )
+
+
+def stop_if_no_increase_hook(
+    estimator: Estimator,
+    metric_name: str,
+    max_steps_without_increase: int,
+    eval_dir: str | None = None,
+    min_steps: int = 0,
+    run_every_secs: float | None = 60,
+    run_every_steps: int | None = None,
+) -> keras.callbacks.Callback:
+    """A hook that ends the training when a metric rises no more.
+
+    Args:
+      estimator: The Estimator that trains.
+      metric_name: A result of its evaluations: "accuracy".
+      max_steps_without_increase: How many train steps may pass since the best
+        one.
+      eval_dir: Where the results are; None for `estimator.eval_dir()`.
+      min_steps: Results of earlier global steps do not count.
+      run_every_secs: See `make_early_stopping_hook`.
+      run_every_steps: See `make_early_stopping_hook`.
+
+    Returns:
+      A Keras callback for `hooks`.
+
+    Raises:
+      TypeError: an argument of another type.
+      ValueError: see `make_early_stopping_hook`; (in training) there is no
+        such result.
+    """
+    return _improvement_hook(
+        estimator,
+        metric_name,
+        max_steps_without_increase,
+        operator.gt,
+        eval_dir,
+        min_steps,
+        run_every_secs,
+        run_every_steps,
+    )
+
+
+def stop_if_no_decrease_hook(
+    estimator: Estimator,
+    metric_name: str,
+    max_steps_without_decrease: int,
+    eval_dir: str | None = None,
+    min_steps: int = 0,
+    run_every_secs: float | None = 60,
+    run_every_steps: int | None = None,
+) -> keras.callbacks.Callback:
+    """A hook that ends the training when a metric falls no more.
+
+    Arguments, returns and errors as of `stop_if_no_increase_hook`.
+    """
+    return _improvement_hook(
+        estimator,
+        metric_name,
+        max_steps_without_decrease,
+        operator.lt,
+        eval_dir,
+        min_steps,
+        run_every_secs,
+        run_every_steps,
+    )
+
+
+def is_beyond(
+    results: dict[int, dict[str, float]],
+    name: str,
+    threshold: float,
+    is_better: Callable[[Any, Any], bool],
+    min_steps: int,
+) -> bool:
+    """Whether a result is beyond a threshold.
+
+    Args:
+      results: By global step, in order.
+      name: The result's name.
+      threshold: The threshold.
+      is_better: Compares a result with it.
+      min_steps: Results of earlier steps do not count.
+    """
+    return any(
+        is_better(_result(metrics, name), threshold)
+        for step, metrics in results.items()
+        if step >= min_steps
+    )
+
+
+def is_without_improvement(
+    results: dict[int, dict[str, float]],
+    name: str,
+    max_steps: int,
+    is_better: Callable[[Any, Any], bool],
+    min_steps: int,
+) -> bool:
+    """Whether a result was no better for so many steps.
+
+    Args:
+      results: By global step, in order.
+      name: The result's name.
+      max_steps: How many train steps may pass since the best one.
+      is_better: Compares a result with the best one.
+      min_steps: Results of earlier steps do not count.
+    """
+    best: tuple[int, float] | None = None
+    for step, metrics in results.items():
+        if step < min_steps:
+            continue
+        value = _result(metrics, name)
+        if best is None or is_better(value, best[1]):
+            best = (step, value)
+        if step - best[0] >= max_steps:
+            return True
+    return False
+
+
+class _Stopping(keras.callbacks.Callback):
+    """Asks now and then whether to stop."""
+
+    def __init__(
+        self,
+        estimator: Estimator,
+        should_stop_fn: Callable[[], bool],
+        every_secs: float | None,
+        every_steps: int | None,
+    ) -> None:
+        super().__init__()
+        self._mesh = estimator._runs.strategy_of(ModeKeys.TRAIN)._runtime.mesh
+        self._should_stop_fn = should_stop_fn
+        self._every_secs = every_secs
+        self._every_steps = every_steps
+        self._asked_at: float | None = None
+        self._asked: int | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        # What stopped a training stops it again when it is called again.
+        self._asked_at = self._asked = None
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        step = self._step()
+        if not self._is_due(step):
+            return
+        self._asked_at, self._asked = time.monotonic(), step
+        should_stop = self._mesh.is_chief and bool(self._should_stop_fn())
+        if train_callback.told_by_chief(
+            self._mesh, "stopping early", should_stop, bool
+        ):
+            _logger.info("Requesting early stopping at global step %d.", step)
+            self.model.stop_training = True  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+
+    def _is_due(self, step: int) -> bool:
+        if self._asked is None or self._asked_at is None:
+            return True
+        if self._every_steps is not None:
+            return step - self._asked >= self._every_steps
+        return time.monotonic() - self._asked_at >= (self._every_secs or 0)
+
+    def _step(self) -> int:
+        loop = loop_of(self.model)
+        return 0 if loop is None else loop.num_steps
+
+
+def _threshold_hook(
+    estimator: Estimator,
+    name: str,
+    threshold: float,
+    is_better: Callable[[Any, Any], bool],
+    eval_dir: str | None,
+    min_steps: int,
+    run_every_secs: float | None,
+    run_every_steps: int | None,
+) -> keras.callbacks.Callback:
+    _check_rule(name, min_steps)
+    if isinstance(threshold, bool) or not isinstance(threshold, numbers.Real):
+        raise TypeError(
+            "`threshold` is a number. Received: "
+            f"{shown(threshold)}. Give, for example, 0.95."
+        )
+
+    def should_stop() -> bool:
+        results = eval_results.read(eval_dir or estimator.eval_dir())
+        return is_beyond(results, name, threshold, is_better, min_steps)
+
+    return make_early_stopping_hook(
+        estimator, should_stop, run_every_secs, run_every_steps
+    )
+
+
+def _improvement_hook(
+    estimator: Estimator,
+    name: str,
+    max_steps: int,
+    is_better: Callable[[Any, Any], bool],
+    eval_dir: str | None,
+    min_steps: int,
+    run_every_secs: float | None,
+    run_every_steps: int | None,
+) -> keras.callbacks.Callback:
+    _check_rule(name, min_steps)
+    check_whole("The number of steps without improvement", max_steps)
+
+    def should_stop() -> bool:
+        results = eval_results.read(eval_dir or estimator.eval_dir())
+        return is_without_improvement(
+            results, name, max_steps, is_better, min_steps
+        )
+
+    return make_early_stopping_hook(
+        estimator, should_stop, run_every_secs, run_every_steps
+    )
+
+
+def _check_rule(name: Any, min_steps: Any) -> None:
+    if not isinstance(name, str):
+        raise TypeError(
+            "`metric_name` is a result of evaluations. Received: "
+            f"{shown(name)}. Give a name as 'accuracy'."
+        )
+    check_whole("min_steps", min_steps)
+
+
+def _result(metrics: dict[str, float], name: str) -> float:
+    if name not in metrics:
+        raise ValueError(
+            "`metric_name` is a result of evaluations. Received: "
+            f"{name!r}; there are {sorted(metrics)}. Give one of these."
+        )
+    return metrics[name]

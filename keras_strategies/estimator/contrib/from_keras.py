@@ -1,0 +1,177 @@
+"""model_to_estimator: an Estimator of a Keras model that is there already."""
+
+import os
+import pathlib
+import shutil
+import tempfile
+import weakref
+import zipfile
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+
+from keras_strategies.cluster.addresses import shown
+from keras_strategies.estimator.config.run_config import RunConfig
+from keras_strategies.estimator.estimator import Estimator
+from keras_strategies.estimator.estimator_spec import EstimatorSpec, ModeKeys
+from keras_strategies.estimator.model_fns import output_names
+
+_FORMATS = ("saver", "checkpoint")
+_SUFFIX = ".keras"
+
+
+def model_to_estimator(
+    keras_model: keras.Model | None = None,
+    keras_model_path: str | os.PathLike[str] | None = None,
+    custom_objects: Mapping[str, Any] | None = None,
+    model_dir: str | os.PathLike[str] | None = None,
+    config: RunConfig | None = None,
+    checkpoint_format: str = "saver",
+    metric_names_map: Mapping[str, str] | None = None,
+    export_outputs: None = None,
+) -> Estimator:
+    """An Estimator of a compiled Keras model; as tf's.
+
+    The model is copied: the Estimator begins with its weights and the state
+    of its optimizer, unless `model_dir` has a checkpoint, and changes nothing
+    of it. Predictions are dicts by the names of its outputs.
+
+    Args:
+      keras_model: The model, compiled.
+      keras_model_path: A `.keras` file with a compiled one, instead.
+      custom_objects: Classes and functions of it by name, that are not
+        registered with Keras.
+      model_dir: See `Estimator`.
+      config: See `Estimator`.
+      checkpoint_format: No effect: there is one format.
+      metric_names_map: New names for results of evaluations.
+      export_outputs: None.
+
+    Returns:
+      The Estimator.
+
+    Raises:
+      ValueError: neither or both of model and path, a model that is not
+        compiled, or what has no meaning here.
+      TypeError: an argument of another type.
+    """
+    if (keras_model is None) == (keras_model_path is None):
+        raise ValueError(
+            "Either `keras_model` or `keras_model_path` needs to be provided, "
+            f"and not both. Received: {shown(keras_model)} and "
+            f"{shown(keras_model_path)}. Give one."
+        )
+    if checkpoint_format not in _FORMATS:
+        raise ValueError(
+            f"`checkpoint_format` is one of {_FORMATS}. Received: "
+            f"{shown(checkpoint_format)}. Leave it out: it has no effect."
+        )
+    if export_outputs is not None:
+        raise ValueError(
+            "`export_outputs` has no meaning here. Received: "
+            f"{shown(export_outputs)}. Leave it out: a model is exported with "
+            "its own outputs."
+        )
+    if metric_names_map is not None and not isinstance(
+        metric_names_map, Mapping
+    ):
+        raise TypeError(
+            "`metric_names_map` is a dict from names of results to new ones. "
+            f"Received: {shown(metric_names_map)}. Write {{'acc': "
+            "'accuracy'}."
+        )
+    folder = tempfile.mkdtemp(prefix="keras-strategies-model-")
+    path = os.path.join(folder, "model.keras")
+    try:
+        if keras_model is not None:
+            _save(keras_model, path)
+        else:
+            _copy(keras_model_path, path)
+        model_fn = _model_fn(
+            path, custom_objects, is_trusted=keras_model is not None
+        )
+        estimator = Estimator(model_fn, model_dir=model_dir, config=config)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    estimator._runs.result_names = dict(metric_names_map or {})
+    weakref.finalize(estimator, shutil.rmtree, folder, ignore_errors=True)
+    return estimator
+
+
+def _save(model: Any, path: str) -> None:
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            "`keras_model` is a Keras model. Received: "
+            f"{shown(model)} of type {type(model).__name__}. Pass a "
+            "`keras.Model`."
+        )
+    _check_compiled(model)
+    if not model.built:
+        raise ValueError(
+            "A model is copied with its weights. Received: "
+            f"{model.name!r}, which has none yet. Begin it with "
+            "`keras.Input(shape)`, or call it on data."
+        )
+    optimizer = model.optimizer
+    if not optimizer.built:
+        # Keras warns of a file without its state.
+        optimizer.build(model.trainable_variables)
+    model.save(path)
+
+
+def _check_compiled(model: keras.Model) -> None:
+    if not model.compiled:
+        raise ValueError(
+            "The given keras model has not been compiled yet. Received: "
+            f"{model.name!r}. Please compile the model with `model.compile()` "
+            "before calling `model_to_estimator()`."
+        )
+
+
+def _copy(source: Any, path: str) -> None:
+    if not isinstance(source, str | os.PathLike):
+        raise TypeError(
+            "`keras_model_path` is a path. Received: an object of type "
+            f"{type(source).__name__}. Give a `.keras` file."
+        )
+    if pathlib.Path(source).suffix != _SUFFIX:
+        raise ValueError(
+            "`keras_model_path` is a `.keras` file. Received: "
+            f"{os.fspath(source)!r}. Save the model again, by "
+            "`model.save('model.keras')`: other formats may run code when "
+            "they are read."
+        )
+    shutil.copyfile(source, path)
+    if not zipfile.is_zipfile(path):
+        raise ValueError(
+            "`keras_model_path` is a `.keras` file. Received: "
+            f"{os.fspath(source)!r}, which holds something else, or not all of "
+            "it. Save the model again, by `model.save('model.keras')`."
+        )
+
+
+def _model_fn(path: str, custom_objects: Any, *, is_trusted: bool) -> Any:
+    """A `model_fn` that reads the model anew.
+
+    Args:
+      path: Its file.
+      custom_objects: As given.
+      is_trusted: Whether the model was in this process already: its code may
+        run.
+    """
+
+    def model_fn(mode: str) -> Any:
+        model: Any = keras.saving.load_model(
+            path,
+            custom_objects=dict(custom_objects or {}),
+            safe_mode=not is_trusted,
+        )
+        _check_compiled(model)
+        names = output_names(model)
+        if mode != ModeKeys.PREDICT or not names:
+            return model
+        return EstimatorSpec(mode, model=model, predictions=names)
+
+    return model_fn

@@ -1,0 +1,114 @@
+"""Evaluation of the weights that a training has, between checkpoints."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import keras
+
+from keras_strategies.cluster.addresses import shown
+from keras_strategies.estimator.arguments import check_input_fn, check_positive
+from keras_strategies.estimator.estimator import Estimator, InputFn
+from keras_strategies.estimator.estimator_spec import ModeKeys
+from keras_strategies.estimator.hooks import check_hooks
+from keras_strategies.estimator.specs import check_name
+from keras_strategies.keras_bridge.callbacks.resumable_fit import loop_of
+
+
+class InMemoryEvaluatorHook(keras.callbacks.Callback):
+    """Evaluates during training, without a checkpoint; as tf's.
+
+    At the start, every so many steps and at the end, in the chief. The
+    weights are copied to a model of the Estimator's `eval_distribute`.
+
+    Args:
+      estimator: The Estimator that trains.
+      input_fn: Makes the evaluation data.
+      steps: Batches of an evaluation; None for all.
+      hooks: Keras callbacks.
+      name: Of the evaluation, for its files.
+      every_n_iter: Train steps between two evaluations.
+
+    Raises:
+      ValueError: `every_n_iter` or `steps` is not positive.
+      TypeError: an argument of another type.
+
+    Example:
+      ```python
+      evaluator = ks.estimator.experimental.InMemoryEvaluatorHook(
+          estimator, eval_input_fn, every_n_iter=500
+      )
+      estimator.train(train_input_fn, hooks=[evaluator], max_steps=10_000)
+      ```
+    """
+
+    def __init__(
+        self,
+        estimator: Estimator,
+        input_fn: InputFn,
+        steps: int | None = None,
+        hooks: Iterable[Any] | None = None,
+        name: str | None = None,
+        every_n_iter: int | None = 100,
+    ) -> None:
+        super().__init__()
+        if not isinstance(estimator, Estimator):
+            raise TypeError(
+                "`estimator` must have type `ks.estimator.Estimator`. "
+                f"Received: {shown(estimator)}. Pass the Estimator that "
+                "trains."
+            )
+        if every_n_iter is None:
+            raise ValueError(
+                "invalid every_n_iter. Received: None. Give a number of train "
+                "steps, as 100."
+            )
+        check_positive("every_n_iter", every_n_iter)
+        check_positive("steps", steps)
+        check_input_fn(input_fn)
+        check_name(name)
+        self._estimator = estimator
+        self._input_fn = input_fn
+        self._steps = steps
+        self._hooks = check_hooks(hooks)
+        self._name = name
+        self._every = every_n_iter
+        self._evaluated = 0
+        mesh = estimator._runs.strategy_of(ModeKeys.EVAL)._runtime.mesh
+        self._is_here = mesh.num_processes > 1 or jax.process_index() == 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Evaluates what the training begins with."""
+        self._evaluate(self._step())
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Evaluates if it is time to."""
+        step = self._step()
+        if step - self._evaluated >= self._every:
+            self._evaluate(step)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Evaluates what the training ends with."""
+        step = self._step()
+        if step != self._evaluated:
+            self._evaluate(step)
+
+    def _evaluate(self, step: int) -> None:
+        self._evaluated = step
+        if not self._is_here:
+            return
+        model = self.model
+        assert isinstance(model, keras.Model)
+        model.jax_state_sync()
+        self._estimator._runs.evaluate_model(
+            self._input_fn,
+            self._hooks,
+            model,
+            step=step,
+            steps=self._steps,
+            name=self._name,
+        )
+
+    def _step(self) -> int:
+        loop = loop_of(self.model)
+        return 0 if loop is None else loop.num_steps

@@ -1,0 +1,1 @@
+"""What an Estimator writes while it runs, read and written."""

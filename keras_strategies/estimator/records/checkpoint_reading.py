@@ -1,0 +1,240 @@
+"""Reading an Estimator's checkpoints: which there are, and what is in them.
+
+Nothing here takes the directory for itself: an evaluator reads what another
+process writes.
+"""
+
+import logging
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+from keras_strategies.checkpoint import contents
+from keras_strategies.checkpoint.directory import format as format_lib
+from keras_strategies.checkpoint.directory.documents import read_document
+from keras_strategies.keras_bridge.hooks.seeds import is_seed
+from keras_strategies.keras_bridge.variables.model_variables import (
+    all_variables,
+)
+
+DamagedCheckpoint = format_lib.DamagedCheckpoint
+GLOBAL_STEP = "global_step"
+WEIGHTS = "weights"
+_SEEDS = "seeds"
+_logger = logging.getLogger(__name__)
+
+
+def latest_checkpoint(model_dir: str) -> str | None:
+    """The folder of the newest complete checkpoint, None if there is none.
+
+    Names and sizes are compared with its manifest; checksums are when it is
+    read.
+    """
+    for step in reversed(format_lib.find_steps(model_dir)):
+        path = format_lib.step_path(model_dir, step)
+        try:
+            format_lib.verify(path, is_quick=True)
+        except format_lib.DamagedCheckpoint:
+            continue
+        return str(path)
+    return None
+
+
+def newest_good(model_dir: str) -> str | None:
+    """The folder of the newest good checkpoint; every file is read once."""
+    manifest, _ = format_lib.newest_good(model_dir)
+    if manifest is None:
+        return None
+    return str(format_lib.step_path(model_dir, manifest.step))
+
+
+def warn_of_none(model_dir: str) -> None:
+    """Warns that a model has its initial weights."""
+    _logger.warning(
+        "No %scheckpoint in %s: initial weights are used.",
+        "good " if format_lib.find_steps(model_dir) else "",
+        model_dir,
+    )
+
+
+def step_of(path: str | os.PathLike[str]) -> int:
+    """The global step of a checkpoint's folder.
+
+    Raises:
+      ValueError: it has no step's name.
+    """
+    step = format_lib.step_of(pathlib.Path(path).name)
+    if step is None:
+        raise ValueError(
+            "A checkpoint is a folder named by its step. Received: "
+            f"{os.fspath(path)!r}. Give, for example, "
+            "`estimator.latest_checkpoint()`."
+        )
+    return step
+
+
+def path_of(model_dir: str, step: int) -> str:
+    """The folder of a step."""
+    return str(format_lib.step_path(model_dir, step))
+
+
+def document_of(path: str) -> dict[str, Any]:
+    """What a checkpoint holds beside arrays, and the shapes of these."""
+    with format_lib.reading(path):
+        document = read_document(path)
+    contents.check_version(document, path)
+    return document
+
+
+def check(path: str) -> None:
+    """Raises unless a checkpoint is there and good.
+
+    Raises:
+      ValueError: there is no such folder, or it is damaged.
+    """
+    step_of(path)
+    if not os.path.isdir(path):
+        raise ValueError(
+            f"Couldn't find trained model at {path}. Received: a path where "
+            "there is no checkpoint. Train first, or give another path."
+        )
+    format_lib.verify(path)
+
+
+def restore(model: keras.Model, path: str) -> None:
+    """Gives a built model the weights and seeds of a checkpoint.
+
+    Optimizers and metrics keep what they have. Every process that calls it
+    reads for itself.
+
+    Args:
+      model: The model.
+      path: The checkpoint, which was verified.
+
+    Raises:
+      ValueError: it is of another model; names and shapes are listed.
+    """
+    kept = document_of(path)
+    groups = _groups(model)
+    known = {
+        name: entries
+        for name, entries in kept["variables"].items()
+        if name in groups
+    }
+    document = kept | {"variables": known}
+    found = contents.matched(groups, document, path)
+    arrays = read_arrays(path, known)
+    contents.assign(found, arrays)
+
+
+def copy_weights(source: keras.Model, target: keras.Model) -> None:
+    """Gives a built model the weights of another one of the same layers.
+
+    Args:
+      source: A model, whose variables have their values.
+      target: The other one; maybe of another strategy.
+    """
+    for group, variables in _groups(target).items():
+        values = [np.asarray(v.value) for v in _groups(source)[group]]
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(value)
+
+
+def read_arrays(
+    path: str, wanted: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, np.ndarray]]:
+    """Arrays of a checkpoint on the host.
+
+    Args:
+      path: The checkpoint.
+      wanted: Shape and dtype by group and name.
+    """
+    import orbax.checkpoint as ocp
+
+    item = {
+        group: {
+            name: np.empty(shape, jax.numpy.dtype(dtype))
+            for name, (shape, dtype) in entries.items()
+        }
+        for group, entries in wanted.items()
+        if entries
+    }
+    if not item:
+        return {}
+    restore_args = jax.tree.map(
+        lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype),
+        item,
+    )
+    options = ocp.options.MultiprocessingOptions()
+    if jax.process_count() > 1:
+        # This process reads alone: others need not call.
+        me = jax.process_index()
+        options = ocp.options.MultiprocessingOptions(
+            primary_host=me,
+            active_processes={me},
+            barrier_sync_key_prefix=f"keras_strategies_{me}",
+        )
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=options)
+    checkpointer = ocp.Checkpointer(handler, multiprocessing_options=options)
+    with format_lib.reading(path), checkpointer:
+        return checkpointer.restore(
+            pathlib.Path(path).absolute() / "state",
+            args=ocp.args.PyTreeRestore(
+                item=item, restore_args=restore_args, partial_restore=True
+            ),
+        )
+
+
+def variables_in(path: str) -> dict[str, tuple[str, str]]:
+    """The group and the name in it of each variable, by its public name.
+
+    Those of the model have their Keras paths ("dense/kernel"), others have
+    their group in front ("optimizer/adam/learning_rate").
+    """
+    found: dict[str, tuple[str, str]] = {}
+    for group, entries in document_of(path)["variables"].items():
+        if group == contents.STATE:
+            continue
+        prefix = "" if group == WEIGHTS else f"{group}/"
+        for name in entries:
+            found[prefix + name.replace(".", "/")] = (group, name)
+    return found
+
+
+def value_of(path: str, name: str) -> np.ndarray:
+    """The value of a variable of a checkpoint.
+
+    Raises:
+      ValueError: there is none of that name.
+    """
+    if name == GLOBAL_STEP:
+        return np.asarray(step_of(path))
+    found = variables_in(path)
+    name = name.replace(".", "/")
+    if name not in found:
+        raise ValueError(
+            f"A variable of the checkpoint is named. Received: {name!r}; "
+            f"{path} has {', '.join(sorted(found)[:8])}, ... "
+            "`get_variable_names()` lists them."
+        )
+    group, entry = found[name]
+    facts = document_of(path)["variables"][group][entry]
+    return np.asarray(read_arrays(path, {group: {entry: facts}})[group][entry])
+
+
+def _groups(model: keras.Model) -> dict[str, Sequence[keras.Variable]]:
+    """The variables of a model that it needs to compute its outputs."""
+    metrics = {id(v) for v in model.metrics_variables}
+    own = {id(v) for v in model.variables}
+    groups: dict[str, list[keras.Variable]] = {WEIGHTS: [], _SEEDS: []}
+    for variable in all_variables(model):
+        if is_seed(variable):
+            groups[_SEEDS].append(variable)
+        elif id(variable) in own and id(variable) not in metrics:
+            groups[WEIGHTS].append(variable)
+    return dict(groups)

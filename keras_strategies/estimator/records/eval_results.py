@@ -1,0 +1,115 @@
+"""The results of evaluations on disk, for whoever decides by them later.
+
+A file of one JSON object a line lies beside the event files of an evaluation,
+so that early stopping and `BestExporter` need no reader of these.
+"""
+
+import json
+import logging
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from keras_strategies.cluster.exchange.message_forms import is_count
+from keras_strategies.cluster.untrusted import load_json
+
+FILE = "evaluations.jsonl"
+"""The name of the file in an evaluation's folder."""
+
+_MAX_LINE = 1 << 20
+_logger = logging.getLogger(__name__)
+
+
+def append(directory: str, step: int, metrics: Mapping[str, Any]) -> None:
+    """Notes the result of one evaluation.
+
+    Args:
+      directory: The evaluation's folder; made if it is not there.
+      step: The global step of the checkpoint that was evaluated.
+      metrics: Numbers by name; what is none is left out.
+    """
+    numbers = {
+        name: float(value)
+        for name, value in metrics.items()
+        if _is_number(value)
+    }
+    line = json.dumps({"global_step": int(step), "metrics": numbers})
+    path = pathlib.Path(directory, FILE)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+") as file:
+        # A process that was killed may have left half a line.
+        is_torn = file.tell() > 0 and _last_byte(file) != b"\n"
+        file.write((b"\n" if is_torn else b"") + line.encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read(directory: str) -> dict[int, dict[str, float]]:
+    """The results of all evaluations of a folder by global step, in order.
+
+    Of a step that was evaluated twice, the later values count. Lines that
+    cannot be read are left out, with a line in the log.
+
+    Args:
+      directory: The evaluation's folder, which need not be there.
+    """
+    found: dict[int, dict[str, float]] = {}
+    for number, line in enumerate(_lines(pathlib.Path(directory, FILE)), 1):
+        entry = _parsed(line)
+        if entry is None:
+            _logger.warning(
+                "Line %d of %s is no evaluation; it is left out.",
+                number,
+                os.path.join(directory, FILE),
+            )
+            continue
+        step, metrics = entry
+        found.setdefault(step, {}).update(metrics)
+    return dict(sorted(found.items()))
+
+
+def _lines(path: pathlib.Path) -> Iterator[bytes]:
+    """The lines of a file, if it is there; of a long one the beginning."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        while line := file.readline(_MAX_LINE + 1):
+            yield line
+            while len(line) > _MAX_LINE and not line.endswith(b"\n"):
+                line = file.readline(_MAX_LINE + 1)
+
+
+def _is_number(value: Any) -> bool:
+    if getattr(value, "ndim", 0):
+        return False
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return not isinstance(value, str | bytes)
+
+
+def _last_byte(file: Any) -> bytes:
+    file.seek(-1, os.SEEK_END)
+    return file.read(1)
+
+
+def _parsed(line: bytes) -> tuple[int, dict[str, float]] | None:
+    try:
+        entry = load_json(line, max_characters=_MAX_LINE, has_nan=True)
+    except ValueError:
+        return None
+    if not isinstance(entry, dict):
+        return None
+    step, metrics = entry.get("global_step"), entry.get("metrics")
+    if not is_count(step) or not isinstance(metrics, dict):
+        return None
+    if any(type(value) not in (int, float) for value in metrics.values()):
+        return None
+    try:
+        return step, {name: float(value) for name, value in metrics.items()}
+    except OverflowError:
+        return None

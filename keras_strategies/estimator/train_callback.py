@@ -1,0 +1,327 @@
+"""How a call of `Estimator.train` goes on where another one was.
+
+A call is one epoch of Keras's `fit`. Where the last one was interrupted it
+goes on at its next batch; where it came to its end, its data begin anew, as
+in tf. A mark in the directory tells the two apart.
+"""
+
+import dataclasses
+import json
+import logging
+import os
+import pathlib
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.callbacks.checkpoint import Checkpoint
+from keras_strategies.checkpoint import contents
+from keras_strategies.checkpoint.directory.corruption import damaged
+from keras_strategies.checkpoint.directory.names import RUN
+from keras_strategies.checkpoint.directory.retention import Keep
+from keras_strategies.cluster.exchange.host_exchange import Agreement
+from keras_strategies.cluster.exchange.message_forms import (
+    Form,
+    fault_of,
+    is_count,
+    read_messages,
+)
+from keras_strategies.cluster.untrusted import load_json
+from keras_strategies.estimator.config.run_config import RunConfig
+from keras_strategies.estimator.records import checkpoint_reading
+from keras_strategies.keras_bridge.callbacks.resumable_fit import Loop
+
+MARK = "training.json"
+"""The file that says where the last call of `train` came to its end."""
+
+_METRICS = "metrics"
+_MAX_MARK_BYTES = 4096
+_WHERE = "where a training is"
+# What a document says of a fit, as far as it is looked at here.
+_STATE = {"epoch": is_count, "step": is_count}
+_PROGRESS = {"step": is_count, "begun": is_count, "is_done": bool}
+_logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Where the training in a directory is.
+
+    Attributes:
+      step: The global step.
+      begun: The global step at which the call under way began; `step` if
+        none is.
+      is_done: Whether the last call came to its end.
+    """
+
+    step: int = 0
+    begun: int = 0
+    is_done: bool = True
+
+
+def progress_in(model_dir: str) -> Progress:
+    """Where the training in a directory is; reads no arrays."""
+    path = checkpoint_reading.latest_checkpoint(model_dir)
+    if path is None:
+        return Progress()
+    step = checkpoint_reading.step_of(path)
+    state = checkpoint_reading.document_of(path)["state"]
+    fault = fault_of(state, _STATE, "its state")
+    if fault is not None:
+        raise damaged(path, RUN, fault)
+    if is_done_at(model_dir, step, state):
+        return Progress(step=step, begun=step)
+    return Progress(step=step, begun=step - state["step"], is_done=False)
+
+
+def progress_of_all(mesh: ReplicaMesh, model_dir: str) -> Progress:
+    """Where the chief finds the training to be. Collective."""
+    found = dataclasses.asdict(progress_in(model_dir))
+    told = told_by_chief(mesh, "`Estimator.train`", found, _PROGRESS)
+    return Progress(**{name: told[name] for name in _PROGRESS})
+
+
+def is_done_at(model_dir: str, step: int, state: dict[str, Any]) -> bool:
+    """Whether a checkpoint was saved where a call came to its end.
+
+    Args:
+      model_dir: The directory.
+      step: The checkpoint's step.
+      state: What it says of the fit.
+    """
+    # A call is one epoch. The data may also end where it was saved already.
+    return state["epoch"] > 0 or ended_at(model_dir) == step
+
+
+def ended_at(model_dir: str) -> int | None:
+    """The step at which the last call of `train` came to its end."""
+    try:
+        with open(pathlib.Path(model_dir, MARK), "rb") as file:
+            text = file.read(_MAX_MARK_BYTES + 1)
+        said = load_json(text, max_characters=_MAX_MARK_BYTES)
+    except (OSError, ValueError):
+        return None
+    step = said.get("ended_at_step") if isinstance(said, dict) else None
+    return step if is_count(step) else None
+
+
+def mark_of(model_dir: str) -> tuple[int, int] | None:
+    """What changes when another call comes to its end."""
+    try:
+        found = os.stat(os.path.join(model_dir, MARK))
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def mark_end(model_dir: str, step: int) -> None:
+    """Says that a call came to its end. In one go: it is there, or not."""
+    with tempfile.NamedTemporaryFile(
+        "w", dir=model_dir, prefix=".training-", delete=False
+    ) as file:
+        json.dump({"ended_at_step": step}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(file.name, pathlib.Path(model_dir, MARK))
+
+
+def told_by_chief(mesh: ReplicaMesh, name: str, value: Any, form: Form) -> Any:
+    """What the chief has, in all processes. Collective.
+
+    Args:
+      mesh: The replicas.
+      name: What it is about.
+      value: What this process has; JSON.
+      form: What it must be like.
+    """
+    if mesh.num_processes == 1:
+        return value
+    agreement = Agreement(mesh.processes, name)
+    heard = agreement.exchange(json.dumps(value))
+    agreement.end()
+    return read_messages(
+        heard[:1], form, processes=mesh.processes[:1], about=name
+    )[0]
+
+
+def steps_of_call(
+    progress: Progress,
+    *,
+    steps: int | None,
+    max_steps: int | None,
+    is_endless: bool,
+) -> int | None:
+    """How many steps a call of `train` has, those done before included.
+
+    Args:
+      progress: Where the training is.
+      steps: As given to `train`.
+      max_steps: As given to `train`.
+      is_endless: Whether the data never end.
+
+    Returns:
+      The number of steps; None for as many as the data have.
+    """
+    if max_steps is not None:
+        return max_steps - progress.begun
+    if steps is not None:
+        return steps
+    return sys.maxsize if is_endless else None
+
+
+def warn_of_nothing(model_dir: str, step: int, max_steps: int) -> None:
+    """Warns that a call has no steps to train.
+
+    Args:
+      model_dir: The directory.
+      step: The global step of its newest checkpoint.
+      max_steps: Up to which the call was to train.
+    """
+    _logger.warning(
+        "Nothing is trained: %s is at step %d, and max_steps=%d. Give more "
+        "`max_steps`, or another `model_dir`.",
+        model_dir,
+        step,
+        max_steps,
+    )
+
+
+def warn_of_end(num_steps: int, wanted: int | None) -> None:
+    """Warns of arrays, which end: as tensors in tf they had no end.
+
+    Args:
+      num_steps: How many steps a call had.
+      wanted: How many it was to have; None for as many as the data have.
+    """
+    if wanted is not None and num_steps < wanted:
+        warnings.warn(
+            "Arrays that an `input_fn` returns are read once. Received: "
+            f"{num_steps} batches of rows for {wanted} steps. Return a dataset "
+            "that repeats, such as `tf.data.Dataset.from_tensor_slices("
+            "arrays).repeat().batch(batch_size)`, or a generator.",
+            stacklevel=2,
+        )
+
+
+class TrainKeeper(Checkpoint):
+    """Keeps a call of `Estimator.train` as its RunConfig says.
+
+    Args:
+      config: The RunConfig; its `model_dir` is where.
+      listeners: Objects like `CheckpointSaverListener`; called in the chief.
+      after_save: Called in all processes after a checkpoint, with the global
+        step; returns whether to stop. Collective.
+      initialize: Called with the model where there is no checkpoint.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        listeners: tuple[Any, ...] = (),
+        after_save: Callable[[int], bool] | None = None,
+        initialize: Callable[[Any], None] = lambda model: None,
+    ) -> None:
+        steps = config.save_checkpoints_steps or None
+        seconds = config.save_checkpoints_secs or None
+        super().__init__(
+            config.model_dir or "",
+            save_every_steps=steps,
+            save_every_seconds=seconds,
+            # The end of training is saved in any case.
+            save_every_epochs=1,
+            keep=Keep(
+                last=config.keep_checkpoint_max,
+                every_n_hours=config.keep_checkpoint_every_n_hours,
+            ),
+        )
+        self._listeners = listeners
+        self._after_save = after_save
+        self._initialize = initialize
+        self._mesh: ReplicaMesh | None = None
+        self.num_steps = 0
+
+    def begin(self, loop: Loop) -> None:
+        """See `Checkpoint.begin`."""
+        self._mesh = loop.mesh
+        super().begin(loop)
+        if self._saved is None:
+            self._initialize(loop.model)
+        if self._is_chief:
+            for listener in self._listeners:
+                listener.begin()
+
+    def close(self, *, is_done: bool) -> None:
+        """See `Checkpoint.close`."""
+        super().close(is_done=is_done)
+        if not is_done or self._mesh is None:
+            return
+        if self._is_chief:
+            mark_end(self.directory, self.num_steps)
+            for listener in self._listeners:
+                listener.end(None, self.num_steps)
+        # Nobody looks for the last checkpoint before it is complete.
+        told_by_chief(self._mesh, "the end of `Estimator.train`", None, None)
+
+    @property
+    def _is_chief(self) -> bool:
+        assert self._mesh is not None
+        return self._mesh.is_chief
+
+    def _go_on(self, loop: Loop, step: int) -> None:
+        assert self._storage is not None
+        document = self._storage.document(step)
+        where = str(self._storage.path(step))
+        contents.check_version(document, where)
+        fault = fault_of(document["state"], _STATE, "its state")
+        if fault is not None:
+            raise damaged(self._storage.path(step), RUN, fault)
+        is_done = is_done_at(self.directory, step, document["state"])
+        is_done = told_by_chief(loop.mesh, _WHERE, is_done, bool)
+        if not is_done:
+            super()._go_on(loop, step)
+            self.num_steps = loop.num_steps
+            return
+        # A call has metrics of its own, and they begin anew.
+        groups = {n: v for n, v in loop.groups().items() if n != _METRICS}
+        kept = document["variables"]
+        known = {n: v for n, v in kept.items() if n in groups}
+        document = document | {"variables": known}
+        found = contents.matched(groups, document, where)
+        wanted = contents.targets(found, document, loop.mesh)
+        contents.assign(
+            found, self._storage.restore(step, wanted, is_part=True)
+        )
+        loop.num_steps = self._saved = self.num_steps = step
+        _logger.info("Going on from step %d in %r.", step, self.directory)
+
+    def _save(self, loop: Loop, logs: dict[str, Any] | None = None) -> None:
+        self.num_steps = loop.num_steps
+        if self._saved == loop.num_steps:
+            return
+        if self._is_chief:
+            for listener in self._listeners:
+                listener.before_save(None, loop.num_steps)
+        super()._save(loop, logs)
+        if self._listeners or self._after_save is not None:
+            self._tell_saved(loop)
+
+    def _tell_saved(self, loop: Loop) -> None:
+        """Has listeners look at a checkpoint that is complete."""
+        assert self._storage is not None
+        self._storage.wait()
+        should_stop = False
+        if self._is_chief:
+            for listener in self._listeners:
+                should_stop |= bool(listener.after_save(None, loop.num_steps))
+        should_stop = told_by_chief(
+            loop.mesh, "after a checkpoint", should_stop, bool
+        )
+        if self._after_save is not None:
+            should_stop |= self._after_save(loop.num_steps)
+        if should_stop:
+            _logger.info("Stopping at step %d, as asked for.", loop.num_steps)
+            loop.model.stop_training = True

@@ -1,0 +1,86 @@
+"""Callbacks on several processes: files are the chief's.
+
+Keras's callbacks that write (checkpoints, logs) are left to the chief; all
+processes would write the same files otherwise. What decides about training
+(early stopping, learning rates, callbacks of the user's, subclasses of Keras's
+too, since they may predict) runs in all of them, on equal logs.
+"""
+
+import copy
+from typing import Any
+
+import keras
+from keras.src.utils import file_utils
+
+from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.cluster.exchange.host_exchange import Agreement
+
+_WRITERS = (
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.TensorBoard,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.ProgbarLogger,
+)
+
+
+def of_this_process(callbacks: Any, mesh: ReplicaMesh) -> Any:
+    """The callbacks that this process calls.
+
+    Args:
+      callbacks: Those given to fit: a list, one, None, or a `CallbackList`,
+        which is left as it is.
+      mesh: The replicas.
+    """
+    if mesh.num_processes == 1 or not callbacks:
+        return callbacks
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return callbacks
+    chosen = []
+    for callback in keras.tree.flatten(callbacks):
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
+            chosen.append(_together(callback, mesh))
+        elif mesh.is_chief or type(callback) not in _WRITERS:
+            chosen.append(callback)
+    return chosen
+
+
+def _together(callback: Any, mesh: ReplicaMesh) -> Any:
+    """A copy that restores in all processes and saves in the chief alone."""
+    made = copy.copy(callback)
+    kind = type(callback)
+    made.__class__ = type(kind.__name__, (_Together, kind), {})
+    made._ks_mesh = mesh
+    return made
+
+
+class _Together(keras.callbacks.BackupAndRestore):
+    _ks_mesh: ReplicaMesh
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        mesh = self._ks_mesh
+        agreement = Agreement(mesh.processes, "`BackupAndRestore`")
+        found = [
+            str(file_utils.exists(path))
+            for path in (self._weights_path, self._training_metadata_path)
+        ]
+        heard = agreement.exchange(" ".join(found))
+        if len(set(heard)) > 1:
+            places = dict(zip(mesh.processes, heard, strict=True))
+            raise ValueError(
+                "All processes must find the same backup. Received: weights "
+                f"and position there, by process: {places}, in "
+                f"{self.backup_dir}. Put `backup_dir` on a disk that all "
+                "processes share, or delete it everywhere to start anew."
+            )
+        super().on_train_begin(logs)
+        # The chief must not write before the others have read.
+        agreement.exchange("restored")
+
+    def _save_model(self) -> None:
+        if self._ks_mesh.is_chief:
+            super()._save_model()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        if self._ks_mesh.is_chief:
+            super().on_train_end(logs)

@@ -1,0 +1,308 @@
+"""A fit as one sees it who keeps it: what there is to keep, and going on.
+
+Its steps and epochs are counted here as the list of callbacks (`resuming`)
+tells them.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_strategies.cluster.exchange.host_exchange import Agreement
+from keras_strategies.cluster.exchange.message_forms import (
+    Either,
+    fault_of,
+    is_count,
+    read_messages,
+)
+from keras_strategies.keras_bridge.callbacks import callback_states
+from keras_strategies.keras_bridge.hooks.seeds import is_seed
+from keras_strategies.keras_bridge.steps.step_functions import Functions
+
+State = dict[str, Any]
+
+_POSITION = {"epoch": is_count, "step": is_count, "seed": int | str | None}
+_POSITIONS = Either((None, {"position": _POSITION}, {"positions": [_POSITION]}))
+# What `Loop.state` gives, and a file may say.
+_STATE = {
+    "epoch": is_count,
+    "step": is_count,
+    "num_steps": is_count,
+    "is_stopped": bool,
+    "logs": Either((None, dict)),
+    "sizes?": dict,
+    "feed": _POSITIONS,
+    "validation": _POSITIONS,
+    "callbacks": dict,
+}
+
+
+class Loop:
+    """A fit, as a keeper sees it.
+
+    Args:
+      variables: All variables of the model, its optimizers and metrics.
+      functions: The model's step functions.
+      feed: The training data.
+      call: The arguments of fit, by name; of those left out None.
+
+    Attributes:
+      model: The model.
+      mesh: The replicas.
+      variables: All variables of the model, its optimizers and metrics.
+      epoch: The epoch under way, or that is next.
+      step: How many of its steps are done.
+      steps_per_epoch: How many an epoch has, if known.
+      num_steps: How many are done since the first fit began.
+      is_over: Whether nothing was left to do when it began.
+      was_stopped: Whether that was so because a callback had ended training.
+      verbose: As given to fit.
+      other_batches: What the data of a fit that went on in the middle of an
+        epoch had and have, where these are other batches.
+      given: What it goes on with, until it has.
+      callbacks: Those of fit, without the keeper.
+      settle: Waits for callbacks that run in other threads.
+    """
+
+    def __init__(
+        self,
+        *,
+        variables: Sequence[keras.Variable],
+        functions: Functions,
+        feed: Any,
+        call: Any,
+    ) -> None:
+        self.model = functions.model
+        self.mesh = functions.mesh
+        self.variables = variables
+        self._functions = functions
+        self._feed = feed
+        self._validation = call["validation_data"]
+        self._epochs = call["epochs"] or 1
+        self.steps_per_epoch = call["steps_per_epoch"] or feed.num_batches
+        self.verbose = call["verbose"]
+        self.epoch = call["initial_epoch"] or 0
+        self.step = 0
+        self.num_steps = 0
+        self._sizes = feed.sizes
+        self.other_batches: str | None = None
+        self.is_over = self.was_stopped = False
+        self.callbacks: list[Any] = []
+        self.settle: Callable[[], None] = lambda: None
+        self._seen = functions.trained.steps
+        self._logs: Any = None
+        self.given: State | None = None
+
+    # What is kept.
+
+    def groups(self) -> dict[str, list[keras.Variable]]:
+        """Every variable, by what it is for; in the order of the model."""
+        model = self.model
+        metrics = {id(v) for v in model.metrics_variables}
+        own = {id(v) for v in model.variables}
+        groups: dict[str, list[keras.Variable]] = {
+            name: [] for name in ("weights", "seeds", "optimizer", "metrics")
+        }
+        for variable in self.variables:
+            if is_seed(variable):
+                name = "seeds"
+            elif id(variable) in metrics:
+                name = "metrics"
+            else:
+                name = "weights" if id(variable) in own else "optimizer"
+            groups[name].append(variable)
+        return groups
+
+    def sync(self) -> None:
+        """Gives the variables the values that the steps have computed."""
+        self.model.jax_state_sync()
+
+    def state(self, *, is_epoch_over: bool) -> State:
+        """What else there is to keep. Collective.
+
+        Nests of what JSON can hold and numpy arrays; the same in all
+        processes, but for the callbacks', which are the chief's.
+        """
+        self.settle()
+        return {
+            "epoch": self.epoch,
+            "step": self.step,
+            "num_steps": self.num_steps,
+            "is_stopped": bool(self.model.stop_training),
+            "logs": numbers(self._logs),
+            "sizes": self._sizes,
+            "feed": self._positions(self._feed, is_epoch_over),
+            "validation": self._positions(self._validation, True),
+            "callbacks": callback_states.states_of(self.callbacks),
+        }
+
+    def _positions(self, feed: Any, is_epoch_over: bool) -> Any:
+        """Where a feed is; of data that are each process's own, of all."""
+        if feed is None:
+            return None
+        place = self._functions.places.get("train")
+        if feed is self._validation:
+            # Keras makes an iterator for each validation.
+            position = feed.next_position(None)
+        elif is_epoch_over or place is None:
+            position = feed.next_position(place)
+        else:
+            position = feed.position_at(place)
+        if not feed.is_own or self.mesh.num_processes == 1:
+            return {"position": position}
+        agreement = Agreement(self.mesh.processes, "keeping a position")
+        heard = agreement.exchange(json.dumps(position))
+        agreement.end()
+        positions = read_messages(
+            heard,
+            _POSITION,
+            processes=self.mesh.processes,
+            about="their positions in the data",
+        )
+        return {"positions": positions}
+
+    # Going on.
+
+    def go_on(self, state: State) -> None:
+        """Goes on where another loop was; before it begins.
+
+        Args:
+          state: What `state` of that one returned. The variables have their
+            values already.
+
+        Raises:
+          ValueError: the data are each process's own, of another number of
+            processes; or it is no such state.
+        """
+        fault = fault_of(state, _STATE)
+        if fault is not None:
+            raise ValueError(
+                "A fit goes on from the state that another one kept. "
+                f"Received: one of which {fault}. Use an earlier checkpoint."
+            )
+        self.given = state
+        self.epoch, self.step = state["epoch"], state["step"]
+        self.num_steps = state["num_steps"]
+        self._logs = state["logs"]
+        self.was_stopped = state["is_stopped"]
+        self.is_over = self.was_stopped or self.epoch >= self._epochs
+        position = self._position_of(self._feed, state["feed"])
+        if position is not None:
+            self._feed.go_on(position, self.step, self._logs)
+            if self.step or self._feed.position["step"]:
+                self.other_batches = _differing(
+                    state.get("sizes", {}),
+                    self._sizes,
+                    is_other_kind=self._feed.is_other_kind,
+                )
+        position = self._position_of(self._validation, state["validation"])
+        if position is not None:
+            self._validation.go_on(position)
+
+    def _position_of(self, feed: Any, kept: Any) -> Any:
+        if feed is None or kept is None:
+            return None
+        if "position" in kept and not (
+            feed.is_own and self.mesh.num_processes > 1
+        ):
+            return kept["position"]
+        positions = kept.get("positions", [kept.get("position")])
+        if len(positions) != self.mesh.num_processes or not feed.is_own:
+            raise ValueError(
+                "Where rows are each process's own, a fit goes on with as "
+                "many processes as it had. Received: positions of "
+                f"{len(positions)} processes, now {self.mesh.num_processes}. "
+                "Start as many, or give all processes the same data."
+            )
+        return positions[self.mesh.process_index]
+
+    @property
+    def first_epoch(self) -> int:
+        """What fit is told to begin with."""
+        return max(self._epochs, self.epoch) if self.is_over else self.epoch
+
+    @property
+    def is_pass_over(self) -> bool:
+        """Whether there are fewer rows than the epoch was to have steps of."""
+        return self._feed.is_pass_over
+
+    @property
+    def is_last_step(self) -> bool:
+        """Whether the epoch's end follows, if that is known."""
+        steps = self.steps_per_epoch
+        return steps is not None and self.step >= steps
+
+    @property
+    def is_last_epoch(self) -> bool:
+        """Whether the end follows the epoch that was done last."""
+        return self.model.stop_training or self.epoch >= self._epochs
+
+    # As the list of callbacks tells it.
+
+    def begin_training(self) -> None:
+        """Gives the callbacks their states, after they have begun."""
+        if self.given is None:
+            return
+        callback_states.set_states(self.callbacks, self.given["callbacks"])
+        if self.is_over:
+            self.model.stop_training = self.was_stopped
+
+    def begin_epoch(self, epoch: int) -> bool:
+        """An epoch begins; returns whether its beginning was done before."""
+        is_begun = self.given is not None and self.step > 0
+        if is_begun:
+            assert self.given is not None
+            callback_states.set_states(self.callbacks, self.given["callbacks"])
+        else:
+            self.epoch, self.step = epoch, 0
+        self.given = None
+        self._seen = self._functions.trained.steps
+        return is_begun
+
+    def count(self, logs: Any) -> bool:
+        """Counts what was computed; returns whether it was anything."""
+        seen = self._functions.trained.steps
+        new, self._seen = seen - self._seen, seen
+        self.step += new
+        self.num_steps += new
+        if new:
+            self._logs = logs
+        return new > 0
+
+    def end_epoch(self, logs: Any) -> None:
+        """An epoch is done."""
+        self.epoch += 1
+        self.step = 0
+        self._logs = logs
+
+    def last_logs(self) -> Any:
+        """What the last epoch returned, of a loop that is over already."""
+        return self._logs
+
+
+def _differing(
+    had: dict[str, Any], have: dict[str, Any], *, is_other_kind: bool
+) -> str | None:
+    """What is said of other batches, where it is known of both."""
+    differing = ["another kind or order"] if is_other_kind else []
+    differing += [
+        f"{had[name]} {name}, now {count}"
+        for name, count in have.items()
+        if None not in (count, had.get(name)) and had[name] != count
+    ]
+    return "; ".join(differing) or None
+
+
+def numbers(logs: Any) -> Any:
+    """Logs as numbers of Python: fetched from the devices."""
+    if logs is None:
+        return None
+
+    def number(value: Any) -> Any:
+        array = np.asarray(value)
+        return array.item() if array.ndim == 0 else array.tolist()
+
+    return keras.tree.map_structure(number, dict(logs))

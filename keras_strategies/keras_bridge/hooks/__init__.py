@@ -1,0 +1,1 @@
+"""What Keras's objects do differently while a step is traced."""

@@ -1,0 +1,66 @@
+"""What users say about their own losses."""
+
+import functools
+import inspect
+from typing import Any, TypeVar
+
+import keras
+
+from keras_strategies._core.step_context import current_step
+from keras_strategies.keras_bridge.hooks.gather_rows import gathered, note_rows
+
+Loss = TypeVar("Loss")
+
+
+def global_batch_loss(loss: Loss) -> Loss:
+    """Marks a loss whose value for one row depends on other rows.
+
+    Such a loss (contrastive, ranking, overlap over the batch, one with a
+    denominator of its own) sees the gathered rows of all replicas, as Keras's
+    Dice, Tversky and Circle do. Costs one gather of its arguments a step.
+
+    Args:
+      loss: A function of arrays whose first dimension is the rows, for
+        `compile` or to be called in a `train_step`; a model's method like
+        `compute_loss`; a `keras.losses.Loss` or a subclass of it. May be used
+        as a decorator.
+
+    Returns:
+      The loss; of a function, one that wraps it.
+
+    Raises:
+      TypeError: not a function, a method or a loss.
+
+    Example:
+      ```python
+      @ks.global_batch_loss
+      def spread(y_true, y_pred):
+          return keras.ops.var(y_pred - y_true)
+      ```
+    """
+    is_class = inspect.isclass(loss)
+    if not callable(loss) or (
+        is_class and not issubclass(loss, keras.losses.Loss)
+    ):
+        raise TypeError(
+            "`global_batch_loss` marks a function or a `keras.losses.Loss`. "
+            f"Received: {loss!r} of type {type(loss).__name__}. For a loss "
+            'that Keras knows by name, use its class: "dice" is marked.'
+        )
+    marked: Any = loss
+    if not is_class and not isinstance(loss, keras.losses.Loss):
+
+        @functools.wraps(loss)
+        def on_all_rows(*args: Any, **kwargs: Any) -> Any:
+            step = current_step()
+            if step is None or step.is_whole or step.in_metric:
+                return loss(*args, **kwargs)
+            name = getattr(loss, "__qualname__", type(loss).__name__)
+            note_rows(step, (args, kwargs), f"marked function {name!r}")
+            args, kwargs = gathered(step, (args, kwargs))
+            with step.flag("is_whole"):
+                return loss(*args, **kwargs)
+
+        marked = on_all_rows
+    marked._ks_global_batch = True
+    return marked

@@ -1,0 +1,137 @@
+"""Gradients with respect to Keras variables: the tape's counterpart."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import keras
+
+from keras_strategies._core.step_context import current_step
+from keras_strategies.keras_bridge.hooks.variables_used import (
+    InnerScope,
+    scopes_ask_outwards,
+)
+
+
+def value_and_grad(
+    fn: Callable[..., Any],
+    variables: Sequence[keras.Variable],
+    has_aux: bool = False,
+) -> Callable[..., tuple[Any, list[Any]]]:
+    """Makes a function that returns the value of `fn` and its gradients.
+
+    What `jax.value_and_grad` is for functions of arrays, for functions that
+    use Keras variables; in the place of `tf.GradientTape`. Variables that
+    `fn` writes (moving statistics, seeds, metrics) are written.
+
+    Inside of `run` the gradients are the replica's own; `optimizer.apply` or
+    `all_reduce` sums them.
+
+    Args:
+      fn: Returns a scalar, or with `has_aux` a scalar and anything else.
+      variables: The variables to differentiate with respect to.
+      has_aux: Whether `fn` returns a pair.
+
+    Returns:
+      A function of `fn`'s arguments that returns `(value, gradients)`, where
+      value is what `fn` returns and gradients is a list of arrays, one for
+      each variable.
+
+    Raises:
+      TypeError: something in `variables` is no variable.
+      ValueError: there are none, as of a model that is not built.
+
+    Example:
+      ```python
+      loss, grads = ks.value_and_grad(
+          lambda: loss_of(y, model(x, training=True)),
+          model.trainable_variables,
+      )()
+      ```
+    """
+    variables = list(variables)
+    if not variables:
+        raise ValueError(
+            "Gradients are taken with respect to variables. Received: none, "
+            "as a model has them before it is built. Build it first, with "
+            "`model.build(input_shape)`, a `keras.Input` or a call."
+        )
+    for variable in variables:
+        if not isinstance(variable, keras.Variable):
+            raise TypeError(
+                "Gradients are taken with respect to Keras variables. "
+                f"Received: {type(variable).__name__} in `variables`. Use "
+                "`jax.grad` for arrays."
+            )
+
+    def with_gradients(*args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
+        written: list[keras.Variable] = []
+        equal: list[bool] = []
+        outer: list[Any] = []
+        step = current_step()
+
+        def pure(values: list[Any]) -> Any:
+            mapping = list(zip(variables, values, strict=True))
+            scope = _NotingScope(mapping)
+            with scopes_ask_outwards(), scope:
+                result = fn(*args, **kwargs)
+            value, aux = result if has_aux else (result, None)
+            written[:] = list(scope.written.values())
+            new = [scope.get_current_value(v) for v in written]
+            equal[:] = [step is not None and id(n) in step.equal for n in new]
+            outer[:] = [scope.original_scope]
+            return value, (aux, new)
+
+        start = [v.value for v in variables]
+        (value, (aux, new)), grads = jax.value_and_grad(pure, has_aux=True)(
+            start
+        )
+        for variable, after, is_equal in zip(written, new, equal, strict=True):
+            if outer[0] is None:
+                variable.assign(after)
+                continue
+            # Not `assign`: what `fn` wrote was combined when it wrote it.
+            outer[0].add_update((variable, after))
+            if step is not None and is_equal:
+                step.equal[id(after)] = after
+        return ((value, aux) if has_aux else value), grads
+
+    return with_gradients
+
+
+def grad(
+    fn: Callable[..., Any],
+    variables: Sequence[keras.Variable],
+    has_aux: bool = False,
+) -> Callable[..., Any]:
+    """As `value_and_grad`, without the value.
+
+    Args:
+      fn: Returns a scalar, or with `has_aux` a scalar and anything else.
+      variables: The variables to differentiate with respect to.
+      has_aux: Whether `fn` returns a pair.
+
+    Returns:
+      A function of `fn`'s arguments that returns the gradients, or with
+      `has_aux` `(gradients, aux)`.
+    """
+    both = value_and_grad(fn, variables, has_aux)
+
+    def gradients(*args: Any, **kwargs: Any) -> Any:
+        value, grads = both(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return gradients
+
+
+class _NotingScope(InnerScope):
+    """An inner scope that notes what is written."""
+
+    def __init__(self, mapping: Any) -> None:
+        super().__init__(mapping, initialize_variables=False)
+        self.written: dict[int, keras.Variable] = {}
+
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        """Notes a variable that is written."""
+        self.written[id(update[0])] = update[0]
+        super().add_update(update)

@@ -1,0 +1,193 @@
+"""What metrics do while one of our steps is traced; see trace_hooks.py."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+
+from keras_strategies._core.replica_map import all_rows
+from keras_strategies._core.step_context import StepContext
+from keras_strategies.keras_bridge.hooks import merge as merge_lib
+from keras_strategies.keras_bridge.hooks import metric_rules
+from keras_strategies.keras_bridge.hooks.gather_rows import (
+    all_gathered,
+    gathered,
+)
+from keras_strategies.keras_bridge.hooks.variables_used import InnerScope
+
+Method = Callable[..., Any]
+
+
+def update_compiled(
+    step: StepContext,
+    original: Method,
+    metrics: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Notes that what is updated was given to `compile`."""
+    with step.flag("in_compiled"):
+        return original(metrics, *args, **kwargs)
+
+
+def update_state(
+    step: StepContext,
+    original: Method,
+    metric: keras.metrics.Metric,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Updates with this replica's rows, or with all, by the metric's rule."""
+    if step.in_metric:
+        return original(metric, *args, **kwargs)
+    if metric is step.loss_tracker and args:
+        step.note_loss(args[0])
+    if not step.is_whole and metric is not step.loss_tracker:
+        metric_rules.note_sizes(step, metric, args, kwargs)
+    if step.is_probe:
+        with step.flag("in_metric"):
+            return original(metric, *args, **kwargs)
+    rules = [step.metric_rules.get(id(v)) for v in metric.variables]
+    known = next((r for r in rules if r is not None), None)
+    if step.is_local:
+        rule = known or metric_rules.rule_of_local_update(metric, args, kwargs)
+    elif step.is_whole:
+        # Of gathered rows: every replica makes the whole batch's update.
+        rule = metric_rules.SAME
+    else:
+        rule = metric_rules.rule_of_update(metric, args, kwargs, step.rows)
+    if rule == metric_rules.WHOLE or known not in (None, rule):
+        step.demand_whole(
+            f"{metric_rules.title(metric)} is updated with a value without "
+            "the batch's rows, which may be a sum or a mean, or with values "
+            "of several kinds. Update it with rows, or use "
+            "`keras.metrics.Mean` for a mean over rows"
+        )
+    for variable in metric.variables:
+        step.metric_rules[id(variable)] = rule
+    if rule == metric_rules.IN_TURN:
+        return _update_in_turn(step, original, metric, args, kwargs)
+    if rule == metric_rules.SAME and step.is_local:
+        args, kwargs = all_gathered(step, (args, kwargs))
+    elif rule == metric_rules.SAME and not step.is_whole:
+        args, kwargs = gathered(step, (args, kwargs))
+    with step.flag("in_metric"):
+        return original(metric, *args, **kwargs)
+
+
+def _update_in_turn(
+    step: StepContext,
+    original: Method,
+    metric: keras.metrics.Metric,
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    """Updates with the scalars of all replicas, in the order of their ids."""
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    of_all = [
+        all_rows(jnp.asarray(leaf)[None], step.axis)
+        if isinstance(leaf, jax.Array)
+        else None
+        for leaf in leaves
+    ]
+    result = None
+    with step.flag("in_metric"):
+        for replica in range(step.num_replicas):
+            own = [
+                leaf if every is None else every[replica]
+                for leaf, every in zip(leaves, of_all, strict=True)
+            ]
+            args, kwargs = jax.tree.unflatten(structure, own)
+            result = original(metric, *args, **kwargs)
+    return result
+
+
+def reset_state(
+    step: StepContext, original: Method, metric: keras.metrics.Metric
+) -> Any:
+    """Lets the metric's changes be counted from here."""
+    result = original(metric)
+    for variable in metric.variables:
+        if id(variable) in step.before:
+            step.before[id(variable)] = variable.value
+    return result
+
+
+def result(
+    step: StepContext, original: Method, metric: Any, *args: Any, **kw: Any
+) -> Any:
+    """The result of all replicas' updates so far."""
+    variables = metric.variables
+    is_known = all(id(v) in step.before for v in variables)
+    if step.in_metric or step.is_probe or not is_known:
+        return original(metric, *args, **kw)
+    before = [step.before[id(v)] for v in variables]
+    mine = [v.value for v in variables]
+    plan = merge_lib.Merge(step=step)
+    finish = merge_lib.plan_merge(
+        plan, variables, before, before, mine, are_metrics=True
+    )
+    # Where the result is only logged, it is read from the state that the
+    # step returns, and this is dead code (`StepProgram._merged_logs`).
+    merged = finish(plan.sums())
+    scope = _ResultScope(zip(variables, merged, strict=True))
+    with step.flag("in_metric"), scope:
+        value = original(metric, *args, **kw)
+    others = scope.read - {id(v) for v in variables}
+    if scope.is_written or others & set(step.before):
+        step.demand_whole(
+            f"the result of {metric_rules.title(metric)} reads a metric that "
+            "is not a part of it, or writes a variable. Make the other metric "
+            "an attribute of it, and write in `update_state`"
+        )
+    parts = value.items() if isinstance(value, dict) else [(None, value)]
+    for key, part in parts:
+        step.results[id(part)] = Result(
+            value=part,
+            metric=metric,
+            key=key,
+            variables=list(variables),
+            state=mine,
+        )
+    return value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """A value that a metric returned in a step, for all replicas' rows.
+
+    Attributes:
+      value: The value; held so that its id stays its own.
+      metric: The metric.
+      key: The value's key where the metric returned a dict, or None.
+      variables: The metric's variables.
+      state: Their values on this replica at the time.
+    """
+
+    value: Any
+    metric: keras.metrics.Metric
+    key: str | None
+    variables: list[keras.Variable]
+    state: list[Any]
+
+
+class _ResultScope(InnerScope):
+    """An inner scope that notes what is read, and whether any is written."""
+
+    def __init__(self, mapping: Any) -> None:
+        super().__init__(list(mapping), initialize_variables=False)
+        self.read: set[int] = set()
+        self.is_written = False
+
+    def get_current_value(self, variable: keras.Variable) -> Any:
+        """Notes a variable that is read."""
+        self.read.add(id(variable))
+        return super().get_current_value(variable)
+
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        """Notes a write."""
+        self.is_written = True
+        super().add_update(update)

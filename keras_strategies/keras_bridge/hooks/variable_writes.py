@@ -1,0 +1,76 @@
+"""Writing a user's own variable in a replica's function.
+
+As in tf.distribute the values of the replicas are combined by the variable's
+`aggregation`, and the result is written on all of them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import keras
+
+from keras_strategies._core.replica_map import all_sum, replica_id
+from keras_strategies._core.step_context import StepContext
+from keras_strategies.keras_bridge.hooks.metric_rules import SUM
+from keras_strategies.keras_bridge.hooks.on_read import is_on_read
+from keras_strategies.keras_bridge.hooks.seeds import is_seed
+
+
+def is_users(variable: keras.Variable) -> bool:
+    """Whether a user made the variable, or chose how it is aggregated.
+
+    Keras's layers, metrics and optimizers make theirs under their own names,
+    which tells of variables that were made outside of scopes.
+    """
+    if variable.aggregation != "none":
+        return True
+    made_by_user = getattr(variable, "_ks_users", None)
+    if made_by_user is not None:
+        return made_by_user and not is_seed(variable)
+    return variable.path == variable.name and not is_seed(variable)
+
+
+def assign(
+    step: StepContext,
+    original: Callable[..., Any],
+    variable: keras.Variable,
+    value: Any,
+) -> Any:
+    """Writes the replicas' values, combined, in the place of `assign`.
+
+    Args:
+      step: The step that is traced.
+      original: `assign`, `assign_add` or `assign_sub`.
+      variable: The variable.
+      value: This replica's value.
+
+    """
+    is_inner = step.in_assign or step.in_optimizer or step.in_metric
+    if not step.is_local or is_inner or is_on_read(variable):
+        return original(variable, value)
+    if not is_users(variable):
+        return original(variable, value)
+    if variable.synchronization == "on_read" and variable.path != variable.name:
+        # A metric's, written by hand: what the replicas add is added up.
+        step.metric_rules.setdefault(id(variable), SUM)
+        return original(variable, value)
+    has_rule = getattr(variable, "_ks_merge", None) is not None
+    if has_rule and not step.in_update:
+        # `ks.merge` said how the replicas' values become one.
+        return original(variable, value)
+    if variable.aggregation == "none" or step.in_update:
+        step.unaggregated.add(id(variable))
+        return original(variable, value)
+    array = jnp.asarray(value)
+    if variable.aggregation == "only_first_replica":
+        is_first = replica_id(step.axis) == 0
+        array = jnp.where(is_first, array, jnp.zeros_like(array))
+    (array,) = all_sum([array], step.axis)
+    if variable.aggregation == "mean":
+        array = array / step.num_replicas
+    with step.flag("in_assign"):
+        result = original(variable, array)
+    written = variable.value
+    step.equal[id(written)] = written
+    return result

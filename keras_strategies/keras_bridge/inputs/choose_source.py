@@ -1,0 +1,387 @@
+"""Which source reads what a user gave."""
+
+import functools
+import sys
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from keras import tree
+from keras.src.trainers.data_adapters import (
+    data_adapter_utils,
+    get_data_adapter,
+    is_grain_dataset,
+    is_tf_dataset,
+    is_torch_dataloader,
+)
+from keras.src.trainers.data_adapters.array_data_adapter import (
+    ArrayDataAdapter,
+)
+from keras.src.trainers.data_adapters.generator_data_adapter import (
+    GeneratorDataAdapter,
+)
+from keras.src.trainers.data_adapters.py_dataset_adapter import (
+    PyDataset,
+    PyDatasetAdapter,
+)
+from keras.src.trainers.data_adapters.tf_dataset_adapter import (
+    TFDatasetAdapter,
+)
+
+from keras_strategies._core.batches import check_numbers
+from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.data.agree_source import made_together
+from keras_strategies.data.distributed import DistributedDataset
+from keras_strategies.data.grain.grain_data import GrainSource
+from keras_strategies.data.options import AutoShardPolicy
+from keras_strategies.data.source import Cut, Part, Passes, Source
+from keras_strategies.data.source_summary import Outline
+from keras_strategies.data.sources.file_source import FilesSource
+from keras_strategies.data.sources.files import Files
+from keras_strategies.data.sources.iterables import (
+    IterableSource,
+    check_batches,
+)
+from keras_strategies.data.sources.numpy_dataset import NumpyDataset, RowsSource
+from keras_strategies.data.sources.torch_data import TorchSource
+from keras_strategies.data.tfdata.tf_data import TfDataSource
+from keras_strategies.keras_bridge.inputs.keras_sources import (
+    AdapterSource,
+    ArraySource,
+    PyDatasetSource,
+)
+
+
+def source_of_loop(
+    mesh: ReplicaMesh,
+    *,
+    x: Any,
+    y: Any,
+    sample_weight: Any,
+    class_weight: Any,
+    batch_size: int | None,
+    shuffle: Any,
+    steps_per_epoch: int | None,
+    name: str,
+    facts: dict[str, Any],
+) -> Source:
+    """The source of what was given to `fit` and its like. Collective.
+
+    Raises:
+      ValueError: arguments that do not go together, as in Keras.
+      RuntimeError: they do not in another process.
+    """
+    choose = functools.partial(
+        _of_loop,
+        mesh,
+        x=x,
+        y=y,
+        sample_weight=sample_weight,
+        class_weight=class_weight,
+        batch_size=batch_size,
+        shuffle=shuffle,
+        steps_per_epoch=steps_per_epoch,
+    )
+    draws = _draws_orders(x)
+    return made_together(mesh, f"`{name}`", choose, facts, draws=draws)
+
+
+def source_of_dataset(
+    dataset: Any,
+    mesh: ReplicaMesh,
+    *,
+    policy: AutoShardPolicy | None = None,
+) -> Source:
+    """The source of a dataset that yields batches. Collective.
+
+    Args:
+      dataset: The dataset.
+      mesh: The replicas.
+      policy: How several processes share it; None for what it says itself.
+
+    Raises:
+      TypeError: not a dataset.
+      ValueError: a policy that the dataset has no use for.
+      RuntimeError: another process cannot read its dataset.
+    """
+    choose = functools.partial(local_source, dataset, mesh, policy=policy)
+    name = "`experimental_distribute_dataset`"
+    return made_together(mesh, name, choose, draws=_draws_orders(dataset))
+
+
+def local_source(
+    dataset: Any,
+    mesh: ReplicaMesh,
+    seed: int,
+    *,
+    policy: AutoShardPolicy | None = None,
+    batch_size: int | None = None,
+    shuffle: bool = False,
+) -> Source:
+    """What this process reads of a dataset; the others are not asked.
+
+    Args:
+      dataset: The dataset.
+      mesh: The replicas.
+      seed: Of the orders, where the dataset has none. The same in all
+        processes.
+      policy: See `source_of_dataset`.
+      batch_size: Of torch datasets without a loader.
+      shuffle: Of those, too.
+
+    Raises:
+      TypeError: not a dataset.
+      ValueError: a policy that the dataset has no use for.
+    """
+    places: dict[str, Any] = {
+        "num_processes": mesh.num_processes,
+        "process_index": mesh.process_index,
+        "seed": seed,
+    }
+    if is_tf_dataset(dataset):
+        return TfDataSource(dataset, policy=policy, **places)
+    chosen = AutoShardPolicy.AUTO if policy is None else policy
+    if isinstance(dataset, Files):
+        return FilesSource(dataset, policy=chosen, **places)
+    if _is_torch_dataset(dataset):
+        return TorchSource(
+            dataset,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            policy=chosen,
+            **places,
+        )
+    if is_torch_dataloader(dataset):
+        return TorchSource(dataset, policy=chosen, **places)
+    if is_grain_dataset(dataset):
+        return GrainSource(dataset, policy=chosen, **places)
+    is_own = mesh.num_processes > 1 and chosen is AutoShardPolicy.OFF
+    if chosen in (AutoShardPolicy.FILE, AutoShardPolicy.HINT):
+        raise ValueError(
+            f"`{chosen.name}` is a policy for datasets that read files with "
+            f"tf.data or `ks.data.files`. Received: an object of type "
+            f"{type(dataset).__name__}. Use AUTO, DATA or OFF."
+        )
+    if isinstance(dataset, NumpyDataset) and not is_own:
+        return RowsSource(dataset)
+    if isinstance(dataset, PyDataset):
+        return PyDatasetSource(
+            PyDatasetAdapter(dataset),
+            is_own=is_own,
+            is_marked=mesh.num_processes > 1,
+        )
+    check_batches(dataset)
+    return IterableSource(
+        dataset, is_own=is_own, is_marked=mesh.num_processes > 1
+    )
+
+
+def _of_loop(
+    mesh: ReplicaMesh,
+    seed: int,
+    *,
+    x: Any,
+    y: Any,
+    sample_weight: Any,
+    class_weight: Any,
+    batch_size: int | None,
+    shuffle: Any,
+    steps_per_epoch: int | None,
+) -> Source:
+    for array in tree.flatten((x, y, sample_weight)):
+        if isinstance(array, np.ndarray):
+            check_numbers(array)
+    if _is_read_without_keras(x):
+        if y is not None or sample_weight is not None:
+            raise ValueError(
+                "A dataset yields targets and sample weights itself. "
+                f"Received: `y` or `sample_weight` beside x of type "
+                f"{type(x).__name__}. Let it yield (x, y, sample_weight)."
+            )
+        source = (
+            x.source
+            if isinstance(x, DistributedDataset)
+            else local_source(
+                x, mesh, seed, batch_size=batch_size, shuffle=bool(shuffle)
+            )
+        )
+        if not isinstance(x, DistributedDataset):
+            source.passes = _passes_of(x)
+        _check_ends(source, steps_per_epoch)
+        if shuffle and (is_grain_dataset(x) or is_torch_dataloader(x)):
+            warnings.warn(
+                "`shuffle=True` was passed, but is ignored: a "
+                f"{type(x).__name__} has an order of its own.",
+                stacklevel=2,
+            )
+        return _weighted(source, class_weight)
+    adapter: Any = get_data_adapter(
+        x=x,
+        y=y,
+        sample_weight=sample_weight,
+        batch_size=batch_size,
+        steps_per_epoch=steps_per_epoch,
+        shuffle=shuffle,
+        class_weight=class_weight,
+    )
+    if type(adapter) is ArrayDataAdapter:
+        return ArraySource(adapter)
+    if isinstance(adapter, PyDatasetAdapter):
+        return PyDatasetSource(adapter, is_marked=mesh.num_processes > 1)
+    if isinstance(adapter, TFDatasetAdapter):
+        source = local_source(_dense(x), mesh, seed)
+        source.passes = _passes_of(x)
+        _check_ends(source, steps_per_epoch)
+        return _weighted(source, class_weight)
+    is_generator = isinstance(adapter, GeneratorDataAdapter)
+    return AdapterSource(
+        adapter,
+        kind="a generator" if is_generator else "a dataset",
+        is_own=False,
+        is_marked=mesh.num_processes > 1,
+        is_copied=is_generator,
+    )
+
+
+class _Weighted(Source):
+    """A source whose rows are given the weights of their classes."""
+
+    def __init__(self, source: Source, class_weight: dict[int, float]) -> None:
+        self._source = source
+        self._class_weight = class_weight
+        self.kind = source.kind  # pyright: ignore[reportAttributeAccessIssue]
+        self.is_own = source.is_own
+        self.is_planned = source.is_planned
+        self.batch_size = source.batch_size
+        self.likely_size = source.likely_size
+        self.num_batches = source.num_batches
+        self.order = source.order
+        self.passes = source.passes
+
+    def facts(self) -> dict[str, Any]:
+        return self._source.facts()
+
+    def outline(self) -> Outline:
+        return self._source.outline()
+
+    @property
+    def mark(self) -> int | None:
+        return self._source.mark
+
+    @property
+    def seed(self) -> str | int | None:
+        return self._source.seed
+
+    def restart(self, seed: str | int | None) -> None:
+        self._source.restart(seed)
+
+    def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
+        for part in self._source.read(epoch, start, cut):
+            data = part.data
+            if not isinstance(data, list | tuple) or len(data) != 2:
+                raise ValueError(
+                    "`class_weight` is for data of inputs and one target, "
+                    "without sample weights. Received: batches of "
+                    f"{len(data)} entries. Multiply the class weights into "
+                    "the sample weights."
+                )
+            weight = data_adapter_utils.class_weight_to_sample_weights(
+                data[1], self._class_weight
+            )
+            data = (*data, np.asarray(weight))
+            yield Part(
+                data=data, rows=part.rows, mark=part.mark, counts=part.counts
+            )
+
+    def begin_epoch(self, epoch: int, start: int) -> None:
+        self._source.begin_epoch(epoch, start)
+
+    def end_epoch(self) -> None:
+        self._source.end_epoch()
+
+
+def _weighted(source: Source, class_weight: Any) -> Source:
+    return _Weighted(source, class_weight) if class_weight else source
+
+
+def _check_ends(source: Source, steps_per_epoch: int | None) -> None:
+    if getattr(source, "is_infinite", False) and not steps_per_epoch:
+        raise ValueError(
+            "An epoch of an infinite dataset needs an end. Received: a "
+            "dataset that repeats for ever, and no number of steps. Pass "
+            "`steps_per_epoch` (to evaluate and predict: `steps`), or leave "
+            "`.repeat()` out."
+        )
+
+
+def _dense(dataset: Any) -> Any:
+    """A dataset of tf.data with its sparse elements made dense."""
+    if not is_tf_dataset(dataset):
+        return dataset
+    tensorflow = sys.modules["tensorflow"]
+    nest, sparse = tensorflow.nest, tensorflow.SparseTensor
+
+    def dense(*element: Any) -> Any:
+        made = [
+            tensorflow.sparse.to_dense(leaf)
+            if isinstance(leaf, sparse)
+            else leaf
+            for leaf in nest.flatten(element)
+        ]
+        made = nest.pack_sequence_as(element, made)
+        return made if len(made) > 1 else made[0]
+
+    specs = nest.flatten(dataset.element_spec)
+    if any(isinstance(s, tensorflow.SparseTensorSpec) for s in specs):
+        return dataset.map(dense)
+    return dataset
+
+
+def _draws_orders(x: Any) -> bool:
+    """Whether a dataset may ask us for the seed of its shuffling."""
+    return (
+        isinstance(x, Files)
+        or is_tf_dataset(x)
+        or is_torch_dataloader(x)
+        or _is_torch_dataset(x)
+    )
+
+
+# Of datasets whose orders depend on the number of the pass, by their ids.
+_passes: dict[int, Passes] = {}
+
+
+def _passes_of(dataset: Any) -> Passes:
+    """The passes over a dataset, counted for as long as it lives."""
+    key = id(dataset)
+    if key not in _passes:
+        _passes[key] = Passes()
+        weakref.finalize(dataset, _passes.pop, key, None)
+    return _passes[key]
+
+
+def _is_read_without_keras(x: Any) -> bool:
+    """Whether Keras has no adapter for it, or one that reads it at once.
+
+    That of a grain `MapDataset` lets grain read 500 batches ahead, for the
+    shapes of the first; that of a torch loader starts its workers.
+    """
+    return (
+        isinstance(x, DistributedDataset | Files)
+        or _is_torch_dataset(x)
+        or is_grain_dataset(x)
+        or is_torch_dataloader(x)
+    )
+
+
+def _is_torch_dataset(value: Any) -> bool:
+    """Whether it is a dataset of torch that any row can be asked of."""
+    torch = sys.modules.get("torch.utils.data")
+    return (
+        torch is not None
+        and isinstance(value, torch.Dataset)
+        and hasattr(value, "__getitem__")
+        and hasattr(value, "__len__")
+    )

@@ -1,0 +1,395 @@
+"""A model bound to a strategy: its loops run replica-mapped steps.
+
+No hook of Keras sees the model at `compile()`, so `Trainer.compile` is
+wrapped while a scope is open. Binding sets attributes of the one model
+(its six loops and `make_*_function`); its class, and so saving, cloning and
+pickling, stay as they were.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import keras
+from keras.src.trainers.epoch_iterator import EpochIterator
+
+from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.keras_bridge import keras_names
+from keras_strategies.keras_bridge.callbacks.callback_list import quiet_list
+from keras_strategies.keras_bridge.callbacks.chief_callbacks import (
+    of_this_process,
+)
+from keras_strategies.keras_bridge.callbacks.resumable_fit import (
+    keeper_among,
+    kept_fit,
+)
+from keras_strategies.keras_bridge.inputs import feed as adapter
+from keras_strategies.keras_bridge.inputs import loop_data
+from keras_strategies.keras_bridge.loops import scope_hooks
+from keras_strategies.keras_bridge.loops.loop_call import Call
+from keras_strategies.keras_bridge.loops.scope_hooks import (
+    LOOPS,
+    ON_USE,
+    STRATEGY,
+)
+from keras_strategies.keras_bridge.steps.step_functions import Functions
+from keras_strategies.keras_bridge.variables import variable_creator
+from keras_strategies.keras_bridge.variables.model_variables import (
+    all_variables,
+)
+
+# Of the epochs that all processes must run alike.
+_MAKERS = (
+    "make_train_function",
+    "make_test_function",
+    "make_predict_function",
+)
+_BUILDER = "_symbolic_build"
+_ATTRIBUTE = "_ks_binding"
+_VALIDATES = "_use_cached_eval_dataset"
+
+
+class Binding:
+    """What a strategy holds on a model.
+
+    Args:
+      model: The model.
+      owner: The strategy, for `binding_of` to tell.
+      mesh: The strategy's replicas.
+      distribution: The strategy's variable creator.
+      check_context: Raises when another strategy's scope is open.
+      outputs_on_chief: Whether `predict` returns rows in the chief alone.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        *,
+        owner: Any,
+        mesh: ReplicaMesh,
+        distribution: variable_creator.ReplicaDistribution,
+        check_context: Callable[[], None],
+        outputs_on_chief: bool = False,
+    ) -> None:
+        self.model = model
+        self.owner = owner
+        self._mesh = mesh
+        self._distribution = distribution
+        self._check_context = check_context
+        self.is_chief = mesh.is_chief
+        self._functions = Functions(
+            model, mesh, keeps_outputs=mesh.is_chief or not outputs_on_chief
+        )
+        self.trained = self._functions.trained
+        self._is_in_session = False
+        # The data that a fit validates on, for a class's own `evaluate`.
+        self._validation: dict[str, Any] = {}
+
+    def check_context(self) -> None:
+        """Raises RuntimeError in the scope of another strategy."""
+        self._check_context()
+
+    def install(self) -> None:
+        """Takes over the model's loops.
+
+        Raises:
+          ValueError: its variables lie on another strategy's devices.
+        """
+        self._adopt()
+        kind = type(self.model)
+        for name in LOOPS:
+            own = getattr(kind, name)
+            if not callable(own):
+                # The author has made something else of it.
+                continue
+            loop = functools.partial(self._loop, name)
+            functools.update_wrapper(loop, own)
+            object.__setattr__(self.model, name, loop)
+        for name in _MAKERS:
+            maker = getattr(self._functions, name)
+            object.__setattr__(self.model, name, maker)
+        # Keras's loops build from the first batch; here that is done, by the
+        # class's own method, before they run.
+        object.__setattr__(self.model, _BUILDER, self._build_for_others)
+        if keras_names.BUILDS_FIRST:
+            name, maybe = keras_names.MAYBE_BUILD, self._maybe_build_for_others
+            object.__setattr__(self.model, name, maybe)
+        object.__setattr__(self.model, _ATTRIBUTE, self)
+        object.__setattr__(self.model, STRATEGY, self.owner)
+        self._functions.reset()
+
+    def remove(self) -> None:
+        """Gives the model back as a plain Keras model on one device."""
+        of_model = (_BUILDER, keras_names.MAYBE_BUILD, _ATTRIBUTE, STRATEGY)
+        for name in (*LOOPS, *_MAKERS, *of_model, *ON_USE):
+            self.model.__dict__.pop(name, None)
+        self._functions.reset()
+        variable_creator.release(all_variables(self.model))
+
+    # The loops. Keras's own run below them, on feeds instead of data.
+
+    def _loop(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a loop as its class has it; of Keras's it comes to `_route`."""
+        loop = scope_hooks.own_loop(self.model, name)
+        if loop is None:
+            return self._route(name, args, kwargs)
+        if kwargs.get(_VALIDATES):
+            # An author's own `evaluate` might look at it.
+            kwargs |= self._validation
+        with scope_hooks.routed(self.model, self._route):
+            return loop(*args, **kwargs)
+
+    def _route(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        return getattr(self, f"_{name}")(*args, **kwargs)
+
+    def _fit(self, *args: Any, **kwargs: Any) -> Any:
+        call = self._call("fit", args, kwargs)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._session("train"))
+            loop_data.check_fraction(call["validation_split"])
+            if call["validation_split"] and call["validation_data"] is None:
+                train, held_out = loop_data.split_validation(
+                    call["x"],
+                    call["y"],
+                    call["sample_weight"],
+                    call["validation_split"],
+                )
+                call.set(
+                    x=train[0],
+                    y=train[1],
+                    sample_weight=train[2],
+                    validation_data=held_out,
+                    validation_split=0.0,
+                )
+            feed = self._feed(call, steps=call["steps_per_epoch"])
+            stack.enter_context(self._validating(call["validation_data"]))
+            call.set(validation_data=self._validation_feed(call))
+            call.set_feed(feed)
+            self._build(feed)
+            keeper, model = keeper_among(call["callbacks"]), self.model
+            if keeper is not None:
+                return kept_fit(
+                    keeper, call, feed, all_variables(model), self._functions
+                )
+            self._quieten(call, feed)
+            return call.run()
+
+    def _validation_feed(self, call: Call) -> Any:
+        if call["validation_data"] is None:
+            return None
+        return adapter.make_feed(
+            self._mesh,
+            **self._validation,
+            batch_size=call["validation_batch_size"] or call["batch_size"],
+            steps_per_epoch=call["validation_steps"],
+            steps_per_execution=self.model.steps_per_execution,
+            name="validation_data",
+        )
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        call = self._call("evaluate", args, kwargs)
+        with self._session("test"):
+            if not call.keywords.get(_VALIDATES):
+                feed = self._feed(call, steps=call["steps"])
+                call.set_feed(feed)
+                self._build(feed)
+                self._quieten(call, feed)
+            return self._synced(call)
+
+    def _predict(self, *args: Any, **kwargs: Any) -> Any:
+        call = self._call("predict", args, kwargs)
+        with self._session("predict"):
+            feed = self._feed(call, steps=call["steps"])
+            call.set_feed(feed)
+            self._build_for_call(EpochIterator(feed))
+            self._quieten(call, feed)
+            return self._synced(call)
+
+    def _quieten(self, call: Call, feed: Any) -> None:
+        callbacks = quiet_list(call.name, call.keywords, self.model, feed)
+        call.set(callbacks=callbacks)
+
+    def _train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        call = Call(self.model, "train_on_batch", args, kwargs)
+        weight = loop_data.batch_weights(
+            call["y"], call["sample_weight"], call["class_weight"]
+        )
+        return self._on_batch("train", call, (call["x"], call["y"], weight))
+
+    def _test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        call = Call(self.model, "test_on_batch", args, kwargs)
+        batch = (call["x"], call["y"], call["sample_weight"])
+        return self._on_batch("test", call, batch)
+
+    def _on_batch(self, kind: str, call: Call, batch: Any) -> Any:
+        with self._session(kind):
+            execution = adapter.place_batch(batch, self._mesh)
+            self.model._assert_compile_called(call.name)
+            self._build_on(batch)
+            call.set_feed(execution)
+            return self._synced(call)
+
+    def _predict_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        call = Call(self.model, "predict_on_batch", args, kwargs)
+        with self._session("predict"):
+            execution = adapter.place_batch((call["x"],), self._mesh)
+            self._build_for_call([(0, 0, [(call["x"],)])])
+            call.set_feed(execution)
+            return self._synced(call)
+
+    def _synced(self, call: Call) -> Any:
+        try:
+            return call.run()
+        except BaseException:
+            self.model.jax_state_sync()
+            raise
+
+    def _call(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Call:
+        call = Call(self.model, name, args, kwargs)
+        if not self._mesh.is_chief:
+            call.hush()
+        call.set(callbacks=of_this_process(call["callbacks"], self._mesh))
+        return call
+
+    def _feed(self, call: Call, *, steps: int | None) -> Any:
+        return adapter.make_feed(
+            self._mesh,
+            x=call["x"],
+            y=call["y"],
+            sample_weight=call["sample_weight"],
+            class_weight=call["class_weight"],
+            batch_size=call["batch_size"],
+            shuffle=call["shuffle"],
+            steps_per_epoch=steps,
+            steps_per_execution=self.model.steps_per_execution,
+            name=call.name,
+            facts=call.facts(),
+        )
+
+    # Building and adopting.
+
+    @contextlib.contextmanager
+    def _session(self, kind: str) -> Iterator[None]:
+        """Keras's loops place data themselves where a distribution is set."""
+        self._check_context()
+        outer, self._is_in_session = self._is_in_session, True
+        try:
+            with variable_creator.distribution_scope(None):
+                yield
+        finally:
+            self._is_in_session = outer
+            self._functions.forget(kind)
+
+    @contextlib.contextmanager
+    def _validating(self, data: Any) -> Iterator[None]:
+        outer = self._validation
+        if data is not None:
+            x, y, weight = loop_data.unpack_validation(data)
+            self._validation = {"x": x, "y": y, "sample_weight": weight}
+        try:
+            yield
+        finally:
+            self._validation = outer
+
+    def _build(self, feed: Any) -> None:
+        self.model._assert_compile_called("fit")
+        with variable_creator.distribution_scope(self._distribution):
+            build = type(self.model)._symbolic_build
+            build(self.model, iterator=EpochIterator(feed))
+        self._adopt()
+
+    def _build_for_others(
+        self, iterator: Any = None, data_batch: Any = None
+    ) -> None:
+        """Stands for `_symbolic_build`, which Keras's loops call.
+
+        In a session it is done already; not for a loop that the author of the
+        model's class calls with data of their own.
+        """
+        if self._is_in_session:
+            return
+
+        def first() -> Iterator[Any]:
+            # Keras would lay it out for the devices.
+            with variable_creator.distribution_scope(None):
+                for _, _, batches in iterator:
+                    is_list = isinstance(batches, list | tuple)
+                    batch = batches[0] if is_list else next(batches)
+                    break
+                else:
+                    return
+            yield 0, 0, [batch]
+
+        with variable_creator.distribution_scope(self._distribution):
+            type(self.model)._symbolic_build(
+                self.model,
+                iterator=None if iterator is None else first(),
+                data_batch=data_batch,
+            )
+        self._adopt()
+
+    def _maybe_build_for_others(self, *args: Any, **kwargs: Any) -> None:
+        """Stands for `_maybe_symbolic_build`, which may read what it is given.
+
+        That would be a feed's first epoch, where something is never built.
+        """
+        if not self._is_in_session:
+            maybe_build = getattr(type(self.model), keras_names.MAYBE_BUILD)
+            maybe_build(self.model, *args, **kwargs)
+
+    def _build_on(self, batch: Any) -> None:
+        with variable_creator.distribution_scope(self._distribution):
+            type(self.model)._symbolic_build(self.model, data_batch=batch)
+        self._adopt()
+
+    def build_for_shapes(self, data: Any) -> None:
+        """Builds the model for a batch that is known by its shapes.
+
+        Args:
+          data: `(x,)`, or `(x, y, sample_weight)` for a compiled model.
+        """
+        if len(data) > 1:
+            self.model._assert_compile_called("compile_step")
+            self._build_on(data)
+            return
+        if not all(layer.built for layer in self.model._flatten_layers()):
+            with (
+                variable_creator.distribution_scope(self._distribution),
+                keras.StatelessScope(),
+            ):
+                jax.eval_shape(self.model, data[0])
+        self._adopt()
+
+    def _build_for_call(self, iterator: Any) -> None:
+        """Builds a model that was never called, on its first batch."""
+        if not all(layer.built for layer in self.model._flatten_layers()):
+            for _, _, batches in iterator:
+                x = keras.utils.unpack_x_y_sample_weight(batches[0])[0]
+                with (
+                    variable_creator.distribution_scope(self._distribution),
+                    keras.StatelessScope(),
+                ):
+                    self.model(x)
+                break
+            if isinstance(iterator, EpochIterator):
+                # Tells the data that this epoch is over.
+                iterator.reset()
+        self._adopt()
+
+    def _adopt(self) -> None:
+        variable_creator.adopt(
+            all_variables(self.model),
+            self._mesh,
+            self._distribution.partitions,
+        )
+
+
+def binding_of(model: keras.Model) -> Binding | None:
+    """The binding that holds a model, if any."""
+    return vars(model).get(_ATTRIBUTE)

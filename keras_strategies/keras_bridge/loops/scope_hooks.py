@@ -1,0 +1,284 @@
+"""Hearing of models that are made, compiled and run.
+
+No public hook of Keras sees a model that is made or compiled, so the methods
+are wrapped, for as long as a scope is open in any thread. Keras's own loops
+are wrapped then too, and while a loop that a class of models has of its own
+runs: what it calls is Keras's.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+from keras_strategies.keras_bridge.hooks import batch_norm
+from keras_strategies.keras_bridge.keras_names import TRAINER
+
+LOOPS = (
+    "fit",
+    "evaluate",
+    "predict",
+    "train_on_batch",
+    "test_on_batch",
+    "predict_on_batch",
+)
+"""The methods of a model that take data."""
+
+ON_USE = ("compile", "predict", "predict_on_batch")
+"""The attributes that `bind_on_use` sets on a model: what can come first."""
+
+STRATEGY = "distribute_strategy"
+"""The attribute of a model that is its strategy, as tf.keras has it."""
+
+Route = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
+"""What runs one of `LOOPS`, by its name, instead of Keras's own."""
+
+_InLoop = Callable[[keras.Model, str], contextlib.AbstractContextManager[None]]
+
+_patch_lock = threading.RLock()
+
+
+class _Patches:
+    """Methods that are others while somebody holds them.
+
+    Args:
+      wrap: Yields where each is, its name, and what makes it another one.
+    """
+
+    def __init__(
+        self,
+        wrap: Callable[..., Iterator[tuple[Any, str, Callable[[Any], Any]]]],
+    ) -> None:
+        self._wrap = wrap
+        self._holders = 0
+        # Where, its name, what it is meanwhile, and what it was.
+        self._patched: list[tuple[Any, str, Any, Any]] = []
+
+    @contextlib.contextmanager
+    def held(self, *args: Any) -> Iterator[None]:
+        """In which they are; the arguments are for the first holder's."""
+        with _patch_lock:
+            if self._holders == 0:
+                for owner, name, wrap in self._wrap(*args):
+                    original = vars(owner)[name]
+                    wrapper = wrap(original)
+                    setattr(owner, name, wrapper)
+                    self._patched.append((owner, name, wrapper, original))
+            self._holders += 1
+        try:
+            yield
+        finally:
+            with _patch_lock:
+                self._holders -= 1
+                if self._holders == 0:
+                    self._restore()
+
+    def _restore(self) -> None:
+        for owner, name, wrapper, original in self._patched:
+            # What somebody else has put there since is theirs.
+            if vars(owner).get(name) is wrapper:
+                setattr(owner, name, original)
+        self._patched.clear()
+
+
+def _in_scope(
+    on_init: Callable[[keras.Model], None],
+    before_compile: Callable[[keras.Model], None],
+    on_compile: Callable[[keras.Model], None],
+    is_active: Callable[[], bool],
+) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+    yield TRAINER, "__init__", lambda f: _telling(f, None, on_init)
+    yield (
+        TRAINER,
+        "compile",
+        lambda f: _telling(f, before_compile, on_compile),
+    )
+    yield (
+        keras.layers.BatchNormalization,
+        "__init__",
+        lambda f: batch_norm.accepting_init(f, is_active),
+    )
+
+
+def _loops() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+    for name in LOOPS:
+        yield loops_owner(name), name, functools.partial(_routing, name)
+
+
+_scope_patches = _Patches(_in_scope)
+_loop_patches = _Patches(_loops)
+# Of the scopes that are open.
+_in_loop: list[_InLoop] = []
+
+
+class _Routes(threading.local):
+    """What runs Keras's own loops of models, in this thread."""
+
+    def __init__(self) -> None:
+        self.of_models: dict[int, Route | None] = {}
+
+
+_routes = _Routes()
+
+
+@contextlib.contextmanager
+def keras_hooks(
+    on_init: Callable[[keras.Model], None],
+    before_compile: Callable[[keras.Model], None],
+    on_compile: Callable[[keras.Model], None],
+    in_loop: _InLoop,
+    is_active: Callable[[], bool],
+) -> Iterator[None]:
+    """Wraps what makes, compiles and runs models, and BatchNormalization.
+
+    Process-wide, so all ask about the calling thread: `on_init` is told of
+    every model that is made, `before_compile` may refuse a model,
+    `on_compile` is told of every model that was compiled, `in_loop` may
+    refuse one of `LOOPS`, and is in place while it runs, `is_active` says
+    whether the thread is in a scope.
+    """
+    with (
+        _scope_patches.held(on_init, before_compile, on_compile, is_active),
+        _loop_patches.held(),
+    ):
+        _in_loop.append(in_loop)
+        try:
+            yield
+        finally:
+            _in_loop.remove(in_loop)
+
+
+@contextlib.contextmanager
+def routed(model: keras.Model, route: Route | None) -> Iterator[None]:
+    """In which Keras's own loops of a model, in this thread, go by a route.
+
+    Args:
+      model: The model.
+      route: Is called for each of them. None: they are Keras's.
+    """
+    routes, key = _routes.of_models, id(model)
+    outer = routes.get(key)
+    with _loop_patches.held() if route else contextlib.nullcontext():
+        routes[key] = route
+        try:
+            yield
+        finally:
+            if outer is None:
+                routes.pop(key, None)
+            else:
+                routes[key] = outer
+
+
+def loops_owner(name: str) -> type:
+    """The class that has Keras's own method of one of `LOOPS`.
+
+    It is a base of `keras.Model`, where others' patches are left alone.
+    """
+    bases = keras.Model.__mro__[1:]
+    return next(base for base in bases if name in vars(base))
+
+
+def keras_loop(name: str) -> Callable[..., Any]:
+    """Keras's own method of one of `LOOPS`."""
+    loop: Callable[..., Any] = vars(loops_owner(name))[name]
+    return loop
+
+
+def own_loop(model: keras.Model, name: str) -> Callable[..., Any] | None:
+    """A model's loop where its class has one of its own; None: Keras's.
+
+    Told by the class that has it: another thread may wrap Keras's meanwhile.
+    """
+    kind = type(model)
+    owner = next(base for base in kind.__mro__ if name in vars(base))
+    loop = vars(owner)[name]
+    if owner is loops_owner(name) or loop is keras_loop(name):
+        return None
+    # Also of a static or class method.
+    bound: Callable[..., Any] = loop.__get__(model, kind)
+    return bound
+
+
+def bind_on_use(
+    model: keras.Model,
+    strategy: Any,
+    attach: Callable[[keras.Model], Any],
+    is_bound: Callable[[keras.Model], bool],
+) -> None:
+    """Makes a model that was made in a scope bound wherever it is used first.
+
+    Args:
+      model: The model, whose `compile`, `predict` and `predict_on_batch`,
+        which needs no compiling, are set to some of its own.
+      strategy: Whose scope it is.
+      attach: Binds the model.
+      is_bound: Whether it is bound already, as by a scope's `compile`.
+    """
+
+    def compile_and_attach(*args: Any, **kwargs: Any) -> Any:
+        result = type(model).compile(model, *args, **kwargs)
+        if not is_bound(model):
+            attach(model)
+        return result
+
+    def attaching(name: str) -> Callable[..., Any]:
+        def attach_and_call(*args: Any, **kwargs: Any) -> Any:
+            attach(model)
+            # Now it is the binding's.
+            return getattr(model, name)(*args, **kwargs)
+
+        return attach_and_call
+
+    for name in ON_USE:
+        if name == "compile":
+            used = compile_and_attach
+        elif callable(getattr(type(model), name)):
+            used = attaching(name)
+        else:
+            continue
+        functools.update_wrapper(used, getattr(type(model), name))
+        object.__setattr__(model, name, used)
+    object.__setattr__(model, STRATEGY, strategy)
+
+
+def is_bound_on_use(model: keras.Model) -> bool:
+    """Whether `bind_on_use` has seen it."""
+    return "compile" in vars(model)
+
+
+def _routing(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(model: Any, *args: Any, **kwargs: Any) -> Any:
+        route = _routes.of_models.get(id(model))
+        if route is not None:
+            return route(name, args, kwargs)
+        with contextlib.ExitStack() as stack:
+            if _in_loop:
+                stack.enter_context(_in_loop[-1](model, name))
+            return method(model, *args, **kwargs)
+
+    return call
+
+
+def _telling(
+    method: Callable[..., Any],
+    before: Callable[[keras.Model], None] | None,
+    after: Callable[[keras.Model], None],
+) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call_and_tell(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            before(model)
+        result = method(model, *args, **kwargs)
+        after(model)
+        return result
+
+    return call_and_tell
+
+
+def is_built(model: keras.Model) -> bool:
+    """Whether all layers of a model have their variables."""
+    return all(layer.built for layer in model._flatten_layers())

@@ -1,0 +1,227 @@
+"""`run` in debug mode: Python itself, replica by replica.
+
+Every replica runs the function on its own arrays in a thread of its own, one
+at a time (`_core/jaxprs/lockstep.py`); what it writes is kept in a scope and
+merged by the same code that the compiled program is made of.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+from keras.src.backend.common import global_state
+
+from keras_strategies._core.jaxprs.lockstep import Lockstep, Turn
+from keras_strategies._core.jaxprs.replay import current_side
+from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.step_context import StepContext
+from keras_strategies._core.values import STACKED, PerReplica, stacked
+from keras_strategies.keras_bridge.hooks import on_read, seeds
+from keras_strategies.keras_bridge.run.replica_trace import (
+    ReplicaScope,
+    called_in,
+    is_same,
+    merged_state,
+    new_step,
+    refuse_difference,
+    refuse_foreign,
+    replica_tracing,
+    unaggregated,
+)
+from keras_strategies.keras_bridge.run.run_results import (
+    Note,
+    regrouped_constants,
+)
+from keras_strategies.keras_bridge.run.uneven_rows import (
+    Called,
+    Variant,
+    rows_of_all,
+    shares_of,
+)
+from keras_strategies.keras_bridge.variables.deferred_creation import deferred
+
+
+def debug_run(
+    fn: Callable[[int], Any],
+    *,
+    mesh: ReplicaMesh,
+    scope: Callable[[], contextlib.AbstractContextManager[Any]],
+    replica_scope: ReplicaScope,
+    rows: Sequence[Variant] = (),
+    is_update: bool = False,
+) -> Any:
+    """Calls `fn(replica)` eagerly for each replica; as a `RunProgram` would.
+
+    Args:
+      fn: The user's function, of the replica's components.
+      mesh: The replicas.
+      scope: Opens the strategy's scope: the function may create variables.
+      replica_scope: Makes a replica context of a step for a block.
+      rows: Each replica's numbers of rows, of all uneven arguments.
+      is_update: Whether it writes the same to every copy.
+    """
+    keras_state = dict(vars(global_state.GLOBAL_STATE_TRACKER))
+    shares = shares_of(rows)
+    lockstep = Lockstep(mesh.num_replicas, mesh.axis)
+
+    def replica(index: int) -> Any:
+        # What is open is kept in lists: each thread has its own.
+        vars(global_state.GLOBAL_STATE_TRACKER).update(
+            {
+                name: list(value) if isinstance(value, list) else value
+                for name, value in keras_state.items()
+            }
+        )
+        step = new_step(mesh, is_update=is_update)
+        if rows:
+            step.rows_of_all = rows_of_all(rows[index], rows)
+        seen = _SeenScope(step, mesh, index)
+        with scope(), deferred(), seen:
+            with replica_tracing(step, replica_scope):
+                results = fn(index)
+            merging = new_step(mesh)
+            merging.is_uneven = True
+            merging.share = None if shares is None else shares[index]
+            return _ended(step, seen, results, merging)
+
+    ended = lockstep.run(replica)
+    variables, values, _, _ = ended[0]
+    for k, variable in enumerate(variables):
+        if on_read.is_on_read(variable):
+            on_read.settle(variable, mesh)
+            copies = stacked([e[2][k] for e in ended], mesh)
+            on_read.hold(variable, copies, _whole(values[k], mesh))
+        else:
+            variable._value = _whole(values[k], mesh)
+    return _regrouped([e[3] for e in ended], mesh)
+
+
+def _ended(
+    step: StepContext, seen: "_SeenScope", results: Any, merging: StepContext
+) -> Any:
+    """Merges what the replicas wrote, in the step `merging`; on each."""
+    turn = current_side()
+    assert isinstance(turn, Turn)
+    of_all = turn.meet(seen.variables)
+    variables = list({id(v): v for each in of_all for v in each}.values())
+    folded = [seen.get_current_value_before(v) for v in variables]
+    called = called_in(step, seen, results, variables, folded)
+    notes: list[Note] = turn.meet(called.note)
+    unchecked = unaggregated(notes)
+    for k in unchecked:
+        if not bool(is_same(called.new[k], step.axis)):
+            refuse_difference(variables[k])
+    old = [seen.old[id(v)] for v in variables]
+    written = [
+        k
+        for k, v in enumerate(variables)
+        if on_read.is_on_read(v) or any(n.is_changed[k] for n in notes)
+    ]
+    values, copies, _ = merged_state(
+        merging, variables, old, folded, called, notes, []
+    )
+    places = [k for k in written if on_read.is_on_read(variables[k])]
+    return (
+        [variables[k] for k in written],
+        [values[k] for k in written],
+        {
+            written.index(k): copy
+            for k, copy in zip(places, copies, strict=True)
+        },
+        called,
+    )
+
+
+class _SeenScope(keras.StatelessScope):
+    """Keeps writes, and what variables were when they were first met.
+
+    Args:
+      step: The replica's step.
+      mesh: The replicas.
+      replica: Which of them this is.
+    """
+
+    def __init__(
+        self, step: StepContext, mesh: ReplicaMesh, replica: int
+    ) -> None:
+        super().__init__()
+        self._step = step
+        self._mesh = mesh
+        self._replica = replica
+        self.old: dict[int, Any] = {}
+        self._folded: dict[int, Any] = {}
+        self.variables: list[keras.Variable] = []
+
+    def get_current_value(self, variable: keras.Variable) -> Any:
+        """The value written last, or that before the call."""
+        written = super().get_current_value(variable)
+        if written is not None:
+            return written
+        return self.get_current_value_before(variable)
+
+    def get_current_value_before(self, variable: keras.Variable) -> Any:
+        """This replica's value before the call, its seed folded."""
+        key = id(variable)
+        if key not in self.old:
+            # Not in the branch or loop that may be traced.
+            with jax.ensure_compile_time_eval():
+                self.old[key] = self._start(variable)
+                (folded,) = seeds.fold_seeds(
+                    [variable], [self.old[key]], self._step
+                )
+            self.variables.append(variable)
+            self._step.before[key] = folded
+            self._folded[key] = folded
+        return self._folded[key]
+
+    def _start(self, variable: keras.Variable) -> Any:
+        if on_read.is_on_read(variable) and variable._value is not None:
+            copies = on_read.copies_of(variable, self._mesh)
+            return _whole(np.asarray(copies)[self._replica], self._mesh)
+        if variable._value is not None:
+            return _whole(variable._value, self._mesh)
+        # Made in this call; it gets this value when the scope is left.
+        return variable._initializer(variable.shape, dtype=variable.dtype)
+
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        """Keeps a write."""
+        refuse_foreign(update[0], self._mesh)
+        self.get_current_value_before(update[0])
+        super().add_update(update)
+
+
+def _regrouped(ended: list[Called], mesh: ReplicaMesh) -> Any:
+    """The replicas' results as one nest, as a compiled `run` returns it."""
+    notes = [called.note.structure for called in ended]
+    constants = regrouped_constants(notes)
+    columns = zip(*[called.outputs for called in ended], strict=True)
+    values = (_wrapped(list(column), mesh) for column in columns)
+    leaves = [next(values) if c is None else _of(c, mesh) for c in constants]
+    return jax.tree.unflatten(notes[0][0], leaves)
+
+
+def _of(values: list[Any], mesh: ReplicaMesh) -> Any:
+    """A result that is no array, or the replicas' different numbers."""
+    if len(values) == 1:
+        return values[0]
+    return _wrapped([jax.numpy.asarray(value) for value in values], mesh)
+
+
+def _wrapped(parts: list[Any], mesh: ReplicaMesh) -> Any:
+    if mesh.num_replicas == 1:
+        return parts[0]
+    if len({(part.shape, str(part.dtype)) for part in parts}) > 1:
+        return PerReplica(
+            [
+                jax.device_put(part, device)
+                for part, device in zip(parts, mesh.first_devices, strict=True)
+            ]
+        )
+    return PerReplica.of(stacked(parts, mesh), STACKED)
+
+
+def _whole(value: Any, mesh: ReplicaMesh) -> Any:
+    return jax.device_put(value, mesh.whole)

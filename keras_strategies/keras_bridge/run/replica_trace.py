@@ -1,0 +1,202 @@
+"""What a replica does in `run`: a user's function, and the merge of states.
+
+Called while the program is traced, or once on each replica's own arrays in
+debug mode.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+
+from keras_strategies._core.mesh import ReplicaMesh, shown_devices
+from keras_strategies._core.replica_map import all_max, all_min
+from keras_strategies._core.step_context import StepContext, step_scope
+from keras_strategies.keras_bridge.hooks import merge as merge_lib
+from keras_strategies.keras_bridge.hooks import on_read
+from keras_strategies.keras_bridge.hooks.trace_hooks import trace_hooks
+from keras_strategies.keras_bridge.hooks.variables_used import (
+    scopes_ask_outwards,
+)
+from keras_strategies.keras_bridge.run.run_results import Note, constant_of
+from keras_strategies.keras_bridge.run.uneven_rows import Called
+
+ReplicaScope = Callable[[StepContext], contextlib.AbstractContextManager[Any]]
+
+
+def new_step(mesh: ReplicaMesh, *, is_update: bool = False) -> StepContext:
+    """The step of a user's own function."""
+    return StepContext(
+        mesh=mesh, rows=1, is_whole=True, is_local=True, in_update=is_update
+    )
+
+
+@contextlib.contextmanager
+def replica_tracing(
+    step: StepContext, replica_scope: ReplicaScope
+) -> Iterator[None]:
+    """What is in place while a user's function runs on a replica."""
+    with (
+        trace_hooks(),
+        scopes_ask_outwards(),
+        step_scope(step),
+        replica_scope(step),
+    ):
+        yield
+
+
+def called_in(
+    step: StepContext,
+    scope: keras.StatelessScope,
+    results: Any,
+    variables: list[keras.Variable],
+    folded: list[Any],
+) -> Called:
+    """What a call of the user's function left behind.
+
+    Args:
+      step: The step that it ran in.
+      scope: The scope that it ran in.
+      results: What it returned.
+      variables: The variables that are of interest.
+      folded: Their values before it.
+    """
+    new = [scope.get_current_value(v) for v in variables]
+    leaves, structure = jax.tree.flatten(
+        results, is_leaf=lambda leaf: leaf is None
+    )
+    constants = [constant_of(leaf) for leaf in leaves]
+    start = [step.before[id(v)] for v in variables]
+    return Called(
+        outputs=[
+            jnp.asarray(leaf)
+            for leaf, constant in zip(leaves, constants, strict=True)
+            if constant is None
+        ],
+        new=new,
+        start=start,
+        note=Note(
+            structure=(structure, constants),
+            is_changed=[
+                n is not f or s is not f
+                for n, f, s in zip(new, folded, start, strict=True)
+            ],
+            is_equal=[id(n) in step.equal for n in new],
+            rules=[step.metric_rules.get(id(v)) for v in variables],
+            is_unaggregated=[id(v) in step.unaggregated for v in variables],
+        ),
+    )
+
+
+def merged_state(
+    step: StepContext,
+    variables: list[keras.Variable],
+    old: list[Any],
+    folded: list[Any],
+    called: Called,
+    notes: list[Note],
+    summands: list[Any],
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """The variables' values after a call, those of all replicas.
+
+    Args:
+      step: The step of the merge.
+      variables: The variables.
+      old: Their values before the call.
+      folded: As `old`, with the seeds that the replica used.
+      called: What the call computed.
+      notes: Of every variant of the call.
+      summands: Arrays to be summed over the replicas beside.
+
+    Returns:
+      The values, aggregated ones for variables with a copy on each replica;
+      the copies of those, in their order; the sums.
+    """
+    new, start = list(called.new), list(called.start)
+    for k, variable in enumerate(variables):
+        if not any(note.is_changed[k] for note in notes):
+            new[k], start[k] = folded[k], old[k]
+        elif notes[0].rules[k] is None:
+            start[k] = old[k]
+        if all(note.is_equal[k] for note in notes):
+            step.equal[id(new[k])] = new[k]
+        rule = notes[0].rules[k]
+        if rule is not None:
+            step.metric_rules[id(variable)] = rule
+    plan = merge_lib.Merge(step=step)
+    finishers, copies = [], []
+    values = zip(variables, start, folded, new, strict=True)
+    for k, (v, s, f, n) in enumerate(values):
+        if on_read.is_on_read(v):
+            copy = merge_lib.as_type_of(n, f)
+            copies.append(copy)
+            finishers.append(on_read.plan_aggregate(plan, v, copy))
+            continue
+        if called.is_alike and called.is_alike[k] and id(n) in step.equal:
+            finishers.append(lambda sums, n=n, s=s: merge_lib.as_type_of(n, s))
+            continue
+        finish = merge_lib.plan_merge(
+            plan, [v], [s], [f], [n], are_metrics=id(v) in step.metric_rules
+        )
+        finishers.append(lambda sums, finish=finish: finish(sums)[0])
+    places = [plan.add(summand) for summand in summands]
+    sums = plan.sums()
+    values = [finish(sums) for finish in finishers]
+    return values, copies, [sums[place] for place in places]
+
+
+def is_same(value: Any, axis: str) -> Any:
+    """Whether all replicas have one value; NaN equals itself."""
+    is_nan = value != value
+    number = jnp.where(is_nan, jnp.zeros_like(value), value)
+    number = number.astype("int32") if number.dtype == bool else number
+    highest, lowest = all_max(number, axis), all_min(number, axis)
+    nans = is_nan.astype("int32")
+    same_nans = all_max(nans, axis) == all_min(nans, axis)
+    return jnp.all((highest == lowest) & same_nans)
+
+
+def unaggregated(notes: list[Note]) -> list[int]:
+    """Positions of the variables that all replicas must have written alike."""
+    return [
+        k
+        for k in range(len(notes[0].is_unaggregated))
+        if any(note.is_unaggregated[k] for note in notes)
+    ]
+
+
+def refuse_difference(variable: keras.Variable) -> None:
+    """Raises ValueError: replicas wrote different values to a variable."""
+    raise ValueError(
+        "The replicas wrote different values to a variable that has "
+        "no aggregation, and their copies may not differ. Received: "
+        f"{variable.path!r} with aggregation='none' (it now holds "
+        "a mean of them, or replica 0's integer). Create it with "
+        'aggregation="sum", "mean" or "only_first_replica".'
+    )
+
+
+def refuse_foreign(variable: keras.Variable, mesh: ReplicaMesh) -> None:
+    """Raises RuntimeError for a variable that lies on other devices.
+
+    Its strategy would find it on these, and other variables of its own not.
+    """
+    devices = getattr(variable._layout, "device_set", None)
+    if devices is None or devices == set(mesh.devices):
+        return
+    theirs = sorted(devices, key=lambda device: device.id)
+    raise RuntimeError(
+        "Mixing strategies: in `run` a variable is written by the strategy in "
+        f"whose scope it was made. Received: {variable.path!r} of a strategy "
+        f"on {shown_devices(theirs)}, written in `run` of one on "
+        f"{shown_devices(mesh.devices)}. Call its own strategy's `run`, or "
+        "return the value and `assign` it afterwards."
+    )
+
+
+def as_summand(array: Any) -> Any:
+    """An array as it is added up: booleans are counted."""
+    return array.astype("int32") if array.dtype == bool else array

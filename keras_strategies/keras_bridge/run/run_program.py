@@ -1,0 +1,400 @@
+"""A user's function as one compiled program over the replicas.
+
+The variables it reads and writes are found by one abstract trace; the written
+ones are donated and come back merged. Its results are one array over all
+replicas each; small ones are summed along the way, since most are losses that
+are reduced next.
+"""
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from keras_strategies._core.dispatch import dispatch
+from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.replica_map import (
+    replica_id,
+    replica_map,
+    split_spec,
+    whole_spec,
+)
+from keras_strategies._core.values import PADDED, STACKED, PerReplica, stacked
+from keras_strategies.keras_bridge.hooks import on_read, seeds
+from keras_strategies.keras_bridge.hooks.variables_used import LiftingScope
+from keras_strategies.keras_bridge.run.replica_trace import (
+    ReplicaScope,
+    as_summand,
+    called_in,
+    is_same,
+    merged_state,
+    new_step,
+    refuse_difference,
+    refuse_foreign,
+    replica_tracing,
+    unaggregated,
+)
+from keras_strategies.keras_bridge.run.run_results import regrouped_constants
+from keras_strategies.keras_bridge.run.uneven_rows import (
+    Called,
+    call_unevenly,
+    rows_of_all,
+    shares_of,
+    variants_of,
+    with_rows,
+)
+from keras_strategies.keras_bridge.steps import output_shardings
+from keras_strategies.keras_bridge.steps.trace_checks import sums_combined
+from keras_strategies.keras_bridge.variables import ownership, shardings
+from keras_strategies.keras_bridge.variables.deferred_creation import deferred
+
+_SUMMED = 64
+"""Results of up to so many entries are summed in the program."""
+
+
+class RunProgram:
+    """One function for one structure, shapes and dtypes of arguments.
+
+    Args:
+      fn: `fn(leaves) -> results`: the user's function of the arguments that
+        are arrays, one component each.
+      is_split: For each of them, whether it is split over the replicas (else
+        every replica gets it whole).
+      rows: For each of them None, or each replica's number of rows, where
+        they differ: the array is padded to the most.
+      mesh: The replicas.
+      replica_scope: Makes a replica context of a step for a block.
+      is_update: Whether the function writes the same to every copy of a
+        variable (`extended.update`).
+    """
+
+    def __init__(
+        self,
+        fn: Callable[[list[Any]], Any],
+        is_split: list[bool],
+        rows: list[tuple[int, ...] | None],
+        *,
+        mesh: ReplicaMesh,
+        replica_scope: ReplicaScope,
+        is_update: bool = False,
+    ) -> None:
+        self._fn = fn
+        self._mesh = mesh
+        self._replica_scope = replica_scope
+        self._is_update = is_update
+        self._is_split = is_split
+        self._specs = [
+            split_spec(mesh) if split else whole_spec() for split in is_split
+        ]
+        self._is_uneven = [counts is not None for counts in rows]
+        # Each replica's numbers of rows, of all uneven arguments.
+        self._variant_of = list(
+            zip(*[counts for counts in rows if counts is not None], strict=True)
+        )
+        self._lifted: list[keras.Variable] = []
+        self._trainable: list[tuple[Any, bool]] = []
+        # The lifted variables: written ones, those with a copy on each
+        # replica, and those that are only read.
+        self._written: list[keras.Variable] = []
+        self._on_read: list[keras.Variable] = []
+        self._read: list[keras.Variable] = []
+        self._last_read: list[Any] = []
+        # What the trace found.
+        self._unchecked: list[int] = []
+        self._structure: Any = None
+        self._constants: list[Any] = []
+        self._summed: list[int] = []
+        self._shapes: list[list[tuple[int, ...]]] | None = None
+        self._same: list[Any] | None = None
+        self._program: Any = None
+        ownership.note_devices(mesh)
+
+    def prepare(
+        self, leaves: list[Any], others: Iterable[keras.Variable] = ()
+    ) -> None:
+        """Finds the variables and builds the program; runs nothing.
+
+        To be called in the strategy's scope: the function may create
+        variables.
+
+        Args:
+          leaves: The arguments that are arrays.
+          others: Variables whose being trainable the function may look at.
+        """
+        scope = LiftingScope()
+        # Another mesh: JAX keeps what it traced of inner functions by the mesh,
+        # too, and must not meet this trace's zeros again.
+        mesh = dataclasses.replace(self._mesh, marker="lifting")
+        step = new_step(mesh, is_update=self._is_update)
+
+        def abstract(*components: Any) -> Any:
+            own = list(components)
+            if self._variant_of:
+                own = with_rows(self._variant_of[0], self._is_uneven, own)
+            with replica_tracing(step, self._replica_scope):
+                self._fn(own)
+            return jnp.zeros((1,))
+
+        mapped = replica_map(
+            abstract,
+            mesh,
+            in_specs=tuple(
+                split_spec(mesh) if split else whole_spec()
+                for split in self._is_split
+            ),
+            out_specs=split_spec(mesh),
+        )
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in leaves]
+        with deferred(), scope:
+            jax.eval_shape(mapped, *shapes)
+        self._lifted = list(scope.variables.values())
+        known = {id(v): v for v in (*others, *self._lifted)}
+        self._trainable = [
+            (weakref.ref(v), v.trainable) for v in known.values()
+        ]
+        for variable in self._lifted:
+            on_read.settle(variable, self._mesh)
+            if on_read.is_on_read(variable):
+                self._on_read.append(variable)
+            elif id(variable) in scope.written:
+                refuse_foreign(variable, self._mesh)
+                self._written.append(variable)
+            else:
+                self._read.append(variable)
+        whole, split = whole_spec(), split_spec(self._mesh)
+        program = replica_map(
+            sums_combined(self._body, new_step(self._mesh)),
+            self._mesh,
+            in_specs=(whole, split, whole, self._specs),
+            out_specs=(split, split, whole, whole, whole),
+        )
+        returned = [*self._written, *self._on_read]
+        program = output_shardings.run(program, returned, self._mesh)
+        self._program = jax.jit(program, donate_argnums=(0, 1))
+
+    def lower(self, leaves: list[Any]) -> Any:
+        """Lowers the program for arguments' shapes; reads no values."""
+        mesh = self._mesh
+        return self._program.lower(
+            shardings.shapes_of(self._written, mesh),
+            on_read.shapes_of_copies(self._on_read, mesh),
+            shardings.shapes_of(self._read, mesh),
+            leaves,
+        )
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the variables are as they were when it was traced."""
+        return all(
+            (variable := reference()) is None or variable.trainable == flag
+            for reference, flag in self._trainable
+        )
+
+    @property
+    def lifted(self) -> list[keras.Variable]:
+        """The variables that the function reads or writes."""
+        return self._lifted
+
+    def __call__(self, leaves: list[Any], last: ownership.Made) -> Any:
+        """Runs the function once on every replica.
+
+        Args:
+          leaves: The arguments that are arrays.
+          last: By the id of a variable, the array that a program returned
+            for it last; brought up to date.
+        """
+        mesh = self._mesh
+        taken, shared = self._state(last)
+        copies = [on_read.copies_of(v, mesh) for v in self._on_read]
+        self._check_last()
+        arrays, new_copies, sums, same, new = dispatch(
+            mesh, self._program, taken, copies, shared, leaves
+        )
+        for variable, value in zip(self._written, new, strict=False):
+            variable._value = value
+            last[id(variable)] = weakref.ref(value)
+        aggregates = new[len(self._written) :]
+        for variable, copy, value in zip(
+            self._on_read, new_copies, aggregates, strict=True
+        ):
+            on_read.hold(variable, copy, value)
+        is_first, self._same = self._same is None, same
+        if is_first:
+            # Later ones are checked at the next call: no one waits for them.
+            self._check_last()
+        return self._results(arrays, sums)
+
+    def _state(self, last: ownership.Made) -> tuple[list[Any], list[Any]]:
+        """The values of written and of read variables, ready to be passed."""
+        written, read = self._written, self._read
+        taken = [v._value for v in written]
+        known = [last.get(id(v)) for v in written]
+        is_rivalled = ownership.has_rivals(self._mesh)
+        if is_rivalled or not ownership.are_alone(taken, known):
+            made = zip(map(id, taken), known, strict=True)
+            made = None if is_rivalled else {k: r for k, r in made if r}
+            mesh = self._mesh
+            ownership.own(taken, written, (), made, mesh, donate=True)
+        shared = [v._value for v in read]
+        if not ownership.are(self._last_read, shared):
+            references = list(map(weakref.ref, shared))
+            mesh = self._mesh
+            ownership.own(shared, read, (), None, mesh, donate=False)
+            # Those that had to be moved are looked at again next time.
+            are_moved = not ownership.are(references, shared)
+            self._last_read = [] if are_moved else references
+        return taken, shared
+
+    def _check_last(self) -> None:
+        """Raises ValueError if replicas wrote a variable differently."""
+        for k, same in zip(self._unchecked, self._same or (), strict=False):
+            if not bool(np.asarray(same)):
+                self._same = []
+                refuse_difference(self._ordered()[k])
+
+    def _results(self, arrays: list[Any], sums: list[Any]) -> Any:
+        totals = dict(zip(self._summed, sums, strict=True))
+        wrapped = (
+            self._wrapped(k, array, totals.get(k))
+            for k, array in enumerate(arrays)
+        )
+        leaves = [
+            next(wrapped) if constants is None else self._constant(constants)
+            for constants in self._constants
+        ]
+        return jax.tree.unflatten(self._structure, leaves)
+
+    def _constant(self, values: list[Any]) -> Any:
+        """A result that is no array; of replicas with other rows, another."""
+        if len(values) == 1:
+            return values[0]
+        variants = variants_of(self._variant_of)
+        mesh, of = self._mesh, self._variant_of
+        own = [values[variants.index(of[r])] for r in mesh.local_replicas]
+        return PerReplica.of(stacked(own, mesh), STACKED)
+
+    def _wrapped(self, position: int, array: Any, total: Any) -> Any:
+        if self._mesh.num_replicas == 1:
+            return array[0]
+        value = PerReplica.of(array, STACKED, total)
+        if self._shapes is None:
+            return value
+        shapes = [of_replica[position] for of_replica in self._shapes]
+        if len(set(shapes)) == 1:
+            return value
+        return PerReplica.of(array, PADDED, shapes=tuple(shapes))
+
+    # The traced side.
+
+    def _body(
+        self,
+        written: list[Any],
+        copies: list[Any],
+        read: list[Any],
+        leaves: list[Any],
+    ) -> Any:
+        step = new_step(self._mesh, is_update=self._is_update)
+        variables = self._ordered()
+        old = [*written, *[c[0] for c in copies], *read]
+        folded = seeds.fold_seeds(variables, old, step)
+        step.is_uneven = bool(self._variant_of)
+        shares = shares_of(self._variant_of)
+        if shares is not None:
+            step.share = jnp.array(shares)[replica_id(step.axis)]
+        if not self._variant_of:
+            called = self._call(variables, folded, leaves)
+            notes = [called.note]
+        else:
+            called, notes = self._call_unevenly(variables, folded, leaves)
+        self._structure, _ = notes[0].structure
+        self._constants = regrouped_constants(
+            [note.structure for note in notes]
+        )
+        outputs = called.outputs
+        self._summed = [
+            k
+            for k, output in enumerate(outputs)
+            if output.size <= _SUMMED and self._has_one_shape(k)
+        ]
+        values, new_copies, sums = merged_state(
+            step,
+            variables,
+            old,
+            folded,
+            called,
+            notes,
+            [as_summand(outputs[k]) for k in self._summed],
+        )
+        self._unchecked = [
+            k for k in unaggregated(notes) if k < len(self._written)
+        ]
+        same = [is_same(called.new[k], step.axis) for k in self._unchecked]
+        num_returned = len(self._written) + len(self._on_read)
+        return (
+            [output[None] for output in outputs],
+            [copy[None] for copy in new_copies],
+            sums,
+            same,
+            values[:num_returned],
+        )
+
+    def _has_one_shape(self, position: int) -> bool:
+        if self._shapes is None:
+            return self._mesh.num_replicas > 1
+        return len({shapes[position] for shapes in self._shapes}) == 1
+
+    def _call(
+        self,
+        variables: list[keras.Variable],
+        folded: list[Any],
+        leaves: list[Any],
+    ) -> Called:
+        """The function on one replica's arguments."""
+        step = new_step(self._mesh, is_update=self._is_update)
+        own = [
+            leaf.shape[1]
+            for leaf, uneven in zip(leaves, self._is_uneven, strict=True)
+            if uneven
+        ]
+        step.rows_of_all = rows_of_all(own, self._variant_of)
+        step.seeds = {id(v) for v in variables if seeds.is_seed(v)}
+        step.before = {
+            id(v): value for v, value in zip(variables, folded, strict=True)
+        }
+        scope = keras.StatelessScope(
+            state_mapping=list(zip(variables, folded, strict=True)),
+            initialize_variables=False,
+        )
+        with replica_tracing(step, self._replica_scope), scope:
+            results = self._fn(leaves)
+        return called_in(step, scope, results, variables, folded)
+
+    def _call_unevenly(
+        self,
+        variables: list[keras.Variable],
+        folded: list[Any],
+        leaves: list[Any],
+    ) -> tuple[Called, list[Any]]:
+        variants = variants_of(self._variant_of)
+        places = [variants.index(v) for v in self._variant_of]
+        called, notes, shapes = call_unevenly(
+            lambda state, own: self._call(variables, state, own),
+            variants,
+            self._is_uneven,
+            places,
+            replica_id(self._mesh.axis),
+            folded,
+            leaves,
+            [seeds.is_seed(v) or on_read.is_on_read(v) for v in variables]
+            + self._is_split,
+        )
+        self._shapes = [shapes[place] for place in places]
+        return called, notes
+
+    def _ordered(self) -> list[keras.Variable]:
+        return [*self._written, *self._on_read, *self._read]

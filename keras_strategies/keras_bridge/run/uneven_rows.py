@@ -1,0 +1,392 @@
+"""A replica function whose replicas hold different numbers of rows.
+
+One program: a switch over the different numbers, each branch on exactly its
+rows; see `_core/jaxprs/replay.py` for the collectives in it.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from keras_strategies._core.jaxprs import stages
+from keras_strategies._core.jaxprs.replay import (
+    Concatenation,
+    Reached,
+    Replay,
+    replay_scope,
+)
+from keras_strategies._core.jaxprs.value_numbers import ValueNumbers
+
+Variant = tuple[int, ...]
+"""Rows of each uneven argument."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Called:
+    """What one branch computed.
+
+    Attributes:
+      outputs: The results that are arrays.
+      new: The variables' values after it.
+      start: What the change of each is counted from.
+      note: Anything that is known when the branch is traced.
+      is_alike: Whether each new value was computed by the code that all
+        replicas run, from values that are equal on all.
+    """
+
+    outputs: list[Any]
+    new: list[Any]
+    start: list[Any]
+    note: Any
+    is_alike: list[bool] = dataclasses.field(default_factory=list)
+
+
+def with_rows(
+    variant: Variant, is_uneven: list[bool], leaves: list[Any]
+) -> list[Any]:
+    """The arguments with the rows of one variant; see `call_unevenly`."""
+    rows = iter(variant)
+    return [
+        leaf[:, : next(rows)] if uneven else leaf
+        for leaf, uneven in zip(leaves, is_uneven, strict=True)
+    ]
+
+
+def call_unevenly(
+    call: Callable[[list[Any], list[Any]], Called],
+    variants: list[Variant],
+    is_uneven: list[bool],
+    places: list[int],
+    replica: Any,
+    state: list[Any],
+    leaves: list[Any],
+    are_own: list[bool],
+) -> tuple[Called, list[Any], list[list[tuple[int, ...]]]]:
+    """Calls a function on each replica's own rows.
+
+    A stage is what can be computed from the results of so many collectives,
+    and each output is computed in the first stage that it can be; what a later
+    one needs besides is computed again. What all variants compute by the same
+    code (an optimizer's update, from reduced gradients) is computed outside of
+    the branches, so that the compiler cannot round it in different ways.
+
+    Args:
+      call: The function, of the state and the arguments.
+      variants: The different numbers of rows of the uneven arguments.
+      is_uneven: Which arguments are.
+      places: Which variant each replica has.
+      replica: Which replica this is, a traced integer.
+      state: The values of variables.
+      leaves: The arguments; uneven ones padded, (1, rows, ...).
+      are_own: Whether each value of the state, and then each argument, may
+        differ between the replicas.
+
+    Returns:
+      What was computed, outputs padded to one shape; the notes of all
+      variants; and the true shapes of each variant's outputs.
+
+    Raises:
+      ValueError: the replicas' functions do not call the same collectives
+        or return the same structure.
+    """
+    index = jnp.array(places)[replica]
+    reduces: list[Any] = []
+    # Of each collective's result.
+    expected: list[list[jax.ShapeDtypeStruct]] = []
+    while True:
+        traces = [
+            _Trace(call, variant, is_uneven, state, leaves, expected)
+            for variant in variants
+        ]
+        _check_alike(traces)
+        reached = [trace.reached for trace in traces]
+        if not isinstance(reached[0], Reached):
+            break
+        operands = [trace.shapes[0][-1] for trace in traces]
+        reduce = _of_shapes(reached[0].reduce, operands, places)
+        reduces.append(reduce)
+        expected.append(jax.eval_shape(reduce, _largest(operands)))
+    staged = _Stages(traces, (state, leaves, expected), are_own)
+    known: list[list[Any]] = []
+    for reduce in [*reduces, None]:
+        staged.compute(index, state, leaves, known)
+        if reduce is not None:
+            known.append(reduce(staged.operands(len(known))))
+    outputs, new, start = staged.results()
+    called = Called(
+        outputs=outputs,
+        new=new,
+        start=start,
+        note=None,
+        is_alike=staged.are_alike()[1],
+    )
+    shapes = [[leaf.shape for leaf in trace.shapes[1]] for trace in traces]
+    return called, [trace.called.note for trace in traces], shapes
+
+
+class _Trace:
+    """A variant's trace, to its end or to a collective that is not known.
+
+    Args:
+      call: The function; see `call_unevenly`.
+      variant: The numbers of rows.
+      is_uneven: Which arguments are uneven.
+      state: The values of variables.
+      leaves: The arguments.
+      expected: The shapes of the results of the collectives before.
+
+    Attributes:
+      reached: The collective that it ended at, or None.
+      called: What was computed, if it did not.
+      jaxpr: The program: of the state, the arguments and the collectives'
+        results; its outputs are the collectives' operands, and the results'
+        arrays, the new values and those that changes are counted from.
+      shapes: The outputs' shapes, in the same structure.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[list[Any], list[Any]], Called],
+        variant: Variant,
+        is_uneven: list[bool],
+        state: list[Any],
+        leaves: list[Any],
+        expected: list[list[jax.ShapeDtypeStruct]],
+    ) -> None:
+        self.reached: Reached | None = None
+        self.called: Any = None
+
+        def traced(state: Any, leaves: Any, known: Any) -> Any:
+            own = with_rows(variant, is_uneven, leaves)
+            replay = Replay(known)
+            try:
+                with replay_scope(replay):
+                    called = call(state, own)
+                replay.check_not_swallowed()
+            except Reached as reached:
+                self.reached = reached
+                return [*replay.operands, reached.operands], [], [], []
+            self.called = called
+            return replay.operands, called.outputs, called.new, called.start
+
+        self.jaxpr, self.shapes = jax.make_jaxpr(traced, return_shape=True)(
+            state, leaves, expected
+        )
+
+
+class _Stages:
+    """What the variants compute, in stages.
+
+    Args:
+      traces: The variants' whole traces.
+      inputs: Their inputs; of the collectives' results the shapes.
+      are_own: See `call_unevenly`.
+    """
+
+    def __init__(
+        self, traces: list[_Trace], inputs: Any, are_own: list[bool]
+    ) -> None:
+        self._traces = traces
+        state, leaves, self._expected = inputs
+        self._inputs = [0] * len(jax.tree.leaves((state, leaves)))
+        for stage, results in enumerate(self._expected, 1):
+            self._inputs += [stage] * len(results)
+        of_each = [
+            stages.outputs_waiting(t.jaxpr.jaxpr, self._inputs) for t in traces
+        ]
+        self._stages = list(map(max, zip(*of_each, strict=True)))
+        if any(stages.has_answers(t.jaxpr.jaxpr) for t in traces):
+            # Asked again in each stage: one answer in all outputs.
+            last = [len(self._expected)] * len(self._stages)
+            operands = jax.tree.leaves(traces[0].shapes[0])
+            last[: len(operands)] = self._stages[: len(operands)]
+            self._stages = last
+        numbers = ValueNumbers()
+        self._are_common = [
+            len(set(column)) == 1
+            for column in zip(
+                *[numbers.of_outputs(t.jaxpr) for t in traces], strict=True
+            )
+        ]
+        own = are_own + [False] * (len(self._inputs) - len(are_own))
+        first = traces[0].jaxpr.jaxpr
+        self._are_alike = [
+            is_common and not differs
+            for is_common, differs in zip(
+                self._are_common,
+                stages.outputs_differing(first, own),
+                strict=True,
+            )
+        ]
+        # Of the outputs, by place; one shape of all variants.
+        self._shapes = _largest([jax.tree.leaves(t.shapes) for t in traces])
+        self._values: dict[int, Any] = {}
+
+    def compute(
+        self,
+        index: Any,
+        state: list[Any],
+        leaves: list[Any],
+        known: list[list[Any]],
+    ) -> None:
+        """Computes the next stage.
+
+        Args:
+          index: This replica's variant, a traced integer.
+          state: The values of variables.
+          leaves: The arguments.
+          known: The results of the collectives so far.
+        """
+        stage = len(known)
+        now = [k for k, s in enumerate(self._stages) if s == stage]
+        common = [k for k in now if self._are_common[k]]
+        others = [k for k in now if not self._are_common[k]]
+        given = (state, leaves, known)
+        shared = stages.part(self._traces[0].jaxpr, common)
+        values = self._branch(shared, common)(*given)
+        self._values.update(zip(common, values, strict=True))
+        parts = []
+        for trace in self._traces:
+            acting = stages.acting(trace.jaxpr.jaxpr, self._inputs, stage)
+            parts.append(stages.part(trace.jaxpr, others, acting))
+        if not any(part.jaxpr.eqns or others for part in parts):
+            return
+        branches = [self._branch(part, others) for part in parts]
+        values = jax.lax.switch(index, branches, *given)
+        self._values.update(zip(others, values, strict=True))
+
+    def _branch(self, part: ClosedJaxpr, places: list[int]) -> Any:
+        def branch(state: Any, leaves: Any, known: Any) -> list[Any]:
+            # What is wanted does not depend on the others.
+            unknown = jax.tree.map(
+                lambda shape: jnp.zeros(shape.shape, shape.dtype),
+                self._expected[len(known) :],
+            )
+            given = jax.tree.leaves((state, leaves, known, unknown))
+            return [
+                _padded(value, self._shapes[k])
+                for k, value in zip(
+                    places, jaxpr_as_fun(part)(*given), strict=True
+                )
+            ]
+
+        return branch
+
+    def operands(self, collective: int) -> list[Any]:
+        """This replica's arrays for a collective, padded to one shape."""
+        return self._structured(self._values)[0][collective]
+
+    def results(self) -> tuple[list[Any], list[Any], list[Any]]:
+        """The results' arrays, the new values and what they started from."""
+        _, outputs, new, start = self._structured(self._values)
+        return outputs, new, start
+
+    def are_alike(self) -> tuple[list[bool], list[bool], list[bool]]:
+        """As `results`: whether each is the same on all replicas."""
+        _, *rest = self._structured(dict(enumerate(self._are_alike)))
+        return tuple(rest)
+
+    def _structured(self, values: dict[int, Any]) -> Any:
+        structure = jax.tree.structure(self._traces[0].shapes)
+        every = [values.get(k) for k in range(len(self._stages))]
+        return jax.tree.unflatten(structure, every)
+
+
+def _largest(
+    columns: Sequence[list[jax.ShapeDtypeStruct]],
+) -> list[jax.ShapeDtypeStruct]:
+    """The shapes into which each variant's arrays can be padded."""
+    return [
+        jax.ShapeDtypeStruct(
+            tuple(map(max, zip(*[s.shape for s in column], strict=True))),
+            column[0].dtype,
+        )
+        for column in zip(*columns, strict=True)
+    ]
+
+
+def _of_shapes(
+    reduce: Any, operands: list[list[jax.ShapeDtypeStruct]], places: list[int]
+) -> Any:
+    """A collective for operands of each variant's shapes.
+
+    Raises:
+      ValueError: it takes operands of one shape, and they differ.
+    """
+    shapes = [[leaf.shape for leaf in variant] for variant in operands]
+    if all(s == shapes[0] for s in shapes):
+        return reduce
+    if isinstance(reduce, Concatenation):
+        return reduce.of_shapes([shapes[k][0] for k in places])
+    raise ValueError(
+        "A collective's value must have one shape on all replicas. "
+        f"Received: shapes {shapes} in a function given to `run` "
+        "with an uneven batch. Reduce over the rows first, or make "
+        "the batch even (`drop_remainder`)."
+    )
+
+
+def variants_of(rows: Sequence[Variant]) -> list[Variant]:
+    """The different numbers of rows, each once; the largest first."""
+    return sorted(set(rows), reverse=True)
+
+
+def shares_of(rows: Sequence[Variant]) -> list[float] | None:
+    """Each replica's weight in averages: none without rows.
+
+    Args:
+      rows: Each replica's numbers of rows, of all uneven arguments.
+
+    Returns:
+      The weights, or None where all have the same.
+    """
+    has_rows = [any(variant) for variant in rows]
+    if all(has_rows) or not any(has_rows):
+        return None
+    return [is_full / sum(has_rows) for is_full in has_rows]
+
+
+def rows_of_all(
+    own: Sequence[int], rows: Sequence[Variant]
+) -> dict[int, set[tuple[int, ...]]]:
+    """By a replica's own number of rows, those of all replicas.
+
+    Args:
+      own: The replica's numbers of rows, of all uneven arguments.
+      rows: Those of each replica.
+    """
+    columns: dict[int, set[tuple[int, ...]]] = {}
+    for count, column in zip(own, zip(*rows, strict=True), strict=True):
+        columns.setdefault(count, set()).add(column)
+    return columns
+
+
+def _padded(array: Any, most: jax.ShapeDtypeStruct) -> Any:
+    # A number's type is one of Python's where it is a literal.
+    array = jnp.asarray(array, most.dtype)
+    if array.shape == most.shape:
+        return array
+    missing = zip(array.shape, most.shape, strict=True)
+    return jnp.pad(array, [(0, most - size) for size, most in missing])
+
+
+def _check_alike(traces: list[_Trace]) -> None:
+    kinds = {trace.reached is None for trace in traces}
+    ranks = {
+        tuple(
+            (len(leaf.shape), leaf.dtype)
+            for leaf in jax.tree.leaves(trace.shapes[:2])
+        )
+        for trace in traces
+    }
+    if len(kinds) > 1 or len(ranks) > 1:
+        raise ValueError(
+            "All replicas must call the same collectives in the same order, "
+            "and return results of one structure. Received: a function given "
+            "to `run` that does something else for another number of rows. "
+            "Make the batch even (`drop_remainder`), or treat all alike."
+        )

@@ -1,0 +1,1 @@
+"""One step of a model as a compiled program."""

@@ -1,0 +1,94 @@
+"""A model's step lowered for shapes, without a batch or a device."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+from keras_strategies._core.batches import Segment
+from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.rows import padded_rows
+from keras_strategies.keras_bridge.steps.step_functions import (
+    make_program,
+    step_variables,
+)
+from keras_strategies.keras_bridge.variables import shardings
+
+KINDS = ("train", "test", "predict")
+
+
+def lower_step(
+    model: keras.Model,
+    mesh: ReplicaMesh,
+    kind: str,
+    batch: Any,
+    build: Callable[[Any], None],
+) -> Any:
+    """Lowers a step of a bound model.
+
+    Args:
+      model: The model.
+      mesh: The replicas.
+      kind: "train", "test" or "predict".
+      batch: What a dataset yields, of a global batch: `(x, y)`, `x` or
+        `(x, y, sample_weight)`, nests of arrays or of what has a shape and a
+        dtype.
+      build: Builds the model, given the batch's shapes.
+
+    Raises:
+      ValueError: an unknown kind; a batch without rows, or with different
+        numbers of them.
+      TypeError: an entry of the batch without shape and dtype.
+    """
+    if kind not in KINDS:
+        raise ValueError(
+            "A model has a train, a test and a predict step. Received: "
+            f"kind={kind!r}. Pass one of {', '.join(map(repr, KINDS))}."
+        )
+    x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
+    data = (x,) if kind == "predict" else (x, y, weight)
+    data = jax.tree.map(shape_of, data)
+    rows = _num_rows(data)
+    build(data)
+    padded = padded_rows(rows, mesh.num_replicas)
+    data = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            (padded, *leaf.shape[1:]), leaf.dtype, sharding=mesh.split
+        ),
+        data,
+    )
+    variables = step_variables(model, kind)
+    state = tuple(shardings.shapes_of(group, mesh) for group in variables)
+    program = make_program(model, mesh, kind, variables)
+    return program.lower(state, Segment(data=data, rows=rows, steps=1))
+
+
+def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of an array, or of what stands for one.
+
+    Raises:
+      TypeError: it has none.
+    """
+    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+    if shape is None or dtype is None or None in tuple(shape):
+        raise TypeError(
+            "What is compiled for is given by arrays or by their shapes and "
+            f"dtypes. Received: {leaf!r} of type {type(leaf).__name__}. Pass "
+            "`jax.ShapeDtypeStruct((rows, ...), 'float32')`."
+        )
+    dtype = jax.dtypes.canonicalize_dtype(np.dtype(dtype))
+    return jax.ShapeDtypeStruct(tuple(shape), dtype)
+
+
+def _num_rows(data: Any) -> int:
+    shapes = [leaf.shape for leaf in jax.tree.leaves(data)]
+    rows = {shape[:1] for shape in shapes}
+    if len(rows) != 1 or not all(shapes) or not all(rows.copy().pop()):
+        raise ValueError(
+            "The arrays of a batch have the global batch's number of rows, "
+            f"at least one, as their first dimension. Received: {shapes}. "
+            "Give all of them as many."
+        )
+    return rows.pop()[0]

@@ -1,0 +1,122 @@
+"""Programs whose results lie where the next call expects them.
+
+Of replicas with several cores XLA chooses which results it divides over the
+cores, and the next call would compile another program for them. With one core
+a replica there is nothing to choose, and programs stay as they are.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import keras
+from jax.sharding import NamedSharding
+
+from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.keras_bridge.variables.shardings import sharding_of
+
+Program = Callable[..., Any]
+Variables = Sequence[keras.Variable]
+
+
+def step(
+    body: Program,
+    written: Sequence[Variables],
+    read: Sequence[Variables],
+    mesh: ReplicaMesh,
+) -> Program:
+    """A step: `(...) -> (logs, new values, changed values by position)`.
+
+    Args:
+      body: The step.
+      written: Groups of variables, of the new values.
+      read: Groups of variables, of the changed values.
+      mesh: The replicas.
+    """
+    if mesh.cores_per_replica == 1:
+        return body
+
+    def laid_out(*args: Any) -> Any:
+        logs, new, changed = body(*args)
+        new = [
+            _values(*group, mesh) for group in zip(new, written, strict=True)
+        ]
+        changed = [
+            _changes(*group, mesh) for group in zip(changed, read, strict=True)
+        ]
+        return _whole(logs, mesh.whole), new, changed
+
+    return laid_out
+
+
+def prediction(
+    body: Program,
+    variables: Variables,
+    sharding: NamedSharding,
+    mesh: ReplicaMesh,
+) -> Program:
+    """A predict step: `(...) -> (outputs, changed values by position)`.
+
+    Args:
+      body: The step.
+      variables: Those of the changed values.
+      sharding: Where outputs lie.
+      mesh: The replicas.
+    """
+    if mesh.cores_per_replica == 1:
+        return body
+
+    def laid_out(*args: Any) -> Any:
+        outputs, changed = body(*args)
+        return _whole(outputs, sharding), _changes(changed, variables, mesh)
+
+    return laid_out
+
+
+def run(program: Program, variables: Variables, mesh: ReplicaMesh) -> Program:
+    """A program of `RunProgram`.
+
+    Args:
+      program: It returns results and copies of variables, split over the
+        replicas; sums and comparisons; and values.
+      variables: Those of the values.
+      mesh: The replicas.
+    """
+    if mesh.cores_per_replica == 1:
+        return program
+
+    def laid_out(*args: Any) -> Any:
+        results, copies, sums, same, values = program(*args)
+        split, whole = mesh.split, mesh.whole
+        return (
+            _whole(results, split),
+            _whole(copies, split),
+            _whole(sums, whole),
+            _whole(same, whole),
+            _values(values, variables, mesh),
+        )
+
+    return laid_out
+
+
+def _whole(values: Any, sharding: NamedSharding) -> Any:
+    return jax.tree.map(
+        lambda a: jax.lax.with_sharding_constraint(a, sharding), values
+    )
+
+
+def _values(
+    values: list[Any], variables: Variables, mesh: ReplicaMesh
+) -> list[Any]:
+    return [
+        jax.lax.with_sharding_constraint(value, sharding_of(variable, mesh))
+        for value, variable in zip(values, variables, strict=True)
+    ]
+
+
+def _changes(
+    changes: dict[str, Any], variables: Variables, mesh: ReplicaMesh
+) -> dict[str, Any]:
+    changed = [variables[int(k)] for k in changes]
+    values = _values(list(changes.values()), changed, mesh)
+    return dict(zip(changes, values, strict=True))

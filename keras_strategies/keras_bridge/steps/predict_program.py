@@ -1,0 +1,213 @@
+"""The compiled program of predict steps.
+
+A batch that the replicas cannot share evenly runs with its padding, which no
+row's prediction can see, and the padding is cut off on the host. A model
+with an output that is not one entry for each row (several, or none) runs its
+step once over the whole batch: only so is the order of the entries known.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+from keras_strategies._core.batches import Segment
+from keras_strategies._core.dispatch import dispatch
+from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.step_context import StepContext, step_scope
+from keras_strategies.keras_bridge.hooks import merge as merge_lib
+from keras_strategies.keras_bridge.hooks import seeds
+from keras_strategies.keras_bridge.hooks.trace_hooks import trace_hooks
+from keras_strategies.keras_bridge.steps import output_shardings
+from keras_strategies.keras_bridge.steps.mapped_program import (
+    Body,
+    MappedProgram,
+    NotMapped,
+    jitted,
+    mapped_trace,
+    over_replicas,
+    over_whole_batch,
+)
+from keras_strategies.keras_bridge.steps.trace_checks import eval_with_rows
+
+PredictState = tuple[list[Any], list[Any]]
+
+
+class PredictProgram:
+    """The programs of a model's predict step.
+
+    Args:
+      step: `step(state, data) -> (outputs, non_trainable)`.
+      non_trainable: The model's non-trainable variables.
+      mesh: The replicas.
+      is_whole: Whether the step must see the whole batch at once.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        non_trainable: list[keras.Variable],
+        *,
+        mesh: ReplicaMesh,
+        is_whole: bool = False,
+    ) -> None:
+        self._step = step
+        self._variables = non_trainable
+        self._mesh = mesh
+        placed = functools.partial(
+            output_shardings.prediction, variables=non_trainable, mesh=mesh
+        )
+        mapped = functools.partial(
+            over_replicas, mesh=mesh, splits_results=True
+        )
+        one = mapped(self._replica_step, stacked=False)
+        many = mapped(_scanned(self._replica_step), stacked=True)
+        whole = over_whole_batch(self._whole_body, _scanned, mesh)
+        self._programs = MappedProgram(
+            one=jitted(placed(one, sharding=mesh.split), "predict_step"),
+            many=jitted(placed(many, sharding=mesh.stacked), "predict_steps"),
+            whole=jitted(
+                placed(whole, sharding=mesh.whole),
+                "predict_step_whole",
+                static_argnums=3,
+                out_shardings=(
+                    mesh.whole if mesh.cores_per_replica == 1 else None
+                ),
+            ),
+            is_whole=is_whole,
+        )
+        # Of several processes, each returns all rows.
+        self._gather = jax.jit(_same, out_shardings=mesh.whole)
+
+    def __call__(
+        self, state: PredictState, segment: Segment
+    ) -> Iterator[tuple[Any, PredictState]]:
+        """Predicts the segment's rows; yields outputs, rows first, state."""
+        outputs, changed = self._programs.start(
+            functools.partial(dispatch, self._mesh),
+            (*state, segment.data),
+            segment,
+        )
+        if changed:
+            group = list(state[1])
+            for k, value in changed.items():
+                group[int(k)] = value
+            state = (state[0], group)
+        yield self._rows(outputs, segment), state
+
+    def _rows(self, outputs: Any, segment: Segment) -> Any:
+        is_by_rows = not self._programs.is_whole
+        is_padded = is_by_rows and segment.is_padded
+        if is_by_rows and self._mesh.num_processes > 1:
+            (outputs,) = dispatch(self._mesh, self._gather, (outputs,))
+        if segment.steps == 1 and not is_padded:
+            return outputs
+
+        def cut(output: jax.Array) -> np.ndarray:
+            host = np.asarray(output)
+            if segment.steps == 1:
+                host = host[None]
+            if is_padded:
+                host = segment.shape.without_padding(host, 1)
+            return host.reshape(-1, *host.shape[2:])
+
+        return jax.tree.map(cut, outputs)
+
+    def lower(self, state: PredictState, segment: Segment) -> Any:
+        """Lowers the program that a call would run; of abstract arrays, too."""
+        return self._programs.start(
+            lambda program, *args: program.lower(*args),
+            (*state, segment.data),
+            segment,
+        )
+
+    def _replica_step(
+        self, trainable: list[Any], old: list[Any], data: Any
+    ) -> Any:
+        rows = jax.tree.leaves(data)[0].shape[0]
+        step = StepContext(mesh=self._mesh, rows=rows)
+        if step.num_replicas == 1:
+            return self._whole_body(trainable, old, data)
+        with mapped_trace(step, self._step):
+            return self._mapped_body(step, trainable, old, data)
+
+    def _mapped_body(
+        self, step: StepContext, trainable: list[Any], old: list[Any], data: Any
+    ) -> Any:
+        rows = step.rows
+        folded = seeds.fold_seeds(self._variables, old, step)
+        if not self._has_known_outputs():
+            # Their number may be that of the rows by chance, so it is looked
+            # at with twice as many.
+            probe = StepContext(mesh=self._mesh, rows=2 * rows, is_probe=True)
+            body = functools.partial(self._predict, probe)
+            more, _ = eval_with_rows(2 * rows, body, (trainable, folded), data)
+            if not _is_by_rows(more, 2 * rows):
+                raise NotMapped(None)
+        outputs, new = self._predict(step, trainable, folded, data)
+        if not _is_by_rows(outputs, rows):
+            raise NotMapped(None)
+        plan = merge_lib.Merge(step=step)
+        finish = merge_lib.plan_merge(plan, self._variables, old, folded, new)
+        merged = finish(plan.sums())
+        changed = {
+            k: merge_lib.as_type_of(merged[int(k)], old[int(k)])
+            for k in merge_lib.changed_values(folded, new)
+        }
+        return outputs, changed
+
+    def _predict(
+        self, step: StepContext, trainable: Any, state: Any, data: Any
+    ) -> tuple[Any, Any]:
+        with trace_hooks(), step_scope(step):
+            return self._step((list(trainable), list(state)), data)
+
+    def _has_known_outputs(self) -> bool:
+        """Whether Keras says that all outputs have rows: a functional model."""
+        model = getattr(self._step, "__self__", None)
+        users = [
+            cls
+            for cls in type(model).__mro__
+            if not cls.__module__.startswith("keras.")
+        ]
+        if any({"predict_step", "call"} & vars(cls).keys() for cls in users):
+            return False
+        outputs = getattr(model, "outputs", None)
+        return bool(outputs) and all(o.shape[:1] == (None,) for o in outputs)
+
+    def _whole_body(
+        self, trainable: list[Any], old: list[Any], data: Any
+    ) -> Any:
+        outputs, new = self._step((list(trainable), list(old)), data)
+        return outputs, merge_lib.changed_values(old, new)
+
+
+def _scanned(body: Body) -> Body:
+    """The steps of several stacked batches as one program; all outputs."""
+
+    def many(trainable: list[Any], old: list[Any], data: Any) -> Any:
+        keys: list[str] = []
+
+        def one(carry: list[Any], batch: Any) -> Any:
+            outputs, changed = body(trainable, carry, batch)
+            keys[:] = list(changed)
+            carry = list(carry)
+            for k, value in changed.items():
+                carry[int(k)] = value
+            return carry, outputs
+
+        carry, outputs = jax.lax.scan(one, list(old), data)
+        return outputs, {k: carry[int(k)] for k in keys}
+
+    return many
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _is_by_rows(outputs: Any, rows: int) -> bool:
+    return all(np.shape(o)[:1] == (rows,) for o in jax.tree.leaves(outputs))

@@ -1,0 +1,345 @@
+"""One compiled program per kind of step: train, test, predict.
+
+A batch that the replicas share evenly goes through the model's own step,
+mapped over the replicas. Any other batch goes through the same step once,
+over the whole batch, with its rows still divided over the devices by XLA:
+exact for every loss, metric and layer, and no device holds more than its
+share (docs/architecture.md).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import keras
+
+from keras_strategies._core.batches import Segment, unstacked
+from keras_strategies._core.dispatch import dispatch
+from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.replica_map import has_convolutions
+from keras_strategies._core.step_context import StepContext, step_scope
+from keras_strategies.keras_bridge.hooks import merge as merge_lib
+from keras_strategies.keras_bridge.hooks import seeds
+from keras_strategies.keras_bridge.hooks.trace_hooks import trace_hooks
+from keras_strategies.keras_bridge.steps import output_shardings
+from keras_strategies.keras_bridge.steps.mapped_program import (
+    MappedProgram,
+    jitted,
+    mapped_trace,
+    over_replicas,
+    over_whole_batch,
+)
+from keras_strategies.keras_bridge.steps.trace_checks import (
+    StepsNotFused,
+    Traced,
+    traced_once,
+)
+
+Step = Callable[..., Any]
+Groups = tuple[list[Any], ...]
+"""State: trainable, non-trainable, (optimizer,) (metrics) values."""
+
+
+class StepProgram:
+    """The programs of one kind of step of one model.
+
+    Args:
+      step: `step(state, data) -> (logs, state)`; the model's own.
+      name: Of the programs, in profiles.
+      variables: Groups of the model's variables, aligned with the state.
+      metrics: Index of the group that holds metrics, or None.
+      written: Indices of the groups that the step writes as a rule; they are
+        donated. Of other groups only what changed is returned.
+      mesh: The replicas.
+      is_whole: Whether the step must see the whole batch at once.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        name: str,
+        variables: tuple[list[keras.Variable], ...],
+        *,
+        metrics: int,
+        written: tuple[int, ...],
+        mesh: ReplicaMesh,
+        is_whole: bool = False,
+    ) -> None:
+        self._step = step
+        self._variables = variables
+        self._metrics = metrics
+        self._written = written
+        self._mesh = mesh
+        self._read = tuple(i for i in range(len(variables)) if i not in written)
+        self._programs = self._made(name, is_whole)
+        self._unstack = jax.jit(
+            unstacked, static_argnums=1, out_shardings=mesh.split
+        )
+        self._is_fused = True
+
+    def _made(self, name: str, is_whole: bool) -> MappedProgram:
+        mesh, step = self._mesh, self._replica_step
+        placed = functools.partial(
+            output_shardings.step,
+            written=[self._variables[i] for i in self._written],
+            read=[self._variables[i] for i in self._read],
+            mesh=mesh,
+        )
+        mapped = functools.partial(
+            over_replicas, mesh=mesh, splits_results=False
+        )
+        one = mapped(step, stacked=False)
+        many = mapped(self._scanned(step), stacked=True)
+        whole = over_whole_batch(self._whole_body, self._scanned, mesh)
+        return MappedProgram(
+            one=jitted(placed(one), name, donate_argnums=0),
+            many=jitted(placed(many), f"{name}s", donate_argnums=0),
+            whole=jitted(
+                placed(whole),
+                f"{name}_whole",
+                donate_argnums=0,
+                static_argnums=3,
+                out_shardings=(
+                    mesh.whole if mesh.cores_per_replica == 1 else None
+                ),
+            ),
+            is_whole=is_whole,
+        )
+
+    def __call__(
+        self, state: Groups, segment: Segment
+    ) -> Iterator[tuple[Any, Groups]]:
+        """Runs the segment's steps, in one program or in several.
+
+        Yields:
+          After each program its last step's logs, and the state: the one
+          before is gone, so whoever is interrupted must have taken this one.
+        """
+        if segment.steps > 1 and self._is_fused:
+            try:
+                yield self._run(state, segment)
+                return
+            except StepsNotFused:
+                self._is_fused = False
+        if segment.steps == 1:
+            yield self._run(state, segment)
+            return
+        batches = dispatch(
+            self._mesh, self._unstack, segment.data, segment.steps
+        )
+        for data in batches:
+            one = dataclasses.replace(segment, data=data, steps=1)
+            logs, state = self._run(state, one)
+            yield logs, state
+
+    def _run(self, state: Groups, segment: Segment) -> tuple[Any, Groups]:
+        logs, new, changed = self._start(
+            functools.partial(dispatch, self._mesh), state, segment
+        )
+        return logs, self._joined(state, new, changed)
+
+    def _start(
+        self, call: Callable[..., Any], state: Groups, segment: Segment
+    ) -> Any:
+        args = (*self._divide(state), segment.data)
+        is_shared = not segment.is_padded
+        return self._programs.start(call, args, segment, is_shared=is_shared)
+
+    def lower(self, state: Groups, segment: Segment) -> Any:
+        """Lowers the program that a call would run; of abstract arrays, too."""
+        return self._start(_lower, state, segment)
+
+    def lower_whole(self, state: Groups, segment: Segment) -> Any:
+        """Lowers the program of an indivisible batch."""
+        args = (*self._divide(state), segment.data)
+        return self._programs.start_whole(_lower, args, segment)
+
+    def _divide(self, state: Groups) -> tuple[list[Any], list[Any]]:
+        return (
+            [state[i] for i in self._written],
+            [state[i] for i in self._read],
+        )
+
+    def _joined(
+        self, state: Groups, new: list[Any], changed: list[dict[str, Any]]
+    ) -> Groups:
+        result: list[Any] = list(state)
+        for i, group in zip(self._written, new, strict=True):
+            result[i] = group
+        for i, values in zip(self._read, changed, strict=True):
+            if values:
+                group = list(result[i])
+                for k, value in values.items():
+                    group[int(k)] = value
+                result[i] = group
+        return tuple(result)
+
+    # Steps as pure functions: (written, read, data) -> (logs, written,
+    # changed), where `changed` maps positions in a read group to new values.
+
+    def _replica_step(
+        self, written: list[Any], read: list[Any], data: Any
+    ) -> Any:
+        rows = jax.tree.leaves(data)[0].shape[0]
+        step = StepContext(mesh=self._mesh, rows=rows)
+        if step.num_replicas == 1:
+            return self._whole_body(written, read, data)
+        with mapped_trace(step, self._step):
+            return traced_once(step, self._replica_body, (written, read), data)
+
+    def _replica_body(
+        self, step: StepContext, written: list[Any], read: list[Any], data: Any
+    ) -> Any:
+        old = self._ordered(written, read)
+        folded = [
+            seeds.fold_seeds(variables, values, step)
+            for variables, values in zip(self._variables, old, strict=True)
+        ]
+        model = getattr(self._step, "__self__", None)
+        step.loss_tracker = getattr(model, "_loss_tracker", None)
+        metrics = self._variables[self._metrics]
+        step.before = {
+            id(v): value
+            for v, value in zip(metrics, folded[self._metrics], strict=True)
+        }
+        with trace_hooks(), step_scope(step):
+            logs, new = self._step(tuple(map(list, folded)), data)
+        if step.is_probe:
+            # Metrics have no rules in it, and nothing is merged.
+            return logs
+        # A metric that the step has reset started anew.
+        folded[self._metrics] = [step.before[id(v)] for v in metrics]
+        return self._merged(step, old, folded, new, logs)
+
+    def _merged(
+        self, step: StepContext, old: Any, folded: Any, new: Any, logs: Any
+    ) -> Any:
+        plan = merge_lib.Merge(step=step)
+        finishers = [
+            merge_lib.plan_merge(
+                plan,
+                variables,
+                folded[i] if i == self._metrics else old[i],
+                folded[i],
+                new[i],
+                are_metrics=i == self._metrics,
+            )
+            for i, variables in enumerate(self._variables)
+        ]
+        places = {
+            k: plan.add(v / step.num_replicas)
+            for k, v in _averaged_logs(step, logs).items()
+        }
+        sums = plan.sums()
+        merged = [finish(sums) for finish in finishers]
+        means = {k: sums[place] for k, place in places.items()}
+        logs = self._merged_logs(step, logs, new, merged, means)
+        return logs, *self._output(old, merged)
+
+    def _merged_logs(
+        self,
+        step: StepContext,
+        logs: Any,
+        new: Any,
+        merged: Any,
+        means: dict[int, Any],
+    ) -> Any:
+        """Logs of the whole batch: results read from the merged metrics."""
+        metrics = self._variables[self._metrics]
+        new = {
+            id(v): value
+            for v, value in zip(metrics, new[self._metrics], strict=True)
+        }
+        mapping = list(zip(metrics, merged[self._metrics], strict=True))
+        cache: dict[int, Any] = {}
+
+        def whole(value: Any) -> Any:
+            if id(value) in means:
+                return merge_lib.as_type_of(means[id(value)], value)
+            result = step.results.get(id(value))
+            if result is None or any(
+                new[id(v)] is not mine
+                for v, mine in zip(result.variables, result.state, strict=True)
+            ):
+                # Read before a later update: it was merged on the spot.
+                return value
+            metric = result.metric
+            if id(metric) not in cache:
+                cache[id(metric)] = metric.result()
+            whole_result = cache[id(metric)]
+            return whole_result[result.key] if result.key else whole_result
+
+        with keras.StatelessScope(state_mapping=mapping):
+            return jax.tree.map(whole, logs)
+
+    def _whole_body(
+        self, written: list[Any], read: list[Any], data: Any
+    ) -> Any:
+        old = self._ordered(written, read)
+        logs, new = self._step(tuple(map(list, old)), data)
+        return logs, *self._output(old, new)
+
+    def _scanned(self, body: Step) -> Step:
+        """The steps of several stacked batches as one program; last logs."""
+
+        def many(written: list[Any], read: list[Any], data: Any) -> Any:
+            changed_keys: list[list[str]] = []
+
+            def one(carry: Any, batch: Any) -> Any:
+                logs, written, changed = body(*carry, batch)
+                changed_keys[:] = [list(values) for values in changed]
+                read = [list(group) for group in carry[1]]
+                for group, values in zip(read, changed, strict=True):
+                    for k, value in values.items():
+                        group[int(k)] = value
+                return (written, read), logs
+
+            carry = (written, read)
+            first = jax.tree.map(lambda a: a[0], data)
+            traced = Traced(one, carry, first)
+            trains = 0 in self._written
+            on_cpu = self._mesh.platform == "cpu"
+            if trains and on_cpu and has_convolutions(traced.jaxpr):
+                raise StepsNotFused
+            (written, read), logs = jax.lax.scan(traced, carry, data)
+            changed = [
+                {k: group[int(k)] for k in keys}
+                for group, keys in zip(read, changed_keys, strict=True)
+            ]
+            return jax.tree.map(lambda a: a[-1], logs), written, changed
+
+        return many
+
+    def _ordered(self, written: list[Any], read: list[Any]) -> list[Any]:
+        groups: list[Any] = [None] * len(self._variables)
+        for i, group in zip(self._written, written, strict=True):
+            groups[i] = group
+        for i, group in zip(self._read, read, strict=True):
+            groups[i] = group
+        return groups
+
+    def _output(self, old: Any, new: Any) -> tuple[list[Any], list[Any]]:
+        written = [
+            [
+                merge_lib.as_type_of(n, o)
+                for n, o in zip(new[i], old[i], strict=True)
+            ]
+            for i in self._written
+        ]
+        return written, [
+            merge_lib.changed_values(old[i], new[i]) for i in self._read
+        ]
+
+
+def _lower(program: Any, *args: Any) -> Any:
+    return program.lower(*args)
+
+
+def _averaged_logs(step: StepContext, logs: Any) -> dict[int, Any]:
+    return {
+        id(leaf): leaf
+        for leaf in jax.tree.leaves(logs)
+        if isinstance(leaf, jax.Array) and id(leaf) not in step.results
+    }

@@ -1,0 +1,1 @@
+"""Who makes a variable, and on which devices it lies."""

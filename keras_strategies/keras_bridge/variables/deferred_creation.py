@@ -1,0 +1,56 @@
+"""Variables that a function creates on its first call, and those of a fit."""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from keras_strategies.keras_bridge.variables.variable_creator import (
+    variable_creator_scope,
+)
+
+models_in_loops: "weakref.WeakSet[keras.Model]" = weakref.WeakSet()
+"""Models whose variables one of Keras's loops has taken the values of."""
+
+
+@contextlib.contextmanager
+def deferred() -> Iterator[None]:
+    """Lets variables be created in a trace: they get their values after it.
+
+    Keras defers those that have an initializer; a value is made one.
+    """
+
+    def create(
+        next_creator: Callable[..., keras.Variable], **kwargs: Any
+    ) -> keras.Variable:
+        initializer = kwargs["initializer"]
+        if not callable(initializer) and not isinstance(initializer, str):
+            value = np.asarray(initializer, kwargs.get("dtype"))
+            if value.dtype == np.float64:
+                value = value.astype(keras.config.floatx())
+            kwargs |= {
+                "initializer": lambda shape, dtype: jnp.asarray(value, dtype),
+                "shape": value.shape,
+                "dtype": kwargs.get("dtype") or str(value.dtype),
+            }
+        return next_creator(**kwargs)
+
+    with variable_creator_scope(create):
+        yield
+
+
+def sync_fits(variables: Sequence[keras.Variable]) -> None:
+    """Gives variables the values that a running fit has taken from them."""
+    if any(v._value is None for v in variables):
+        sync_all_fits()
+
+
+def sync_all_fits() -> None:
+    """Gives all variables the values that running fits have taken."""
+    for model in list(models_in_loops):
+        if any(v._value is None for v in model.variables):
+            model.jax_state_sync()

@@ -1,0 +1,349 @@
+"""The variable creator: every variable made in a scope lies on the mesh.
+
+Keras asks the current `Distribution` for the layout of each variable it
+creates (weights, optimizer slots, metrics, seeds). Ours answers with the
+replicated sharding of the mesh and remembers the variable.
+"""
+
+import contextlib
+import functools
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import keras
+from keras.src.distribution.distribution_lib import Distribution
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+from keras_strategies._core.chief import from_chief
+from keras_strategies._core.dispatch import dispatch
+from keras_strategies._core.mesh import ReplicaMesh, copied, shown_devices
+from keras_strategies.keras_bridge.variables import initial_values
+from keras_strategies.keras_bridge.variables.shardings import (
+    Partitions,
+    follow,
+    sharding_of,
+)
+
+VariableCreator = Callable[..., keras.Variable]
+
+
+class Registry:
+    """The variables that were created in a strategy's scope, held weakly."""
+
+    def __init__(self) -> None:
+        # By id: variables compare elementwise, so they are no dict keys.
+        self._variables: dict[int, weakref.ref[keras.Variable]] = {}
+
+    def add(self, variable: keras.Variable) -> None:
+        """Remembers a variable until it is collected."""
+        key = id(variable)
+        forget = functools.partial(self._forget, key)
+        self._variables[key] = weakref.ref(variable, forget)
+
+    def __contains__(self, variable: object) -> bool:
+        reference = self._variables.get(id(variable))
+        return reference is not None and reference() is variable
+
+    def __len__(self) -> int:
+        return len(self._variables)
+
+    def __iter__(self) -> Iterator[keras.Variable]:
+        for reference in list(self._variables.values()):
+            variable = reference()
+            if variable is not None:
+                yield variable
+
+    def _forget(self, key: int, reference: Any) -> None:
+        if self._variables.get(key) is reference:
+            del self._variables[key]
+
+
+class ReplicaDistribution(Distribution):
+    """Lays every variable out over a mesh and registers it."""
+
+    def __init__(
+        self, mesh: ReplicaMesh, registry: Registry, partitions: Partitions
+    ) -> None:
+        device_mesh = keras.distribution.DeviceMesh(
+            shape=mesh.mesh.devices.shape,
+            axis_names=list(mesh.mesh.axis_names),
+            devices=[f"{d.platform}:{d.id}" for d in mesh.devices],
+        )
+        super().__init__(
+            device_mesh, batch_dim_name=mesh.axis, auto_shard_dataset=False
+        )
+        self._mesh = mesh
+        self._registry = registry
+        self.partitions = partitions
+
+    @property
+    def num_model_replicas(self) -> int:
+        """Number of replicas of the model."""
+        return self._mesh.num_replicas
+
+    def get_variable_layout(self, variable: keras.Variable) -> Any:
+        """The layout of a variable that is being created."""
+        self._registry.add(variable)
+        self.partitions.assign([variable])
+        # Of a slice that is only compiled for, variables stay on the host.
+        mesh = self._mesh
+        return None if mesh.is_abstract else sharding_of(variable, mesh)
+
+    def alike(self) -> contextlib.AbstractContextManager[None]:
+        """While it is open, processes create variables with equal values."""
+        if self._mesh.num_processes == 1 or self._mesh.is_abstract:
+            return contextlib.nullcontext()
+        create = functools.partial(initial_values.create, self._mesh)
+        return variable_creator_scope(create)
+
+    def get_data_layout(self, data_shape: Iterable[int]) -> Any:
+        """Where others lay data out in a scope, as keras-hub's `generate`.
+
+        The feed of a loop does not ask. Rows that the replicas cannot share
+        lie whole on each; and all rows where there are several processes, of
+        which each can read only what lies on its own devices.
+        """
+        mesh, rows = self._mesh, next(iter(data_shape), 0)
+        shares = rows and rows % mesh.num_replicas == 0
+        return mesh.split if shares and mesh.num_processes == 1 else mesh.whole
+
+    def get_tensor_layout(self, path: str) -> None:
+        """Activations keep the layout that the step gives them."""
+        return
+
+
+@contextlib.contextmanager
+def distribution_scope(
+    distribution: ReplicaDistribution | None,
+) -> Iterator[None]:
+    """Makes `distribution` this thread's Keras distribution for a block."""
+    before = keras.distribution.distribution()
+    keras.distribution.set_distribution(distribution)
+    try:
+        with contextlib.ExitStack() as stack:
+            if distribution is not None:
+                stack.enter_context(_slots_registered())
+                stack.enter_context(distribution.alike())
+            yield
+    finally:
+        keras.distribution.set_distribution(before)
+
+
+_slots_lock = threading.RLock()
+_num_registering = 0
+_original_slot: Any = None
+
+
+@contextlib.contextmanager
+def _slots_registered() -> Iterator[None]:
+    """Optimizer slots take the layout of their weight: no one is asked."""
+    global _num_registering, _original_slot
+    name = "add_variable_from_reference"
+    with _slots_lock:
+        if _num_registering == 0:
+            _original_slot = getattr(BaseOptimizer, name)
+            setattr(BaseOptimizer, name, _registering(_original_slot))
+        _num_registering += 1
+    try:
+        yield
+    finally:
+        with _slots_lock:
+            _num_registering -= 1
+            if _num_registering == 0:
+                setattr(BaseOptimizer, name, _original_slot)
+
+
+def _registering(
+    make_slot: Callable[..., keras.Variable],
+) -> Callable[..., keras.Variable]:
+    @functools.wraps(make_slot)
+    def make(
+        optimizer: Any, reference_variable: Any, *args: Any, **kwargs: Any
+    ) -> keras.Variable:
+        slot = make_slot(optimizer, reference_variable, *args, **kwargs)
+        # The calling thread's, if any.
+        distribution = keras.distribution.distribution()
+        if isinstance(distribution, ReplicaDistribution):
+            follow(slot, reference_variable)
+            distribution.get_variable_layout(slot)
+        return slot
+
+    return make
+
+
+def adopt(
+    variables: Iterable[keras.Variable],
+    mesh: ReplicaMesh,
+    partitions: Partitions,
+) -> None:
+    """Moves variables that were created elsewhere onto the mesh.
+
+    A variable gets its layout and a true copy of its value: a plain
+    `device_put` shares the source's buffer, which a donating step deletes.
+    For a mesh that is only compiled for nothing is moved.
+
+    Raises:
+      ValueError: a variable that is laid out over the devices of another
+        strategy or distribution, or cannot have its layout.
+    """
+    variables = list(variables)
+    partitions.assign(variables)
+    if mesh.is_abstract:
+        return
+    moved = []
+    for variable in variables:
+        value, sharding = variable._value, sharding_of(variable, mesh)
+        if value is None:
+            variable._layout = sharding
+            continue
+        is_ours = variable._layout is sharding
+        if is_ours and value.sharding.is_equivalent_to(sharding, value.ndim):
+            continue
+        moved.append(variable)
+    check_home(moved, mesh)
+    shardings = [sharding_of(v, mesh) for v in moved]
+    if moved:
+        values = [v._value for v in moved]
+        copies = (
+            list(map(copied, values, shardings))
+            if mesh.num_processes == 1
+            else _laid_out(from_chief(values, mesh), shardings, mesh)
+        )
+        for variable, value in zip(moved, copies, strict=True):
+            variable._value = value
+    for variable, sharding in zip(moved, shardings, strict=True):
+        variable._layout = sharding
+
+
+def _laid_out(values: list[Any], shardings: list[Any], mesh: Any) -> list[Any]:
+    if all(sharding is mesh.whole for sharding in shardings):
+        return values
+    return dispatch(mesh, jax.jit(list, out_shardings=shardings), values)
+
+
+def check_home(variables: Iterable[keras.Variable], mesh: ReplicaMesh) -> None:
+    """Raises ValueError unless `adopt` can move all the variables."""
+    for variable in variables:
+        value = variable._value
+        if value is None or variable._layout is sharding_of(variable, mesh):
+            continue
+        devices = value.sharding.device_set
+        if len(devices) > 1 and devices != set(mesh.devices):
+            raise ValueError(
+                "The model's variables must lie on one device or on the "
+                "devices of its strategy. Received: variable "
+                f"{variable.path!r} on {shown_devices(list(devices))}, "
+                f"strategy on {shown_devices(mesh.devices)}. Create the "
+                "model in this strategy's scope, or call `detach(model)` on "
+                "the strategy (or leave the keras.distribution) that placed "
+                "it."
+            )
+
+
+def release(variables: Iterable[keras.Variable]) -> None:
+    """Moves variables back to the default device, without a layout."""
+    home = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    for variable in variables:
+        value = variable._value
+        variable._layout = None
+        if value is not None:
+            variable._value = copied(value, home)
+
+
+class _Creators(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[VariableCreator] = []
+
+
+_creators = _Creators()
+_patch_lock = threading.RLock()
+_num_open = 0
+_original_init: Any = None
+
+
+@contextlib.contextmanager
+def variable_creator_scope(creator: VariableCreator) -> Iterator[None]:
+    """Calls `creator` for every Keras variable created in the block.
+
+    As `tf.variable_creator_scope`: creators stack, the innermost is called
+    first and passes on by calling `next_creator(**kwargs)`, with its keywords
+    changed as it likes. Holds for this thread.
+
+    Differs from tf: the variable that `next_creator` returns must be
+    returned; another object cannot take its place.
+
+    Args:
+      creator: `creator(next_creator, **kwargs) -> keras.Variable`, where
+        kwargs are those of `keras.Variable` (initializer, shape, dtype,
+        trainable, autocast, aggregation, synchronization, name, layout).
+
+    Example:
+      ```python
+      def frozen(next_creator, **kwargs):
+          return next_creator(**(kwargs | {"trainable": False}))
+
+      with ks.variable_creator_scope(frozen):
+          layer = keras.layers.Dense(3)
+          layer.build((None, 2))
+      ```
+    """
+    _creators.stack.append(creator)
+    _install()
+    try:
+        yield
+    finally:
+        _uninstall()
+        _creators.stack.pop()
+
+
+def _install() -> None:
+    global _num_open, _original_init
+    with _patch_lock:
+        if _num_open == 0:
+            _original_init = keras.Variable.__init__
+            keras.Variable.__init__ = _creating_init(keras.Variable.__init__)
+        _num_open += 1
+
+
+def _uninstall() -> None:
+    global _num_open, _original_init
+    with _patch_lock:
+        _num_open -= 1
+        if _num_open == 0:
+            keras.Variable.__init__ = _original_init
+            _original_init = None
+
+
+def _creating_init(original: Callable[..., None]) -> Callable[..., None]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def init(self: keras.Variable, *args: Any, **kwargs: Any) -> None:
+        if not _creators.stack:
+            original(self, *args, **kwargs)
+            return
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        arguments = dict(bound.arguments)
+        arguments.pop(next(iter(arguments)))
+        arguments |= arguments.pop("kwargs", {})
+
+        def create(**kwargs: Any) -> keras.Variable:
+            original(self, **kwargs)
+            return self
+
+        for creator in _creators.stack:
+            create = functools.partial(creator, create)
+        if create(**arguments) is not self:
+            raise ValueError(
+                "A variable creator must return the variable that its "
+                "`next_creator` returned. Received: another object from "
+                f"{_creators.stack[-1]!r}. Change the keywords passed to "
+                "`next_creator` instead of the variable."
+            )
+
+    return init

@@ -1,0 +1,302 @@
+"""What `Strategy.describe` shows: the mesh drawn, and a table of variables."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import keras
+import rich.box
+from jax.sharding import NamedSharding, Sharding
+from rich.columns import Columns
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.keras_bridge.variables.shardings import sharding_of
+
+# Above these, the middle of a sequence is left out.
+MAX_DEVICES = 16
+MAX_DEVICES_OF_PROCESS = 4
+MAX_PROCESSES = 4
+MAX_CORES = 8
+MAX_VARIABLES = 40
+MAX_WIDTH = 20
+
+BYTES_PER_MB = 1e6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VariableRow:
+    """One variable, as the table shows it.
+
+    Attributes:
+      path: Its name with those of its layers.
+      shape: Its global shape, of any rank; None if it is not known yet.
+      dtype: Its type.
+      sharding: Where it lies, in words.
+      num_bytes: Bytes on each device that holds a part of it.
+    """
+
+    path: str
+    shape: tuple[int | None, ...] | None
+    dtype: str
+    sharding: str
+    num_bytes: int
+
+
+def describe_table(
+    mesh: ReplicaMesh, variables: Sequence[keras.Variable]
+) -> Group:
+    """Draws a mesh and lists variables.
+
+    Args:
+      mesh: The replicas.
+      variables: The variables; one given twice is listed once.
+
+    Returns:
+      Something a `rich.console.Console` prints, in lines that the number of
+      devices and of variables does not let grow without bound.
+    """
+    cores = mesh.cores_per_replica
+    return Group(
+        draw_mesh(mesh.devices, mesh.axis, cores, mesh.model_axis),
+        tabulate_variables(mesh.devices, variables, mesh),
+    )
+
+
+def draw_mesh(
+    devices: Sequence[jax.Device],
+    axis_name: str,
+    cores_per_replica: int = 1,
+    model_axis: str = "model",
+) -> Group:
+    """Draws a box for each replica, with a heading for each process.
+
+    Args:
+      devices: The devices, in the order of the replica ids.
+      axis_name: Name of the mesh axis that the replicas lie on.
+      cores_per_replica: How many devices a replica has, one after the other.
+      model_axis: Name of the mesh axis of a replica's cores.
+
+    Returns:
+      A heading and the boxes; beyond 16 replicas or 4 processes the first
+      few, "..." and the last.
+    """
+    replicas = [
+        devices[i : i + cores_per_replica]
+        for i in range(0, len(devices), cores_per_replica)
+    ]
+    groups = _by_process(replicas)
+    is_many = len(replicas) > MAX_DEVICES
+    num_shown = len(replicas)
+    if is_many:
+        # One process has the whole drawing to itself.
+        num_shown = MAX_DEVICES_OF_PROCESS * (2 if len(groups) == 1 else 1)
+    heading = _heading(replicas, axis_name, model_axis, len(groups))
+    parts: list[RenderableType] = [heading]
+    for group in abbreviate(groups, MAX_PROCESSES if is_many else len(groups)):
+        if group is None:
+            parts.append(Text("..."))
+            continue
+        process_id, items = group
+        if len(groups) > 1:
+            count = counted(len(items), "replica")
+            parts.append(Text(f"process {process_id}: {count}"))
+        boxes = [_box(item) for item in abbreviate(items, num_shown)]
+        parts.append(Columns(boxes, padding=(0, 0)))
+    return Group(*parts)
+
+
+def tabulate_variables(
+    devices: Sequence[jax.Device],
+    variables: Sequence[keras.Variable],
+    mesh: ReplicaMesh | None = None,
+) -> Table:
+    """Lists variables with where they lie and what they cost.
+
+    Args:
+      devices: The devices of the mesh.
+      variables: The variables; one given twice is listed once.
+      mesh: The mesh, where it is only compiled for: then variables are listed
+        as they would lie on it.
+
+    Returns:
+      A table with totals in its footer; beyond 40 variables it has the 40
+      that take most memory on a device.
+    """
+    distinct = {id(variable): variable for variable in variables}.values()
+    planned = mesh if mesh is not None and mesh.is_abstract else None
+    rows = [describe_variable(v, devices, planned) for v in distinct]
+    shown = rows
+    if len(rows) > MAX_VARIABLES:
+        shown = sorted(rows, key=lambda row: -row.num_bytes)[:MAX_VARIABLES]
+    table = Table(box=rich.box.SIMPLE_HEAD, show_footer=True)
+    elements = sum(_num_elements(row) for row in rows)
+    footers = (
+        counted(len(rows), "variable"),
+        f"{elements:,}",
+        "",
+        "",
+        _megabytes(sum(row.num_bytes for row in rows)),
+    )
+    headers = ("variable", "shape", "dtype", "sharding", "MB per device")
+    cells = [
+        (
+            row.path,
+            _shape(row),
+            row.dtype,
+            row.sharding,
+            _megabytes(row.num_bytes),
+        )
+        for row in shown
+    ]
+    for i, (header, footer) in enumerate(zip(headers, footers, strict=True)):
+        widest = max(map(len, (header, footer, *(c[i] for c in cells))))
+        table.add_column(
+            header,
+            footer,
+            justify="right" if header == "MB per device" else "left",
+            # A narrow terminal cuts the paths, which are the longest.
+            no_wrap=i > 0,
+            overflow="ellipsis",
+            min_width=min(widest, MAX_WIDTH) if i else None,
+        )
+    for row in cells:
+        # Text, as a path may hold what rich takes for markup.
+        path = Text(row[0], no_wrap=True, overflow="ellipsis")
+        table.add_row(path, *map(Text, row[1:]))
+    if len(rows) > len(shown):
+        table.add_row(f"... and {len(rows) - len(shown)} more")
+    return table
+
+
+def describe_variable(
+    variable: keras.Variable,
+    devices: Sequence[jax.Device],
+    planned: ReplicaMesh | None = None,
+) -> VariableRow:
+    """The facts of one variable.
+
+    Args:
+      variable: A variable, built or not.
+      devices: The devices of the mesh.
+      planned: The mesh it is to lie on, where it does not yet.
+
+    Returns:
+      Its row; "not built", with no bytes, if it has no value yet.
+    """
+    # `variable.value` would draw a value for one that has none.
+    array = getattr(variable, "_value", None)
+    shape = None if variable.shape is None else tuple(variable.shape)
+    dtype = keras.backend.standardize_dtype(variable.dtype)
+    sharding, num_bytes = "not built", 0
+    if array is not None:
+        held = array.sharding
+        if planned is not None:
+            held = sharding_of(variable, planned)
+        sharding = describe_sharding(held, devices)
+        part = held.shard_shape(array.shape)
+        num_bytes = math.prod(part) * array.dtype.itemsize
+    return VariableRow(
+        path=variable.path,
+        shape=shape,
+        dtype=dtype,
+        sharding=sharding,
+        num_bytes=num_bytes,
+    )
+
+
+def describe_sharding(sharding: Sharding, devices: Sequence[jax.Device]) -> str:
+    """Where an array lies, in words.
+
+    Args:
+      sharding: The array's sharding.
+      devices: The devices of the mesh.
+
+    Returns:
+      "replicated" if each of `devices` holds it whole; otherwise the
+      partition spec, or the devices it is on.
+    """
+    held = sharding.device_set
+    if sharding.is_fully_replicated:
+        if held == set(devices):
+            return "replicated"
+        if len(held) == 1:
+            return f"on {device_name(*held)}"
+        return f"replicated on {len(held)} devices"
+    if isinstance(sharding, NamedSharding):
+        return str(sharding.spec)
+    return type(sharding).__name__
+
+
+def abbreviate(items: Sequence[Any], num_shown: int) -> list[Any]:
+    """The first items, None for those left out, and the last one."""
+    if len(items) <= num_shown:
+        return list(items)
+    return [*items[: num_shown - 2], None, items[-1]]
+
+
+def device_name(device: jax.Device) -> str:
+    """A device in a word: "tpu:0"."""
+    return f"{device.platform}:{device.id}"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things in words: "1 row", "1,024 rows"."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def _heading(
+    replicas: Sequence[Sequence[jax.Device]],
+    axis_name: str,
+    model_axis: str,
+    num_processes: int,
+) -> Text:
+    kinds = sorted({d.device_kind for cores in replicas for d in cores})
+    text = f"Mesh: {counted(len(replicas), 'replica')} on axis {axis_name!r}"
+    if len(replicas[0]) > 1:
+        text += f", each of {len(replicas[0])} cores on axis {model_axis!r}"
+    text += f", {', '.join(kinds)}"
+    if num_processes > 1:
+        text += f", {num_processes} processes"
+    return Text(text)
+
+
+def _by_process(
+    replicas: Sequence[Sequence[jax.Device]],
+) -> list[tuple[int, list[tuple[int, Sequence[jax.Device]]]]]:
+    """Neighbours of one process together: [(process, [(replica, cores)])]."""
+    grouped = itertools.groupby(
+        enumerate(replicas), key=lambda item: item[1][0].process_index
+    )
+    return [(process_id, list(items)) for process_id, items in grouped]
+
+
+def _box(item: tuple[int, Sequence[jax.Device]] | None) -> RenderableType:
+    if item is None:
+        return Text("\n ... ")
+    replica_id, cores = item
+    names = [device_name(device) for device in cores[:MAX_CORES]]
+    names += ["..."] * (len(cores) > MAX_CORES)
+    label = Text("\n".join([str(replica_id), *names]), justify="center")
+    return Panel(label, expand=False)
+
+
+def _num_elements(row: VariableRow) -> int:
+    sizes = row.shape
+    if sizes is None or any(size is None for size in sizes):
+        return 0
+    return math.prod(size for size in sizes if size is not None)
+
+
+def _shape(row: VariableRow) -> str:
+    return "?" if row.shape is None else str(row.shape)
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / BYTES_PER_MB:,.3f}"
