@@ -13,8 +13,16 @@ class AnyStrategy(Protocol):
     """A strategy, to the modules that strategies are made of."""
 
     _runtime: Runtime
-    num_replicas_in_sync: int
-    extended: Any
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas."""
+        ...
+
+    @property
+    def extended(self) -> Any:
+        """tf's names for libraries."""
+        ...
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """Returns its scope."""

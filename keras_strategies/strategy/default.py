@@ -29,8 +29,9 @@ class DefaultScope(Scope):
 
     def __enter__(self) -> Strategy:
         """Checks that no other strategy's scope is open."""
-        self._strategy._check_context()
-        return self._strategy
+        strategy = cast(Strategy, self._strategy)
+        strategy._check_context()
+        return strategy
 
     def __exit__(self, *error: object) -> None:
         """Nothing to undo."""

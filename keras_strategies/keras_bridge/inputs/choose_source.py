@@ -52,20 +52,11 @@ from keras_strategies.keras_bridge.inputs.keras_sources import (
     ArraySource,
     PyDatasetSource,
 )
+from keras_strategies.keras_bridge.inputs.loop_data import LoopData
 
 
 def source_of_loop(
-    mesh: ReplicaMesh,
-    *,
-    x: Any,
-    y: Any,
-    sample_weight: Any,
-    class_weight: Any,
-    batch_size: int | None,
-    shuffle: Any,
-    steps_per_epoch: int | None,
-    name: str,
-    facts: dict[str, Any],
+    mesh: ReplicaMesh, given: LoopData, *, name: str, facts: dict[str, Any]
 ) -> Source:
     """The source of what was given to `fit` and its like. Collective.
 
@@ -73,18 +64,8 @@ def source_of_loop(
       ValueError: arguments that do not go together, as in Keras.
       RuntimeError: they do not in another process.
     """
-    choose = functools.partial(
-        _of_loop,
-        mesh,
-        x=x,
-        y=y,
-        sample_weight=sample_weight,
-        class_weight=class_weight,
-        batch_size=batch_size,
-        shuffle=shuffle,
-        steps_per_epoch=steps_per_epoch,
-    )
-    draws = _draws_orders(x)
+    choose = functools.partial(_of_loop, mesh, given=given)
+    draws = _draws_orders(given.x)
     return made_together(mesh, f"`{name}`", choose, facts, draws=draws)
 
 
@@ -178,63 +159,23 @@ def local_source(
     )
 
 
-def _of_loop(
-    mesh: ReplicaMesh,
-    seed: int,
-    *,
-    x: Any,
-    y: Any,
-    sample_weight: Any,
-    class_weight: Any,
-    batch_size: int | None,
-    shuffle: Any,
-    steps_per_epoch: int | None,
-) -> Source:
-    for array in tree.flatten((x, y, sample_weight)):
+def _of_loop(mesh: ReplicaMesh, seed: int, *, given: LoopData) -> Source:
+    for array in tree.flatten((given.x, given.y, given.sample_weight)):
         if isinstance(array, np.ndarray):
             check_numbers(array)
-    if _is_read_without_keras(x):
-        if y is not None or sample_weight is not None:
-            raise ValueError(
-                "A dataset yields targets and sample weights itself. "
-                f"Received: `y` or `sample_weight` beside x of type "
-                f"{type(x).__name__}. Let it yield (x, y, sample_weight)."
-            )
-        source = (
-            x.source
-            if isinstance(x, DistributedDataset)
-            else local_source(
-                x, mesh, seed, batch_size=batch_size, shuffle=bool(shuffle)
-            )
-        )
-        if not isinstance(x, DistributedDataset):
-            source.passes = _passes_of(x)
-        _check_ends(source, steps_per_epoch)
-        if shuffle and (is_grain_dataset(x) or is_torch_dataloader(x)):
-            warnings.warn(
-                "`shuffle=True` was passed, but is ignored: a "
-                f"{type(x).__name__} has an order of its own.",
-                stacklevel=2,
-            )
-        return _weighted(source, class_weight)
-    adapter: Any = get_data_adapter(
-        x=x,
-        y=y,
-        sample_weight=sample_weight,
-        batch_size=batch_size,
-        steps_per_epoch=steps_per_epoch,
-        shuffle=shuffle,
-        class_weight=class_weight,
-    )
+    if _is_read_without_keras(given.x):
+        source = _of_dataset(mesh, seed, given)
+        return _weighted(source, given.class_weight)
+    adapter: Any = get_data_adapter(**given.as_keywords())
     if type(adapter) is ArrayDataAdapter:
         return ArraySource(adapter)
     if isinstance(adapter, PyDatasetAdapter):
         return PyDatasetSource(adapter, is_marked=mesh.num_processes > 1)
     if isinstance(adapter, TFDatasetAdapter):
-        source = local_source(_dense(x), mesh, seed)
-        source.passes = _passes_of(x)
-        _check_ends(source, steps_per_epoch)
-        return _weighted(source, class_weight)
+        source = local_source(_dense(given.x), mesh, seed)
+        source.passes = _passes_of(given.x)
+        _check_ends(source, given.steps_per_epoch)
+        return _weighted(source, given.class_weight)
     is_generator = isinstance(adapter, GeneratorDataAdapter)
     return AdapterSource(
         adapter,
@@ -243,6 +184,33 @@ def _of_loop(
         is_marked=mesh.num_processes > 1,
         is_copied=is_generator,
     )
+
+
+def _of_dataset(mesh: ReplicaMesh, seed: int, given: LoopData) -> Source:
+    """The source of a dataset that Keras has no adapter for."""
+    x, shuffle = given.x, given.shuffle
+    if given.y is not None or given.sample_weight is not None:
+        raise ValueError(
+            "A dataset yields targets and sample weights itself. "
+            f"Received: `y` or `sample_weight` beside x of type "
+            f"{type(x).__name__}. Let it yield (x, y, sample_weight)."
+        )
+    if isinstance(x, DistributedDataset):
+        source = x.source
+    else:
+        size = given.batch_size
+        source = local_source(
+            x, mesh, seed, batch_size=size, shuffle=bool(shuffle)
+        )
+        source.passes = _passes_of(x)
+    _check_ends(source, given.steps_per_epoch)
+    if shuffle and (is_grain_dataset(x) or is_torch_dataloader(x)):
+        warnings.warn(
+            "`shuffle=True` was passed, but is ignored: a "
+            f"{type(x).__name__} has an order of its own.",
+            stacklevel=2,
+        )
+    return source
 
 
 class _Weighted(Source):

@@ -26,6 +26,7 @@ from keras_strategies.data.steps import IsStopped, Steps
 from keras_strategies.keras_bridge.inputs import keras_sources
 from keras_strategies.keras_bridge.inputs.choose_source import source_of_loop
 from keras_strategies.keras_bridge.inputs.feed_position import Division
+from keras_strategies.keras_bridge.inputs.loop_data import LoopData
 
 Tree = Any
 
@@ -339,44 +340,36 @@ class Feed(DataAdapter):
 def make_feed(
     mesh: ReplicaMesh,
     *,
-    x: Any,
-    y: Any = None,
-    sample_weight: Any = None,
-    class_weight: Any = None,
-    batch_size: int | None = None,
-    shuffle: Any = False,
-    steps_per_epoch: int | None = None,
     steps_per_execution: int = 1,
     name: str = "fit",
     facts: dict[str, Any] | None = None,
+    **data: Any,
 ) -> Any:
-    """Returns the feed of what was given to fit, evaluate or predict.
+    """The feed of what was given to fit, evaluate or predict. Collective.
 
-    `facts` are numbers that must be the same in every process.
-    Data that is a Keras adapter already (a feed) is returned as it is.
+    Args:
+      mesh: The replicas.
+      steps_per_execution: Steps of an execution.
+      name: The loop, for messages.
+      facts: Numbers that must be the same in every process.
+      **data: The attributes of `LoopData`; an `x` that is a Keras adapter
+        already (a feed) is returned as it is.
     """
-    if isinstance(x, DataAdapter):
-        return x
-    source = source_of_loop(
-        mesh,
-        x=x,
-        y=y,
-        sample_weight=sample_weight,
-        class_weight=class_weight,
-        batch_size=batch_size,
-        shuffle=shuffle,
-        steps_per_epoch=steps_per_epoch,
-        name=name,
-        facts={
-            **(facts or {}),
-            "steps_per_epoch": steps_per_epoch,
-            "steps_per_execution": steps_per_execution,
-        },
-    )
+    given = LoopData(**data)
+    if isinstance(given.x, DataAdapter):
+        return given.x
+    facts = (facts or {}) | {
+        "steps_per_epoch": given.steps_per_epoch,
+        "steps_per_execution": steps_per_execution,
+    }
     return Feed(
-        Steps(source=source, mesh=mesh, name=name),
+        Steps(
+            source=source_of_loop(mesh, given, name=name, facts=facts),
+            mesh=mesh,
+            name=name,
+        ),
         steps_per_execution=steps_per_execution,
-        steps_per_epoch=steps_per_epoch,
+        steps_per_epoch=given.steps_per_epoch,
     )
 
 

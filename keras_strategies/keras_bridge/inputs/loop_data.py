@@ -1,11 +1,42 @@
-"""What is given to fit and its kin, taken apart as Keras does it."""
+"""The data arguments of `fit`, `evaluate` and `predict`, and their parts."""
 
+import dataclasses
 from typing import Any
 
 from keras.src.trainers.data_adapters import (
     array_slicing,
     data_adapter_utils,
 )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoopData:
+    """The data that a loop was given, as Keras's `fit` names it.
+
+    Attributes:
+      x: Inputs: a nest of arrays, or a dataset of batches.
+      y: Targets, beside arrays.
+      sample_weight: A weight for each row, beside arrays.
+      class_weight: Weights by class, given to the rows of each.
+      batch_size: Rows of a global batch, of arrays.
+      shuffle: Whether rows of arrays are put in another order each epoch.
+      steps_per_epoch: Steps of an epoch; None for a whole pass.
+    """
+
+    x: Any
+    y: Any = None
+    sample_weight: Any = None
+    class_weight: Any = None
+    batch_size: int | None = None
+    shuffle: Any = False
+    steps_per_epoch: int | None = None
+
+    def as_keywords(self) -> dict[str, Any]:
+        """The arguments of Keras's `get_data_adapter`."""
+        return {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+        }
 
 
 def split_validation(
