@@ -1,4 +1,4 @@
-"""Who is in the cluster; the names of `tf.distribute.cluster_resolver`.
+"""Cluster resolvers, under the names of `tf.distribute.cluster_resolver`.
 
 docs/clusters.md says which resolver is for which cluster. A name is imported
 when it is first asked for: most programs need none.

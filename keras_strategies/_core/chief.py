@@ -1,4 +1,4 @@
-"""Sending the chief's arrays to all processes."""
+"""Broadcast of the chief's arrays to all processes."""
 
 import functools
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Starting programs so that the host never runs ahead on CPU.
+"""The start of programs, in step with the devices on CPU.
 
 XLA's CPU collectives wait for each other in a thread pool. With more virtual
 devices than cores, a second program that starts before the first has ended

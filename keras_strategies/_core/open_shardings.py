@@ -1,4 +1,4 @@
-"""Lets the TPU compiler see constants in programs that are manual in part.
+"""A patch that shows the TPU compiler constants in partly manual programs.
 
 A program that is manual over the replicas and automatic over their cores is
 lowered by jax 0.10 with a constraint after every operation that leaves all

@@ -1,4 +1,4 @@
-"""How values of several replicas become one."""
+"""ReduceOp: the reductions of values of several replicas."""
 
 import enum
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which rows of a batch go to which replica and process."""
+"""The division of a batch's rows over replicas and processes."""
 
 from collections.abc import Sequence
 

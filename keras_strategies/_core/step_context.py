@@ -1,4 +1,4 @@
-"""What code called from a replica-mapped step can ask about the step.
+"""The context of a replica-mapped step while it is traced.
 
 A step is traced in one thread, so the context is thread-local: the hooks that
 are installed while a step is traced do nothing in other threads.

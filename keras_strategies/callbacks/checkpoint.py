@@ -1,4 +1,4 @@
-"""The callback that keeps a fit, and has it go on after a restart."""
+"""The callback that saves checkpoints of a fit, and resumes it."""
 
 import logging
 import os

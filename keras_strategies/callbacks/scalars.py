@@ -1,4 +1,4 @@
-"""`ks.callbacks.Scalars`: what a run comes to, for TensorBoard and the log."""
+"""`ks.callbacks.Scalars`: the scalars of a run, for TensorBoard and the log."""
 
 import logging
 import math

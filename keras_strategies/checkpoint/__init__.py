@@ -1,4 +1,4 @@
-"""Checkpoints that a run goes on from, bit for bit, and that are checked.
+"""Checkpoints that a run resumes from bit for bit, with checksums.
 
     checkpoint = ks.checkpoint.Checkpoint(model=model, data=iterator)
     manager = ks.checkpoint.CheckpointManager(checkpoint, "run", keep=3)

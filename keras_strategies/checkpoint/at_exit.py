@@ -1,4 +1,4 @@
-"""Waiting for saves when Python ends.
+"""A wait for unfinished saves when Python ends.
 
 A script may end right after a save. Python lets no thread start others then,
 which Orbax needs: so what is being saved is waited for before that.

@@ -1,4 +1,4 @@
-"""When a checkpoint is due by the clock, the same in all processes."""
+"""A timer for checkpoints, the same in all processes."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: arrays by group and name, and a document of JSON.
+"""The contents of a checkpoint: arrays by group and name, and a JSON document.
 
 The arrays are what `weights`, `optimizer` and so on are made of, under the
 paths of their variables, so that plain Orbax reads them. The document says

@@ -1,4 +1,4 @@
-"""Objects whose values are kept together, in the manner of tf.train's."""
+"""Objects that are saved together, in the manner of tf.train's."""
 
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""How Orbax is told to write and to read."""
+"""Orbax's options for reading and writing."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What has no variables yet when a checkpoint is restored into it."""
+"""Objects without variables yet when a checkpoint is restored into them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

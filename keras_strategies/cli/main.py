@@ -1,4 +1,4 @@
-"""The command line: which commands there are and what they take.
+"""The command line: its commands and their arguments.
 
 Nothing here imports jax or keras, so that `--help` is quick and the command
 starts where they do not.

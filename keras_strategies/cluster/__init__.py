@@ -1,1 +1,1 @@
-"""Who is in a cluster, and what its processes agree on."""
+"""Clusters: their tasks, and the agreement of their processes."""

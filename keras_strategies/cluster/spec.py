@@ -1,4 +1,4 @@
-"""Who is in a cluster, and which of them this process is."""
+"""ClusterSpec and TaskInfo: the tasks of a cluster, and this process's."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""From a resolver's answers to this process's place in the job."""
+"""This process's place in a job, from a resolver's answers."""
 
 from typing import Any, Protocol
 

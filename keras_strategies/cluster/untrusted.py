@@ -1,4 +1,4 @@
-"""JSON from files, the environment and sockets, where anything may be said."""
+"""JSON from files, the environment and sockets, which is not trusted."""
 
 import json
 import math

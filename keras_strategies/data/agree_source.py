@@ -1,4 +1,4 @@
-"""Making a source in every process, or in none."""
+"""Agreement on a source: all processes make theirs, or none does."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""What a batch is made of, as a text that processes can tell each other."""
+"""The structure, shapes and dtypes of a batch, as a text to compare."""
 
 import collections
 import functools

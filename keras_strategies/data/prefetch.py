@@ -1,4 +1,4 @@
-"""Reading ahead in a thread."""
+"""A reader that prefetches in a thread."""
 
 import collections
 import os

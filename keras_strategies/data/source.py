@@ -1,4 +1,4 @@
-"""What a feed reads: batches of rows, of which a process takes its share."""
+"""Sources: batches of rows, of which each process reads its share."""
 
 import abc
 import dataclasses

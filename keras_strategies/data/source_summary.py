@@ -1,4 +1,4 @@
-"""What a source says of itself without reading, for `explain_input`."""
+"""The summary of a source that `explain_input` shows, without reading."""
 
 import dataclasses
 import enum

@@ -1,4 +1,4 @@
-"""What an Estimator does: a model for each run, and its state."""
+"""The runs of an Estimator: a model for each, and its state."""
 
 import contextlib
 import copy

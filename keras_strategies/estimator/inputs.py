@@ -1,4 +1,4 @@
-"""What an `input_fn` returns, for Keras's loops and for a `model_fn`."""
+"""The results of an `input_fn`, for Keras's loops and for a `model_fn`."""
 
 import dataclasses
 import itertools

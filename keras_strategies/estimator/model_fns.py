@@ -1,4 +1,4 @@
-"""Calling a `model_fn`, and what comes of what it returns."""
+"""Calls of a `model_fn`, and the models that come of them."""
 
 import dataclasses
 import functools

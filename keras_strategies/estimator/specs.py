@@ -1,4 +1,4 @@
-"""TrainSpec and EvalSpec: what `train_and_evaluate` is to do."""
+"""TrainSpec and EvalSpec, the arguments of `train_and_evaluate`."""
 
 import dataclasses
 from collections.abc import Callable, Iterable

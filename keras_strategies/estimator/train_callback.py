@@ -1,4 +1,4 @@
-"""How a call of `Estimator.train` goes on where another one was.
+"""The callback that resumes and ends a call of `Estimator.train`.
 
 A call is one epoch of Keras's `fit`. Where the last one was interrupted it
 goes on at its next batch; where it came to its end, its data begin anew, as

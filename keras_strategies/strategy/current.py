@@ -1,4 +1,4 @@
-"""Which strategy a thread is in."""
+"""The strategy and the replica that a thread is in."""
 
 import contextlib
 import threading

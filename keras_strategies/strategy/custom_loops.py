@@ -1,4 +1,4 @@
-"""What a strategy offers to loops of one's own."""
+"""The methods of a strategy for custom training loops."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What a function that runs on a replica can ask and do."""
+"""ReplicaContext: the replica that a function runs on."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

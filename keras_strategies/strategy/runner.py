@@ -1,4 +1,4 @@
-"""`Strategy.run`: finds or makes the program of a call, and calls it."""
+"""The runner of `Strategy.run`: it finds or makes a call's program."""
 
 import collections
 import contextlib

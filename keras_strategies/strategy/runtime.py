@@ -1,4 +1,4 @@
-"""The fact sheet of a strategy, handed down to what it starts."""
+"""The frozen facts of a strategy, for what it starts."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The scope of a strategy: what is in place while it is open."""
+"""The scope of a strategy, and what is installed while it is open."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""Running a function in several processes of one `jax.distributed` job.
+"""Several processes of one `jax.distributed` job, for a test's function.
 
 For tests on one machine: the processes have virtual CPU devices and talk over
 127.0.0.1.

@@ -1,4 +1,4 @@
-"""Checking that replicated state agrees."""
+"""Assertions that replicated state is equal on all replicas."""
 
 import keras
 import numpy as np

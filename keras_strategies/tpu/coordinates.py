@@ -1,4 +1,4 @@
-"""Where a jax device is: its chip, its core, its slice."""
+"""Coordinates of jax devices: chip, core, slice."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The order of replicas that makes neighbours of neighbouring chips.
+"""The order of replicas in which neighbours are on neighbouring chips.
 
 References:
   - `jax.experimental.mesh_utils`:

@@ -1,4 +1,4 @@
-"""Placing equal blocks of cores, one a replica, on a TPU slice."""
+"""The placement of equal blocks of cores, one a replica, on a TPU slice."""
 
 import enum
 import math

@@ -1,4 +1,4 @@
-"""Finding the TPUs, and letting go of what was compiled for them."""
+"""The TPU system: finding it, and freeing what was compiled for it."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Whether what is computed now becomes part of a program."""
+"""The question whether code is being traced into a program."""
 
 import jax.numpy as jnp
 from jax.core import Tracer

@@ -1,4 +1,4 @@
-"""Which outputs of several traced functions are computed by the same code."""
+"""Value numbering: the same code in several traced functions."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint, said in one way."""
+"""The errors of a checkpoint that is not as it was written."""
 
 import os
 import pathlib

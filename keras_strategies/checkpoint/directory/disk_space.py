@@ -1,4 +1,4 @@
-"""Whether a directory can be written to, looked at before it is needed."""
+"""A check that a directory can be written to, before it is needed."""
 
 import errno
 import glob

@@ -1,4 +1,4 @@
-"""The document of a checkpoint on disk, which anybody may have written."""
+"""The JSON document of a checkpoint on disk, which is not trusted."""
 
 import os
 import pathlib

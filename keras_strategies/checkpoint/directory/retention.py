@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, and how the others are deleted."""
+"""The retention of checkpoints: which are kept, and the deletion of others."""
 
 import dataclasses
 import logging

@@ -1,4 +1,4 @@
-"""Which checkpoints are good."""
+"""The verification of the checkpoints of a directory."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""What a directory of checkpoints holds, looked at from outside.
+"""A directory of checkpoints, read without restoring any.
 
 A run may write there at the same time. Nothing here imports jax or keras.
 """

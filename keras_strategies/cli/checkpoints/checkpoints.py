@@ -1,4 +1,4 @@
-"""`keras-strategies checkpoints`: what a directory of them holds."""
+"""`keras-strategies checkpoints`: the list of a directory's checkpoints."""
 
 import contextlib
 import json

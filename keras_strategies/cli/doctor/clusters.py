@@ -1,4 +1,4 @@
-"""Which cluster the variables of a process describe, and who set them."""
+"""The cluster that the variables of a process describe, and who set them."""
 
 import dataclasses
 import errno

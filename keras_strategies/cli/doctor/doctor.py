@@ -1,4 +1,4 @@
-"""`keras-strategies doctor`: what is on this machine, and advice.
+"""`keras-strategies doctor`: a report on this machine, with advice.
 
 Nothing here imports jax or keras: what needs them runs in processes of its own,
 so that this one starts and reports whatever is wrong with them.

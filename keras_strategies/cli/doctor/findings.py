@@ -1,4 +1,4 @@
-"""What `doctor` finds, before it is shown."""
+"""The findings of `doctor`, before they are shown."""
 
 import dataclasses
 import enum

@@ -1,4 +1,4 @@
-"""What is installed, and which variables change what Keras and JAX do.
+"""Installed packages, and the variables that change what Keras and JAX do.
 
 Pure functions of an environment and of what looks for packages; nothing is
 imported.

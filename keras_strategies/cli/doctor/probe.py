@@ -1,4 +1,4 @@
-"""What `doctor` runs in a process of its own: JAX, devices, all-reduces.
+"""The part of `doctor` that runs in another process: JAX, devices, all-reduces.
 
 XLA ends a process that it does not like, and drivers may hang: `doctor` has to
 live on and tell. Each stage writes a line of JSON to a file when it is done, so

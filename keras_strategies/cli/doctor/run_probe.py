@@ -1,4 +1,4 @@
-"""Running `probe`, and what its answers mean."""
+"""The start of `probe`, and the findings in its answers."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Watching local processes of one job until all have ended.
+"""The supervision of a job's local processes until all have ended.
 
 What happens to one of them decides what is done with the others: the rules
 are in `_Job`, as plans of what to do at which time.

@@ -1,4 +1,4 @@
-"""How the processes of a job end: exit codes, causes, exceptions."""
+"""Exit codes, causes and exceptions of the processes of a job."""
 
 import dataclasses
 import enum

@@ -1,4 +1,4 @@
-"""What processes say to each other when they meet: lines of JSON."""
+"""The messages of processes that meet: lines of JSON."""
 
 import json
 from typing import Any

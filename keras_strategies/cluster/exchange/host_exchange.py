@@ -1,4 +1,4 @@
-"""What the processes of a job tell each other on the host.
+"""The exchange of texts between the processes of a job, on the host.
 
 Goes through the key-value store of JAX's coordination service, never through
 the devices: so it may be called from any thread, at any time.

@@ -1,4 +1,4 @@
-"""A process that goes to process 0, and hears what it finds."""
+"""The client's part of a meeting: a process that connects to process 0."""
 
 import socket
 import time

@@ -1,4 +1,4 @@
-"""Forms of JSON, and the one reader of what processes tell each other."""
+"""The forms of JSON messages, and the one reader of them."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

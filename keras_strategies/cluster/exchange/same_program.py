@@ -1,4 +1,4 @@
-"""Whether all processes are about to run the same program.
+"""The check that all processes are about to run the same program.
 
 Processes that run different programs do not fail: the collectives of one take
 what the other sends for something else, and a step's numbers are wrong before

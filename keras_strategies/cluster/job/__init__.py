@@ -1,1 +1,1 @@
-"""From a process's place in a cluster to a job of JAX."""
+"""The start of JAX's job, from a process's place in a cluster."""

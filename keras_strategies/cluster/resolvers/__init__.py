@@ -1,1 +1,1 @@
-"""Cluster resolvers: who is in a cluster, read from its variables."""
+"""Cluster resolvers: the tasks of a cluster, read from its variables."""

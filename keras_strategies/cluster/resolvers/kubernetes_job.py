@@ -1,4 +1,4 @@
-"""What the variables of a pod tell of its indexed Job or JobSet.
+"""The variables of a pod of an indexed Job or JobSet.
 
 Kubernetes sets the pod's index and name; the rest is the manifest's, by the
 names that JAX, MaxText and Kubeflow's JAXJob use.

@@ -1,4 +1,4 @@
-"""What other launchers say of a job that a process was not told to join."""
+"""The variables of other launchers, in a process that joins no job."""
 
 import dataclasses
 from collections.abc import Mapping

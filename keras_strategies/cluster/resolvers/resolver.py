@@ -1,4 +1,4 @@
-"""What every cluster resolver answers, with tf's names."""
+"""The interface of cluster resolvers, with tf's names."""
 
 import abc
 import os

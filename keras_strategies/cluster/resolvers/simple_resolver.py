@@ -1,4 +1,4 @@
-"""A resolver that answers what it was told."""
+"""A resolver with a cluster that it was given."""
 
 from typing import Any
 

@@ -1,1 +1,1 @@
-"""The watchdog of each process: no process goes on, or hangs, alone."""
+"""The watchdog of each process: none runs on, or hangs, alone."""

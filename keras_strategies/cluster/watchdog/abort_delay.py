@@ -1,4 +1,4 @@
-"""Postponing aborts, so that the guard can say why they come.
+"""A delay of aborts, in which the watchdog can say why they come.
 
 JAX's runtime aborts a process from C++ when a peer is taken for dead, or when
 the process that hosts its coordination service is: at once, uncatchably, and

@@ -1,4 +1,4 @@
-"""How this process ends, so that the others hear of it.
+"""The exit hooks of a process, which send its end to the others.
 
 The hooks of a process of a job: on an uncaught exception (in a thread that
 trains, too), on `sys.exit`, at the end of the script, and before

@@ -1,4 +1,4 @@
-"""What processes tell about themselves, and what follows from it.
+"""The failure detector: heartbeats of the processes, and its verdicts.
 
 Pure: who hears the beats passes the time, so that tests need no clock.
 """

@@ -1,4 +1,4 @@
-"""The thread of the guard that talks with the other processes.
+"""The heartbeat thread, which exchanges messages with the other processes.
 
 Through the key-value store of JAX's coordination service. Its calls may hang,
 or fail, when the process that hosts the service is stopped or dead: who looks

@@ -1,4 +1,4 @@
-"""What the launcher of local processes tells its children.
+"""The pipe from the launcher of local processes to its children.
 
 Each child has the read end of a pipe. A line tells why the job ends; the end
 of the file without one tells that the launcher is gone.

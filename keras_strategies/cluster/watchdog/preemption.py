@@ -1,4 +1,4 @@
-"""Being told to end (SIGTERM), for who wants to save something first."""
+"""The notice of preemption (SIGTERM), for what saves before the end."""
 
 import signal
 import threading

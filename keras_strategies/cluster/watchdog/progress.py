@@ -1,5 +1,4 @@
-"""What this process does: told by the threads that start programs, read by
-the guard's.
+"""The progress of this process: written where programs start, then watched.
 
 Only programs over all processes of the job count: they are the same in all,
 in one order, so their numbers can be compared.

@@ -1,4 +1,4 @@
-"""The guard of a process of a job: no process goes on, or hangs, alone.
+"""The watchdog of a process of a job: none runs on, or hangs, alone.
 
 A daemon thread that only looks at clocks, at the launcher's pipe and at what
 a `Talker` hears from the others, and that ends this process with the cause.

@@ -1,4 +1,4 @@
-"""Arrays that lie in files, mapped into memory."""
+"""Arrays of files, mapped into memory."""
 
 import mmap
 from typing import Any

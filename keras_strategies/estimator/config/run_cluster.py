@@ -1,4 +1,4 @@
-"""What TF_CONFIG tells a `RunConfig`: its read-only properties."""
+"""The cluster of a `RunConfig`, as TF_CONFIG describes it."""
 
 import dataclasses
 from collections.abc import Mapping

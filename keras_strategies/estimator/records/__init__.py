@@ -1,1 +1,1 @@
-"""What an Estimator writes while it runs, read and written."""
+"""The files that an Estimator writes while it runs."""

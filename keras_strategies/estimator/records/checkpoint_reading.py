@@ -1,4 +1,4 @@
-"""Reading an Estimator's checkpoints: which there are, and what is in them.
+"""The checkpoints of an Estimator, and the arrays in them.
 
 Nothing here takes the directory for itself: an evaluator reads what another
 process writes.

@@ -1,4 +1,4 @@
-"""What callbacks know, taken from them and given to them again.
+"""The states of Keras's callbacks, saved and restored.
 
 A callback with `get_state` and `set_state` says it itself. Keras's have
 neither: what counts of theirs is known here (keras 3.15).

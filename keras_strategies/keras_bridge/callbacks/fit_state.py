@@ -1,4 +1,4 @@
-"""A fit as one sees it who keeps it: what there is to keep, and going on.
+"""The state of a running fit that a checkpoint callback saves and restores.
 
 Its steps and epochs are counted here as the list of callbacks (`resuming`)
 tells them.

@@ -1,4 +1,4 @@
-"""A fit that is kept as it goes, and goes on where another one was.
+"""A fit that a checkpoint callback saves, and that resumes.
 
 Who keeps it (`Keeper`, a callback) is asked by fit before its loop begins,
 and told after each step and epoch, when all other callbacks are done. The

@@ -1,1 +1,1 @@
-"""What Keras's objects do differently while a step is traced."""
+"""Changes to Keras's objects while a step is traced."""

@@ -1,4 +1,4 @@
-"""What users say about their own losses."""
+"""Losses of users that mix the rows of a batch."""
 
 import functools
 import inspect

@@ -1,4 +1,4 @@
-"""What metrics do while one of our steps is traced; see trace_hooks.py."""
+"""Changes to metrics while a step is traced; see trace_hooks.py."""
 
 import dataclasses
 from collections.abc import Callable

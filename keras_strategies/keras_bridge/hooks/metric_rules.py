@@ -1,4 +1,4 @@
-"""How a metric that each replica updates with its own rows becomes one.
+"""The rules by which the replicas' metrics are merged.
 
 Most metrics are sums over rows: what the replicas added is added up. A metric
 that is not (a maximum, a last value, a mean of a function that mixes rows)

@@ -1,4 +1,4 @@
-"""What Keras code sees differently while one of our steps is traced.
+"""Changes to losses, optimizers and variables while a step is traced.
 
 Between the start and the end of a trace, and for the tracing thread alone:
 - the outermost optimizer reduces the gradients over the replicas first;

@@ -1,4 +1,4 @@
-"""Writing a user's own variable in a replica's function.
+"""Writes to a user's own variables in a replica's function.
 
 As in tf.distribute the values of the replicas are combined by the variable's
 `aggregation`, and the result is written on all of them.

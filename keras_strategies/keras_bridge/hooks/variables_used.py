@@ -1,4 +1,4 @@
-"""Finding the variables that a function reads and writes."""
+"""The variables that a function reads and writes."""
 
 import contextlib
 import functools

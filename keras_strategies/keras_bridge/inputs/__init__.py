@@ -1,1 +1,1 @@
-"""From the data given to `fit` to executions on the devices."""
+"""Inputs: from the data given to `fit` to executions on the devices."""

@@ -1,4 +1,4 @@
-"""Which source reads what a user gave."""
+"""The choice of the source that reads a user's data."""
 
 import functools
 import sys

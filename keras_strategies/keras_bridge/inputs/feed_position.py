@@ -1,4 +1,4 @@
-"""Where the epochs of Keras's loop end in a pass over the data."""
+"""The division of passes over the data into a loop's epochs."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Hearing of models that are made, compiled and run.
+"""Hooks that see models made, compiled and run in a scope.
 
 No public hook of Keras sees a model that is made or compiled, so the methods
 are wrapped, for as long as a scope is open in any thread. Keras's own loops

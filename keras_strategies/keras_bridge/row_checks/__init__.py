@@ -1,1 +1,1 @@
-"""Whether a step's loss is a mean over the batch's rows."""
+"""Checks whether a step's loss is a mean over the batch's rows."""

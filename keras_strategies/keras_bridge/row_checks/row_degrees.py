@@ -1,4 +1,4 @@
-"""Whether a step's loss is a mean over the batch's rows, by its traces.
+"""The degrees of a loss in the rows: a mean over them, or not.
 
 The mean of the replicas' losses is the whole batch's loss where that is a
 mean over rows, plus what knows no rows. A sum is not, and no loss that mixes

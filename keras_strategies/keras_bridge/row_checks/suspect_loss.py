@@ -1,4 +1,4 @@
-"""Whether a step's loss may be other than a mean over the rows, at a glance.
+"""A first look whether a loss may be other than a mean over the rows.
 
 The mean of the replicas' losses is the whole batch's loss where that is a
 mean over rows, plus what knows no rows. A sum is not, and no loss that mixes

@@ -1,4 +1,4 @@
-"""When two function objects are the same program.
+"""Keys of function objects that make the same program.
 
 A function that a loop makes anew in every step (a lambda, a local `def`, a
 partial) has equal code and cells each time; it need not be traced again.

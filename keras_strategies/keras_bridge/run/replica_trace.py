@@ -1,4 +1,4 @@
-"""What a replica does in `run`: a user's function, and the merge of states.
+"""The trace of a replica in `run`: a user's function, and the merge of states.
 
 Called while the program is traced, or once on each replica's own arrays in
 debug mode.

@@ -1,4 +1,4 @@
-"""What is known of a replica function's results when it is traced."""
+"""The structure of a replica function's results, known when it is traced."""
 
 import dataclasses
 from typing import Any, NoReturn

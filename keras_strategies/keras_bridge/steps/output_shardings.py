@@ -1,4 +1,4 @@
-"""Programs whose results lie where the next call expects them.
+"""Output shardings of programs: results stay where the next call wants them.
 
 Of replicas with several cores XLA chooses which results it divides over the
 cores, and the next call would compile another program for them. With one core

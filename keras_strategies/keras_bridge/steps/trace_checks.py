@@ -1,4 +1,4 @@
-"""Looking at a step's trace before it is used, and saying what it showed."""
+"""Checks of a step's trace before it is used."""
 
 import functools
 import warnings

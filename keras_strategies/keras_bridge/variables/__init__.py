@@ -1,1 +1,1 @@
-"""Who makes a variable, and on which devices it lies."""
+"""Variables: their creation, and the devices that they are on."""

@@ -1,4 +1,4 @@
-"""Values that all processes have alike: those of the chief.
+"""Initial values of variables: the chief's, in all processes.
 
 Each process draws the initial values of its variables itself, from a random
 state of its own. Before they are placed, the chief's are sent to all.

@@ -1,4 +1,4 @@
-"""What a model's optimizer has come to, also while fit holds its values.
+"""Current values of a model's optimizer, also during fit.
 
 Keras's loop takes the values out of the variables. Setting them all back for
 the sake of one number would cost more than a small step.

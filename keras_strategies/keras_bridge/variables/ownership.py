@@ -1,4 +1,4 @@
-"""Arrays that a step may take in place, and who else may hold them."""
+"""Ownership of arrays: which a step may take in place."""
 
 import sys
 import weakref

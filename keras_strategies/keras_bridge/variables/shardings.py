@@ -1,4 +1,4 @@
-"""Where variables lie: whole on every device, or divided over a replica's.
+"""Shardings of variables: replicated, or divided over a replica's cores.
 
 A replica of several cores may divide its variables over them. Which ones is
 said by paths, as `keras.distribution.LayoutMap` does; XLA divides the work

@@ -1,4 +1,4 @@
-"""What `Strategy.describe` shows: the mesh drawn, and a table of variables."""
+"""`Strategy.describe`: the mesh drawn, and a table of variables."""
 
 import dataclasses
 import itertools

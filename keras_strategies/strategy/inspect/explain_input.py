@@ -1,4 +1,4 @@
-"""What `Strategy.explain_input` shows: who reads which rows of a dataset."""
+"""`Strategy.explain_input`: who reads which rows of a dataset."""
 
 import dataclasses
 import io

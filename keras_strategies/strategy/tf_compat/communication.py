@@ -1,4 +1,4 @@
-"""How processes communicate, as far as that can be chosen."""
+"""CommunicationOptions, as far as communication can be chosen."""
 
 import dataclasses
 import enum
