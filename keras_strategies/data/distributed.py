@@ -7,10 +7,10 @@ import jax
 import numpy as np
 
 from keras_strategies._core.batches import HostBatch
+from keras_strategies._core.current_step import current_step
 from keras_strategies._core.jaxprs.traces import is_traced
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.rows import filled, rows_of_replicas
-from keras_strategies._core.step_context import current_step
 from keras_strategies._core.values import PADDED, ROWS, PerReplica
 from keras_strategies.data.prefetch import Prefetched, Stop
 from keras_strategies.data.source import Source, all_rows

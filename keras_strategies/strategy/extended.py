@@ -8,8 +8,8 @@ import jax
 import keras
 
 from keras_strategies._core.reduce_op import ReduceOp
-from keras_strategies._core.step_context import current_step
 from keras_strategies._core.values import Mirrored, PerReplica, is_distributed
+from keras_strategies.keras_bridge.step_context import current_step
 from keras_strategies.strategy import current, reducing
 from keras_strategies.strategy.runner import Runner
 from keras_strategies.strategy.runtime import Runtime

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from keras_strategies._core.step_context import current_step
+from keras_strategies.keras_bridge.step_context import current_step
 from keras_strategies.strategy.default import get_strategy
 
 
@@ -53,7 +53,9 @@ def compute_average_loss(
 
 def _rows_of_all(rows: int) -> int:
     step = current_step()
-    columns = step.rows_of_all.get(rows, set()) if step is not None else ()
+    columns = (
+        step.facts.rows_of_all.get(rows, set()) if step is not None else ()
+    )
     known = {sum(column) for column in columns}
     if len(known) > 1:
         raise ValueError(

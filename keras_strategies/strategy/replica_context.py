@@ -15,8 +15,8 @@ from keras_strategies._core.replica_map import (
     all_sum,
     replica_id,
 )
-from keras_strategies._core.step_context import StepContext
 from keras_strategies._core.values import LOCAL, PerReplica
+from keras_strategies.keras_bridge.step_context import StepContext
 from keras_strategies.strategy import current
 from keras_strategies.strategy.reducing import summable
 

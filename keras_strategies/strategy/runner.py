@@ -12,7 +12,6 @@ import numpy as np
 
 from keras_strategies._core.host_arrays import from_tensor
 from keras_strategies._core.mesh import ReplicaMesh, is_laid_out
-from keras_strategies._core.step_context import StepContext
 from keras_strategies._core.values import (
     PADDED,
     PARTS,
@@ -30,6 +29,7 @@ from keras_strategies.keras_bridge.run.function_keys import (
     value_key,
 )
 from keras_strategies.keras_bridge.run.run_program import RunProgram
+from keras_strategies.keras_bridge.step_context import StepContext
 from keras_strategies.keras_bridge.variables import deferred_creation
 from keras_strategies.strategy import current, run_shapes
 from keras_strategies.strategy.replica_context import ReplicaContext

@@ -15,7 +15,7 @@ import keras
 from keras import ops
 
 from keras_strategies._core.replica_map import all_mean
-from keras_strategies._core.step_context import current_step
+from keras_strategies.keras_bridge.step_context import current_step
 
 
 def accepting_init(
@@ -51,8 +51,8 @@ def global_moments(
     """
     step = current_step()
     # Replicas may hold different numbers of rows in `run` alone.
-    is_run = step is not None and step.is_local
-    is_divided = is_run or (step is not None and not step.is_whole)
+    is_run = step is not None and step.facts.is_local
+    is_divided = is_run or (step is not None and not step.flags.is_whole)
 
     def over_replicas(value: Any) -> Any:
         if step is None or not is_divided:

@@ -7,7 +7,7 @@ from keras import tree
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 
 from keras_strategies._core.replica_map import all_rows
-from keras_strategies._core.step_context import StepContext
+from keras_strategies.keras_bridge.step_context import StepContext
 
 
 def has_rows(value: Any, rows: int) -> bool:
@@ -20,14 +20,14 @@ def note_rows(step: StepContext, values: Any, of: str) -> None:
     """Notes which arrays of a nest, given to `of`, are taken to have rows."""
     for value in tree.flatten(values):
         for size in tuple(getattr(value, "shape", ()))[:1]:
-            step.took_for_rows(size, has_rows(value, step.rows), of)
+            step.took_for_rows(size, has_rows(value, step.facts.rows), of)
 
 
 def gathered(step: StepContext, values: Any) -> Any:
     """The nest with the rows of all replicas, masks included."""
 
     def gather(value: Any) -> Any:
-        if not has_rows(value, step.rows):
+        if not has_rows(value, step.facts.rows):
             return value
         rows = all_rows(jnp.asarray(value), step.axis)
         mask = get_keras_mask(value)

@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 
 import keras
 
-from keras_strategies._core.step_context import current_step
 from keras_strategies.keras_bridge.hooks.gather_rows import gathered, note_rows
+from keras_strategies.keras_bridge.step_context import current_step
 
 Loss = TypeVar("Loss")
 
@@ -53,7 +53,7 @@ def global_batch_loss(loss: Loss) -> Loss:
         @functools.wraps(loss)
         def on_all_rows(*args: Any, **kwargs: Any) -> Any:
             step = current_step()
-            if step is None or step.is_whole or step.in_metric:
+            if step is None or step.flags.is_whole or step.flags.in_metric:
                 return loss(*args, **kwargs)
             name = getattr(loss, "__qualname__", type(loss).__name__)
             note_rows(step, (args, kwargs), f"marked function {name!r}")

@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import keras
 
-from keras_strategies._core.step_context import current_step
 from keras_strategies.keras_bridge.hooks.variables_used import (
     InnerScope,
     scopes_ask_outwards,
 )
+from keras_strategies.keras_bridge.step_context import current_step
 
 
 def value_and_grad(
@@ -78,7 +78,7 @@ def value_and_grad(
             value, aux = result if has_aux else (result, None)
             written[:] = list(scope.written.values())
             new = [scope.get_current_value(v) for v in written]
-            equal[:] = [step is not None and id(n) in step.equal for n in new]
+            equal[:] = [step is not None and n in step.notes.equal for n in new]
             outer[:] = [scope.original_scope]
             return value, (aux, new)
 
@@ -93,7 +93,7 @@ def value_and_grad(
             # Not `assign`: what `fn` wrote was combined when it wrote it.
             outer[0].add_update((variable, after))
             if step is not None and is_equal:
-                step.equal[id(after)] = after
+                step.notes.equal.add(after)
         return ((value, aux) if has_aux else value), grads
 
     return with_gradients

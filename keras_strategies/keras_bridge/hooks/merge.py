@@ -14,9 +14,9 @@ from keras_strategies._core.replica_map import (
     all_sum,
     replica_id,
 )
-from keras_strategies._core.step_context import StepContext
 from keras_strategies.keras_bridge.hooks import metric_rules
 from keras_strategies.keras_bridge.hooks.seeds import is_seed
+from keras_strategies.keras_bridge.step_context import StepContext
 
 Arrays = list[Any]
 
@@ -127,16 +127,16 @@ def _finisher(
     if new is folded or new is old or new is None:
         return lambda sums: old
     is_float = keras.backend.is_float_dtype(str(new.dtype))
-    if id(new) in step.equal and not (step.is_uneven and is_float):
+    if new in step.notes.equal and not (step.facts.is_uneven and is_float):
         return lambda sums: new
-    if id(new) in step.equal:
+    if new in step.notes.equal:
         # Computed alike, but in branches that the compiler may round in
         # different ways.
         return _of_first(plan, new)
     if is_seed(variable):
         # Every replica drew as often, or the next draws are those after the
         # most; the stream's own seed stays.
-        drawn = all_max(new[1], step.axis) if step.is_uneven else new[1]
+        drawn = all_max(new[1], step.axis) if step.facts.is_uneven else new[1]
         return lambda sums: jnp.stack([old[0], drawn])
     rule = _rule(variable, step, is_metric)
     if rule in (metric_rules.SAME, metric_rules.IN_TURN):
@@ -169,9 +169,9 @@ def _of_first(plan: Merge, value: Any) -> Any:
 
 def _shared(value: Any, step: StepContext) -> Any:
     """This replica's part of the average over the replicas."""
-    if step.share is None:
+    if step.facts.share is None:
         return value / step.num_replicas
-    share = jnp.asarray(step.share, value.dtype)
+    share = jnp.asarray(step.facts.share, value.dtype)
     # Statistics of no rows are no numbers.
     return jnp.where(share > 0, value * share, jnp.zeros_like(value))
 
@@ -181,7 +181,7 @@ def _rule(variable: keras.Variable, step: StepContext, is_metric: bool) -> str:
     if chosen is not None:
         return chosen
     if is_metric:
-        return step.metric_rules.get(id(variable), metric_rules.SUM)
+        return step.notes.metric_rules.get(variable) or metric_rules.SUM
     if variable.aggregation == "sum":
         return "sum"
     if variable.aggregation == "only_first_replica":

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import keras
 
+from keras_strategies._core.identity import IdentitySet
 from keras_strategies._core.replica_map import all_rows
-from keras_strategies._core.step_context import StepContext
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.hooks import metric_rules
 from keras_strategies.keras_bridge.hooks.gather_rows import (
@@ -17,6 +17,7 @@ from keras_strategies.keras_bridge.hooks.gather_rows import (
     gathered,
 )
 from keras_strategies.keras_bridge.hooks.variables_used import InnerScope
+from keras_strategies.keras_bridge.step_context import StepContext
 
 Method = Callable[..., Any]
 
@@ -41,24 +42,26 @@ def update_state(
     **kwargs: Any,
 ) -> Any:
     """Updates with this replica's rows, or with all, by the metric's rule."""
-    if step.in_metric:
+    if step.flags.in_metric:
         return original(metric, *args, **kwargs)
-    if metric is step.loss_tracker and args:
+    if metric is step.facts.loss_tracker and args:
         step.note_loss(args[0])
-    if not step.is_whole and metric is not step.loss_tracker:
+    if not step.flags.is_whole and metric is not step.facts.loss_tracker:
         metric_rules.note_sizes(step, metric, args, kwargs)
-    if step.is_probe:
+    if step.facts.is_probe:
         with step.flag("in_metric"):
             return original(metric, *args, **kwargs)
-    rules = [step.metric_rules.get(id(v)) for v in metric.variables]
+    rules = [step.notes.metric_rules.get(v) for v in metric.variables]
     known = next((r for r in rules if r is not None), None)
-    if step.is_local:
+    if step.facts.is_local:
         rule = known or metric_rules.rule_of_local_update(metric, args, kwargs)
-    elif step.is_whole:
+    elif step.flags.is_whole:
         # Of gathered rows: every replica makes the whole batch's update.
         rule = metric_rules.SAME
     else:
-        rule = metric_rules.rule_of_update(metric, args, kwargs, step.rows)
+        rule = metric_rules.rule_of_update(
+            metric, args, kwargs, step.facts.rows
+        )
     if rule == metric_rules.WHOLE or known not in (None, rule):
         step.demand_whole(
             f"{metric_rules.title(metric)} is updated with a value without "
@@ -67,12 +70,12 @@ def update_state(
             "`keras.metrics.Mean` for a mean over rows"
         )
     for variable in metric.variables:
-        step.metric_rules[id(variable)] = rule
+        step.notes.metric_rules[variable] = rule
     if rule == metric_rules.IN_TURN:
         return _update_in_turn(step, original, metric, args, kwargs)
-    if rule == metric_rules.SAME and step.is_local:
+    if rule == metric_rules.SAME and step.facts.is_local:
         args, kwargs = all_gathered(step, (args, kwargs))
-    elif rule == metric_rules.SAME and not step.is_whole:
+    elif rule == metric_rules.SAME and not step.flags.is_whole:
         args, kwargs = gathered(step, (args, kwargs))
     with step.flag("in_metric"):
         return original(metric, *args, **kwargs)
@@ -111,8 +114,8 @@ def reset_state(
     """Lets the metric's changes be counted from here."""
     result = original(metric)
     for variable in metric.variables:
-        if id(variable) in step.before:
-            step.before[id(variable)] = variable.value
+        if variable in step.notes.before:
+            step.notes.before[variable] = variable.value
     return result
 
 
@@ -121,10 +124,10 @@ def result(
 ) -> Any:
     """The result of all replicas' updates so far."""
     variables = metric.variables
-    is_known = all(id(v) in step.before for v in variables)
-    if step.in_metric or step.is_probe or not is_known:
+    is_known = all(v in step.notes.before for v in variables)
+    if step.flags.in_metric or step.facts.is_probe or not is_known:
         return original(metric, *args, **kw)
-    before = [step.before[id(v)] for v in variables]
+    before = [step.notes.before[v] for v in variables]
     mine = [v.value for v in variables]
     plan = merge_lib.Merge(step=step)
     finish = merge_lib.plan_merge(
@@ -136,8 +139,11 @@ def result(
     scope = _ResultScope(zip(variables, merged, strict=True))
     with step.flag("in_metric"), scope:
         value = original(metric, *args, **kw)
-    others = scope.read - {id(v) for v in variables}
-    if scope.is_written or others & set(step.before):
+    mine_alone = IdentitySet(variables)
+    reads_others = any(
+        v in step.notes.before and v not in mine_alone for v in scope.read
+    )
+    if scope.is_written or reads_others:
         step.demand_whole(
             f"the result of {metric_rules.title(metric)} reads a metric that "
             "is not a part of it, or writes a variable. Make the other metric "
@@ -145,8 +151,7 @@ def result(
         )
     parts = value.items() if isinstance(value, dict) else [(None, value)]
     for key, part in parts:
-        step.results[id(part)] = Result(
-            value=part,
+        step.notes.results[part] = Result(
             metric=metric,
             key=key,
             variables=list(variables),
@@ -160,14 +165,12 @@ class Result:
     """A value that a metric returned in a step, for all replicas' rows.
 
     Attributes:
-      value: The value; held so that its id stays its own.
       metric: The metric.
       key: The value's key where the metric returned a dict, or None.
       variables: The metric's variables.
       state: Their values on this replica at the time.
     """
 
-    value: Any
     metric: keras.metrics.Metric
     key: str | None
     variables: list[keras.Variable]
@@ -179,12 +182,12 @@ class _ResultScope(InnerScope):
 
     def __init__(self, mapping: Any) -> None:
         super().__init__(list(mapping), initialize_variables=False)
-        self.read: set[int] = set()
+        self.read = IdentitySet()
         self.is_written = False
 
     def get_current_value(self, variable: keras.Variable) -> Any:
         """Notes a variable that is read."""
-        self.read.add(id(variable))
+        self.read.add(variable)
         return super().get_current_value(variable)
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:

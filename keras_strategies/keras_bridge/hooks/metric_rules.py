@@ -17,8 +17,8 @@ import keras
 import numpy as np
 from keras import tree
 
-from keras_strategies._core.step_context import StepContext
 from keras_strategies.keras_bridge.hooks.gather_rows import has_rows, note_rows
+from keras_strategies.keras_bridge.step_context import StepContext
 
 SUM = "sum"
 """Each replica's change is added."""
@@ -99,11 +99,11 @@ def note_sizes(
     of = title(metric)
     note_rows(step, leaves, of)
     has_arrays = any(_is_array(a) for a in leaves)
-    has_any_rows = any(has_rows(a, step.rows) for a in leaves)
+    has_any_rows = any(has_rows(a, step.facts.rows) for a in leaves)
     for leaf in leaves:
         if is_number(leaf):
             is_rows = has_arrays and not has_any_rows
-            is_rows = is_rows and is_count(leaf, step.rows)
+            is_rows = is_rows and is_count(leaf, step.facts.rows)
             step.took_for_rows(leaf, is_rows, of)
 
 

@@ -17,8 +17,8 @@ from keras.src.backend.common import global_state
 
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import replica_id
-from keras_strategies._core.step_context import StepContext
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
+from keras_strategies.keras_bridge.step_context import StepContext
 
 _MARK = "_ks_on_read"
 _COPIES = "_ks_copies"

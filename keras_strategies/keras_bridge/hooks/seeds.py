@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 from keras_strategies._core.replica_map import replica_id
-from keras_strategies._core.step_context import StepContext
+from keras_strategies.keras_bridge.step_context import StepContext
 
 Arrays = list[Any]
 _HASH = np.uint32(0x9E3779B9)
@@ -31,7 +31,7 @@ def fold_seeds(
     A hash of the replica's id is mixed into the seed. Adding the id instead
     would make seed 3 on replica 1 the stream of seed 4 on replica 0.
     """
-    step.seeds |= {id(variable) for variable in variables if is_seed(variable)}
+    step.notes.own_seeds.update(filter(is_seed, variables))
     return [
         _folded(value, step) if is_seed(variable) else value
         for variable, value in zip(variables, values, strict=True)
@@ -57,7 +57,7 @@ def next_seed(
     An optimizer that adds noise is given that of one device.
     """
     seed = original(generator, *args, **kwargs)
-    is_for_all = step.in_optimizer or step.in_update
-    if is_for_all and id(generator.state) in step.seeds:
+    is_for_all = step.flags.in_optimizer or step.flags.in_update
+    if is_for_all and generator.state in step.notes.own_seeds:
         return _folded(seed, step)
     return seed

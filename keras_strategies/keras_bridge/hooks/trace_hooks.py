@@ -29,7 +29,6 @@ from keras.src.trainers.compile_utils import (
 )
 
 from keras_strategies._core.replica_map import all_max, all_mean, all_sum
-from keras_strategies._core.step_context import StepContext, current_step
 from keras_strategies.keras_bridge.hooks import (
     metric_hooks,
     metric_rules,
@@ -41,6 +40,7 @@ from keras_strategies.keras_bridge.row_checks.suspect_loss import (
     mean_of,
     share_of_a_sum,
 )
+from keras_strategies.keras_bridge.step_context import StepContext, current_step
 
 _Method = Callable[..., Any]
 _METRIC_LISTS = (CompileMetrics, MetricsList)
@@ -133,7 +133,7 @@ def _apply(
     **kwargs: Any,
 ) -> Any:
     """Reduces the gradients, then lets the optimizer apply them."""
-    if step.in_optimizer:
+    if step.flags.in_optimizer:
         return original(optimizer, *args, **kwargs)
     args_list = list(args)
     if len(args_list) > position:
@@ -154,7 +154,7 @@ def _apply(
         kwargs["grads"] = reduced
     with step.flag("in_optimizer"):
         is_scaling = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-        if step.is_local and is_scaling and position == 0:
+        if step.facts.is_local and is_scaling and position == 0:
             result = _apply_purely(optimizer, reduced, list(variables))
         else:
             result = original(optimizer, *args_list, **kwargs)
@@ -162,7 +162,7 @@ def _apply(
     if position == 0:
         applied = [v.value for v in (*variables, *optimizer.variables)]
     # Equal on all replicas, as the gradients were.
-    step.equal |= {id(value): value for value in applied}
+    step.notes.equal.update(applied)
     return result
 
 
@@ -200,7 +200,7 @@ def _reduce_gradients(
     sums = all_sum([grads[i] for i in summed], step.axis, step.buffering)
     # A scaled loss was divided by the number of replicas already, so that a
     # replica's gradients overflow where one device's would.
-    is_sum = step.is_local or id(optimizer) in step.scaled_losses
+    is_sum = step.facts.is_local or optimizer in step.notes.scaled_losses
     divisor = 1 if is_sum else step.num_replicas
     reduced = list(grads)
     for i, total in zip(summed, sums, strict=True):
@@ -222,9 +222,9 @@ def _scale_loss(
         isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         or getattr(optimizer, "loss_scale_factor", None) is not None
     )
-    if not scales or step.in_scaling or step.is_local:
+    if not scales or step.flags.in_scaling or step.facts.is_local:
         return original(optimizer, loss)
-    step.scaled_losses.add(id(optimizer))
+    step.notes.scaled_losses.add(optimizer)
     with step.flag("in_scaling"):
         return original(optimizer, loss) / step.num_replicas
 
@@ -241,8 +241,8 @@ def _reduce_values(
     reduction: str | None = "sum_over_batch_size",
 ) -> Any:
     if (
-        step.is_whole
-        or step.in_metric
+        step.flags.is_whole
+        or step.flags.in_metric
         or reduction in (None, "none")
         or tuple(values.shape) in ((), (0,))
     ):
@@ -266,8 +266,8 @@ def _apply_mask(
 ) -> Any:
     if (
         mask is None
-        or step.is_whole
-        or step.in_metric
+        or step.flags.is_whole
+        or step.flags.in_metric
         or reduction not in ("mean", "sum_over_batch_size")
     ):
         return original(
@@ -290,7 +290,7 @@ def _call_loss(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    if step.is_whole or step.in_metric:
+    if step.flags.is_whole or step.flags.in_metric:
         return original(loss, *args, **kwargs)
     if isinstance(loss, CompileLoss):
         with step.flag("in_compiled"):

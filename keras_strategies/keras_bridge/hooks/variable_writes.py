@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import keras
 
 from keras_strategies._core.replica_map import all_sum, replica_id
-from keras_strategies._core.step_context import StepContext
 from keras_strategies.keras_bridge.hooks.metric_rules import SUM
 from keras_strategies.keras_bridge.hooks.on_read import is_on_read
 from keras_strategies.keras_bridge.hooks.seeds import is_seed
+from keras_strategies.keras_bridge.step_context import StepContext
 
 
 def is_users(variable: keras.Variable) -> bool:
@@ -46,21 +46,24 @@ def assign(
       value: This replica's value.
 
     """
-    is_inner = step.in_assign or step.in_optimizer or step.in_metric
-    if not step.is_local or is_inner or is_on_read(variable):
+    is_inner = (
+        step.flags.in_assign or step.flags.in_optimizer or step.flags.in_metric
+    )
+    if not step.facts.is_local or is_inner or is_on_read(variable):
         return original(variable, value)
     if not is_users(variable):
         return original(variable, value)
     if variable.synchronization == "on_read" and variable.path != variable.name:
         # A metric's, written by hand: what the replicas add is added up.
-        step.metric_rules.setdefault(id(variable), SUM)
+        if variable not in step.notes.metric_rules:
+            step.notes.metric_rules[variable] = SUM
         return original(variable, value)
     has_rule = getattr(variable, "_ks_merge", None) is not None
-    if has_rule and not step.in_update:
+    if has_rule and not step.flags.in_update:
         # `ks.merge` said how the replicas' values become one.
         return original(variable, value)
-    if variable.aggregation == "none" or step.in_update:
-        step.unaggregated.add(id(variable))
+    if variable.aggregation == "none" or step.flags.in_update:
+        step.notes.unaggregated.add(variable)
         return original(variable, value)
     array = jnp.asarray(value)
     if variable.aggregation == "only_first_replica":
@@ -72,5 +75,5 @@ def assign(
     with step.flag("in_assign"):
         result = original(variable, array)
     written = variable.value
-    step.equal[id(written)] = written
+    step.notes.equal.add(written)
     return result

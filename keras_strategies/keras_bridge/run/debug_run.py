@@ -17,7 +17,6 @@ from keras.src.backend.common import global_state
 from keras_strategies._core.jaxprs.lockstep import Lockstep, Turn
 from keras_strategies._core.jaxprs.replay import current_side
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.step_context import StepContext
 from keras_strategies._core.values import STACKED, PerReplica, stacked
 from keras_strategies.keras_bridge.hooks import on_read, seeds
 from keras_strategies.keras_bridge.run.replica_trace import (
@@ -41,6 +40,7 @@ from keras_strategies.keras_bridge.run.uneven_rows import (
     rows_of_all,
     shares_of,
 )
+from keras_strategies.keras_bridge.step_context import StepContext
 from keras_strategies.keras_bridge.variables.deferred_creation import deferred
 
 
@@ -77,14 +77,14 @@ def debug_run(
         )
         step = new_step(mesh, is_update=is_update)
         if rows:
-            step.rows_of_all = rows_of_all(rows[index], rows)
+            own = rows_of_all(rows[index], rows)
+            step = step.with_facts(rows_of_all=own)
         seen = _SeenScope(step, mesh, index)
         with scope(), deferred(), seen:
             with replica_tracing(step, replica_scope):
                 results = fn(index)
-            merging = new_step(mesh)
-            merging.is_uneven = True
-            merging.share = None if shares is None else shares[index]
+            share = None if shares is None else shares[index]
+            merging = new_step(mesh).with_facts(is_uneven=True, share=share)
             return _ended(step, seen, results, merging)
 
     ended = lockstep.run(replica)
@@ -173,7 +173,7 @@ class _SeenScope(keras.StatelessScope):
                     [variable], [self.old[key]], self._step
                 )
             self.variables.append(variable)
-            self._step.before[key] = folded
+            self._step.notes.before[variable] = folded
             self._folded[key] = folded
         return self._folded[key]
 

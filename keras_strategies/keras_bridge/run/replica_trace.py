@@ -14,7 +14,6 @@ import keras
 
 from keras_strategies._core.mesh import ReplicaMesh, shown_devices
 from keras_strategies._core.replica_map import all_max, all_min
-from keras_strategies._core.step_context import StepContext, step_scope
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.hooks import on_read
 from keras_strategies.keras_bridge.hooks.trace_hooks import trace_hooks
@@ -23,6 +22,12 @@ from keras_strategies.keras_bridge.hooks.variables_used import (
 )
 from keras_strategies.keras_bridge.run.run_results import Note, constant_of
 from keras_strategies.keras_bridge.run.uneven_rows import Called
+from keras_strategies.keras_bridge.step_context import (
+    StepContext,
+    StepFacts,
+    StepFlags,
+    step_scope,
+)
 
 ReplicaScope = Callable[[StepContext], contextlib.AbstractContextManager[Any]]
 
@@ -30,7 +35,8 @@ ReplicaScope = Callable[[StepContext], contextlib.AbstractContextManager[Any]]
 def new_step(mesh: ReplicaMesh, *, is_update: bool = False) -> StepContext:
     """The step of a user's own function."""
     return StepContext(
-        mesh=mesh, rows=1, is_whole=True, is_local=True, in_update=is_update
+        facts=StepFacts(mesh=mesh, rows=1, is_local=True),
+        flags=StepFlags(is_whole=True, in_update=is_update),
     )
 
 
@@ -69,7 +75,7 @@ def called_in(
         results, is_leaf=lambda leaf: leaf is None
     )
     constants = [constant_of(leaf) for leaf in leaves]
-    start = [step.before[id(v)] for v in variables]
+    start = [step.notes.before[v] for v in variables]
     return Called(
         outputs=[
             jnp.asarray(leaf)
@@ -84,9 +90,9 @@ def called_in(
                 n is not f or s is not f
                 for n, f, s in zip(new, folded, start, strict=True)
             ],
-            is_equal=[id(n) in step.equal for n in new],
-            rules=[step.metric_rules.get(id(v)) for v in variables],
-            is_unaggregated=[id(v) in step.unaggregated for v in variables],
+            is_equal=[n in step.notes.equal for n in new],
+            rules=[step.notes.metric_rules.get(v) for v in variables],
+            is_unaggregated=[v in step.notes.unaggregated for v in variables],
         ),
     )
 
@@ -122,10 +128,10 @@ def merged_state(
         elif notes[0].rules[k] is None:
             start[k] = old[k]
         if all(note.is_equal[k] for note in notes):
-            step.equal[id(new[k])] = new[k]
+            step.notes.equal.add(new[k])
         rule = notes[0].rules[k]
         if rule is not None:
-            step.metric_rules[id(variable)] = rule
+            step.notes.metric_rules[variable] = rule
     plan = merge_lib.Merge(step=step)
     finishers, copies = [], []
     values = zip(variables, start, folded, new, strict=True)
@@ -135,11 +141,11 @@ def merged_state(
             copies.append(copy)
             finishers.append(on_read.plan_aggregate(plan, v, copy))
             continue
-        if called.is_alike and called.is_alike[k] and id(n) in step.equal:
+        if called.is_alike and called.is_alike[k] and n in step.notes.equal:
             finishers.append(lambda sums, n=n, s=s: merge_lib.as_type_of(n, s))
             continue
         finish = merge_lib.plan_merge(
-            plan, [v], [s], [f], [n], are_metrics=id(v) in step.metric_rules
+            plan, [v], [s], [f], [n], are_metrics=v in step.notes.metric_rules
         )
         finishers.append(lambda sums, finish=finish: finish(sums)[0])
     places = [plan.add(summand) for summand in summands]

@@ -17,6 +17,7 @@ import keras
 import numpy as np
 
 from keras_strategies._core.dispatch import dispatch
+from keras_strategies._core.identity import IdentityMap
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import (
     replica_id,
@@ -302,10 +303,11 @@ class RunProgram:
         variables = self._ordered()
         old = [*written, *[c[0] for c in copies], *read]
         folded = seeds.fold_seeds(variables, old, step)
-        step.is_uneven = bool(self._variant_of)
-        shares = shares_of(self._variant_of)
+        share = shares = shares_of(self._variant_of)
         if shares is not None:
-            step.share = jnp.array(shares)[replica_id(step.axis)]
+            share = jnp.array(shares)[replica_id(step.axis)]
+        is_uneven = bool(self._variant_of)
+        step = step.with_facts(is_uneven=is_uneven, share=share)
         if not self._variant_of:
             called = self._call(variables, folded, leaves)
             notes = [called.note]
@@ -361,11 +363,9 @@ class RunProgram:
             for leaf, uneven in zip(leaves, self._is_uneven, strict=True)
             if uneven
         ]
-        step.rows_of_all = rows_of_all(own, self._variant_of)
-        step.seeds = {id(v) for v in variables if seeds.is_seed(v)}
-        step.before = {
-            id(v): value for v, value in zip(variables, folded, strict=True)
-        }
+        step = step.with_facts(rows_of_all=rows_of_all(own, self._variant_of))
+        step.notes.own_seeds.update(filter(seeds.is_seed, variables))
+        step.notes.before = IdentityMap(zip(variables, folded, strict=True))
         scope = keras.StatelessScope(
             state_mapping=list(zip(variables, folded, strict=True)),
             initialize_variables=False,

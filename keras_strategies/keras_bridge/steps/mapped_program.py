@@ -13,7 +13,7 @@ from keras_strategies._core.replica_map import (
     split_spec,
     whole_spec,
 )
-from keras_strategies._core.step_context import StepContext
+from keras_strategies.keras_bridge.step_context import StepContext
 from keras_strategies.keras_bridge.steps.trace_checks import (
     forget_losses,
     reason_of,
@@ -53,7 +53,7 @@ def mapped_trace(
         forget_losses(model_step)
         if isinstance(error, NotMapped):
             raise
-        reason = step.whole_reason or reason_of(error)
+        reason = step.notes.whole_reason or reason_of(error)
         raise NotMapped(reason) from error
 
 

@@ -17,10 +17,14 @@ import numpy as np
 from keras_strategies._core.batches import Segment
 from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.step_context import StepContext, step_scope
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.hooks import seeds
 from keras_strategies.keras_bridge.hooks.trace_hooks import trace_hooks
+from keras_strategies.keras_bridge.step_context import (
+    StepContext,
+    StepFacts,
+    step_scope,
+)
 from keras_strategies.keras_bridge.steps import output_shardings
 from keras_strategies.keras_bridge.steps.mapped_program import (
     Body,
@@ -128,7 +132,7 @@ class PredictProgram:
         self, trainable: list[Any], old: list[Any], data: Any
     ) -> Any:
         rows = jax.tree.leaves(data)[0].shape[0]
-        step = StepContext(mesh=self._mesh, rows=rows)
+        step = StepContext(facts=StepFacts(mesh=self._mesh, rows=rows))
         if step.num_replicas == 1:
             return self._whole_body(trainable, old, data)
         with mapped_trace(step, self._step):
@@ -137,12 +141,12 @@ class PredictProgram:
     def _mapped_body(
         self, step: StepContext, trainable: list[Any], old: list[Any], data: Any
     ) -> Any:
-        rows = step.rows
+        rows = step.facts.rows
         folded = seeds.fold_seeds(self._variables, old, step)
         if not self._has_known_outputs():
             # Their number may be that of the rows by chance, so it is looked
             # at with twice as many.
-            probe = StepContext(mesh=self._mesh, rows=2 * rows, is_probe=True)
+            probe = step.probe(2 * rows)
             body = functools.partial(self._predict, probe)
             more, _ = eval_with_rows(2 * rows, body, (trainable, folded), data)
             if not _is_by_rows(more, 2 * rows):

@@ -16,8 +16,8 @@ from keras_strategies._core.replica_map import (
     has_unsafe_scatters,
     has_unsure_collectives,
 )
-from keras_strategies._core.step_context import StepContext
 from keras_strategies.keras_bridge.row_checks import row_degrees, suspect_loss
+from keras_strategies.keras_bridge.step_context import StepContext
 
 
 class StepsNotFused(Exception):
@@ -73,9 +73,9 @@ def traced_once(
             "`cond`, `switch` or `while_loop`, which not every replica may "
             "enter. Apply optimizers and update metrics outside of it"
         )
-    if step.sizes:
+    if step.notes.sizes:
         _check_sizes(step, body, state, data)
-    if step.losses:
+    if step.notes.losses:
         _check_losses(step, body, state, data, traced.jaxpr)
     if _are_sums_expensive(step):
         traced.combine_sums(step)
@@ -98,7 +98,9 @@ def sums_combined(fn: Callable[..., Any], step: StepContext) -> Any:
 
 def _are_sums_expensive(step: StepContext) -> bool:
     """Whether each array costs much; compilers elsewhere combine them."""
-    return step.mesh.platform == "cpu" and step.mesh.num_processes > 1
+    return (
+        step.facts.mesh.platform == "cpu" and step.facts.mesh.num_processes > 1
+    )
 
 
 def _with_losses(
@@ -106,7 +108,7 @@ def _with_losses(
 ) -> Any:
     step.note_losses()
     outputs = body(step, *args)
-    return outputs, list(step.losses)
+    return outputs, list(step.notes.losses)
 
 
 def whole_batch(
@@ -128,17 +130,19 @@ def _check_sizes(
     step: StepContext, body: Callable[..., Any], state: Any, data: Any
 ) -> None:
     """Traces with twice the rows: what counts rows doubles, no other size."""
-    probe = StepContext(mesh=step.mesh, rows=2 * step.rows, is_probe=True)
+    probe = step.probe(2 * step.facts.rows)
     try:
-        eval_with_rows(probe.rows, functools.partial(body, probe), state, data)
+        eval_with_rows(
+            probe.facts.rows, functools.partial(body, probe), state, data
+        )
     except Exception as error:
         step.demand_whole(
             "metrics or marked losses are given arrays in a step of your own, "
             "and whether those have rows shows only in a trace with another "
             f"number of rows, which failed: {reason_of(error)}"
         )
-    sizes = [size for size, _, _ in probe.sizes]
-    for k, (size, is_rows, of) in enumerate(step.sizes):
+    sizes = [size for size, _, _ in probe.notes.sizes]
+    for k, (size, is_rows, of) in enumerate(step.notes.sizes):
         if sizes[k : k + 1] != [2 * size if is_rows else size]:
             step.demand_whole(
                 f"{of} is given an array or a number that is as large as the "
@@ -159,12 +163,12 @@ def _check_losses(
     leaves = len(jax.tree.leaves(data))
     loss = len(jaxpr.jaxpr.outvars) - 1
     of_rows = range(inputs - leaves, inputs)
-    if not suspect_loss.is_suspect(jaxpr, loss, of_rows, step.rows):
+    if not suspect_loss.is_suspect(jaxpr, loss, of_rows, step.facts.rows):
         return
     try:
         small, large = (
             _probed(step, body, state, data, rows)
-            for rows in (step.rows, 2 * step.rows)
+            for rows in (step.facts.rows, 2 * step.facts.rows)
         )
     except Exception:
         # It has shapes of its own, which is no fault of the loss.
@@ -189,7 +193,7 @@ def _probed(
     rows: int,
 ) -> Any:
     """A trace with some number of rows; its last output is the loss."""
-    probe = StepContext(mesh=step.mesh, rows=rows, is_probe=True)
+    probe = step.probe(rows)
     fn = functools.partial(_with_losses, probe, body)
     return jax.make_jaxpr(fn)(*state, _of_rows(rows, data))
 

@@ -17,12 +17,17 @@ import keras
 
 from keras_strategies._core.batches import Segment, unstacked
 from keras_strategies._core.dispatch import dispatch
+from keras_strategies._core.identity import IdentityMap, IdentitySet
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import has_convolutions
-from keras_strategies._core.step_context import StepContext, step_scope
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.hooks import seeds
 from keras_strategies.keras_bridge.hooks.trace_hooks import trace_hooks
+from keras_strategies.keras_bridge.step_context import (
+    StepContext,
+    StepFacts,
+    step_scope,
+)
 from keras_strategies.keras_bridge.steps import output_shardings
 from keras_strategies.keras_bridge.steps.mapped_program import (
     MappedProgram,
@@ -183,7 +188,7 @@ class StepProgram:
         self, written: list[Any], read: list[Any], data: Any
     ) -> Any:
         rows = jax.tree.leaves(data)[0].shape[0]
-        step = StepContext(mesh=self._mesh, rows=rows)
+        step = StepContext(facts=StepFacts(mesh=self._mesh, rows=rows))
         if step.num_replicas == 1:
             return self._whole_body(written, read, data)
         with mapped_trace(step, self._step):
@@ -198,19 +203,19 @@ class StepProgram:
             for variables, values in zip(self._variables, old, strict=True)
         ]
         model = getattr(self._step, "__self__", None)
-        step.loss_tracker = getattr(model, "_loss_tracker", None)
+        tracker = getattr(model, "_loss_tracker", None)
+        step = step.with_facts(loss_tracker=tracker)
         metrics = self._variables[self._metrics]
-        step.before = {
-            id(v): value
-            for v, value in zip(metrics, folded[self._metrics], strict=True)
-        }
+        step.notes.before = IdentityMap(
+            zip(metrics, folded[self._metrics], strict=True)
+        )
         with trace_hooks(), step_scope(step):
             logs, new = self._step(tuple(map(list, folded)), data)
-        if step.is_probe:
+        if step.facts.is_probe:
             # Metrics have no rules in it, and nothing is merged.
             return logs
         # A metric that the step has reset started anew.
-        folded[self._metrics] = [step.before[id(v)] for v in metrics]
+        folded[self._metrics] = [step.notes.before[v] for v in metrics]
         return self._merged(step, old, folded, new, logs)
 
     def _merged(
@@ -228,13 +233,13 @@ class StepProgram:
             )
             for i, variables in enumerate(self._variables)
         ]
-        places = {
-            k: plan.add(v / step.num_replicas)
-            for k, v in _averaged_logs(step, logs).items()
-        }
+        places = [
+            (v, plan.add(v / step.num_replicas))
+            for v in _averaged_logs(step, logs)
+        ]
         sums = plan.sums()
         merged = [finish(sums) for finish in finishers]
-        means = {k: sums[place] for k, place in places.items()}
+        means = IdentityMap((v, sums[place]) for v, place in places)
         logs = self._merged_logs(step, logs, new, merged, means)
         return logs, *self._output(old, merged)
 
@@ -244,31 +249,28 @@ class StepProgram:
         logs: Any,
         new: Any,
         merged: Any,
-        means: dict[int, Any],
+        means: IdentityMap[Any],
     ) -> Any:
         """Logs of the whole batch: results read from the merged metrics."""
         metrics = self._variables[self._metrics]
-        new = {
-            id(v): value
-            for v, value in zip(metrics, new[self._metrics], strict=True)
-        }
+        new = IdentityMap(zip(metrics, new[self._metrics], strict=True))
         mapping = list(zip(metrics, merged[self._metrics], strict=True))
-        cache: dict[int, Any] = {}
+        cache: IdentityMap[Any] = IdentityMap()
 
         def whole(value: Any) -> Any:
-            if id(value) in means:
-                return merge_lib.as_type_of(means[id(value)], value)
-            result = step.results.get(id(value))
+            if value in means:
+                return merge_lib.as_type_of(means[value], value)
+            result = step.notes.results.get(value)
             if result is None or any(
-                new[id(v)] is not mine
+                new[v] is not mine
                 for v, mine in zip(result.variables, result.state, strict=True)
             ):
                 # Read before a later update: it was merged on the spot.
                 return value
             metric = result.metric
-            if id(metric) not in cache:
-                cache[id(metric)] = metric.result()
-            whole_result = cache[id(metric)]
+            if metric not in cache:
+                cache[metric] = metric.result()
+            whole_result = cache[metric]
             return whole_result[result.key] if result.key else whole_result
 
         with keras.StatelessScope(state_mapping=mapping):
@@ -337,9 +339,9 @@ def _lower(program: Any, *args: Any) -> Any:
     return program.lower(*args)
 
 
-def _averaged_logs(step: StepContext, logs: Any) -> dict[int, Any]:
-    return {
-        id(leaf): leaf
+def _averaged_logs(step: StepContext, logs: Any) -> IdentitySet:
+    return IdentitySet(
+        leaf
         for leaf in jax.tree.leaves(logs)
-        if isinstance(leaf, jax.Array) and id(leaf) not in step.results
-    }
+        if isinstance(leaf, jax.Array) and leaf not in step.notes.results
+    )

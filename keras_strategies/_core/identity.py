@@ -1,0 +1,72 @@
+"""Maps and sets of objects by what they are, whatever they are equal to.
+
+Traced arrays and Keras variables compare entry by entry, so they are no keys
+of a dict. What is a key here is held: no other object takes its id.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Generic, TypeVar
+
+V = TypeVar("V")
+
+
+class IdentityMap(Generic[V]):
+    """A dict whose keys are told apart by `is`; in the order of their entry.
+
+    Args:
+      items: Pairs of a key and its value.
+    """
+
+    def __init__(self, items: Iterable[tuple[Any, V]] = ()) -> None:
+        self._items: dict[int, tuple[Any, V]] = {}
+        for key, value in items:
+            self[key] = value
+
+    def __setitem__(self, key: Any, value: V) -> None:
+        self._items[id(key)] = key, value
+
+    def __getitem__(self, key: Any) -> V:
+        return self._items[id(key)][1]
+
+    def __contains__(self, key: Any) -> bool:
+        return id(key) in self._items
+
+    def __iter__(self) -> Iterator[Any]:
+        return (key for key, _ in self._items.values())
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def get(self, key: Any, default: V | None = None) -> V | None:
+        """The value of a key, or `default` where it has none."""
+        return self._items.get(id(key), (key, default))[1]
+
+
+class IdentitySet:
+    """A set whose members are told apart by `is`.
+
+    Args:
+      members: What is in it.
+    """
+
+    def __init__(self, members: Iterable[Any] = ()) -> None:
+        self._members: dict[int, Any] = {}
+        self.update(members)
+
+    def __contains__(self, member: Any) -> bool:
+        return id(member) in self._members
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._members.values())
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def add(self, member: Any) -> None:
+        """Takes an object in."""
+        self._members[id(member)] = member
+
+    def update(self, members: Iterable[Any]) -> None:
+        """Takes several objects in."""
+        for member in members:
+            self.add(member)
