@@ -1,4 +1,4 @@
-"""What this thread is tracing for one of several replicas."""
+"""The step that this thread is tracing for one of several replicas."""
 
 import contextlib
 import threading

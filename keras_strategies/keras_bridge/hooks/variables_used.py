@@ -2,12 +2,13 @@
 
 import contextlib
 import functools
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 import keras
+
+from keras_strategies.keras_bridge.patches import Patches
 
 
 class LiftingScope(keras.StatelessScope):
@@ -55,31 +56,9 @@ class InnerScope(keras.StatelessScope):
         return value
 
 
-_lock = threading.RLock()
-_num_open = 0
-_original: Any = None
-
-
-@contextlib.contextmanager
-def scopes_ask_outwards() -> Iterator[None]:
+def scopes_ask_outwards() -> contextlib.AbstractContextManager[None]:
     """Lets Keras's own inner stateless scopes ask outwards, for a trace."""
-    global _num_open, _original
-    with _lock:
-        if _num_open == 0:
-            _original = keras.StatelessScope.get_current_value
-            setattr(_SCOPE, _ASKED, _asking_outwards(_original))
-        _num_open += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _num_open -= 1
-            if _num_open == 0:
-                setattr(_SCOPE, _ASKED, _original)
-
-
-_SCOPE = keras.StatelessScope
-_ASKED = "get_current_value"
+    return _patches.held()
 
 
 def _asking_outwards(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -92,3 +71,8 @@ def _asking_outwards(original: Callable[..., Any]) -> Callable[..., Any]:
         return value
 
     return get_current_value
+
+
+_patches = Patches(
+    lambda: [(keras.StatelessScope, "get_current_value", _asking_outwards)]
+)

@@ -16,6 +16,7 @@ import keras
 
 from keras_strategies.keras_bridge.hooks import batch_norm
 from keras_strategies.keras_bridge.keras_names import TRAINER
+from keras_strategies.keras_bridge.patches import Patch, Patches
 
 LOOPS = (
     "fit",
@@ -38,58 +39,13 @@ Route = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
 
 _InLoop = Callable[[keras.Model, str], contextlib.AbstractContextManager[None]]
 
-_patch_lock = threading.RLock()
-
-
-class _Patches:
-    """Methods that are others while somebody holds them.
-
-    Args:
-      wrap: Yields where each is, its name, and what makes it another one.
-    """
-
-    def __init__(
-        self,
-        wrap: Callable[..., Iterator[tuple[Any, str, Callable[[Any], Any]]]],
-    ) -> None:
-        self._wrap = wrap
-        self._holders = 0
-        # Where, its name, what it is meanwhile, and what it was.
-        self._patched: list[tuple[Any, str, Any, Any]] = []
-
-    @contextlib.contextmanager
-    def held(self, *args: Any) -> Iterator[None]:
-        """In which they are; the arguments are for the first holder's."""
-        with _patch_lock:
-            if self._holders == 0:
-                for owner, name, wrap in self._wrap(*args):
-                    original = vars(owner)[name]
-                    wrapper = wrap(original)
-                    setattr(owner, name, wrapper)
-                    self._patched.append((owner, name, wrapper, original))
-            self._holders += 1
-        try:
-            yield
-        finally:
-            with _patch_lock:
-                self._holders -= 1
-                if self._holders == 0:
-                    self._restore()
-
-    def _restore(self) -> None:
-        for owner, name, wrapper, original in self._patched:
-            # What somebody else has put there since is theirs.
-            if vars(owner).get(name) is wrapper:
-                setattr(owner, name, original)
-        self._patched.clear()
-
 
 def _in_scope(
     on_init: Callable[[keras.Model], None],
     before_compile: Callable[[keras.Model], None],
     on_compile: Callable[[keras.Model], None],
     is_active: Callable[[], bool],
-) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+) -> Iterator[Patch]:
     yield TRAINER, "__init__", lambda f: _telling(f, None, on_init)
     yield (
         TRAINER,
@@ -103,13 +59,13 @@ def _in_scope(
     )
 
 
-def _loops() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+def _loops() -> Iterator[Patch]:
     for name in LOOPS:
         yield loops_owner(name), name, functools.partial(_routing, name)
 
 
-_scope_patches = _Patches(_in_scope)
-_loop_patches = _Patches(_loops)
+_scope_patches = Patches(_in_scope)
+_loop_patches = Patches(_loops)
 # Of the scopes that are open.
 _in_loop: list[_InLoop] = []
 

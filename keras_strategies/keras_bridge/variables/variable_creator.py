@@ -21,6 +21,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras_strategies._core.chief import from_chief
 from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.mesh import ReplicaMesh, copied, shown_devices
+from keras_strategies.keras_bridge.patches import Patches
 from keras_strategies.keras_bridge.variables import initial_values
 from keras_strategies.keras_bridge.variables.shardings import (
     Partitions,
@@ -126,35 +127,12 @@ def distribution_scope(
     try:
         with contextlib.ExitStack() as stack:
             if distribution is not None:
-                stack.enter_context(_slots_registered())
+                # Optimizer slots take their weight's layout: no one is asked.
+                stack.enter_context(_slots_registered.held())
                 stack.enter_context(distribution.alike())
             yield
     finally:
         keras.distribution.set_distribution(before)
-
-
-_slots_lock = threading.RLock()
-_num_registering = 0
-_original_slot: Any = None
-
-
-@contextlib.contextmanager
-def _slots_registered() -> Iterator[None]:
-    """Optimizer slots take the layout of their weight: no one is asked."""
-    global _num_registering, _original_slot
-    name = "add_variable_from_reference"
-    with _slots_lock:
-        if _num_registering == 0:
-            _original_slot = getattr(BaseOptimizer, name)
-            setattr(BaseOptimizer, name, _registering(_original_slot))
-        _num_registering += 1
-    try:
-        yield
-    finally:
-        with _slots_lock:
-            _num_registering -= 1
-            if _num_registering == 0:
-                setattr(BaseOptimizer, name, _original_slot)
 
 
 def _registering(
@@ -173,6 +151,11 @@ def _registering(
         return slot
 
     return make
+
+
+_slots_registered = Patches(
+    lambda: [(BaseOptimizer, "add_variable_from_reference", _registering)]
+)
 
 
 def adopt(
@@ -260,9 +243,6 @@ class _Creators(threading.local):
 
 
 _creators = _Creators()
-_patch_lock = threading.RLock()
-_num_open = 0
-_original_init: Any = None
 
 
 @contextlib.contextmanager
@@ -292,30 +272,11 @@ def variable_creator_scope(creator: VariableCreator) -> Iterator[None]:
       ```
     """
     _creators.stack.append(creator)
-    _install()
     try:
-        yield
+        with _creation.held():
+            yield
     finally:
-        _uninstall()
         _creators.stack.pop()
-
-
-def _install() -> None:
-    global _num_open, _original_init
-    with _patch_lock:
-        if _num_open == 0:
-            _original_init = keras.Variable.__init__
-            keras.Variable.__init__ = _creating_init(keras.Variable.__init__)
-        _num_open += 1
-
-
-def _uninstall() -> None:
-    global _num_open, _original_init
-    with _patch_lock:
-        _num_open -= 1
-        if _num_open == 0:
-            keras.Variable.__init__ = _original_init
-            _original_init = None
 
 
 def _creating_init(original: Callable[..., None]) -> Callable[..., None]:
@@ -347,3 +308,6 @@ def _creating_init(original: Callable[..., None]) -> Callable[..., None]:
             )
 
     return init
+
+
+_creation = Patches(lambda: [(keras.Variable, "__init__", _creating_init)])
