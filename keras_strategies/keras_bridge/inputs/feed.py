@@ -25,7 +25,11 @@ from keras_strategies.data.prefetch import Prefetched, Stop
 from keras_strategies.data.steps import IsStopped, Steps
 from keras_strategies.keras_bridge.inputs import keras_sources
 from keras_strategies.keras_bridge.inputs.choose_source import source_of_loop
-from keras_strategies.keras_bridge.inputs.feed_position import Division
+from keras_strategies.keras_bridge.inputs.feed_position import (
+    Division,
+    FeedPosition,
+    Place,
+)
 from keras_strategies.keras_bridge.inputs.loop_data import LoopData
 
 Tree = Any
@@ -66,11 +70,7 @@ class Feed(DataAdapter):
             source.order.lasts(self._division.epochs_of_a_pass)
         self._signature: Any = None
         self._first: Tree = None
-        # Of the epoch that is read next, and of what was given out last.
-        self._epoch = source.passes.next
-        self._start = 0
-        self._given = self._begun = (self._epoch, 0)
-        self._is_reading = False
+        self._at = FeedPosition.at(Place(source.passes.next, 0))
         # Of a feed that goes on: what stands for the steps of the loop's epoch
         # that were computed before.
         self._goes_on = False
@@ -80,7 +80,7 @@ class Feed(DataAdapter):
     def get_numpy_iterator(self) -> Iterator[Tree]:
         """Host batches; used to build a model that is not built yet."""
         has_rows = False
-        for batch in self._steps.epoch(self._epoch, self._start):
+        for batch in self._steps.epoch(*self._at.next):
             if not has_rows and self._source.order is not None:
                 # Keras draws an order for each of its iterators.
                 self._source.order.skip()
@@ -98,37 +98,34 @@ class Feed(DataAdapter):
         """
         del super_batch
         # Keras makes iterators that it never asks for anything.
-        epoch, start = self._epoch, self._start
-        self._epoch, self._start = epoch + 1, 0
-        self._source.passes.reach(self._epoch)
-        self._is_reading = True
+        epoch, start = self._at.next
+        self._at = self._at.reading(epoch)
+        self._source.passes.reach(epoch + 1)
         done, self._done = self._done, []
         yield from done
         while not self.is_pass_over:
             executions = self._executions_ahead(epoch, start)
             try:
                 for execution, stop in executions:
-                    self._given = (epoch, stop)
+                    self._at = self._at.gave(epoch, stop)
                     if is_last := self._goes_on_after(stop):
                         # Keras, which counts from where the loop went on, asks
                         # for no iterator of the next epoch: it is begun here.
                         epoch, start = epoch + 1, 0
-                        self._epoch, self._start = epoch, start
-                        self._is_reading = False
+                        self._at = self._at.stopped(Place(epoch, start))
                     yield execution
                     if is_last or self.is_pass_over:
                         break
                 else:
                     is_last = False
             finally:
-                self._is_reading = False
+                self._at = self._at.stopped()
                 executions.close()
             if not is_last:
                 break
-            self._epoch, self._is_reading = epoch + 1, True
-            self._source.passes.reach(self._epoch)
-        self._is_reading = False
-        self._given = (epoch + 1, 0)
+            self._at = self._at.reading(epoch)
+            self._source.passes.reach(epoch + 1)
+        self._at = self._at.stopped().gave(epoch + 1, 0)
 
     def _goes_on_after(self, stop: int) -> bool:
         """Whether the next epoch follows where this one ends, in one iterator.
@@ -148,7 +145,7 @@ class Feed(DataAdapter):
 
         Keras, which knows of no number of batches then, still asks for it.
         """
-        stop = self._given[1]
+        stop = self._at.given.step
         return (
             self._goes_on
             and not self._division.ends_epoch(stop)
@@ -164,7 +161,7 @@ class Feed(DataAdapter):
         were given out. Of data that are the process's own (`is_own` of the
         source), each process has a position.
         """
-        epoch, step = self._given
+        epoch, step = self._at.given
         count = self._division.num_batches
         if count is not None and step >= count:
             epoch, step = epoch + 1, 0
@@ -176,9 +173,9 @@ class Feed(DataAdapter):
         Args:
           place: Of the last execution that was computed, if there was one.
         """
-        if not (self._is_reading and self._steps_per_epoch and place):
+        if not (self._at.is_reading and self._steps_per_epoch and place):
             # Keras makes an iterator for each epoch.
-            return self.position_at((self._epoch, self._start))
+            return self.position_at(self._at.next)
         if self._division.is_over(place[1]):
             place = (place[0] + 1, 0)
         return self.position_at(place)
@@ -220,8 +217,8 @@ class Feed(DataAdapter):
         except ValueError:
             self.is_other_kind = True
         start = 0 if self.is_other_kind and not done_steps else position["step"]
-        self._given = self._epoch, self._start = position["epoch"], start
-        begun = self._epoch + (self._start > 0)
+        self._at = self._at.resumed(Place(position["epoch"], start))
+        begun = position["epoch"] + (start > 0)
         if self._source.order is not None and begun:
             # A fit after this one finds the generator as its orders left it.
             self._source.order.of(begun - 1)
@@ -327,10 +324,8 @@ class Feed(DataAdapter):
 
     def on_epoch_begin(self) -> None:
         """Called by Keras before each epoch."""
-        if not self._is_reading:
-            # Otherwise it goes on where the epoch before has stopped.
-            self._begun = (self._epoch, self._start)
-        self._source.begin_epoch(*self._begun)
+        self._at = self._at.epoch_begun()
+        self._source.begin_epoch(*self._at.begun)
 
     def on_epoch_end(self) -> None:
         """Called by Keras after each epoch."""

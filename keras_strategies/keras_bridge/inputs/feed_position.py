@@ -1,6 +1,59 @@
-"""The division of passes over the data into a loop's epochs."""
+"""The position of a feed in its data, and how a loop's epochs divide those."""
 
 import dataclasses
+from typing import NamedTuple
+
+
+class Place(NamedTuple):
+    """A place between two steps: a pass over the data, and steps of it."""
+
+    epoch: int
+    step: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FeedPosition:
+    """Where a feed is.
+
+    Attributes:
+      next: Where the next iterator begins.
+      given: After the execution that was given out last.
+      begun: Where the loop's epoch began.
+      is_reading: An iterator is in the middle of its data.
+    """
+
+    next: Place
+    given: Place
+    begun: Place
+    is_reading: bool = False
+
+    @classmethod
+    def at(cls, place: Place) -> "FeedPosition":
+        """The position of a feed that begins at a place."""
+        return cls(next=place, given=place, begun=place)
+
+    def reading(self, epoch: int) -> "FeedPosition":
+        """An iterator reads a pass; the next one reads that after it."""
+        after = Place(epoch + 1, 0)
+        return dataclasses.replace(self, next=after, is_reading=True)
+
+    def gave(self, epoch: int, step: int) -> "FeedPosition":
+        """An execution was given out."""
+        return dataclasses.replace(self, given=Place(epoch, step))
+
+    def stopped(self, at: Place | None = None) -> "FeedPosition":
+        """The iterator has ended; the next one begins where it says, if so."""
+        return dataclasses.replace(self, next=at or self.next, is_reading=False)
+
+    def resumed(self, at: Place) -> "FeedPosition":
+        """The next iterator begins where another feed was."""
+        return dataclasses.replace(self, next=at, given=at)
+
+    def epoch_begun(self) -> "FeedPosition":
+        """The loop begins an epoch; unless it is read already, at `next`."""
+        if self.is_reading:
+            return self
+        return dataclasses.replace(self, begun=self.next)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ debug mode.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +21,12 @@ from keras_strategies.keras_bridge.hooks.trace_hooks import trace_hooks
 from keras_strategies.keras_bridge.hooks.variables_used import (
     scopes_ask_outwards,
 )
-from keras_strategies.keras_bridge.run.run_results import Note, constant_of
+from keras_strategies.keras_bridge.run.run_results import (
+    Note,
+    TraceReport,
+    constant_of,
+    regrouped_constants,
+)
 from keras_strategies.keras_bridge.run.uneven_rows import Called
 from keras_strategies.keras_bridge.step_context import (
     StepContext,
@@ -28,6 +34,9 @@ from keras_strategies.keras_bridge.step_context import (
     StepFlags,
     step_scope,
 )
+
+_SUMMED = 64
+"""Results of up to so many entries are summed in the program."""
 
 ReplicaScope = Callable[[StepContext], contextlib.AbstractContextManager[Any]]
 
@@ -152,6 +161,40 @@ def merged_state(
     sums = plan.sums()
     values = [finish(sums) for finish in finishers]
     return values, copies, [sums[place] for place in places]
+
+
+def report_of(
+    mesh: ReplicaMesh,
+    outputs: list[Any],
+    notes: list[Note],
+    shapes: list[list[tuple[int, ...]]] | None,
+    num_written: int,
+) -> TraceReport:
+    """What the trace of a run program found.
+
+    Args:
+      mesh: The replicas.
+      outputs: The results that are arrays.
+      notes: Of every variant of the call.
+      shapes: Each replica's shapes of the outputs; None: those of `outputs`.
+      num_written: How many variables, the first ones, are written.
+
+    Raises:
+      ValueError: the variants return nests of different structures.
+    """
+    structures = [note.structure for note in notes]
+    found = TraceReport(
+        structure=structures[0][0],
+        constants=regrouped_constants(structures),
+        summed=[],
+        unchecked=[k for k in unaggregated(notes) if k < num_written],
+        shapes=shapes,
+    )
+    if mesh.num_replicas == 1:
+        return found
+    small = [k for k, output in enumerate(outputs) if output.size <= _SUMMED]
+    summed = [k for k in small if found.shapes_of(k) is None]
+    return dataclasses.replace(found, summed=summed)
 
 
 def is_same(value: Any, axis: str) -> Any:

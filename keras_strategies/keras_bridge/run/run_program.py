@@ -38,9 +38,12 @@ from keras_strategies.keras_bridge.run.replica_trace import (
     refuse_difference,
     refuse_foreign,
     replica_tracing,
-    unaggregated,
+    report_of,
 )
-from keras_strategies.keras_bridge.run.run_results import regrouped_constants
+from keras_strategies.keras_bridge.run.run_results import (
+    Note,
+    TraceReport,
+)
 from keras_strategies.keras_bridge.run.uneven_rows import (
     Called,
     call_unevenly,
@@ -50,12 +53,10 @@ from keras_strategies.keras_bridge.run.uneven_rows import (
     with_rows,
 )
 from keras_strategies.keras_bridge.steps import output_shardings
+from keras_strategies.keras_bridge.steps.mapped_program import jitted
 from keras_strategies.keras_bridge.steps.trace_checks import sums_combined
 from keras_strategies.keras_bridge.variables import ownership, shardings
 from keras_strategies.keras_bridge.variables.deferred_creation import deferred
-
-_SUMMED = 64
-"""Results of up to so many entries are summed in the program."""
 
 
 class RunProgram:
@@ -105,13 +106,8 @@ class RunProgram:
         self._on_read: list[keras.Variable] = []
         self._read: list[keras.Variable] = []
         self._last_read: list[Any] = []
-        # What the trace found.
-        self._unchecked: list[int] = []
-        self._structure: Any = None
-        self._constants: list[Any] = []
-        self._summed: list[int] = []
-        self._shapes: list[list[tuple[int, ...]]] | None = None
-        self._same: list[Any] | None = None
+        # Of the last call: variables, and whether all replicas wrote one value.
+        self._same: list[tuple[keras.Variable, Any]] | None = None
         self._program: Any = None
         ownership.note_devices(mesh)
 
@@ -172,11 +168,11 @@ class RunProgram:
             sums_combined(self._body, new_step(self._mesh)),
             self._mesh,
             in_specs=(whole, split, whole, self._specs),
-            out_specs=(split, split, whole, whole, whole),
+            out_specs=(split, split, whole, whole, whole, whole),
         )
         returned = [*self._written, *self._on_read]
         program = output_shardings.run(program, returned, self._mesh)
-        self._program = jax.jit(program, donate_argnums=(0, 1))
+        self._program = jitted(program, "run", donate_argnums=(0, 1))
 
     def lower(self, leaves: list[Any]) -> Any:
         """Lowers the program for arguments' shapes; reads no values."""
@@ -213,7 +209,7 @@ class RunProgram:
         taken, shared = self._state(last)
         copies = [on_read.copies_of(v, mesh) for v in self._on_read]
         self._check_last()
-        arrays, new_copies, sums, same, new = dispatch(
+        arrays, new_copies, sums, same, new, report = dispatch(
             mesh, self._program, taken, copies, shared, leaves
         )
         for variable, value in zip(self._written, new, strict=False):
@@ -224,11 +220,13 @@ class RunProgram:
             self._on_read, new_copies, aggregates, strict=True
         ):
             on_read.hold(variable, copy, value)
-        is_first, self._same = self._same is None, same
+        unchecked = map(self._written.__getitem__, report.unchecked)
+        is_first = self._same is None
+        self._same = list(zip(unchecked, same, strict=True))
         if is_first:
             # Later ones are checked at the next call: no one waits for them.
             self._check_last()
-        return self._results(arrays, sums)
+        return self._results(report, arrays, sums)
 
     def _state(self, last: ownership.Made) -> tuple[list[Any], list[Any]]:
         """The values of written and of read variables, ready to be passed."""
@@ -253,22 +251,24 @@ class RunProgram:
 
     def _check_last(self) -> None:
         """Raises ValueError if replicas wrote a variable differently."""
-        for k, same in zip(self._unchecked, self._same or (), strict=False):
+        for variable, same in self._same or ():
             if not bool(np.asarray(same)):
                 self._same = []
-                refuse_difference(self._ordered()[k])
+                refuse_difference(variable)
 
-    def _results(self, arrays: list[Any], sums: list[Any]) -> Any:
-        totals = dict(zip(self._summed, sums, strict=True))
+    def _results(
+        self, report: TraceReport, arrays: list[Any], sums: list[Any]
+    ) -> Any:
+        totals = dict(zip(report.summed, sums, strict=True))
         wrapped = (
-            self._wrapped(k, array, totals.get(k))
+            self._wrapped(array, totals.get(k), report.shapes_of(k))
             for k, array in enumerate(arrays)
         )
         leaves = [
             next(wrapped) if constants is None else self._constant(constants)
-            for constants in self._constants
+            for constants in report.constants
         ]
-        return jax.tree.unflatten(self._structure, leaves)
+        return jax.tree.unflatten(report.structure, leaves)
 
     def _constant(self, values: list[Any]) -> Any:
         """A result that is no array; of replicas with other rows, another."""
@@ -279,16 +279,12 @@ class RunProgram:
         own = [values[variants.index(of[r])] for r in mesh.local_replicas]
         return PerReplica.of(stacked(own, mesh), STACKED)
 
-    def _wrapped(self, position: int, array: Any, total: Any) -> Any:
+    def _wrapped(self, array: Any, total: Any, shapes: Any) -> Any:
         if self._mesh.num_replicas == 1:
             return array[0]
-        value = PerReplica.of(array, STACKED, total)
-        if self._shapes is None:
-            return value
-        shapes = [of_replica[position] for of_replica in self._shapes]
-        if len(set(shapes)) == 1:
-            return value
-        return PerReplica.of(array, PADDED, shapes=tuple(shapes))
+        if shapes is None:
+            return PerReplica.of(array, STACKED, total)
+        return PerReplica.of(array, PADDED, shapes=shapes)
 
     # The traced side.
 
@@ -308,21 +304,10 @@ class RunProgram:
             share = jnp.array(shares)[replica_id(step.axis)]
         is_uneven = bool(self._variant_of)
         step = step.with_facts(is_uneven=is_uneven, share=share)
-        if not self._variant_of:
-            called = self._call(variables, folded, leaves)
-            notes = [called.note]
-        else:
-            called, notes = self._call_unevenly(variables, folded, leaves)
-        self._structure, _ = notes[0].structure
-        self._constants = regrouped_constants(
-            [note.structure for note in notes]
+        called, notes, shapes = self._called(variables, folded, leaves)
+        report = report_of(
+            self._mesh, called.outputs, notes, shapes, len(self._written)
         )
-        outputs = called.outputs
-        self._summed = [
-            k
-            for k, output in enumerate(outputs)
-            if output.size <= _SUMMED and self._has_one_shape(k)
-        ]
         values, new_copies, sums = merged_state(
             step,
             variables,
@@ -330,25 +315,18 @@ class RunProgram:
             folded,
             called,
             notes,
-            [as_summand(outputs[k]) for k in self._summed],
+            [as_summand(called.outputs[k]) for k in report.summed],
         )
-        self._unchecked = [
-            k for k in unaggregated(notes) if k < len(self._written)
-        ]
-        same = [is_same(called.new[k], step.axis) for k in self._unchecked]
+        same = [is_same(called.new[k], step.axis) for k in report.unchecked]
         num_returned = len(self._written) + len(self._on_read)
         return (
-            [output[None] for output in outputs],
+            [output[None] for output in called.outputs],
             [copy[None] for copy in new_copies],
             sums,
             same,
             values[:num_returned],
+            report,
         )
-
-    def _has_one_shape(self, position: int) -> bool:
-        if self._shapes is None:
-            return self._mesh.num_replicas > 1
-        return len({shapes[position] for shapes in self._shapes}) == 1
 
     def _call(
         self,
@@ -374,12 +352,16 @@ class RunProgram:
             results = self._fn(leaves)
         return called_in(step, scope, results, variables, folded)
 
-    def _call_unevenly(
+    def _called(
         self,
         variables: list[keras.Variable],
         folded: list[Any],
         leaves: list[Any],
-    ) -> tuple[Called, list[Any]]:
+    ) -> tuple[Called, list[Note], list[list[tuple[int, ...]]] | None]:
+        """What was computed, the variants' notes, each replica's shapes."""
+        if not self._variant_of:
+            called = self._call(variables, folded, leaves)
+            return called, [called.note], None
         variants = variants_of(self._variant_of)
         places = [variants.index(v) for v in self._variant_of]
         called, notes, shapes = call_unevenly(
@@ -393,8 +375,7 @@ class RunProgram:
             [seeds.is_seed(v) or on_read.is_on_read(v) for v in variables]
             + self._is_split,
         )
-        self._shapes = [shapes[place] for place in places]
-        return called, notes
+        return called, notes, [shapes[place] for place in places]
 
     def _ordered(self) -> list[keras.Variable]:
         return [*self._written, *self._on_read, *self._read]

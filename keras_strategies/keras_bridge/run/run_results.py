@@ -27,6 +27,35 @@ class Note:
     is_unaggregated: list[bool]
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class TraceReport:
+    """What the trace of a run program found; a result of it without arrays.
+
+    Attributes:
+      structure: The nest of the user's results.
+      constants: For each leaf None if it is an array; else its value, or of
+        the variants' values, see `regrouped_constants`.
+      summed: Which arrays are summed over the replicas beside.
+      unchecked: Positions of written variables that all replicas must have
+        written alike.
+      shapes: Each replica's shapes of the arrays; None where all have one.
+    """
+
+    structure: Any
+    constants: list[list[Any] | None]
+    summed: list[int]
+    unchecked: list[int]
+    shapes: list[list[tuple[int, ...]]] | None
+
+    def shapes_of(self, position: int) -> tuple[tuple[int, ...], ...] | None:
+        """Each replica's shape of an array; None where they are one."""
+        if self.shapes is None:
+            return None
+        shapes = tuple(of_replica[position] for of_replica in self.shapes)
+        return shapes if len(set(shapes)) > 1 else None
+
+
 class Constant:
     """A result that is no array: the same for every replica and call."""
 

@@ -78,7 +78,7 @@ def run(program: Program, variables: Variables, mesh: ReplicaMesh) -> Program:
 
     Args:
       program: It returns results and copies of variables, split over the
-        replicas; sums and comparisons; and values.
+        replicas; sums and comparisons; values; and what holds no arrays.
       variables: Those of the values.
       mesh: The replicas.
     """
@@ -86,7 +86,7 @@ def run(program: Program, variables: Variables, mesh: ReplicaMesh) -> Program:
         return program
 
     def laid_out(*args: Any) -> Any:
-        results, copies, sums, same, values = program(*args)
+        results, copies, sums, same, values, report = program(*args)
         split, whole = mesh.split, mesh.whole
         return (
             _whole(results, split),
@@ -94,6 +94,7 @@ def run(program: Program, variables: Variables, mesh: ReplicaMesh) -> Program:
             _whole(sums, whole),
             _whole(same, whole),
             _values(values, variables, mesh),
+            report,
         )
 
     return laid_out
