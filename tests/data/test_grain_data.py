@@ -5,9 +5,11 @@ import itertools
 import json
 
 import jax
+import keras
 import numpy as np
 import pytest
 
+import keras_strategies as ks
 from keras_strategies.data.grain import grain_rows
 from keras_strategies.data.grain.grain_data import GrainSource, is_grain
 from keras_strategies.data.grain.grain_rows import stacked_rows
@@ -175,6 +177,22 @@ def test_endless_dataset_goes_on_over_its_epochs():
     later = source.read(1, 7, cut_of(0, 1))
     assert ids([next(later) for _ in range(3)]) == seen[7:]
     later.close()
+
+
+def test_an_endless_dataset_needs_a_number_of_steps():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    with ks.MirroredStrategy(devices=jax.devices()[:2]).scope():
+        model = keras.models.clone_model(model)
+        model.compile("sgd", "mse")
+    x, y = np.ones((8, 1)), np.ones((8, 1))
+    data = grain.MapDataset.source(list(zip(x, y, strict=True)))
+    for endless in (data.repeat().batch(4), data.batch(4).repeat()):
+        with pytest.raises(ValueError, match="needs an end.*steps_per_epoch"):
+            model.fit(endless, shuffle=False, verbose=0)
+        model.fit(
+            endless, steps_per_epoch=3, epochs=2, shuffle=False, verbose=0
+        )
+        assert int(model.optimizer.iterations) in (6, 12)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -201,6 +202,42 @@ def test_what_differs_is_compiled_anew():
 
     for make in (number, shape, cell):
         assert traces(mirrored(2), make) == 8
+
+
+step = 0  # Has the name of an attribute, too.
+
+
+def test_a_global_with_the_name_of_an_attribute_is_no_part_of_a_function():
+    class Config:
+        step = 2
+
+    config = Config()
+    count = itertools.count()
+
+    def fn(x):
+        next(count)
+        return x * config.step
+
+    strategy = mirrored(2)
+    for number in range(4):
+        globals()["step"] = number
+        out = strategy.run(fn, args=(np.float32(1),))
+        assert values_of(strategy, out) == [2, 2]
+    assert next(count) == 2
+
+
+def test_a_global_that_a_class_body_reads_is_a_part_of_a_function():
+    def fn(x):
+        class Config:
+            value = step
+
+        return x + Config.value
+
+    strategy = mirrored(2)
+    for number in range(3):
+        globals()["step"] = number
+        out = strategy.run(fn, args=(np.float32(1),))
+        assert values_of(strategy, out) == [1 + number, 1 + number]
 
 
 def test_a_loop_that_keeps_compiling_is_told_why():

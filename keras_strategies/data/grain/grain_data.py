@@ -88,6 +88,7 @@ class GrainSource(Source):
         self.batch_size = self._batches.batch_size
         if is_divided and self.batch_size:
             self.batch_size *= num_processes
+        self.is_infinite = self._batches.is_infinite
         if not self.is_own:
             self.num_batches = self._batches.length
             self._batches.is_marked = num_processes > 1
@@ -144,7 +145,8 @@ class _MapBatches:
         self._no_rows: Tree | None = None
         self._mark = mark_of(dataset)
         self.states: dict[int, Any] = {}
-        self.length = self._len if self._len < _ENDLESS else None
+        self.is_infinite = self._len >= _ENDLESS
+        self.length = None if self.is_infinite else self._len
         self.batch_size = None
         if self.stacked is not None:
             self.batch_size = self.stacked.batch_size
@@ -197,7 +199,7 @@ class _IteratedBatches:
     """
 
     length = stacked = None
-    is_marked = False
+    is_infinite = is_marked = False  # Whether it ends, nobody knows.
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset

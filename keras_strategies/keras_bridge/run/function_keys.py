@@ -4,6 +4,7 @@ A function that a loop makes anew in every step (a lambda, a local `def`, a
 partial) has equal code and cells each time; it need not be traced again.
 """
 
+import dis
 import functools
 import inspect
 import types
@@ -11,6 +12,8 @@ from typing import Any
 
 _CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
 _PLAIN = (bool, int, str, bytes, type(None))
+# Instructions that look up a global name; attributes have other ones.
+_LOOKUPS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 
 
 class Same:
@@ -99,7 +102,11 @@ def value_key(value: Any, inside: frozenset[int] = frozenset()) -> Any:
 @functools.cache
 def _global_names(code: types.CodeType) -> tuple[str, ...]:
     """Names that code, and the functions in it, may look up globally."""
-    names = dict.fromkeys(code.co_names)
+    names = {
+        instruction.argval: None
+        for instruction in dis.get_instructions(code)
+        if instruction.opname in _LOOKUPS
+    }
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             names |= dict.fromkeys(_global_names(constant))
@@ -110,7 +117,7 @@ def _global_key(
     scope: dict[str, Any], name: str, inside: frozenset[int]
 ) -> Any:
     if name not in scope:
-        return None  # A built-in, or an attribute.
+        return None  # A built-in.
     value = scope[name]
     if isinstance(value, types.FunctionType) and (
         value.__globals__ is not scope
