@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from keras_strategies._core import host_arrays
-from keras_strategies._core.mesh import ReplicaMesh, is_laid_out
+from keras_strategies._core.mesh import ReplicaMesh, has_sharding
 from keras_strategies._core.rows import (
     balanced_rows,
     padded_rows,
@@ -314,7 +314,7 @@ def _is_placed(leaf: Any, mesh: ReplicaMesh) -> bool:
     return (
         isinstance(leaf, jax.Array)
         and leaf.shape[0] % mesh.num_replicas == 0
-        and is_laid_out(leaf, mesh.split)
+        and has_sharding(leaf, mesh.split)
     )
 
 
@@ -329,7 +329,7 @@ def true_rows(data: Any, shape: RowShape) -> Any:
     return jax.tree.map(cut, data)
 
 
-def laid_rows(
+def sharded_rows(
     data: Any, shape: RowShape, mesh: ReplicaMesh, *, is_divided: bool
 ) -> Any:
     """Says where the true rows of a padded batch lie; to be compiled.

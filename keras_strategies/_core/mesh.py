@@ -162,7 +162,7 @@ def shown_devices(devices: Sequence[jax.Device]) -> str:
     return f"[{names}{', ...' if len(devices) > 8 else ''}]"
 
 
-def is_laid_out(array: jax.Array, sharding: NamedSharding) -> bool:
+def has_sharding(array: jax.Array, sharding: NamedSharding) -> bool:
     """Whether an array lies as told, so that a program takes it as it is.
 
     On one device a sharding of another kind means the same, and JAX compiles

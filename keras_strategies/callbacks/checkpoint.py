@@ -11,12 +11,15 @@ from keras_strategies.checkpoint.storage import Storage
 from keras_strategies.cluster.exchange.exit_codes import ExitCode, Preempted
 from keras_strategies.cluster.watchdog import watchdog
 from keras_strategies.cluster.watchdog.preemption import PreemptionNotice
-from keras_strategies.keras_bridge.callbacks.resumable_fit import Keeper, Loop
+from keras_strategies.keras_bridge.callbacks.resumable_fit import (
+    CheckpointCallback,
+    Loop,
+)
 
 _logger = logging.getLogger(__name__)
 
 
-class Checkpoint(Keeper):
+class Checkpoint(CheckpointCallback):
     """Keeps all that a `fit` needs to go on, and goes on with it.
 
     Saved are the weights, the state of layers, metrics and random seeds, the
@@ -124,7 +127,7 @@ class Checkpoint(Keeper):
         self._check_resume(step)
         self._saved = None
         if step is not None:
-            self._go_on(loop, step)
+            self._resume_from(loop, step)
         progress = watchdog.progress() if loop.mesh.num_processes > 1 else None
         self._notice = PreemptionNotice(progress).__enter__()
         if self._every_seconds is not None:
@@ -207,7 +210,7 @@ class Checkpoint(Keeper):
                 "use `resume='auto'`."
             )
 
-    def _go_on(self, loop: Loop, step: int) -> None:
+    def _resume_from(self, loop: Loop, step: int) -> None:
         assert self._storage is not None
         storage = self._storage
         document = storage.document(step)
@@ -218,11 +221,11 @@ class Checkpoint(Keeper):
         arrays = storage.restore(step, wanted)
         contents.assign(found, arrays)
         state = nests.joined(document["state"], arrays.get(contents.STATE, {}))
-        loop.go_on(state)
+        loop.resume(state)
         self._saved = loop.num_steps
-        self._tell(loop, step)
+        self._announce(loop, step)
 
-    def _tell(self, loop: Loop, step: int) -> None:
+    def _announce(self, loop: Loop, step: int) -> None:
         assert self._storage is not None
         if not self._storage.is_chief:
             return

@@ -51,7 +51,7 @@ class EventFile:
         folder = os.fspath(folder)
         prefix = folder.split(":")[0]
         self._is_remote = prefix in record_writer.REGISTERED_FACTORIES
-        with self._told_as_os_errors():
+        with self._raised_as_os_errors():
             record_writer.directory_check(folder)
             path = f"{folder}/{_name()}" if self._is_remote else _path(folder)
             self._records: Any = record_writer.RecordWriter(path)
@@ -81,7 +81,7 @@ class EventFile:
 
     def flush(self) -> None:
         """Returns when all that was written is on the disk, or sent."""
-        with self._told_as_os_errors():
+        with self._raised_as_os_errors():
             self._records.flush()
         self._flushed = time.monotonic()
 
@@ -89,7 +89,7 @@ class EventFile:
         """Ends the file; in a bucket, sends it."""
         records, self._records = self._records, None
         if records is not None:
-            with self._told_as_os_errors():
+            with self._raised_as_os_errors():
                 records.close()
 
     def __del__(self) -> None:
@@ -108,7 +108,7 @@ class EventFile:
             self.flush()
 
     @contextlib.contextmanager
-    def _told_as_os_errors(self) -> Iterator[None]:
+    def _raised_as_os_errors(self) -> Iterator[None]:
         """Libraries for buckets have errors of their own."""
         try:
             yield

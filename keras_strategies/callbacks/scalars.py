@@ -125,7 +125,7 @@ class Scalars(keras.callbacks.Callback):
         self._step.set(int(state["step"]))
         self._eval_step = int(state["eval_step"])
         if self._has_begun:
-            self._go_on()
+            self._resume_writing()
 
     # What Keras calls in fit.
 
@@ -151,7 +151,7 @@ class Scalars(keras.callbacks.Callback):
             # All callbacks have restored by now what they restore.
             self._has_begun = True
             self._step.settle(self._fitted)
-            self._go_on()
+            self._resume_writing()
         self._step.begin_epoch()
         self._validated = set()
 
@@ -176,14 +176,14 @@ class Scalars(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Writes the logs of a batch that is wanted."""
         if self.wants_batch(batch):
-            self._tell(logs or {})
+            self._write(logs or {})
 
     def on_train_end(self, logs: Any = None) -> None:
         """Writes the last step, and ends the files."""
         names = {f"val_{name}" for name in self._validated}
         values = {k: v for k, v in (logs or {}).items() if k not in names}
         if self._has_trained:
-            self._tell(values, is_last=True)
+            self._write(values, is_last=True)
         self._is_fitting = False
         self._train.close()
         self._eval.close()
@@ -220,7 +220,7 @@ class Scalars(keras.callbacks.Callback):
             jax.process_index() == 0 if binding is None else binding.is_chief
         )
 
-    def _go_on(self) -> None:
+    def _resume_writing(self) -> None:
         """Plans what comes after the present step."""
         step = self._step.value
         if self._eval_step is None:
@@ -231,7 +231,7 @@ class Scalars(keras.callbacks.Callback):
         self._logs.begin(step, is_on=_log.isEnabledFor(logging.INFO))
         self._due = min(self._writes.due, self._logs.due)
 
-    def _tell(self, logs: Mapping[str, Any], is_last: bool = False) -> None:
+    def _write(self, logs: Mapping[str, Any], is_last: bool = False) -> None:
         """Writes and logs what is due, or was not yet in a fit that ends."""
         step, rows, now = self._step.value, self._step.rows, time.perf_counter()
         values = self._flat(logs)

@@ -49,21 +49,21 @@ class Clock:
         # Steps may get slower: not more than twice as many as were measured.
         most = 2 * (step - self._asked)
         wait = min(most, math.ceil(left / max(per_step, 1e-6)))
-        said = self._agreed({"is_due": left <= 0, "wait": max(wait, 1)})
+        answer = self._agreed({"is_due": left <= 0, "wait": max(wait, 1)})
         self._asked, self._asked_at = step, now
-        self._next = step + said["wait"]
-        self.is_waiting = said["is_due"]
+        self._next = step + answer["wait"]
+        self.is_waiting = answer["is_due"]
         return self.is_waiting
 
-    def _agreed(self, said: dict[str, Any]) -> dict[str, Any]:
+    def _agreed(self, answer: dict[str, Any]) -> dict[str, Any]:
         if len(self._processes) == 1:
             # Looking at the clock costs nothing.
-            return said | {"wait": 1}
+            return answer | {"wait": 1}
         agreement = Agreement(self._processes, "the time of a checkpoint")
-        heard = agreement.exchange(json.dumps(said))
+        received = agreement.exchange(json.dumps(answer))
         agreement.end()
         return read_messages(
-            heard,
+            received,
             {"is_due": bool, "wait": is_count},
             processes=self._processes,
             about="the time of a checkpoint",

@@ -28,11 +28,11 @@ def shared(
     agreement = Agreement(processes, "keeping states")
     marks = agreement.exchange(hashlib.sha256(text.encode()).hexdigest())
     is_alike = len(set(marks)) == 1
-    heard = [] if is_alike else agreement.exchange(text)
+    received = [] if is_alike else agreement.exchange(text)
     agreement.end()
     if is_alike:
         return {"all": states}
-    return {"each": [nests.unpacked(said) for said in heard]}
+    return {"each": [nests.unpacked(one) for one in received]}
 
 
 def own(

@@ -31,7 +31,7 @@ _FORMS = {
 }
 _MARKS = tuple({mark} for mark in _FORMS)
 # Of an array that processes tell each other: its dtype, shape, and bytes.
-_TOLD = (dtype_named, is_shape, str)
+_ARRAY_FORM = (dtype_named, is_shape, str)
 
 
 def split(state: Any) -> tuple[Any, dict[str, np.ndarray]]:
@@ -124,7 +124,7 @@ def joined(state: Any, arrays: Mapping[str, Any]) -> Any:
 def packed(state: Any) -> str:
     """A nest, its arrays too, as text that other processes read."""
     plain, arrays = split(state)
-    said = {
+    arrays_sent = {
         name: [
             str(array.dtype),
             list(array.shape),
@@ -132,7 +132,7 @@ def packed(state: Any) -> str:
         ]
         for name, array in arrays.items()
     }
-    return json.dumps([plain, said])
+    return json.dumps([plain, arrays_sent])
 
 
 def unpacked(text: str) -> Any:
@@ -142,16 +142,16 @@ def unpacked(text: str) -> Any:
       ValueError: another process has said something else.
     """
     try:
-        told = load_json(text, max_characters=MAX_MESSAGE, has_nan=True)
+        message = load_json(text, max_characters=MAX_MESSAGE, has_nan=True)
     except ValueError as error:
         raise _no_nest(str(error)) from None
-    fault = fault_of(told, (object, dict)) or fault_of(
-        list(told[1].values()), [_TOLD]
+    fault = fault_of(message, (object, dict)) or fault_of(
+        list(message[1].values()), [_ARRAY_FORM]
     )
     if fault is not None:
         raise _no_nest(fault)
-    plain, said = told
-    arrays = {name: _array(*array) for name, array in said.items()}
+    plain, arrays_sent = message
+    arrays = {name: _array(*array) for name, array in arrays_sent.items()}
     return joined(plain, arrays)
 
 

@@ -299,23 +299,23 @@ def read_into(
     document = storage.document(step)
     where = str(storage.path(step))
     contents.check_version(document, where)
-    kept = document["variables"]
+    saved = document["variables"]
     unbuilt.check_models(checkpoint.objects)
-    unbuilt.build_optimizers(checkpoint.objects, kept)
+    unbuilt.build_optimizers(checkpoint.objects, saved)
     groups = checkpoint.groups()
     others: list[str] = []
     if is_part:
-        others = [g for g in kept if g not in groups and g != contents.STATE]
+        others = [g for g in saved if g not in groups and g != contents.STATE]
         document = document | {
             "variables": {
                 group: contents.subset(entries, groups.get(group, ()))
                 or entries
-                for group, entries in kept.items()
+                for group, entries in saved.items()
                 if group not in others
             }
         }
     found = contents.matched(groups, document, where)
-    others += unbuilt.left_out(checkpoint.objects, kept, found)
+    others += unbuilt.left_out(checkpoint.objects, saved, found)
     wanted = contents.targets(found, document, None)
     arrays = storage.restore(step, wanted, is_part=is_part)
     contents.assign(found, arrays)

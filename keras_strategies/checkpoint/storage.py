@@ -125,12 +125,12 @@ class Storage:
         mark = self.directory / ".lock"
         while not mark.exists() and time.monotonic() < end:
             time.sleep(_POLL_S)
-        heard = self._exchange("looking at", str(mark.exists()))
-        if "False" in heard:
+        received = self._exchange("looking at", str(mark.exists()))
+        if "False" in received:
             blind = [
                 process
-                for process, said in zip(self._processes, heard, strict=True)
-                if said == "False"
+                for process, was in zip(self._processes, received, strict=True)
+                if was == "False"
             ]
             raise ValueError(
                 "All processes of a job keep their checkpoints in one "
@@ -357,30 +357,30 @@ class Storage:
         """What the chief computes, in all processes. Its error is all's."""
         if self._is_alone:
             return compute()
-        said: dict[str, Any] = {}
+        answer: dict[str, Any] = {}
         error: Exception | None = None
         if self.is_chief:
             try:
-                said["value"] = compute()
+                answer["value"] = compute()
             except Exception as raised:
                 error = raised
-                said["error"] = f"{type(raised).__name__}: {raised}"
-                said["is_damage"] = isinstance(raised, DamagedCheckpoint)
-        (heard,) = read_messages(
-            self._exchange(doing, json.dumps(said))[:1],
+                answer["error"] = f"{type(raised).__name__}: {raised}"
+                answer["is_damage"] = isinstance(raised, DamagedCheckpoint)
+        (received,) = read_messages(
+            self._exchange(doing, json.dumps(answer))[:1],
             Either(({"error": str, "is_damage": bool}, {"value": form})),
             processes=self._processes[:1],
             about=f"{doing} {str(self.directory)!r}",
         )
         if error is not None:
             raise error
-        if "error" in heard:
-            kind = DamagedCheckpoint if heard["is_damage"] else RuntimeError
+        if "error" in received:
+            kind = DamagedCheckpoint if received["is_damage"] else RuntimeError
             raise kind(
                 f"Process {self._processes[0]} failed in {doing} "
-                f"{str(self.directory)!r}: {readable(heard['error'])}"
+                f"{str(self.directory)!r}: {readable(received['error'])}"
             )
-        return heard["value"]
+        return received["value"]
 
     def _exchange(self, doing: str, text: str) -> list[str]:
         if self._is_alone:

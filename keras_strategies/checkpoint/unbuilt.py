@@ -29,7 +29,7 @@ def check_models(objects: Objects) -> None:
                 )
 
 
-def build_optimizers(objects: Objects, kept: Names) -> None:
+def build_optimizers(objects: Objects, saved: Names) -> None:
     """Gives optimizers their variables where a checkpoint has them.
 
     The one that a model is compiled with gets those of its model, any other
@@ -43,7 +43,7 @@ def build_optimizers(objects: Objects, kept: Names) -> None:
         m for value in objects.values() for m in _found(keras.Model, value)
     ]
     for name, value in objects.items():
-        entries = list(kept.get(name, ()))
+        entries = list(saved.get(name, ()))
         for model in _found(keras.Model, value):
             optimizer = getattr(model, "optimizer", None)
             if optimizer is not None and _lacks(optimizer, entries):
@@ -53,7 +53,7 @@ def build_optimizers(objects: Objects, kept: Names) -> None:
                 optimizer.build(models[0].trainable_variables)
 
 
-def left_out(objects: Objects, kept: Names, found: Names) -> list[str]:
+def left_out(objects: Objects, saved: Names, found: Names) -> list[str]:
     """What a checkpoint has of objects beside the variables that they have.
 
     Metrics that a compiled model has not made yet do not count: each epoch
@@ -69,12 +69,12 @@ def left_out(objects: Objects, kept: Names, found: Names) -> list[str]:
     """
     names: list[str] = []
     for group, entries in found.items():
-        others = [e for e in kept.get(group, ()) if e not in entries]
+        others = [e for e in saved.get(group, ()) if e not in entries]
         if group == STATE or not others:
             continue
         value = objects[group]
         for optimizer in _optimizers(value):
-            if _lacks(optimizer, list(kept[group])):
+            if _lacks(optimizer, list(saved[group])):
                 raise ValueError(
                     "A checkpoint is restored into an optimizer that has its "
                     f"variables. Received: {optimizer.name!r} of {group}, "

@@ -86,11 +86,11 @@ def load_weights(
     document = storage.document(chosen)
     where = str(storage.path(chosen))
     contents.check_version(document, where)
-    kept = document["variables"]
+    saved = document["variables"]
     if not _is_of_fit(document):
-        kept, groups = _of_object(model, groups, kept, name, where)
+        saved, groups = _of_object(model, groups, saved, name, where)
     document = document | {
-        "variables": {k: kept[k] for k in (*groups, *_WEIGHTS) if k in kept}
+        "variables": {k: saved[k] for k in (*groups, *_WEIGHTS) if k in saved}
     }
     try:
         found = contents.matched(groups, document, where)
@@ -119,7 +119,7 @@ def _is_of_fit(document: contents.Document) -> bool:
 def _of_object(
     model: keras.Model,
     groups: contents.Groups,
-    kept: dict[str, Any],
+    saved: dict[str, Any],
     name: str | None,
     where: str,
 ) -> tuple[dict[str, Any], dict[str, list[keras.Variable]]]:
@@ -133,7 +133,7 @@ def _of_object(
     variables = [v for group in groups.values() for v in group]
     order = {id(v): k for k, v in enumerate(model.variables)}
     variables.sort(key=lambda v: order[id(v)])
-    names = [g for g in kept if g != contents.STATE]
+    names = [g for g in saved if g != contents.STATE]
     if name is not None:
         if name not in names:
             raise ValueError(
@@ -145,7 +145,7 @@ def _of_object(
     fitting = {
         group: found
         for group in names
-        if (found := contents.subset(kept[group], variables)) is not None
+        if (found := contents.subset(saved[group], variables)) is not None
     }
     if len(fitting) > 1:
         raise ValueError(
@@ -155,4 +155,4 @@ def _of_object(
         )
     # What differs is said of the one that was meant.
     group = next(iter(fitting or names), _WEIGHTS[0])
-    return {group: fitting.get(group, kept.get(group, {}))}, {group: variables}
+    return {group: fitting.get(group, saved.get(group, {}))}, {group: variables}

@@ -71,24 +71,24 @@ def _made(
     make: Callable[[int], Source],
     facts: dict[str, Any],
 ) -> Source:
-    heard = _exchange(mesh, name, agreement, {"number": number}, _NUMBER)
+    received = _exchange(mesh, name, agreement, {"number": number}, _NUMBER)
     source, error = None, None
     try:
-        source = make(heard[0]["number"])
+        source = make(received[0]["number"])
     except Exception as raised:
         error = raised
-    said: dict[str, Any] = {}
+    message: dict[str, Any] = {}
     if error is not None:
-        said["error"] = f"{type(error).__name__}: {error}"
+        message["error"] = f"{type(error).__name__}: {error}"
     elif source is not None:
-        said["facts"] = facts | source.facts()
-        said["seed"] = source.seed
-    heard = _exchange(mesh, name, agreement, said, _MADE)
-    raise_together(mesh, f"Preparing the data of {name}", heard, error)
-    _check_facts(mesh, name, [said["facts"] for said in heard])
+        message["facts"] = facts | source.facts()
+        message["seed"] = source.seed
+    received = _exchange(mesh, name, agreement, message, _MADE)
+    raise_together(mesh, f"Preparing the data of {name}", received, error)
+    _check_facts(mesh, name, [message["facts"] for message in received])
     assert source is not None
     if not source.is_own:
-        source.restart(heard[0]["seed"])
+        source.restart(received[0]["seed"])
     return source
 
 
@@ -108,19 +108,19 @@ def made_alike(
       RuntimeError: another process could not make them.
     """
     agreement = Agreement(mesh.processes, f"making the values of {name}")
-    made, error, said = [], None, {}
+    made, error, message = [], None, {}
     try:
         made = make()
-        said["outlines"] = [_outline_of(nest) for nest in made]
+        message["outlines"] = [_outline_of(nest) for nest in made]
     except Exception as raised:
         error = raised
-        said["error"] = f"{type(error).__name__}: {error}"
+        message["error"] = f"{type(error).__name__}: {error}"
     try:
-        heard = _exchange(mesh, name, agreement, said, _OUTLINES)
+        received = _exchange(mesh, name, agreement, message, _OUTLINES)
     finally:
         agreement.end()
-    raise_together(mesh, f"Making the values of {name}", heard, error)
-    outlines = [text for one in heard for text in one["outlines"]]
+    raise_together(mesh, f"Making the values of {name}", received, error)
+    outlines = [text for one in received for text in one["outlines"]]
     if len(set(outlines)) > 1:
         shown = ", ".join(
             f"{text} (replica {replica})"
@@ -150,14 +150,14 @@ def _check_facts(
     for fact in dict.fromkeys(itertools.chain(*facts)):
         values = [given.get(fact) for given in facts]
         if any(value != values[0] for value in values):
-            received = ", ".join(
+            described = ", ".join(
                 f"{readable(str(value))} (process {process})"
                 for process, value in zip(mesh.processes, values, strict=True)
             )
             raise ValueError(
                 f"All processes must give {name} the same data, batch size "
                 f"and numbers of steps and epochs. Received: {fact} of "
-                f"{received}. Give all processes the same; of rows that are "
+                f"{described}. Give all processes the same; of rows that are "
                 "each process's own, with `AutoShardPolicy.OFF`, the number "
                 "may differ."
             )
@@ -166,7 +166,7 @@ def _check_facts(
 def raise_together(
     mesh: ReplicaMesh,
     what: str,
-    heard: list[dict[str, Any]],
+    received: list[dict[str, Any]],
     error: Exception | None,
 ) -> None:
     """Raises if a process has said that it had an error.
@@ -181,9 +181,9 @@ def raise_together(
       RuntimeError: another process had one.
     """
     failed = [
-        f"process {process}: {readable(said['error']).rstrip(' .')}"
-        for process, said in zip(mesh.processes, heard, strict=True)
-        if "error" in said
+        f"process {process}: {readable(message['error']).rstrip(' .')}"
+        for process, message in zip(mesh.processes, received, strict=True)
+        if "error" in message
     ]
     if not failed:
         return
@@ -201,11 +201,11 @@ def _exchange(
     mesh: ReplicaMesh,
     name: str,
     agreement: Agreement,
-    said: dict[str, Any],
+    message: dict[str, Any],
     form: Form,
 ) -> list[dict[str, Any]]:
     # Numbers of numpy's too, and what else arguments may be.
-    texts = agreement.exchange(json.dumps(said, default=str))
+    texts = agreement.exchange(json.dumps(message, default=str))
     return read_messages(
         texts, form, processes=mesh.processes, about=f"the data of {name}"
     )

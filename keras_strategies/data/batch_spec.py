@@ -39,10 +39,10 @@ def empty(spec: str, *, has_classes: bool = True) -> Tree:
       TypeError: the class of a named tuple is not here.
     """
     try:
-        said = load_json(spec, max_characters=_MAX_CHARACTERS)
+        document = load_json(spec, max_characters=_MAX_CHARACTERS)
     except ValueError as error:
         raise _no_structure(str(error)) from None
-    return _decoded(said, has_classes)
+    return _decoded(document, has_classes)
 
 
 def shown(spec: str) -> str:

@@ -177,7 +177,7 @@ def _read(
 ) -> None:
     depth = 0  # Until the first item tells.
 
-    def may_go_on() -> bool:
+    def may_continue() -> bool:
         if shared.is_closed:
             return True
         if shared.must_pause:
@@ -188,7 +188,7 @@ def _read(
         if shared.iterator is None:
             shared.iterator = make(lambda: shared.is_closed)
         with shared.changed:
-            shared.changed.wait_for(may_go_on)
+            shared.changed.wait_for(may_continue)
         if shared.is_closed:
             return
         for item in shared.iterator:
@@ -204,7 +204,7 @@ def _read(
                 shared.must_pause = is_pause(item)
                 del item
                 if shared.must_pause or len(shared.items) >= depth:
-                    shared.changed.wait_for(may_go_on)
+                    shared.changed.wait_for(may_continue)
                 if shared.is_closed:
                     return  # One more item might be read otherwise.
     except BaseException as error:  # Raised again where the item is awaited.

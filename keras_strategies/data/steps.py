@@ -169,14 +169,14 @@ class Steps:
           The parts, those that were looked at included.
         """
         first, parts = looked_at(parts, 2)
-        said = {
+        message = {
             "rows": [part.rows for part in first],
             "is_cut": all(part.counts is None for part in first),
         }
-        texts = agreement.exchange(json.dumps(said), is_stopped)
-        heard = self._read(texts, _LOOKED_AT)
-        rows = [h["rows"] for h in heard if h["rows"]]
-        if not all(h["is_cut"] for h in heard):
+        texts = agreement.exchange(json.dumps(message), is_stopped)
+        received = self._read(texts, _LOOKED_AT)
+        rows = [h["rows"] for h in received if h["rows"]]
+        if not all(h["is_cut"] for h in received):
             self.found.append(None)
         elif rows:
             whole = [one[0] for one in rows if len(one) > 1]
@@ -229,32 +229,32 @@ class Steps:
         if self.source.is_own:
             parts = self._own_parts(agreement, parts, start, is_stopped)
         for step in itertools.count(start):
-            part, said, error = _next(parts)
+            part, message, error = _next(parts)
             if step == start:
-                said["place"] = f"step {step} of epoch {epoch}"
-                said.setdefault("mark", None)
-                if said["mark"] is None:
-                    said["mark"] = self.source.mark
-            texts = agreement.exchange(json.dumps(said), is_stopped)
-            heard = self._read(texts, Either((_END, _ROWS | counts)))
+                message["place"] = f"step {step} of epoch {epoch}"
+                message.setdefault("mark", None)
+                if message["mark"] is None:
+                    message["mark"] = self.source.mark
+            texts = agreement.exchange(json.dumps(message), is_stopped)
+            received = self._read(texts, Either((_END, _ROWS | counts)))
             what = f"Reading the data of `{self.name}`"
-            raise_together(self.mesh, what, heard, error)
+            raise_together(self.mesh, what, received, error)
             if step == start:
                 self._read(texts, _PLACE)
-                self._check_places(heard)
-            if all(h["rows"] is None for h in heard):
+                self._check_places(received)
+            if all(h["rows"] is None for h in received):
                 return
-            self._check_specs(heard, step, spec)
-            spec = _first_spec(heard)
+            self._check_specs(received, step, spec)
+            spec = _first_spec(received)
             if not self.source.is_own:
-                self._check_whole(heard, step)
+                self._check_whole(received, step)
                 assert part is not None
                 yield self._whole(part)
                 if self.source.is_planned:
                     yield from map(self._whole, parts)
                     return
                 continue
-            rows = tuple(h["rows"] or 0 for h in heard)
+            rows = tuple(h["rows"] or 0 for h in received)
             if not any(rows):
                 continue
             data = batch_spec.empty(spec) if part is None else part.data
@@ -264,7 +264,7 @@ class Steps:
                 data=data,
                 parts=rows,
                 batch_size=size,
-                counts=self._counts_of_all(heard),
+                counts=self._counts_of_all(received),
             )
 
     def _read(self, texts: list[str], form: Any) -> list[Any]:
@@ -276,12 +276,12 @@ class Steps:
         )
 
     def _counts_of_all(
-        self, heard: list[dict[str, Any]]
+        self, received: list[dict[str, Any]]
     ) -> tuple[int, ...] | None:
-        if all(h.get("counts") is None for h in heard):
+        if all(h.get("counts") is None for h in received):
             return None
         nothing = [0] * self.mesh.replicas_per_process
-        return tuple(n for h in heard for n in h.get("counts") or nothing)
+        return tuple(n for h in received for n in h.get("counts") or nothing)
 
     def _whole(self, part: Part) -> HostBatch:
         size = self.source.batch_size or part.rows
@@ -293,8 +293,8 @@ class Steps:
 
     # What can be wrong. Every process sees all that was said, so all raise.
 
-    def _check_places(self, heard: list[dict[str, Any]]) -> None:
-        places = [h["place"] for h in heard]
+    def _check_places(self, received: list[dict[str, Any]]) -> None:
+        places = [h["place"] for h in received]
         if len(set(places)) > 1:
             raise ValueError(
                 "All processes must read the same step of the same epoch. "
@@ -303,9 +303,9 @@ class Steps:
             )
 
     def _check_specs(
-        self, heard: list[dict[str, Any]], step: int, before: str | None
+        self, received: list[dict[str, Any]], step: int, before: str | None
     ) -> None:
-        specs = [h.get("spec") for h in heard]
+        specs = [h.get("spec") for h in received]
         known = {spec for spec in specs if spec is not None}
         if len(known) > 1:
             raise ValueError(
@@ -325,11 +325,11 @@ class Steps:
                 f"{step}. Make the dataset yield one structure."
             )
 
-    def _check_whole(self, heard: list[dict[str, Any]], step: int) -> None:
-        rows = [h["rows"] for h in heard]
+    def _check_whole(self, received: list[dict[str, Any]], step: int) -> None:
+        rows = [h["rows"] for h in received]
         if None in rows or len(set(rows)) > 1:
-            self._refuse_lengths(heard, step)
-        marks = [h.get("mark") for h in heard]
+            self._refuse_lengths(received, step)
+        marks = [h.get("mark") for h in received]
         if any(mark != marks[0] for mark in marks):
             raise ValueError(
                 "Every process must see the same batches, of which it takes "
@@ -341,11 +341,11 @@ class Steps:
             )
 
     def _refuse_lengths(
-        self, heard: list[dict[str, Any]], step: int
+        self, received: list[dict[str, Any]], step: int
     ) -> NoReturn:
         rows = [
             "no more rows" if h["rows"] is None else f"{h['rows']} rows"
-            for h in heard
+            for h in received
         ]
         raise ValueError(
             "All processes must see the same number of batches and rows. "
@@ -361,8 +361,8 @@ class Steps:
         )
 
 
-def _first_spec(heard: list[dict[str, Any]]) -> str:
-    return next(h["spec"] for h in heard if "spec" in h)
+def _first_spec(received: list[dict[str, Any]]) -> str:
+    return next(h["spec"] for h in received if "spec" in h)
 
 
 def _next(
@@ -373,16 +373,16 @@ def _next(
         part = next(parts, None)
         if part is None:
             return None, {"rows": None}, None
-        said = {
+        message = {
             "rows": part.rows,
             "spec": batch_spec.spec_of(part.data),
             "mark": part.mark,
             "counts": part.counts,
         }
-        return part, said, None
+        return part, message, None
     except Exception as error:
-        said = {"rows": None, "error": f"{type(error).__name__}: {error}"}
-        return None, said, error
+        message = {"rows": None, "error": f"{type(error).__name__}: {error}"}
+        return None, message, error
 
 
 def _shown(spec: str | None) -> str:

@@ -114,7 +114,7 @@ class Runs:
         listeners: tuple[Any, ...] = (),
         after_save: Callable[[int], bool] | None = None,
     ) -> None:
-        """See `Estimator.train`; `after_save` as of `TrainKeeper`."""
+        """See `Estimator.train`; `after_save` as of `TrainCheckpoint`."""
         strategy = self.strategy_of(ModeKeys.TRAIN)
         self._check_role(strategy)
         mesh = strategy._runtime.mesh
@@ -128,7 +128,7 @@ class Runs:
         with seeded(self.config.tf_random_seed), _data_may_end():
             data = self._input(input_fn, ModeKeys.TRAIN)
             made = self._make(ModeKeys.TRAIN, data)
-            keeper = train_callback.TrainKeeper(
+            checkpointer = train_callback.TrainCheckpoint(
                 self.config,
                 listeners=listeners,
                 after_save=after_save,
@@ -152,14 +152,14 @@ class Runs:
                     *made.hooks,
                     *hooks,
                     *train_scalars(self.config, progress.step),
-                    keeper,
+                    checkpointer,
                 ],
             )
         if not (data.is_dataset or made.model.stop_training):
             train_callback.warn_of_end(
-                keeper.num_steps - progress.begun, wanted
+                checkpointer.num_steps - progress.begun, wanted
             )
-        _logger.info("Trained up to step %d.", keeper.num_steps)
+        _logger.info("Trained up to step %d.", checkpointer.num_steps)
 
     def evaluate(
         self,
@@ -321,7 +321,7 @@ class Runs:
         found = None
         if mesh.is_chief:
             found = checkpoint_reading.newest_good(self.model_dir)
-        found = train_callback.told_by_chief(
+        found = train_callback.value_of_chief(
             mesh, "the newest checkpoint", found, str | None
         )
         if found is None and mesh.is_chief:

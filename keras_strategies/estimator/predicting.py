@@ -57,23 +57,23 @@ def batches_of(
         arguments = {k: arguments[k] for k in arguments if k in _OF_PREDICT}
         yield model.predict(**arguments, verbose=0, callbacks=callbacks)
         return
-    told = keras.callbacks.CallbackList(callbacks, model=model)
+    listeners = keras.callbacks.CallbackList(callbacks, model=model)
     has_begun = False
     model.stop_predicting = False
     for index, batch in enumerate(data.batches()):
         if not has_begun:
             _build(model, batch)
-            told.on_predict_begin()
+            listeners.on_predict_begin()
             has_begun = True
-        told.on_predict_batch_begin(index)
+        listeners.on_predict_batch_begin(index)
         outputs = model.predict_on_batch(batch)
         outputs = keras.tree.map_structure(np.asarray, outputs)
-        told.on_predict_batch_end(index, {"outputs": outputs})
+        listeners.on_predict_batch_end(index, {"outputs": outputs})
         yield outputs
         if model.stop_predicting:
             break
     if has_begun:
-        told.on_predict_end()
+        listeners.on_predict_end()
 
 
 _OF_PREDICT = ("x", "batch_size")

@@ -80,8 +80,8 @@ def progress_in(model_dir: str) -> Progress:
 def progress_of_all(mesh: ReplicaMesh, model_dir: str) -> Progress:
     """Where the chief finds the training to be. Collective."""
     found = dataclasses.asdict(progress_in(model_dir))
-    told = told_by_chief(mesh, "`Estimator.train`", found, _PROGRESS)
-    return Progress(**{name: told[name] for name in _PROGRESS})
+    of_chief = value_of_chief(mesh, "`Estimator.train`", found, _PROGRESS)
+    return Progress(**{name: of_chief[name] for name in _PROGRESS})
 
 
 def is_done_at(model_dir: str, step: int, state: dict[str, Any]) -> bool:
@@ -101,10 +101,10 @@ def ended_at(model_dir: str) -> int | None:
     try:
         with open(pathlib.Path(model_dir, MARK), "rb") as file:
             text = file.read(_MAX_MARK_BYTES + 1)
-        said = load_json(text, max_characters=_MAX_MARK_BYTES)
+        mark = load_json(text, max_characters=_MAX_MARK_BYTES)
     except (OSError, ValueError):
         return None
-    step = said.get("ended_at_step") if isinstance(said, dict) else None
+    step = mark.get("ended_at_step") if isinstance(mark, dict) else None
     return step if is_count(step) else None
 
 
@@ -128,7 +128,7 @@ def mark_end(model_dir: str, step: int) -> None:
     os.replace(file.name, pathlib.Path(model_dir, MARK))
 
 
-def told_by_chief(mesh: ReplicaMesh, name: str, value: Any, form: Form) -> Any:
+def value_of_chief(mesh: ReplicaMesh, name: str, value: Any, form: Form) -> Any:
     """What the chief has, in all processes. Collective.
 
     Args:
@@ -140,10 +140,10 @@ def told_by_chief(mesh: ReplicaMesh, name: str, value: Any, form: Form) -> Any:
     if mesh.num_processes == 1:
         return value
     agreement = Agreement(mesh.processes, name)
-    heard = agreement.exchange(json.dumps(value))
+    received = agreement.exchange(json.dumps(value))
     agreement.end()
     return read_messages(
-        heard[:1], form, processes=mesh.processes[:1], about=name
+        received[:1], form, processes=mesh.processes[:1], about=name
     )[0]
 
 
@@ -206,7 +206,7 @@ def warn_of_end(num_steps: int, wanted: int | None) -> None:
         )
 
 
-class TrainKeeper(Checkpoint):
+class TrainCheckpoint(Checkpoint):
     """Keeps a call of `Estimator.train` as its RunConfig says.
 
     Args:
@@ -264,14 +264,14 @@ class TrainKeeper(Checkpoint):
             for listener in self._listeners:
                 listener.end(None, self.num_steps)
         # Nobody looks for the last checkpoint before it is complete.
-        told_by_chief(self._mesh, "the end of `Estimator.train`", None, None)
+        value_of_chief(self._mesh, "the end of `Estimator.train`", None, None)
 
     @property
     def _is_chief(self) -> bool:
         assert self._mesh is not None
         return self._mesh.is_chief
 
-    def _go_on(self, loop: Loop, step: int) -> None:
+    def _resume_from(self, loop: Loop, step: int) -> None:
         assert self._storage is not None
         document = self._storage.document(step)
         where = str(self._storage.path(step))
@@ -280,15 +280,15 @@ class TrainKeeper(Checkpoint):
         if fault is not None:
             raise damaged(self._storage.path(step), RUN, fault)
         is_done = is_done_at(self.directory, step, document["state"])
-        is_done = told_by_chief(loop.mesh, _WHERE, is_done, bool)
+        is_done = value_of_chief(loop.mesh, _WHERE, is_done, bool)
         if not is_done:
-            super()._go_on(loop, step)
+            super()._resume_from(loop, step)
             self.num_steps = loop.num_steps
             return
         # A call has metrics of its own, and they begin anew.
         groups = {n: v for n, v in loop.groups().items() if n != _METRICS}
-        kept = document["variables"]
-        known = {n: v for n, v in kept.items() if n in groups}
+        saved = document["variables"]
+        known = {n: v for n, v in saved.items() if n in groups}
         document = document | {"variables": known}
         found = contents.matched(groups, document, where)
         wanted = contents.targets(found, document, loop.mesh)
@@ -317,7 +317,7 @@ class TrainKeeper(Checkpoint):
         if self._is_chief:
             for listener in self._listeners:
                 should_stop |= bool(listener.after_save(None, loop.num_steps))
-        should_stop = told_by_chief(
+        should_stop = value_of_chief(
             loop.mesh, "after a checkpoint", should_stop, bool
         )
         if self._after_save is not None:

@@ -133,7 +133,7 @@ def _train_locally(
     throttle_s = eval_spec.throttle_secs
 
     def after_save(step: int) -> bool:
-        is_due = train_callback.told_by_chief(
+        is_due = train_callback.value_of_chief(
             mesh, "whether to evaluate", evaluation.is_due(throttle_s), bool
         )
         if is_due:
@@ -145,7 +145,7 @@ def _train_locally(
         return False
 
     _train(estimator, train_spec, after_save)
-    latest = train_callback.told_by_chief(
+    latest = train_callback.value_of_chief(
         mesh,
         "the last checkpoint",
         estimator.latest_checkpoint(),

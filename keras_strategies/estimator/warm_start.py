@@ -104,7 +104,7 @@ class WarmStart:
             return
         path = _checkpoint_of(os.fspath(settings.ckpt_to_initialize_from))
         names = settings.var_name_to_prev_var_name or {}
-        kept = checkpoint_reading.variables_in(path)
+        saved = checkpoint_reading.variables_in(path)
         shapes = checkpoint_reading.document_of(path)["variables"]
         wanted: dict[str, dict[str, Any]] = {}
         pairs: list[tuple[keras.Variable, str, str]] = []
@@ -113,14 +113,14 @@ class WarmStart:
         for variable in chosen:
             name = names.get(str(variable.path), str(variable.path))
             name = name.replace(".", "/")
-            if name not in kept:
+            if name not in saved:
                 raise ValueError(
                     "A weight that is warm-started is in the checkpoint. "
                     f"Received: {name!r}, which {path} has not. Leave it out "
                     "by `vars_to_warm_start`, or name what it is called there "
                     "by `var_name_to_prev_var_name`."
                 )
-            group, entry = kept[name]
+            group, entry = saved[name]
             shape, dtype = shapes[group][entry]
             if list(variable.shape) != shape:
                 raise ValueError(

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from keras_strategies._core.host_arrays import from_tensor
-from keras_strategies._core.mesh import ReplicaMesh, is_laid_out
+from keras_strategies._core.mesh import ReplicaMesh, has_sharding
 from keras_strategies._core.values import (
     PADDED,
     PARTS,
@@ -210,7 +210,7 @@ class Runner:
             array = leaf
             if not (
                 isinstance(leaf, jax.Array)
-                and is_laid_out(leaf, self._mesh.whole)
+                and has_sharding(leaf, self._mesh.whole)
             ):
                 array = jax.device_put(leaf, self._mesh.whole)
             return (WHOLE, array.shape, array.dtype, None), array

@@ -180,7 +180,7 @@ def test_checkpoint_deleted_meanwhile_is_left_out(directory):
         if step == 12:
             shutil.rmtree(directory / "12")
 
-    listing = look_at(str(directory), say=say)
+    listing = look_at(str(directory), report=say)
     assert [entry.step for entry in listing.entries] == [3, 20]
 
 

@@ -6,9 +6,9 @@ import pytest
 
 from keras_strategies.cluster.exchange.exit_codes import Cause, ExitCode
 from keras_strategies.cluster.untrusted import MAX_DEPTH, load_json
-from keras_strategies.cluster.watchdog.failure_detector import Beat
+from keras_strategies.cluster.watchdog.failure_detector import Heartbeat
 from keras_strategies.cluster.watchdog.heartbeat_thread import (
-    _beats_of,
+    _heartbeats_of,
     _processes_of,
 )
 
@@ -99,28 +99,28 @@ def test_a_cause_is_read_as_it_was_told():
 
 @pytest.mark.parametrize("text", FOREIGN, ids=lambda text: text[:30])
 def test_what_is_no_beat_is_none(text):
-    assert Beat.from_json(text) is None
+    assert Heartbeat.from_json(text) is None
 
 
 def test_beats_are_read_as_they_were_told():
     beats = [
-        Beat(),
-        Beat(number=3, waiting_s=1, agreeing="data", where="a.py:3"),
-        Beat(agreeing_s=float("inf"), is_done=True),
+        Heartbeat(),
+        Heartbeat(number=3, waiting_s=1, agreeing="data", where="a.py:3"),
+        Heartbeat(agreeing_s=float("inf"), is_done=True),
     ]
     for beat in beats:
-        assert Beat.from_json(beat.to_json()) == beat
+        assert Heartbeat.from_json(beat.to_json()) == beat
     damaged = json.loads(beats[1].to_json())
     for name, value in damaged.items():
         other = {"a": 1} if value != {"a": 1} else None
-        assert Beat.from_json(json.dumps(damaged | {name: other})) is None
+        assert Heartbeat.from_json(json.dumps(damaged | {name: other})) is None
 
 
 def test_foreign_entries_of_the_store_are_left_out():
-    text = Beat(number=2).to_json()
+    text = Heartbeat(number=2).to_json()
     told = [("beats/0", text), ("beats/1", "[" * 9999), ("beats/x", text)]
     told += [("beats/" + "9" * 5000, text), ("beats/\u0663", text)]
-    assert _beats_of(told) == {0: Beat(number=2)}
+    assert _heartbeats_of(told) == {0: Heartbeat(number=2)}
     assert _processes_of("[1, 2]") == [1, 2]
     for foreign in (*FOREIGN, "[true]", '["1"]'):
         assert _processes_of(foreign) == []

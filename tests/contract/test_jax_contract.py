@@ -179,7 +179,7 @@ def test_open_constraints_can_be_left_out():
 
 @pytest.mark.parametrize("shape", [(2, 1), (2, 2)])
 def test_padding_is_scattered_where_rows_are_repeated(shape):
-    """Fails when XLA leaves it out: then `laid_rows` may divide them."""
+    """Fails when XLA leaves it out: then `sharded_rows` may divide them."""
     devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
     mesh = jax.sharding.Mesh(devices, ("replica", "model"))
     split, whole = (

@@ -678,7 +678,7 @@ def test_a_model_may_learn_its_inputs_from_the_data(tmp_path):
 # EstimatorSpec.
 
 
-class Told(keras.callbacks.Callback):
+class Answers(keras.callbacks.Callback):
     """Notes what it is told."""
 
     def __init__(self):
@@ -712,8 +712,8 @@ def test_spec_names_metrics_and_has_hooks_by_mode(tmp_path):
         "evaluation_hooks",
         "prediction_hooks",
     )
-    given = Told()
-    told = {name: Told() for name in names}
+    given = Answers()
+    told = {name: Answers() for name in names}
     # Copies of parameters would be other callbacks.
     model_fn = lambda features, labels, mode, config: with_spec(  # noqa: E731
         features, labels, mode, {n: [told[n]] for n in names}, config

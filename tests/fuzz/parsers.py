@@ -52,9 +52,9 @@ from keras_strategies.cluster.resolvers.slurm_lists import (
 from keras_strategies.cluster.resolvers.tf_config import parse_tf_config
 from keras_strategies.cluster.tasks import task_info
 from keras_strategies.cluster.untrusted import load_json
-from keras_strategies.cluster.watchdog.failure_detector import Beat
+from keras_strategies.cluster.watchdog.failure_detector import Heartbeat
 from keras_strategies.cluster.watchdog.heartbeat_thread import (
-    _beats_of,
+    _heartbeats_of,
     _processes_of,
 )
 from keras_strategies.data import agree_source, batch_spec
@@ -66,7 +66,7 @@ from keras_strategies.estimator.config.run_cluster import cluster_of
 from keras_strategies.estimator.records import eval_results
 from keras_strategies.keras_bridge.callbacks import fit_state
 from keras_strategies.keras_bridge.callbacks.callback_states import (
-    go_on_writing,
+    resume_writing,
 )
 from keras_strategies.tpu.topology import Topology
 from tests.checkpoint.written import write_small
@@ -346,7 +346,7 @@ def _fit_state(text: str) -> object:
     loop: Any = object.__new__(fit_state.Loop)
     loop._feed = loop._validation = None
     loop._epochs, loop.mesh = 3, _MESH
-    return fit_state.Loop.go_on(loop, state)
+    return fit_state.Loop.resume(loop, state)
 
 
 def _object_states(text: str) -> object:
@@ -554,11 +554,11 @@ PARSERS: dict[str, Parser] = {
         is_text=False,
     ),
     "beat": Parser(
-        documents=[Beat(number=2, where="x").to_json(), "[1, 2]"],
+        documents=[Heartbeat(number=2, where="x").to_json(), "[1, 2]"],
         prepared=of(
             lambda text: (
-                Beat.from_json(text),
-                _beats_of([("a/1", text), (text, text)]),
+                Heartbeat.from_json(text),
+                _heartbeats_of([("a/1", text), (text, text)]),
                 _processes_of(text),
             )
         ),
@@ -683,7 +683,7 @@ PARSERS: dict[str, Parser] = {
     ),
     "doctor's child": Parser(
         documents=['{"stage": "jax", "begins": true}\n{"stage": "jax"}\n'],
-        prepared=of(run_probe._told_in),
+        prepared=of(run_probe._answers_in),
         is_text=False,
     ),
 }
@@ -696,7 +696,7 @@ def _csv_state(folder: Any) -> Parse:
 
     def parse(text: str) -> object:
         said = load_json(text, max_characters=1 << 26, has_nan=True)
-        return go_on_writing([logger], {"CSVLogger": said})
+        return resume_writing([logger], {"CSVLogger": said})
 
     return parse
 

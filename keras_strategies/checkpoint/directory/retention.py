@@ -118,7 +118,7 @@ def to_delete(manifests: Iterable[Manifest], keep: Keep) -> list[int]:
     if not keep.last or not ordered:
         return []
     older = ordered[: -keep.last]
-    kept = _kept_for_ever(ordered, older, keep) | _best(ordered, keep)
+    kept = _retained_for_ever(ordered, older, keep) | _best(ordered, keep)
     return [entry.step for entry in older if entry.step not in kept]
 
 
@@ -171,18 +171,18 @@ def delete_partial_saves(directory: str | os.PathLike[str]) -> list[str]:
     return [path.name for path in paths]
 
 
-def _kept_for_ever(
+def _retained_for_ever(
     ordered: list[Manifest], older: list[Manifest], keep: Keep
 ) -> set[int]:
     """Of the older ones, one for every so many hours, the first of each."""
     if keep.every_n_hours is None:
         return set()
-    last_kept = _start_of(ordered)
+    last_retained = _start_of(ordered)
     kept: set[int] = set()
     for entry in older:
-        hours = (entry.created - last_kept) / _SECONDS_PER_HOUR
+        hours = (entry.created - last_retained) / _SECONDS_PER_HOUR
         if hours >= keep.every_n_hours:
-            last_kept = entry.created
+            last_retained = entry.created
             kept.add(entry.step)
     return kept
 
@@ -190,8 +190,8 @@ def _kept_for_ever(
 def _start_of(ordered: list[Manifest]) -> float:
     """When a run started, in seconds since 1970."""
     starts = [_number(entry.facts.get("started")) for entry in ordered]
-    said = [start for start in starts if start is not None]
-    return min(said) if said else ordered[0].created
+    known = [start for start in starts if start is not None]
+    return min(known) if known else ordered[0].created
 
 
 def _best(ordered: list[Manifest], keep: Keep) -> set[int]:

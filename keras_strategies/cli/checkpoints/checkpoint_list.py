@@ -148,7 +148,7 @@ def look_at(
     directory: str,
     *,
     is_quick: bool = False,
-    say: Callable[[int], object] = lambda step: None,
+    report: Callable[[int], object] = lambda step: None,
 ) -> Listing:
     """Looks at all checkpoints of a directory.
 
@@ -165,7 +165,7 @@ def look_at(
     entries: list[Entry] = []
     found = find_entries(directory)
     for step, _ in found:
-        say(step)
+        report(step)
         is_newest = step == found[-1][0]
         entry = _entry(
             step_path(directory, step),

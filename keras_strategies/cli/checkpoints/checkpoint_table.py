@@ -106,12 +106,12 @@ def _checkpoints(
     metrics = _metrics(entries)
     if not metrics or _width({**columns, **metrics}) <= width:
         return _tabled(entries, {**columns, **metrics})
-    told = tuple(entry for entry in entries if entry.logs)
-    steps = {"step": [str(entry.step) for entry in told]}
-    by_step = {**steps, **_metrics(told)}
+    logged = tuple(entry for entry in entries if entry.logs)
+    steps = {"step": [str(entry.step) for entry in logged]}
+    by_step = {**steps, **_metrics(logged)}
     if _width(by_step) > width:
-        by_step = {**steps, "metrics": _in_words(told)}
-    return Group(_tabled(entries, columns), Text(), _tabled(told, by_step))
+        by_step = {**steps, "metrics": _in_words(logged)}
+    return Group(_tabled(entries, columns), Text(), _tabled(logged, by_step))
 
 
 def _columns(entries: tuple[Entry, ...], now: float) -> dict[str, list[str]]:

@@ -40,8 +40,8 @@ def checkpoints(
     if fault:
         print(f"keras-strategies checkpoints: {fault}", file=sys.stderr)
         return _WRONG_ARGUMENTS
-    with _telling() as say:
-        listing = look_at(directory, is_quick=quick, say=say)
+    with _reporting() as report:
+        listing = look_at(directory, is_quick=quick, report=report)
     if as_json:
         print(json.dumps(listing.as_dict(), indent=1))
     else:
@@ -69,7 +69,7 @@ def _fault_of(directory: str) -> str | None:
 
 
 @contextlib.contextmanager
-def _telling() -> Iterator[Callable[[int], object]]:
+def _reporting() -> Iterator[Callable[[int], object]]:
     """Shows on a terminal which step is looked at: that may take a while."""
     console = Console(stderr=True)
     if not console.is_terminal:

@@ -42,13 +42,13 @@ def main(path: str, question: str) -> int:
         for name in asked["stages"]:
             file.write(json.dumps({"stage": name, "begins": True}) + "\n")
             try:
-                told = stages[name]()
+                answer = stages[name]()
             except Exception as error:
                 kind, text = type(error).__name__, str(error)[:_LONGEST_ERROR]
-                told = {"kind": kind, "error": text}
-                file.write(json.dumps({"stage": name, **told}) + "\n")
+                answer = {"kind": kind, "error": text}
+                file.write(json.dumps({"stage": name, **answer}) + "\n")
                 return 1
-            file.write(json.dumps({"stage": name, **told}) + "\n")
+            file.write(json.dumps({"stage": name, **answer}) + "\n")
     return 0
 
 
@@ -130,7 +130,7 @@ def _all_reduce() -> dict[str, Any]:
     whole = NamedSharding(mesh, PartitionSpec())
     add = jax.jit(lambda rows: rows.sum(0), out_shardings=whole)
     count = mesh.size
-    told: dict[str, Any] = {"devices": count, "repeats": _REPEATS}
+    answer: dict[str, Any] = {"devices": count, "repeats": _REPEATS}
     for name, width in (("small", _SMALL), ("large", _LARGE)):
         rows = jax.make_array_from_callback(
             (count, width), split, lambda index, w=width: _numbered(index, w)
@@ -142,12 +142,12 @@ def _all_reduce() -> dict[str, Any]:
             start = time.perf_counter()
             jax.block_until_ready(add(rows))
             seconds.append(time.perf_counter() - start)
-        told[name] = {
+        answer[name] = {
             "bytes": 4 * width,
             "ms": statistics.median(seconds) * 1e3,
             "is_right": found == count * (count + 1) / 2,
         }
-    return told
+    return answer
 
 
 def _numbered(index: Any, width: int) -> Any:

@@ -49,7 +49,7 @@ _NAMES = {
     "all_reduce": "the all-reduce was done",
     "keras": "keras_strategies was imported",
 }
-Told = dict[str, dict[str, Any]]
+Answers = dict[str, dict[str, Any]]
 
 
 def check_flags(environ: Mapping[str, str]) -> list[Finding]:
@@ -86,23 +86,23 @@ def check_devices(
     Returns:
       The part of the report, and whether JAX has devices.
     """
-    told, end = _probe(
+    answers, end = _probe(
         ["jax", "devices", "all_reduce", "keras"], None, _DEVICES_S, environ
     )
-    devices = told.get("devices", {})
+    devices = answers.get("devices", {})
     rows, findings = [], []
     if "kinds" in devices:
         rows.append(("devices", _kinds(devices["kinds"])))
-        rows += _rows_of_all_reduce(told.get("all_reduce", {}))
+        rows += _rows_of_all_reduce(answers.get("all_reduce", {}))
         findings += _of_devices(devices) if is_alone else []
     for stage, name in (("jax", "import jax"), ("devices", "start devices")):
-        if "seconds" in told.get(stage, {}):
-            rows.append((name, f"{told[stage]['seconds']:.1f} s"))
-    if "seconds" in told.get("keras", {}):
-        seconds = told["keras"]["seconds"]
+        if "seconds" in answers.get(stage, {}):
+            rows.append((name, f"{answers[stage]['seconds']:.1f} s"))
+    if "seconds" in answers.get("keras", {}):
+        seconds = answers["keras"]["seconds"]
         rows.append(("import keras_strategies", f"{seconds:.1f} s"))
-    findings += _of_all_reduce(told, "this machine's devices")
-    findings += _of_end(told, end, environ)
+    findings += _of_all_reduce(answers, "this machine's devices")
+    findings += _of_end(answers, end, environ)
     part = Part(title="Devices", rows=tuple(rows), findings=tuple(findings))
     return part, "kinds" in devices
 
@@ -127,21 +127,21 @@ def check_job(
     """
     join = cluster.info and dataclasses.asdict(cluster.info)
     stages = ["jax", "join", "devices", "all_reduce"]
-    told, end = _probe(stages, join, timeout_s, environ)
+    answers, end = _probe(stages, join, timeout_s, environ)
     rows, findings = [], []
-    if "seconds" in told.get("join", {}):
+    if "seconds" in answers.get("join", {}):
         findings.append(_MET)
-    devices = told.get("devices", {})
+    devices = answers.get("devices", {})
     if "kinds" in devices:
         hosts = devices["hosts"]
         rows.append(("processes", str(len(hosts))))
         rows.append(("machines", str(len(set(hosts)))))
         rows.append(("devices", _kinds(devices["kinds"])))
         findings += _of_counts(devices["by_process"])
-    rows += _rows_of_all_reduce(told.get("all_reduce", {}))
-    findings += _of_all_reduce(told, "all processes")
-    findings += _of_meeting(told, cluster, environ)
-    findings += _of_end(told, end, environ)
+    rows += _rows_of_all_reduce(answers.get("all_reduce", {}))
+    findings += _of_all_reduce(answers, "all processes")
+    findings += _of_meeting(answers, cluster, environ)
+    findings += _of_end(answers, end, environ)
     return Part(title="Job", rows=tuple(rows), findings=tuple(findings))
 
 
@@ -150,7 +150,7 @@ def _probe(
     join: dict[str, Any] | None,
     timeout_s: float,
     environ: Mapping[str, str],
-) -> tuple[Told, tuple[int | None, str]]:
+) -> tuple[Answers, tuple[int | None, str]]:
     """Runs stages; what they told, the exit status and the last lines."""
     question = {"stages": stages, "join": join, "timeout_s": timeout_s}
     with tempfile.TemporaryDirectory() as folder:
@@ -159,21 +159,21 @@ def _probe(
         code, text = _run(
             [*words, json.dumps(question)], timeout_s + _DEVICES_S, environ
         )
-        told = _told_in(path.read_bytes() if path.exists() else b"")
-    return told, (code, text)
+        answers = _answers_in(path.read_bytes() if path.exists() else b"")
+    return answers, (code, text)
 
 
-def _told_in(text: bytes) -> Told:
+def _answers_in(text: bytes) -> Answers:
     """What a child wrote; its last line may be half a one."""
-    told: Told = {}
+    answers: Answers = {}
     for line in text.splitlines():
         try:
             answer = load_json(line, max_characters=_MAX_LINE)
         except ValueError:
             continue
         if fault_of(answer, {"stage": str}) is None:
-            told.setdefault(answer.pop("stage"), {}).update(answer)
-    return told
+            answers.setdefault(answer.pop("stage"), {}).update(answer)
+    return answers
 
 
 def _run(
@@ -221,17 +221,18 @@ def _kinds(kinds: Sequence[Sequence[Any]]) -> str:
     )
 
 
-def _rows_of_all_reduce(told: dict[str, Any]) -> list[Row]:
-    if "large" not in told or told["devices"] < 2:
+def _rows_of_all_reduce(answers: dict[str, Any]) -> list[Row]:
+    if "large" not in answers or answers["devices"] < 2:
         return []
     rows = []
     for name in ("small", "large"):
-        size = told[name]["bytes"]
+        size = answers[name]["bytes"]
         shown = f"{size >> 20} MiB" if size >> 20 else f"{size} bytes"
         rows.append(
             (
                 f"all-reduce, {shown}",
-                f"{told[name]['ms']:.2f} ms over {told['devices']} devices",
+                f"{answers[name]['ms']:.2f} ms over "
+                f"{answers['devices']} devices",
             )
         )
     return rows
@@ -263,8 +264,8 @@ def _of_counts(counts: list[int]) -> list[Finding]:
     ]
 
 
-def _of_all_reduce(told: Told, over: str) -> list[Finding]:
-    answer = told.get("all_reduce", {})
+def _of_all_reduce(answers: Answers, over: str) -> list[Finding]:
+    answer = answers.get("all_reduce", {})
     if "large" not in answer or answer["devices"] < 2:
         return []
     if answer["small"]["is_right"] and answer["large"]["is_right"]:
@@ -277,17 +278,17 @@ def _of_all_reduce(told: Told, over: str) -> list[Finding]:
     ]
 
 
-def _is_apart(told: Told) -> bool:
+def _is_apart(answers: Answers) -> bool:
     """Whether the processes did not meet, or differ."""
-    return told.get("join", {}).get("kind") == RendezvousError.__name__
+    return answers.get("join", {}).get("kind") == RendezvousError.__name__
 
 
 def _of_meeting(
-    told: Told, cluster: Cluster, environ: Mapping[str, str]
+    answers: Answers, cluster: Cluster, environ: Mapping[str, str]
 ) -> list[Finding]:
-    if cluster.info is None or not _is_apart(told):
+    if cluster.info is None or not _is_apart(answers):
         return []
-    text = told["join"]["error"]
+    text = answers["join"]["error"]
     advice = (
         "Run doctor in all processes at the same time: `srun "
         "keras-strategies doctor`, `torchrun -m keras_strategies.cli "
@@ -304,14 +305,14 @@ def _of_meeting(
 
 
 def _of_end(
-    told: Told, end: tuple[int | None, str], environ: Mapping[str, str]
+    answers: Answers, end: tuple[int | None, str], environ: Mapping[str, str]
 ) -> list[Finding]:
     """What went wrong in the stage that came last."""
     code, text = end
-    if code == 0 or _is_apart(told):
+    if code == 0 or _is_apart(answers):
         return []
-    stage = list(told)[-1] if told else "jax"
-    error = told.get(stage, {}).get("error")
+    stage = list(answers)[-1] if answers else "jax"
+    error = answers.get(stage, {}).get("error")
     if code is None:
         what = f"It took too long until {_NAMES[stage]}."
     elif error is None:
@@ -319,7 +320,7 @@ def _of_end(
         if code < 0:
             what = what.replace("was killed by", "was ended by")
     else:
-        kind = told[stage].get("kind", "an error")
+        kind = answers[stage].get("kind", "an error")
         what = f"{kind} was raised before {_NAMES[stage]}: {error}"
     if error is None and text:
         what += f" It said last: {text}"

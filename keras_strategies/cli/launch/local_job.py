@@ -23,14 +23,14 @@ _SHOW_S = 2.0
 # Survivors hear of a failure at once, and have this long to say it and go.
 _FAILED = (0.6, 0.9)
 # Who ends itself has told the others more than the launcher knows.
-_SAYS_ITSELF_S = 0.4
+_REPORTS_ITSELF_S = 0.4
 # A process that says that a peer failed may be ahead of that peer, which
 # waits a second for others to hear its error.
 _PEER_FAILED = 1.0
 # Kubernetes and SLURM kill 30 seconds after SIGTERM.
 _PREEMPTED = 25.0
 _INTERRUPTED = (5.0, 8.0)
-_TELL = "tell"
+_SEND_LINE = "tell"
 Action = int | str
 
 
@@ -131,7 +131,7 @@ class _Job:
         self._signals: list[int] = []
         self._plan: list[tuple[float, Action]] = []
         self._is_interrupted = False
-        self._is_unheard = False
+        self._is_unread = False
 
     def run(
         self, words: Sequence[str], environments: Sequence[Mapping[str, str]]
@@ -147,7 +147,7 @@ class _Job:
             for child in self._children:
                 child.close(_SHOW_S)
         if fault:
-            self._say(fault)
+            self._print_line(fault)
             return 1
         return self._conclude()
 
@@ -214,18 +214,18 @@ class _Job:
             self._answer(ending)
         while self._signals:
             self._obey(self._signals.pop(0))
-        if self._output.is_closed and not self._is_unheard:
-            self._is_unheard = True
+        if self._output.is_closed and not self._is_unread:
+            self._is_unread = True
             self._follow([(0.0, signal.SIGTERM), (1.0, signal.SIGKILL)])
 
     def _answer(self, ending: Ending) -> None:
         """Plans what follows from the end of one process."""
         end, kill = _FAILED
         if ending.rank == 0:
-            tell_s = 0.0 if ending.code < 0 else _SAYS_ITSELF_S
+            line_s = 0.0 if ending.code < 0 else _REPORTS_ITSELF_S
             self._follow(
                 [
-                    (tell_s, _TELL),
+                    (line_s, _SEND_LINE),
                     (end, signal.SIGTERM),
                     (kill, signal.SIGKILL),
                 ]
@@ -233,13 +233,15 @@ class _Job:
         elif ending.rank == 1:
             self._follow(
                 [
-                    (_PEER_FAILED, _TELL),
+                    (_PEER_FAILED, _SEND_LINE),
                     (_PEER_FAILED + end, signal.SIGTERM),
                     (_PEER_FAILED + kill, signal.SIGKILL),
                 ]
             )
         elif ending.rank in (2, 3):
-            self._follow([(_PREEMPTED, _TELL), (_PREEMPTED, signal.SIGKILL)])
+            self._follow(
+                [(_PREEMPTED, _SEND_LINE), (_PREEMPTED, signal.SIGKILL)]
+            )
 
     def _obey(self, number: int) -> None:
         """Plans what follows from a signal to the launcher."""
@@ -278,7 +280,9 @@ class _Job:
             for child in self._running():
                 if isinstance(action, str):
                     cause = first_cause(self._endings)
-                    child.tell(cause.describe() if cause else "the job ends")
+                    child.send_line(
+                        cause.describe() if cause else "the job ends"
+                    )
                 else:
                     sent = self._sent.get(child.index, ())
                     self._sent[child.index] = (*sent, action)
@@ -288,18 +292,20 @@ class _Job:
         """Says how it ended, in one line if something failed."""
         cause = first_cause(self._endings)
         if self._is_interrupted:
-            self._say("interrupted; all processes have ended.")
+            self._print_line("interrupted; all processes have ended.")
             return ExitCode.INTERRUPTED
-        if self._is_unheard:
+        if self._is_unread:
             return _CLOSED_OUTPUT
         if cause is None:
             return 0
         if cause.code == ExitCode.PREEMPTED:
-            self._say("preempted: the processes have stopped (exit code 75).")
+            self._print_line(
+                "preempted: the processes have stopped (exit code 75)."
+            )
         else:
-            self._say(f"{_described_cause(cause)}; the job has ended.")
+            self._print_line(f"{_described_cause(cause)}; the job has ended.")
         return cause.code if cause.code > 0 else 128 - cause.code
 
-    def _say(self, text: str) -> None:
+    def _print_line(self, text: str) -> None:
         sys.stdout.flush()
         self._output.write(2, f"keras-strategies launch: {text}\n".encode())

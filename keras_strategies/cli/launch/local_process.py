@@ -138,7 +138,7 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 send(self.pid, number)
 
-    def tell(self, line: str) -> None:
+    def send_line(self, line: str) -> None:
         """Writes a line to the file that it watches."""
         # It may have closed it, or not read for long.
         with contextlib.suppress(OSError):

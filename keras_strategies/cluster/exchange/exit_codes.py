@@ -60,12 +60,12 @@ class Cause:
     def from_json(cls, text: str) -> "Cause":
         """What `to_json` of another process gave; of anything else, that."""
         try:
-            said = load_json(text, max_characters=_MAX_CHARACTERS)
+            document = load_json(text, max_characters=_MAX_CHARACTERS)
         except ValueError:
-            said = None
-        if not isinstance(said, dict):
-            said = {}
-        words, code = said.get("text"), said.get("code")
+            document = None
+        if not isinstance(document, dict):
+            document = {}
+        words, code = document.get("text"), document.get("code")
         codes = [int(one) for one in ExitCode]
         if isinstance(words, str) and type(code) is int and code in codes:
             # It goes to a terminal.

@@ -22,7 +22,7 @@ MOST = 2**31
 
 
 # Who proves something.
-PROCESS_0, PROCESS, _TELLS = "process 0", "process", "process 0 tells"
+PROCESS_0, PROCESS, _SENDS = "process 0", "process", "process 0 tells"
 _SAME = f"All processes of a job have the same {VARIABLE}, or none has one. "
 _SET = f"Set it in all of them: `{job_secret.MAKE}` makes one."
 NOT_THERE = f"{_SAME}Received: one in process 0, and none here. {_SET}"
@@ -37,8 +37,8 @@ def proof_of(
     secret: Secret, nonces: tuple[str, str], words: dict[str, Any]
 ) -> str:
     """What shows that process 0 tells this."""
-    said = json.dumps(words, sort_keys=True).encode()
-    return secret.proof(_TELLS, nonces, said)
+    message = json.dumps(words, sort_keys=True).encode()
+    return secret.proof(_SENDS, nonces, message)
 
 
 def as_line(words: dict[str, Any]) -> bytes:
@@ -48,26 +48,28 @@ def as_line(words: dict[str, Any]) -> bytes:
 
 def parsed(text: bytes) -> dict[str, Any] | None:
     """What a process says; None if it is no process of ours."""
-    said = said_in(text)
-    if said is None or said.keys() - {"nonce"} != HELLO_KINDS.keys():
+    message = message_in(text)
+    if message is None or message.keys() - {"nonce"} != HELLO_KINDS.keys():
         return None
-    if "nonce" in said and not job_secret.is_nonce(said["nonce"]):
+    if "nonce" in message and not job_secret.is_nonce(message["nonce"]):
         return None
-    if any(type(said[name]) is not kind for name, kind in HELLO_KINDS.items()):
+    if any(
+        type(message[name]) is not kind for name, kind in HELLO_KINDS.items()
+    ):
         return None
-    if max(abs(said["process"]), abs(said["count"])) > MOST:
+    if max(abs(message["process"]), abs(message["count"])) > MOST:
         return None
-    return said
+    return message
 
 
-def said_in(text: bytes) -> dict[str, Any] | None:
+def message_in(text: bytes) -> dict[str, Any] | None:
     """One of our lines; None for anything else."""
     try:
-        said = load_json(text, max_characters=MAX_BYTES)
+        message = load_json(text, max_characters=MAX_BYTES)
     except ValueError:
         return None
-    is_ours = isinstance(said, dict) and said.get("job") == HELLO
-    return said if is_ours else None
+    is_ours = isinstance(message, dict) and message.get("job") == HELLO
+    return message if is_ours else None
 
 
 def shown(value: Any) -> str:

@@ -34,7 +34,7 @@ _TIMEOUT_S = 600.0
 _NUM_KEPT = 64
 # So many processes hear each other. Of more, the first hears all and tells
 # all: reads of the store grow with their number, not with its square.
-_MOST_HEARD_BY_ALL = 4
+_MOST_RECEIVED_BY_ALL = 4
 _SAME_CALLS = (
     "All processes must run the same calls of fit, evaluate, predict and of "
     "datasets in the same order, with as many epochs."
@@ -109,21 +109,21 @@ class Agreement:
         number, self._round = self._round, self._round + 1
         # One that does not hear the others in time has said something still:
         # they hear of it as soon as they get here.
-        told = json.dumps([self._name, text])
-        client.key_value_set(self._key(number, me), told)
+        sent = json.dumps([self._name, text])
+        client.key_value_set(self._key(number, me), sent)
         thread = threading.get_ident()
         _waits[thread] = (self._name, time.monotonic())
         try:
-            if len(self._processes) <= _MOST_HEARD_BY_ALL:
-                heard = self._hear_all(client, number, told, is_stopped)
+            if len(self._processes) <= _MOST_RECEIVED_BY_ALL:
+                received = self._receive_all(client, number, sent, is_stopped)
             elif me == self._processes[0]:
-                heard = self._tell_all(client, number, told, is_stopped)
+                received = self._send_to_all(client, number, sent, is_stopped)
             else:
-                heard = self._hear_from_first(client, number, is_stopped)
+                received = self._receive_from_first(client, number, is_stopped)
         finally:
             del _waits[thread]
-        said = self._read(heard, (str, str), self._processes)
-        names, texts = zip(*said, strict=True)
+        messages = self._read(received, (str, str), self._processes)
+        names, texts = zip(*messages, strict=True)
         if len(set(names)) > 1:
             calls = ", ".join(
                 f"{readable(name)} (process {process})"
@@ -136,42 +136,44 @@ class Agreement:
             self._forget(client, number - 1)
         return list(texts)
 
-    def _hear_all(
-        self, client: Any, number: int, told: str, is_stopped: IsStopped | None
+    def _receive_all(
+        self, client: Any, number: int, sent: str, is_stopped: IsStopped | None
     ) -> list[str]:
         me = jax.process_index()
         return [
-            told
+            sent
             if process == me
-            else self._hear(client, number, process, is_stopped)
+            else self._receive(client, number, process, is_stopped)
             for process in self._processes
         ]
 
-    def _tell_all(
-        self, client: Any, number: int, told: str, is_stopped: IsStopped | None
+    def _send_to_all(
+        self, client: Any, number: int, sent: str, is_stopped: IsStopped | None
     ) -> list[str]:
         try:
-            heard = self._hear_all(client, number, told, is_stopped)
+            received = self._receive_all(client, number, sent, is_stopped)
         except TimeoutError as error:
             client.key_value_set(
                 self._key(number, _ALL), json.dumps(str(error))
             )
             raise
-        client.key_value_set(self._key(number, _ALL), json.dumps(heard))
-        return heard
+        client.key_value_set(self._key(number, _ALL), json.dumps(received))
+        return received
 
-    def _hear_from_first(
+    def _receive_from_first(
         self, client: Any, number: int, is_stopped: IsStopped | None
     ) -> list[str]:
         # The first may wait for another one, for as long as it may itself be
         # waited for.
-        text = self._hear(client, number, _ALL, is_stopped, 2 * self._timeout_s)
+        text = self._receive(
+            client, number, _ALL, is_stopped, 2 * self._timeout_s
+        )
         all_of_them = (str,) * len(self._processes)
         form = Either((str, all_of_them))
-        (heard,) = self._read([text], form, self._processes[:1])
-        if isinstance(heard, str):
-            raise Stalled(heard)
-        return heard
+        (received,) = self._read([text], form, self._processes[:1])
+        if isinstance(received, str):
+            raise Stalled(received)
+        return received
 
     def _read(
         self, texts: list[str], form: Any, processes: tuple[int, ...]
@@ -188,11 +190,11 @@ class Agreement:
     def _forget(self, client: Any, number: int) -> None:
         me = jax.process_index()
         client.key_value_delete(self._key(number, me))
-        is_many = len(self._processes) > _MOST_HEARD_BY_ALL
+        is_many = len(self._processes) > _MOST_RECEIVED_BY_ALL
         if is_many and me == self._processes[0]:
             client.key_value_delete(self._key(number, _ALL))
 
-    def _hear(
+    def _receive(
         self,
         client: Any,
         number: int,

@@ -29,7 +29,7 @@ class Secret:
         # would show the secret.
         self._key = text.encode("utf-8", "surrogatepass")
 
-    def proof(self, role: str, nonces: tuple[str, str], said: bytes) -> str:
+    def proof(self, role: str, nonces: tuple[str, str], content: bytes) -> str:
         """What shows that who says this has the secret.
 
         Args:
@@ -42,7 +42,7 @@ class Secret:
         """
         parts = [_CONTEXT, role, *nonces]
         # A part has no line's end, and comes before what is said.
-        message = "\n".join(parts).encode() + b"\n" + said
+        message = "\n".join(parts).encode() + b"\n" + content
         return hmac.new(self._key, message, hashlib.sha256).hexdigest()
 
     def __repr__(self) -> str:

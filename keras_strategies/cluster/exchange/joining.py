@@ -13,9 +13,9 @@ from keras_strategies.cluster.exchange.greetings import (
     PROCESS,
     PROCESS_0,
     as_line,
+    message_in,
     proof_of,
     readable,
-    said_in,
 )
 from keras_strategies.cluster.exchange.job_secret import Secret
 
@@ -87,33 +87,33 @@ class _Guest:
                 return None
             *lines, text = text.split(b"\n")
             for line in lines:
-                said = said_in(line) or {}
+                message = message_in(line) or {}
                 if self._secret is not None and self._nonces is None:
-                    problem = self._prove(self._secret, said, words, nonce)
+                    problem = self._prove(self._secret, message, words, nonce)
                     if problem is not None:
                         return problem
                     continue
-                if not self._is_proved(said):
+                if not self._is_proved(message):
                     return None
-                if isinstance(said.get("verdict"), str):
-                    return readable(said["verdict"])
-                left_s: Any = said.get("left_s")
+                if isinstance(message.get("verdict"), str):
+                    return readable(message["verdict"])
+                left_s: Any = message.get("left_s")
                 if type(left_s) not in (int, float) or not 0 <= left_s <= MOST:
                     return None
                 # It has begun later, and waits for the others as long.
                 end = time.monotonic() + left_s + 2 * _GRACE_S
 
     def _prove(
-        self, secret: Secret, said: dict[str, Any], words: bytes, nonce: str
+        self, secret: Secret, message: dict[str, Any], words: bytes, nonce: str
     ) -> str | None:
         """Answers the challenge; what is wrong if it is none of ours."""
-        if "left_s" in said or "verdict" in said:
+        if "left_s" in message or "verdict" in message:
             return ONLY_HERE
-        if not job_secret.is_nonce(said.get("nonce")):
+        if not job_secret.is_nonce(message.get("nonce")):
             raise ConnectionError("it is another service")
-        nonces = said["nonce"], nonce
+        nonces = message["nonce"], nonce
         if not job_secret.is_same(
-            said.get("proof"), secret.proof(PROCESS_0, nonces, words)
+            message.get("proof"), secret.proof(PROCESS_0, nonces, words)
         ):
             return ANOTHER
         self._nonces = nonces
@@ -121,11 +121,11 @@ class _Guest:
         self._connection.sendall(as_line({"proof": proof}))
         return None
 
-    def _is_proved(self, said: dict[str, Any]) -> bool:
-        proof = said.pop("proof", None)
-        said.pop("job", None)
+    def _is_proved(self, message: dict[str, Any]) -> bool:
+        proof = message.pop("proof", None)
+        message.pop("job", None)
         if self._secret is None or self._nonces is None:
             return True
         return job_secret.is_same(
-            proof, proof_of(self._secret, self._nonces, said)
+            proof, proof_of(self._secret, self._nonces, message)
         )

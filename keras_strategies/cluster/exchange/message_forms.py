@@ -82,7 +82,7 @@ def read_messages(
       RuntimeError: one has said something else. The message does not repeat
         it.
     """
-    heard: list[Any] = []
+    received: list[Any] = []
     for process, text in zip(processes, texts, strict=True):
         try:
             # Metrics, and what users keep, may be NaN.
@@ -97,8 +97,8 @@ def read_messages(
                 "Start all processes with one version of keras_strategies, "
                 "and let no other program reach the job's port."
             )
-        heard.append(value)
-    return heard
+        received.append(value)
+    return received
 
 
 def _fault_of_entries(

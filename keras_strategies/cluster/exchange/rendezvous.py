@@ -34,10 +34,10 @@ from keras_strategies.cluster.exchange.greetings import (
     PROCESS,
     PROCESS_0,
     as_line,
+    message_in,
     parsed,
     proof_of,
     readable,
-    said_in,
     shown,
 )
 from keras_strategies.cluster.exchange.job_secret import VARIABLE, Secret
@@ -186,7 +186,7 @@ class _Host:
                         self._read(key.fileobj)
                 self._hang_up_on_late_ones()
             verdict = self._problem or self._missing(timeout_s)
-            self._tell(verdict)
+            self._send_verdict(verdict)
         return verdict
 
     def _left(self) -> float:
@@ -229,11 +229,11 @@ class _Host:
         elif pending.text.endswith(b"\n"):
             text, pending.text = pending.text, b""
             if pending.hello is None:
-                self._hear(connection, pending, text)
+                self._receive(connection, pending, text)
             else:
                 self._check_proof(connection, pending, text)
 
-    def _hear(
+    def _receive(
         self, connection: socket.socket, pending: _Pending, text: bytes
     ) -> None:
         hello = parsed(text)
@@ -258,11 +258,11 @@ class _Host:
     def _check_proof(
         self, connection: socket.socket, pending: _Pending, text: bytes
     ) -> None:
-        said = said_in(text) or {}
+        message = message_in(text) or {}
         assert self._secret is not None
         assert pending.hello is not None
         proof = self._secret.proof(PROCESS, pending.nonces, pending.words)
-        if job_secret.is_same(said.get("proof"), proof):
+        if job_secret.is_same(message.get("proof"), proof):
             self._take(connection, pending.hello, pending.nonces)
         else:
             self._leave(connection)
@@ -361,7 +361,7 @@ class _Host:
             return f"process {process} ({self._names[process]})"
         return f"process {process}"
 
-    def _tell(self, verdict: str) -> None:
+    def _send_verdict(self, verdict: str) -> None:
         for connection in self._joined:
             connection.settimeout(_GRACE_S)
             self._send(connection, {"verdict": verdict})

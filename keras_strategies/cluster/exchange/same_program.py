@@ -140,8 +140,8 @@ def _difference(
 ) -> str:
     """What differs, found by all: the first line that is not the same."""
     lines = text.splitlines()[:_MAX_LINES]
-    told = agreement.exchange(" ".join(_digest(line)[:8] for line in lines))
-    columns = [words.split() for words in told]
+    received = agreement.exchange(" ".join(_digest(line)[:8] for line in lines))
+    columns = [words.split() for words in received]
     length = min(map(len, columns))
     first = next(
         (k for k in range(length) if len({c[k] for c in columns}) > 1), length

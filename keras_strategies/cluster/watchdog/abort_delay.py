@@ -5,7 +5,7 @@ the process that hosts its coordination service is: at once, uncatchably, and
 without a cause that users can read. A handler of SIGABRT in Python would need
 the interpreter from a thread in an unknown state. So the handler is the C
 library's own `sleep`: called with the signal's number, 6, it holds the
-aborting thread for six seconds, in which the guard finds the cause and ends
+aborting thread for six seconds, in which the watchdog finds the cause and ends
 the process; if there is none, the abort goes on as if nothing had been.
 """
 

@@ -31,15 +31,15 @@ _FLUSH_S = 1.0
 _RAISING = (os.path.dirname(jax.__file__), progress.__file__)
 
 
-class _Guard(Protocol):
-    """What the hooks ask of this process's guard; see `watchdog.Guard`."""
+class _Watchdog(Protocol):
+    """What the hooks use of this process's `watchdog.Watchdog`."""
 
     process: int
     progress: progress.Progress
 
     def explain(self) -> None: ...
 
-    def fail(self, text: str, code: int, told: Cause) -> None: ...
+    def fail(self, text: str, code: int, cause: Cause) -> None: ...
 
     def end_soon(self) -> None: ...
 
@@ -50,9 +50,9 @@ class _Guard(Protocol):
     def stop(self) -> None: ...
 
 
-def install(guard: _Guard) -> None:
+def install(watchdog: _Watchdog) -> None:
     """Installs the hooks, for the rest of this process."""
-    hooks = _Hooks(guard)
+    hooks = _Hooks(watchdog)
     sys.excepthook = functools.partial(hooks.on_exception, sys.excepthook)
     threading.excepthook = functools.partial(
         hooks.on_thread_exception, threading.excepthook
@@ -87,8 +87,8 @@ def write(line: str) -> None:
 
 
 class _Hooks:
-    def __init__(self, guard: _Guard) -> None:
-        self._guard = guard
+    def __init__(self, watchdog: _Watchdog) -> None:
+        self._watchdog = watchdog
         self._process_id = os.getpid()
         # What `sys.exit` was called with, and after how many programs: who
         # starts more has caught it.
@@ -115,12 +115,13 @@ class _Hooks:
         previous(args)
         thread, error = args.thread, args.exc_value
         has_trained = (
-            thread is not None and thread.ident in self._guard.progress.threads
+            thread is not None
+            and thread.ident in self._watchdog.progress.threads
         )
         if has_trained and isinstance(error, Exception):
             self._fail(error, args.exc_traceback)
             # The script, which may go on for long, has no part in it.
-            self._guard.end_soon()
+            self._watchdog.end_soon()
 
     def _fail(
         self, error: BaseException, trace: types.TracebackType | None
@@ -129,24 +130,24 @@ class _Hooks:
         if not self._is_here() or _is_interactive():
             return
         if _is_suspect(error):
-            self._guard.explain()
+            self._watchdog.explain()
         if isinstance(error, Stalled):
             # It names those who are to blame: others.
             name = str(error).rstrip(".")
             cause = Cause(text=name, code=ExitCode.STALLED)
-            self._guard.fail(name, ExitCode.STALLED, cause)
+            self._watchdog.fail(name, ExitCode.STALLED, cause)
             return
         name, code = _described(error, trace), ExitCode.FAILED
         if isinstance(error, KeyboardInterrupt):
             code = ExitCode.INTERRUPTED
-        told = f"process {self._guard.process} failed: {name}"
-        self._guard.fail(name, code, Cause(text=told))
+        reason = f"process {self._watchdog.process} failed: {name}"
+        self._watchdog.fail(name, code, Cause(text=reason))
 
     def on_exit(self, previous: Any, status: Any = None, /) -> None:
         """In the place of `sys.exit`."""
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and self._is_here():
-            self._status = (status, self._guard.progress.num_started)
+            self._status = (status, self._watchdog.progress.num_started)
         previous(status)
 
     def on_shutdown(self, previous: Any) -> None:
@@ -156,27 +157,31 @@ class _Hooks:
 
     def at_exit(self) -> None:
         """At the end of the script, however it ended."""
-        guard = self._guard
+        watchdog = self._watchdog
         if not self._is_here():
             return
-        guard.end_failed()
+        watchdog.end_failed()
         status, programs = self._status
-        done = guard.progress
+        done = watchdog.progress
         if done.was_preempted:
             write(
-                f"process {guard.process} was stopped by SIGTERM after "
+                f"process {watchdog.process} was stopped by SIGTERM after "
                 f"{done.num_started} programs, as all others; exit code "
                 f"{int(ExitCode.PREEMPTED)}."
             )
         elif status not in (None, 0) and programs == done.num_started:
-            told = f"process {guard.process} ended with sys.exit({status!r})"
+            reason = (
+                f"process {watchdog.process} ended with sys.exit({status!r})"
+            )
             code = status if isinstance(status, int) else 1
-            guard.fail(f"sys.exit({status!r})", code & 0xFF, Cause(text=told))
-            guard.end_failed()
+            watchdog.fail(
+                f"sys.exit({status!r})", code & 0xFF, Cause(text=reason)
+            )
+            watchdog.end_failed()
         try:
             self._leave()
         except KeyboardInterrupt:
-            end(guard.process, "KeyboardInterrupt", ExitCode.INTERRUPTED)
+            end(watchdog.process, "KeyboardInterrupt", ExitCode.INTERRUPTED)
         if done.was_preempted and not done.was_preempted_in_main:
             # Python forgets a SystemExit of another thread.
             sys.stdout.flush()
@@ -186,11 +191,11 @@ class _Hooks:
     def _leave(self) -> None:
         if self._is_here():
             self._is_over = True
-            self._guard.wait_for_others()
-            self._guard.stop()
+            self._watchdog.wait_for_others()
+            self._watchdog.stop()
 
     def _is_here(self) -> bool:
-        """Whether this is the process of the guard, and it still runs."""
+        """Whether this is the process of the watchdog, and it still runs."""
         return os.getpid() == self._process_id and not self._is_over
 
 

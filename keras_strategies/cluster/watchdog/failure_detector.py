@@ -23,7 +23,7 @@ _MAX_CHARACTERS = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Beat:
+class Heartbeat:
     """What a process does at one moment.
 
     Attributes:
@@ -53,26 +53,31 @@ class Beat:
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> "Beat | None":
+    def from_json(cls, text: str) -> "Heartbeat | None":
         """What `to_json` of another process gave; None of anything else."""
         try:
-            said = load_json(text, max_characters=_MAX_CHARACTERS, has_nan=True)
+            fields_sent = load_json(
+                text, max_characters=_MAX_CHARACTERS, has_nan=True
+            )
         except ValueError:
             return None
         fields = {f.name: type(f.default) for f in dataclasses.fields(cls)}
-        if not isinstance(said, dict) or said.keys() != fields.keys():
+        if (
+            not isinstance(fields_sent, dict)
+            or fields_sent.keys() != fields.keys()
+        ):
             return None
         for name, kind in fields.items():
             # A time of whole seconds is an int, too.
             kinds = (int, float) if kind is float else (kind,)
-            if type(said[name]) not in kinds:
+            if type(fields_sent[name]) not in kinds:
                 return None
-        return cls(**said)
+        return cls(**fields_sent)
 
 
 @dataclasses.dataclass
-class _Heard:
-    beat: Beat
+class _Received:
+    heartbeat: Heartbeat
     at: float
     # When it was first seen as it is: in user code, or done.
     same_since: float
@@ -86,7 +91,7 @@ def died(processes: Sequence[int], why: str) -> Cause:
     return Cause(text=f"{word} {names} died or stopped: {why}")
 
 
-class Judge:
+class FailureDetector:
     """Finds out from all processes' beats what keeps a job from going on.
 
     Args:
@@ -97,7 +102,7 @@ class Judge:
     def __init__(self, *, timeout_s: float, host: int = 0) -> None:
         self.timeout_s = timeout_s
         self._host = host
-        self._heard: dict[int, _Heard] = {}
+        self._received: dict[int, _Received] = {}
         # What was the last word when `all_live` was first asked: (since, by
         # process its beat's number).
         self._last_words: tuple[float, dict[int, int]] | None = None
@@ -107,21 +112,26 @@ class Judge:
     @property
     def is_over(self) -> bool:
         """Whether all processes that were heard of are done."""
-        return all(heard.beat.is_done for heard in self._heard.values())
+        return all(
+            received.heartbeat.is_done for received in self._received.values()
+        )
 
-    def hear(self, beats: Mapping[int, Beat], now: float) -> None:
+    def receive(self, heartbeats: Mapping[int, Heartbeat], now: float) -> None:
         """Takes in what the processes tell, at a time in seconds."""
-        for process, beat in beats.items():
-            known = self._heard.get(process)
+        for process, heartbeat in heartbeats.items():
+            known = self._received.get(process)
             if known is None:
-                self._heard[process] = _Heard(beat, now, now)
-            elif known.beat.number != beat.number:
-                is_same = (known.beat.programs, known.beat.is_done) == (
-                    beat.programs,
-                    beat.is_done,
+                self._received[process] = _Received(heartbeat, now, now)
+            elif known.heartbeat.number != heartbeat.number:
+                is_same = (
+                    known.heartbeat.programs,
+                    known.heartbeat.is_done,
+                ) == (
+                    heartbeat.programs,
+                    heartbeat.is_done,
                 )
                 since = known.same_since if is_same else now
-                self._heard[process] = _Heard(beat, now, since)
+                self._received[process] = _Received(heartbeat, now, since)
 
     def all_live(self, since: float, now: float) -> bool:
         """Whether all others have told something after a time.
@@ -130,8 +140,8 @@ class Judge:
         that it is asked only notes what was told last.
         """
         numbers = {
-            process: heard.beat.number
-            for process, heard in self._heard.items()
+            process: received.heartbeat.number
+            for process, received in self._received.items()
             if process != self._host
         }
         if self._last_words is None or self._last_words[0] != since:
@@ -149,8 +159,8 @@ class Judge:
         """
         return [
             process
-            for process, heard in sorted(self._heard.items())
-            if now - heard.at > _SILENT_S and process != self._host
+            for process, received in sorted(self._received.items())
+            if now - received.at > _SILENT_S and process != self._host
         ]
 
     def find(self, now: float) -> Cause | None:
@@ -159,75 +169,93 @@ class Judge:
 
     def _find_left(self) -> Cause | None:
         """One is done that others wait for."""
-        done = [p for p, h in sorted(self._heard.items()) if h.beat.is_done]
-        for process, heard in sorted(self._heard.items()):
-            beat = heard.beat
+        done = [
+            p for p, h in sorted(self._received.items()) if h.heartbeat.is_done
+        ]
+        for process, received in sorted(self._received.items()):
+            heartbeat = received.heartbeat
             for gone in done:
-                programs = self._heard[gone].beat.programs
-                if beat.programs > programs and beat.waiting_s > _DONE_S:
-                    waits_in = f"program {beat.programs}"
-                elif beat.agreeing_s > _DONE_S:
-                    waits_in = beat.agreeing
+                programs = self._received[gone].heartbeat.programs
+                if (
+                    heartbeat.programs > programs
+                    and heartbeat.waiting_s > _DONE_S
+                ):
+                    waits_in = f"program {heartbeat.programs}"
+                elif heartbeat.agreeing_s > _DONE_S:
+                    waits_in = heartbeat.agreeing
                 else:
                     continue
                 return Cause(
                     text=f"process {gone} has ended its script after "
                     f"{programs} programs, and process {process} waits for "
-                    f"it in {waits_in} (at {beat.where}); all processes must "
-                    "make the same calls and take as many steps"
+                    f"it in {waits_in} (at {heartbeat.where}); all processes "
+                    "must make the same calls and take as many steps"
                 )
         return None
 
     def _find_stalled(self, now: float) -> Cause | None:
-        beats = {p: heard.beat for p, heard in sorted(self._heard.items())}
-        waits = max((b.waiting_s for b in beats.values()), default=0.0)
+        heartbeats = {
+            p: received.heartbeat
+            for p, received in sorted(self._received.items())
+        }
+        waits = max((b.waiting_s for b in heartbeats.values()), default=0.0)
         # A first program may compile for as long as it takes.
-        if any(b.starting_s for b in beats.values()):
+        if any(b.starting_s for b in heartbeats.values()):
             self._compiled_at = now
         # Those that wait for it have waited for nobody else till then.
         if now - self._compiled_at <= self.timeout_s:
             return None
         if waits <= self.timeout_s:
-            return self._find_unheard(beats, now)
-        most = max(beat.programs for beat in beats.values())
-        behind = [p for p, beat in beats.items() if beat.programs < most]
+            return self._find_silent(heartbeats, now)
+        most = max(heartbeat.programs for heartbeat in heartbeats.values())
+        behind = [
+            p
+            for p, heartbeat in heartbeats.items()
+            if heartbeat.programs < most
+        ]
         if not behind:
             text = (
                 f"all processes wait for program {most} for {waits:.0f} s; it "
                 "takes so long, or they have started different programs"
             )
         else:
-            told = [self._told(p, now) for p in behind[:_SHOWN]]
-            ahead = next(p for p in beats if p not in behind)
+            lines = [self._described(p, now) for p in behind[:_SHOWN]]
+            ahead = next(p for p in heartbeats if p not in behind)
             text = (
-                f"{'; '.join(told)}; process {ahead} has started {most} and "
+                f"{'; '.join(lines)}; process {ahead} has started {most} and "
                 f"waits for {waits:.0f} s"
             )
         return Cause(text=text, code=ExitCode.STALLED)
 
-    def _find_unheard(self, beats: dict[int, Beat], now: float) -> Cause | None:
+    def _find_silent(
+        self, heartbeats: dict[int, Heartbeat], now: float
+    ) -> Cause | None:
         """Some wait on the host, for too long, for others that do not."""
-        waits = [p for p, beat in beats.items() if beat.agreeing_s]
-        longest = max(waits, key=lambda p: beats[p].agreeing_s, default=None)
+        waits = [
+            p for p, heartbeat in heartbeats.items() if heartbeat.agreeing_s
+        ]
+        longest = max(
+            waits, key=lambda p: heartbeats[p].agreeing_s, default=None
+        )
         if longest is None:
             return None
-        beat = beats[longest]
+        heartbeat = heartbeats[longest]
         # Agreements have a limit of their own, and say what they miss.
-        if beat.agreeing_s <= self.timeout_s + _AGREEING_S:
+        if heartbeat.agreeing_s <= self.timeout_s + _AGREEING_S:
             return None
-        others = [p for p in beats if p not in waits][:_SHOWN]
-        told = [self._told(p, now) for p in others]
-        told.append(
-            f"process {longest} waits for others in {beat.agreeing} for "
-            f"{beat.agreeing_s:.0f} s (at {beat.where})"
+        others = [p for p in heartbeats if p not in waits][:_SHOWN]
+        lines = [self._described(p, now) for p in others]
+        lines.append(
+            f"process {longest} waits for others in {heartbeat.agreeing} for "
+            f"{heartbeat.agreeing_s:.0f} s (at {heartbeat.where})"
         )
-        return Cause(text="; ".join(told), code=ExitCode.STALLED)
+        return Cause(text="; ".join(lines), code=ExitCode.STALLED)
 
-    def _told(self, process: int, now: float) -> str:
-        heard = self._heard[process]
-        beat = heard.beat
-        seconds = now - heard.same_since
+    def _described(self, process: int, now: float) -> str:
+        received = self._received[process]
+        heartbeat = received.heartbeat
+        seconds = now - received.same_since
         return (
-            f"process {process} has started {beat.programs} programs, none "
-            f"for {seconds:.0f} s; its main thread is at {beat.where}"
+            f"process {process} has started {heartbeat.programs} programs, "
+            f"none for {seconds:.0f} s; its main thread is at {heartbeat.where}"
         )

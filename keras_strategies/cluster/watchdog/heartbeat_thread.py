@@ -14,19 +14,23 @@ import jax
 from keras_strategies.cluster.exchange import kv_store
 from keras_strategies.cluster.exchange.exit_codes import Cause
 from keras_strategies.cluster.untrusted import load_json
-from keras_strategies.cluster.watchdog.failure_detector import Beat, Judge, died
+from keras_strategies.cluster.watchdog.failure_detector import (
+    FailureDetector,
+    Heartbeat,
+    died,
+)
 from keras_strategies.cluster.watchdog.progress import Progress
 
 HOST = 0
 """The process in which JAX's coordination service runs."""
 
-_FOLDER = "keras_strategies/guard"
-_TOLD = f"{_FOLDER}/told/"
-_BEATS = f"{_FOLDER}/beats/"
-_HEARD = f"{_FOLDER}/heard/"
-_OVER, _JUDGE, _SILENT = "over", "judge", "silent"
+_FOLDER = "keras_strategies/watchdog"
+_SENT = f"{_FOLDER}/told/"
+_HEARTBEATS = f"{_FOLDER}/beats/"
+_RECEIVED = f"{_FOLDER}/heard/"
+_OVER, _DETECTOR, _SILENT = "over", "judge", "silent"
 _TALK_S = 0.25
-_BEAT_S = 0.5
+_HEARTBEAT_S = 0.5
 # Who waits in vain asks by itself only if process 0 does not find out.
 _HOST_FIRST_S = 5.0
 # Of more processes each talks less often.
@@ -55,7 +59,7 @@ class AwakeClock:
         self._last = now
 
 
-class Talker:
+class HeartbeatThread:
     """Tells what this process does, and hears what the others tell.
 
     Process 0 hears the beats of all, judges them and tells what follows; the
@@ -76,16 +80,16 @@ class Talker:
         num_processes: int,
         *,
         progress: Progress,
-        judge: Judge,
+        detector: FailureDetector,
         clock: AwakeClock,
     ) -> None:
-        self.judge = judge
+        self.detector = detector
         self.cause: Cause | None = None
         self.silent: list[int] = []
         self.has_left = False
         self.is_over = threading.Event()
-        self.has_told = threading.Event()
-        self.all_heard = threading.Event()
+        self.has_sent = threading.Event()
+        self.all_received = threading.Event()
         self.all_live = threading.Event()
         self._slower = max(1.0, num_processes / _MANY)
         self._process = process
@@ -97,7 +101,7 @@ class Talker:
         self._suspects_since: float | None = None
         self._call_since: float | None = None
         self._errors_since: float | None = None
-        self._beat_at = -_BEAT_S
+        self._heartbeat_at = -_HEARTBEAT_S
         self._number = 0
         self._has_answered = False
         self._wake = threading.Event()
@@ -116,7 +120,7 @@ class Talker:
         self._wake.set()
         self._thread.join(_FULL_S)
 
-    def tell(self, cause: Cause) -> None:
+    def send(self, cause: Cause) -> None:
         """Tells the others that this process ends; does not wait."""
         self._own = cause
         self._wake.set()
@@ -160,11 +164,11 @@ class Talker:
 
     def _talk(self) -> None:
         client = self._client
-        if self._own is not None and not self.has_told.is_set():
-            self._set(_TOLD, str(self._process), self._own.to_json())
-            self.has_told.set()
-        told = dict(client.key_value_dir_get(_TOLD))
-        for key, text in told.items():
+        if self._own is not None and not self.has_sent.is_set():
+            self._set(_SENT, str(self._process), self._own.to_json())
+            self.has_sent.set()
+        received = dict(client.key_value_dir_get(_SENT))
+        for key, text in received.items():
             name = key.rpartition("/")[2]
             if name == _OVER:
                 self.is_over.set()
@@ -173,67 +177,69 @@ class Talker:
             elif name != str(self._process) and self.cause is None:
                 self.cause = Cause.from_json(text)
         if not self._has_answered and (self.cause or self.is_over.is_set()):
-            self._set(_HEARD, str(self._process), "")
+            self._set(_RECEIVED, str(self._process), "")
             self._has_answered = True
         if self._process == HOST and (self._own or self._has_answered):
             # Who ends by itself reads nothing more.
-            heard = [*told, *dict(client.key_value_dir_get(_HEARD))]
-            if self._others <= {key.rpartition("/")[2] for key in heard}:
-                self.all_heard.set()
+            received = [*received, *dict(client.key_value_dir_get(_RECEIVED))]
+            if self._others <= {key.rpartition("/")[2] for key in received}:
+                self.all_received.set()
         is_done = self._progress.is_done
-        pause_s = 0 if is_done else _BEAT_S * self._slower
-        if self._clock.seconds - self._beat_at >= pause_s:
-            self._beat_at = self._clock.seconds
-            self._beat()
+        pause_s = 0 if is_done else _HEARTBEAT_S * self._slower
+        if self._clock.seconds - self._heartbeat_at >= pause_s:
+            self._heartbeat_at = self._clock.seconds
+            self._heartbeat()
 
-    def _beat(self) -> None:
-        beat = self._progress.beat(self._number)
+    def _heartbeat(self) -> None:
+        heartbeat = self._progress.heartbeat(self._number)
         self._number += 1
-        self._set(_BEATS, str(self._process), beat.to_json())
-        is_late = beat.waiting_s > self.judge.timeout_s + _HOST_FIRST_S
+        self._set(_HEARTBEATS, str(self._process), heartbeat.to_json())
+        is_late = heartbeat.waiting_s > self.detector.timeout_s + _HOST_FIRST_S
         if self._process == HOST or is_late or self._suspects_since is not None:
-            told = self._client.key_value_dir_get(_BEATS)
-            self._judge(_beats_of(told))
+            received = self._client.key_value_dir_get(_HEARTBEATS)
+            self._detect(_heartbeats_of(received))
 
-    def _judge(self, beats: dict[int, Beat]) -> None:
+    def _detect(self, heartbeats: dict[int, Heartbeat]) -> None:
         now = self._clock.seconds
-        self.judge.hear(beats, now)
+        self.detector.receive(heartbeats, now)
         since = self._suspects_since
-        if since is not None and self.judge.all_live(since, now):
+        if since is not None and self.detector.all_live(since, now):
             self.all_live.set()
-        cause = self.judge.find(now)
-        silent = self.judge.silent(now)
+        cause = self.detector.find(now)
+        silent = self.detector.silent(now)
         if silent and since is not None:
             cause = died(silent, "an error of a collective says so")
         if self._process == HOST and silent != self.silent:
-            self._set(_TOLD, _SILENT, json.dumps(silent))
+            self._set(_SENT, _SILENT, json.dumps(silent))
         if cause is not None and self.cause is None:
-            self._set(_TOLD, _JUDGE, cause.to_json())
+            self._set(_SENT, _DETECTOR, cause.to_json())
             self.cause = cause
-        elif self._process == HOST and self.judge.is_over:
-            self._set(_TOLD, _OVER, "")
+        elif self._process == HOST and self.detector.is_over:
+            self._set(_SENT, _OVER, "")
 
     def _set(self, folder: str, name: str, text: str) -> None:
         self._client.key_value_set(f"{folder}{name}", text, True)
 
 
-def _beats_of(told: list[tuple[str, str]]) -> dict[int, Beat]:
+def _heartbeats_of(received: list[tuple[str, str]]) -> dict[int, Heartbeat]:
     """The beats by process; without what is none, as if it had not come."""
     found = {}
-    for key, text in told:
+    for key, text in received:
         name = key.rpartition("/")[2]
-        beat = Beat.from_json(text)
+        heartbeat = Heartbeat.from_json(text)
         is_number = name.isascii() and name.isdigit()
-        if beat is not None and is_number and len(name) <= _MAX_DIGITS:
-            found[int(name)] = beat
+        if heartbeat is not None and is_number and len(name) <= _MAX_DIGITS:
+            found[int(name)] = heartbeat
     return found
 
 
 def _processes_of(text: str) -> list[int]:
     """Numbers of processes, as process 0 tells them; none of anything else."""
     try:
-        said = load_json(text, max_characters=_MAX_CHARACTERS)
+        processes = load_json(text, max_characters=_MAX_CHARACTERS)
     except ValueError:
         return []
-    is_list = isinstance(said, list) and all(type(p) is int for p in said)
-    return said if is_list else []
+    is_list = isinstance(processes, list) and all(
+        type(p) is int for p in processes
+    )
+    return processes if is_list else []

@@ -20,7 +20,7 @@ import jax
 from keras_strategies.cluster.exchange import host_exchange
 from keras_strategies.cluster.exchange.exit_codes import Preempted
 from keras_strategies.cluster.exchange.same_program import compare, traced
-from keras_strategies.cluster.watchdog.failure_detector import Beat
+from keras_strategies.cluster.watchdog.failure_detector import Heartbeat
 
 _OURS = str(PurePath(__file__).parents[2])
 # No user's code; sub-folders of the last one are site-packages mostly.
@@ -63,7 +63,7 @@ class Progress:
         self._is_preempted = is_preempted or _reached_sync_point
         self._clock = clock
         self._main = threading.main_thread().ident
-        # Programs are started by one thread at a time, mostly; the guard's
+        # Programs are started by one thread at a time, mostly; the watchdog's
         # only reads.
         self._asked = 0
         self.num_started = 0
@@ -122,7 +122,7 @@ class Progress:
         finally:
             self._starting = self._executing_since = None
 
-    def beat(self, number: int = 0) -> Beat:
+    def heartbeat(self, number: int = 0) -> Heartbeat:
         """What this process does now, as its beat of this number."""
         now = self._clock()
         flights = [self._oldest, self._last]
@@ -133,7 +133,7 @@ class Progress:
         comparing_s = self._comparing_s(now)
         if comparing_s > agreeing_s:
             agreeing, agreeing_s = _COMPARED, comparing_s
-        return Beat(
+        return Heartbeat(
             number=number,
             programs=self.num_started + (executing_s > 0),
             waiting_s=max(waiting),

@@ -1,8 +1,8 @@
 """The watchdog of a process of a job: none runs on, or hangs, alone.
 
-A daemon thread that only looks at clocks, at the launcher's pipe and at what
-a `Talker` hears from the others, and that ends this process with the cause.
-How this process tells the others of its own end is in `ending`.
+A daemon thread that looks only at clocks, at the launcher's pipe and at what
+`HeartbeatThread` receives from the other processes. It ends this process with
+the cause of a failure. `exit_hooks` sends its own end to the others.
 """
 
 import math
@@ -16,11 +16,14 @@ import jax
 from keras_strategies.cluster.exchange import host_exchange, kv_store
 from keras_strategies.cluster.exchange.exit_codes import Cause
 from keras_strategies.cluster.watchdog import abort_delay, exit_hooks
-from keras_strategies.cluster.watchdog.failure_detector import Judge, died
+from keras_strategies.cluster.watchdog.failure_detector import (
+    FailureDetector,
+    died,
+)
 from keras_strategies.cluster.watchdog.heartbeat_thread import (
     HOST,
     AwakeClock,
-    Talker,
+    HeartbeatThread,
 )
 from keras_strategies.cluster.watchdog.launcher_pipe import (
     LauncherPipe,
@@ -66,11 +69,11 @@ _TELLING_S = 3.0
 _POLL_S = 0.05
 
 _starting = threading.Lock()
-_guard: "Guard | None" = None
+_watchdog: "Watchdog | None" = None
 
 
 def start(timeout_s: float | None = None) -> Progress:
-    """Starts the guard of this process, once. Not collective.
+    """Starts the watchdog of this process, once. Not collective.
 
     Called when a strategy over several processes is made. From then on this
     process ends when another one fails, dies or waits for ever, and tells
@@ -84,31 +87,31 @@ def start(timeout_s: float | None = None) -> Progress:
     Returns:
       Is to start the programs of this process.
     """
-    global _guard
+    global _watchdog
     if timeout_s is not None:
         host_exchange.limit_waiting(timeout_s)
     with _starting:
-        if _guard is None:
+        if _watchdog is None:
             seconds = host_exchange.waiting_limit_s()
-            _guard = Guard(seconds, find_pipe(os.environ))
-            _guard.start()
-            exit_hooks.install(_guard)
+            _watchdog = Watchdog(seconds, find_pipe(os.environ))
+            _watchdog.start()
+            exit_hooks.install(_watchdog)
         elif timeout_s is not None:
-            _guard.set_timeout(timeout_s)
-        return _guard.progress
+            _watchdog.set_timeout(timeout_s)
+        return _watchdog.progress
 
 
 def is_running() -> bool:
-    """Whether this process has a guard."""
-    return _guard is not None
+    """Whether this process has a watchdog."""
+    return _watchdog is not None
 
 
 def progress() -> Progress | None:
-    """The programs of this process, if it has a guard."""
-    return None if _guard is None else _guard.progress
+    """The programs of this process, if it has a watchdog."""
+    return None if _watchdog is None else _watchdog.progress
 
 
-class Guard:
+class Watchdog:
     """What `start` starts.
 
     Args:
@@ -121,11 +124,11 @@ class Guard:
         self.progress = Progress(jax.process_count())
         self._pipe = pipe
         self._clock = AwakeClock()
-        self._talker = Talker(
+        self._heartbeats = HeartbeatThread(
             self.process,
             jax.process_count(),
             progress=self.progress,
-            judge=Judge(timeout_s=timeout_s),
+            detector=FailureDetector(timeout_s=timeout_s),
             clock=self._clock,
         )
         self._cause: Cause | None = None
@@ -134,42 +137,42 @@ class Guard:
         self._end_at = 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(
-            target=self._run, name="keras_strategies guard", daemon=True
+            target=self._run, name="keras_strategies watchdog", daemon=True
         )
 
     def start(self) -> None:
         """Starts the threads."""
         abort_delay.postpone()
-        self._talker.start()
+        self._heartbeats.start()
         self._thread.start()
 
     def stop(self) -> None:
         """Ends the threads; a later job of this process has its own."""
-        global _guard
-        self._talker.stop()
+        global _watchdog
+        self._heartbeats.stop()
         self._stop.set()
         self._thread.join(1.0)
-        _guard = None
+        _watchdog = None
 
     def set_timeout(self, timeout_s: float) -> None:
         """Says anew how long a program may be waited for."""
-        self._talker.judge.timeout_s = timeout_s
+        self._heartbeats.detector.timeout_s = timeout_s
 
     def explain(self) -> None:
         """Looks whether an error of this process is another one's end.
 
-        If so, the guard ends this process with the cause meanwhile; it
+        If so, the watchdog ends this process with the cause meanwhile; it
         returns if all others live. Never waits longer than it takes to
         find a dead one.
         """
-        self._talker.suspect()
+        self._heartbeats.suspect()
         end = self._clock.seconds + HEARTBEAT_S
         while self._clock.seconds < end:
-            if self._cause is None and self._talker.all_live.is_set():
+            if self._cause is None and self._heartbeats.all_live.is_set():
                 return
             time.sleep(_POLL_S)
 
-    def fail(self, text: str, code: int, told: Cause) -> None:
+    def fail(self, text: str, code: int, cause: Cause) -> None:
         """This process begins to end by itself.
 
         Args:
@@ -179,7 +182,7 @@ class Guard:
         """
         self._end_at = self._clock.seconds + _ENDING_S
         self._own = (text, code)
-        self._talker.tell(told)
+        self._heartbeats.send(cause)
 
     def end_soon(self) -> None:
         """After `fail`: does not wait for the end of the script."""
@@ -192,9 +195,9 @@ class Guard:
             return
         end = self._clock.seconds + _TELLING_S
         # Who hosts the store stays until the others have read it.
-        event = self._talker.has_told
+        event = self._heartbeats.has_sent
         if self.process == HOST:
-            event = self._talker.all_heard
+            event = self._heartbeats.all_received
         while not event.is_set() and self._clock.seconds < end:
             event.wait(_POLL_S)
         # They end a moment after they have heard: the service stays till then.
@@ -205,22 +208,22 @@ class Guard:
     def wait_for_others(self) -> None:
         """Waits, with this process's script done, for those of the others.
 
-        If one of them fails, the guard ends this process meanwhile.
+        If one of them fails, the watchdog ends this process meanwhile.
         """
         self.progress.is_done = True
-        self._talker.hurry()
-        while not self._talker.is_over.wait(_POLL_S):
-            if self._talker.has_left:
+        self._heartbeats.hurry()
+        while not self._heartbeats.is_over.wait(_POLL_S):
+            if self._heartbeats.has_left:
                 return
         end = self._clock.seconds + _TELLING_S
         while self.process == HOST and self._clock.seconds < end:
-            if self._talker.all_heard.wait(_POLL_S):
+            if self._heartbeats.all_received.wait(_POLL_S):
                 return
 
     def _run(self) -> None:
         while not self._stop.wait(_LOOK_S):
             self._clock.tick()
-            if self._talker.has_left or self._talker.is_over.is_set():
+            if self._heartbeats.has_left or self._heartbeats.is_over.is_set():
                 continue
             if self._own is not None:
                 if self._clock.seconds > self._end_at:
@@ -241,7 +244,7 @@ class Guard:
             self._cause_at = -math.inf
             self._pipe = None
         elif self._cause is None:
-            found = self._talker.cause or self._find_lost()
+            found = self._heartbeats.cause or self._find_lost()
             if found is not None:
                 self._note(found)
 
@@ -255,15 +258,15 @@ class Guard:
         Where it takes a process for dead, it ends the others; `aborts` keeps
         them for a moment, in which the store does not answer.
         """
-        hung_s = self._talker.hung_s()
-        if max(hung_s, self._talker.failing_s()) < _HUNG_S:
+        hung_s = self._heartbeats.hung_s()
+        if max(hung_s, self._heartbeats.failing_s()) < _HUNG_S:
             return None
         if self.process != HOST and not kv_store.is_reachable():
             return Cause(
                 text=f"process {HOST} died: JAX's coordination service, which "
                 "it hosts, is gone"
             )
-        silent = self._talker.silent
+        silent = self._heartbeats.silent
         if silent and hung_s > _LOST_S:
             return died(silent, "JAX got no heartbeat from there")
         if self.process != HOST and hung_s > HEARTBEAT_S:

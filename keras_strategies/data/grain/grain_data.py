@@ -95,11 +95,11 @@ class GrainSource(Source):
 
     def outline(self) -> Outline:
         """See `Source.outline`."""
-        stacked, said = self._batches.stacked, super().outline()
+        stacked, summary = self._batches.stacked, super().outline()
         if stacked is None:
-            return said
+            return summary
         rows = len(stacked.rows)
-        return dataclasses.replace(said, reading=Reading.ROWS, num_rows=rows)
+        return dataclasses.replace(summary, reading=Reading.ROWS, num_rows=rows)
 
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
         """See `Source`."""

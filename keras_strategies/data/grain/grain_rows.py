@@ -65,11 +65,11 @@ def stacked_rows(dataset: Any) -> Stacked | None:
 
 def mark_of(dataset: Any) -> int:
     """A checksum of the transformations' names, lengths and seeds."""
-    said = [
+    facts = [
         (type(inner).__name__, len(inner), getattr(inner, "_seed", None))
         for inner in with_parents(dataset)
     ]
-    return zlib.crc32(repr(said).encode())
+    return zlib.crc32(repr(facts).encode())
 
 
 def with_parents(dataset: Any) -> Iterator[Any]:

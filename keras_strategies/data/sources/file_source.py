@@ -72,18 +72,18 @@ class FilesSource(Source):
 
     def outline(self) -> Outline:
         """See `Source.outline`."""
-        said, data = super().outline(), self._data
+        summary, data = super().outline(), self._data
         files = dict.fromkeys(range(self._num_processes), data.paths)
         if self._is_by_file:
             files = {process: self.assigned_files(process) for process in files}
-            said = Outline(
+            summary = Outline(
                 applied=AutoShardPolicy.FILE,
                 reason="there is a file for each process",
             )
         is_array = data.reader in ARRAYS
         note = "The files are shuffled anew in each epoch."
         return dataclasses.replace(
-            said,
+            summary,
             reading=Reading.ROWS if is_array else Reading.PIPELINE,
             num_rows=sum(self._counts.values()) or None,
             files=files,

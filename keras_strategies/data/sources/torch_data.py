@@ -93,11 +93,11 @@ class TorchSource(Source):
 
     def outline(self) -> Outline:
         """See `Source.outline`."""
-        said = super().outline()
+        summary = super().outline()
         if not self._batches.is_by_rows:
-            return said
+            return summary
         rows = self._batches.num_rows
-        return dataclasses.replace(said, reading=Reading.ROWS, num_rows=rows)
+        return dataclasses.replace(summary, reading=Reading.ROWS, num_rows=rows)
 
     @property
     def seed(self) -> int:

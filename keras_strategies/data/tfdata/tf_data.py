@@ -207,10 +207,12 @@ class TfDataSource(Source):
         """See `Source.restart`."""
         if self._epochs is None or seed in (None, self.seed):
             return
-        said = load_json(str(seed), max_characters=_MAX_SEED)
-        if fault_of(said, _SEED) is not None:
+        document = load_json(str(seed), max_characters=_MAX_SEED)
+        if fault_of(document, _SEED) is not None:
             raise ValueError("A seed is what `seed` of such data was.")
-        self._seed, own = said if isinstance(said, list) else (said, None)
+        self._seed, own = (
+            document if isinstance(document, list) else (document, None)
+        )
         # Anew: its caches may hold rows in the other order.
         graph = graph_of(self._dataset)
         self._epochs = self._make_epochs(

@@ -287,12 +287,12 @@ def _path_text(path: Any) -> Any:
 
 
 def _agreed_model_dir(directory: Any, cluster: RunCluster) -> Any:
-    told = cluster.model_dir
-    if told and directory and told != directory:
+    of_cluster = cluster.model_dir
+    if of_cluster and directory and of_cluster != directory:
         raise ValueError(
             "`model_dir` of RunConfig, if set, must have the same value as "
             f"model_dir in TF_CONFIG. Received: {shown(directory)}, and "
-            f"{shown(told)} in TF_CONFIG. Leave one of the two out."
+            f"{shown(of_cluster)} in TF_CONFIG. Leave one of the two out."
         )
     # "" is refused by the check, and not replaced.
-    return told if directory is None else directory
+    return of_cluster if directory is None else directory

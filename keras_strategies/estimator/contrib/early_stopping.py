@@ -290,7 +290,7 @@ class _Stopping(keras.callbacks.Callback):
             return
         self._asked_at, self._asked = time.monotonic(), step
         should_stop = self._mesh.is_chief and bool(self._should_stop_fn())
-        if train_callback.told_by_chief(
+        if train_callback.value_of_chief(
             self._mesh, "stopping early", should_stop, bool
         ):
             _logger.info("Requesting early stopping at global step %d.", step)

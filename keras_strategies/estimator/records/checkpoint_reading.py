@@ -119,14 +119,14 @@ def restore(model: keras.Model, path: str) -> None:
     Raises:
       ValueError: it is of another model; names and shapes are listed.
     """
-    kept = document_of(path)
+    saved = document_of(path)
     groups = _groups(model)
     known = {
         name: entries
-        for name, entries in kept["variables"].items()
+        for name, entries in saved["variables"].items()
         if name in groups
     }
-    document = kept | {"variables": known}
+    document = saved | {"variables": known}
     found = contents.matched(groups, document, path)
     arrays = read_arrays(path, known)
     contents.assign(found, arrays)

@@ -78,7 +78,7 @@ def set_states(callbacks: Iterable[Any], states: dict[str, State]) -> None:
             _set_state(callback, states[name])
 
 
-def go_on_writing(
+def resume_writing(
     callbacks: Iterable[Any], states: dict[str, State]
 ) -> list[tuple[Any, bool]]:
     """Has loggers add to their files, whose later lines are removed.

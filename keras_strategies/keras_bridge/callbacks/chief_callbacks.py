@@ -64,9 +64,9 @@ class _Together(keras.callbacks.BackupAndRestore):
             str(file_utils.exists(path))
             for path in (self._weights_path, self._training_metadata_path)
         ]
-        heard = agreement.exchange(" ".join(found))
-        if len(set(heard)) > 1:
-            places = dict(zip(mesh.processes, heard, strict=True))
+        received = agreement.exchange(" ".join(found))
+        if len(set(received)) > 1:
+            places = dict(zip(mesh.processes, received, strict=True))
             raise ValueError(
                 "All processes must find the same backup. Received: weights "
                 f"and position there, by process: {places}, in "

@@ -154,10 +154,10 @@ class Loop:
         if not feed.is_own or self.mesh.num_processes == 1:
             return {"position": position}
         agreement = Agreement(self.mesh.processes, "keeping a position")
-        heard = agreement.exchange(json.dumps(position))
+        received = agreement.exchange(json.dumps(position))
         agreement.end()
         positions = read_messages(
-            heard,
+            received,
             _POSITION,
             processes=self.mesh.processes,
             about="their positions in the data",
@@ -166,7 +166,7 @@ class Loop:
 
     # Going on.
 
-    def go_on(self, state: State) -> None:
+    def resume(self, state: State) -> None:
         """Goes on where another loop was; before it begins.
 
         Args:
@@ -191,7 +191,7 @@ class Loop:
         self.is_over = self.was_stopped or self.epoch >= self._epochs
         position = self._position_of(self._feed, state["feed"])
         if position is not None:
-            self._feed.go_on(position, self.step, self._logs)
+            self._feed.resume(position, self.step, self._logs)
             if self.step or self._feed.position["step"]:
                 self.other_batches = _differing(
                     state.get("sizes", {}),
@@ -200,16 +200,16 @@ class Loop:
                 )
         position = self._position_of(self._validation, state["validation"])
         if position is not None:
-            self._validation.go_on(position)
+            self._validation.resume(position)
 
-    def _position_of(self, feed: Any, kept: Any) -> Any:
-        if feed is None or kept is None:
+    def _position_of(self, feed: Any, saved: Any) -> Any:
+        if feed is None or saved is None:
             return None
-        if "position" in kept and not (
+        if "position" in saved and not (
             feed.is_own and self.mesh.num_processes > 1
         ):
-            return kept["position"]
-        positions = kept.get("positions", [kept.get("position")])
+            return saved["position"]
+        positions = saved.get("positions", [saved.get("position")])
         if len(positions) != self.mesh.num_processes or not feed.is_own:
             raise ValueError(
                 "Where rows are each process's own, a fit goes on with as "

@@ -1,7 +1,7 @@
 """A fit that a checkpoint callback saves, and that resumes.
 
-Who keeps it (`Keeper`, a callback) is asked by fit before its loop begins,
-and told after each step and epoch, when all other callbacks are done. The
+fit asks the `CheckpointCallback` among its callbacks before the loop begins,
+and calls it after each step and epoch, when all other callbacks are done. The
 loop is Keras's own: for the steps of its first epoch that were computed in
 another process, the feed gives it executions of none, which no callback sees.
 """
@@ -21,7 +21,7 @@ from keras_strategies.keras_bridge.steps.step_functions import Functions
 _LOOP = "_ks_loop"
 
 
-class Keeper(keras.callbacks.Callback):
+class CheckpointCallback(keras.callbacks.Callback):
     """A callback that keeps what a fit needs to go on."""
 
     def begin(self, loop: Loop) -> None:
@@ -69,17 +69,19 @@ class KeptList(QuietCallbackList):
     def __init__(
         self,
         loop: Loop,
-        keeper: Keeper,
+        checkpointer: CheckpointCallback,
         callbacks: Any,
         *,
         verbose: Any,
         **params: Any,
     ) -> None:
         self._loop = loop
-        self._keeper = keeper
+        self._checkpointer = checkpointer
         self._is_first = True
         self._values = [(v, v.value) for v in loop.variables]
-        others = [c for c in keras.tree.flatten(callbacks) if c is not keeper]
+        others = [
+            c for c in keras.tree.flatten(callbacks) if c is not checkpointer
+        ]
         super().__init__(
             callbacks,
             quiet=quiet_kinds(others, verbose),
@@ -89,7 +91,7 @@ class KeptList(QuietCallbackList):
             verbose=verbose,
             **params,
         )
-        loop.callbacks = [c for c in self.callbacks if c is not keeper]
+        loop.callbacks = [c for c in self.callbacks if c is not checkpointer]
         callback_states.warn_of_halves(loop.callbacks)
         loop.settle = self._flush_futures
 
@@ -104,7 +106,7 @@ class KeptList(QuietCallbackList):
         loop = self._loop
         given = loop.given
         opened = (
-            callback_states.go_on_writing(loop.callbacks, given["callbacks"])
+            callback_states.resume_writing(loop.callbacks, given["callbacks"])
             if given is not None
             else []
         )
@@ -143,21 +145,21 @@ class KeptList(QuietCallbackList):
         if not self._loop.count(logs):
             return
         super().on_train_batch_end(batch, logs)
-        self._keeper.after_batch(self._loop)
+        self._checkpointer.after_batch(self._loop)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Ends an epoch; the keeper is last."""
         super().on_epoch_end(epoch, logs)
         self._loop.end_epoch(logs)
-        self._keeper.after_epoch(self._loop, numbers(logs) or {})
+        self._checkpointer.after_epoch(self._loop, numbers(logs) or {})
 
     def on_train_end(self, logs: Any = None) -> None:
         """Ends; also a loop that had nothing left to do."""
         super().on_train_end(logs or self._loop.last_logs())
 
 
-def kept_fit(
-    keeper: Keeper,
+def resumable_fit(
+    checkpointer: CheckpointCallback,
     call: Any,
     feed: Any,
     variables: list[keras.Variable],
@@ -180,10 +182,10 @@ def kept_fit(
     object.__setattr__(model, _LOOP, loop)
     is_done = False
     try:
-        keeper.begin(loop)
+        checkpointer.begin(loop)
         callbacks = KeptList(
             loop,
-            keeper,
+            checkpointer,
             call["callbacks"],
             verbose=call["verbose"],
             epochs=call["epochs"],
@@ -195,7 +197,7 @@ def kept_fit(
         return history
     finally:
         model.__dict__.pop(_LOOP, None)
-        keeper.close(is_done=is_done)
+        checkpointer.close(is_done=is_done)
 
 
 def loop_of(model: Any) -> Loop | None:
@@ -203,7 +205,7 @@ def loop_of(model: Any) -> Loop | None:
     return vars(model).get(_LOOP)
 
 
-def keeper_among(callbacks: Any) -> Keeper | None:
+def checkpointer_among(callbacks: Any) -> CheckpointCallback | None:
     """The keeper among the callbacks given to fit, if there is one.
 
     Raises:
@@ -214,23 +216,27 @@ def keeper_among(callbacks: Any) -> Keeper | None:
         is_list = isinstance(callback, keras.callbacks.CallbackList)
         lists += [callback] if is_list else []
         given += callback.callbacks if is_list else [callback]
-    keepers = [c for c in given if isinstance(c, Keeper)]
-    if not keepers:
+    checkpointers = [c for c in given if isinstance(c, CheckpointCallback)]
+    if not checkpointers:
         return None
     rivals = [
         type(c).__name__
         for c in given
-        if isinstance(c, Keeper | keras.callbacks.BackupAndRestore)
+        if isinstance(c, CheckpointCallback | keras.callbacks.BackupAndRestore)
     ]
     if len(rivals) > 1:
         raise ValueError(
             "One callback decides where a fit goes on. Received: "
             f"{', '.join(rivals)}. Leave all out but one."
         )
-    if any(keeper in one.callbacks for one in lists for keeper in keepers):
+    if any(
+        checkpointer in one.callbacks
+        for one in lists
+        for checkpointer in checkpointers
+    ):
         raise ValueError(
-            f"`{type(keepers[0]).__name__}` comes after all other callbacks. "
-            "Received: a `CallbackList`, which has an order of its own. Pass "
-            "fit a list."
+            f"`{type(checkpointers[0]).__name__}` comes after all other "
+            "callbacks. Received: a `CallbackList`, which has an order of its "
+            "own. Pass fit a list."
         )
-    return keepers[0]
+    return checkpointers[0]

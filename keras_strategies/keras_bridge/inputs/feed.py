@@ -73,7 +73,7 @@ class Feed(DataAdapter):
         self._at = FeedPosition.at(Place(source.passes.next, 0))
         # Of a feed that goes on: what stands for the steps of the loop's epoch
         # that were computed before.
-        self._goes_on = False
+        self._is_resumed = False
         self.is_other_kind = False
         self._done: list[Execution] = []
 
@@ -108,7 +108,7 @@ class Feed(DataAdapter):
             try:
                 for execution, stop in executions:
                     self._at = self._at.gave(epoch, stop)
-                    if is_last := self._goes_on_after(stop):
+                    if is_last := self._continues_after(stop):
                         # Keras, which counts from where the loop went on, asks
                         # for no iterator of the next epoch: it is begun here.
                         epoch, start = epoch + 1, 0
@@ -127,14 +127,14 @@ class Feed(DataAdapter):
             self._source.passes.reach(epoch + 1)
         self._at = self._at.stopped().gave(epoch + 1, 0)
 
-    def _goes_on_after(self, stop: int) -> bool:
+    def _continues_after(self, stop: int) -> bool:
         """Whether the next epoch follows where this one ends, in one iterator.
 
         Where several epochs of the loop are one of the data, and the loop went
         on in the middle of one.
         """
         return (
-            self._goes_on
+            self._is_resumed
             and self._division.ends_epoch(stop)
             and self._division.is_over(stop)
         )
@@ -147,7 +147,7 @@ class Feed(DataAdapter):
         """
         stop = self._at.given.step
         return (
-            self._goes_on
+            self._is_resumed
             and not self._division.ends_epoch(stop)
             and self._division.is_over(stop)
         )
@@ -194,7 +194,7 @@ class Feed(DataAdapter):
         """Whether the data, and so a position, are this process's own."""
         return self._source.is_own
 
-    def go_on(
+    def resume(
         self, position: dict[str, Any], done_steps: int = 0, logs: Any = None
     ) -> None:
         """Begins the next epoch that is read where another feed was.
@@ -224,7 +224,7 @@ class Feed(DataAdapter):
             self._source.order.of(begun - 1)
         # Keras counts the batches of an epoch of the data from its iterator's
         # first: so it is not told their number, and the feed ends the epochs.
-        self._goes_on = self._steps_per_epoch is not None
+        self._is_resumed = self._steps_per_epoch is not None
         count = done_steps // self._steps_per_execution
         self._done = [Execution(segments=(), logs=logs)] * count
 
@@ -295,7 +295,7 @@ class Feed(DataAdapter):
     @property
     def num_batches(self) -> int | None:
         """Number of batches in an epoch, if known."""
-        return sys.maxsize if self._goes_on else self._division.num_batches
+        return sys.maxsize if self._is_resumed else self._division.num_batches
 
     @property
     def batch_size(self) -> int | None:
@@ -305,11 +305,11 @@ class Feed(DataAdapter):
     @property
     def sizes(self) -> dict[str, int | None]:
         """What a position counts in, by its name; None where not known."""
-        said = self._source.outline()
+        known = self._source.outline()
         return {
-            "rows a batch": self.batch_size or said.first_rows,
+            "rows a batch": self.batch_size or known.first_rows,
             "batches": self._division.num_batches,
-            "rows": said.num_rows,
+            "rows": known.num_rows,
         }
 
     @property

@@ -22,8 +22,8 @@ from keras_strategies.keras_bridge.callbacks.chief_callbacks import (
     of_this_process,
 )
 from keras_strategies.keras_bridge.callbacks.resumable_fit import (
-    keeper_among,
-    kept_fit,
+    checkpointer_among,
+    resumable_fit,
 )
 from keras_strategies.keras_bridge.inputs import feed as adapter
 from keras_strategies.keras_bridge.inputs import loop_data
@@ -170,10 +170,11 @@ class Binding:
             call.set(validation_data=self._validation_feed(call))
             call.set_feed(feed)
             self._build(feed)
-            keeper, model = keeper_among(call["callbacks"]), self.model
-            if keeper is not None:
-                return kept_fit(
-                    keeper, call, feed, all_variables(model), self._functions
+            checkpointer = checkpointer_among(call["callbacks"])
+            if checkpointer is not None:
+                variables = all_variables(self.model)
+                return resumable_fit(
+                    checkpointer, call, feed, variables, self._functions
                 )
             self._quieten(call, feed)
             return call.run()

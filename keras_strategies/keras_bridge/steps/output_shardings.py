@@ -36,7 +36,7 @@ def step(
     if mesh.cores_per_replica == 1:
         return body
 
-    def laid_out(*args: Any) -> Any:
+    def with_shardings(*args: Any) -> Any:
         logs, new, changed = body(*args)
         new = [
             _values(*group, mesh) for group in zip(new, written, strict=True)
@@ -46,7 +46,7 @@ def step(
         ]
         return _whole(logs, mesh.whole), new, changed
 
-    return laid_out
+    return with_shardings
 
 
 def prediction(
@@ -66,11 +66,11 @@ def prediction(
     if mesh.cores_per_replica == 1:
         return body
 
-    def laid_out(*args: Any) -> Any:
+    def with_shardings(*args: Any) -> Any:
         outputs, changed = body(*args)
         return _whole(outputs, sharding), _changes(changed, variables, mesh)
 
-    return laid_out
+    return with_shardings
 
 
 def run(program: Program, variables: Variables, mesh: ReplicaMesh) -> Program:
@@ -85,7 +85,7 @@ def run(program: Program, variables: Variables, mesh: ReplicaMesh) -> Program:
     if mesh.cores_per_replica == 1:
         return program
 
-    def laid_out(*args: Any) -> Any:
+    def with_shardings(*args: Any) -> Any:
         results, copies, sums, same, values, report = program(*args)
         split, whole = mesh.split, mesh.whole
         return (
@@ -97,7 +97,7 @@ def run(program: Program, variables: Variables, mesh: ReplicaMesh) -> Program:
             report,
         )
 
-    return laid_out
+    return with_shardings
 
 
 def _whole(values: Any, sharding: NamedSharding) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.extend.core import jaxpr_as_fun
 
-from keras_strategies._core.batches import RowShape, laid_rows, true_rows
+from keras_strategies._core.batches import RowShape, sharded_rows, true_rows
 from keras_strategies._core.jaxprs.combined_sums import with_combined_sums
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import (
@@ -122,7 +122,7 @@ def whole_batch(
     data = true_rows(data, shape)
     traced = Traced(body, *state, data)
     is_divided = not has_unsafe_scatters(traced.jaxpr)
-    data = laid_rows(data, shape, mesh, is_divided=is_divided)
+    data = sharded_rows(data, shape, mesh, is_divided=is_divided)
     return traced(*state, data)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import keras
 
-from keras_strategies._core.mesh import ReplicaMesh, copied, is_laid_out
+from keras_strategies._core.mesh import ReplicaMesh, copied, has_sharding
 from keras_strategies.keras_bridge.variables.shardings import sharding_of
 
 Arrays = list[Any]
@@ -48,7 +48,7 @@ def own(
     pointers: set[int] = set()
     for i, variable in enumerate(variables):
         value, sharding = group[i], sharding_of(variable, mesh)
-        if not is_laid_out(value, sharding):
+        if not has_sharding(value, sharding):
             value = copied(value, sharding)
         elif donate:
             known = sum(i < len(h) and h[i] is value for h in holders)

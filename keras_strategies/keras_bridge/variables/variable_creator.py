@@ -194,7 +194,7 @@ def adopt(
         copies = (
             list(map(copied, values, shardings))
             if mesh.num_processes == 1
-            else _laid_out(from_chief(values, mesh), shardings, mesh)
+            else _with_shardings(from_chief(values, mesh), shardings, mesh)
         )
         for variable, value in zip(moved, copies, strict=True):
             variable._value = value
@@ -202,7 +202,9 @@ def adopt(
         variable._layout = sharding
 
 
-def _laid_out(values: list[Any], shardings: list[Any], mesh: Any) -> list[Any]:
+def _with_shardings(
+    values: list[Any], shardings: list[Any], mesh: Any
+) -> list[Any]:
     if all(sharding is mesh.whole for sharding in shardings):
         return values
     return dispatch(mesh, jax.jit(list, out_shardings=shardings), values)

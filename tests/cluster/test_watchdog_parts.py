@@ -1,4 +1,4 @@
-"""What the guard decides, of beats, clocks and pipes; without processes."""
+"""Decisions of the watchdog, from heartbeats, clocks and pipes."""
 
 import os
 import queue
@@ -16,7 +16,11 @@ from keras_strategies.cluster.exchange.exit_codes import (
     Preempted,
 )
 from keras_strategies.cluster.watchdog import progress as progress_lib
-from keras_strategies.cluster.watchdog.failure_detector import Beat, Judge, died
+from keras_strategies.cluster.watchdog.failure_detector import (
+    FailureDetector,
+    Heartbeat,
+    died,
+)
 from keras_strategies.cluster.watchdog.launcher_pipe import (
     LAUNCHER_FD,
     find_pipe,
@@ -30,16 +34,16 @@ WAITS = {"programs": 18, "waiting_s": 61.0, "where": "train.py:9 in step"}
 STALL = "train.py:42 in on_batch_end"
 
 
-def judged(*beats, at=100.0):
-    """What a judge finds who has heard these now, and the same before."""
-    judge = Judge(timeout_s=TIMEOUT_S)
+def judged(*heartbeats, at=100.0):
+    """What a detector finds that receives these now, as before."""
+    detector = FailureDetector(timeout_s=TIMEOUT_S)
     for number, now in enumerate((0.0, at)):
         told = {
-            process: Beat(number=number, **beat)
-            for process, beat in enumerate(beats)
+            process: Heartbeat(number=number, **heartbeat)
+            for process, heartbeat in enumerate(heartbeats)
         }
-        judge.hear(told, now)
-    return judge.find(at)
+        detector.receive(told, now)
+    return detector.find(at)
 
 
 GOOD = {
@@ -125,36 +129,36 @@ def test_a_job_that_goes_on_is_let_alone(name):
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_keeps_a_job_from_going_on_is_named(name):
-    beats, code, text = BAD[name]
-    cause = judged(*beats)
+    heartbeats, code, text = BAD[name]
+    cause = judged(*heartbeats)
     assert cause is not None
     assert cause.code == code
     assert text in cause.text
 
 
 def test_a_process_that_starts_programs_again_is_not_said_to_stand_still():
-    judge = Judge(timeout_s=TIMEOUT_S)
-    judge.hear({0: Beat(), 1: Beat(programs=1)}, 0.0)
-    judge.hear({0: Beat(), 1: Beat(number=1, programs=2)}, 50.0)
-    told = {0: Beat(number=1, programs=3, waiting_s=61.0)}
-    judge.hear(told | {1: Beat(number=2, programs=2)}, 60.0)
-    cause = judge.find(60.0)
+    detector = FailureDetector(timeout_s=TIMEOUT_S)
+    detector.receive({0: Heartbeat(), 1: Heartbeat(programs=1)}, 0.0)
+    detector.receive({0: Heartbeat(), 1: Heartbeat(number=1, programs=2)}, 50.0)
+    told = {0: Heartbeat(number=1, programs=3, waiting_s=61.0)}
+    detector.receive(told | {1: Heartbeat(number=2, programs=2)}, 60.0)
+    cause = detector.find(60.0)
     assert cause is not None
     assert "process 1 has started 2 programs, none for 10 s" in cause.text
 
 
 def test_a_wait_counts_from_when_the_others_have_compiled():
-    judge = Judge(timeout_s=TIMEOUT_S)
+    detector = FailureDetector(timeout_s=TIMEOUT_S)
     for number, now in enumerate((0.0, 100.0, 150.0, 161.0)):
-        waits = Beat(number=number, programs=1, waiting_s=now)
-        other = Beat(number=number, starting_s=now if now <= 100 else 0.0)
-        judge.hear({0: waits, 1: other}, now)
-        found = judge.find(now)
+        waits = Heartbeat(number=number, programs=1, waiting_s=now)
+        other = Heartbeat(number=number, starting_s=now if now <= 100 else 0.0)
+        detector.receive({0: waits, 1: other}, now)
+        found = detector.find(now)
         assert (found is None) == (now < 161)
 
 
 @pytest.mark.parametrize(
-    ("beats", "now", "expected"),
+    ("heartbeats", "now", "expected"),
     [
         # (process, number, at): the host is heard of by other means.
         ([(0, 0, 0), (1, 0, 0), (2, 0, 0)], 5.0, [1, 2]),
@@ -164,35 +168,37 @@ def test_a_wait_counts_from_when_the_others_have_compiled():
         ([(0, 0, 0)], 99.0, []),
     ],
 )
-def test_who_tells_nothing_new_is_silent(beats, now, expected):
-    judge = Judge(timeout_s=TIMEOUT_S)
-    for process, number, at in beats:
-        judge.hear({process: Beat(number=number)}, at)
-    assert judge.silent(now) == expected
+def test_who_tells_nothing_new_is_silent(heartbeats, now, expected):
+    detector = FailureDetector(timeout_s=TIMEOUT_S)
+    for process, number, at in heartbeats:
+        detector.receive({process: Heartbeat(number=number)}, at)
+    assert detector.silent(now) == expected
 
 
 def test_all_live_only_when_all_have_told_something_since():
-    judge = Judge(timeout_s=TIMEOUT_S)
-    judge.hear({0: Beat(), 1: Beat(), 2: Beat()}, 1.0)
+    detector = FailureDetector(timeout_s=TIMEOUT_S)
+    detector.receive({0: Heartbeat(), 1: Heartbeat(), 2: Heartbeat()}, 1.0)
     # Told before, maybe, and heard now.
-    judge.hear({1: Beat(number=1), 2: Beat(number=4)}, 9.0)
-    assert not judge.all_live(8.0, 9.0)
-    assert not judge.all_live(8.0, 9.0)
-    judge.hear({1: Beat(number=2)}, 9.5)
-    assert not judge.all_live(8.0, 9.5)
-    judge.hear({2: Beat(number=5)}, 9.6)
-    assert judge.all_live(8.0, 9.6)
+    detector.receive({1: Heartbeat(number=1), 2: Heartbeat(number=4)}, 9.0)
+    assert not detector.all_live(8.0, 9.0)
+    assert not detector.all_live(8.0, 9.0)
+    detector.receive({1: Heartbeat(number=2)}, 9.5)
+    assert not detector.all_live(8.0, 9.5)
+    detector.receive({2: Heartbeat(number=5)}, 9.6)
+    assert detector.all_live(8.0, 9.6)
     # Of another suspicion.
-    assert not judge.all_live(9.6, 9.7)
-    assert not judge.all_live(9.6, 10.0)
+    assert not detector.all_live(9.6, 9.7)
+    assert not detector.all_live(9.6, 10.0)
 
 
 def test_the_dead_are_not_taken_for_live_by_who_hears_them_late():
     # A process asks the others only when it suspects one.
-    judge = Judge(timeout_s=TIMEOUT_S)
+    detector = FailureDetector(timeout_s=TIMEOUT_S)
     for now in (9.0, 9.5, 10.0):
-        judge.hear({1: Beat(number=int(2 * now)), 2: Beat(number=8)}, now)
-        assert not judge.all_live(8.0, now)
+        detector.receive(
+            {1: Heartbeat(number=int(2 * now)), 2: Heartbeat(number=8)}, now
+        )
+        assert not detector.all_live(8.0, now)
 
 
 def test_names_of_many_dead_are_cut_short():
@@ -203,8 +209,10 @@ def test_names_of_many_dead_are_cut_short():
 
 
 def test_what_is_told_comes_back():
-    beat = Beat(number=3, programs=2, where='a "quoted" é', is_done=True)
-    assert Beat.from_json(beat.to_json()) == beat
+    heartbeat = Heartbeat(
+        number=3, programs=2, where='a "quoted" é', is_done=True
+    )
+    assert Heartbeat.from_json(heartbeat.to_json()) == heartbeat
     cause = Cause(text="é\n", code=ExitCode.STALLED)
     assert Cause.from_json(cause.to_json()) == cause
 
@@ -254,13 +262,17 @@ def test_the_oldest_program_in_flight_tells_how_long_it_is_waited_for(clock):
     for output in outputs:
         assert progress.start(2, lambda o: (o, "state"), (output,))[0] is output
         clock.now += 10
-    assert progress.beat().waiting_s == 20
+    assert progress.heartbeat().waiting_s == 20
     outputs[0].has_ended = True
-    assert progress.beat().waiting_s == 10
+    assert progress.heartbeat().waiting_s == 10
     outputs[1].has_ended = True
-    beat = progress.beat(7)
-    assert (beat.waiting_s, beat.programs, beat.number) == (0, 2, 7)
-    assert beat.where.startswith("test_guard.py:")
+    heartbeat = progress.heartbeat(7)
+    assert (heartbeat.waiting_s, heartbeat.programs, heartbeat.number) == (
+        0,
+        2,
+        7,
+    )
+    assert heartbeat.where.startswith("test_watchdog_parts.py:")
 
 
 def test_an_output_that_was_donated_is_waited_for_no_more(clock):
@@ -269,7 +281,7 @@ def test_an_output_that_was_donated_is_waited_for_no_more(clock):
     progress.start(2, lambda: (output,), ())
     clock.now += 10
     output.is_gone = True
-    assert progress.beat().waiting_s == 0
+    assert progress.heartbeat().waiting_s == 0
 
 
 def test_state_is_not_kept_from_being_donated(clock):
@@ -286,13 +298,13 @@ def test_starting_a_program_is_told(clock):
 
     def program():
         clock.now += 5
-        assert progress.beat().starting_s == 5
+        assert progress.heartbeat().starting_s == 5
         raise ValueError
 
     with pytest.raises(ValueError):  # noqa: PT011
         progress.start(2, program, ())
-    beat = progress.beat()
-    assert (beat.starting_s, beat.programs) == (0, 0)
+    heartbeat = progress.heartbeat()
+    assert (heartbeat.starting_s, heartbeat.programs) == (0, 0)
 
 
 def test_a_program_that_runs_before_its_call_returns_is_waited_for(clock):
@@ -306,14 +318,18 @@ def test_a_program_that_runs_before_its_call_returns_is_waited_for(clock):
     try:
         end = time.monotonic() + 30
         clock.now = 5.0
-        while progress.beat().waiting_s != 5 and time.monotonic() < end:
+        while progress.heartbeat().waiting_s != 5 and time.monotonic() < end:
             time.sleep(0.01)
-        beat = progress.beat()
+        heartbeat = progress.heartbeat()
     finally:
         queue_of_outputs.put(([],))
         starting.join()
-    assert (beat.waiting_s, beat.starting_s, beat.programs) == (5, 0, 1)
-    assert progress.beat().programs == 1
+    assert (heartbeat.waiting_s, heartbeat.starting_s, heartbeat.programs) == (
+        5,
+        0,
+        1,
+    )
+    assert progress.heartbeat().programs == 1
 
 
 def test_it_is_known_which_threads_train(clock):
@@ -331,7 +347,7 @@ def test_it_is_known_which_threads_train(clock):
 def test_programs_of_some_processes_do_not_count(clock):
     progress = made(clock, preempted_at=1)
     progress.start(1, lambda: ([],), ())
-    assert progress.beat().programs == 0
+    assert progress.heartbeat().programs == 0
 
 
 def test_preempted_is_raised_once_before_a_program(clock):
@@ -350,7 +366,7 @@ def test_preempted_is_raised_once_before_a_program(clock):
 
 def test_where_is_the_users_line():
     frame = sys._getframe()
-    assert progress_lib.where_in(frame).startswith("test_guard.py:")
+    assert progress_lib.where_in(frame).startswith("test_watchdog_parts.py:")
     assert progress_lib.where_in(None) == ""
     assert not progress_lib.is_users(pytest.__file__)
     assert not progress_lib.is_users(progress_lib.__file__)
