@@ -383,12 +383,12 @@ def test_a_feed_goes_on(name, steps_per_execution, seed_of_others):
     step = 2 * steps_per_execution
     assert (position["epoch"], position["step"]) == (1, step)
     whole = feed()
-    whole.go_on(position | {"step": 0})
+    whole.resume(position | {"step": 0})
     expected = read(whole)
     assert expected[:step] == begun
     assert sorted(sum(expected, [])) == list(range(ROWS))
     second = feed()
-    second.go_on(position)
+    second.resume(position)
     assert second.position == position
     assert read(second) == expected[step:]
     after = [read(whole), read(second)]
@@ -416,7 +416,7 @@ def test_a_position_has_the_seeds_of_tensorflow():
     expected = [read(first) for _ in range(3)]
     assert read(other) != expected[0]
     other = feed(2)
-    other.go_on(position)
+    other.resume(position)
     assert other.position == position
     assert [read(other) for _ in range(3)] == expected
 
