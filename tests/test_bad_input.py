@@ -363,7 +363,7 @@ def test_a_model_made_in_another_strategys_scope_is_refused():
     weights = model.get_weights()
     with (
         other.scope(),
-        pytest.raises(ValueError, match="must lie on") as caught,
+        pytest.raises(ValueError, match="must be placed on") as caught,
     ):
         model.compile(keras.optimizers.SGD(0.1), "mse")
     assert_text(caught, "kernel", "Create the model")
@@ -391,7 +391,7 @@ def test_a_model_of_a_keras_distribution_is_refused():
     finally:
         keras.distribution.set_distribution(before)
     weights = model.get_weights()
-    with pytest.raises(ValueError, match="must lie on") as caught:
+    with pytest.raises(ValueError, match="must be placed on") as caught:
         mirrored(2).attach(model)
     assert_text(caught, "kernel")
     assert_same(weights, model.get_weights(), tolerance=0)
@@ -413,7 +413,7 @@ def test_variables_that_moved_after_compile_are_refused_before_a_step():
     finally:
         keras.distribution.set_distribution(before)
     weights = model.get_weights()
-    with pytest.raises(ValueError, match="must lie on") as caught:
+    with pytest.raises(ValueError, match="must be placed on") as caught:
         model.fit(X, Y, verbose=0)
     assert_text(caught, "Create the model")
     assert_same(weights, model.get_weights(), tolerance=0)

@@ -88,7 +88,7 @@ class Checkpoint(CheckpointCallback):
             )
         if not os.fspath(directory):
             raise ValueError(
-                "`directory` is where checkpoints are kept. Received: "
+                "`directory` is where checkpoints are saved. Received: "
                 f"directory={directory!r}. Give a path, as 'checkpoints'."
             )
         _check_count("save_every_steps", save_every_steps)
@@ -97,7 +97,7 @@ class Checkpoint(CheckpointCallback):
         if resume not in ("auto", True, False):
             raise ValueError(
                 "`resume` is 'auto', True or False. Received: "
-                f"resume={resume!r}. Use 'auto' to go on where there is a "
+                f"resume={resume!r}. Use 'auto' to resume where there is a "
                 "checkpoint."
             )
         given = (save_every_steps, save_every_seconds, save_every_epochs)
@@ -198,7 +198,7 @@ class Checkpoint(CheckpointCallback):
     def _check_resume(self, step: int | None) -> None:
         if self._resume is True and step is None:
             raise FileNotFoundError(
-                "`resume=True` goes on from a checkpoint. Received: the "
+                "`resume=True` resumes from a checkpoint. Received: the "
                 f"directory {self.directory!r}, which has none that is good. "
                 "Give the run's directory, or `resume='auto'`."
             )
@@ -231,8 +231,8 @@ class Checkpoint(CheckpointCallback):
             return
         if loop.other_batches is not None and not loop.is_over:
             _logger.warning(
-                "The place in the data is kept as a number of batches. The "
-                "fit in %r goes on in the middle of a pass over data of %s: "
+                "The place in the data is saved as a number of batches. The "
+                "fit in %r resumes in the middle of a pass over data of %s: "
                 "until its end rows may be seen twice or not at all. Give the "
                 "data and `batch_size` that it had.",
                 self.directory,
@@ -251,7 +251,7 @@ class Checkpoint(CheckpointCallback):
             )
             return
         text = (
-            f"Going on from step {step} in {self.directory!r}: epoch "
+            f"Resuming from step {step} in {self.directory!r}: epoch "
             f"{loop.epoch + 1}, after {loop.step} of its steps."
         )
         _logger.info("%s", text)
@@ -298,7 +298,7 @@ class Checkpoint(CheckpointCallback):
             return
         _logger.warning(
             "`Keep(best=%r)` chooses by a name in `logs`, which have %s: no "
-            "checkpoint is kept for being the best. Give one of these names.",
+            "checkpoint is retained as the best. Give one of these names.",
             best,
             sorted(logs),
         )
@@ -312,7 +312,7 @@ class Checkpoint(CheckpointCallback):
 
             exit_hooks.write(
                 f"stopped by SIGTERM after step {loop.num_steps}, which is "
-                f"kept in {self.directory!r}; exit code "
+                f"saved in {self.directory!r}; exit code "
                 f"{int(ExitCode.PREEMPTED)}."
             )
         raise Preempted

@@ -215,7 +215,7 @@ def targets(
         kind = dtype_named(dtype)
         if kind is None:
             raise ValueError(
-                "What is kept in a checkpoint has dtypes that are known. "
+                "A checkpoint holds arrays of known dtypes. "
                 f"Received: {shown(dtype)}. Use an earlier checkpoint, or the "
                 "versions of jax and numpy that wrote it."
             )

@@ -52,7 +52,7 @@ def own(
     fault = fault_of(state, _STATES)
     if fault is not None:
         raise ValueError(
-            "Objects go on with the states that a checkpoint of objects has. "
+            "Objects resume with the states that a checkpoint of objects has. "
             f"Received: {where}, of whose state {fault}. Give a checkpoint "
             "that a manager, or `Checkpoint.save`, has written."
         )
@@ -60,8 +60,8 @@ def own(
         return state["all"]
     if len(state["each"]) != len(processes):
         raise ValueError(
-            "Where every process has a state of its own, a run goes on "
-            "with as many processes as it had. Received: states of "
+            "Where every process has a state of its own, a run resumes with "
+            "as many processes as it had. Received: states of "
             f"{len(state['each'])} processes, now {len(processes)}. Start as "
             "many, or give all processes the same data."
         )

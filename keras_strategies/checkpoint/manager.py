@@ -198,8 +198,8 @@ class CheckpointManager:
             )
         if step < newest:
             raise ValueError(
-                "Steps are saved in their order: the highest is what a restart "
-                f"goes on with. Received: step={step}, and step {newest} is in "
+                "Steps are saved in their order: a restart resumes from the "
+                f"highest. Received: step={step}, and step {newest} is in "
                 f"{self.directory!r}. Restore it first, or give another "
                 "directory."
             )

@@ -76,7 +76,7 @@ def split(state: Any) -> tuple[Any, dict[str, np.ndarray]]:
         if dtype is not None:
             kind += f" with dtype {dtype}"
         raise TypeError(
-            "What is kept in a checkpoint is made of dicts with strings as "
+            "A checkpoint's state is made of dicts with strings as "
             "keys, lists, tuples, arrays of numbers, numbers, strings, "
             f"booleans and None. Received: an object of type {kind} at "
             f"{path or 'the top'}. Change what `get_state` returns."
@@ -170,12 +170,12 @@ def _scalar(value: float, dtype: str) -> Any:
             raise ValueError
         return kind.type(value)
     except (ValueError, OverflowError):
-        raise _no_nest("a number is none of its dtype") from None
+        raise _no_nest("a number is not of its dtype") from None
 
 
 def _no_nest(fault: str) -> ValueError:
     return ValueError(
-        "What is kept in a checkpoint is a nest as `get_state` returned it. "
+        "A checkpoint holds a nest as `get_state` returned it. "
         f"Received: one of which {fault}. Use an earlier checkpoint, and "
         "start all processes with one version of keras_strategies."
     )

@@ -142,8 +142,8 @@ def _add_launch(
     parser.add_argument(
         "--evaluator",
         action="store_true",
-        help="start one more process, TF_CONFIG's evaluator, which is none of "
-        "the cluster; its first process is the chief then",
+        help="start one more process, TF_CONFIG's evaluator, which is not part "
+        "of the cluster; its first process is the chief then",
     )
     parser.add_argument(
         "--platform",

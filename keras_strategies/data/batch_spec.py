@@ -162,10 +162,10 @@ def _pairs(value: Any) -> list[tuple[Any, Any]]:
 
 def _without_rows(name: Any, shape: Any) -> np.ndarray:
     if not is_shape(shape):
-        raise _no_structure("a shape is none of an array")
+        raise _no_structure("a shape is not one of an array")
     dtype = dtype_named(name)
     if dtype is None:
-        raise _no_structure("a dtype is none that we write")
+        raise _no_structure("a dtype is not one that `spec_of` writes")
     try:
         return np.zeros((0, *shape), dtype)
     except ValueError:
@@ -174,7 +174,7 @@ def _without_rows(name: Any, shape: Any) -> np.ndarray:
 
 def _no_structure(fault: str) -> ValueError:
     return ValueError(
-        "The structure of a batch is told as `spec_of` writes it. Received: "
+        "The structure of a batch is sent as `spec_of` writes it. Received: "
         f"a text of which {fault}. Look for another program on the job's "
         "port, or a file that was changed."
     )

@@ -170,7 +170,7 @@ class DistributedIterator:
             self._steps.source.restart(state["seed"])
         except ValueError:
             raise ValueError(
-                "An iterator goes on where one over the same kind of data was. "
+                "An iterator resumes where one over the same kind of data was. "
                 "Received: a state with an order that other data have drawn. "
                 "Distribute such data as it is of, or begin anew."
             ) from None

@@ -10,7 +10,7 @@ _OF_LISTENERS = ("begin", "before_save", "after_save", "end")
 _CALLBACKS = {
     "CheckpointSaverHook": "`RunConfig(save_checkpoints_steps=...)`, or "
     "`ks.callbacks.Checkpoint` with plain `fit`",
-    "CheckpointInputPipelineHook": "nothing: an interrupted run goes on at "
+    "CheckpointInputPipelineHook": "nothing: an interrupted run resumes at "
     "the next batch",
     "FeedFnHook": "an `input_fn` that yields the values",
     "FinalOpsHook": "a `keras.callbacks.Callback` with `on_train_end`",

@@ -296,7 +296,7 @@ class TrainCheckpoint(Checkpoint):
             found, self._storage.restore(step, wanted, is_part=True)
         )
         loop.num_steps = self._saved = self.num_steps = step
-        _logger.info("Going on from step %d in %r.", step, self.directory)
+        _logger.info("Resuming from step %d in %r.", step, self.directory)
 
     def _save(self, loop: Loop, logs: dict[str, Any] | None = None) -> None:
         self.num_steps = loop.num_steps

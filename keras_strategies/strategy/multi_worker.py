@@ -148,8 +148,9 @@ def _place(resolver: Any, numbers: dict[str, Any]) -> tuple[Any, Any]:
         resolver = tf_config_resolver.TFConfigClusterResolver()
     if not hasattr(resolver, "cluster_spec"):
         raise TypeError(
-            "`cluster_resolver` tells who is in the job, by `cluster_spec()`, "
-            "`task_type` and `task_id`. Received: an object of type "
+            "`cluster_resolver` gives the processes of the job, by "
+            "`cluster_spec()`, `task_type` and `task_id`. Received: an "
+            "object of type "
             f"{type(resolver).__name__}. Pass one of `ks.cluster_resolver`, or "
             "none for what TF_CONFIG says."
         )
@@ -168,7 +169,7 @@ def _warn_if_alone() -> None:
     if os.environ.get("TF_CONFIG"):
         return
     warnings.warn(
-        "`MultiWorkerMirroredStrategy` joins the processes that it is told of. "
+        "`MultiWorkerMirroredStrategy` joins the processes that it is given. "
         f"Received: nothing, in one of {job.count} processes "
         f"({job.variable}={job.count}), each of which now trains a model of "
         f"its own. Pass {job.cure}.",

@@ -295,7 +295,7 @@ def _check_coordinates(value: Any, mesh_shape: IntArray) -> IntArray:
     is_outside = ((coordinates < 0) | (coordinates >= mesh_shape)).any(axis=2)
     if is_outside.any():
         raise ValueError(
-            "Every device lies in the mesh. Received: mesh_shape="
+            "Every device is in the mesh. Received: mesh_shape="
             f"{mesh_shape.tolist()} and a device at "
             f"{coordinates[is_outside][0].tolist()}."
         )

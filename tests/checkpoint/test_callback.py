@@ -174,7 +174,7 @@ def test_the_progress_bar_goes_on_where_it_was(runner, whole, tmp_path, capsys):
     shutil.copytree(whole[0] / "kept" / "10", kept / "10")
     runner.run(tmp_path, seed=5, verbose=1)
     out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
-    assert "Going on from step 10" in out
+    assert "Resuming from step 10" in out
     assert "epoch 3, after 2 of its steps" in out
     assert "Epoch 3/3" in out
     assert "4/4" in out

@@ -551,7 +551,7 @@ def test_process_that_does_not_come_is_named(process_id):
     [
         ({"jax": {"begins": True}}, (None, ""), {}, "took too long until JAX"),
         ({"devices": {}}, (-6, "Check failed"), {}, "ended by SIGABRT before"),
-        ({"devices": {}}, (-6, "Check failed"), {}, "said last: Check failed"),
+        ({"devices": {}}, (-6, "Check failed"), {}, "last line: Check failed"),
         (
             {"devices": {"error": "E: no"}},
             (1, ""),

@@ -93,7 +93,7 @@ def test_one_without_it_says_so_and_keeps_nobody_out(address):
 
 def test_process_0_says_who_did_not_prove_it(address):
     told, _ = run(address, [ONE, None], timeout_s=LIMIT)
-    assert "somebody who said to be process 1 and did not prove" in told[0]
+    assert "a process that claimed to be process 1 and did not prove" in told[0]
     assert VARIABLE in told[0]
     assert "none here" in told[1]
 
@@ -113,7 +113,7 @@ def test_another_secret_is_another_job(address):
     assert told == ["met", "met"]
     assert "another one in process 0" in other
     told, _ = run(address, [ONE, OTHER], timeout_s=LIMIT)
-    assert "somebody who said to be process 1" in told[0]
+    assert "a process that claimed to be process 1" in told[0]
 
 
 def connected(address):

@@ -81,7 +81,7 @@ FOREIGN = [
 @pytest.mark.parametrize("text", FOREIGN, ids=lambda text: text[:30])
 def test_an_unreadable_cause_is_a_cause_still(text):
     cause = Cause.from_json(text)
-    assert "unreadably" in cause.text
+    assert "unreadable" in cause.text
     assert cause.code == ExitCode.PEER_FAILED
 
 

@@ -96,9 +96,9 @@ def test_a_wrong_rank_is_named_where_tf_fails_to(places):
     ("mesh_shape", "places", "text"),
     [
         # tf reads a negative coordinate from the other end.
-        ((4, 4, 1, 1), [[[-1, 0, 0, 0]]], "lies in the mesh"),
+        ((4, 4, 1, 1), [[[-1, 0, 0, 0]]], "is in the mesh"),
         # tf: a bare IndexError.
-        ((4, 4, 1, 1), [[[4, 0, 0, 0]]], "lies in the mesh"),
+        ((4, 4, 1, 1), [[[4, 0, 0, 0]]], "is in the mesh"),
         # tf keeps the last.
         ((4, 4, 1, 1), [[[1, 0, 0, 0], [1, 0, 0, 0]]], "device 0 of task 0"),
         # tf cuts it to 1.
@@ -172,7 +172,7 @@ def test_serialized_content_is_checked():
     ours, _ = make_both((4, 4, 1, 1), (2, 2, 1))
     content = json.loads(ours.serialized())
     content["device_coordinates"][0][0][0] = 9
-    with pytest.raises(ValueError, match="lies in the mesh"):
+    with pytest.raises(ValueError, match="is in the mesh"):
         Topology(serialized=json.dumps(content))
     with pytest.raises(TypeError, match="bytes or a string"):
         Topology(serialized=5)

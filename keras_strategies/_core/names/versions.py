@@ -55,7 +55,7 @@ def check_versions() -> None:
                 "keras_strategies uses private names of Keras and JAX, and "
                 f"works with versions that it was tested with: {package} "
                 f"{TESTED[package]}. Received: {package} {version}. "
-                f"{_cure(package)} To go on without this warning, set "
+                f"{_cure(package)} To continue without this warning, set "
                 f"{SILENCE}=1.",
                 stacklevel=3,
             )

@@ -115,7 +115,7 @@ def check_name(directory: str | os.PathLike[str]) -> None:
     path = pathlib.Path(directory)
     if step_of(path.name) is not None and (path / MANIFEST).exists():
         raise ValueError(
-            "Checkpoints are kept in a directory. Received: "
+            "Checkpoints are saved in a directory. Received: "
             f"{os.fspath(directory)!r}, which is one checkpoint. Give the "
             f"directory that it is in: {os.fspath(path.parent)!r}."
         )

@@ -172,7 +172,7 @@ def _of_platforms(text: str) -> list[Finding]:
     return [
         note(
             f"JAX_PLATFORMS asks for {', '.join(map(repr, unknown))}, which "
-            "is none of JAX's own platforms.",
+            "is not one of JAX's own platforms.",
             "Look for a typing mistake, unless a plugin brings it.",
         )
     ]
@@ -190,7 +190,8 @@ def _of_virtual_devices(flags: list[str], num_cores: int) -> list[Finding]:
     if not (counts[-1].isascii() and counts[-1].isdigit()):
         return [
             fault(
-                "XLA_FLAGS gives a number of virtual devices that is none.",
+                "XLA_FLAGS gives a number of virtual devices that is not a "
+                "number.",
                 f"Write {_DEVICE_COUNT}4, for example.",
             )
         ]

@@ -323,7 +323,7 @@ def _of_end(
         kind = answers[stage].get("kind", "an error")
         what = f"{kind} was raised before {_NAMES[stage]}: {error}"
     if error is None and text:
-        what += f" It said last: {text}"
+        what += f" Its last line: {text}"
     if stage == "keras":
         return [fault(what, "Install the packages again: see Packages.")]
     if stage == "devices" and environ.get("JAX_PLATFORMS"):

@@ -70,4 +70,4 @@ class Cause:
         if isinstance(words, str) and type(code) is int and code in codes:
             # It goes to a terminal.
             return cls(text=readable(words), code=code)
-        return cls(text="another process told of its end unreadably")
+        return cls(text="another process ended with an unreadable message")

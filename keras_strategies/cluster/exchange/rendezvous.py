@@ -303,7 +303,7 @@ class _Host:
             )
         if hello["count"] != self._count:
             return (
-                "All processes must be told the same number of processes. "
+                "All processes must be given the same number of processes. "
                 f"Received: {self._count} in process 0, {hello['count']} in "
                 f"{self._name(process)}. Give all the same cluster."
             )
@@ -341,8 +341,8 @@ class _Host:
         names = self._few(missing)
         unproved = self._few(sorted(self._unproved & set(missing)))
         others = (
-            f", but for somebody who said to be {unproved} and did not prove "
-            f"the job's {VARIABLE}"
+            f" except a process that claimed to be {unproved} and did not "
+            f"prove the job's {VARIABLE}"
             if unproved
             else ""
         )

@@ -69,7 +69,7 @@ def find_pipe(environ: MutableMapping[str, str]) -> LauncherPipe | None:
         warnings.warn(
             f"{LAUNCHER_FD} must be the number of a pipe that the launcher "
             f"has opened. Received: {text[:40]!r}. It is ignored: this "
-            "process does not hear from a launcher.",
+            "process receives nothing from a launcher.",
             stacklevel=2,
         )
         return None

@@ -114,9 +114,9 @@ def warn_of_halves(callbacks: Iterable[Any]) -> None:
         ]
         if len(missing) == 1:
             _logger.warning(
-                "What a callback knows is kept if it has `get_state` and "
-                "`set_state`. `%s` has no `%s`: what it knows itself is not "
-                "kept. Give it both.",
+                "The state of a callback is saved if it has `get_state` and "
+                "`set_state`. `%s` has no `%s`: its state is not saved. Give "
+                "it both.",
                 type(callback).__name__,
                 missing[0],
             )
@@ -171,7 +171,7 @@ def _check(callback: Any, state: Any, form: Form) -> None:
     fault = fault_of(state, form)
     if fault is not None:
         raise ValueError(
-            "A callback goes on with the state that one of its kind had. "
+            "A callback resumes with the state that one of its kind had. "
             f"Received: a state of `{type(callback).__name__}` of which "
             f"{fault}. Use an earlier checkpoint."
         )

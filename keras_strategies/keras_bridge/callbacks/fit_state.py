@@ -180,7 +180,7 @@ class Loop:
         fault = fault_of(state, _STATE)
         if fault is not None:
             raise ValueError(
-                "A fit goes on from the state that another one kept. "
+                "A fit resumes from the state that another one saved. "
                 f"Received: one of which {fault}. Use an earlier checkpoint."
             )
         self.given = state
@@ -212,7 +212,7 @@ class Loop:
         positions = saved.get("positions", [saved.get("position")])
         if len(positions) != self.mesh.num_processes or not feed.is_own:
             raise ValueError(
-                "Where rows are each process's own, a fit goes on with as "
+                "Where rows are each process's own, a fit resumes with as "
                 "many processes as it had. Received: positions of "
                 f"{len(positions)} processes, now {self.mesh.num_processes}. "
                 "Start as many, or give all processes the same data."

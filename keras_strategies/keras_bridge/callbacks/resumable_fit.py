@@ -226,7 +226,7 @@ def checkpointer_among(callbacks: Any) -> CheckpointCallback | None:
     ]
     if len(rivals) > 1:
         raise ValueError(
-            "One callback decides where a fit goes on. Received: "
+            "One callback decides where a fit resumes. Received: "
             f"{', '.join(rivals)}. Leave all out but one."
         )
     if any(

@@ -219,7 +219,7 @@ def check_home(variables: Iterable[keras.Variable], mesh: ReplicaMesh) -> None:
         devices = value.sharding.device_set
         if len(devices) > 1 and devices != set(mesh.devices):
             raise ValueError(
-                "The model's variables must lie on one device or on the "
+                "The model's variables must be placed on one device or on the "
                 "devices of its strategy. Received: variable "
                 f"{variable.path!r} on {shown_devices(list(devices))}, "
                 f"strategy on {shown_devices(mesh.devices)}. Create the "
