@@ -153,7 +153,7 @@ def num_rows(batch: Tree) -> int:
     """
     arrays = jax.tree.leaves(batch)
     first_dims = {np.shape(array)[:1] for array in arrays}
-    if len(first_dims) == 1 and all(map(_holds_numbers, arrays)):
+    if len(first_dims) == 1 and all(map(host_arrays.holds_numbers, arrays)):
         (first_dim,) = first_dims
         if first_dim and first_dim[0]:
             return first_dim[0]
@@ -178,7 +178,7 @@ def _refused(batch: Tree) -> NoReturn:
                 f"Received: {name} of rank 0, value {leaf!r}. Repeat the "
                 "value for each row, or make it an attribute of the model."
             )
-        check_numbers(leaf, name)
+        host_arrays.check_numbers(leaf, name)
         lengths[name] = shape[0]
     if len(set(lengths.values())) > 1:
         raise ValueError(
@@ -191,20 +191,6 @@ def _refused(batch: Tree) -> NoReturn:
         f"{[np.shape(leaf) for _, leaf in leaves]}. Check that the data "
         "is not empty."
     )
-
-
-def check_numbers(leaf: Any, name: str = "an array") -> None:
-    """Raises TypeError unless a leaf holds numbers or booleans."""
-    if not _holds_numbers(leaf):
-        raise TypeError(
-            "The arrays of a batch must hold numbers or booleans. "
-            f"Received: {name} of dtype {getattr(leaf, 'dtype', None)} "
-            f"({type(leaf).__name__}). Encode it before training."
-        )
-
-
-def _holds_numbers(leaf: Any) -> bool:
-    return getattr(leaf, "dtype", np.dtype("O")).kind not in "OSUmM"
 
 
 def whole_batch(batch: Tree, mesh: ReplicaMesh) -> HostBatch:

@@ -16,6 +16,21 @@ _ALIGNMENT = 64
 _LEAST_BYTES = 2**16
 
 
+def check_numbers(leaf: Any, name: str = "an array") -> None:
+    """Raises TypeError unless a leaf holds numbers or booleans."""
+    if not holds_numbers(leaf):
+        raise TypeError(
+            "The arrays of a batch must hold numbers or booleans. "
+            f"Received: {name} of dtype {getattr(leaf, 'dtype', None)} "
+            f"({type(leaf).__name__}). Encode it before training."
+        )
+
+
+def holds_numbers(leaf: Any) -> bool:
+    """Whether a leaf is an array of numbers or booleans."""
+    return getattr(leaf, "dtype", np.dtype("O")).kind not in "OSUmM"
+
+
 def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """An array without values that JAX will not copy."""
     dtype = np.dtype(dtype)

@@ -24,7 +24,7 @@ from keras_strategies.cluster.exchange.message_forms import (
     read_messages,
 )
 from keras_strategies.data import batch_spec
-from keras_strategies.data.agree_source import raise_together
+from keras_strategies.data.raise_together import raise_together
 from keras_strategies.data.regrouping import Rows, looked_at
 from keras_strategies.data.source import Part, Source, all_rows
 

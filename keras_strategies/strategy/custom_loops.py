@@ -9,7 +9,6 @@ import jax
 from keras_strategies._core.host_arrays import from_tensor
 from keras_strategies._core.reduce_op import ReduceOp
 from keras_strategies._core.values import STACKED, PerReplica, stacked
-from keras_strategies.data.agree_source import made_alike, made_together
 from keras_strategies.data.distributed import DistributedDataset
 from keras_strategies.data.options import (
     InputOptions,
@@ -21,6 +20,10 @@ from keras_strategies.data.sources.from_function import (
     InputContext,
 )
 from keras_strategies.data.sources.numpy_dataset import NumpyDataset
+from keras_strategies.keras_bridge.inputs.agree_source import (
+    made_alike,
+    made_together,
+)
 from keras_strategies.keras_bridge.inputs.choose_source import source_of_dataset
 from keras_strategies.strategy import current, reducing
 from keras_strategies.strategy.replica_context import ValueContext

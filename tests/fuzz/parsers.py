@@ -57,7 +57,8 @@ from keras_strategies.cluster.watchdog.heartbeat_thread import (
     _heartbeats_of,
     _processes_of,
 )
-from keras_strategies.data import agree_source, batch_spec
+from keras_strategies.data import batch_spec
+from keras_strategies.data.raise_together import raise_together
 from keras_strategies.data.shuffled_orders import BatchOrder, RowOrder
 from keras_strategies.data.source import Part
 from keras_strategies.data.steps import Steps
@@ -68,6 +69,7 @@ from keras_strategies.keras_bridge.callbacks import fit_state
 from keras_strategies.keras_bridge.callbacks.callback_states import (
     resume_writing,
 )
+from keras_strategies.keras_bridge.inputs import agree_source
 from keras_strategies.tpu.topology import Topology
 from tests.checkpoint.written import write_small
 from tests.data.workers import Mesh
@@ -325,7 +327,7 @@ def _heard_by_makers(text: str) -> object:
     ):
         with contextlib.suppress(RuntimeError):
             heard = agree_source._exchange(_MESH, "fit", talk, {}, form)
-            agree_source.raise_together(_MESH, "It", heard[1:] * 2, None)
+            raise_together(_MESH, "It", heard[1:] * 2, None)
     form = {"number": int}
     return agree_source._exchange(_MESH, "fit", talk, {"number": 1}, form)
 

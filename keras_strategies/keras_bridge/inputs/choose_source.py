@@ -30,9 +30,8 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import (
     TFDatasetAdapter,
 )
 
-from keras_strategies._core.batches import check_numbers
+from keras_strategies._core.host_arrays import check_numbers
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies.data.agree_source import made_together
 from keras_strategies.data.distributed import DistributedDataset
 from keras_strategies.data.grain.grain_data import GrainSource
 from keras_strategies.data.options import AutoShardPolicy
@@ -47,6 +46,7 @@ from keras_strategies.data.sources.iterables import (
 from keras_strategies.data.sources.numpy_dataset import NumpyDataset, RowsSource
 from keras_strategies.data.sources.torch_data import TorchSource
 from keras_strategies.data.tfdata.tf_data import TfDataSource
+from keras_strategies.keras_bridge.inputs.agree_source import made_together
 from keras_strategies.keras_bridge.inputs.keras_sources import (
     AdapterSource,
     ArraySource,

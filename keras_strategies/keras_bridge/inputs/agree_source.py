@@ -17,11 +17,12 @@ from keras_strategies.cluster.exchange.message_forms import (
     is_count,
     read_messages,
 )
+from keras_strategies.data.raise_together import raise_together
 from keras_strategies.data.source import Source
 
 _MAX_NUMBER = 2**31 - 1
 _MAX_SHOWN = 8
-# What processes tell each other.
+# The messages between processes.
 _FAILED = {"error": str}
 _NUMBER = {"number": is_count}
 _MADE = Either((_FAILED, {"facts": dict, "seed": int | str | None}))
@@ -161,40 +162,6 @@ def _check_facts(
                 "each process's own, with `AutoShardPolicy.OFF`, the number "
                 "may differ."
             )
-
-
-def raise_together(
-    mesh: ReplicaMesh,
-    what: str,
-    received: list[dict[str, Any]],
-    error: Exception | None,
-) -> None:
-    """Raises if a process has said that it had an error.
-
-    Args:
-      mesh: The replicas.
-      what: What was done, to begin a sentence with.
-      heard: What each process said; with "error" if it had one.
-      error: This process's own, which is raised itself.
-
-    Raises:
-      RuntimeError: another process had one.
-    """
-    failed = [
-        f"process {process}: {readable(message['error']).rstrip(' .')}"
-        for process, message in zip(mesh.processes, received, strict=True)
-        if "error" in message
-    ]
-    if not failed:
-        return
-    if error is not None:
-        if len(failed) < mesh.num_processes:
-            error.add_note(f"{what} failed here, so all processes stop.")
-        raise error
-    raise RuntimeError(
-        f"{what} failed in another process, so all processes stop. Received: "
-        f"{'; '.join(failed)}. Mend what the named process reads."
-    )
 
 
 def _exchange(

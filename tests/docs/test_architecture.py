@@ -1,0 +1,161 @@
+"""docs/architecture.md's walks and file names, held against the code."""
+
+import pathlib
+import re
+import sys
+import threading
+
+import jax
+import keras
+import numpy as np
+import pytest
+
+import keras_strategies as ks
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "architecture.md"
+PACKAGE = pathlib.Path(ks.__file__).parent
+ENTRY = re.compile(r"^\d+\. `([\w/.]+)`", re.M)
+NAMED = re.compile(r"`([\w/]+\.py)`")
+# Tables, pictures and notes of the whole machine belong to no walk.
+FIT = "keras_bridge/loops/binding.py"
+
+
+def section(title):
+    """The text below a heading of the page."""
+    _, _, rest = PAGE.read_text("utf-8").partition(f"\n### {title}\n")
+    assert rest, f"no section {title!r}"
+    return re.split(r"\n##+ ", rest)[0]
+
+
+def walk(title):
+    """A walk's files in their order, and those that it only asks."""
+    listed, _, asked = section(title).partition("Asked on the way:")
+    return ENTRY.findall(listed), set(NAMED.findall(asked))
+
+
+class Recorder:
+    """Files of the package in the order of their first call.
+
+    Args:
+      first: The file and the function with which it begins; None for at once.
+      last: The file before which it ends; None for never.
+    """
+
+    def __init__(self, first=None, last=None):
+        self.files = []
+        self._first, self._last = first, last
+        self._has_begun, self._has_ended = first is None, False
+
+    def __enter__(self):
+        threading.setprofile(self._look)
+        sys.setprofile(self._look)
+        return self
+
+    def __exit__(self, *_):
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+    def _look(self, frame, event, _):
+        code = frame.f_code
+        if event != "call" or not code.co_filename.startswith(str(PACKAGE)):
+            return
+        if code.co_name == "<module>" or self._has_ended:
+            return
+        file = pathlib.Path(code.co_filename).relative_to(PACKAGE).as_posix()
+        self._has_begun |= (file, code.co_name) == self._first
+        self._has_ended |= self._has_begun and file == self._last
+        if self._has_begun and not self._has_ended and file not in self.files:
+            self.files.append(file)
+
+
+def strategy_of(replicas=2):
+    return ks.MirroredStrategy(devices=jax.devices()[:replicas])
+
+
+def compiled():
+    with strategy_of().scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+        model.compile("adam", "mse", metrics=["mae"])
+    return model
+
+
+def fit(model, **arguments):
+    x, y = np.ones((16, 4), "float32"), np.ones((16, 3), "float32")
+    return model.fit(x, y, batch_size=8, verbose=0, **arguments)
+
+
+def check(title, files):
+    """Compares what was recorded with the page, file by file."""
+    listed, asked = walk(title)
+    assert not asked & set(listed)
+    met = [file for file in files if file in listed]
+    assert met == listed
+    assert set(files) - set(listed) == asked
+
+
+def test_the_walk_of_a_row():
+    model = compiled()
+    with Recorder(last="_core/dispatch.py") as recorder:
+        fit(model)
+    rooms = ("keras_bridge/loops", "keras_bridge/inputs", "data", "_core")
+    rooms += ("keras_bridge/steps",)
+    check("A row of data", [f for f in recorder.files if f.startswith(rooms)])
+
+
+def test_a_row_goes_back_to_no_room_and_passes_twenty_files_at_most():
+    listed, _ = walk("A row of data")
+    assert len(listed) <= 20
+    rooms = [file.rpartition("/")[0] for file in listed]
+    left = [a for a, b in zip(rooms, rooms[1:] + [""], strict=True) if a != b]
+    assert len(left) == len(set(left)), left
+
+
+def test_the_walk_of_a_variable():
+    with strategy_of().scope(), Recorder() as recorder:
+        layer = keras.layers.Dense(3)
+        layer.build((None, 4))
+        optimizer = keras.optimizers.Adam()
+        optimizer.build(layer.trainable_variables)
+    check("A variable", recorder.files)
+
+
+def test_the_walk_of_a_gradient():
+    model = compiled()
+    begins = ("keras_bridge/hooks/optimizer_hooks.py", "apply")
+    with Recorder(begins, last="keras_bridge/inputs/feed.py") as recorder:
+        fit(model)
+    check("A gradient", recorder.files)
+
+
+def test_the_walk_of_a_checkpoint(tmp_path):
+    model = compiled()
+    begins = ("callbacks/checkpoint.py", "_save")
+    with Recorder(begins) as recorder:
+        fit(model, callbacks=[ks.callbacks.Checkpoint(tmp_path)])
+    rooms = ("callbacks", "checkpoint", "keras_bridge/callbacks")
+    check("A checkpoint", [f for f in recorder.files if f.startswith(rooms)])
+
+
+def test_a_recorder_sees_threads_and_calls_in_their_order():
+    with Recorder() as recorder:
+        thread = threading.Thread(target=ks.has_strategy)
+        thread.start()
+        thread.join()
+    assert "strategy/current.py" in recorder.files
+
+
+@pytest.mark.quick
+def test_every_file_that_the_page_names_is_there():
+    text = PAGE.read_text("utf-8")
+    names = set(NAMED.findall(text))
+    files = [p.relative_to(PACKAGE).as_posix() for p in PACKAGE.rglob("*.py")]
+    root = PAGE.parents[1]
+    missing = [
+        name
+        for name in names
+        if not any(f"/{file}".endswith(f"/{name}") for file in files)
+        and not (root / name).exists()
+        and not any(root.glob(f"*/**/{name}"))
+    ]
+    assert len(names) > 60
+    assert not missing
