@@ -1,0 +1,315 @@
+"""docs/troubleshooting.md: its messages are the package's, and are provoked."""
+
+import ast
+import pathlib
+import re
+import warnings
+
+import grain
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+import keras_strategies as ks
+from keras_strategies._core.names import versions
+from tests.checkpoint.damages import flip
+from tests.mistakes import X, Y, compiled, iter_of, one_input
+from tests.plain_keras import mirrored
+
+ROOT = pathlib.Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "troubleshooting.md"
+QUOTED = re.compile(r'\*\*"(.+?)"\*\*', re.S)
+
+
+def messages():
+    """The messages that the page quotes, each on one line."""
+    found = QUOTED.findall(PAGE.read_text("utf-8"))
+    return [re.sub(r"\s+", " ", message) for message in found]
+
+
+def pattern(message):
+    """A quoted message, `...` for anything, as a pattern."""
+    parts = map(re.escape, message.split("..."))
+    return re.compile(".*?".join(parts), re.S)
+
+
+def literals():
+    """Every text of the package; `...` stands for its values."""
+    for path in (ROOT / "keras_strategies").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+            elif isinstance(node, ast.JoinedStr):
+                yield "".join(
+                    part.value if isinstance(part, ast.Constant) else "0"
+                    for part in node.values
+                )
+
+
+@pytest.fixture(scope="module")
+def texts():
+    return "\n".join(literals())
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("message", messages())
+def test_a_quoted_message_is_one_of_the_package(message, texts):
+    # The page gives examples of numbers and names.
+    assert re.search(pattern(message), texts), message
+
+
+# One for each message that one process can meet.
+
+
+def fit(x=X, y=Y, **arguments):
+    compiled(mirrored(2)).fit(x, y, verbose=0, **arguments)
+
+
+def run(fn, *args):
+    return mirrored(2).run(fn, args=args)
+
+
+def untested_version(folder):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(versions.BELOW, "keras", (3, 0))
+        patch.delenv(versions.SILENCE, raising=False)
+        versions.check_versions()
+
+
+def infinite(folder):
+    rows = list(zip(X, Y, strict=True))
+    fit(grain.MapDataset.source(rows).batch(8).repeat(), None, shuffle=False)
+
+
+def two_structures(folder):
+    def batches():
+        yield X[:4], Y[:4]
+        yield (X[:4],)
+
+    fit(batches(), None)
+
+
+def value_in_run(folder):
+    def fn(x):
+        return 1 if x > 0 else 2
+
+    run(fn, np.float32(1))
+
+
+def reduce_in_run(folder):
+    strategy = mirrored(2)
+    strategy.run(lambda x: strategy.reduce("sum", x, axis=None), (X[0],))
+
+
+def foreign_variable(folder):
+    with mirrored(3).scope():
+        variable = keras.Variable(0.0)
+    run(lambda: variable.assign_add(1.0))
+
+
+def other_structures(folder):
+    def fn():
+        context = ks.get_replica_context()
+        return (1, 2) if context.replica_id_in_sync_group else 1
+
+    strategy = mirrored(2)
+    with strategy.debug():
+        strategy.run(fn)
+
+
+def gather_scalars(folder):
+    strategy = mirrored(2)
+    strategy.gather(strategy.run(lambda: ops.ones(())), axis=0)
+
+
+def resume_nothing(folder):
+    fit(callbacks=[ks.callbacks.Checkpoint(folder, resume=True)])
+
+
+def saved(folder):
+    fit(callbacks=[ks.callbacks.Checkpoint(folder)])
+
+
+def begin_anew(folder):
+    saved(folder)
+    fit(callbacks=[ks.callbacks.Checkpoint(folder, resume=False)])
+
+
+def other_model(folder):
+    saved(folder)
+    with mirrored(2).scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(7)])
+        model.compile("sgd", "mse")
+    y = np.zeros((22, 7))
+    model.fit(X, y, verbose=0, callbacks=[ks.callbacks.Checkpoint(folder)])
+
+
+def path_of_one(folder):
+    saved(folder)
+    (step,) = (path for path in folder.iterdir() if path.name.isdigit())
+    fit(callbacks=[ks.callbacks.Checkpoint(step)])
+
+
+def damaged(folder):
+    saved(folder)
+    (step,) = (path for path in folder.iterdir() if path.name.isdigit())
+    files = [path for path in step.rglob("*") if path.is_file()]
+    flip(max(files, key=lambda path: path.stat().st_size))
+    model = compiled(mirrored(2))
+    ks.checkpoint.load_weights(model, step)
+
+
+def second_writer(folder):
+    def checkpoint():
+        return ks.callbacks.Checkpoint(folder)
+
+    class Second(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            fit(callbacks=[checkpoint()])
+
+    fit(callbacks=[checkpoint(), Second()])
+
+
+def mixed(folder):
+    model = compiled(mirrored(2))
+    with mirrored(3).scope():
+        model.fit(X, Y, verbose=0)
+
+
+def run_whole(folder):
+    with mirrored(2).scope():
+        model = keras.Sequential(
+            [
+                keras.Input((3,)),
+                keras.layers.Lambda(lambda x: ops.reshape(x, (8, 3))),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile("sgd", "mse")
+    model.fit(X[:8], Y[:8], batch_size=8, verbose=0)
+
+
+def of_another_strategy(folder):
+    with mirrored(3).scope():
+        model = one_input()
+    with mirrored(2).scope():
+        model.compile("sgd", "mse")
+
+
+def made_outside(folder):
+    model = one_input()
+    model.compile("sgd", "mse")
+    with mirrored(2).scope():
+        model.fit(X, Y, verbose=0)
+
+
+def compiled_often(folder):
+    strategy = mirrored(2)
+    for number in range(6):
+        strategy.run(lambda x: x, args=(number,))
+
+
+def by_files(folder):
+    from keras_strategies.data.sources.file_source import FilesSource
+    from keras_strategies.data.sources.files import files
+
+    np.save(folder / "one.npy", X)
+    FilesSource(
+        files([folder / "one.npy"], "npy", batch_size=4),
+        num_processes=2,
+        process_index=0,
+    )
+
+
+def tpu_system(folder):
+    ks.tpu.experimental.initialize_tpu_system()
+
+
+def two_lengths(folder):
+    compiled(mirrored(2)).train_on_batch(X, Y[:3])
+
+
+def scalar_of_a_batch(folder):
+    fit(iter_of((X[:4], np.float32(1))), None)
+
+
+def nothing(folder):
+    fit(X[:0], Y[:0])
+
+
+def weights_twice(folder):
+    rows = list(zip(X, Y, np.ones(22), strict=True))
+    dataset = grain.MapDataset.source(rows).batch(8)
+    fit(dataset, None, class_weight={0: 1.0}, shuffle=False)
+
+
+CASES = {
+    "keras_strategies uses private names": untested_version,
+    "It is a name of TensorFlow": lambda _: ks.ParameterServerStrategy,
+    "Unknown device": lambda _: ks.MirroredStrategy(["gpu:9"]),
+    "A TPU system needs TPUs": lambda _: (
+        ks.tpu.experimental.initialize_tpu_system()
+    ),
+    "All arrays of a batch": lambda _: compiled(mirrored(2)).train_on_batch(
+        X, Y[:3]
+    ),
+    "Every array of a batch needs": scalar_of_a_batch,
+    "The arrays of a batch must hold": lambda _: fit(X.astype(object), Y),
+    "Training, evaluation and prediction": nothing,
+    "All batches must have the same": two_structures,
+    "An epoch of an infinite dataset": infinite,
+    "`class_weight` is for data": weights_twice,
+    "A function given to `run` is traced": value_in_run,
+    "Method requires being in cross-replica": reduce_in_run,
+    "Mixing strategies: in `run`": foreign_variable,
+    "All replicas must return": other_structures,
+    "`gather` concatenates": gather_scalars,
+    "`resume=True`": resume_nothing,
+    "`resume=False`": begin_anew,
+    "A checkpoint is restored into": other_model,
+    "Checkpoints are saved in": path_of_one,
+    "Mixing different": mixed,
+    "This step is run over": run_whole,
+    "The model's variables": of_another_strategy,
+    "In a strategy's scope": made_outside,
+    "The checkpoint ...": damaged,
+    "One run at a time": second_writer,
+    "`run` has compiled": compiled_often,
+    "AutoShardPolicy.AUTO": by_files,
+}
+# They need a second process, or another Python; tests/multi_process,
+# tests/cluster and tests/test_import.py provoke them.
+OF_SEVERAL = {
+    "keras_strategies needs Keras",
+    "All ... processes must start",
+    "All processes must be given",
+    "All processes must give",
+    "Process ... did not take part",
+    "All processes must run",
+    "Every process must see",
+    "process 0 ends with",
+}
+
+
+@pytest.mark.quick
+def test_every_message_has_a_case():
+    for message in messages():
+        starts = [s for s in {*CASES, *OF_SEVERAL} if message.startswith(s)]
+        assert len(starts) == 1, (message, starts)
+    assert len(messages()) == len(CASES) + len(OF_SEVERAL)
+    assert len(messages()) >= 20
+
+
+@pytest.mark.parametrize("start", CASES)
+def test_a_message_comes_as_it_is_quoted(start, tmp_path):
+    (message,) = (m for m in messages() if m.startswith(start))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            CASES[start](tmp_path)
+        except Exception as error:
+            said = [str(error), *getattr(error, "__notes__", ())]
+        else:
+            said = [str(warning.message) for warning in caught]
+    assert any(pattern(message).search(text) for text in said), said
