@@ -4,6 +4,7 @@ import logging
 import os
 from typing import Any, Literal
 
+from keras_strategies._core.checks import check_number
 from keras_strategies.checkpoint import contents, nests
 from keras_strategies.checkpoint.clock import Clock
 from keras_strategies.checkpoint.directory.retention import Keep, as_keep
@@ -17,6 +18,8 @@ from keras_strategies.keras_bridge.callbacks.resumable_fit import (
 )
 
 _logger = logging.getLogger(__name__)
+
+_CURE = "Leave it out, or give a positive number."
 
 
 class Checkpoint(CheckpointCallback):
@@ -91,9 +94,13 @@ class Checkpoint(CheckpointCallback):
                 "`directory` is where checkpoints are saved. Received: "
                 f"directory={directory!r}. Give a path, as 'checkpoints'."
             )
-        _check_count("save_every_steps", save_every_steps)
-        _check_count("save_every_epochs", save_every_epochs)
-        _check_seconds(save_every_seconds)
+        for name, value in {
+            "save_every_steps": save_every_steps,
+            "save_every_epochs": save_every_epochs,
+            "save_every_seconds": save_every_seconds,
+        }.items():
+            is_whole = name != "save_every_seconds"
+            check_number(f"`{name}`", value, _CURE, above=0, is_whole=is_whole)
         if resume not in ("auto", True, False):
             raise ValueError(
                 "`resume` is 'auto', True or False. Received: "
@@ -316,24 +323,3 @@ class Checkpoint(CheckpointCallback):
                 f"{int(ExitCode.PREEMPTED)}."
             )
         raise Preempted
-
-
-def _check_count(name: str, value: Any) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(
-            f"`{name}` is a positive integer. Received: {name}={value!r}. "
-            "Leave it out, or give how many."
-        )
-
-
-def _check_seconds(value: Any) -> None:
-    if value is None:
-        return
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not value > 0:
-        raise ValueError(
-            "`save_every_seconds` is a positive number. Received: "
-            f"save_every_seconds={value!r}. Leave it out, or give seconds."
-        )

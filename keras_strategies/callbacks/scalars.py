@@ -2,7 +2,6 @@
 
 import logging
 import math
-import operator
 import os
 import time
 import warnings
@@ -13,6 +12,7 @@ import jax
 import keras
 import numpy as np
 
+from keras_strategies._core.checks import check_number
 from keras_strategies.callbacks.event_files import Points, check_installed
 from keras_strategies.callbacks.global_step import Every, GlobalStep, Speed
 from keras_strategies.keras_bridge.loops.binding import binding_of
@@ -92,10 +92,10 @@ class Scalars(keras.callbacks.Callback):
             self._eval = Points(os.path.join(folder, eval_folder))
         if log_every_n_steps is None:
             log_every_n_steps = every_n_steps
-        self._writes = Every(_count("every_n_steps", every_n_steps))
-        self._logs = Every(_count("log_every_n_steps", log_every_n_steps))
+        self._writes = Every(_steps("every_n_steps", every_n_steps))
+        self._logs = Every(_steps("log_every_n_steps", log_every_n_steps))
         if initial_step is not None:
-            initial_step = _count("initial_step", initial_step)
+            initial_step = _steps("initial_step", initial_step)
         self._step = GlobalStep(initial_step)
         self._eval_step: int | None = None
         self._is_fitting = self._has_begun = self._is_writer = False
@@ -314,14 +314,7 @@ def _eval_folder(name: Any) -> str:
     return f"eval_{name}"
 
 
-def _count(name: str, value: Any) -> int:
-    try:
-        number = -1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = -1
-    if number < 0:
-        raise ValueError(
-            f"`{name}` is a number of steps. Received: {name}={value!r}. Pass "
-            "an integer of at least 0."
-        )
-    return number
+def _steps(name: str, value: Any) -> int:
+    cure = "Give a number of steps, 0 or more."
+    check_number(f"`{name}`", value, cure, least=0, is_optional=False)
+    return int(value)

@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from keras_strategies._core.checks import check_number
 from keras_strategies.cluster.addresses import shown
 
 
@@ -25,38 +26,16 @@ def check_positive(name: str, value: Any) -> None:
       TypeError: it is something else.
       ValueError: it is 0 or less.
     """
-    if value is None:
-        return
-    check_whole(name, value)
-    if value <= 0:
-        raise ValueError(
-            f"Must specify {name} > 0. Received: {name}={value}. Give 1 or "
-            "more, or None for no limit."
-        )
+    cure = "Give 1 or more, or None for no limit."
+    check_number(f"`{name}`", value, cure, above=0)
 
 
 def check_seconds(name: str, value: Any) -> None:
     """Raises unless it is a number of seconds, 0 or more."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(
-            f"{name} is a number of seconds. Received: {shown(value)} of type "
-            f"{type(value).__name__}. Give, for example, 60."
-        )
-    if not value >= 0:
-        raise ValueError(
-            f"Must specify {name} >= 0. Received: {name}={value}. Give 0 for "
-            "none."
-        )
-
-
-def check_whole(name: str, value: Any) -> None:
-    """Raises TypeError unless it is an integer."""
-    # numpy's integers have `__index__` too.
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(
-            f"{name} is an integer. Received: {shown(value)} of type "
-            f"{type(value).__name__}. Give a whole number."
-        )
+    cure = "Give a number of seconds, 0 for none."
+    check_number(
+        f"`{name}`", value, cure, least=0, is_whole=False, is_optional=False
+    )
 
 
 def names_of_arguments(function: Callable[..., Any]) -> tuple[str, ...]:

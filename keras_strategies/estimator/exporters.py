@@ -54,7 +54,31 @@ class Exporter(abc.ABC):
         """
 
 
-class FinalExporter(Exporter):
+class _ModelExporter(Exporter):
+    """An exporter of the model, with what all exporters of tf are given."""
+
+    def __init__(
+        self,
+        name: str,
+        serving_input_receiver_fn: None,
+        assets_extra: Mapping[str, str] | None,
+        as_text: bool,
+        saved_model: bool | None,
+    ) -> None:
+        check_serving(serving_input_receiver_fn, as_text)
+        self._name = name
+        self._arguments = {
+            "assets_extra": assets_extra,
+            "saved_model": saved_model,
+        }
+
+    @property
+    def name(self) -> str:
+        """See `Exporter.name`."""
+        return self._name
+
+
+class FinalExporter(_ModelExporter):
     """Exports once, at the end of the training; as tf's.
 
     Needs `TrainSpec(max_steps=...)`.
@@ -84,17 +108,9 @@ class FinalExporter(Exporter):
         *,
         saved_model: bool | None = None,
     ) -> None:
-        check_serving(serving_input_receiver_fn, as_text)
-        self._name = name
-        self._arguments = {
-            "assets_extra": assets_extra,
-            "saved_model": saved_model,
-        }
-
-    @property
-    def name(self) -> str:
-        """See `Exporter.name`."""
-        return self._name
+        super().__init__(
+            name, serving_input_receiver_fn, assets_extra, as_text, saved_model
+        )
 
     def export(
         self,
@@ -114,7 +130,7 @@ class FinalExporter(Exporter):
         )
 
 
-class LatestExporter(Exporter):
+class LatestExporter(_ModelExporter):
     """Exports after every evaluation, and deletes old exports; as tf's.
 
     Args:
@@ -140,19 +156,11 @@ class LatestExporter(Exporter):
         *,
         saved_model: bool | None = None,
     ) -> None:
-        check_serving(serving_input_receiver_fn, as_text)
+        super().__init__(
+            name, serving_input_receiver_fn, assets_extra, as_text, saved_model
+        )
         check_positive("exports_to_keep", exports_to_keep)
-        self._name = name
         self._exports_to_keep = exports_to_keep
-        self._arguments = {
-            "assets_extra": assets_extra,
-            "saved_model": saved_model,
-        }
-
-    @property
-    def name(self) -> str:
-        """See `Exporter.name`."""
-        return self._name
 
     def export(
         self,
@@ -192,7 +200,7 @@ def loss_smaller(
     return best_eval_result[_LOSS] > current_eval_result[_LOSS]
 
 
-class BestExporter(Exporter):
+class BestExporter(_ModelExporter):
     """Exports whenever a model is better than all before; as tf's.
 
         exporter = ks.estimator.BestExporter(
@@ -233,25 +241,17 @@ class BestExporter(Exporter):
         *,
         saved_model: bool | None = None,
     ) -> None:
-        check_serving(serving_input_receiver_fn, as_text)
+        super().__init__(
+            name, serving_input_receiver_fn, assets_extra, as_text, saved_model
+        )
         _check_compare_fn(compare_fn)
         check_positive("exports_to_keep", exports_to_keep)
-        self._name = name
         self._pattern = event_file_pattern
         self._compare_fn = compare_fn
         self._exports_to_keep = exports_to_keep
-        self._arguments = {
-            "assets_extra": assets_extra,
-            "saved_model": saved_model,
-        }
         self._model_dir: str | None = None
         self._best: Mapping[str, Any] | None = None
         self._has_exported = False
-
-    @property
-    def name(self) -> str:
-        """See `Exporter.name`."""
-        return self._name
 
     def export(
         self,

@@ -416,7 +416,7 @@ def test_early_stopping_in_train_and_evaluate(tmp_path):
         (
             {"run_every_secs": None, "run_every_steps": 0},
             ValueError,
-            "run_every_steps > 0",
+            "`run_every_steps` must be > 0",
         ),
         ({"run_every_secs": -1}, ValueError, ">= 0"),
     ],
@@ -469,8 +469,8 @@ def test_in_memory_evaluation_is_that_of_a_checkpoint(tmp_path, replicas):
         ({"estimator": 3}, TypeError, "`estimator` must have type"),
         ({"input_fn": 3}, TypeError, "must be callable"),
         ({"every_n_iter": None}, ValueError, "invalid every_n_iter"),
-        ({"every_n_iter": 0}, ValueError, "every_n_iter > 0"),
-        ({"steps": 0}, ValueError, "steps > 0"),
+        ({"every_n_iter": 0}, ValueError, "`every_n_iter` must be > 0"),
+        ({"steps": 0}, ValueError, "`steps` must be > 0"),
         ({"hooks": [3]}, TypeError, "All `hooks`"),
     ],
 )

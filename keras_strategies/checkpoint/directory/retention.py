@@ -11,6 +11,7 @@ import stat
 from collections.abc import Iterable
 from typing import Any, Literal
 
+from keras_strategies._core.checks import check_number
 from keras_strategies.checkpoint.directory.corruption import DamagedCheckpoint
 from keras_strategies.checkpoint.directory.files import flush
 from keras_strategies.checkpoint.directory.manifest import Manifest
@@ -23,6 +24,7 @@ from keras_strategies.checkpoint.directory.names import (
 _logger = logging.getLogger(__name__)
 
 _SECONDS_PER_HOUR = 3600
+_COUNT = "Give a number of checkpoints."
 _MODES = ("auto", "min", "max")
 _LOSSES = re.compile(r"loss|error|divergence|crossentropy|hinge|poisson")
 # Names of Keras's metrics that are better when they are higher.
@@ -60,9 +62,17 @@ class Keep:
     num_best: int = 1
 
     def __post_init__(self):
-        _check_count("last", self.last, lowest=0, is_optional=True)
-        _check_count("num_best", self.num_best, lowest=1, is_optional=False)
-        _check_hours(self.every_n_hours)
+        check_number("`last`", self.last, _COUNT, least=0)
+        check_number(
+            "`num_best`", self.num_best, _COUNT, least=1, is_optional=False
+        )
+        check_number(
+            "`every_n_hours`",
+            self.every_n_hours,
+            "Give a number of hours, or None.",
+            above=0,
+            is_whole=False,
+        )
         if self.best is not None and not isinstance(self.best, str):
             raise TypeError(
                 "`best` is a metric's name. Received: an object of type "
@@ -228,37 +238,4 @@ def _remove(path: os.PathLike[str]) -> None:
         # It is no checkpoint any more; the run need not end for it.
         _logger.warning(
             "%s cannot be deleted: %s. Delete it by hand.", path, error.strerror
-        )
-
-
-def _check_count(
-    name: str, value: Any, *, lowest: int, is_optional: bool
-) -> None:
-    if value is None and is_optional:
-        return
-    or_none = " or None" if is_optional else ""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(
-            f"`{name}` is an integer{or_none}. Received: an object of type "
-            f"{type(value).__name__}. Give a number of checkpoints."
-        )
-    if value < lowest:
-        raise ValueError(
-            f"`{name}` is at least {lowest}{or_none}. Received: "
-            f"{name}={value}. Give a number of checkpoints."
-        )
-
-
-def _check_hours(value: Any) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(
-            "`every_n_hours` is a number or None. Received: an object of type "
-            f"{type(value).__name__}. Give a number of hours."
-        )
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(
-            "`every_n_hours` is a positive number or None. Received: "
-            f"every_n_hours={value}. Give a number of hours."
         )

@@ -1,8 +1,8 @@
 """The checks of a RunConfig's fields."""
 
-import math
 from typing import Any
 
+from keras_strategies._core.checks import check_number
 from keras_strategies.cluster.addresses import shown
 
 # Fields of sessions and graphs, which JAX has not: what they may be, and
@@ -39,21 +39,16 @@ def check_fields(config: Any) -> None:
         "save_checkpoints_steps",
         "keep_checkpoint_max",
     ):
-        _check_number(name, getattr(config, name), least=0)
-    _check_number("log_step_count_steps", config.log_step_count_steps, least=1)
-    _check_number(
-        "save_checkpoints_secs",
-        config.save_checkpoints_secs,
-        least=0,
-        is_whole=False,
-    )
+        _check(config, name, least=0)
+    _check(config, "log_step_count_steps", least=1)
+    _check(config, "save_checkpoints_secs", least=0, is_whole=False)
     for name in (
         "keep_checkpoint_every_n_hours",
         "session_creation_timeout_secs",
     ):
-        _check_number(name, getattr(config, name), above=0, is_whole=False)
+        _check(config, name, above=0, is_whole=False)
     for name in ("tf_random_seed", "experimental_max_worker_delay_secs"):
-        _check_number(name, getattr(config, name))
+        _check(config, name)
     for name, (default, cure) in _WITHOUT_MEANING.items():
         given = getattr(config, name)
         if given is not default:
@@ -80,40 +75,6 @@ def _check_model_dir(directory: Any) -> None:
         )
 
 
-def _check_number(
-    name: str,
-    value: Any,
-    *,
-    least: int | None = None,
-    above: int | None = None,
-    is_whole: bool = True,
-) -> None:
-    if value is None:
-        return
-    kinds = int if is_whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds):
-        kind = "an integer" if is_whole else "a number"
-        raise TypeError(
-            f"{name} must be {kind}. Received: {name}={shown(value)} of type "
-            f"{type(value).__name__}. Give {kind}, or None."
-        )
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(
-            f"{name} must be finite. Received: {name}={value}. Give a number, "
-            "or None."
-        )
-    if least is not None and value < least:
-        raise ValueError(
-            f"{name} should be >= {least}. Received: {name}={value}. Give "
-            f"{least} or more, or None."
-        )
-    if above is not None and value <= above:
-        raise ValueError(
-            f"{name} should be > {above}. Received: {name}={value}. Give a "
-            "larger number, or None."
-        )
-
-
 def _check_strategy(name: str, strategy: Any) -> None:
     if strategy is None:
         return
@@ -131,3 +92,8 @@ def _check_strategy(name: str, strategy: Any) -> None:
             f"`{name}` is a strategy of keras_strategies. Received: {given}. "
             f"{cure}"
         )
+
+
+def _check(config: Any, name: str, **bounds: Any) -> None:
+    cure = "Give such a number, or None."
+    check_number(f"`{name}`", getattr(config, name), cure, **bounds)

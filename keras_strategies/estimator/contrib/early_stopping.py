@@ -1,5 +1,6 @@
 """Ends of training that the results of evaluations decide about."""
 
+import functools
 import logging
 import numbers
 import operator
@@ -9,12 +10,12 @@ from typing import Any
 
 import keras
 
+from keras_strategies._core.checks import check_number
 from keras_strategies.cluster.addresses import shown
 from keras_strategies.estimator import train_callback
 from keras_strategies.estimator.arguments import (
     check_positive,
     check_seconds,
-    check_whole,
 )
 from keras_strategies.estimator.estimator import Estimator
 from keras_strategies.estimator.estimator_spec import ModeKeys
@@ -22,6 +23,8 @@ from keras_strategies.estimator.records import eval_results
 from keras_strategies.keras_bridge.callbacks.resumable_fit import loop_of
 
 _logger = logging.getLogger(__name__)
+
+_Rule = Callable[..., bool]
 
 
 def make_early_stopping_hook(
@@ -108,16 +111,9 @@ def stop_if_higher_hook(
       ValueError: see `make_early_stopping_hook`; (in training) there is no
         such result.
     """
-    return _threshold_hook(
-        estimator,
-        metric_name,
-        threshold,
-        operator.gt,
-        eval_dir,
-        min_steps,
-        run_every_secs,
-        run_every_steps,
-    )
+    rule = _beyond(threshold, operator.gt)
+    every = run_every_secs, run_every_steps
+    return _hook(estimator, rule, eval_dir, metric_name, min_steps, *every)
 
 
 def stop_if_lower_hook(
@@ -133,16 +129,9 @@ def stop_if_lower_hook(
 
     Arguments, returns and errors as of `stop_if_higher_hook`.
     """
-    return _threshold_hook(
-        estimator,
-        metric_name,
-        threshold,
-        operator.lt,
-        eval_dir,
-        min_steps,
-        run_every_secs,
-        run_every_steps,
-    )
+    rule = _beyond(threshold, operator.lt)
+    every = run_every_secs, run_every_steps
+    return _hook(estimator, rule, eval_dir, metric_name, min_steps, *every)
 
 
 def stop_if_no_increase_hook(
@@ -174,16 +163,9 @@ def stop_if_no_increase_hook(
       ValueError: see `make_early_stopping_hook`; (in training) there is no
         such result.
     """
-    return _improvement_hook(
-        estimator,
-        metric_name,
-        max_steps_without_increase,
-        operator.gt,
-        eval_dir,
-        min_steps,
-        run_every_secs,
-        run_every_steps,
-    )
+    rule = _without_improvement(max_steps_without_increase, operator.gt)
+    every = run_every_secs, run_every_steps
+    return _hook(estimator, rule, eval_dir, metric_name, min_steps, *every)
 
 
 def stop_if_no_decrease_hook(
@@ -199,16 +181,9 @@ def stop_if_no_decrease_hook(
 
     Arguments, returns and errors as of `stop_if_no_increase_hook`.
     """
-    return _improvement_hook(
-        estimator,
-        metric_name,
-        max_steps_without_decrease,
-        operator.lt,
-        eval_dir,
-        min_steps,
-        run_every_secs,
-        run_every_steps,
-    )
+    rule = _without_improvement(max_steps_without_decrease, operator.lt)
+    every = run_every_secs, run_every_steps
+    return _hook(estimator, rule, eval_dir, metric_name, min_steps, *every)
 
 
 def is_beyond(
@@ -308,63 +283,54 @@ class _Stopping(keras.callbacks.Callback):
         return 0 if loop is None else loop.num_steps
 
 
-def _threshold_hook(
+def _hook(
     estimator: Estimator,
-    name: str,
-    threshold: float,
-    is_better: Callable[[Any, Any], bool],
+    rule: _Rule,
     eval_dir: str | None,
-    min_steps: int,
+    name: Any,
+    min_steps: Any,
     run_every_secs: float | None,
     run_every_steps: int | None,
 ) -> keras.callbacks.Callback:
-    _check_rule(name, min_steps)
-    if isinstance(threshold, bool) or not isinstance(threshold, numbers.Real):
-        raise TypeError(
-            "`threshold` is a number. Received: "
-            f"{shown(threshold)}. Give, for example, 0.95."
-        )
-
-    def should_stop() -> bool:
-        results = eval_results.read(eval_dir or estimator.eval_dir())
-        return is_beyond(results, name, threshold, is_better, min_steps)
-
-    return make_early_stopping_hook(
-        estimator, should_stop, run_every_secs, run_every_steps
-    )
-
-
-def _improvement_hook(
-    estimator: Estimator,
-    name: str,
-    max_steps: int,
-    is_better: Callable[[Any, Any], bool],
-    eval_dir: str | None,
-    min_steps: int,
-    run_every_secs: float | None,
-    run_every_steps: int | None,
-) -> keras.callbacks.Callback:
-    _check_rule(name, min_steps)
-    check_whole("The number of steps without improvement", max_steps)
-
-    def should_stop() -> bool:
-        results = eval_results.read(eval_dir or estimator.eval_dir())
-        return is_without_improvement(
-            results, name, max_steps, is_better, min_steps
-        )
-
-    return make_early_stopping_hook(
-        estimator, should_stop, run_every_secs, run_every_steps
-    )
-
-
-def _check_rule(name: Any, min_steps: Any) -> None:
+    """A hook that asks a rule about the results of a name."""
     if not isinstance(name, str):
         raise TypeError(
             "`metric_name` is a result of evaluations. Received: "
             f"{shown(name)}. Give a name as 'accuracy'."
         )
-    check_whole("min_steps", min_steps)
+    _check_whole("`min_steps`", min_steps)
+
+    def should_stop() -> bool:
+        results = eval_results.read(eval_dir or estimator.eval_dir())
+        return rule(results, name, min_steps=min_steps)
+
+    return make_early_stopping_hook(
+        estimator, should_stop, run_every_secs, run_every_steps
+    )
+
+
+def _beyond(threshold: Any, is_better: Callable[..., bool]) -> _Rule:
+    if isinstance(threshold, bool) or not isinstance(threshold, numbers.Real):
+        raise TypeError(
+            "`threshold` is a number. Received: "
+            f"{shown(threshold)}. Give, for example, 0.95."
+        )
+    return functools.partial(
+        is_beyond, threshold=float(threshold), is_better=is_better
+    )
+
+
+def _without_improvement(
+    max_steps: Any, is_better: Callable[..., bool]
+) -> _Rule:
+    _check_whole("The number of steps without improvement", max_steps)
+    return functools.partial(
+        is_without_improvement, max_steps=max_steps, is_better=is_better
+    )
+
+
+def _check_whole(name: str, value: Any) -> None:
+    check_number(name, value, "Give a whole number.", is_optional=False)
 
 
 def _result(metrics: dict[str, float], name: str) -> float:

@@ -2,10 +2,12 @@
 
 import dataclasses
 import enum
-import math
 from typing import Any
 
+from keras_strategies._core.checks import check_number
+
 _MAX_SECONDS = 7 * 24 * 3600
+_CURE = "Leave it out for the default."
 
 
 class CommunicationImplementation(enum.Enum):
@@ -45,12 +47,7 @@ class CommunicationOptions:
     implementation: Any = CommunicationImplementation.AUTO
 
     def __post_init__(self) -> None:
-        _check_number("bytes_per_pack", self.bytes_per_pack, least=0)
-        if self.bytes_per_pack != int(self.bytes_per_pack):
-            raise ValueError(
-                "`bytes_per_pack` is a natural number. Received: "
-                f"{self.bytes_per_pack}. Leave it out for the default."
-            )
+        check_number("`bytes_per_pack`", self.bytes_per_pack, _CURE, least=0)
         if self.timeout_seconds is not None:
             check_seconds("timeout_seconds", self.timeout_seconds)
         name = getattr(self.implementation, "value", self.implementation)
@@ -112,23 +109,12 @@ def check_seconds(name: str, value: Any) -> None:
       TypeError: it is no number.
       ValueError: it is none that can be waited for: above a week, too.
     """
-    _check_number(name, value, least=None)
-    if value > _MAX_SECONDS:
-        raise ValueError(
-            f"`{name}` is a number of seconds, of a week at most. Received: "
-            f"{value}. Leave it out for the default."
-        )
-
-
-def _check_number(name: str, value: Any, *, least: float | None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(
-            f"`{name}` is a number. Received: an object of type "
-            f"{type(value).__name__}. Leave it out for the default."
-        )
-    is_allowed = value > 0 if least is None else value >= least
-    if not is_allowed or not math.isfinite(value):
-        raise ValueError(
-            f"`{name}` is a {'positive' if least is None else 'natural'} "
-            f"number. Received: {value}. Leave it out for the default."
-        )
+    check_number(
+        f"`{name}`",
+        value,
+        _CURE,
+        above=0,
+        most=_MAX_SECONDS,
+        is_whole=False,
+        is_optional=False,
+    )

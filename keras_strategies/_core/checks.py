@@ -1,0 +1,55 @@
+"""The check of numbers that users give."""
+
+import math
+from typing import Any
+
+from keras_strategies.cluster.addresses import shown
+
+
+def check_number(
+    name: str,
+    value: Any,
+    cure: str,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    is_whole: bool = True,
+    is_optional: bool = True,
+) -> None:
+    """Raises unless a value is a finite number within bounds.
+
+    Args:
+      name: What it is, for the error, which begins with it.
+      value: What was given. numpy's integers are integers, booleans are none.
+      cure: The last sentence of the error.
+      least: It is this or more.
+      above: It is more than this.
+      most: It is this or less.
+      is_whole: Whether it is an integer.
+      is_optional: Whether None is allowed.
+
+    Raises:
+      TypeError: it is not such a number.
+      ValueError: it is out of bounds, infinite or NaN.
+    """
+    if value is None and is_optional:
+        return
+    is_number = isinstance(value, int | float) and not is_whole
+    is_number |= is_whole and hasattr(value, "__index__")
+    if value is None or isinstance(value, bool) or not is_number:
+        kind = "an integer" if is_whole else "a number"
+        raise TypeError(
+            f"{name} must be {kind}. Received: {shown(value)} of type "
+            f"{type(value).__name__}. {cure}"
+        )
+    for is_met, rule in (
+        (is_whole or math.isfinite(value), "finite"),
+        (least is None or value >= least, f">= {least}"),
+        (above is None or value > above, f"> {above}"),
+        (most is None or value <= most, f"<= {most}"),
+    ):
+        if not is_met:
+            raise ValueError(
+                f"{name} must be {rule}. Received: {shown(value)}. {cure}"
+            )
