@@ -79,6 +79,8 @@ class Source(abc.ABC):
         over batches leave their number as it is.
       num_batches: Number of global batches in an epoch, if known.
       order: The orders that it shuffles its epochs in, if it does so itself.
+      is_peeked: Whether what is read now only shows shapes. Data that can be
+        read once alone give it again to the reader that follows.
     """
 
     kind: ClassVar[str] = "data"
@@ -88,6 +90,7 @@ class Source(abc.ABC):
     likely_size: int | None = None
     num_batches: int | None = None
     order: Order | None = None
+    is_peeked: bool = False
 
     @functools.cached_property
     def passes(self) -> Passes:

@@ -260,6 +260,44 @@ def test_evaluate_and_predict_on_a_generator_equal_plain_keras():
     check_same(one_input, act, **REGRESSION)
 
 
+def distributed(model, batches):
+    """Batches for a model: of its strategy, if it has one."""
+    strategy = getattr(model, "distribute_strategy", None)
+    if strategy is None:
+        return batches
+    return strategy.experimental_distribute_dataset(batches)
+
+
+@no_shuffle
+@no_data_left
+@pytest.mark.parametrize("replicas", [1, 2, 3, 8])
+@pytest.mark.parametrize("is_built", [True, False])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_no_batch_of_a_distributed_generator_is_lost(replicas, is_built, steps):
+    def build():
+        model = one_input()
+        if not is_built:
+            layers = [
+                layer.__class__.from_config(layer.get_config())
+                for layer in model.layers
+            ]
+            model = keras.Sequential(layers)
+        return model
+
+    def act(model):
+        given = distributed(model, batches_of(X, Y))
+        history = model.fit(given, verbose=0).history
+        counted = int(model.optimizer.iterations)
+        evaluated = model.evaluate(
+            distributed(model, batches_of(X, Y)), verbose=0
+        )
+        outputs = model.predict(distributed(model, batches_of(X)), verbose=0)
+        return history, counted, evaluated, outputs
+
+    changes = {"steps_per_execution": steps, "is_fresh": True}
+    check_same(build, act, replicas=replicas, **REGRESSION, **changes)
+
+
 TF_DATA = {
     "uneven tail": (lambda: tf_data(X, Y).batch(8), {}),
     "even": (lambda: tf_data(X[:16], Y[:16]).batch(8), {}),

@@ -32,13 +32,27 @@ class IterableSource(Source):
         self._dataset = dataset
         self.is_own = is_own
         self._is_marked = is_marked and not is_own
+        self._peeked: list[Tree] = []
 
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
         """See `Source.read`."""
         del epoch
         batches = host_batches(self._dataset)
+        if isinstance(self._dataset, Iterator):
+            batches = self._once(batches)
         for batch in itertools.islice(batches, start, None):
             yield take(batch, cut, is_marked=self._is_marked, is_copied=True)
+
+    def _once(self, batches: Iterator[Tree]) -> Iterator[Tree]:
+        """The batches of an iterator, those again that were only peeked at."""
+        if self.is_peeked:
+            for batch in batches:
+                self._peeked.append(batch)
+                yield batch
+            return
+        peeked, self._peeked = self._peeked, []
+        yield from peeked
+        yield from batches
 
 
 def host_batches(dataset: Any) -> Iterator[Tree]:

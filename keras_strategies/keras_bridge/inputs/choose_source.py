@@ -246,6 +246,7 @@ class _Weighted(Source):
         self._source.restart(seed)
 
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
+        self._source.is_peeked = self.is_peeked
         for part in self._source.read(epoch, start, cut):
             data = part.data
             if not isinstance(data, list | tuple) or len(data) != 2:

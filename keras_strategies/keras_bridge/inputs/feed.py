@@ -80,6 +80,7 @@ class Feed(DataAdapter):
     def get_numpy_iterator(self) -> Iterator[Tree]:
         """Host batches; used to build a model that is not built yet."""
         has_rows = False
+        self._source.is_peeked = True
         for batch in self._steps.epoch(*self._at.next):
             if not has_rows and self._source.order is not None:
                 # Keras draws an order for each of its iterators.
@@ -100,6 +101,7 @@ class Feed(DataAdapter):
         # Keras makes iterators that it never asks for anything.
         epoch, start = self._at.next
         self._at = self._at.reading(epoch)
+        self._source.is_peeked = False
         self._source.passes.reach(epoch + 1)
         done, self._done = self._done, []
         yield from done
