@@ -45,3 +45,17 @@ class Runtime:
             distribution=ReplicaDistribution(mesh, registry, partitions),
             outputs_on_chief=outputs_on_chief,
         )
+
+
+def is_chief_alone(predict_in: str) -> bool:
+    """Whether `predict` returns rows in the chief alone.
+
+    Raises:
+      ValueError: it is neither "all" nor "chief".
+    """
+    if predict_in not in ("all", "chief"):
+        raise ValueError(
+            "`predict` returns its rows in all processes or in the chief. "
+            f"Received: predict_in={predict_in!r}. Pass 'all' or 'chief'."
+        )
+    return predict_in == "chief"

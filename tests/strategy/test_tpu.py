@@ -12,7 +12,7 @@ from rich.console import Console
 import keras_strategies as ks
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.strategy.inspect import describe
-from keras_strategies.strategy.tpu import mesh_of_assignments
+from keras_strategies.tpu.replica_meshes import mesh_of_assignments
 from tests.tpu.slices import make_slice
 
 DeviceAssignment = ks.tpu.experimental.DeviceAssignment

@@ -1,0 +1,145 @@
+"""Replica meshes of TPU devices, of assignments, and of topologies."""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.tpu.cluster_resolver import TPUClusterResolver
+from keras_strategies.tpu.coordinates import slice_of
+from keras_strategies.tpu.device_assignment import (
+    DeviceAssignment,
+    replica_mesh_devices,
+)
+from keras_strategies.tpu.device_order import default_device_order
+from keras_strategies.tpu.topology import Topology
+from keras_strategies.tpu.topology_devices import devices_by_name
+
+Assignments = DeviceAssignment | Sequence[DeviceAssignment]
+
+
+def the_one_given(
+    assignment: Assignments | None, experimental: Assignments | None
+) -> Assignments | None:
+    """The assignment, under whichever of its two names it was given.
+
+    Raises:
+      ValueError: it was given under both.
+    """
+    if assignment is not None and experimental is not None:
+        raise ValueError(
+            "`experimental_device_assignment` is another name of "
+            "`device_assignment`. Received: both. Give one."
+        )
+    return experimental if assignment is None else assignment
+
+
+def mesh_of_devices(
+    resolver: TPUClusterResolver | None, assignments: Assignments | None
+) -> ReplicaMesh:
+    """The mesh of an assignment, or of a replica on each core.
+
+    Args:
+      resolver: Whose devices are used without an assignment; None for all.
+      assignments: See `mesh_of_assignments`.
+    """
+    if assignments is not None:
+        return mesh_of_assignments(assignments)
+    devices = jax.devices() if resolver is None else resolver.devices()
+    return ReplicaMesh(devices=default_device_order(devices))
+
+
+def mesh_of_topology(
+    name: str, num_slices: int, computation_shape: Sequence[int] | None
+) -> ReplicaMesh:
+    """The abstract mesh of slices by their name; see `for_topology`."""
+    devices = devices_by_name(name, num_slices=num_slices)
+    if computation_shape is None:
+        ordered, cores = default_device_order(devices), 1
+    else:
+        blocks = [
+            replica_mesh_devices(_filling(part, computation_shape))
+            for part in _slices(devices)
+        ]
+        ordered, cores = _in_order(np.concatenate(blocks))
+    return ReplicaMesh(
+        devices=ordered, cores_per_replica=cores, is_abstract=True
+    )
+
+
+def mesh_of_assignments(assignments: Assignments) -> ReplicaMesh:
+    """The mesh of an assignment, or of one for each slice.
+
+    The replicas of a process follow each other: where an assignment's do not,
+    they are sorted by processes, else in its order.
+
+    Raises:
+      ValueError: an assignment without devices, or of other replicas than the
+        first; what `ReplicaMesh` refuses.
+      TypeError: no assignment.
+    """
+    if isinstance(assignments, DeviceAssignment):
+        assignments = [assignments]
+    if not isinstance(assignments, Sequence) or not all(
+        isinstance(a, DeviceAssignment) for a in assignments
+    ):
+        raise TypeError(
+            "`device_assignment` is a DeviceAssignment, or a list of one for "
+            f"each slice. Received: {assignments!r}. Make one with "
+            "`ks.tpu.experimental.DeviceAssignment.build`."
+        )
+    shapes = {a.num_cores_per_replica for a in assignments}
+    if len(shapes) != 1:
+        raise ValueError(
+            "Replicas have equally many cores in all slices, and there is at "
+            "least one. Received: assignments with cores per replica "
+            f"{[a.num_cores_per_replica for a in assignments]}. Build all "
+            "with one `computation_shape`."
+        )
+    devices = np.concatenate([replica_mesh_devices(a) for a in assignments])
+    ordered, cores = _in_order(devices)
+    return ReplicaMesh(devices=ordered, cores_per_replica=cores)
+
+
+def _in_order(devices: Any) -> tuple[tuple[jax.Device, ...], int]:
+    """Replicas' devices, those of a process after each other."""
+    owners = [cores[0].process_index for cores in devices]
+    first = {owner: i for i, owner in reversed(list(enumerate(owners)))}
+    order = sorted(range(len(owners)), key=lambda r: first[owners[r]])
+    return tuple(devices[order].flat), devices.shape[1]
+
+
+def _filling(
+    devices: Sequence[jax.Device], computation_shape: Sequence[int]
+) -> DeviceAssignment:
+    """The assignment of as many replicas as a slice has room for."""
+    topology = Topology.from_devices(devices)
+    cores = int(np.prod(computation_shape)) or 1
+    count = max(int(topology.mesh_shape.prod()) // cores, 1)
+    return DeviceAssignment.build(
+        topology, computation_shape, num_replicas=count
+    )
+
+
+def _slices(devices: Iterable[jax.Device]) -> list[list[jax.Device]]:
+    ordered = sorted(devices, key=slice_of)
+    return [list(part) for _, part in itertools.groupby(ordered, slice_of)]
+
+
+def check_resolver(resolver: Any) -> TPUClusterResolver | None:
+    """Returns the resolver of a TPUStrategy.
+
+    Raises:
+      TypeError: it is of another kind.
+    """
+    if resolver is None or isinstance(resolver, TPUClusterResolver):
+        return resolver
+    raise TypeError(
+        "`tpu_cluster_resolver` is a TPUClusterResolver or None. Received: "
+        f"an object of type {type(resolver).__name__}. Where another resolver "
+        "describes the cluster, call `jax.distributed.initialize` with it and "
+        "leave it out, or use `MultiWorkerMirroredStrategy`."
+    )
