@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from keras_strategies._core.compiled import (
         CompiledProgram as CompiledProgram,
     )
+    from keras_strategies._core.mesh import ReplicaMesh as ReplicaMesh
     from keras_strategies._core.reduce_op import ReduceOp as ReduceOp
     from keras_strategies._core.values import (
         DistributedValues as DistributedValues,
@@ -129,6 +130,7 @@ _MODULES = {
     "PerReplica": "_core.values",
     "ReduceOp": "_core.reduce_op",
     "ReplicaContext": "strategy.replica_context",
+    "ReplicaMesh": "_core.mesh",
     "RunOptions": "strategy.tf_compat.options",
     "Strategy": "strategy.strategy",
     "StrategyExtended": "strategy.extended",

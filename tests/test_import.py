@@ -36,6 +36,7 @@ PUBLIC_NAMES = {
     "PerReplica",
     "ReduceOp",
     "ReplicaContext",
+    "ReplicaMesh",
     "ValueContext",
     "compute_average_loss",
     "get_replica_context",

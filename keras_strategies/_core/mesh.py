@@ -16,11 +16,15 @@ from keras_strategies._core.open_shardings import leave_out_open_constraints
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplicaMesh:
-    """Replicas of one device each, or of several that share a model.
+    """The devices of a strategy: replicas of one each, or of several.
+
+    A strategy of one's own is made of it (docs/extending.md); that of any
+    strategy is its `mesh`.
 
     Attributes:
-      devices: The devices, in the order of the replica ids, the cores of a
-        replica after each other; no device twice.
+      devices: JAX's devices, in the order of the replica ids, the cores of a
+        replica after each other; no device twice. All processes name the same
+        ones, equally many of each process.
       axis: Name of the mesh axis that the replicas lie on.
       cores_per_replica: How many devices a replica has.
       model_axis: Name of the axis of a replica's cores, if it has several.
@@ -28,9 +32,21 @@ class ReplicaMesh:
         from another with the same devices; or None.
       is_abstract: Whether the devices are those of a TPU slice that can be
         compiled for, and not run on.
+
+    Raises:
+      ValueError: no devices, one twice, a number that the cores of a replica
+        do not divide, or other numbers of replicas in each process.
+      TypeError: what is not a device of JAX.
+
+    Example:
+      ```python
+      class EveryOther(ks.Strategy):
+          def __init__(self):
+              super().__init__(ks.ReplicaMesh(devices=jax.devices()[::2]))
+      ```
     """
 
-    devices: tuple[jax.Device, ...]
+    devices: Sequence[jax.Device]
     axis: str = "replica"
     cores_per_replica: int = 1
     model_axis: str = "model"
@@ -38,6 +54,14 @@ class ReplicaMesh:
     is_abstract: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "devices", tuple(self.devices))
+        others = [d for d in self.devices if not hasattr(d, "process_index")]
+        if others:
+            raise TypeError(
+                "A mesh is made of JAX's devices. Received: "
+                f"{others[0]!r} of type {type(others[0]).__name__}. Pass "
+                "devices of `jax.devices()`."
+            )
         if not self.devices:
             raise ValueError(
                 "A strategy needs at least one device. Received: devices=()."
@@ -66,7 +90,7 @@ class ReplicaMesh:
         """
         shape, axes = [self.num_replicas], [self.axis]
         if self.cores_per_replica > 1:
-            leave_out_open_constraints()
+            leave_out_open_constraints(self.axis)
             shape.append(self.cores_per_replica)
             axes.append(self.model_axis)
         if self.marker is not None:
@@ -101,7 +125,7 @@ class ReplicaMesh:
     @property
     def first_devices(self) -> tuple[jax.Device, ...]:
         """The first device of each replica."""
-        return self.devices[:: self.cores_per_replica]
+        return tuple(self.devices[:: self.cores_per_replica])
 
     @functools.cached_property
     def processes(self) -> tuple[int, ...]:

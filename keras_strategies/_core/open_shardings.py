@@ -16,21 +16,26 @@ from typing import Any
 
 from jax.sharding import AxisType
 
-_AXIS = "replica"
 _NAME = "lower_with_sharding_in_types"
 _lock = threading.Lock()
 _is_installed = False
+# Names of the replicas' axes.
+_axes: set[str] = set()
 
 
-def leave_out_open_constraints() -> None:
+def leave_out_open_constraints(axis: str) -> None:
     """From now on, in programs that `replica_map` maps; users' are untouched.
 
     Does nothing where JAX has no such constraints.
+
+    Args:
+      axis: The name of the replicas' axis.
     """
     global _is_installed
     from jax._src.interpreters import mlir
 
     with _lock:
+        _axes.add(axis)
         original = getattr(mlir, _NAME, None)
         if _is_installed or original is None:
             return
@@ -50,7 +55,7 @@ def _is_ours(mesh: Any) -> bool:
     """Whether an operation is manual over the replicas, automatic in them."""
     types = mesh.axis_types
     return (
-        mesh.axis_names[:1] == (_AXIS,)
+        not _axes.isdisjoint(mesh.axis_names[:1])
         and types[0] == AxisType.Manual
         and AxisType.Explicit not in types
     )

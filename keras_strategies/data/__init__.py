@@ -7,5 +7,9 @@ from keras_strategies.data.options import (
 from keras_strategies.data.options import (
     DistributeOptions as DistributeOptions,
 )
+from keras_strategies.data.source import Cut as Cut
+from keras_strategies.data.source import Part as Part
+from keras_strategies.data.source import Source as Source
+from keras_strategies.data.source import take as take
 from keras_strategies.data.sources.files import Files as Files
 from keras_strategies.data.sources.files import files as files

@@ -14,13 +14,13 @@ from keras_strategies._core import host_arrays
 from keras_strategies._core.batches import num_rows
 from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.shuffled_orders import Order
-from keras_strategies.data.source_summary import Outline
+from keras_strategies.data.source_summary import Summary
 
 Tree = Any
 _NUM_MARKED = 16
 Cut = Callable[[int], tuple[int, int]]
-"""Of a global batch with that many rows, the first and one past the last row
-that this process wants."""
+"""A function from a global batch's number of rows to the rows that this process
+wants: the first one, and one past the last one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,19 +28,20 @@ class Part:
     """What one process read of a batch.
 
     Attributes:
-      data: A nest of host arrays: this process's rows, in their order; maybe
-        none, but with the shapes and dtypes of the others.
-      rows: Number of rows of the batch, those of all processes together. Of
-        a source that is a process's own, those of `data`.
-      mark: A checksum of the first and the last row of the whole batch, if
+      data: A nest of arrays of shapes (rows of this process, ...): its rows,
+        in their order; maybe none, but with the dtypes and other dimensions
+        that the rows of the others have.
+      rows: Number of rows of the batch, those of all processes together; of a
+        process-local source those of `data`.
+      checksum: A checksum of the first and the last row of the whole batch, if
         it was computed, to tell whether all processes see the same.
-      counts: Of a source that is a process's own: how many of the rows each
-        of its replicas gets, if that is not left to the feed.
+      counts: For a process-local source: how many of the rows each of this
+        process's replicas takes, if that is not left to the feed.
     """
 
     data: Tree
     rows: int
-    mark: int | None = None
+    checksum: int | None = None
     counts: tuple[int, ...] | None = None
 
 
@@ -60,36 +61,61 @@ class Passes:
 
 
 class Source(abc.ABC):
-    """Batches of one order of rows.
+    """A source of global batches, which every process of a job reads.
 
-    Most sources are *global*: every process could read any row, and reads
-    those that `cut` tells it to. One that is *own* gives rows that no other
-    process reads (its files, its shard).
+    `fit`, `evaluate`, `predict`, their validation data,
+    `experimental_distribute_dataset`, `explain_input` and an Estimator's
+    `input_fn` take one. A subclass has a method `read`, and sets of the
+    attributes what it knows; docs/extending.md has an example. Each process
+    makes a source of its own from the same arguments.
+
+    A *global* source could give any row to any process, and gives those that
+    `cut` asks for. A *process-local* one gives rows that no other process reads
+    (its files, its shard of a database).
+
+    Resuming rests on one promise: for the same `epoch` and `start`, `read`
+    yields the same rows, in any process and on any number of them.
 
     Attributes:
-      kind: What the user gave, for messages: "numpy arrays".
-      is_own: Whether the rows are this process's own.
+      kind: What it reads, for messages: "numpy arrays".
+      is_process_local: Whether no other process reads these rows.
       is_planned: Whether all lengths are known and reading cannot fail: then
-        processes need not tell each other what they have read.
-      batch_size: Rows of a whole global batch, if known. A source that is
-        own yields batches of any size: the feed regroups their rows to this
-        process's share of `batch_size`, or where that is not known of the
+        processes do not send each other what they have read.
+      batch_size: Rows of a whole global batch, if known. A process-local
+        source yields batches of any size: the feed regroups their rows to this
+        process's share of `batch_size`, or, where that is unknown, of the
         first batch's rows.
       likely_size: Rows of a whole global batch if functions that are mapped
-        over batches leave their number as it is.
+        over batches keep their number.
       num_batches: Number of global batches in an epoch, if known.
-      order: The orders that it shuffles its epochs in, if it does so itself.
+      order: The orders in which it shuffles its epochs, if it does so itself.
+      is_infinite: Whether it surely never ends: `fit` needs a number of steps.
       is_peeked: Whether what is read now only shows shapes. Data that can be
-        read once alone give it again to the reader that follows.
+        read only once give it again to the next reader.
+
+    Example:
+      ```python
+      class Squares(ks.data.Source):
+          batch_size, num_batches = 8, 4
+
+          def read(self, epoch, start, cut):
+              for index in range(start, self.num_batches):
+                  x = np.arange(index * 8, index * 8 + 8.0)[:, None]
+                  yield ks.data.take((x, x**2), cut)
+
+
+      model.fit(Squares())
+      ```
     """
 
     kind: ClassVar[str] = "data"
-    is_own: bool = False
+    is_process_local: bool = False
     is_planned: bool = False
     batch_size: int | None = None
     likely_size: int | None = None
     num_batches: int | None = None
     order: Order | None = None
+    is_infinite: bool = False
     is_peeked: bool = False
 
     @functools.cached_property
@@ -101,27 +127,27 @@ class Source(abc.ABC):
         """What the sources of all processes must have alike."""
         return {
             "data": self.kind,
-            "own rows": self.is_own,
+            "own rows": self.is_process_local,
             "batch_size": self.batch_size,
-            "num_batches": None if self.is_own else self.num_batches,
+            "num_batches": None if self.is_process_local else self.num_batches,
         }
 
-    def outline(self) -> Outline:
+    def summary(self) -> Summary:
         """What `Strategy.explain_input` shows of it; reads nothing."""
-        if self.is_own:
-            return Outline(
+        if self.is_process_local:
+            return Summary(
                 applied=AutoShardPolicy.OFF,
                 reason="each process has rows of its own",
             )
-        return Outline(
+        return Summary(
             applied=AutoShardPolicy.DATA, reason="it is not split by files"
         )
 
     @property
-    def mark(self) -> int | None:
+    def checksum(self) -> int | None:
         """A checksum of some rows: the same where the same was given.
 
-        None if the parts have marks, or need none.
+        None if the parts have checksums, or need none.
         """
         return None
 
@@ -144,18 +170,19 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
-        """Reads an epoch.
+        """Reads an epoch. Called in every process, mostly from a thread.
 
         Args:
-          epoch: Number of the epoch, from 0; with the source's seed it
-            determines the order of the rows.
-          start: Number of global batches (of a source that is own: batches
-            of its own) to leave out at the beginning.
-          cut: Which rows of a global batch this process wants; a source that
-            is own ignores it.
+          epoch: Number of the pass over the data, from 0; with the source's
+            seed it determines the order of the rows.
+          start: Number of global batches (for a process-local source: of its
+            own batches) to leave out at the beginning.
+          cut: Which rows of a global batch this process wants (`Cut`); a
+            process-local source ignores it.
 
         Yields:
-          The batches, in their order, not padded.
+          A `Part` for each batch, in their order, not padded; the last one may
+          be shorter. `take` makes one of a whole batch.
         """
 
     def begin_epoch(self, epoch: int, start: int) -> None:
@@ -169,6 +196,10 @@ class Source(abc.ABC):
         """Called after an epoch, whether it was read to its end or not."""
         return
 
+    def __iter__(self) -> Iterator[Tree]:
+        """The global batches of the first epoch."""
+        return (part.data for part in self.read(0, 0, all_rows))
+
 
 def all_rows(rows: int) -> tuple[int, int]:
     """A `Cut` that wants every row."""
@@ -176,39 +207,60 @@ def all_rows(rows: int) -> tuple[int, int]:
 
 
 def take(
-    batch: Tree, cut: Cut, *, is_marked: bool = False, is_copied: bool = False
+    batch: Tree,
+    cut: Cut,
+    *,
+    has_checksums: bool = False,
+    is_copied: bool = False,
 ) -> Part:
     """The rows of a whole global batch that a process wants.
 
     Args:
       batch: The batch.
       cut: See `Cut`.
-      is_marked: Whether to compute the part's `mark`: for data that every
-        process reads in an order which nothing but itself determines.
+      has_checksums: Whether to compute the part's `checksum`: for data that
+        every process reads in an order which nothing but itself determines.
       is_copied: Whether user code may fill the same arrays again while the
         part is still needed: it is read ahead, and CPU devices use a host's
         memory as it is.
     """
     rows = num_rows(batch)
-    mark = checksum(batch, (0, rows - 1)) if is_marked else None
+    checksum = rows_checksum(batch, (0, rows - 1)) if has_checksums else None
     start, stop = cut(rows)
     if (start, stop) != (0, rows):
         batch = jax.tree.map(lambda leaf: leaf[start:stop], batch)
     if is_copied:
         batch = jax.tree.map(host_arrays.owned, batch)
-    return Part(data=batch, rows=rows, mark=mark)
+    return Part(data=batch, rows=rows, checksum=checksum)
 
 
-def checksum(batch: Tree, rows: Iterable[int]) -> int:
+def checked_part(part: Any, kind: str) -> Part:
+    """What a source has yielded.
+
+    Raises:
+      TypeError: it is no `Part`.
+    """
+    if not isinstance(part, Part):
+        raise TypeError(
+            "A source yields parts of batches. Received: an object of type "
+            f"{type(part).__name__} from {kind}. Yield "
+            "`ks.data.take(batch, cut)`, or a `ks.data.Part`."
+        )
+    return part
+
+
+def rows_checksum(batch: Tree, rows: Iterable[int]) -> int:
     """A checksum of some rows of a nest of arrays."""
-    mark = 0
+    checksum = 0
     for leaf in jax.tree.leaves(batch):
         for row in rows:
-            mark = zlib.crc32(np.ascontiguousarray(leaf[row]).tobytes(), mark)
-    return mark
+            checksum = zlib.crc32(
+                np.ascontiguousarray(leaf[row]).tobytes(), checksum
+            )
+    return checksum
 
 
-def rows_to_mark(rows: int) -> list[int]:
+def rows_to_checksum(rows: int) -> list[int]:
     """Rows all over a dataset, to tell by whether it is the same one."""
     count = min(rows, _NUM_MARKED)
     return [index * (rows - 1) // max(count - 1, 1) for index in range(count)]

@@ -22,7 +22,7 @@ class Reading(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Outline:
+class Summary:
     """What a source says of itself without reading.
 
     Attributes:

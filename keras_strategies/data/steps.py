@@ -26,7 +26,7 @@ from keras_strategies.cluster.exchange.message_forms import (
 from keras_strategies.data import batch_spec
 from keras_strategies.data.raise_together import raise_together
 from keras_strategies.data.regrouping import Rows, looked_at
-from keras_strategies.data.source import Part, Source, all_rows
+from keras_strategies.data.source import Part, Source, all_rows, checked_part
 
 Tree = Any
 IsStopped = Callable[[], bool]
@@ -40,8 +40,8 @@ def _is_size(value: Any) -> bool:
 # What processes tell each other.
 _LOOKED_AT = {"rows": [_is_size], "is_cut": bool}
 _MARK = int | str | None
-_END = {"rows": None, "mark?": _MARK, "error?": str}
-_ROWS = {"rows": is_count, "spec": str, "mark": _MARK}
+_END = {"rows": None, "checksum?": _MARK, "error?": str}
+_ROWS = {"rows": is_count, "spec": str, "checksum": _MARK}
 _PLACE = {"place": str}
 
 
@@ -102,7 +102,7 @@ class Steps:
             return self._alone(epoch, start)
         parts = (
             self.source.read(epoch, 0, all_rows)
-            if self.source.is_own
+            if self.source.is_process_local
             else self.source.read(epoch, start, self._cut)
         )
         # Made now and not when the first step is read: that may be in a thread,
@@ -113,7 +113,8 @@ class Steps:
 
     def _alone(self, epoch: int, start: int) -> Iterator[HostBatch]:
         size = self.source.batch_size
-        for part in self.source.read(epoch, start, all_rows):
+        for read in self.source.read(epoch, start, all_rows):
+            part = checked_part(read, self.source.kind)
             size = size or part.rows
             yield HostBatch(
                 data=part.data,
@@ -226,15 +227,15 @@ class Steps:
         spec: str | None = None
         all_counts = (is_count,) * self.mesh.replicas_per_process
         counts = {"counts": Either((None, all_counts))}
-        if self.source.is_own:
+        if self.source.is_process_local:
             parts = self._own_parts(agreement, parts, start, is_stopped)
         for step in itertools.count(start):
             part, message, error = _next(parts)
             if step == start:
                 message["place"] = f"step {step} of epoch {epoch}"
-                message.setdefault("mark", None)
-                if message["mark"] is None:
-                    message["mark"] = self.source.mark
+                message.setdefault("checksum", None)
+                if message["checksum"] is None:
+                    message["checksum"] = self.source.checksum
             texts = agreement.exchange(json.dumps(message), is_stopped)
             received = self._read(texts, Either((_END, _ROWS | counts)))
             what = f"Reading the data of `{self.name}`"
@@ -246,7 +247,7 @@ class Steps:
                 return
             self._check_specs(received, step, spec)
             spec = _first_spec(received)
-            if not self.source.is_own:
+            if not self.source.is_process_local:
                 self._check_whole(received, step)
                 assert part is not None
                 yield self._whole(part)
@@ -329,13 +330,13 @@ class Steps:
         rows = [h["rows"] for h in received]
         if None in rows or len(set(rows)) > 1:
             self._refuse_lengths(received, step)
-        marks = [h.get("mark") for h in received]
-        if any(mark != marks[0] for mark in marks):
+        checksums = [h.get("checksum") for h in received]
+        if any(checksum != checksums[0] for checksum in checksums):
             raise ValueError(
                 "Every process must see the same batches, of which it takes "
                 "its rows: otherwise rows are lost and others used twice. "
                 f"Received: rows that differ in step {step} (checksums "
-                f"{self._by_process(marks)}). Shuffle "
+                f"{self._by_process(checksums)}). Shuffle "
                 "and augment with one seed in all processes, or give each "
                 "process rows of its own with `AutoShardPolicy.OFF`."
             )
@@ -373,10 +374,11 @@ def _next(
         part = next(parts, None)
         if part is None:
             return None, {"rows": None}, None
+        part = checked_part(part, "it")
         message = {
             "rows": part.rows,
             "spec": batch_spec.spec_of(part.data),
-            "mark": part.mark,
+            "checksum": part.checksum,
             "counts": part.counts,
         }
         return part, message, None

@@ -117,7 +117,7 @@ class Runs:
         """See `Estimator.train`; `after_save` as of `TrainCheckpoint`."""
         strategy = self.strategy_of(ModeKeys.TRAIN)
         self._check_role(strategy)
-        mesh = strategy._runtime.mesh
+        mesh = strategy.mesh
         progress = train_callback.progress_of_all(mesh, self.model_dir)
         if max_steps is not None and progress.step >= max_steps:
             if mesh.is_chief:
@@ -317,7 +317,7 @@ class Runs:
 
     def _newest(self, strategy: Strategy) -> str | None:
         """The newest good checkpoint, the same in all processes."""
-        mesh = strategy._runtime.mesh
+        mesh = strategy.mesh
         found = None
         if mesh.is_chief:
             found = checkpoint_reading.newest_good(self.model_dir)
@@ -338,7 +338,7 @@ class Runs:
                 "which does what each task is for; parameter servers are not "
                 "supported."
             )
-        num_processes = strategy._runtime.mesh.num_processes
+        num_processes = strategy.mesh.num_processes
         if config.num_worker_replicas > 1 and num_processes == 1:
             raise ValueError(
                 "Processes of a cluster train together. Received: a TF_CONFIG "

@@ -11,7 +11,7 @@ import numpy as np
 
 from keras_strategies.cluster.addresses import shown
 from keras_strategies.data.distributed import DistributedDataset
-from keras_strategies.data.source import all_rows
+from keras_strategies.data.source import Source, all_rows
 from keras_strategies.data.sources.from_function import InputContext
 from keras_strategies.data.sources.iterables import host_batches
 from keras_strategies.estimator.arguments import names_of_arguments
@@ -268,7 +268,9 @@ def _is_endless(data: Any) -> bool:
     if tensorflow is not None and isinstance(data, tensorflow.data.Dataset):
         return int(data.cardinality()) == tensorflow.data.INFINITE_CARDINALITY
     if isinstance(data, DistributedDataset):
-        return bool(getattr(data.source, "is_infinite", False))
+        return data.source.is_infinite
+    if isinstance(data, Source):
+        return data.is_infinite
     if isinstance(data, keras.utils.PyDataset):
         num_batches: Any = data.num_batches
         return num_batches is None

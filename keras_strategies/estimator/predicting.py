@@ -52,7 +52,7 @@ def batches_of(
       callbacks: Keras callbacks; told as `predict` tells them.
     """
     model = made.outputs
-    if strategy._runtime.mesh.num_processes > 1:
+    if strategy.mesh.num_processes > 1:
         arguments = data.arguments()
         arguments = {k: arguments[k] for k in arguments if k in _OF_PREDICT}
         yield model.predict(**arguments, verbose=0, callbacks=callbacks)

@@ -129,7 +129,7 @@ def _train_locally(
     estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
 ) -> Results:
     evaluation = _Evaluation(estimator, eval_spec, train_spec.max_steps)
-    mesh = estimator._runs.strategy_of(ModeKeys.TRAIN)._runtime.mesh
+    mesh = estimator._runs.strategy_of(ModeKeys.TRAIN).mesh
     throttle_s = eval_spec.throttle_secs
 
     def after_save(step: int) -> bool:

@@ -39,7 +39,7 @@ class StrategyExtended:
     @property
     def parameter_devices(self) -> tuple[jax.Device, ...]:
         """The devices that hold variables: all of them, a copy each."""
-        return self._runtime.mesh.devices
+        return tuple(self._runtime.mesh.devices)
 
     @property
     def experimental_require_static_shapes(self) -> bool:
@@ -233,7 +233,7 @@ class StrategyExtended:
     def non_slot_devices(self, var_list: Any) -> tuple[jax.Device, ...]:
         """Where an optimizer's other variables lie: on all devices."""
         del var_list
-        return self._runtime.mesh.devices
+        return tuple(self._runtime.mesh.devices)
 
     @contextlib.contextmanager
     def colocate_vars_with(

@@ -31,9 +31,14 @@ class Strategy(CustomLoops):
     those of one device given the same global batches.
 
     Args:
-      mesh: The replicas. Users make a concrete strategy instead.
-      layout_map: Which variables a replica divides over its cores.
+      mesh: The replicas, a `ks.ReplicaMesh`. A subclass chooses them; without
+        one, use `MirroredStrategy` and its like.
+      layout_map: Which variables a replica divides over its cores; see
+        `TPUStrategy`.
       outputs_on_chief: Whether `predict` returns rows in the chief alone.
+
+    Raises:
+      TypeError: `mesh` is not a `ReplicaMesh`.
     """
 
     def __init__(
@@ -43,6 +48,13 @@ class Strategy(CustomLoops):
         layout_map: Mapping[str, Any] | None = None,
         outputs_on_chief: bool = False,
     ) -> None:
+        if not isinstance(mesh, ReplicaMesh):
+            raise TypeError(
+                "A strategy is made of a `ks.ReplicaMesh`. Received: an object "
+                f"of type {type(mesh).__name__}. Write "
+                "`ks.ReplicaMesh(devices=jax.devices())`, or use "
+                "`ks.MirroredStrategy(devices)`."
+            )
         if mesh.num_processes > 1:
             _watch_job()
         self._runtime = Runtime.over(
@@ -55,6 +67,11 @@ class Strategy(CustomLoops):
     def extended(self) -> StrategyExtended:
         """Further methods, for libraries."""
         return self._extended
+
+    @property
+    def mesh(self) -> ReplicaMesh:
+        """The devices of the replicas, as a mesh; `mesh.mesh` is JAX's."""
+        return self._runtime.mesh
 
     @property
     def cluster_resolver(self) -> Any:

@@ -52,7 +52,7 @@ def joined_of(kind, data, workers, epoch=0, start=0, **options):
     for of_workers in zip(*read, strict=True):
         batches.append(list(itertools.chain(*ids(of_workers))))
         assert {part.rows for part in of_workers} == {len(batches[-1])}
-        assert len({part.mark for part in of_workers if part.mark}) <= 1
+        assert len({part.checksum for part in of_workers if part.checksum}) <= 1
     return batches
 
 

@@ -129,7 +129,7 @@ def test_whole_files_hold_every_row_once(written, form, rows, shuffle):
         data = written(form, rows, 5, batch, shuffle=shuffle)
         seen = []
         for worker, source in enumerate(sources(data, workers)):
-            assert source.is_own
+            assert source.is_process_local
             assert source.batch_size == batch
             assert source.num_batches is None
             got = ids(parts_of(source, worker, workers))
@@ -142,7 +142,7 @@ def test_whole_files_hold_every_row_once(written, form, rows, shuffle):
 def test_off_gives_every_row_to_every_worker(written, form):
     data = written(form, 13, 3)
     for source in sources(data, 3, policy=OFF):
-        assert source.is_own
+        assert source.is_process_local
         assert source.num_batches is None
         assert ids(parts_of(source, 0, 3)) == cut_up(13, 4)
 
@@ -184,7 +184,7 @@ def test_auto_with_too_few_files_divides_rows_and_says_so(written, form):
     data = written(form, 13, 3)
     with pytest.warns(UserWarning, match="3 files for 5 processes.* DATA"):
         source = FilesSource(data, num_processes=5, process_index=1)
-    assert not source.is_own
+    assert not source.is_process_local
     assert source.num_batches == (4 if form == "npz" else None)
     with pytest.raises(ValueError, match="3 files for 5 processes.*AUTO or"):
         FilesSource(data, num_processes=5, process_index=1, policy=FILE)

@@ -98,7 +98,7 @@ def test_every_row_is_used_once_in_its_batch(form, rows):
 @pytest.mark.parametrize("rows", [1, 7, 64])
 def test_off_gives_every_row_to_every_worker(form, rows):
     for source in sources(form(rows, 4), 3, policy=AutoShardPolicy.OFF):
-        assert source.is_own
+        assert source.is_process_local
         assert source.batch_size in (4, rows)
         assert source.num_batches is None
         assert ids(parts_of(source, 0, 3)) == cut_up(rows, 4)
@@ -107,7 +107,7 @@ def test_off_gives_every_row_to_every_worker(form, rows):
 def test_size_and_length_are_known():
     source = GrainSource(of_map(13, 4))
     assert (source.batch_size, source.num_batches) == (4, 4)
-    assert not source.is_own
+    assert not source.is_process_local
     source = GrainSource(pairs(13).batch(4, drop_remainder=True))
     assert (source.batch_size, source.num_batches) == (4, 3)
     source = GrainSource(of_mapped_batches(13, 4))
@@ -120,12 +120,12 @@ def test_size_and_length_are_known():
 
 def test_batches_read_whole_are_marked_for_comparison():
     for form in FORMS[1:]:
-        marks = [
-            [part.mark for part in parts_of(source, worker, 2)]
+        checksums = [
+            [part.checksum for part in parts_of(source, worker, 2)]
             for worker, source in enumerate(sources(form(8, 4), 2))
         ]
-        assert marks[0] == marks[1]
-        assert len(set(marks[0])) == 2
+        assert checksums[0] == checksums[1]
+        assert len(set(checksums[0])) == 2
 
 
 def test_worker_reads_its_own_rows_only():
@@ -292,7 +292,7 @@ def test_loader_divided_by_grain_is_left_alone(policy):
         source = GrainSource(
             loader, num_processes=2, process_index=worker, policy=policy
         )
-        assert source.is_own
+        assert source.is_process_local
         assert source.batch_size == 6
         assert source.num_batches is None
         seen += ids(parts_of(source, worker, 2))
@@ -313,8 +313,8 @@ def test_foreign_shards_are_refused():
         num_processes=2,
         process_index=1,
         policy=AutoShardPolicy.OFF,
-    ).is_own
-    assert not GrainSource(loader).is_own
+    ).is_process_local
+    assert not GrainSource(loader).is_process_local
 
 
 def test_dataset_sliced_by_process_is_warned_of():
@@ -379,11 +379,11 @@ def test_list_at_the_top_becomes_a_tuple():
 
 
 def test_other_seeds_have_other_marks():
-    marks = {
-        next(GrainSource(d).read(0, 0, cut_of(0, 1))).mark
+    checksums = {
+        next(GrainSource(d).read(0, 0, cut_of(0, 1))).checksum
         for d in (pairs(8).shuffle(seed).batch(4) for seed in (1, 2, 1))
     }
-    assert len(marks) == 2
+    assert len(checksums) == 2
 
 
 @pytest.mark.slow

@@ -74,14 +74,16 @@ def py_dataset(**kwargs):
     def make(count, index, seed):
         del index, seed
         adapter = PyDatasetAdapter(Dataset(**kwargs), shuffle=True)
-        return PyDatasetSource(adapter, is_marked=count > 1)
+        return PyDatasetSource(adapter, has_checksums=count > 1)
 
     return make
 
 
 def factory(count, index, seed):
     del index, seed
-    return IterableSource(Factory(), is_own=False, is_marked=count > 1)
+    return IterableSource(
+        Factory(), is_process_local=False, has_checksums=count > 1
+    )
 
 
 def files(reader):

@@ -73,13 +73,15 @@ def rows_source(rows, size, count, index, own):
 def py_dataset(rows, size, count, index, own):
     dataset = Dataset(batches_of(rows, size))
     return PyDatasetSource(
-        PyDatasetAdapter(dataset), is_own=own, is_marked=count > 1
+        PyDatasetAdapter(dataset), is_process_local=own, has_checksums=count > 1
     )
 
 
 def iterable(rows, size, count, index, own):
     return IterableSource(
-        Iterable(batches_of(rows, size)), is_own=own, is_marked=count > 1
+        Iterable(batches_of(rows, size)),
+        is_process_local=own,
+        has_checksums=count > 1,
     )
 
 
@@ -218,14 +220,14 @@ CASES = [
 
 def check_all(make, own, cases):
     for number, (workers, replicas, rows, size) in enumerate(cases):
-        is_own = workers > 1 and (own or make.__name__ == "by_file")
+        is_process_local = workers > 1 and (own or make.__name__ == "by_file")
         check(
             make,
             workers,
             replicas,
             rows,
             size,
-            is_own,
+            is_process_local,
             is_balanced=bool(number % 2),
             times=workers if own else 1,
         )
@@ -284,7 +286,7 @@ def test_own_rows_of_unequal_numbers_fill_equal_steps():
                         if rows[index]
                         else Dataset([])
                     ),
-                    is_own=True,
+                    is_process_local=True,
                 ),
                 workers=len(rows),
                 replicas=2,
@@ -311,7 +313,9 @@ def test_an_error_of_one_process_is_raised_in_all(index):
 
     def make(count, i):
         raised.append(i)
-        return IterableSource(Broken(i == index), is_own=False, is_marked=True)
+        return IterableSource(
+            Broken(i == index), is_process_local=False, has_checksums=True
+        )
 
     with pytest.raises((OSError, RuntimeError), match="gone"):
         read_all(make, workers=3)
@@ -361,8 +365,8 @@ def test_who_has_a_short_batch_alone_takes_the_others_size(own_rows):
     made = read_all(
         lambda count, index: IterableSource(
             Iterable(batches_of(own_rows[index], 4)),
-            is_own=True,
-            is_marked=False,
+            is_process_local=True,
+            has_checksums=False,
         ),
         workers=2,
     )
@@ -403,7 +407,7 @@ def test_batches_of_other_lengths_are_not_joined():
     ]
     made = read_all(
         lambda count, index: IterableSource(
-            Iterable(batches), is_own=True, is_marked=False
+            Iterable(batches), is_process_local=True, has_checksums=False
         ),
         workers=2,
     )
@@ -420,7 +424,7 @@ def test_an_error_after_the_first_batch_comes_after_its_step():
     with pytest.raises((OSError, RuntimeError), match="gone"):
         read_all(
             lambda count, index: IterableSource(
-                Broken(), is_own=True, is_marked=False
+                Broken(), is_process_local=True, has_checksums=False
             ),
             workers=2,
         )

@@ -140,7 +140,7 @@ def test_data_gives_each_row_to_one_process(rows, count):
             for index, source in enumerate(sources)
         ]
         assert sorted(sum(read, [])) == list(range(rows))
-        assert not sources[0].is_own
+        assert not sources[0].is_process_local
         assert sources[0].batch_size == batch
         assert sources[0].num_batches == -(-rows // batch)
 
@@ -166,7 +166,7 @@ def test_off_gives_each_row_to_each_process(folder, count):
     )
     for dataset in datasets:
         source = source_of(dataset, count, count - 1, OFF)
-        assert source.is_own == (count > 1)
+        assert source.is_process_local == (count > 1)
         assert sorted(flat(batches_of(source))) == list(range(13))
 
 
@@ -229,7 +229,7 @@ def test_readers_are_split(folder, name, policy):
     parts = [flat(batches_of(s, 2, i)) for i, s in enumerate(sources)]
     assert sorted(sum(parts, [])) == list(range(13))
     assert sources[0].plan.applied is (FILE if policy is AUTO else DATA)
-    assert sources[0].is_own == (policy is AUTO)
+    assert sources[0].is_process_local == (policy is AUTO)
 
 
 def test_repeated_files_are_split(folder):
@@ -434,7 +434,7 @@ def test_hint_becomes_the_shard_of_the_process(count):
 
     assert rows_of(make, count, HINT) == list(range(13))
     first = source_of(make(), count, 0, HINT)
-    assert first.is_own == (count > 1)
+    assert first.is_process_local == (count > 1)
     assert sorted(flat(batches_of(first))) == list(range(0, 13, count))
 
 
@@ -707,12 +707,12 @@ def test_large_arrays_are_shuffled():
         ),
     ],
 )
-def test_batches_are_marked_unless_functions_draw(make, is_marked):
+def test_batches_are_marked_unless_functions_draw(make, has_checksums):
     dataset = make(tf.data.Dataset.range(8)).batch(4)
     for count, policy in ((2, DATA), (1, DATA), (2, OFF)):
         parts = list(source_of(dataset, count, 0, policy).read(0, 0, _all))
-        expected = is_marked and (count, policy) == (2, DATA)
-        assert all((part.mark is not None) == expected for part in parts)
+        expected = has_checksums and (count, policy) == (2, DATA)
+        assert all((part.checksum is not None) == expected for part in parts)
 
 
 def _all(rows):

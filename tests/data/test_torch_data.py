@@ -127,7 +127,7 @@ def test_datasets_without_a_loader(rows):
 def test_off_gives_every_row_to_every_worker(form):
     data = FORMS[form](13, 4)
     for source in sources(data, 3, policy=AutoShardPolicy.OFF):
-        assert source.is_own
+        assert source.is_process_local
         assert source.num_batches is None
         assert ids(parts_of(source, 0, 3)) == cut_up(13, 4)
 
@@ -344,13 +344,13 @@ def test_own_sampler():
 
 
 def test_samplers_that_disagree_have_other_marks():
-    def mark(rows):
+    def checksum(rows):
         data = loader(Counted(9), 4, sampler=rows)
         source = TorchSource(data, num_processes=2, process_index=0)
-        return next(source.read(0, 0, cut_of(0, 2))).mark
+        return next(source.read(0, 0, cut_of(0, 2))).checksum
 
-    assert mark([1, 2, 3, 4]) != mark([4, 3, 2, 1])
-    assert mark([1, 2, 3, 4]) == mark([1, 2, 3, 4])
+    assert checksum([1, 2, 3, 4]) != checksum([4, 3, 2, 1])
+    assert checksum([1, 2, 3, 4]) == checksum([1, 2, 3, 4])
 
 
 def distributed(rank, count, rows=12, **options):
@@ -369,7 +369,7 @@ def test_distributed_sampler_is_left_alone():
             source = TorchSource(
                 distributed(rank, 2), num_processes=2, process_index=rank
             )
-            assert source.is_own
+            assert source.is_process_local
             assert source.batch_size == 6
             assert source.num_batches is None
             rows += ids(parts_of(source, rank, 2, epoch))
@@ -396,7 +396,7 @@ def test_distributed_sampler_must_fit():
         process_index=1,
         policy=AutoShardPolicy.OFF,
     )
-    assert (off.is_own, off.batch_size) == (True, 3)
+    assert (off.is_process_local, off.batch_size) == (True, 3)
 
 
 @pytest.mark.parametrize("policy", [AutoShardPolicy.FILE, AutoShardPolicy.HINT])

@@ -16,8 +16,6 @@ PAGE = pathlib.Path(__file__).parents[2] / "docs" / "architecture.md"
 PACKAGE = pathlib.Path(ks.__file__).parent
 ENTRY = re.compile(r"^\d+\. `([\w/.]+)`", re.M)
 NAMED = re.compile(r"`([\w/]+\.py)`")
-# Tables, pictures and notes of the whole machine belong to no walk.
-FIT = "keras_bridge/loops/binding.py"
 
 
 def section(title):
@@ -136,7 +134,7 @@ def test_the_walk_of_a_checkpoint(tmp_path):
     check("A checkpoint", [f for f in recorder.files if f.startswith(rooms)])
 
 
-def test_a_recorder_sees_threads_and_calls_in_their_order():
+def test_a_recorder_sees_threads():
     with Recorder() as recorder:
         thread = threading.Thread(target=ks.has_strategy)
         thread.start()

@@ -39,17 +39,13 @@ def files_of(folder):
     )
 
 
-def records(folder):
-    for number, rows in enumerate((ROWS[:10], ROWS[10:])):
-        np.savez(folder / f"{number}.npz", x=[r[0] for r in rows])
-    return tf.data.Dataset.from_tensor_slices((X, Y)).batch(SIZE)
-
-
 # By the words that a row of the page's table begins with.
 GIVEN = {
     "arrays": lambda _: {"x": X, "y": Y, "batch_size": SIZE},
     "`keras.utils.PyDataset`": lambda _: {"x": Batches()},
-    "other `tf.data.Dataset`": lambda f: {"x": records(f)},
+    "other `tf.data.Dataset`": lambda _: {
+        "x": tf.data.Dataset.from_tensor_slices((X, Y)).batch(SIZE)
+    },
     "`grain.MapDataset`": lambda _: {
         "x": grain.MapDataset.source(ROWS).batch(SIZE)
     },
@@ -60,7 +56,12 @@ GIVEN = {
     "generators": lambda _: {"x": iter_of(*PIECES)},
 }
 # tests/data/test_tf_data.py reads files; tests of torch need it.
-ELSEWHERE = {"`tf.data.Dataset` that reads", "`torch.utils.data.DataLoader`"}
+# test_extending.py has sources.
+ELSEWHERE = {
+    "`tf.data.Dataset` that reads",
+    "`torch.utils.data.DataLoader`",
+    "a `ks.data.Source`",
+}
 
 
 def rows_of_table(heading):

@@ -248,12 +248,8 @@ CASES = {
     "keras_strategies uses private names": untested_version,
     "It is a name of TensorFlow": lambda _: ks.ParameterServerStrategy,
     "Unknown device": lambda _: ks.MirroredStrategy(["gpu:9"]),
-    "A TPU system needs TPUs": lambda _: (
-        ks.tpu.experimental.initialize_tpu_system()
-    ),
-    "All arrays of a batch": lambda _: compiled(mirrored(2)).train_on_batch(
-        X, Y[:3]
-    ),
+    "A TPU system needs TPUs": tpu_system,
+    "All arrays of a batch": two_lengths,
     "Every array of a batch needs": scalar_of_a_batch,
     "The arrays of a batch must hold": lambda _: fit(X.astype(object), Y),
     "Training, evaluation and prediction": nothing,

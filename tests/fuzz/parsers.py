@@ -274,8 +274,8 @@ def _writer(folder: Any) -> Parse:
 class _Source:
     """Of rows that are each process's own."""
 
-    is_own, batch_size, likely_size = True, 4, None
-    mark, is_planned = None, False
+    is_process_local, batch_size, likely_size = True, 4, None
+    checksum, is_planned = None, False
 
     def read(self, epoch: int, start: int, cut: Any) -> Any:
         return iter([Part(data=_ROWS, rows=2)])
@@ -296,7 +296,7 @@ class _Talk:
         pass
 
 
-_END = '{"rows": null, "mark": null, "place": "step 0 of epoch 0"}'
+_END = '{"rows": null, "checksum": null, "place": "step 0 of epoch 0"}'
 _MESH: Any = Mesh(num_processes=2, replicas_per_process=2)
 
 
@@ -323,7 +323,7 @@ def _heard_by_makers(text: str) -> object:
     for form in (
         agree_source._NUMBER,
         agree_source._MADE,
-        agree_source._OUTLINES,
+        agree_source._SHAPES,
     ):
         with contextlib.suppress(RuntimeError):
             heard = agree_source._exchange(_MESH, "fit", talk, {}, form)
@@ -586,7 +586,7 @@ PARSERS: dict[str, Parser] = {
                 {
                     "rows": 2,
                     "spec": batch_spec.spec_of(_ROWS),
-                    "mark": None,
+                    "checksum": None,
                     "counts": None,
                     "place": "step 0 of epoch 0",
                 }

@@ -480,7 +480,7 @@ class TestTfData:
         )
         names = [[path[-10] for path in paths] for paths in explanation.files]
         assert names == [["0", "2", "4"], ["1", "3"]]
-        assert explanation.is_own
+        assert explanation.is_process_local
         assert explanation.last is None
 
     def test_files_that_cannot_be_split(self, records):

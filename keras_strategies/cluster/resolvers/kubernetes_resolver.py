@@ -9,7 +9,6 @@ from keras_strategies.cluster.addresses import (
     check_port,
     join_address,
     shown,
-    with_rpc_layer,
 )
 from keras_strategies.cluster.resolvers.kubernetes_job import (
     PodOfJob,
@@ -139,12 +138,7 @@ class KubernetesClusterResolver(ClusterResolver):
         """
         if self._is_job and (task_type is None or task_id is None):
             task_type, task_id = "worker", 0
-        task_type = self._task_type if task_type is None else task_type
-        task_id = self._task_id if task_id is None else task_id
-        if task_type is None or task_id is None:
-            return ""
-        address = self.cluster_spec().task_address(task_type, task_id)
-        return with_rpc_layer(address, rpc_layer or self._rpc_layer)
+        return super().master(task_type, task_id, rpc_layer)
 
     @property
     def num_processes(self) -> int | None:

@@ -4,6 +4,7 @@ import abc
 import os
 from collections.abc import Mapping
 
+from keras_strategies.cluster.addresses import with_rpc_layer
 from keras_strategies.cluster.spec import ClusterSpec
 
 
@@ -11,9 +12,9 @@ class ClusterResolver(abc.ABC):
     """Answers who is in the cluster and which task this process is.
 
     Base class of all resolvers, and of users' own: a subclass gives
-    `cluster_spec` and `master`, and sets `task_type` and `task_id` or
-    overrides them. A resolver reads the environment variables of its cluster
-    and nothing else: it starts no devices and connects to nobody.
+    `cluster_spec`, and sets `task_type` and `task_id` or overrides them. A
+    resolver reads the environment variables of its cluster and nothing else:
+    it starts no devices and connects to nobody.
 
     Differs from tf: `num_accelerators` is what the resolver was told, since
     counting would start JAX's devices; it takes no `config_proto`.
@@ -34,14 +35,13 @@ class ClusterResolver(abc.ABC):
           The `ClusterSpec` of this moment: the variables are read again.
         """
 
-    @abc.abstractmethod
     def master(
         self,
         task_type: str | None = None,
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """The address of a task, with the RPC layer before it; for tf 1.
+        """The address of a task, this process's if none is named; for tf 1.
 
         Args:
           task_type: The task's job.
@@ -51,7 +51,16 @@ class ClusterResolver(abc.ABC):
 
         Returns:
           The address, or "" without a cluster.
+
+        Raises:
+          ValueError: there is no such task, or its address is not known.
         """
+        task_type = self.task_type if task_type is None else task_type
+        task_id = self.task_id if task_id is None else task_id
+        if task_type is None or task_id is None:
+            return ""
+        address = self.cluster_spec().task_address(task_type, task_id)
+        return with_rpc_layer(address, rpc_layer or self._rpc_layer)
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None

@@ -9,7 +9,6 @@ from keras_strategies.cluster.addresses import (
     read_number,
     read_text,
     shown,
-    with_rpc_layer,
 )
 from keras_strategies.cluster.resolvers.resolver import (
     ClusterResolver,
@@ -119,29 +118,6 @@ class SlurmClusterResolver(ClusterResolver):
         takes it as `local_device_ids`.
         """
         return self._gpu_ids
-
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """The address of a task; this process's if none is named.
-
-        Args:
-          task_type: The task's job.
-          task_id: The task's index in it.
-          rpc_layer: What goes before the address.
-
-        Raises:
-          ValueError: there is no such task.
-        """
-        task_type = self.task_type if task_type is None else task_type
-        task_id = self.task_id if task_id is None else task_id
-        if task_type is None or task_id is None:
-            return ""
-        address = self._spec.task_address(task_type, task_id)
-        return with_rpc_layer(address, rpc_layer or self._rpc_layer)
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None

@@ -9,7 +9,6 @@ from keras_strategies.cluster.addresses import (
     read_number,
     read_port,
     read_text,
-    with_rpc_layer,
 )
 from keras_strategies.cluster.resolvers.resolver import (
     ClusterResolver,
@@ -88,8 +87,7 @@ class TorchrunClusterResolver(ClusterResolver):
         """
         if task_type is None or task_id is None:
             task_type, task_id = "worker", 0
-        address = self.cluster_spec().task_address(task_type, task_id)
-        return with_rpc_layer(address, rpc_layer or self._rpc_layer)
+        return super().master(task_type, task_id, rpc_layer)
 
     @property
     def num_processes(self) -> int:

@@ -16,13 +16,13 @@ import numpy as np
 from keras_strategies._core.batches import num_rows
 from keras_strategies.data.grain.grain_rows import (
     Stacked,
-    mark_of,
+    checksum_of,
     stacked_rows,
     with_parents,
 )
 from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.source import Cut, Part, Source, all_rows, take
-from keras_strategies.data.source_summary import Outline, Reading
+from keras_strategies.data.source_summary import Reading, Summary
 
 Tree = Any
 
@@ -74,12 +74,14 @@ class GrainSource(Source):
     ) -> None:
         del seed
         _check_policy(policy)
-        self.is_own = num_processes > 1 and policy is AutoShardPolicy.OFF
+        self.is_process_local = (
+            num_processes > 1 and policy is AutoShardPolicy.OFF
+        )
         is_divided = False
-        if num_processes > 1 and not self.is_own:
+        if num_processes > 1 and not self.is_process_local:
             is_divided = _is_divided(dataset, num_processes, process_index)
             _warn_of_slices(dataset, num_processes, process_index)
-        self.is_own |= is_divided
+        self.is_process_local |= is_divided
         self._batches = (
             _MapBatches(dataset)
             if _is_a(dataset, "MapDataset")
@@ -89,13 +91,13 @@ class GrainSource(Source):
         if is_divided and self.batch_size:
             self.batch_size *= num_processes
         self.is_infinite = self._batches.is_infinite
-        if not self.is_own:
+        if not self.is_process_local:
             self.num_batches = self._batches.length
-            self._batches.is_marked = num_processes > 1
+            self._batches.has_checksums = num_processes > 1
 
-    def outline(self) -> Outline:
-        """See `Source.outline`."""
-        stacked, summary = self._batches.stacked, super().outline()
+    def summary(self) -> Summary:
+        """See `Source.summary`."""
+        stacked, summary = self._batches.stacked, super().summary()
         if stacked is None:
             return summary
         rows = len(stacked.rows)
@@ -103,7 +105,7 @@ class GrainSource(Source):
 
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
         """See `Source`."""
-        if self.is_own:
+        if self.is_process_local:
             cut = all_rows
         return self._batches.read(epoch, start, cut)
 
@@ -136,14 +138,14 @@ def is_grain(dataset: Any) -> bool:
 class _MapBatches:
     """Batches of a `MapDataset`, in any order."""
 
-    is_marked = False
+    has_checksums = False
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
         self._len = len(dataset)
         self.stacked = stacked_rows(dataset)
         self._no_rows: Tree | None = None
-        self._mark = mark_of(dataset)
+        self._checksum = checksum_of(dataset)
         self.states: dict[int, Any] = {}
         self.is_infinite = self._len >= _ENDLESS
         self.length = None if self.is_infinite else self._len
@@ -159,7 +161,9 @@ class _MapBatches:
         def part(index: int) -> Part:
             if self.stacked is None:
                 return take(
-                    self._whole(offset + index), cut, is_marked=self.is_marked
+                    self._whole(offset + index),
+                    cut,
+                    has_checksums=self.has_checksums,
                 )
             return self._rows(self.stacked, epoch, index, cut)
 
@@ -181,7 +185,7 @@ class _MapBatches:
         rows = min(stacked.batch_size, total - first)
         start, stop = cut(rows)
         if start == stop and self._no_rows is not None:
-            return Part(data=self._no_rows, rows=rows, mark=self._mark)
+            return Part(data=self._no_rows, rows=rows, checksum=self._checksum)
         wanted = range(start, stop) or [min(start, rows - 1)]
         first += 0 if self.length is None else epoch * total
         data = _stack(stacked.read([first + i for i in wanted]))
@@ -189,7 +193,7 @@ class _MapBatches:
             self._no_rows = jax.tree.map(lambda leaf: leaf[:0].copy(), data)
         if start == stop:
             data = self._no_rows
-        return Part(data=data, rows=rows, mark=self._mark)
+        return Part(data=data, rows=rows, checksum=self._checksum)
 
 
 class _IteratedBatches:
@@ -199,7 +203,7 @@ class _IteratedBatches:
     """
 
     length = stacked = None
-    is_infinite = is_marked = False  # Whether it ends, nobody knows.
+    is_infinite = has_checksums = False  # Whether it ends, nobody knows.
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -221,7 +225,9 @@ class _IteratedBatches:
                 position += 1
                 self._keep(position, iterator)
                 if position > start:
-                    yield take(_arrays(batch), cut, is_marked=self.is_marked)
+                    yield take(
+                        _arrays(batch), cut, has_checksums=self.has_checksums
+                    )
         finally:
             _close(iterator)
 

@@ -63,7 +63,7 @@ def stacked_rows(dataset: Any) -> Stacked | None:
     return Stacked(rows=rows, batch_size=size, many=_of_many(rows))
 
 
-def mark_of(dataset: Any) -> int:
+def checksum_of(dataset: Any) -> int:
     """A checksum of the transformations' names, lengths and seeds."""
     facts = [
         (type(inner).__name__, len(inner), getattr(inner, "_seed", None))

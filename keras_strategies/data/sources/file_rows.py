@@ -50,7 +50,7 @@ class ArrayRows:
         self._open: dict[int, Tree] = {}
         self._window = (-1, np.zeros(0, int))
 
-    def mark(self, first: int, last: int) -> int:
+    def checksum(self, first: int, last: int) -> int:
         """A checksum of which rows these are; see `Part`."""
         return zlib.crc32(f"{self._names} {first} {last}".encode())
 
@@ -124,7 +124,7 @@ class RecordRows:
         self._counts = counts
         self._key = key
 
-    def mark(self, first: _Record, last: _Record) -> int:
+    def checksum(self, first: _Record, last: _Record) -> int:
         """A checksum of which records these are; see `Part`."""
         places = [(os.path.basename(r.path), r.index) for r in (first, last)]
         return zlib.crc32(repr(places).encode())

@@ -10,7 +10,7 @@ import numpy as np
 
 from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.source import Cut, Part, Source, all_rows
-from keras_strategies.data.source_summary import Outline, Reading
+from keras_strategies.data.source_summary import Reading, Summary
 from keras_strategies.data.sources.file_rows import (
     ArrayRows,
     RecordRows,
@@ -57,26 +57,26 @@ class FilesSource(Source):
         self._process_index = process_index
         self._seed = (seed if data.seed is None else data.seed) % 2**64
         self._is_by_file = _is_by_file(data, num_processes, policy)
-        self.is_own = self._is_by_file or (
+        self.is_process_local = self._is_by_file or (
             num_processes > 1 and policy is AutoShardPolicy.OFF
         )
         self.batch_size = data.batch_size
         self._counts: dict[str, int] = {}
         if data.reader in ARRAYS:
             self._counts = counts_of_arrays(data)
-        elif data.count is not False and not self.is_own:
+        elif data.count is not False and not self.is_process_local:
             self._counts = {path: count_of(data, path) for path in data.paths}
-        if self._counts and not self.is_own:
+        if self._counts and not self.is_process_local:
             whole, rest = divmod(sum(self._counts.values()), data.batch_size)
             self.num_batches = whole + bool(rest and not data.drop_remainder)
 
-    def outline(self) -> Outline:
-        """See `Source.outline`."""
-        summary, data = super().outline(), self._data
+    def summary(self) -> Summary:
+        """See `Source.summary`."""
+        summary, data = super().summary(), self._data
         files = dict.fromkeys(range(self._num_processes), data.paths)
         if self._is_by_file:
             files = {process: self.assigned_files(process) for process in files}
-            summary = Outline(
+            summary = Summary(
                 applied=AutoShardPolicy.FILE,
                 reason="there is a file for each process",
             )
@@ -125,7 +125,7 @@ class FilesSource(Source):
         if self._is_by_file:
             size = -(-size // self._num_processes)
             key = (self._seed, epoch, 1 + self._process_index)
-        if self.is_own:
+        if self.is_process_local:
             cut = all_rows
         is_array = self._data.reader in ARRAYS
         kind: Any = ArrayRows if is_array else RecordRows
@@ -136,15 +136,17 @@ class FilesSource(Source):
             if count < size and self._data.drop_remainder:
                 return
             begin, end = cut(count)
-            mark = rows.mark(batch[0], batch[-1])
+            checksum = rows.checksum(batch[0], batch[-1])
             if begin == end and none is not None:
-                yield Part(data=none, rows=count, mark=mark)
+                yield Part(data=none, rows=count, checksum=checksum)
                 continue
             data = rows.data(batch[begin:end] if begin < end else batch[:1])
             if none is None:
                 none = jax.tree.map(lambda leaf: leaf[:0], data)
             yield Part(
-                data=data if begin < end else none, rows=count, mark=mark
+                data=data if begin < end else none,
+                rows=count,
+                checksum=checksum,
             )
 
 

@@ -12,7 +12,7 @@ from keras_strategies._core import host_arrays
 from keras_strategies._core.batches import num_rows
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.data.source import Cut, Part, Source
-from keras_strategies.data.source_summary import Outline, Reading
+from keras_strategies.data.source_summary import Reading, Summary
 from keras_strategies.data.sources.iterables import check_batches, host_batches
 
 Tree = Any
@@ -82,7 +82,7 @@ class FunctionSource(Source):
                 "itself to `experimental_distribute_dataset`."
             )
         self._num_replicas = mesh.replicas_per_process
-        self.is_own = mesh.num_processes > 1
+        self.is_process_local = mesh.num_processes > 1
         count, index = mesh.num_processes, mesh.process_index
         if is_per_replica:
             if count > 1:
@@ -104,9 +104,9 @@ class FunctionSource(Source):
         for dataset in self._datasets:
             check_batches(dataset)
 
-    def outline(self) -> Outline:
-        """See `Source.outline`."""
-        return dataclasses.replace(super().outline(), reading=Reading.REPLICAS)
+    def summary(self) -> Summary:
+        """See `Source.summary`."""
+        return dataclasses.replace(super().summary(), reading=Reading.REPLICAS)
 
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
         """See `Source.read`."""

@@ -19,19 +19,23 @@ class IterableSource(Source):
 
     Args:
       dataset: An iterable of nests of arrays.
-      is_own: Whether each process has rows of its own.
-      is_marked: See `take`.
+      is_process_local: Whether each process has rows of its own.
+      has_checksums: See `take`.
     """
 
     kind = "an iterable"
 
     def __init__(
-        self, dataset: Iterable[Tree], *, is_own: bool, is_marked: bool
+        self,
+        dataset: Iterable[Tree],
+        *,
+        is_process_local: bool,
+        has_checksums: bool,
     ) -> None:
         check_batches(dataset)
         self._dataset = dataset
-        self.is_own = is_own
-        self._is_marked = is_marked and not is_own
+        self.is_process_local = is_process_local
+        self._has_checksums = has_checksums and not is_process_local
         self._peeked: list[Tree] = []
 
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
@@ -41,7 +45,9 @@ class IterableSource(Source):
         if isinstance(self._dataset, Iterator):
             batches = self._once(batches)
         for batch in itertools.islice(batches, start, None):
-            yield take(batch, cut, is_marked=self._is_marked, is_copied=True)
+            yield take(
+                batch, cut, has_checksums=self._has_checksums, is_copied=True
+            )
 
     def _once(self, batches: Iterator[Tree]) -> Iterator[Tree]:
         """The batches of an iterator, those again that were only peeked at."""

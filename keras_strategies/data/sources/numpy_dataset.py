@@ -12,10 +12,10 @@ from keras_strategies.data.source import (
     Cut,
     Part,
     Source,
-    checksum,
-    rows_to_mark,
+    rows_checksum,
+    rows_to_checksum,
 )
-from keras_strategies.data.source_summary import Outline, Reading
+from keras_strategies.data.source_summary import Reading, Summary
 from keras_strategies.data.sources.mapped_arrays import let_go
 
 Tree = Any
@@ -117,16 +117,16 @@ class RowsSource(Source):
         self.batch_size = dataset.batch_size
         self.num_batches = len(dataset)
 
-    def outline(self) -> Outline:
-        """See `Source.outline`."""
+    def summary(self) -> Summary:
+        """See `Source.summary`."""
         return dataclasses.replace(
-            super().outline(), reading=Reading.ROWS, num_rows=self._num_rows
+            super().summary(), reading=Reading.ROWS, num_rows=self._num_rows
         )
 
     @property
-    def mark(self) -> int:
-        """See `Source.mark`."""
-        return checksum(self._arrays, rows_to_mark(self._num_rows))
+    def checksum(self) -> int:
+        """See `Source.checksum`."""
+        return rows_checksum(self._arrays, rows_to_checksum(self._num_rows))
 
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
         """See `Source.read`."""

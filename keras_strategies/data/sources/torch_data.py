@@ -15,7 +15,7 @@ import numpy as np
 
 from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.source import Cut, Part, Source, all_rows, take
-from keras_strategies.data.source_summary import Outline, Reading
+from keras_strategies.data.source_summary import Reading, Summary
 from keras_strategies.data.sources.torch_tensors import arrays_of
 
 Tree = Any
@@ -72,10 +72,12 @@ class TorchSource(Source):
         if not isinstance(data, _data().DataLoader):
             loader = _data().DataLoader(data, batch_size=batch_size or 32)
         is_divided = False
-        self.is_own = num_processes > 1 and policy is AutoShardPolicy.OFF
-        if num_processes > 1 and not self.is_own:
+        self.is_process_local = (
+            num_processes > 1 and policy is AutoShardPolicy.OFF
+        )
+        if num_processes > 1 and not self.is_process_local:
             is_divided = _is_divided(loader, num_processes, process_index)
-        self.is_own |= is_divided
+        self.is_process_local |= is_divided
         self._batches: _IndexedBatches | _IteratedBatches
         self._batches = _IteratedBatches(loader, seed)
         is_iterable = isinstance(loader.dataset, _data().IterableDataset)
@@ -87,13 +89,13 @@ class TorchSource(Source):
         self.batch_size = self._batches.batch_size
         if is_divided and self.batch_size:
             self.batch_size *= num_processes
-        if not self.is_own:
+        if not self.is_process_local:
             self.num_batches = self._batches.length
-            self._batches.is_marked = num_processes > 1
+            self._batches.has_checksums = num_processes > 1
 
-    def outline(self) -> Outline:
-        """See `Source.outline`."""
-        summary = super().outline()
+    def summary(self) -> Summary:
+        """See `Source.summary`."""
+        summary = super().summary()
         if not self._batches.is_by_rows:
             return summary
         rows = self._batches.num_rows
@@ -111,7 +113,7 @@ class TorchSource(Source):
 
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
         """See `Source`."""
-        if self.is_own:
+        if self.is_process_local:
             cut = all_rows
         return self._batches.read(epoch, start, cut)
 
@@ -126,7 +128,7 @@ def is_torch(data: Any) -> bool:
 class _IndexedBatches:
     """Batches of a map-style dataset, by the samplers' indices."""
 
-    is_marked = False
+    has_checksums = False
 
     def __init__(
         self, loader: Any, seed: int, process_index: int, should_shuffle: bool
@@ -156,7 +158,7 @@ class _IndexedBatches:
                 yield take(
                     arrays_of(batch),
                     cut,
-                    is_marked=self.is_marked,
+                    has_checksums=self.has_checksums,
                     is_copied=True,
                 )
             return
@@ -164,11 +166,13 @@ class _IndexedBatches:
         own = (wanted[0] for wanted in ahead if wanted[0] is not None)
         items = self._items(own, epoch, start)
         no_rows: Tree = None
-        for wanted, count, rows, mark in plan:
+        for wanted, count, rows, checksum in plan:
             data = no_rows if wanted is None else arrays_of(next(items))
             if no_rows is None:
                 no_rows = jax.tree.map(lambda leaf: leaf[:0], data)
-            yield Part(data=data if count else no_rows, rows=rows, mark=mark)
+            yield Part(
+                data=data if count else no_rows, rows=rows, checksum=checksum
+            )
 
     def _batches_of_keys(self, epoch: int, start: int) -> Iterator[Any]:
         """The keys of each batch from `start` on."""
@@ -222,7 +226,7 @@ class _IndexedBatches:
 def _plan(
     batches: Iterator[Any], cut: Cut
 ) -> Iterator[tuple[Any, int, int, int]]:
-    """Keys to read of each batch (of the first, one at least); rows; a mark."""
+    """Keys to read of each batch (the first: one at least), rows, checksum."""
     is_first = True
     for keys in batches:
         begin, end = cut(len(keys))
@@ -230,15 +234,15 @@ def _plan(
         if begin == end:
             own = keys[:1] if is_first else None
         is_first = False
-        mark = zlib.crc32(f"{keys[0]} {keys[-1]}".encode())
-        yield own, end - begin, len(keys), mark
+        checksum = zlib.crc32(f"{keys[0]} {keys[-1]}".encode())
+        yield own, end - begin, len(keys), checksum
 
 
 class _IteratedBatches:
     """Batches that a loader gives one after the other."""
 
     length = num_rows = None
-    is_marked = is_by_rows = False
+    has_checksums = is_by_rows = False
 
     def __init__(self, loader: Any, seed: int) -> None:
         self._loader = loader
@@ -255,7 +259,7 @@ class _IteratedBatches:
             yield take(
                 arrays_of(batch),
                 cut,
-                is_marked=self.is_marked,
+                has_checksums=self.has_checksums,
                 # That makes new tensors each time.
                 is_copied=loader.collate_fn is not _data().default_collate,
             )

@@ -16,7 +16,7 @@ from keras_strategies.cluster.exchange.message_forms import Either, fault_of
 from keras_strategies.cluster.untrusted import load_json
 from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.source import Cut, Part, Source, take
-from keras_strategies.data.source_summary import Outline
+from keras_strategies.data.source_summary import Summary
 from keras_strategies.data.tfdata.tf_files import (
     damage,
     files_of,
@@ -138,7 +138,7 @@ class TfDataSource(Source):
         self.plan, split = plan_shards(
             dataset, graph, policy, num_processes, process_index
         )
-        self.is_own = num_processes > 1 and self.plan.applied in (
+        self.is_process_local = num_processes > 1 and self.plan.applied in (
             _Policy.FILE,
             _Policy.HINT,
             _Policy.OFF,
@@ -147,12 +147,12 @@ class TfDataSource(Source):
         self.likely_size = self.batch_size or _likely_size(dataset)
         count = int(dataset.cardinality())
         self.is_infinite = count == tensorflow().data.INFINITE_CARDINALITY
-        if count >= 0 and not self.is_own:
+        if count >= 0 and not self.is_process_local:
             self.num_batches = count
         # Whether all processes must see the same, and can: functions may
         # draw, which changes rows but loses none.
-        self._is_shared = num_processes > 1 and not self.is_own
-        self._is_marked = self._is_shared and (
+        self._is_shared = num_processes > 1 and not self.is_process_local
+        self._has_checksums = self._is_shared and (
             is_plain(dataset, with_functions=False)
             if graph is None
             else not changes_rows(graph)
@@ -171,7 +171,7 @@ class TfDataSource(Source):
                 self._dataset,
                 num_processes=num_processes,
                 process_index=process_index,
-                is_whole=not self.is_own,
+                is_whole=not self.is_process_local,
             )
             self._seed = seed
             self._epochs = self._make_epochs(graph, seed=seed)
@@ -180,13 +180,13 @@ class TfDataSource(Source):
             files = files_of_part(first)
             self.plan = dataclasses.replace(self.plan, files=files)
 
-    def outline(self) -> Outline:
-        """See `Source.outline`."""
+    def summary(self) -> Summary:
+        """See `Source.summary`."""
         plan, files = self.plan, self.plan.files
         first = rows = None
-        if not self.is_own:
+        if not self.is_process_local:
             first, rows = _known_rows(self._dataset)
-        return Outline(
+        return Summary(
             asked=plan.asked,
             applied=plan.applied,
             reason=plan.reason,
@@ -239,10 +239,10 @@ class TfDataSource(Source):
         let_go = _let_go  # Python empties modules before it ends generators.
         try:
             for batch in self._batches(held[0]):
-                if self.is_own:
+                if self.is_process_local:
                     yield Part(data=batch, rows=num_rows(batch))
                 else:
-                    yield take(batch, cut, is_marked=self._is_marked)
+                    yield take(batch, cut, has_checksums=self._has_checksums)
         finally:
             let_go(held)
 

@@ -73,7 +73,7 @@ def make_early_stopping_hook(
     check_positive("run_every_steps", run_every_steps)
     if run_every_secs is not None:
         check_seconds("run_every_secs", run_every_secs)
-        mesh = estimator._runs.strategy_of(ModeKeys.TRAIN)._runtime.mesh
+        mesh = estimator._runs.strategy_of(ModeKeys.TRAIN).mesh
         if mesh.num_processes > 1:
             raise ValueError(
                 "run_every_secs should not be set when several processes "
@@ -248,7 +248,7 @@ class _Stopping(keras.callbacks.Callback):
         every_steps: int | None,
     ) -> None:
         super().__init__()
-        self._mesh = estimator._runs.strategy_of(ModeKeys.TRAIN)._runtime.mesh
+        self._mesh = estimator._runs.strategy_of(ModeKeys.TRAIN).mesh
         self._should_stop_fn = should_stop_fn
         self._every_secs = every_secs
         self._every_steps = every_steps

@@ -74,7 +74,7 @@ class InMemoryEvaluatorHook(keras.callbacks.Callback):
         self._name = name
         self._every = every_n_iter
         self._evaluated = 0
-        mesh = estimator._runs.strategy_of(ModeKeys.EVAL)._runtime.mesh
+        mesh = estimator._runs.strategy_of(ModeKeys.EVAL).mesh
         self._is_here = mesh.num_processes > 1 or jax.process_index() == 0
 
     def on_train_begin(self, logs: Any = None) -> None:

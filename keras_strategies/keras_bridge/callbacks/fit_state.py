@@ -151,7 +151,7 @@ class Loop:
             position = feed.next_position(place)
         else:
             position = feed.position_at(place)
-        if not feed.is_own or self.mesh.num_processes == 1:
+        if not feed.is_process_local or self.mesh.num_processes == 1:
             return {"position": position}
         agreement = Agreement(self.mesh.processes, "keeping a position")
         received = agreement.exchange(json.dumps(position))
@@ -206,11 +206,14 @@ class Loop:
         if feed is None or saved is None:
             return None
         if "position" in saved and not (
-            feed.is_own and self.mesh.num_processes > 1
+            feed.is_process_local and self.mesh.num_processes > 1
         ):
             return saved["position"]
         positions = saved.get("positions", [saved.get("position")])
-        if len(positions) != self.mesh.num_processes or not feed.is_own:
+        if (
+            len(positions) != self.mesh.num_processes
+            or not feed.is_process_local
+        ):
             raise ValueError(
                 "Where rows are each process's own, a fit resumes with as "
                 "many processes as it had. Received: positions of "

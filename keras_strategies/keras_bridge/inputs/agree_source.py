@@ -26,7 +26,7 @@ _MAX_SHOWN = 8
 _FAILED = {"error": str}
 _NUMBER = {"number": is_count}
 _MADE = Either((_FAILED, {"facts": dict, "seed": int | str | None}))
-_OUTLINES = Either((_FAILED, {"outlines": [str]}))
+_SHAPES = Either((_FAILED, {"outlines": [str]}))
 
 
 def made_together(
@@ -88,7 +88,7 @@ def _made(
     raise_together(mesh, f"Preparing the data of {name}", received, error)
     _check_facts(mesh, name, [message["facts"] for message in received])
     assert source is not None
-    if not source.is_own:
+    if not source.is_process_local:
         source.restart(received[0]["seed"])
     return source
 
@@ -112,12 +112,12 @@ def made_alike(
     made, error, message = [], None, {}
     try:
         made = make()
-        message["outlines"] = [_outline_of(nest) for nest in made]
+        message["outlines"] = [_shapes_of(nest) for nest in made]
     except Exception as raised:
         error = raised
         message["error"] = f"{type(error).__name__}: {error}"
     try:
-        received = _exchange(mesh, name, agreement, message, _OUTLINES)
+        received = _exchange(mesh, name, agreement, message, _SHAPES)
     finally:
         agreement.end()
     raise_together(mesh, f"Making the values of {name}", received, error)
@@ -137,7 +137,7 @@ def made_alike(
     return made
 
 
-def _outline_of(nest: Any) -> str:
+def _shapes_of(nest: Any) -> str:
     leaves, structure = jax.tree.flatten(nest)
     arrays = [np.asarray(leaf) for leaf in leaves]
     shapes = ", ".join(f"{a.dtype}{list(a.shape)}" for a in arrays)

@@ -36,7 +36,7 @@ from keras_strategies.data.distributed import DistributedDataset
 from keras_strategies.data.grain.grain_data import GrainSource
 from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.source import Cut, Part, Passes, Source
-from keras_strategies.data.source_summary import Outline
+from keras_strategies.data.source_summary import Summary
 from keras_strategies.data.sources.file_source import FilesSource
 from keras_strategies.data.sources.files import Files
 from keras_strategies.data.sources.iterables import (
@@ -124,6 +124,14 @@ def local_source(
     if is_tf_dataset(dataset):
         return TfDataSource(dataset, policy=policy, **places)
     chosen = AutoShardPolicy.AUTO if policy is None else policy
+    if isinstance(dataset, Source):
+        if chosen is not AutoShardPolicy.AUTO:
+            raise ValueError(
+                "A `ks.data.Source` decides itself what each process reads. "
+                f"Received: `AutoShardPolicy.{chosen.name}` beside one. Leave "
+                "the policy out, or set the source's `is_process_local`."
+            )
+        return dataset
     if isinstance(dataset, Files):
         return FilesSource(dataset, policy=chosen, **places)
     if _is_torch_dataset(dataset):
@@ -138,24 +146,26 @@ def local_source(
         return TorchSource(dataset, policy=chosen, **places)
     if is_grain_dataset(dataset):
         return GrainSource(dataset, policy=chosen, **places)
-    is_own = mesh.num_processes > 1 and chosen is AutoShardPolicy.OFF
+    is_process_local = mesh.num_processes > 1 and chosen is AutoShardPolicy.OFF
     if chosen in (AutoShardPolicy.FILE, AutoShardPolicy.HINT):
         raise ValueError(
             f"`{chosen.name}` is a policy for datasets that read files with "
             f"tf.data or `ks.data.files`. Received: an object of type "
             f"{type(dataset).__name__}. Use AUTO, DATA or OFF."
         )
-    if isinstance(dataset, NumpyDataset) and not is_own:
+    if isinstance(dataset, NumpyDataset) and not is_process_local:
         return RowsSource(dataset)
     if isinstance(dataset, PyDataset):
         return PyDatasetSource(
             PyDatasetAdapter(dataset),
-            is_own=is_own,
-            is_marked=mesh.num_processes > 1,
+            is_process_local=is_process_local,
+            has_checksums=mesh.num_processes > 1,
         )
     check_batches(dataset)
     return IterableSource(
-        dataset, is_own=is_own, is_marked=mesh.num_processes > 1
+        dataset,
+        is_process_local=is_process_local,
+        has_checksums=mesh.num_processes > 1,
     )
 
 
@@ -170,7 +180,7 @@ def _of_loop(mesh: ReplicaMesh, seed: int, *, given: LoopData) -> Source:
     if type(adapter) is ArrayDataAdapter:
         return ArraySource(adapter)
     if isinstance(adapter, PyDatasetAdapter):
-        return PyDatasetSource(adapter, is_marked=mesh.num_processes > 1)
+        return PyDatasetSource(adapter, has_checksums=mesh.num_processes > 1)
     if isinstance(adapter, TFDatasetAdapter):
         source = local_source(_dense(given.x), mesh, seed)
         source.passes = _passes_of(given.x)
@@ -180,8 +190,8 @@ def _of_loop(mesh: ReplicaMesh, seed: int, *, given: LoopData) -> Source:
     return AdapterSource(
         adapter,
         kind="a generator" if is_generator else "a dataset",
-        is_own=False,
-        is_marked=mesh.num_processes > 1,
+        is_process_local=False,
+        has_checksums=mesh.num_processes > 1,
         is_copied=is_generator,
     )
 
@@ -220,7 +230,7 @@ class _Weighted(Source):
         self._source = source
         self._class_weight = class_weight
         self.kind = source.kind  # pyright: ignore[reportAttributeAccessIssue]
-        self.is_own = source.is_own
+        self.is_process_local = source.is_process_local
         self.is_planned = source.is_planned
         self.batch_size = source.batch_size
         self.likely_size = source.likely_size
@@ -231,12 +241,12 @@ class _Weighted(Source):
     def facts(self) -> dict[str, Any]:
         return self._source.facts()
 
-    def outline(self) -> Outline:
-        return self._source.outline()
+    def summary(self) -> Summary:
+        return self._source.summary()
 
     @property
-    def mark(self) -> int | None:
-        return self._source.mark
+    def checksum(self) -> int | None:
+        return self._source.checksum
 
     @property
     def seed(self) -> str | int | None:
@@ -261,7 +271,10 @@ class _Weighted(Source):
             )
             data = (*data, np.asarray(weight))
             yield Part(
-                data=data, rows=part.rows, mark=part.mark, counts=part.counts
+                data=data,
+                rows=part.rows,
+                checksum=part.checksum,
+                counts=part.counts,
             )
 
     def begin_epoch(self, epoch: int, start: int) -> None:
@@ -276,7 +289,7 @@ def _weighted(source: Source, class_weight: Any) -> Source:
 
 
 def _check_ends(source: Source, steps_per_epoch: int | None) -> None:
-    if getattr(source, "is_infinite", False) and not steps_per_epoch:
+    if source.is_infinite and not steps_per_epoch:
         raise ValueError(
             "An epoch of an infinite dataset needs an end. Received: a "
             "dataset that repeats for ever, and no number of steps. Pass "
@@ -338,7 +351,7 @@ def _is_read_without_keras(x: Any) -> bool:
     shapes of the first; that of a torch loader starts its workers.
     """
     return (
-        isinstance(x, DistributedDataset | Files)
+        isinstance(x, DistributedDataset | Files | Source)
         or _is_torch_dataset(x)
         or is_grain_dataset(x)
         or is_torch_dataloader(x)

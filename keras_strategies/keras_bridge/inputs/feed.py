@@ -62,7 +62,7 @@ class Feed(DataAdapter):
         self._steps_per_epoch = steps_per_epoch
         self._division = Division(
             # Of rows that are each process's own, nobody knows the longest.
-            num_batches=None if source.is_own else source.num_batches,
+            num_batches=None if source.is_process_local else source.num_batches,
             steps_per_epoch=max(steps_per_epoch or 0, 0) or None,
             steps_per_execution=steps_per_execution,
         )
@@ -160,8 +160,8 @@ class Feed(DataAdapter):
 
         An epoch here is one pass over the data: with `steps_per_epoch` it may
         last for several of the loop's. "step" is the number of its steps that
-        were given out. Of data that are the process's own (`is_own` of the
-        source), each process has a position.
+        were given out. Each process has its own position in data that are
+        process-local.
         """
         epoch, step = self._at.given
         count = self._division.num_batches
@@ -192,9 +192,9 @@ class Feed(DataAdapter):
         return {"epoch": place[0], "step": place[1], "seed": self._source.seed}
 
     @property
-    def is_own(self) -> bool:
+    def is_process_local(self) -> bool:
         """Whether the data, and so a position, are this process's own."""
-        return self._source.is_own
+        return self._source.is_process_local
 
     def resume(
         self, position: dict[str, Any], done_steps: int = 0, logs: Any = None
@@ -307,7 +307,7 @@ class Feed(DataAdapter):
     @property
     def sizes(self) -> dict[str, int | None]:
         """What a position counts in, by its name; None where not known."""
-        known = self._source.outline()
+        known = self._source.summary()
         return {
             "rows a batch": self.batch_size or known.first_rows,
             "batches": self._division.num_batches,

@@ -32,11 +32,11 @@ from keras_strategies.data.source import (
     Cut,
     Part,
     Source,
-    checksum,
-    rows_to_mark,
+    rows_checksum,
+    rows_to_checksum,
     take,
 )
-from keras_strategies.data.source_summary import Outline, Reading
+from keras_strategies.data.source_summary import Reading, Summary
 from keras_strategies.data.sources.mapped_arrays import is_mapped, let_go
 from keras_strategies.keras_bridge.keras_names import BATCH_ORDER, ROW_ORDER
 
@@ -72,21 +72,21 @@ class ArraySource(Source):
         """See `Source.facts`."""
         return {"number of rows": self._rows, **super().facts()}
 
-    def outline(self) -> Outline:
-        """See `Source.outline`."""
+    def summary(self) -> Summary:
+        """See `Source.summary`."""
         return dataclasses.replace(
-            super().outline(), reading=Reading.ROWS, num_rows=self._rows
+            super().summary(), reading=Reading.ROWS, num_rows=self._rows
         )
 
     @property
-    def mark(self) -> int:
-        """See `Source.mark`."""
-        rows = rows_to_mark(self._rows)
+    def checksum(self) -> int:
+        """See `Source.checksum`."""
+        rows = rows_to_checksum(self._rows)
         leaves = [
             as_numpy(leaf.convert_to_numpy(leaf[np.array(rows)]))
             for leaf in self._leaves
         ]
-        return checksum(leaves, range(len(rows)))
+        return rows_checksum(leaves, range(len(rows)))
 
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
         """See `Source.read`."""
@@ -147,8 +147,8 @@ class AdapterSource(Source):
 
     Args:
       adapter: The adapter.
-      is_own: Whether each process has rows of its own.
-      is_marked: See `take`.
+      is_process_local: Whether each process has rows of its own.
+      has_checksums: See `take`.
       is_copied: Whether user code may fill the same buffers again while a
         batch is still needed.
     """
@@ -160,18 +160,18 @@ class AdapterSource(Source):
         adapter: DataAdapter,
         *,
         kind: str,
-        is_own: bool,
-        is_marked: bool,
+        is_process_local: bool,
+        has_checksums: bool,
         is_copied: bool,
     ) -> None:
         self._adapter = adapter
-        self._is_marked = is_marked
+        self._has_checksums = has_checksums
         self._is_copied = is_copied
         self.kind = kind  # pyright: ignore[reportAttributeAccessIssue]
-        self.is_own = is_own
+        self.is_process_local = is_process_local
         self.num_batches = adapter.num_batches
         # A generator's is that of its first batch, whatever follows.
-        self.batch_size = None if is_own else adapter.batch_size
+        self.batch_size = None if is_process_local else adapter.batch_size
 
     def begin_epoch(self, epoch: int, start: int) -> None:
         """See `Source.begin_epoch`."""
@@ -190,7 +190,7 @@ class AdapterSource(Source):
             yield take(
                 host_batch(batch),
                 cut,
-                is_marked=self._is_marked,
+                has_checksums=self._has_checksums,
                 is_copied=self._is_copied,
             )
 
@@ -200,19 +200,23 @@ class PyDatasetSource(Source):
 
     Args:
       adapter: Keras's adapter of it.
-      is_own: Whether each process has rows of its own.
-      is_marked: Whether the processes compare their batches: the targets and
-        weights, where there are some, since inputs may be augmented in
+      is_process_local: Whether each process has rows of its own.
+      has_checksums: Whether the processes compare their batches: the targets
+        and weights, where there are some, since inputs may be augmented in
         another way by each.
     """
 
     kind = "a PyDataset"
 
     def __init__(
-        self, adapter: Any, *, is_own: bool = False, is_marked: bool = False
+        self,
+        adapter: Any,
+        *,
+        is_process_local: bool = False,
+        has_checksums: bool = False,
     ) -> None:
-        self.is_own = is_own
-        self._is_marked = is_marked and not is_own
+        self.is_process_local = is_process_local
+        self._has_checksums = has_checksums and not is_process_local
         self._error: Exception | None = None
         self.num_batches = adapter.num_batches
         self._dataset = adapter.py_dataset
@@ -260,8 +264,10 @@ class PyDatasetSource(Source):
         for batch in adapter.get_jax_iterator():
             batch = host_batch(batch)
             part = take(batch, cut, is_copied=True)
-            mark = _mark_of_targets(batch) if self._is_marked else None
-            yield dataclasses.replace(part, mark=mark)
+            checksum = (
+                _checksum_of_targets(batch) if self._has_checksums else None
+            )
+            yield dataclasses.replace(part, checksum=checksum)
 
 
 class _View(keras.utils.PyDataset):
@@ -291,10 +297,10 @@ class _View(keras.utils.PyDataset):
         return self._dataset[index]
 
 
-def _mark_of_targets(batch: Tree) -> int:
+def _checksum_of_targets(batch: Tree) -> int:
     if isinstance(batch, tuple) and len(batch) > 1:
         batch = batch[1:]
-    return checksum(batch, rows_to_mark(num_rows(batch)))
+    return rows_checksum(batch, rows_to_checksum(num_rows(batch)))
 
 
 def source_of_arrays(arrays: Tree, batch_size: int) -> ArraySource:

@@ -22,7 +22,7 @@ from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.data.distributed import DistributedDataset
 from keras_strategies.data.options import AutoShardPolicy, check_input_options
 from keras_strategies.data.source import Source
-from keras_strategies.data.source_summary import Outline, Reading
+from keras_strategies.data.source_summary import Reading, Summary
 from keras_strategies.data.sources.files import Files
 from keras_strategies.data.sources.torch_data import is_torch
 from keras_strategies.data.tfdata.tf_data import TfDataSource
@@ -50,7 +50,8 @@ class InputExplanation:
       facts: What is known of the dataset as a whole, in words.
       devices: Names of the devices, in the order of the replica ids.
       num_processes: Number of processes, which hold equally many of them.
-      is_own: Whether each process's rows are its own, in no common order.
+      is_process_local: Whether each process has rows of its own, in no common
+        order.
       batch_size: Rows of a whole batch of all processes, if known.
       whole: How a whole batch is divided, if its size is known.
       last: How an epoch's last batch is divided, if that is known.
@@ -61,7 +62,7 @@ class InputExplanation:
     facts: dict[str, str]
     devices: tuple[str, ...]
     num_processes: int = 1
-    is_own: bool = False
+    is_process_local: bool = False
     batch_size: int | None = None
     whole: Shares | None = None
     last: Shares | None = None
@@ -114,7 +115,9 @@ class InputExplanation:
         start, stop = sum(counts[:i]), sum(counts[: i + 1])
         if start == stop:
             return ["none", ""]
-        text = f"{counts[i]}" + ("" if self.is_own else f" ({start}:{stop})")
+        text = f"{counts[i]}" + (
+            "" if self.is_process_local else f" ({start}:{stop})"
+        )
         size = max(self.batch_size or 0, sum(counts))
         return [text, Bar(size, start, stop, width=_BAR, color="cyan")]
 
@@ -148,29 +151,29 @@ def explain_input(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         source = _source(dataset, mesh, policy, batch_size)
-        outline = source.outline()
-        files = _files(outline, dataset, mesh, policy)
+        summary = source.summary()
+        files = _files(summary, dataset, mesh, policy)
     notes = [str(w.message) for w in caught if w.category is UserWarning]
-    notes += outline.notes
+    notes += summary.notes
     size, count = source.batch_size, source.num_batches
-    if size is None and not source.is_own and count != 0:
-        size = outline.first_rows
+    if size is None and not source.is_process_local and count != 0:
+        size = summary.first_rows
         if isinstance(dataset, PyDataset):
             size = num_rows(keras_sources.host_batch(dataset[0]))
         notes += ["Batches may have other sizes than the first."] * bool(size)
-    if size is None and source.is_own:
+    if size is None and source.is_process_local:
         size = source.likely_size
         notes.append(
             "Whole batches have as many rows as the first batch of a process, "
             "whose rows the processes share."
         )
-    whole, last = _shares(source, outline, size, mesh)
+    whole, last = _shares(source, summary, size, mesh)
     is_distributed = isinstance(dataset, DistributedDataset)
-    policies = _policies(outline, is_distributed, mesh, policy)
+    policies = _policies(summary, is_distributed, mesh, policy)
     facts = {
         "data": source.kind,
         "policy": policies,
-        "reading": _reading(source, outline, mesh.num_processes),
+        "reading": _reading(source, summary, mesh.num_processes),
         "batch": _known(size, "row"),
         "epoch": _known(count, "step"),
         "last batch": _known(last and sum(last[0]), "row"),
@@ -181,7 +184,7 @@ def explain_input(
         facts=facts,
         devices=_places(mesh),
         num_processes=mesh.num_processes,
-        is_own=source.is_own,
+        is_process_local=source.is_process_local,
         batch_size=size,
         whole=whole,
         last=last,
@@ -277,13 +280,13 @@ def _arrays(dataset: Any) -> list[Any]:
 
 
 def _files(
-    outline: Outline, dataset: Any, mesh: ReplicaMesh, policy: _Policy | None
+    summary: Summary, dataset: Any, mesh: ReplicaMesh, policy: _Policy | None
 ) -> tuple[tuple[str, ...] | None, ...]:
     """The files of each process; None for those not known here."""
-    files, count = dict(outline.files), mesh.num_processes
+    files, count = dict(summary.files), mesh.num_processes
     if isinstance(dataset, Files):
         is_drawn = dataset.window and dataset.seed is None
-        if is_drawn and outline.applied is _Policy.FILE:
+        if is_drawn and summary.applied is _Policy.FILE:
             return (None,) * count  # A seed is drawn when reading begins.
     elif files and not isinstance(dataset, DistributedDataset):
         place: Any = {"num_processes": count, "seed": 0, "policy": policy}
@@ -291,7 +294,7 @@ def _files(
         for process, _ in filter(None, groups):
             if process not in files:
                 other = TfDataSource(dataset, process_index=process, **place)
-                files |= other.outline().files
+                files |= other.summary().files
     return tuple(map(files.get, range(count))) if files else ()
 
 
@@ -304,15 +307,15 @@ def _names(paths: tuple[str, ...] | None) -> str:
 
 
 def _shares(
-    source: Source, outline: Outline, size: int | None, mesh: ReplicaMesh
+    source: Source, summary: Summary, size: int | None, mesh: ReplicaMesh
 ) -> tuple[Shares | None, Shares | None]:
     """How a whole batch is divided, and the last one, where that is known."""
     if not size:
         return None, None
-    if source.is_own:
+    if source.is_process_local:
         return shares_of_own(size, mesh.num_replicas, mesh.num_processes), None
     whole = shares_of_batch(size, size, mesh.num_replicas)
-    rows, count = outline.num_rows, source.num_batches
+    rows, count = summary.num_rows, source.num_batches
     last = min(rows - (count - 1) * size, size) if rows and count else None
     if not last:
         return whole, None
@@ -322,13 +325,13 @@ def _shares(
 
 
 def _policies(
-    outline: Outline,
+    summary: Summary,
     is_distributed: bool,
     mesh: ReplicaMesh,
     policy: _Policy | None,
 ) -> str:
     """Words for the policy that is followed, with the reason."""
-    asked, applied, reason = outline.asked, outline.applied, outline.reason
+    asked, applied, reason = summary.asked, summary.applied, summary.reason
     if asked is None:
         if mesh.num_processes == 1:
             applied = policy or _Policy.DATA
@@ -341,14 +344,14 @@ def _policies(
     return words if asked is applied else f"{asked.name}, applied as {words}"
 
 
-def _reading(source: Source, outline: Outline, num_processes: int) -> str:
+def _reading(source: Source, summary: Summary, num_processes: int) -> str:
     """What each process reads."""
-    is_of_process = outline.reading is not Reading.REPLICAS
+    is_of_process = summary.reading is not Reading.REPLICAS
     if num_processes == 1 and is_of_process:
         return "the only process reads all rows"
-    if source.is_own and is_of_process:
-        return _READING[outline.applied]
-    return outline.reading.value
+    if source.is_process_local and is_of_process:
+        return _READING[summary.applied]
+    return summary.reading.value
 
 
 def _known(number: int | None, noun: str) -> str:
