@@ -5,6 +5,7 @@ import os
 import pathlib
 import posixpath
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -174,27 +175,64 @@ def test_foreign_parts_are_found(html, count):
     assert len(foreign_parts(html)) == count
 
 
-@pytest.mark.slow
-def test_it_builds_strictly_and_fetches_nothing(tmp_path):
-    python = tmp_path / "env" / "bin" / "python"
-    call(sys.executable, "-m", "venv", tmp_path / "env")
+@pytest.fixture(scope="module")
+def python(tmp_path_factory):
+    """An environment of its own, with what the extra `docs` asks for."""
+    folder = tmp_path_factory.mktemp("env")
+    call(sys.executable, "-m", "venv", folder)
+    python = folder / "bin" / "python"
     call(python, "-m", "pip", "install", "--quiet", *packages())
+    return python
+
+
+def build(python, root, site):
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    command = (python, "-m", "mkdocs", "build", "--strict", "--site-dir", site)
+    return call(*command, cwd=root, env=environment)
+
+
+@pytest.mark.slow
+def test_it_builds_strictly_and_fetches_nothing(python, tmp_path):
     site = tmp_path / "site"
-    call(
-        *(python, "-m", "mkdocs", "build", "--strict", "--site-dir", site),
-        cwd=ROOT,
-        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
-    )
+    build(python, ROOT, site)
     pages = list(site.rglob("*.html"))
     assert len(pages) > len(PAGES)
     for page in pages:
         assert foreign_parts(page.read_text("utf-8")) == [], page
     for path in (site / "assets").rglob("*.css"):
         assert not re.search(r"url\(.?https?:", path.read_text("utf-8")), path
+    assert (site / "search" / "search_index.js").stat().st_size > 10_000
+    example = (site / "source/examples/digits_fit.py.html").read_text("utf-8")
+    assert "load_digits" in example
+    assert "source/examples/digits_fit.py.html" in (
+        site / "examples.html"
+    ).read_text("utf-8")
     shown = "".join(p.read_text("utf-8") for p in (site / "api").glob("*.html"))
     for name in public_names():
-        assert f'id="{name}"' in shown or f"<code>ks.{_short(name)}" in shown
+        short = name.removeprefix("keras_strategies.")
+        assert f'id="{name}"' in shown or f"<code>ks.{short}" in shown, name
 
 
-def _short(name):
-    return name.removeprefix("keras_strategies.")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[there](no.md)", "'no.md'"),
+        ("[there](tpu.md#no-such)", "'#no-such'|no anchor"),
+        ("[there](../examples/no.py)", "'../examples/no.py'"),
+        ("[there][keras_strategies.NoSuch]", "'keras_strategies.NoSuch'"),
+        ("::: keras_strategies.NoSuch", "keras_strategies.NoSuch"),
+    ],
+)
+def test_a_broken_link_or_reference_ends_the_build(
+    python, tmp_path, text, named
+):
+    for name in ("examples", "keras_strategies", "tests"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for name in ("mkdocs.yml", "docs_hooks.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(DOCS, tmp_path / "docs")
+    with (tmp_path / "docs" / "index.md").open("a") as page:
+        page.write(f"\n{text}\n")
+    with pytest.raises(AssertionError, match=rf"({named})[\s\S]*Aborted"):
+        build(python, tmp_path, tmp_path / "site")
