@@ -5,7 +5,7 @@
 
     strategy = ks.MirroredStrategy()
     with strategy.scope():
-        model = keras.Sequential([...])
+        model = keras.Sequential([keras.layers.Dense(1)])
         model.compile("adam", "mse")
     model.fit(x, y, batch_size=256)
 

@@ -4,7 +4,7 @@
     estimator = ks.estimator.Estimator(model_fn, config=config)
     ks.estimator.train_and_evaluate(
         estimator,
-        ks.estimator.TrainSpec(train_input_fn, max_steps=10_000),
+        ks.estimator.TrainSpec(train_input_fn, max_steps=1000),
         ks.estimator.EvalSpec(eval_input_fn, steps=None),
     )
 

@@ -32,12 +32,12 @@ class Estimator:
     """Trains, evaluates, predicts and exports a model; as tf's.
 
         def model_fn(features, labels, mode, params):
-            model = keras.Sequential([...])
+            model = keras.Sequential([keras.layers.Dense(1)])
             model.compile("adam", "mse", metrics=["mae"])
             return model
 
         config = ks.estimator.RunConfig(
-            "/models/first", train_distribute=ks.MirroredStrategy()
+            "models/first", train_distribute=ks.MirroredStrategy()
         )
         estimator = ks.estimator.Estimator(model_fn, config=config)
         estimator.train(train_input_fn, max_steps=1000)

@@ -54,6 +54,10 @@ class EstimatorSpec:
                 },
             )
 
+        estimator = ks.estimator.Estimator(
+            model_fn, params={"learning_rate": 1e-3}
+        )
+
     Training needs `loss` and `train_op`, evaluation `loss`, prediction
     `predictions`; the others are not looked at in a mode. A `model` that is
     compiled brings loss, optimizer and metrics with it.

@@ -71,6 +71,8 @@ def get_replica_context() -> ReplicaContext | None:
       ```python
       def replica_fn(x):
           return ks.get_replica_context().all_reduce("sum", x)
+
+      sums = strategy.run(replica_fn, args=(ks.Mirrored(1.0),))
       ```
     """
     if current.stack.replicas:

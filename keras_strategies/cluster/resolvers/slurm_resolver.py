@@ -33,7 +33,9 @@ _NUM_GPUS = "SLURM_GPUS_ON_NODE"
 class SlurmClusterResolver(ClusterResolver):
     """Reads the variables of a SLURM step, once; as tf's.
 
-        srun --nodes 2 --ntasks-per-node 4 python train.py
+    ```sh
+    srun --nodes 2 --ntasks-per-node 4 python train.py
+    ```
 
     Tasks are numbered as SLURM does by SLURM_DISTRIBUTION (srun's -m): in
     blocks, host by host in SLURM's order (the default), cyclic or in planes.

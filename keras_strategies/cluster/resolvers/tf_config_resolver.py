@@ -18,9 +18,11 @@ from keras_strategies.cluster.spec import ClusterSpec
 class TFConfigClusterResolver(ClusterResolver):
     """Reads TF_CONFIG, at each call; as tf's.
 
-        TF_CONFIG='{"cluster": {"chief": ["host0:2222"],
-                                "worker": ["host1:2222", "host2:2222"]},
-                    "task": {"type": "worker", "index": 1}}'
+    ```sh
+    TF_CONFIG='{"cluster": {"chief": ["host0:2222"],
+                            "worker": ["host1:2222", "host2:2222"]},
+                "task": {"type": "worker", "index": 1}}'
+    ```
 
     A cluster of workers only has worker 0 for its chief. Without TF_CONFIG,
     or with `{}`, there is no cluster.

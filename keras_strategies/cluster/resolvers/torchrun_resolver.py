@@ -30,7 +30,9 @@ _AGENT_LISTENS = "TORCHELASTIC_USE_AGENT_STORE"
 class TorchrunClusterResolver(ClusterResolver):
     """Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, at each call.
 
-        torchrun --nnodes 2 --nproc-per-node 4 ... train.py
+    ```sh
+    torchrun --nnodes 2 --nproc-per-node 4 ... train.py
+    ```
 
     All processes are workers; the one of rank 0 is the chief. The addresses of
     the others are not known: `cluster_spec` has task 0 only, `num_processes`

@@ -44,7 +44,7 @@ class RunConfig:
     """The configuration of an `Estimator`'s runs; as tf's.
 
         config = ks.estimator.RunConfig(
-            model_dir="/models/digits",
+            model_dir="models/digits",
             save_checkpoints_steps=500,
             train_distribute=ks.MirroredStrategy(),
         )
@@ -146,7 +146,10 @@ class RunConfig:
             ways of saving; and what the constructor raises.
 
         Example:
-          >>> RunConfig().replace(save_checkpoints_steps=50)  # Not by time.
+          >>> config = ks.estimator.RunConfig(save_checkpoints_secs=600)
+          >>> config = config.replace(save_checkpoints_steps=50)
+          >>> config.save_checkpoints_steps, config.save_checkpoints_secs
+          (50, None)
         """
         for name in changes:
             if name not in _FIELDS:

@@ -38,7 +38,7 @@ class InMemoryEvaluatorHook(keras.callbacks.Callback):
       evaluator = ks.estimator.experimental.InMemoryEvaluatorHook(
           estimator, eval_input_fn, every_n_iter=500
       )
-      estimator.train(train_input_fn, hooks=[evaluator], max_steps=10_000)
+      estimator.train(train_input_fn, hooks=[evaluator], max_steps=1000)
       ```
     """
 

@@ -36,6 +36,9 @@ def global_batch_loss(loss: Loss) -> Loss:
       @ks.global_batch_loss
       def spread(y_true, y_pred):
           return keras.ops.var(y_pred - y_true)
+
+      with strategy.scope():
+          model.compile("adam", spread)
       ```
     """
     is_class = inspect.isclass(loss)

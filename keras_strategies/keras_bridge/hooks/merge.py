@@ -44,9 +44,14 @@ def merge(variable: keras.Variable, rule: str) -> keras.Variable:
 
     Example:
       ```python
-      self.rows_seen = ks.merge(
-          self.add_weight(shape=(), dtype="int32", trainable=False), "sum"
-      )
+      class Counted(keras.layers.Layer):
+          def build(self, shape):
+              rows_seen = self.add_weight(dtype="int32", trainable=False)
+              self.rows_seen = ks.merge(rows_seen, "sum")
+
+          def call(self, x):
+              self.rows_seen.assign_add(keras.ops.shape(x)[0])
+              return x
       ```
     """
     if not isinstance(variable, keras.Variable):

@@ -33,6 +33,9 @@ def function(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
               losses = strategy.run(step, args=(batch,))
               total += strategy.reduce("sum", losses, axis=None)
           return total
+
+      data = strategy.experimental_distribute_dataset(dataset)
+      print(train_epoch(data))
       ```
     """
     if options:

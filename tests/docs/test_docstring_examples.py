@@ -1,0 +1,115 @@
+"""The examples in the docstrings of all public names run."""
+
+import pytest
+
+from tests.docs.docstring_code import examples_of, run_example
+from tests.docs.example_names import names_for
+from tests.docs.public_names import public_docstrings
+
+EXAMPLES = {
+    path: examples
+    for path, docstring in public_docstrings().items()
+    if (examples := examples_of(docstring))
+}
+ELSEWHERE = {
+    "keras_strategies.MultiWorkerMirroredStrategy": (
+        "waits for a second process; tests/multi_process has two"
+    ),
+    "keras_strategies.cluster_resolver.KubernetesClusterResolver": (
+        "asks Kubernetes for pods; tests/cluster has a client that answers"
+    ),
+    "keras_strategies.cluster_resolver.TPUClusterResolver": (
+        "joins hosts before JAX's devices are used; tests/tpu has hosts"
+    ),
+}
+WITH_LIBTPU = {"keras_strategies.TPUStrategy.for_topology"}
+
+
+def cases():
+    """The docstrings that have examples to run here."""
+    return [
+        pytest.param(
+            path, marks=[pytest.mark.tpu] if path in WITH_LIBTPU else []
+        )
+        for path in sorted(EXAMPLES.keys() - ELSEWHERE.keys())
+    ]
+
+
+@pytest.mark.filterwarnings(
+    # jax 0.10.2's own, when Keras 3.15 exports a model.
+    "ignore:The `native_serialization:DeprecationWarning"
+)
+@pytest.mark.parametrize("path", cases())
+def test_an_example_runs(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = names_for(path, tmp_path)
+    for source in EXAMPLES[path]:
+        run_example(source, names)
+
+
+def test_there_are_examples_of_all_kinds():
+    assert len(EXAMPLES) > 40
+    sources = [source for found in EXAMPLES.values() for source in found]
+    assert sum(">>>" in source for source in sources) >= 2
+    assert EXAMPLES.keys() >= ELSEWHERE.keys() | WITH_LIBTPU
+
+
+@pytest.mark.parametrize("path", ELSEWHERE)
+def test_an_example_that_is_not_run_is_python(path):
+    for source in EXAMPLES[path]:
+        compile(source, path, "exec")
+
+
+DOCSTRING = """Adds.
+
+        first = 1
+
+        second = first + 1
+
+    Args:
+      rows: Some.
+
+        Of them, more than one.
+
+    ```sh
+    echo no python
+    ```
+
+    Example:
+      ```python
+      if second:
+          third = 3
+      ```
+      >>> third
+      3
+    """
+
+
+def test_examples_are_found():
+    assert [source.strip() for source in examples_of(DOCSTRING)] == [
+        "first = 1\n\nsecond = first + 1",
+        "if second:\n    third = 3",
+        ">>> third\n3",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("strategy.fit()", NameError),
+        ("raise OSError('disk')", OSError),
+        (">>> 1 + 1\n3\n", AssertionError),
+        (">>> 1 / 0\n", AssertionError),
+        ("a text", SyntaxError),
+    ],
+)
+def test_an_example_that_fails_is_seen(source, error):
+    with pytest.raises(error):
+        run_example(source, {})
+
+
+def test_names_go_from_one_example_to_the_next():
+    names = {}
+    for source in examples_of(DOCSTRING):
+        run_example(source, names)
+    assert names["third"] == 3
