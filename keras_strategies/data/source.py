@@ -95,13 +95,16 @@ class Source(abc.ABC):
 
     Example:
       ```python
+      import numpy as np
+
+
       class Squares(ks.data.Source):
           batch_size, num_batches = 8, 4
 
           def read(self, epoch, start, cut):
               for index in range(start, self.num_batches):
-                  x = np.arange(index * 8, index * 8 + 8.0)[:, None]
-                  yield ks.data.take((x, x**2), cut)
+                  x = np.full((8, 32), index / 4)
+                  yield ks.data.take((x, x[:, :1] ** 2), cut)
 
 
       model.fit(Squares())
