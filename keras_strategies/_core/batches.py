@@ -116,7 +116,7 @@ class Execution:
     """What one call of a step function computes: one or more segments.
 
     Attributes:
-      segments: The batches. None stand for steps that a loop which goes on
+      segments: The batches. None stand for steps that a resumed loop
         has done already.
       place: Of a feed, which epoch of the data this is, and the number of its
         steps up to this execution's end.

@@ -58,7 +58,7 @@ def dispatch(mesh: ReplicaMesh, fn: Callable[..., Any], *args: Any) -> Any:
     if mesh.platform != "cpu" or len(mesh.devices) == 1:
         return _start(mesh, fn, args)
     with _turn:
-        # An error of that program is told once.
+        # An error of that program is raised once.
         waited_for, _in_flight = _in_flight, None
         if waited_for is not None and not waited_for.is_deleted():
             waited_for.block_until_ready()

@@ -11,7 +11,7 @@ V = TypeVar("V")
 
 
 class IdentityMap(Generic[V]):
-    """A dict whose keys are told apart by `is`; in the order of their entry.
+    """A dict whose keys are compared by `is`; in the order of their entry.
 
     Args:
       items: Pairs of a key and its value.
@@ -43,7 +43,7 @@ class IdentityMap(Generic[V]):
 
 
 class IdentitySet:
-    """A set whose members are told apart by `is`.
+    """A set whose members are compared by `is`.
 
     Args:
       members: What is in it.

@@ -187,7 +187,7 @@ def shown_devices(devices: Sequence[jax.Device]) -> str:
 
 
 def has_sharding(array: jax.Array, sharding: NamedSharding) -> bool:
-    """Whether an array lies as told, so that a program takes it as it is.
+    """Whether an array has a sharding, so that a program takes it as it is.
 
     On one device a sharding of another kind means the same, and JAX compiles
     a program anew for it.
@@ -198,7 +198,7 @@ def has_sharding(array: jax.Array, sharding: NamedSharding) -> bool:
 
 
 def copied(array: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
-    """A true copy of an array, laid out as told.
+    """A true copy of an array, with a sharding.
 
     Its buffers are nobody else's, so that a program may take them.
     """

@@ -23,14 +23,14 @@ _CURE = "Leave it out, or give a positive number."
 
 
 class Checkpoint(CheckpointCallback):
-    """Keeps all that a `fit` needs to go on, and goes on with it.
+    """Saves all the state that a `fit` needs to resume, and resumes it.
 
     Saved are the weights, the state of layers, metrics and random seeds, the
     optimizers, the place in the epoch and in the data, `History`, and the
     states of the callbacks: of Keras's `EarlyStopping`, `ReduceLROnPlateau`,
     `ModelCheckpoint`, `OrbaxCheckpoint`, `CSVLogger`, `TensorBoard`,
     `SwapEMAWeights`, and of every callback that has `get_state()` and
-    `set_state(state)`. A fit that finds a checkpoint in its directory goes on
+    `set_state(state)`. A fit that finds a checkpoint in its directory resumes
     at the next batch, as if it had not been interrupted: bit for bit on as
     many devices and processes, to rounding errors on others.
 
@@ -38,7 +38,7 @@ class Checkpoint(CheckpointCallback):
     on. On SIGTERM all processes save at the same step, and end with exit code
     75. What is damaged is not restored: the checkpoint before it is.
 
-    Differs from `keras.callbacks.BackupAndRestore`: training goes on in the
+    Differs from `keras.callbacks.BackupAndRestore`: training continues in the
     middle of an epoch, with all state, on any number of processes; and the
     checkpoints stay when it is done: calling fit again trains nothing more,
     and warns of it.
@@ -52,7 +52,7 @@ class Checkpoint(CheckpointCallback):
       save_every_epochs: Save after so many epochs; 1 if nothing else is given.
         The end of training is saved in any case.
       keep: How many checkpoints are kept, or a `ks.checkpoint.Keep`.
-      resume: "auto" to go on where there is a checkpoint; True if there must
+      resume: "auto" to resume where there is a checkpoint; True if there must
         be one; False to begin anew, in a directory without any.
 
     Raises:
@@ -125,7 +125,7 @@ class Checkpoint(CheckpointCallback):
     # What fit calls.
 
     def begin(self, loop: Loop) -> None:
-        """Opens the directory, and goes on with what is in it."""
+        """Opens the directory, and resumes with what is in it."""
         self._storage = Storage(
             self.directory, processes=loop.mesh.processes, keep=self._keep
         )
@@ -143,19 +143,19 @@ class Checkpoint(CheckpointCallback):
             )
 
     def after_batch(self, loop: Loop) -> None:
-        """Saves if it is time to, or if the process is told to end."""
+        """Saves if it is time to, or if the process must end."""
         assert self._notice is not None
         every = self._every_steps
         is_due = every is not None and self._is_due(loop.num_steps, every)
         if self._clock is not None and self._clock.is_due(loop.num_steps):
             is_due = True
-        # After the epoch's end it is saved with what validation tells.
+        # After the epoch's end it is saved with the results of validation.
         is_due &= not loop.is_last_step
         if not (is_due or self._notice.came):
             return
         loop.settle()
         if loop.model.stop_training:
-            # The epoch's end comes now, and is saved: who goes on in the
+            # The epoch's end comes now, and is saved: a fit resumed in the
             # middle of an epoch that was stopped would not come to it.
             return
         self._save(loop)
@@ -194,13 +194,13 @@ class Checkpoint(CheckpointCallback):
         except Exception:
             if is_done:
                 raise
-            # What ended the fit is told, and not this.
+            # What ended the fit is raised, and not this.
             _logger.exception("A checkpoint could not be saved.")
         if is_done and notice is not None and notice.came:
             # After the last epoch was saved.
             raise Preempted
 
-    # Going on.
+    # Resuming.
 
     def _check_resume(self, step: int | None) -> None:
         if self._resume is True and step is None:

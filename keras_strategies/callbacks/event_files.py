@@ -154,7 +154,7 @@ class Points:
         self._stale = step
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds points; where that fails, warns once and goes on without.
+        """Adds points; where that fails, warns once and continues without.
 
         Args:
           step: The global step.

@@ -16,7 +16,7 @@ from keras_strategies.keras_bridge.variables.optimizer_values import (
 class GlobalStep:
     """Counts the train steps of one model after the other.
 
-    A strategy's model tells what its train functions have done. Of a plain
+    A strategy's model counts what its train functions have done. Of a plain
     one the batches that Keras numbers are counted.
 
     Args:
@@ -48,7 +48,7 @@ class GlobalStep:
         return None if self.is_numbered else self._counts.rows
 
     def set(self, step: int) -> None:
-        """Goes on from another step."""
+        """Resumes from another step."""
         self._start, self._base = step, self._counts.steps
 
     def follow(self, model: keras.Model) -> None:

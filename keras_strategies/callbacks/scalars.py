@@ -37,7 +37,7 @@ class Scalars(keras.callbacks.Callback):
     steps that are written the callback asks for no logs: it costs nothing.
     With `steps_per_execution=K` the first step at or after is written.
 
-    It goes on where a checkpoint that holds its state (`get_state`) was
+    It resumes where a checkpoint that holds its state (`get_state`) was
     made: TensorBoard then forgets the points of steps that are done again.
     Only the first steps of a fit, which compile, and the time of evaluations
     are left out of the speeds. Examples are rows of all processes, without
@@ -117,7 +117,7 @@ class Scalars(keras.callbacks.Callback):
         return {"step": step, "eval_step": step if done is None else done}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `get_state` was called.
+        """Resumes where `get_state` was called.
 
         Args:
           state: What it returned, in this process or another one.
@@ -130,7 +130,7 @@ class Scalars(keras.callbacks.Callback):
     # What Keras calls in fit.
 
     def set_model(self, model: keras.Model) -> None:
-        """Is told of the model."""
+        """Called by Keras with the model."""
         super().set_model(model)
         # `self.model` would set back all variables in each step that asks.
         self._fitted = model
@@ -281,7 +281,7 @@ def _tags(speed: Speed | None) -> dict[str, float]:
 
 
 def _line(step: int, values: Mapping[str, float], speed: Speed | None) -> str:
-    """What the log is told of a step, the loss first."""
+    """The log's line of a step, the loss first."""
     names = sorted(values, key=lambda name: name != "loss")
     shown = ", ".join(f"{name} = {values[name]:.4g}" for name in names)
     line = f"step {step}: {shown}"

@@ -20,7 +20,7 @@ class _Saving(Protocol):
 
 
 def wait_at_exit(storage: _Saving) -> None:
-    """Waits for its save when Python ends, and tells of an error."""
+    """Waits for its save when Python ends, and reports an error."""
     _register()
     _open.add(storage)
 

@@ -15,7 +15,7 @@ from keras_strategies.cluster.exchange.message_forms import (
 class Clock:
     """When it is time to save, the same in all processes.
 
-    The chief's clock decides. The others hear of it where all ask, which is
+    The chief's clock decides. The others receive it where all ask, which is
     at steps that the chief chooses by how long steps take: so one or two
     questions are asked for each save.
 

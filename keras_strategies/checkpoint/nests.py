@@ -30,7 +30,7 @@ _FORMS = {
     _DICT: dict,
 }
 _MARKS = tuple({mark} for mark in _FORMS)
-# Of an array that processes tell each other: its dtype, shape, and bytes.
+# An array between processes: its dtype, shape, and bytes.
 _ARRAY_FORM = (dtype_named, is_shape, str)
 
 

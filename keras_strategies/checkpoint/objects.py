@@ -43,7 +43,7 @@ class Checkpoint:
       checkpoint.save("run/ckpt")
       checkpoint.restore(ks.checkpoint.latest_checkpoint("run"))
       ```
-      A run that keeps some, and goes on where it was, has a
+      A run that keeps some, and resumes where it was, has a
       `CheckpointManager`.
     """
 

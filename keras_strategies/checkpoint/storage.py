@@ -1,6 +1,6 @@
 """A directory of checkpoints: Orbax writes and reads their arrays.
 
-A save takes the arrays to the host and goes on; a thread has Orbax write them,
+A save takes the arrays to the host and returns; a thread has Orbax write them,
 adds the manifest, and deletes what is not to be kept. The chief decides what
 is restored, and all processes restore it.
 """
@@ -115,7 +115,7 @@ class Storage:
         format_lib.make_directory(self.directory)
         self._lock = _lock(self.directory)
         delete_partial_saves(self.directory)
-        # A script may go on without asking for the newest one.
+        # A script may continue without asking for the newest one.
         self._note_good()
 
     def _check_shared(self) -> None:
@@ -337,7 +337,7 @@ class Storage:
             good.
         """
         if self._finished is not None:
-            # Joining a thread again tells nothing after a Ctrl-C in it.
+            # Joining a thread again shows nothing after a Ctrl-C in it.
             self._finished.wait()
             self._finished = None
         error, self._error = self._error, None

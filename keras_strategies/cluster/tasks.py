@@ -105,7 +105,7 @@ def task_info(resolver: AnyResolver) -> TaskInfo:
 def task_of_process(
     coordinator_address: str, num_processes: int, process_id: int
 ) -> TaskInfo:
-    """The place of a process that was told JAX's three numbers.
+    """The place of a process that was given JAX's three numbers.
 
     Args:
       coordinator_address: `host:port` of process 0.

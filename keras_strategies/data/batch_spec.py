@@ -99,7 +99,7 @@ def _encoded(value: Any) -> Any:
     if hasattr(value, "_fields"):
         named = type(value)
         name = f"{named.__module__}:{named.__qualname__}"
-        # Now, where all processes hear of it: later, only one without rows
+        # Now, where all processes receive it: later, only one without rows
         # would look for the class, and the others wait for it.
         _named(name)
         return {"named": name, "items": [_encoded(item) for item in value]}
@@ -192,7 +192,7 @@ def _fields(named: Any) -> tuple[str, ...] | None:
 
 
 def _named(name: Any) -> Any:
-    """The class of a named tuple, which another process told of.
+    """The class of a named tuple that another process has named.
 
     It is looked up where it was imported already, in what modules and classes
     hold: a module is not imported for it, and none is asked.

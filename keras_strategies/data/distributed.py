@@ -88,7 +88,7 @@ class DistributedIterator:
         return _spec_of(self._steps.source)
 
     def __iter__(self) -> "DistributedIterator":
-        """Goes on where it is."""
+        """Resumes where it is."""
         return self
 
     def __next__(self) -> Tree:
@@ -143,7 +143,7 @@ class DistributedIterator:
     def get_state(self) -> dict[str, Any]:
         """Where it is; what JSON can hold.
 
-        `set_state` of another iterator, in another process too, goes on from
+        `set_state` of another iterator, in another process too, resumes from
         there.
         """
         epoch, step = self._place
@@ -151,7 +151,7 @@ class DistributedIterator:
         return {"epoch": epoch, "step": step, "seed": seed}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes on from where another one was.
+        """Resumes from where another one was.
 
         Args:
           state: What `get_state` returned.

@@ -42,11 +42,11 @@ class Prefetched(Generic[Item]):
     It starts with the first item, or when items turn out to be slow.
 
     Args:
-      make: Called with a function that tells whether to stop; returns the
+      make: Called with a function that returns whether to stop; returns the
         iterator.
       num_bytes: Memory that an item holds; the more, the fewer are made ahead.
-      is_pause: Whether to go on after an item only when the next one is asked
-        for: so nothing is read that may never be wanted.
+      is_pause: Whether to make the next item only when it is asked for: so
+        nothing is read that may never be wanted.
       needs_thread: Whether quick items are made in the thread, too.
     """
 
@@ -175,7 +175,7 @@ def _read(
     num_bytes: Callable[[Any], int],
     is_pause: Callable[[Any], bool],
 ) -> None:
-    depth = 0  # Until the first item tells.
+    depth = 0  # Until the first item is measured.
 
     def may_continue() -> bool:
         if shared.is_closed:

@@ -1,7 +1,7 @@
 """The shuffled orders of epochs: a function of a seed and the epoch.
 
 They are those that Keras would draw: so a run is shuffled as plain Keras
-shuffles it, every process can be told the seed, and an interrupted run finds
+shuffles it, every process can be sent the seed, and an interrupted run finds
 its order again. Keras 3.15 draws them one after the other from the random
 state that a loop finds when it starts: that is the seed. Keras 3.16 draws each
 from the epoch's number alone.

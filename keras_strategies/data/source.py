@@ -34,7 +34,7 @@ class Part:
       rows: Number of rows of the batch, those of all processes together; of a
         process-local source those of `data`.
       checksum: A checksum of the first and the last row of the whole batch, if
-        it was computed, to tell whether all processes see the same.
+        it was computed, to find whether all processes see the same.
       counts: For a process-local source: how many of the rows each of this
         process's replicas takes, if that is not left to the feed.
     """
@@ -264,6 +264,6 @@ def rows_checksum(batch: Tree, rows: Iterable[int]) -> int:
 
 
 def rows_to_checksum(rows: int) -> list[int]:
-    """Rows all over a dataset, to tell by whether it is the same one."""
+    """Rows all over a dataset, by which it is compared with another."""
     count = min(rows, _NUM_MARKED)
     return [index * (rows - 1) // max(count - 1, 1) for index in range(count)]

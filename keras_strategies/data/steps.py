@@ -37,7 +37,7 @@ def _is_size(value: Any) -> bool:
     return is_count(value) and value > 0
 
 
-# What processes tell each other.
+# The messages between processes.
 _LOOKED_AT = {"rows": [_is_size], "is_cut": bool}
 _MARK = int | str | None
 _END = {"rows": None, "checksum?": _MARK, "error?": str}
@@ -54,7 +54,7 @@ class Steps:
     regrouped to its share of a batch; processes whose rows have ended take
     part without rows until all have ended.
 
-    Several processes tell each other, on the host, what each read for a step
+    Several processes send each other, on the host, what each read for a step
     (`Agreement`): nobody starts one that the others cannot take part in. Of
     data whose length is known, that is done once an epoch.
 
@@ -369,7 +369,7 @@ def _first_spec(received: list[dict[str, Any]]) -> str:
 def _next(
     parts: Iterator[Part],
 ) -> tuple[Part | None, dict[str, Any], Exception | None]:
-    """A part or an error, and what to tell the others of it."""
+    """A part or an error, and its message to the others."""
     try:
         part = next(parts, None)
         if part is None:

@@ -133,7 +133,7 @@ class Estimator:
           steps: How many steps this call trains; None for as long as there
             are data.
           max_steps: The global step to train up to, in all calls together.
-          saving_listeners: Are told of checkpoints, in the chief
+          saving_listeners: Are called at checkpoints, in the chief
             (`CheckpointSaverListener`).
 
         Returns:

@@ -87,7 +87,7 @@ def check_listeners(listeners: Any) -> tuple[Any, ...]:
 
 
 class CheckpointSaverListener:
-    """Is told of checkpoints while an Estimator trains; as tf's.
+    """A listener of checkpoints while an Estimator trains; as tf's.
 
     Called in the chief. `session` is None: there is none.
 

@@ -39,7 +39,7 @@ class Input:
       x: Features as arrays, or a dataset of (features, labels).
       y: Labels, beside features as arrays.
       sample_weight: Weights of rows, likewise.
-      example: A batch, or what stands for one, to tell its structure: arrays
+      example: A batch, or what stands for one, to show its structure: arrays
         and specs with shapes and dtypes.
       is_dataset: Whether x is a dataset.
       is_endless: Whether it is a dataset that surely never ends.

@@ -49,7 +49,7 @@ def batches_of(
       made: The model.
       data: The data.
       strategy: The model's strategy.
-      callbacks: Keras callbacks; told as `predict` tells them.
+      callbacks: Keras callbacks; called as `predict` calls them.
     """
     model = made.outputs
     if strategy.mesh.num_processes > 1:

@@ -18,7 +18,7 @@ def seeded(seed: int | None) -> Iterator[None]:
     in between changes nothing of a training.
 
     Args:
-      seed: The seed; None to go on from the caller's states, and to move
+      seed: The seed; None to resume from the caller's states, and to move
         them on.
     """
     if seed is None:

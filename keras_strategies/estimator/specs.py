@@ -26,7 +26,7 @@ class TrainSpec:
       max_steps: The global step to train up to; None for as long as the data
         lasts.
       hooks: Keras callbacks.
-      saving_listeners: What is told of checkpoints
+      saving_listeners: What is called at checkpoints
         (`CheckpointSaverListener`).
 
     Raises:

@@ -1,7 +1,7 @@
 """The callback that resumes and ends a call of `Estimator.train`.
 
 A call is one epoch of Keras's `fit`. Where the last one was interrupted it
-goes on at its next batch; where it came to its end, its data begin anew, as
+resumes at its next batch; where it came to its end, its data begin anew, as
 in tf. A mark in the directory tells the two apart.
 """
 

@@ -43,7 +43,7 @@ def train_and_evaluate(
     need the same `model_dir`. Without an evaluator nothing is evaluated, as
     in tf.
 
-    Called again, it goes on from the last checkpoint; nothing is trained
+    Called again, it resumes from the last checkpoint; nothing is trained
     where `max_steps` are done.
 
     Args:
@@ -184,7 +184,7 @@ def _follow(
 
 
 class _Watch:
-    """Tells an evaluator whether the training goes on.
+    """Tells an evaluator whether the training continues.
 
     Args:
       estimator: The Estimator.

@@ -356,7 +356,7 @@ class CustomLoops:
 
         Nothing is trained and no process waits for another. Of the data a
         first batch is read at most, and nothing of an iterable, which might
-        be used up: what it would tell is "unknown" then.
+        be used up: the answer is "unknown" then.
 
         Args:
           dataset: What `fit` or `experimental_distribute_dataset` takes:

@@ -190,7 +190,7 @@ def run(words: str) -> None:
     """What each process runs.
 
     Args:
-      words: What `run_processes` tells it.
+      words: The message of `run_processes`.
     """
     # The parent process does without.
     from keras_strategies.cluster.watchdog import watchdog

@@ -168,7 +168,7 @@ class TPUClusterResolver(ClusterResolver):
         )
 
     def cluster_spec(self) -> ClusterSpec:
-        """The addresses of the TPU's hosts, as far as variables tell them.
+        """The addresses of the TPU's hosts, as far as variables give them.
 
         Empty for "local" and where none are set: JAX asks Cloud TPU then. Of
         a job of several slices those of this one.
@@ -258,7 +258,7 @@ class TPUClusterResolver(ClusterResolver):
 
     @property
     def num_processes(self) -> int | None:
-        """The number of hosts; None where no variable tells it."""
+        """The number of hosts; None where no variable gives it."""
         if self._tpu == LOCAL:
             return 1
         count = len(self._addresses())

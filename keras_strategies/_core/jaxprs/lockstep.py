@@ -1,8 +1,8 @@
 """Functions of several replicas, run one at a time in threads of their own.
 
 Each runs up to its next collective; when all have come to it, it is computed
-of all replicas' operands, and they go on in turn. Gradients flow through: the
-backward pass of a collective is one, too.
+of all replicas' operands, and they continue in turn. Gradients flow
+through: the backward pass of a collective is one, too.
 """
 
 import threading

@@ -98,7 +98,7 @@ def _cure(package: str) -> str:
 
 
 def _written(package: str) -> str | None:
-    """The version that the package's own file tells."""
+    """The version in the package's own file."""
     if package not in _FILES:
         return None
     name, pattern = _FILES[package]

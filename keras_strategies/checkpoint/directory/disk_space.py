@@ -132,7 +132,7 @@ def _existing(path: pathlib.Path) -> pathlib.Path:
 
 
 def _try_to_write(path: pathlib.Path) -> OSError | None:
-    # What a disk really says: modes do not tell of it for every user.
+    # What a disk really allows: modes do not show it for every user.
     try:
         with tempfile.TemporaryFile(dir=path, prefix=".probe-") as file:
             file.write(b"\0")

@@ -50,7 +50,7 @@ class Keep:
       best: Beside them, the best by this metric, a name as in `logs`:
         "val_loss"; None for none. Where the metric is NaN or missing, a
         checkpoint is never the best.
-      mode: "min" or "max": what is best; "auto" tells it from the name, as
+      mode: "min" or "max": what is best; "auto" takes it from the name, as
         Keras's metrics have it ("max" for accuracies, AUC, precision, ...).
       num_best: How many of the best.
     """

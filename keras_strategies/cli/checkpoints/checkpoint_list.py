@@ -155,7 +155,7 @@ def look_at(
     Args:
       directory: Where they are.
       is_quick: Whether to compare names and sizes alone, not checksums.
-      say: Is told each step before it is looked at.
+      report: Called with each step before it is looked at.
 
     Raises:
       OSError: it cannot be listed.

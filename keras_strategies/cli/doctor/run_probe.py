@@ -151,7 +151,7 @@ def _probe(
     timeout_s: float,
     environ: Mapping[str, str],
 ) -> tuple[Answers, tuple[int | None, str]]:
-    """Runs stages; what they told, the exit status and the last lines."""
+    """Runs stages: their answers, the exit status and the last lines."""
     question = {"stages": stages, "join": join, "timeout_s": timeout_s}
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "told"

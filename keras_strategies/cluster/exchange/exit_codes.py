@@ -46,14 +46,14 @@ class Cause:
 
     Attributes:
       text: A sentence without its full stop; names the process.
-      code: The exit code of the processes that hear of it.
+      code: The exit code of the processes that receive it.
     """
 
     text: str
     code: int = ExitCode.PEER_FAILED
 
     def to_json(self) -> str:
-        """The cause, as other processes are told it."""
+        """The cause, as it is sent to other processes."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod

@@ -36,7 +36,7 @@ ANOTHER = (
 def proof_of(
     secret: Secret, nonces: tuple[str, str], words: dict[str, Any]
 ) -> str:
-    """What shows that process 0 tells this."""
+    """The proof that process 0 sends this."""
     message = json.dumps(words, sort_keys=True).encode()
     return secret.proof(_SENDS, nonces, message)
 

@@ -46,13 +46,13 @@ _numbers = itertools.count()
 _waits: dict[int, tuple[str, float]] = {}
 # Agreements by their numbers, each with what forgets its last round.
 _ended: dict[int, Callable[[], None]] = {}
-# What `limit_waiting` was told.
+# What `limit_waiting` was given.
 _limit_s: float | None = None
 IsStopped = Callable[[], bool]
 
 
 class Agreement:
-    """Rounds in which every process says a text and hears all the others.
+    """Rounds in which every process sends a text and receives all others.
 
     All processes make their agreements in one order, and go through the
     rounds of each in one order.
@@ -107,8 +107,8 @@ class Agreement:
         client = _client()
         me = jax.process_index()
         number, self._round = self._round, self._round + 1
-        # One that does not hear the others in time has said something still:
-        # they hear of it as soon as they get here.
+        # One that does not receive the others' in time has sent its own still:
+        # they receive it as soon as they get here.
         sent = json.dumps([self._name, text])
         client.key_value_set(self._key(number, me), sent)
         thread = threading.get_ident()

@@ -69,7 +69,7 @@ def read_messages(
     about: str,
     max_characters: int = MAX_MESSAGE,
 ) -> list[Any]:
-    """What processes have told each other, as JSON of one form.
+    """The messages of processes to each other, as JSON of one form.
 
     Args:
       texts: What each has said.

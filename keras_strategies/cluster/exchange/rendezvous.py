@@ -51,7 +51,7 @@ _PENDING_S = 5.0
 _NO_FILES_S = 0.05
 # What a verdict may take beyond the time for all to come.
 _GRACE_S = 2.0
-# How long to wait for others once something is wrong, to tell them too.
+# How long to wait for others once something is wrong, to inform them too.
 _LINGER_S = 5.0
 
 
@@ -80,15 +80,15 @@ def meet(
       facts: What must be the same in all: versions, the strategy. What JSON
         can hold.
       timeout_s: How long to wait for all, in seconds.
-      problem: Why this process cannot go on, for all to hear; or nothing.
+      problem: Why this process cannot continue, sent to all; or nothing.
       bind_address: Where process 0 listens, if not at `address`.
       names: The processes for messages, in the order of their numbers.
       secret: What all prove that they share, if anything.
 
     Raises:
       RendezvousError: some did not come, one came twice, they differ, or one
-        cannot go on. All that are there raise the same text; but for a
-        process without the secret of process 0, which is told alone.
+        cannot continue. All that are there raise the same text; but for a
+        process without the secret of process 0, which alone is informed.
     """
     if num_processes == 1:
         return
@@ -126,7 +126,7 @@ class _Pending:
 
 
 class _Host:
-    """Process 0: hears all, finds what is wrong, tells all."""
+    """Process 0: receives from all, finds what is wrong, sends it to all."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class _Host:
         self._hellos: dict[int, dict[str, Any]] = {0: hello}
         # Who has not shown yet who it is, the oldest first.
         self._pending: dict[socket.socket, _Pending] = {}
-        # The nonces that what each is told is proved with.
+        # The nonces by which the message to each is proved.
         self._joined: dict[socket.socket, tuple[str, str]] = {}
         self._unproved: set[int] = set()
         self._problem = ""

@@ -16,7 +16,7 @@ class ClusterResolver(abc.ABC):
     resolver reads the environment variables of its cluster and nothing else:
     it starts no devices and connects to nobody.
 
-    Differs from tf: `num_accelerators` is what the resolver was told, since
+    Differs from tf: `num_accelerators` is what the resolver was given, since
     counting would start JAX's devices; it takes no `config_proto`.
 
     References:
@@ -72,7 +72,7 @@ class ClusterResolver(abc.ABC):
           task_id: The task's index in it.
 
         Returns:
-          Such as `{"GPU": 4}`; empty where the resolver was not told.
+          Such as `{"GPU": 4}`; empty where the resolver was given none.
         """
         del task_type, task_id
         return {}

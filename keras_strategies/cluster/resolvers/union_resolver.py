@@ -10,9 +10,9 @@ from keras_strategies.cluster.spec import ClusterSpec
 class UnionResolver(ClusterResolver):
     """The jobs of several resolvers; the first one answers the rest; as tf's.
 
-        told = TFConfigClusterResolver()
+        first = TFConfigClusterResolver()
         more = SimpleClusterResolver(ClusterSpec({"evaluator": ["host9:2222"]}))
-        UnionResolver(told, more)
+        UnionResolver(first, more)
 
     Differs from tf: a `task_id` of 0 and an empty `task_type` are followed, a
     `rpc_layer` also by `master()` without a task.

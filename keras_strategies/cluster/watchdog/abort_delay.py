@@ -6,7 +6,7 @@ without a cause that users can read. A handler of SIGABRT in Python would need
 the interpreter from a thread in an unknown state. So the handler is the C
 library's own `sleep`: called with the signal's number, 6, it holds the
 aborting thread for six seconds, in which the watchdog finds the cause and ends
-the process; if there is none, the abort goes on as if nothing had been.
+the process; if there is none, the abort continues as if nothing had been.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ _ABORT, _OTHER = (
 def is_aborting() -> bool:
     """Whether an abort of this process is held; False where that is unknown.
 
-    While a handler runs, its signal is blocked in its thread, as Linux tells.
+    While a handler runs, its signal is blocked in its thread, as Linux shows.
     A thread that takes no signals at all has others blocked, too.
     """
     for thread in _THREADS.glob("*/status"):

@@ -109,7 +109,7 @@ class _Hooks:
     def on_thread_exception(self, previous: Any, args: Any, /) -> None:
         """In the place of `threading.excepthook`.
 
-        Python goes on after it. A job does not, if the thread was training:
+        Python continues after it. A job does not, if the thread was training:
         nobody starts its next program.
         """
         previous(args)
@@ -120,7 +120,7 @@ class _Hooks:
         )
         if has_trained and isinstance(error, Exception):
             self._fail(error, args.exc_traceback)
-            # The script, which may go on for long, has no part in it.
+            # The script, which may continue for long, has no part in it.
             self._watchdog.end_soon()
 
     def _fail(
@@ -233,7 +233,7 @@ def _is_suspect(error: BaseException | None) -> bool:
 
 
 def _is_interactive() -> bool:
-    """Whether the process goes on after an uncaught exception."""
+    """Whether the process continues after an uncaught exception."""
     return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 

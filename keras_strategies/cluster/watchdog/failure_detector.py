@@ -1,6 +1,6 @@
 """The failure detector: heartbeats of the processes, and its verdicts.
 
-Pure: who hears the beats passes the time, so that tests need no clock.
+Pure: the caller passes heartbeats and the time, so tests need no clock.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from keras_strategies.cluster.exchange.exit_codes import Cause, ExitCode
 from keras_strategies.cluster.untrusted import load_json
 
 # A process that is done takes part in nothing more; those that wait for it are
-# given a moment, in case it has failed and tells so.
+# given a moment, in case it has failed and sends the cause.
 _DONE_S = 1.0
 _AGREEING_S = 1.0
 # The most that a beat may be on its way after its process's death.
@@ -27,7 +27,7 @@ class Heartbeat:
     """What a process does at one moment.
 
     Attributes:
-      number: How many beats it has told before this one.
+      number: How many heartbeats it has sent before this one.
       programs: How many programs over all processes it has started.
       waiting_s: For how long the oldest of them has been running; 0 if all
         have ended.
@@ -49,7 +49,7 @@ class Heartbeat:
     is_done: bool = False
 
     def to_json(self) -> str:
-        """The beat as it is told."""
+        """The heartbeat as it is sent."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
@@ -92,11 +92,11 @@ def died(processes: Sequence[int], why: str) -> Cause:
 
 
 class FailureDetector:
-    """Finds out from all processes' beats what keeps a job from going on.
+    """Finds from all processes' heartbeats what keeps a job from continuing.
 
     Args:
       timeout_s: How long a program may run, or be waited for, in seconds.
-      host: The process that is heard of by other means: it hosts the store.
+      host: The process without heartbeats here: it hosts the store.
     """
 
     def __init__(self, *, timeout_s: float, host: int = 0) -> None:
@@ -111,13 +111,13 @@ class FailureDetector:
 
     @property
     def is_over(self) -> bool:
-        """Whether all processes that were heard of are done."""
+        """Whether all processes with a heartbeat are done."""
         return all(
             received.heartbeat.is_done for received in self._received.values()
         )
 
     def receive(self, heartbeats: Mapping[int, Heartbeat], now: float) -> None:
-        """Takes in what the processes tell, at a time in seconds."""
+        """Takes in the processes' heartbeats, at a time in seconds."""
         for process, heartbeat in heartbeats.items():
             known = self._received.get(process)
             if known is None:
@@ -134,10 +134,10 @@ class FailureDetector:
                 self._received[process] = _Received(heartbeat, now, since)
 
     def all_live(self, since: float, now: float) -> bool:
-        """Whether all others have told something after a time.
+        """Whether all others have sent a heartbeat after a time.
 
-        What is heard after it may have been told before: so the first time
-        that it is asked only notes what was told last.
+        What is received after it may have been sent before: so the first time
+        that it is asked only notes what was sent last.
         """
         numbers = {
             process: received.heartbeat.number
@@ -152,7 +152,7 @@ class FailureDetector:
         return all(n > before.get(p, -1) for p, n in numbers.items())
 
     def silent(self, now: float) -> list[int]:
-        """Who has told nothing for some beats.
+        """The processes without new heartbeats for some time.
 
         Such a process may be dead, stopped, or in a call that lets no other
         thread of Python run: it takes more to tell which.
@@ -164,7 +164,7 @@ class FailureDetector:
         ]
 
     def find(self, now: float) -> Cause | None:
-        """What keeps the job from going on; None for nothing."""
+        """What keeps the job from continuing; None for nothing."""
         return self._find_left() or self._find_stalled(now)
 
     def _find_left(self) -> Cause | None:

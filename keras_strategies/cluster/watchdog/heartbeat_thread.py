@@ -25,9 +25,9 @@ HOST = 0
 """The process in which JAX's coordination service runs."""
 
 _FOLDER = "keras_strategies/watchdog"
-_SENT = f"{_FOLDER}/told/"
+_SENT = f"{_FOLDER}/sent/"
 _HEARTBEATS = f"{_FOLDER}/beats/"
-_RECEIVED = f"{_FOLDER}/heard/"
+_RECEIVED = f"{_FOLDER}/received/"
 _OVER, _DETECTOR, _SILENT = "over", "judge", "silent"
 _TALK_S = 0.25
 _HEARTBEAT_S = 0.5
@@ -53,24 +53,24 @@ class AwakeClock:
         self._last = time.monotonic()
 
     def tick(self) -> None:
-        """Lets time go on; a long time since the last tick counts little."""
+        """Advances the clock; a long time since the last tick counts little."""
         now = time.monotonic()
         self.seconds += min(now - self._last, _FULL_S)
         self._last = now
 
 
 class HeartbeatThread:
-    """Tells what this process does, and hears what the others tell.
+    """Sends what this process does, and receives what the others send.
 
-    Process 0 hears the beats of all, judges them and tells what follows; the
-    others hear that alone, unless they have a reason to look themselves. So
+    Process 0 receives all heartbeats and sends what the detector finds; the
+    others receive that alone, unless they have a reason to look themselves. So
     reads of the store grow with the number of processes, not its square.
 
     Args:
       process: This process's number.
       num_processes: How many there are.
       progress: What this process does.
-      judge: Finds what keeps the job from going on.
+      detector: Finds what keeps the job from continuing.
       clock: Ticked by somebody else.
     """
 
@@ -234,7 +234,7 @@ def _heartbeats_of(received: list[tuple[str, str]]) -> dict[int, Heartbeat]:
 
 
 def _processes_of(text: str) -> list[int]:
-    """Numbers of processes, as process 0 tells them; none of anything else."""
+    """Numbers of processes, as process 0 sends them; none of anything else."""
     try:
         processes = load_json(text, max_characters=_MAX_CHARACTERS)
     except ValueError:

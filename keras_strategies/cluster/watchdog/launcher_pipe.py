@@ -1,7 +1,7 @@
 """The pipe from the launcher of local processes to its children.
 
-Each child has the read end of a pipe. A line tells why the job ends; the end
-of the file without one tells that the launcher is gone.
+Each child has the read end of a pipe. A line says why the job ends; the end
+of the file without one means that the launcher is gone.
 """
 
 import os
@@ -34,7 +34,7 @@ class LauncherPipe:
         self._poll.register(fd, select.POLLIN)
 
     def read(self) -> str | None:
-        """What the launcher has told; None for nothing. Never waits."""
+        """The launcher's line; None for nothing. Never waits."""
         while not self._has_ended:
             if not self._poll.poll(0):
                 return None

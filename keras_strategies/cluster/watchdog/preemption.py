@@ -9,9 +9,9 @@ from keras_strategies.cluster.watchdog.progress import Progress
 
 
 class PreemptionNotice:
-    """Whether this process was told to end, while the context is open.
+    """Whether this process must end (SIGTERM), while the context is open.
 
-    A process of a job hears of it together with all others: `came` turns
+    A process of a job learns it together with all others: `came` turns
     true in all before the same program, and so between the same steps. One
     that is alone has a handler of SIGTERM, if this is its main thread.
 

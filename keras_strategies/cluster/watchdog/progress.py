@@ -89,7 +89,7 @@ class Progress:
         """Calls a program over so many processes; returns its outputs.
 
         Raises:
-          Preempted: one of the processes was told to end; all raise it before
+          Preempted: one of the processes got SIGTERM; all raise it before
             the same program. It is raised once, and not where somebody wants
             to save first (`num_savers`).
           RuntimeError: another process is about to run another program.
@@ -182,7 +182,7 @@ class Progress:
         if not leaves:
             return
         flight = _InFlight(leaves[0], self._clock(), keeps=bool(first))
-        # GPU and TPU queue programs: the oldest in flight tells how long.
+        # GPU and TPU queue programs: the oldest in flight shows how long.
         if self._oldest is None or self._oldest.has_ended():
             self._oldest = flight
         self._last = flight

@@ -34,7 +34,7 @@ from keras_strategies.cluster.watchdog.progress import Progress
 HEARTBEAT_S = 10
 """After how many seconds a process that sends no heartbeat is dead.
 
-JAX's heartbeats: they come from a thread of C++, which goes on while the
+JAX's heartbeats: they come from a thread of C++, which continues while the
 process compiles, or is in a call that lets no thread of Python run."""
 
 INITIALIZE_ARGUMENTS: dict[str, Any] = {
@@ -45,14 +45,14 @@ INITIALIZE_ARGUMENTS: dict[str, Any] = {
 hold."""
 
 _LOOK_S = 0.1
-# Between a failure that is heard of and the end: an error of the same kind
+# Between the message of a failure and the end: an error of the same kind
 # may be on its way here, with its traceback.
 _GRACE_S = 0.4
 # So long the store may not answer, or with errors, before a look at its host;
 # and before those who were silent already are taken for dead.
 _HUNG_S = 0.5
 _LOST_S = 1.5
-# The others hear of a failure in it, and the service is not gone yet.
+# The others receive a failure in it, and the service is not gone yet.
 _SOON_S = 0.6
 # Before an abort that nobody's death explains is put down to JAX's service.
 _FATAL_S = 3.0
@@ -178,7 +178,7 @@ class Watchdog:
         Args:
           text: Why, for its own last line.
           code: Its exit code.
-          told: What the others are told.
+          cause: What is sent to the others.
         """
         self._end_at = self._clock.seconds + _ENDING_S
         self._own = (text, code)
@@ -200,7 +200,7 @@ class Watchdog:
             event = self._heartbeats.all_received
         while not event.is_set() and self._clock.seconds < end:
             event.wait(_POLL_S)
-        # They end a moment after they have heard: the service stays till then.
+        # They end a moment after they have received it: the service stays.
         if self.process == HOST:
             time.sleep(2 * _GRACE_S)
         exit_hooks.end(self.process, *self._own)
@@ -253,7 +253,7 @@ class Watchdog:
             self._cause, self._cause_at = cause, self._clock.seconds
 
     def _find_lost(self) -> Cause | None:
-        """Who is dead, as far as JAX's coordination service is to tell.
+        """The dead processes, as far as JAX's coordination service knows.
 
         Where it takes a process for dead, it ends the others; `aborts` keeps
         them for a moment, in which the store does not answer.

@@ -121,7 +121,7 @@ class GrainSource(Source):
         return self._batches.states.get(start)
 
     def restore(self, start: int, state: Any) -> None:
-        """Lets `read` go on at `start` without reading what is before it.
+        """Lets `read` resume at `start` without reading what is before it.
 
         Args:
           start: Number of batches of an epoch.

@@ -1,6 +1,6 @@
-"""Rows of grain's `MapDataset`s, and what their pipelines tell.
+"""Rows of grain's `MapDataset`s, and the facts of their pipelines.
 
-grain tells in private attributes what a transformation does. Without them
+Private attributes of grain show what a transformation does. Without them
 (tests/data/test_grain_data.py sees it) rows are read one by one, or whole
 batches.
 """

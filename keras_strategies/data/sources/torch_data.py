@@ -341,7 +341,7 @@ def _set_epoch(target: Any, epoch: int) -> None:
 
 
 def _agreed(sampler: Any, key: _Key) -> Any:
-    """A sampler that yields the same in every process, if it can be told."""
+    """A sampler that yields the same in every process, if it can."""
     changes = {}
     if hasattr(sampler, "generator"):
         generator = sys.modules["torch"].Generator()

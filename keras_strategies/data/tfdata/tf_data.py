@@ -327,7 +327,7 @@ def _is_none(spec: Any) -> bool:
 
 
 def _batch_size(dataset: Any) -> int | None:
-    """Rows of a whole batch, where shapes or the last `batch` tell."""
+    """Rows of a whole batch, where shapes or the last `batch` give them."""
     tf = tensorflow()
     specs = tf.nest.flatten(dataset.element_spec)
     sizes = {
@@ -358,7 +358,7 @@ def _likely_size(dataset: Any) -> int | None:
 
 
 def _known_rows(dataset: Any) -> tuple[int | None, int | None]:
-    """Rows of a batch and of an epoch, as far as `batch` tells."""
+    """Rows of a batch and of an epoch, as far as `batch` gives them."""
     kind = type(dataset).__name__.removesuffix("Dataset")
     if kind in _ONE_TO_ONE:
         return _known_rows(dataset._inputs()[0])

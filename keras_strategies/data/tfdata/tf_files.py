@@ -64,7 +64,7 @@ class FileSplit:
 
 
 def reads_files(graph: Graph) -> bool:
-    """Whether a dataset reads files, as far as its operations tell."""
+    """Whether a dataset reads files, as far as its operations show."""
     return any(
         kind_of(node) in _READERS | _OTHER_READERS
         for node in called(graph, graph.node)

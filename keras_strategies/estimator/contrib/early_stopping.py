@@ -35,8 +35,8 @@ def make_early_stopping_hook(
 ) -> keras.callbacks.Callback:
     """A hook that ends the training when a function says so.
 
-    The chief asks the function, and tells the others: after the first step of
-    a call of `train`, and then as often as is said.
+    The chief asks the function, and sends the answer to the others: after the
+    first step of a call of `train`, and then as often as is given.
 
     Args:
       estimator: The Estimator that trains.

@@ -44,7 +44,7 @@ class QuietCallbackList(keras.callbacks.CallbackList):
         super().__init__(callbacks, **options)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Fetches logs, and tells of the batch, where somebody listens."""
+        """Fetches logs and calls the callbacks, where one listens."""
         if "train" not in self._quiet:
             super().on_train_batch_end(batch, logs)
         for callback in self._choosy:
@@ -52,12 +52,12 @@ class QuietCallbackList(keras.callbacks.CallbackList):
                 callback.on_train_batch_end(batch, logs=pythonify_logs(logs))
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Tells of the batch, where somebody listens."""
+        """Calls the callbacks, where one listens."""
         if "test" not in self._quiet:
             super().on_test_batch_end(batch, logs)
 
     def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Tells of the batch, where somebody listens."""
+        """Calls the callbacks, where one listens."""
         if "predict" not in self._quiet:
             super().on_predict_batch_end(batch, logs)
 

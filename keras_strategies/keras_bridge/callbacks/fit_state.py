@@ -62,7 +62,7 @@ class Loop:
       verbose: As given to fit.
       other_batches: What the data of a fit that went on in the middle of an
         epoch had and have, where these are other batches.
-      given: What it goes on with, until it has.
+      given: What it resumes with, until it has.
       callbacks: Those of fit, without the keeper.
       settle: Waits for callbacks that run in other threads.
     """
@@ -164,10 +164,10 @@ class Loop:
         )
         return {"positions": positions}
 
-    # Going on.
+    # Resuming.
 
     def resume(self, state: State) -> None:
-        """Goes on where another loop was; before it begins.
+        """Resumes where another loop was; before it begins.
 
         Args:
           state: What `state` of that one returned. The variables have their
@@ -224,7 +224,7 @@ class Loop:
 
     @property
     def first_epoch(self) -> int:
-        """What fit is told to begin with."""
+        """The epoch that fit begins with."""
         return max(self._epochs, self.epoch) if self.is_over else self.epoch
 
     @property
@@ -243,7 +243,7 @@ class Loop:
         """Whether the end follows the epoch that was done last."""
         return self.model.stop_training or self.epoch >= self._epochs
 
-    # As the list of callbacks tells it.
+    # As the list of callbacks calls it.
 
     def begin_training(self) -> None:
         """Gives the callbacks their states, after they have begun."""

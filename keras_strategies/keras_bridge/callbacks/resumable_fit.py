@@ -22,7 +22,7 @@ _LOOP = "_ks_loop"
 
 
 class CheckpointCallback(keras.callbacks.Callback):
-    """A callback that keeps what a fit needs to go on."""
+    """A callback that saves what a fit needs to resume."""
 
     def begin(self, loop: Loop) -> None:
         """Called before the loop; the model is built. Collective.
@@ -63,7 +63,7 @@ class KeptList(QuietCallbackList):
       keeper: One of the callbacks.
       callbacks: As given to fit.
       verbose: As given to fit.
-      **params: What callbacks are told of the fit.
+      **params: What callbacks get as `params`.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class KeptList(QuietCallbackList):
                 variable.assign(value)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Begins; who goes on has what it had then."""
+        """Called at the start; a resumed fit restores its callbacks' state."""
         loop = self._loop
         given = loop.given
         opened = (

@@ -23,7 +23,7 @@ from keras_strategies.keras_bridge.step_context import StepContext
 SUM = "sum"
 """Each replica's change is added."""
 MEAN = "mean"
-"""The replicas' changes are averaged: each was told its own share's mean."""
+"""The replicas' changes are averaged: each was given its own share's mean."""
 SAME = "same"
 """Every replica made the same change."""
 IN_TURN = "in turn"
@@ -53,7 +53,7 @@ def rule_of_update(
     leaves = tree.flatten((args, kwargs))
     arrays = [a for a in leaves if _is_array(a)]
     if not arrays:
-        # Constants of the program are told to every replica alike.
+        # Constants of the program are the same on every replica.
         return SAME
     with_rows = [has_rows(a, rows) for a in arrays]
     if any(with_rows):
@@ -316,7 +316,7 @@ def _adds_up_on(
             ]
             start += size
         for m, w, s in zip(merged, whole, state, strict=True):
-            # An overflow or a logarithm of a negative number tells nothing.
+            # An overflow or a logarithm of a negative number shows nothing.
             finite = np.isfinite(np.asarray(m, "float64")) & np.isfinite(w)
             if not np.allclose(m[finite], w[finite], rtol=1e-4, atol=1e-5):
                 return False

@@ -21,7 +21,7 @@ def is_users(variable: keras.Variable) -> bool:
     """Whether a user made the variable, or chose how it is aggregated.
 
     Keras's layers, metrics and optimizers make theirs under their own names,
-    which tells of variables that were made outside of scopes.
+    which shows variables that were made outside of scopes.
     """
     if variable.aggregation != "none":
         return True

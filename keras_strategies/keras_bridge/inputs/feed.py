@@ -71,7 +71,7 @@ class Feed(DataAdapter):
         self._signature: Any = None
         self._first: Tree = None
         self._at = FeedPosition.at(Place(source.passes.next, 0))
-        # Of a feed that goes on: what stands for the steps of the loop's epoch
+        # Of a resumed feed: what stands for the steps of the loop's epoch
         # that were computed before.
         self._is_resumed = False
         self.is_other_kind = False
@@ -143,7 +143,7 @@ class Feed(DataAdapter):
 
     @property
     def is_pass_over(self) -> bool:
-        """Whether a feed that goes on has nothing more for this epoch.
+        """Whether a resumed feed has nothing more for this epoch.
 
         Keras, which knows of no number of batches then, still asks for it.
         """
@@ -225,7 +225,7 @@ class Feed(DataAdapter):
             # A fit after this one finds the generator as its orders left it.
             self._source.order.of(begun - 1)
         # Keras counts the batches of an epoch of the data from its iterator's
-        # first: so it is not told their number, and the feed ends the epochs.
+        # first: so it does not get their number, and the feed ends the epochs.
         self._is_resumed = self._steps_per_epoch is not None
         count = done_steps // self._steps_per_execution
         self._done = [Execution(segments=(), logs=logs)] * count

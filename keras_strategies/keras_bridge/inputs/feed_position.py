@@ -84,7 +84,7 @@ class Division:
         return bool(self.steps_per_epoch) and stop % self.steps_per_epoch == 0
 
     def is_over(self, stop: int) -> bool:
-        """Whether Keras makes a new iterator before it goes on.
+        """Whether Keras makes a new iterator before it continues.
 
         It counts an execution as so many steps, also where it had fewer, and
         may so leave out the last batches.

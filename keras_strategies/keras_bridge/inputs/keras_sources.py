@@ -230,7 +230,7 @@ class PyDatasetSource(Source):
         try:
             self._dataset.on_epoch_begin()
         except Exception as error:
-            # Raised where it is read: there all processes are told.
+            # Raised where it is read: there it is sent to all processes.
             self._error = error
 
     def end_epoch(self) -> None:

@@ -90,9 +90,9 @@ def keras_hooks(
 ) -> Iterator[None]:
     """Wraps what makes, compiles and runs models, and BatchNormalization.
 
-    Process-wide, so all ask about the calling thread: `on_init` is told of
+    Process-wide, so all ask about the calling thread: `on_init` is called with
     every model that is made, `before_compile` may refuse a model,
-    `on_compile` is told of every model that was compiled, `in_loop` may
+    `on_compile` is called with every model that was compiled, `in_loop` may
     refuse one of `LOOPS`, and is in place while it runs, `is_active` says
     whether the thread is in a scope.
     """

@@ -77,7 +77,7 @@ def has_rivals(mesh: ReplicaMesh) -> bool:
     """Whether another strategy uses some of the devices, and not the same.
 
     A variable of one that is assigned to the other's then shares its buffers
-    on the common devices, which neither array tells.
+    on the common devices, which neither array shows.
     """
     if len(_device_sets) < 2:
         return False
