@@ -4,7 +4,7 @@ A batch is a nest of arrays whose first dimension is its rows. A batch that
 the replicas can share evenly is split over them as it is. Any other one is
 padded to the next multiple of their number (by repeating its last row) and
 carries its true number of rows; what reads it cuts the padding off first.
-Of several processes each holds its rows only, and moves them to its devices.
+Each of several processes holds its own rows and moves them to its devices.
 """
 
 import dataclasses

@@ -80,7 +80,7 @@ def taken(array: np.ndarray, indices: np.ndarray) -> np.ndarray:
 
     Args:
       array: The array.
-      indices: Of the rows; none is negative or too large.
+      indices: The rows'; none is negative or too large.
     """
     row_bytes = array.nbytes // max(len(array), 1)
     if row_bytes * len(indices) < _LEAST_BYTES or not _is_plain(array):

@@ -105,7 +105,7 @@ class PerReplica(DistributedValues):
                 "of `merge_call`. Use `strategy.extended.reduce_to` on it."
             )
         shards = sorted(
-            # Of a replica's cores, the first.
+            # The first of a replica's cores.
             (s for s in self._arrays[0].addressable_shards if not s.replica_id),
             key=lambda shard: shard.index[0].start or 0,
         )

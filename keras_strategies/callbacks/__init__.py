@@ -1,7 +1,7 @@
 """Callbacks for `fit`, beside Keras's own.
 
-    kept = ks.callbacks.Checkpoint("run")
-    model.fit(x, y, callbacks=[kept, ks.callbacks.Scalars("run")])
+    checkpoint = ks.callbacks.Checkpoint("run")
+    model.fit(x, y, callbacks=[checkpoint, ks.callbacks.Scalars("run")])
 
 A name is imported when it is first asked for.
 """

@@ -51,7 +51,7 @@ class Checkpoint(CheckpointCallback):
         clock.
       save_every_epochs: Save after so many epochs; 1 if nothing else is given.
         The end of training is saved in any case.
-      keep: How many checkpoints are kept, or a `ks.checkpoint.Keep`.
+      keep: How many checkpoints are retained, or a `ks.checkpoint.Keep`.
       resume: "auto" to resume where there is a checkpoint; True if there must
         be one; False to begin anew, in a directory without any.
 

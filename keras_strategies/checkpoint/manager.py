@@ -31,7 +31,7 @@ class CheckpointManager:
     Args:
       checkpoint: What to keep.
       directory: Where; made if it is not there. One directory for each run.
-      keep: How many checkpoints are kept, or a `ks.checkpoint.Keep`.
+      keep: How many checkpoints are retained, or a `ks.checkpoint.Keep`.
       max_to_keep: tf's name of `keep`; None keeps all.
 
     Raises:

@@ -21,7 +21,7 @@ from keras_strategies.strategy import current
 
 
 class Checkpoint:
-    """Objects whose values are kept together, as `tf.train.Checkpoint`.
+    """Objects whose values are saved together, as `tf.train.Checkpoint`.
 
     Args:
       **objects: By the names that they have in the checkpoint: Keras models
@@ -43,7 +43,7 @@ class Checkpoint:
       checkpoint.save("run/ckpt")
       checkpoint.restore(ks.checkpoint.latest_checkpoint("run"))
       ```
-      A run that keeps some, and resumes where it was, has a
+      A run that saves some, and resumes where it was, has a
       `CheckpointManager`.
     """
 
@@ -74,7 +74,7 @@ class Checkpoint:
 
     @property
     def objects(self) -> Mapping[str, Any]:
-        """What it keeps, by name."""
+        """The objects, by name."""
         return self._objects
 
     def states(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A directory of checkpoints: Orbax writes and reads their arrays.
 
 A save takes the arrays to the host and returns; a thread has Orbax write them,
-adds the manifest, and deletes what is not to be kept. The chief decides what
+adds the manifest, and deletes what no rule retains. The chief decides what
 is restored, and all processes restore it.
 """
 
@@ -59,7 +59,7 @@ class Storage:
     Args:
       directory: Where checkpoints are; made if it is not there.
       processes: JAX's ids of the processes; the first is the chief.
-      keep: Which checkpoints are kept.
+      keep: Which checkpoints are retained.
     """
 
     def __init__(

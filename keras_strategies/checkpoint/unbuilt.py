@@ -37,7 +37,7 @@ def build_optimizers(objects: Objects, saved: Names) -> None:
 
     Args:
       objects: Those that are to have the values.
-      kept: What the checkpoint has.
+      saved: What the checkpoint has.
     """
     models = [
         m for value in objects.values() for m in _found(keras.Model, value)
@@ -61,7 +61,7 @@ def left_out(objects: Objects, saved: Names, found: Names) -> list[str]:
 
     Args:
       objects: Those that are to have the values.
-      kept: What the checkpoint has.
+      saved: What the checkpoint has.
       found: What of it is restored.
 
     Raises:

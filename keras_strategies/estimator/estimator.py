@@ -175,7 +175,7 @@ class Estimator:
           hooks: Keras callbacks.
           checkpoint_path: The checkpoint; None for the newest one, or, where
             there is none, initial weights.
-          name: Of the evaluation: its event files are in `eval_<name>`.
+          name: The evaluation's: its event files are in `eval_<name>`.
 
         Returns:
           "loss", metrics and "global_step".

@@ -55,7 +55,7 @@ class EvalSpec:
       input_fn: Makes the evaluation data; see `Estimator.evaluate`.
       steps: Batches of an evaluation; None for all. 100 as in tf: set it to
         None where every row counts.
-      name: Of the evaluation, for its files, where there are several.
+      name: The evaluation's, for its files, where there are several.
       hooks: Keras callbacks.
       exporters: An `Exporter`, or several of different names; called after
         each evaluation.

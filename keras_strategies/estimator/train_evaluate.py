@@ -188,7 +188,7 @@ class _Watch:
 
     Args:
       estimator: The Estimator.
-      max_steps: Of the training.
+      max_steps: The training's.
     """
 
     def __init__(self, estimator: Estimator, max_steps: int | None) -> None:
@@ -241,7 +241,7 @@ class _Evaluation:
     Args:
       estimator: The Estimator.
       spec: The EvalSpec.
-      max_steps: Of the training: what is evaluated then is the last.
+      max_steps: The training's: what is evaluated then is the last.
 
     Attributes:
       path: The checkpoint that was evaluated last.

@@ -16,7 +16,7 @@ from jax.extend.core import (
     jaxprs_in_params,
 )
 
-# Of what is not seen outside of the program: that an equation knows a mapped
+# Effects not seen outside of the program: that an equation knows a mapped
 # axis, and what it does to a reference.
 _SILENT = {
     *("NamedAxisEffect", "InternalMutableArrayEffect"),

@@ -39,7 +39,7 @@ DISTRIBUTE = {
     ),
     "coordinator": _WORKERS,
 }
-"""Of `tf.distribute`."""
+"""Names of `tf.distribute`."""
 
 EXPERIMENTAL = {
     "CentralStorageStrategy": _ONE_HOST,
@@ -55,10 +55,10 @@ EXPERIMENTAL = {
     "partitioners": _WORKERS,
     "rpc": "another library: processes only train together here",
 }
-"""Of `tf.distribute.experimental`."""
+"""Names of `tf.distribute.experimental`."""
 
 CLUSTER_RESOLVER = {"GCEClusterResolver": _RESOLVER}
-"""Of `tf.distribute.cluster_resolver`."""
+"""Names of `tf.distribute.cluster_resolver`."""
 
 ESTIMATOR = {
     "tpu": (
@@ -67,4 +67,4 @@ ESTIMATOR = {
     ),
     "SessionRunHook": "`ks.estimator.CheckpointSaverListener` or a callback",
 }
-"""Of `tf.estimator`."""
+"""Names of `tf.estimator`."""

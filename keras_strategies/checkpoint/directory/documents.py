@@ -12,7 +12,7 @@ from keras_strategies.cluster.exchange.message_forms import fault_of
 from keras_strategies.cluster.untrusted import load_json
 
 VERSION = 1
-"""Of the documents that are read here."""
+"""The version of the documents that are read here."""
 
 MAX_BYTES = 64 << 20
 """The longest document that is read."""

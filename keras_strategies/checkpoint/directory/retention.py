@@ -1,4 +1,4 @@
-"""The retention of checkpoints: which are kept, and the deletion of others."""
+"""The retention of checkpoints, and the deletion of the others."""
 
 import dataclasses
 import logging
@@ -36,9 +36,9 @@ _MAX = re.compile(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Keep:
-    """Which checkpoints are kept: those that any of the rules keeps.
+    """Which checkpoints are retained: those that any of the rules retains.
 
-    The newest good one is always kept.
+    The newest good one is always retained.
 
         ks.checkpoint.Keep(last=3, best="val_accuracy", num_best=2)
 
@@ -116,7 +116,7 @@ def as_keep(keep: Any) -> Keep:
 
 
 def to_delete(manifests: Iterable[Manifest], keep: Keep) -> list[int]:
-    """The steps that no rule keeps, ascending.
+    """The steps that no rule retains, ascending.
 
     Args:
       manifests: Those of all good checkpoints of a run, in any order. The
@@ -184,7 +184,7 @@ def delete_partial_saves(directory: str | os.PathLike[str]) -> list[str]:
 def _retained_for_ever(
     ordered: list[Manifest], older: list[Manifest], keep: Keep
 ) -> set[int]:
-    """Of the older ones, one for every so many hours, the first of each."""
+    """The first of the older ones of every so many hours."""
     if keep.every_n_hours is None:
         return set()
     last_retained = _start_of(ordered)
@@ -213,7 +213,7 @@ def _best(ordered: list[Manifest], keep: Keep) -> set[int]:
         logs = entry.facts.get("logs")
         value = _number(logs.get(keep.best)) if isinstance(logs, dict) else None
         if value is not None:
-            # Of equal ones the first, as in Keras.
+            # The first of equal ones, as in Keras.
             ranked.append((sign * value, entry.step))
     return {step for _, step in sorted(ranked)[: keep.num_best]}
 

@@ -91,7 +91,7 @@ def examine(
     """
     cluster_part, cluster = check_clusters(environ)
     info = None if cluster is None else cluster.info
-    # Of a meeting, process 0 is asked by all and need not be tried out.
+    # In a meeting all ask process 0, which need not be tried out.
     findings = check_address(info, environ, connects=quick) if info else []
     started = [] if quick else _started(environ, cluster, timeout_s)
     if any(has_met(part) for part in started):

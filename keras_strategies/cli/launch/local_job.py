@@ -15,7 +15,7 @@ from types import FrameType
 from keras_strategies.cli.launch.local_process import Child, Output
 from keras_strategies.cluster.exchange.exit_codes import ExitCode
 
-# Of processes that the launcher told to end, these have ended by themselves.
+# Exit codes of processes that ended by themselves, though asked to end.
 _SELF_MADE = (ExitCode.FAILED, ExitCode.STALLED, ExitCode.PEER_FAILED)
 _CLOSED_OUTPUT = 141
 _POLL_S = 0.02
@@ -207,7 +207,7 @@ class _Job:
             for child in self._running()
             if child.poll() is not None
         ]
-        # Of those that ended in one moment, one that was killed came first.
+        # If several ended in one moment, one that was killed came first.
         found.sort(key=lambda ending: (ending.rank, ending.code))
         self._endings += found
         for ending in found:

@@ -81,7 +81,7 @@ class Agreement:
             forgotten()
 
     def end(self) -> None:
-        """Takes part in no further round; what was said is kept a while."""
+        """Takes part in no further round; its messages stay a while."""
         last = self._round - 1
         if last >= 0:
             _ended[self._number] = lambda: self._forget(_client(), last)

@@ -33,7 +33,7 @@ class Secret:
         """What shows that who says this has the secret.
 
         Args:
-          role: Of who says it, so that nobody is answered by their own words.
+          role: The sender's, so that nobody is answered by their own words.
           nonces: Of process 0, and of the other one.
           said: What is said.
 

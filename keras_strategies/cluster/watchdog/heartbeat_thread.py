@@ -33,7 +33,7 @@ _TALK_S = 0.25
 _HEARTBEAT_S = 0.5
 # Who waits in vain asks by itself only if process 0 does not find out.
 _HOST_FIRST_S = 5.0
-# Of more processes each talks less often.
+# With more processes each sends less often.
 _MANY = 64
 _FULL_S = 1.0
 # When only the others' ends are waited for.

@@ -28,7 +28,7 @@ Tree = Any
 
 # Batches of a `MapDataset` that are read at once, and so read ahead.
 _NUM_THREADS = 4
-# Positions of an iterator that are kept, for reading on from one of them.
+# Positions of an iterator that are held, for reading on from one of them.
 _NUM_STATES = 64
 # grain's length of what `repeat()` returns is `sys.maxsize`, before `batch`.
 _ENDLESS = 2**40

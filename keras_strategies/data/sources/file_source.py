@@ -29,7 +29,7 @@ class FilesSource(Source):
       data: The files.
       num_processes: Number of processes that read them.
       process_index: This process's place among them.
-      seed: Of the shuffling, where `data` has none. The same in all
+      seed: The shuffling's, where `data` has none. The same in all
         processes.
       policy: FILE gives each process whole files, DATA its rows of each
         batch, OFF all rows to each; AUTO is FILE where there are enough

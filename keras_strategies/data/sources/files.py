@@ -27,7 +27,7 @@ class Files:
       parse: Makes a row of a record.
       count: How a file's rows are counted, or whether they are.
       window: How many consecutive rows are shuffled among each other, or 0.
-      seed: Of the shuffling; None is the strategy's.
+      seed: The shuffling's; None is the strategy's.
       drop_remainder: Whether a last, smaller batch is left out.
     """
 
@@ -118,7 +118,7 @@ def files(
       shuffle: Whether the files are put in another order each epoch, and
         windows of 10000 consecutive rows are shuffled; an int is another size
         of these windows. Records of a window are held in memory.
-      seed: Of the shuffling. The order depends on it and the epoch only.
+      seed: The shuffling's. The order depends on it and the epoch only.
       drop_remainder: Whether a last, smaller batch is left out; where each
         process reads whole files, of those of each process.
 

@@ -40,11 +40,11 @@ class TorchSource(Source):
 
     Args:
       data: What to read (`is_torch`).
-      batch_size: Of a dataset without a loader; 32 if left out.
-      shuffle: Of a map-style dataset without a loader.
+      batch_size: For a dataset without a loader; 32 if left out.
+      shuffle: For a map-style dataset without a loader.
       num_processes: Number of processes that read it.
       process_index: This process's place among them.
-      seed: Of the orders, where the loader has no `generator`. The same in
+      seed: The orders', where the loader has no `generator`. The same in
         all processes.
       policy: AUTO and DATA divide the rows; OFF leaves what each process is
         given to it. A `DistributedSampler` has divided them already: its

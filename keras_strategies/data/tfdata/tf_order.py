@@ -149,7 +149,7 @@ class EpochDatasets:
     ) -> None:
         self._dataset = dataset
         own = seeds_of(graph)
-        # Of another dataset they mean nothing.
+        # For another dataset they mean nothing.
         self.seeds = seeds if seeds and len(seeds) == len(own) else own
         self._seed = seed % 2**64
         self._num_processes = num_processes

@@ -1,4 +1,4 @@
-"""RunConfig: how often an Estimator saves, logs and keeps, and on what."""
+"""RunConfig: what an Estimator saves and logs, how often, and where."""
 
 import copy
 import dataclasses

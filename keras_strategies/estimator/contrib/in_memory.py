@@ -26,7 +26,7 @@ class InMemoryEvaluatorHook(keras.callbacks.Callback):
       input_fn: Makes the evaluation data.
       steps: Batches of an evaluation; None for all.
       hooks: Keras callbacks.
-      name: Of the evaluation, for its files.
+      name: The evaluation's, for its files.
       every_n_iter: Train steps between two evaluations.
 
     Raises:

@@ -41,7 +41,7 @@ _STATE = {
 
 
 class Loop:
-    """A fit, as a keeper sees it.
+    """A fit, as a checkpoint callback sees it.
 
     Args:
       variables: All variables of the model, its optimizers and metrics.
@@ -63,7 +63,7 @@ class Loop:
       other_batches: What the data of a fit that went on in the middle of an
         epoch had and have, where these are other batches.
       given: What it resumes with, until it has.
-      callbacks: Those of fit, without the keeper.
+      callbacks: Those of fit, without the checkpoint callback.
       settle: Waits for callbacks that run in other threads.
     """
 
@@ -96,7 +96,7 @@ class Loop:
         self._logs: Any = None
         self.given: State | None = None
 
-    # What is kept.
+    # What is saved.
 
     def groups(self) -> dict[str, list[keras.Variable]]:
         """Every variable, by what it is for; in the order of the model."""

@@ -44,7 +44,7 @@ class CheckpointCallback(keras.callbacks.Callback):
         raise NotImplementedError
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Refuses a fit that does not ask a keeper."""
+        """Refuses a fit that does not ask a checkpoint callback."""
         if not isinstance(getattr(self.model, _LOOP, None), Loop):
             name = getattr(self.model, "name", None)
             raise RuntimeError(
@@ -56,11 +56,11 @@ class CheckpointCallback(keras.callbacks.Callback):
 
 
 class KeptList(QuietCallbackList):
-    """A fit's callbacks, and the keeper after all of them.
+    """A fit's callbacks, and the checkpoint callback after all of them.
 
     Args:
       loop: The loop.
-      keeper: One of the callbacks.
+      checkpointer: One of the callbacks.
       callbacks: As given to fit.
       verbose: As given to fit.
       **params: What callbacks get as `params`.
@@ -141,14 +141,14 @@ class KeptList(QuietCallbackList):
         super().on_train_batch_begin(batch, logs)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Ends a step; the keeper is last."""
+        """Ends a step; the checkpoint callback is last."""
         if not self._loop.count(logs):
             return
         super().on_train_batch_end(batch, logs)
         self._checkpointer.after_batch(self._loop)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Ends an epoch; the keeper is last."""
+        """Ends an epoch; the checkpoint callback is last."""
         super().on_epoch_end(epoch, logs)
         self._loop.end_epoch(logs)
         self._checkpointer.after_epoch(self._loop, numbers(logs) or {})
@@ -165,10 +165,10 @@ def resumable_fit(
     variables: list[keras.Variable],
     functions: Functions,
 ) -> Any:
-    """Runs a fit that a callback keeps.
+    """Runs a fit that a callback checkpoints.
 
     Args:
-      keeper: The callback.
+      checkpointer: The callback.
       call: The call of fit: its arguments by name, `set` and `run`.
       feed: The training data.
       variables: All of the model, its optimizers and metrics.
@@ -201,12 +201,12 @@ def resumable_fit(
 
 
 def loop_of(model: Any) -> Loop | None:
-    """The fit of a model that a keeper keeps, while it is under way."""
+    """The checkpointed fit of a model, while it is under way."""
     return vars(model).get(_LOOP)
 
 
 def checkpointer_among(callbacks: Any) -> CheckpointCallback | None:
-    """The keeper among the callbacks given to fit, if there is one.
+    """The checkpoint callback among those given to fit, if there is one.
 
     Raises:
       ValueError: there are two, or one beside `BackupAndRestore`.

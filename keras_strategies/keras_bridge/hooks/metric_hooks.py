@@ -56,7 +56,7 @@ def update_state(
     if step.facts.is_local:
         rule = known or metric_rules.rule_of_local_update(metric, args, kwargs)
     elif step.flags.is_whole:
-        # Of gathered rows: every replica makes the whole batch's update.
+        # From gathered rows every replica makes the whole batch's update.
         rule = metric_rules.SAME
     else:
         rule = metric_rules.rule_of_update(

@@ -150,7 +150,7 @@ def _check_home(
 
 def settle(variable: keras.Variable, mesh: ReplicaMesh) -> None:
     """Gives a variable its first copies, where it has none."""
-    # Of a slice that is only compiled for, variables stay on the host.
+    # Where a slice is only compiled for, variables stay on the host.
     is_made = variable._value is not None and not mesh.is_abstract
     if is_on_read(variable) and is_made and not hasattr(variable, _COPIES):
         array = copies_of(variable, mesh)

@@ -106,11 +106,11 @@ def local_source(
     Args:
       dataset: The dataset.
       mesh: The replicas.
-      seed: Of the orders, where the dataset has none. The same in all
+      seed: The orders', where the dataset has none. The same in all
         processes.
       policy: See `source_of_dataset`.
-      batch_size: Of torch datasets without a loader.
-      shuffle: Of those, too.
+      batch_size: For torch datasets without a loader.
+      shuffle: For those, too.
 
     Raises:
       TypeError: not a dataset.

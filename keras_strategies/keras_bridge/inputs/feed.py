@@ -61,7 +61,7 @@ class Feed(DataAdapter):
         self._steps_per_execution = steps_per_execution
         self._steps_per_epoch = steps_per_epoch
         self._division = Division(
-            # Of rows that are each process's own, nobody knows the longest.
+            # Where rows are process-local, nobody knows the longest.
             num_batches=None if source.is_process_local else source.num_batches,
             steps_per_epoch=max(steps_per_epoch or 0, 0) or None,
             steps_per_execution=steps_per_execution,
@@ -71,7 +71,7 @@ class Feed(DataAdapter):
         self._signature: Any = None
         self._first: Tree = None
         self._at = FeedPosition.at(Place(source.passes.next, 0))
-        # Of a resumed feed: what stands for the steps of the loop's epoch
+        # For a resumed feed: what stands for the steps of the loop's epoch
         # that were computed before.
         self._is_resumed = False
         self.is_other_kind = False
@@ -173,7 +173,7 @@ class Feed(DataAdapter):
         """As `position`, with a loop's epoch done: where its next one begins.
 
         Args:
-          place: Of the last execution that was computed, if there was one.
+          place: The last execution's that was computed, if there was one.
         """
         if not (self._at.is_reading and self._steps_per_epoch and place):
             # Keras makes an iterator for each epoch.
@@ -186,7 +186,7 @@ class Feed(DataAdapter):
         """As `position`, in the middle of a loop's epoch.
 
         Args:
-          place: Of the last execution that was computed. On accelerators
+          place: The last execution's that was computed. On accelerators
             Keras asks for one ahead.
         """
         return {"epoch": place[0], "step": place[1], "seed": self._source.seed}

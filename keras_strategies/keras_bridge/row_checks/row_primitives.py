@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 _TINY = 1e-3
-"""Of a constant that only keeps a denominator from zero."""
+"""The largest constant that only keeps a denominator from zero."""
 
 
 @dataclasses.dataclass(frozen=True)

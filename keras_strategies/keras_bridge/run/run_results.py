@@ -13,7 +13,7 @@ class Note:
     """What is known of a call when it is traced.
 
     Attributes:
-      structure: Of the results, and those of them that are no arrays.
+      structure: The results', and those of them that are no arrays.
       is_changed: Whether each variable was written.
       is_equal: Whether it was written the same on every replica.
       rules: How the variables of metrics are merged; None of others.

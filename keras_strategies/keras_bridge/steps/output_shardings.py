@@ -1,6 +1,6 @@
 """Output shardings of programs: results stay where the next call wants them.
 
-Of replicas with several cores XLA chooses which results it divides over the
+With several cores per replica, XLA chooses which results it divides over the
 cores, and the next call would compile another program for them. With one core
 a replica there is nothing to choose, and programs stay as they are.
 """

@@ -83,7 +83,7 @@ class PredictProgram:
             ),
             is_whole=is_whole,
         )
-        # Of several processes, each returns all rows.
+        # Each of several processes returns all rows.
         self._gather = jax.jit(_same, out_shardings=mesh.whole)
 
     def __call__(

@@ -52,7 +52,7 @@ class StepProgram:
 
     Args:
       step: `step(state, data) -> (logs, state)`; the model's own.
-      name: Of the programs, in profiles.
+      name: The programs' name, in profiles.
       variables: Groups of the model's variables, aligned with the state.
       metrics: Index of the group that holds metrics, or None.
       written: Indices of the groups that the step writes as a rule; they are

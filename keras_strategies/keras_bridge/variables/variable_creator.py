@@ -90,7 +90,7 @@ class ReplicaDistribution(Distribution):
         """The layout of a variable that is being created."""
         self._registry.add(variable)
         self.partitions.assign([variable])
-        # Of a slice that is only compiled for, variables stay on the host.
+        # Where a slice is only compiled for, variables stay on the host.
         mesh = self._mesh
         return None if mesh.is_abstract else sharding_of(variable, mesh)
 
