@@ -10,6 +10,10 @@ be shorter and a trap: where XLA's CPU compiler fuses a sum over rows (the
 gradient of a bias) into a `concatenate`, it evaluates that sum for every entry
 of the buffer, and a step takes up to 150 times as long. What is written in
 place is evaluated for its own entries only, however many rows it sums.
+
+References:
+  - Li et al., PyTorch Distributed (2020), on buckets of gradients:
+    https://arxiv.org/abs/2006.15704
 """
 
 import dataclasses

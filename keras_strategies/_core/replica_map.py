@@ -75,6 +75,10 @@ def all_sum(
 
     Returns:
       The sums, in the order and with the shapes of `leaves`.
+
+    References:
+      XLA sums by a reduce-scatter and an all-gather, as Rabenseifner,
+      Optimization of Collective Reduction Operations (ICCS 2004).
     """
     if not leaves:
         return []

@@ -1,4 +1,9 @@
-"""Orders of a grid's cells in which each cell's neighbour is one hop away."""
+"""Orders of a grid's cells in which each cell's neighbour is one hop away.
+
+References:
+  - Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of
+    Workstations (JPDC 2009), on all-reduce along a ring.
+"""
 
 from collections.abc import Sequence
 

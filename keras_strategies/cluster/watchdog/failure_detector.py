@@ -1,6 +1,10 @@
 """The failure detector: heartbeats of the processes, and its verdicts.
 
 Pure: the caller passes heartbeats and the time, so tests need no clock.
+
+References:
+  - Chandra and Toueg, Unreliable Failure Detectors for Reliable Distributed
+    Systems (JACM 1996).
 """
 
 import dataclasses

@@ -3,6 +3,10 @@
 Keras refuses the flag on JAX. While a scope is open its constructor accepts
 it, and such a layer computes its moments over the rows of all replicas, in
 two passes (the variance from the global mean).
+
+References:
+  - Peng et al., MegDet (2018), on synchronized BatchNormalization:
+    https://arxiv.org/abs/1711.07240
 """
 
 import functools

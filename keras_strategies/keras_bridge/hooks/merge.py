@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import keras
 
+from keras_strategies._core.step_types import Group
 from keras_strategies._core.replica_map import (
     all_max,
     all_min,
@@ -17,8 +18,6 @@ from keras_strategies._core.replica_map import (
 from keras_strategies.keras_bridge.hooks import metric_rules
 from keras_strategies.keras_bridge.hooks.seeds import is_seed
 from keras_strategies.keras_bridge.step_context import StepContext
-
-Arrays = list[Any]
 
 MERGE_RULES = ("mean", "sum", "max", "min", "any", "all", "first")
 
@@ -88,9 +87,9 @@ class Merge:
 def plan_merge(
     plan: Merge,
     variables: Sequence[keras.Variable],
-    old: Arrays,
-    folded: Arrays,
-    new: Arrays,
+    old: Group,
+    folded: Group,
+    new: Group,
     *,
     are_metrics: bool = False,
 ) -> Any:
@@ -111,7 +110,7 @@ def plan_merge(
     for variable, o, f, n in zip(variables, old, folded, new, strict=True):
         finishers.append(_finisher(plan, variable, o, f, n, are_metrics))
 
-    def finish(sums: list[Any]) -> Arrays:
+    def finish(sums: list[Any]) -> Group:
         return [
             as_type_of(finisher(sums), o)
             for finisher, o in zip(finishers, old, strict=True)
@@ -204,7 +203,7 @@ def as_type_of(new: Any, old: Any) -> Any:
     return jax.lax.convert_element_type(jnp.asarray(new), old.dtype)
 
 
-def changed_values(old: list[Any], new: list[Any]) -> dict[str, Any]:
+def changed_values(old: list[Any], new: Group) -> dict[str, Any]:
     """The values that a step replaced, by their position in the group."""
     return {
         str(k): as_type_of(n, o)

@@ -1,4 +1,11 @@
-"""Changes to optimizers while a step is traced: gradients of all replicas."""
+"""Changes to optimizers while a step is traced: gradients of all replicas.
+
+Loss scaling and gradient accumulation are Keras's own, on reduced gradients.
+
+References:
+  - Micikevicius et al., Mixed Precision Training (2018), on loss scaling:
+    https://arxiv.org/abs/1710.03740
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -9,6 +9,7 @@ import numpy as np
 
 from keras_strategies._core.batches import Segment
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.step_types import Batch
 from keras_strategies._core.rows import padded_rows
 from keras_strategies.keras_bridge.steps.step_functions import (
     make_program,
@@ -23,7 +24,7 @@ def lower_step(
     model: keras.Model,
     mesh: ReplicaMesh,
     kind: str,
-    batch: Any,
+    batch: Batch,
     build: Callable[[Any], None],
 ) -> Any:
     """Lowers a step of a bound model.
@@ -82,7 +83,7 @@ def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(shape), dtype)
 
 
-def _num_rows(data: Any) -> int:
+def _num_rows(data: Batch) -> int:
     shapes = [leaf.shape for leaf in jax.tree.leaves(data)]
     rows = {shape[:1] for shape in shapes}
     if len(rows) != 1 or not all(shapes) or not all(rows.copy().pop()):

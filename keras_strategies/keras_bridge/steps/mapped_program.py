@@ -8,6 +8,7 @@ import jax
 
 from keras_strategies._core.batches import RowShape, Segment
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.step_types import Batch
 from keras_strategies._core.replica_map import (
     replica_map,
     split_spec,
@@ -148,7 +149,7 @@ def over_whole_batch(
 ) -> Callable[[Any, Any, Any, RowShape], Any]:
     """A step that sees all rows of a padded batch, or of several."""
 
-    def step(first: Any, second: Any, data: Any, shape: RowShape) -> Any:
+    def step(first: Any, second: Any, data: Batch, shape: RowShape) -> Any:
         fn = scanned(body) if shape.steps > 1 else body
         return whole_batch(fn, (first, second), data, shape, mesh)
 

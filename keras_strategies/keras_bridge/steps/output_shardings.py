@@ -13,6 +13,7 @@ import keras
 from jax.sharding import NamedSharding
 
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.step_types import Group
 from keras_strategies.keras_bridge.variables.shardings import sharding_of
 
 Program = Callable[..., Any]
@@ -29,8 +30,8 @@ def step(
 
     Args:
       body: The step.
-      written: Groups of variables, of the new values.
-      read: Groups of variables, of the changed values.
+      written: State of variables, of the new values.
+      read: State of variables, of the changed values.
       mesh: The replicas.
     """
     if mesh.cores_per_replica == 1:
@@ -107,7 +108,7 @@ def _whole(values: Any, sharding: NamedSharding) -> Any:
 
 
 def _values(
-    values: list[Any], variables: Variables, mesh: ReplicaMesh
+    values: Group, variables: Variables, mesh: ReplicaMesh
 ) -> list[Any]:
     return [
         jax.lax.with_sharding_constraint(value, sharding_of(variable, mesh))

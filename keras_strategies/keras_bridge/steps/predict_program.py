@@ -17,6 +17,7 @@ import numpy as np
 from keras_strategies._core.batches import Segment
 from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.step_types import Batch
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.hooks import seeds
 from keras_strategies.keras_bridge.hooks.trace_hooks import trace_hooks
@@ -129,7 +130,7 @@ class PredictProgram:
         )
 
     def _replica_step(
-        self, trainable: list[Any], old: list[Any], data: Any
+        self, trainable: list[Any], old: list[Any], data: Batch
     ) -> Any:
         rows = jax.tree.leaves(data)[0].shape[0]
         step = StepContext(facts=StepFacts(mesh=self._mesh, rows=rows))
@@ -139,7 +140,11 @@ class PredictProgram:
             return self._mapped_body(step, trainable, old, data)
 
     def _mapped_body(
-        self, step: StepContext, trainable: list[Any], old: list[Any], data: Any
+        self,
+        step: StepContext,
+        trainable: list[Any],
+        old: list[Any],
+        data: Batch,
     ) -> Any:
         rows = step.facts.rows
         folded = seeds.fold_seeds(self._variables, old, step)
@@ -164,7 +169,7 @@ class PredictProgram:
         return outputs, changed
 
     def _predict(
-        self, step: StepContext, trainable: Any, state: Any, data: Any
+        self, step: StepContext, trainable: Any, state: Any, data: Batch
     ) -> tuple[Any, Any]:
         with trace_hooks(), step_scope(step):
             return self._step((list(trainable), list(state)), data)
@@ -183,7 +188,7 @@ class PredictProgram:
         return bool(outputs) and all(o.shape[:1] == (None,) for o in outputs)
 
     def _whole_body(
-        self, trainable: list[Any], old: list[Any], data: Any
+        self, trainable: list[Any], old: list[Any], data: Batch
     ) -> Any:
         outputs, new = self._step((list(trainable), list(old)), data)
         return outputs, merge_lib.changed_values(old, new)
@@ -192,10 +197,10 @@ class PredictProgram:
 def _scanned(body: Body) -> Body:
     """The steps of several stacked batches as one program; all outputs."""
 
-    def many(trainable: list[Any], old: list[Any], data: Any) -> Any:
+    def many(trainable: list[Any], old: list[Any], data: Batch) -> Any:
         keys: list[str] = []
 
-        def one(carry: list[Any], batch: Any) -> Any:
+        def one(carry: list[Any], batch: Batch) -> Any:
             outputs, changed = body(trainable, carry, batch)
             keys[:] = list(changed)
             carry = list(carry)

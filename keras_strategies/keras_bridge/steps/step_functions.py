@@ -11,6 +11,7 @@ import numpy as np
 
 from keras_strategies._core.batches import Execution, Segment
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.step_types import Batch
 from keras_strategies.keras_bridge import keras_names
 from keras_strategies.keras_bridge.inputs import feed
 from keras_strategies.keras_bridge.steps.predict_program import PredictProgram
@@ -291,7 +292,7 @@ def step_variables(
 def _holders(
     model: keras.Model, groups: tuple[str, ...], last: Any
 ) -> list[Any]:
-    """Groups that hold the last step's arrays: ours and Keras's."""
+    """State that hold the last step's arrays: ours and Keras's."""
     holders = [] if last is None else [last]
     kept = getattr(model, "_jax_state", None)
     if kept and all(name in kept for name in groups):
@@ -323,7 +324,7 @@ def _execution(
     return dataclasses.replace(placed[0], segments=segments)
 
 
-def _on_all(data: Any, mesh: ReplicaMesh) -> Any:
+def _on_all(data: Batch, mesh: ReplicaMesh) -> Any:
     """The arrays whole on every device."""
     if mesh.num_processes == 1:
         return jax.device_put(data, mesh.whole)

@@ -11,6 +11,7 @@ from jax.extend.core import jaxpr_as_fun
 from keras_strategies._core.batches import RowShape, sharded_rows, true_rows
 from keras_strategies._core.jaxprs.combined_sums import with_combined_sums
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.step_types import Batch
 from keras_strategies._core.replica_map import (
     all_sum,
     has_unsafe_scatters,
@@ -56,7 +57,7 @@ class Traced:
 
 
 def traced_once(
-    step: StepContext, body: Callable[..., Any], state: Any, data: Any
+    step: StepContext, body: Callable[..., Any], state: Any, data: Batch
 ) -> Any:
     """Traces `body(step, *state, data)` and looks at it before it is used.
 
@@ -114,7 +115,7 @@ def _with_losses(
 def whole_batch(
     body: Callable[..., Any],
     state: tuple[Any, ...],
-    data: Any,
+    data: Batch,
     shape: RowShape,
     mesh: ReplicaMesh,
 ) -> Any:
@@ -127,7 +128,7 @@ def whole_batch(
 
 
 def _check_sizes(
-    step: StepContext, body: Callable[..., Any], state: Any, data: Any
+    step: StepContext, body: Callable[..., Any], state: Any, data: Batch
 ) -> None:
     """Traces with twice the rows: what counts rows doubles, no other size."""
     probe = step.probe(2 * step.facts.rows)
@@ -155,7 +156,7 @@ def _check_losses(
     step: StepContext,
     body: Callable[..., Any],
     state: Any,
-    data: Any,
+    data: Batch,
     jaxpr: Any,
 ) -> None:
     """Looks whether the loss is a mean over the rows, where it may be none."""
@@ -189,7 +190,7 @@ def _probed(
     step: StepContext,
     body: Callable[..., Any],
     state: Any,
-    data: Any,
+    data: Batch,
     rows: int,
 ) -> Any:
     """A trace with some number of rows; its last output is the loss."""
@@ -198,14 +199,14 @@ def _probed(
     return jax.make_jaxpr(fn)(*state, _of_rows(rows, data))
 
 
-def _of_rows(rows: int, data: Any) -> Any:
+def _of_rows(rows: int, data: Batch) -> Any:
     return jax.tree.map(
         lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), data
     )
 
 
 def eval_with_rows(
-    rows: int, body: Callable[..., Any], state: Any, data: Any
+    rows: int, body: Callable[..., Any], state: Any, data: Batch
 ) -> Any:
     """The shapes that `body(*state, data)` has for another number of rows."""
     return jax.eval_shape(body, *state, _of_rows(rows, data))

@@ -19,6 +19,7 @@ from keras_strategies._core.batches import Segment, unstacked
 from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.identity import IdentityMap, IdentitySet
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.step_types import Batch, Group, Logs, State
 from keras_strategies._core.replica_map import has_convolutions
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.hooks import seeds
@@ -43,8 +44,6 @@ from keras_strategies.keras_bridge.steps.trace_checks import (
 )
 
 Step = Callable[..., Any]
-Groups = tuple[list[Any], ...]
-"""State: trainable, non-trainable, (optimizer,) (metrics) values."""
 
 
 class StepProgram:
@@ -53,7 +52,7 @@ class StepProgram:
     Args:
       step: `step(state, data) -> (logs, state)`; the model's own.
       name: The programs' name, in profiles.
-      variables: Groups of the model's variables, aligned with the state.
+      variables: State of the model's variables, aligned with the state.
       metrics: Index of the group that holds metrics, or None.
       written: Indices of the groups that the step writes as a rule; they are
         donated. Of other groups only what changed is returned.
@@ -114,8 +113,8 @@ class StepProgram:
         )
 
     def __call__(
-        self, state: Groups, segment: Segment
-    ) -> Iterator[tuple[Any, Groups]]:
+        self, state: State, segment: Segment
+    ) -> Iterator[tuple[Any, State]]:
         """Runs the segment's steps, in one program or in several.
 
         Yields:
@@ -139,37 +138,37 @@ class StepProgram:
             logs, state = self._run(state, one)
             yield logs, state
 
-    def _run(self, state: Groups, segment: Segment) -> tuple[Any, Groups]:
+    def _run(self, state: State, segment: Segment) -> tuple[Any, State]:
         logs, new, changed = self._start(
             functools.partial(dispatch, self._mesh), state, segment
         )
         return logs, self._joined(state, new, changed)
 
     def _start(
-        self, call: Callable[..., Any], state: Groups, segment: Segment
+        self, call: Callable[..., Any], state: State, segment: Segment
     ) -> Any:
         args = (*self._divide(state), segment.data)
         is_shared = not segment.is_padded
         return self._programs.start(call, args, segment, is_shared=is_shared)
 
-    def lower(self, state: Groups, segment: Segment) -> Any:
+    def lower(self, state: State, segment: Segment) -> Any:
         """Lowers the program that a call would run; of abstract arrays, too."""
         return self._start(_lower, state, segment)
 
-    def lower_whole(self, state: Groups, segment: Segment) -> Any:
+    def lower_whole(self, state: State, segment: Segment) -> Any:
         """Lowers the program of an indivisible batch."""
         args = (*self._divide(state), segment.data)
         return self._programs.start_whole(_lower, args, segment)
 
-    def _divide(self, state: Groups) -> tuple[list[Any], list[Any]]:
+    def _divide(self, state: State) -> tuple[list[Any], list[Any]]:
         return (
             [state[i] for i in self._written],
             [state[i] for i in self._read],
         )
 
     def _joined(
-        self, state: Groups, new: list[Any], changed: list[dict[str, Any]]
-    ) -> Groups:
+        self, state: State, new: Group, changed: list[dict[str, Any]]
+    ) -> State:
         result: list[Any] = list(state)
         for i, group in zip(self._written, new, strict=True):
             result[i] = group
@@ -184,9 +183,7 @@ class StepProgram:
     # Steps as pure functions: (written, read, data) -> (logs, written,
     # changed), where `changed` maps positions in a read group to new values.
 
-    def _replica_step(
-        self, written: list[Any], read: list[Any], data: Any
-    ) -> Any:
+    def _replica_step(self, written: Group, read: Group, data: Batch) -> Any:
         rows = jax.tree.leaves(data)[0].shape[0]
         step = StepContext(facts=StepFacts(mesh=self._mesh, rows=rows))
         if step.num_replicas == 1:
@@ -195,7 +192,7 @@ class StepProgram:
             return traced_once(step, self._replica_body, (written, read), data)
 
     def _replica_body(
-        self, step: StepContext, written: list[Any], read: list[Any], data: Any
+        self, step: StepContext, written: Group, read: Group, data: Batch
     ) -> Any:
         old = self._ordered(written, read)
         folded = [
@@ -219,7 +216,7 @@ class StepProgram:
         return self._merged(step, old, folded, new, logs)
 
     def _merged(
-        self, step: StepContext, old: Any, folded: Any, new: Any, logs: Any
+        self, step: StepContext, old: Any, folded: Any, new: Any, logs: Logs
     ) -> Any:
         plan = merge_lib.Merge(step=step)
         finishers = [
@@ -246,7 +243,7 @@ class StepProgram:
     def _merged_logs(
         self,
         step: StepContext,
-        logs: Any,
+        logs: Logs,
         new: Any,
         merged: Any,
         means: IdentityMap[Any],
@@ -276,9 +273,7 @@ class StepProgram:
         with keras.StatelessScope(state_mapping=mapping):
             return jax.tree.map(whole, logs)
 
-    def _whole_body(
-        self, written: list[Any], read: list[Any], data: Any
-    ) -> Any:
+    def _whole_body(self, written: Group, read: Group, data: Batch) -> Any:
         old = self._ordered(written, read)
         logs, new = self._step(tuple(map(list, old)), data)
         return logs, *self._output(old, new)
@@ -286,10 +281,10 @@ class StepProgram:
     def _scanned(self, body: Step) -> Step:
         """The steps of several stacked batches as one program; last logs."""
 
-        def many(written: list[Any], read: list[Any], data: Any) -> Any:
+        def many(written: Group, read: Group, data: Batch) -> Any:
             changed_keys: list[list[str]] = []
 
-            def one(carry: Any, batch: Any) -> Any:
+            def one(carry: Any, batch: Batch) -> Any:
                 logs, written, changed = body(*carry, batch)
                 changed_keys[:] = [list(values) for values in changed]
                 read = [list(group) for group in carry[1]]
@@ -314,8 +309,8 @@ class StepProgram:
 
         return many
 
-    def _ordered(self, written: list[Any], read: list[Any]) -> list[Any]:
-        groups: list[Any] = [None] * len(self._variables)
+    def _ordered(self, written: Group, read: Group) -> list[Any]:
+        groups: Group = [None] * len(self._variables)
         for i, group in zip(self._written, written, strict=True):
             groups[i] = group
         for i, group in zip(self._read, read, strict=True):
@@ -339,7 +334,7 @@ def _lower(program: Any, *args: Any) -> Any:
     return program.lower(*args)
 
 
-def _averaged_logs(step: StepContext, logs: Any) -> IdentitySet:
+def _averaged_logs(step: StepContext, logs: Logs) -> IdentitySet:
     return IdentitySet(
         leaf
         for leaf in jax.tree.leaves(logs)

@@ -9,17 +9,17 @@ import jax
 import keras
 
 from keras_strategies._core.mesh import ReplicaMesh, copied, has_sharding
+from keras_strategies._core.step_types import Group
 from keras_strategies.keras_bridge.variables.shardings import sharding_of
 
-Arrays = list[Any]
 Made = dict[int, "weakref.ref[Any]"]
-"""Arrays that steps returned, weakly and by id: no one shares their buffers."""
+"""Group that steps returned, weakly and by id: no one shares their buffers."""
 
 
 def own(
-    group: Arrays,
+    group: Group,
     variables: Sequence[keras.Variable],
-    holders: Sequence[Arrays],
+    holders: Sequence[Group],
     made: Made | None,
     mesh: ReplicaMesh,
     *,
@@ -38,7 +38,7 @@ def own(
       variables: The variables.
       holders: Lists of Keras and ours that may hold the same arrays and
         never read them again.
-      made: Arrays that steps returned in earlier loops, or None where even
+      made: Group that steps returned in earlier loops, or None where even
         those may share their buffers.
       mesh: The replicas, where every array must lie.
       donate: Whether the step donates the group.
@@ -85,7 +85,7 @@ def has_rivals(mesh: ReplicaMesh) -> bool:
     return any(mine != other and mine & other for other in _device_sets)
 
 
-def are_alone(values: Arrays, known: Sequence[Any]) -> bool:
+def are_alone(values: Group, known: Sequence[Any]) -> bool:
     """Whether a step may take arrays that are held by their variables alone.
 
     Args:
@@ -101,7 +101,7 @@ def are_alone(values: Arrays, known: Sequence[Any]) -> bool:
     )
 
 
-def are(references: list[Any], values: list[Any]) -> bool:
+def are(references: list[Any], values: Group) -> bool:
     """Whether weak references are to these very arrays."""
     return len(references) == len(values) and all(
         reference() is value
@@ -109,7 +109,7 @@ def are(references: list[Any], values: list[Any]) -> bool:
     )
 
 
-def still_held(made: Made, state: Sequence[Arrays]) -> Made:
+def still_held(made: Made, state: Sequence[Group]) -> Made:
     """Adds a state's arrays to `made`, without those that are gone."""
     held = {key: array for key, array in made.items() if array() is not None}
     for group in state:
@@ -122,7 +122,7 @@ def _is_among(array: Any, made: Made) -> bool:
     return reference is not None and reference() is array
 
 
-def _count_references(group: Arrays) -> list[int]:
+def _count_references(group: Group) -> list[int]:
     return [sys.getrefcount(group[i]) for i in range(len(group))]
 
 
