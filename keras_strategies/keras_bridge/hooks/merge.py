@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from keras_strategies._core.step_types import Group
 from keras_strategies._core.replica_map import (
     all_max,
     all_min,
     all_sum,
     replica_id,
 )
+from keras_strategies._core.step_types import Group
 from keras_strategies.keras_bridge.hooks import metric_rules
 from keras_strategies.keras_bridge.hooks.seeds import is_seed
 from keras_strategies.keras_bridge.step_context import StepContext

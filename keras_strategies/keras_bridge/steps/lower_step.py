@@ -9,8 +9,8 @@ import numpy as np
 
 from keras_strategies._core.batches import Segment
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.step_types import Batch
 from keras_strategies._core.rows import padded_rows
+from keras_strategies._core.step_types import Batch
 from keras_strategies.keras_bridge.steps.step_functions import (
     make_program,
     step_variables,

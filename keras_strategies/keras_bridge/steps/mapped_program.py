@@ -8,12 +8,12 @@ import jax
 
 from keras_strategies._core.batches import RowShape, Segment
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.step_types import Batch
 from keras_strategies._core.replica_map import (
     replica_map,
     split_spec,
     whole_spec,
 )
+from keras_strategies._core.step_types import Batch
 from keras_strategies.keras_bridge.step_context import StepContext
 from keras_strategies.keras_bridge.steps.trace_checks import (
     forget_losses,

@@ -11,12 +11,12 @@ from jax.extend.core import jaxpr_as_fun
 from keras_strategies._core.batches import RowShape, sharded_rows, true_rows
 from keras_strategies._core.jaxprs.combined_sums import with_combined_sums
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.step_types import Batch
 from keras_strategies._core.replica_map import (
     all_sum,
     has_unsafe_scatters,
     has_unsure_collectives,
 )
+from keras_strategies._core.step_types import Batch
 from keras_strategies.keras_bridge.row_checks import row_degrees, suspect_loss
 from keras_strategies.keras_bridge.step_context import StepContext
 

@@ -19,8 +19,8 @@ from keras_strategies._core.batches import Segment, unstacked
 from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.identity import IdentityMap, IdentitySet
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.step_types import Batch, Group, Logs, State
 from keras_strategies._core.replica_map import has_convolutions
+from keras_strategies._core.step_types import Batch, Group, Logs, State
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.hooks import seeds
 from keras_strategies.keras_bridge.hooks.trace_hooks import trace_hooks
