@@ -694,7 +694,7 @@ def test_large_arrays_are_shuffled():
 
 
 @pytest.mark.parametrize(
-    ("make", "is_marked"),
+    ("make", "has_checksums"),
     [
         (lambda d: d, True),
         (lambda d: d.shuffle(8).map(lambda x: x + 1), True),

@@ -31,6 +31,10 @@ def walk(title):
     return ENTRY.findall(listed), set(NAMED.findall(asked))
 
 
+# What a strategy with several cores a replica patches, for the whole process.
+PATCH = "_core/open_shardings.py"
+
+
 class Recorder:
     """Files of the package in the order of their first call.
 
@@ -60,6 +64,8 @@ class Recorder:
         if code.co_name == "<module>" or self._has_ended:
             return
         file = pathlib.Path(code.co_filename).relative_to(PACKAGE).as_posix()
+        if file == PATCH:
+            return
         self._has_begun |= (file, code.co_name) == self._first
         self._has_ended |= self._has_begun and file == self._last
         if self._has_begun and not self._has_ended and file not in self.files:

@@ -91,7 +91,7 @@ def test_the_first_step_that_an_execution_reaches_is_written(tmp_path):
 def test_the_log_has_the_lines_that_are_shown(caplog):
     (script,) = (block for block in BLOCKS if "logging" in block)
     assert 'getLogger("keras_strategies").setLevel(logging.INFO)' in script
-    (shown,) = re.findall(r"^```\n(step .*)\n```", TEXT, re.M)
+    (shown,) = re.findall(r"^```text\n(step .*)\n```", TEXT, re.M)
     form = re.escape(re.sub(r"[\d][\d.]*( \d{3})?", "0", shown))
     form = form.replace("0", r"\d[\d. e+-]*").replace("accuracy", "mae")
     scalars = ks.callbacks.Scalars(None, log_every_n_steps=2)

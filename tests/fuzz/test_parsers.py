@@ -21,7 +21,7 @@ MOST_SECONDS = 1.0
 
 @pytest.mark.parametrize("name", PARSERS)
 @pytest.mark.parametrize(
-    "count", [FEW, pytest.param(ALL, checksums=pytest.mark.slow)]
+    "count", [FEW, pytest.param(ALL, marks=pytest.mark.slow)]
 )
 def test_only_the_documented_errors_come(name, count, tmp_path, caplog):
     parser = PARSERS[name]

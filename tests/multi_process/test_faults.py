@@ -56,18 +56,18 @@ def assert_ended(results, process, *, code, cause, seconds, its_code):
     ("case", "process", "kind", "count"),
     [
         ("exception", 1, "fit", 2),
-        pytest.param("exception", 0, "fit", 2, checksums=slow),
-        pytest.param("exception", 0, "loop", 2, checksums=slow),
-        pytest.param("exception", 1, "loop", 3, checksums=slow),
-        pytest.param("exception", 1, "fit in a thread", 2, checksums=slow),
-        pytest.param("exit", 1, "fit", 2, checksums=slow),
-        pytest.param("exit", 0, "loop", 2, checksums=slow),
-        pytest.param("interrupt", 1, "loop", 2, checksums=slow),
-        pytest.param("stuck", 1, "fit", 2, checksums=slow),
-        pytest.param("stuck", 0, "loop", 2, checksums=slow),
-        pytest.param("early", 1, "loop", 2, checksums=slow),
-        pytest.param("early", 0, "loop", 3, checksums=slow),
-        pytest.param("stop_training", 1, "fit", 2, checksums=slow),
+        pytest.param("exception", 0, "fit", 2, marks=slow),
+        pytest.param("exception", 0, "loop", 2, marks=slow),
+        pytest.param("exception", 1, "loop", 3, marks=slow),
+        pytest.param("exception", 1, "fit in a thread", 2, marks=slow),
+        pytest.param("exit", 1, "fit", 2, marks=slow),
+        pytest.param("exit", 0, "loop", 2, marks=slow),
+        pytest.param("interrupt", 1, "loop", 2, marks=slow),
+        pytest.param("stuck", 1, "fit", 2, marks=slow),
+        pytest.param("stuck", 0, "loop", 2, marks=slow),
+        pytest.param("early", 1, "loop", 2, marks=slow),
+        pytest.param("early", 0, "loop", 3, marks=slow),
+        pytest.param("stop_training", 1, "fit", 2, marks=slow),
     ],
 )
 def test_a_process_goes_wrong(case, process, kind, count, tmp_path):
@@ -95,11 +95,11 @@ def test_a_process_goes_wrong(case, process, kind, count, tmp_path):
     [
         ("SIGKILL", 0, "fit", 2),
         # Twelve seconds of it are the wait for JAX's heartbeats.
-        pytest.param("SIGKILL", 1, "fit", 2, checksums=slow),
-        pytest.param("SIGKILL", 0, "loop", 3, checksums=slow),
-        pytest.param("SIGKILL", 2, "loop", 3, checksums=slow),
-        pytest.param("SIGSTOP", 1, "fit", 2, checksums=slow),
-        pytest.param("SIGSTOP", 0, "loop", 2, checksums=slow),
+        pytest.param("SIGKILL", 1, "fit", 2, marks=slow),
+        pytest.param("SIGKILL", 0, "loop", 3, marks=slow),
+        pytest.param("SIGKILL", 2, "loop", 3, marks=slow),
+        pytest.param("SIGSTOP", 1, "fit", 2, marks=slow),
+        pytest.param("SIGSTOP", 0, "loop", 2, marks=slow),
     ],
 )
 def test_a_process_dies_or_stops_silently(sent, process, kind, count, tmp_path):
@@ -160,8 +160,8 @@ def test_the_launcher_tells_who_died(process, tmp_path):
     ("process", "kind", "count"),
     [
         (1, "fit", 2),
-        pytest.param(0, "fit", 2, checksums=slow),
-        pytest.param(0, "loop", 3, checksums=slow),
+        pytest.param(0, "fit", 2, marks=slow),
+        pytest.param(0, "loop", 3, marks=slow),
     ],
 )
 def test_all_stop_at_the_same_step_when_one_is_told_to_end(
