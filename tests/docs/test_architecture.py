@@ -44,7 +44,7 @@ class Recorder:
     """
 
     def __init__(self, first=None, last=None):
-        self.files = []
+        self.files, self.threads = [], {}
         self._first, self._last = first, last
         self._has_begun, self._has_ended = first is None, False
 
@@ -70,6 +70,7 @@ class Recorder:
         self._has_ended |= self._has_begun and file == self._last
         if self._has_begun and not self._has_ended and file not in self.files:
             self.files.append(file)
+            self.threads[file] = threading.current_thread()
 
 
 def strategy_of(replicas=2):
@@ -138,6 +139,13 @@ def test_the_walk_of_a_checkpoint(tmp_path):
         fit(model, callbacks=[ks.callbacks.Checkpoint(tmp_path)])
     rooms = ("callbacks", "checkpoint", "keras_bridge/callbacks")
     check("A checkpoint", [f for f in recorder.files if f.startswith(rooms)])
+    main = threading.current_thread()
+    listed, _ = walk("A checkpoint")
+    in_thread = [recorder.threads[file] is not main for file in listed]
+    assert "the last three in a thread" in " ".join(
+        section("A checkpoint").split()
+    )
+    assert in_thread == [False] * (len(listed) - 3) + [True] * 3
 
 
 def test_a_recorder_sees_threads():
@@ -145,7 +153,18 @@ def test_a_recorder_sees_threads():
         thread = threading.Thread(target=ks.has_strategy)
         thread.start()
         thread.join()
-    assert "strategy/current.py" in recorder.files
+    assert recorder.threads["strategy/current.py"] is thread
+
+
+@pytest.mark.quick
+def test_a_change_begins_in_three_files_at_most():
+    text = PAGE.read_text("utf-8").partition("## Where to change what")[2]
+    rows = re.findall(r"^\| (.*) \| (`.*) \|$", text.split("\n## ")[0], re.M)
+    assert len(rows) >= 12
+    for change, files in rows:
+        named = NAMED.findall(files)
+        assert 1 <= len(named) <= 3, change
+        assert all((PACKAGE / file).exists() for file in named), change
 
 
 @pytest.mark.quick
