@@ -1,6 +1,7 @@
 """The check of numbers that users give."""
 
 import math
+import numbers
 from typing import Any
 
 from keras_strategies.cluster.addresses import shown
@@ -21,7 +22,7 @@ def check_number(
 
     Args:
       name: What it is, for the error, which begins with it.
-      value: What was given. numpy's integers are integers, booleans are none.
+      value: What was given. numpy's numbers are numbers, booleans are none.
       cure: The last sentence of the error.
       least: It is this or more.
       above: It is more than this.
@@ -35,7 +36,7 @@ def check_number(
     """
     if value is None and is_optional:
         return
-    is_number = isinstance(value, int | float) and not is_whole
+    is_number = isinstance(value, numbers.Real) and not is_whole
     is_number |= is_whole and hasattr(value, "__index__")
     if value is None or isinstance(value, bool) or not is_number:
         kind = "an integer" if is_whole else "a number"
@@ -43,11 +44,12 @@ def check_number(
             f"{name} must be {kind}. Received: {shown(value)} of type "
             f"{type(value).__name__}. {cure}"
         )
+    number: Any = value
     for is_met, rule in (
-        (is_whole or math.isfinite(value), "finite"),
-        (least is None or value >= least, f">= {least}"),
-        (above is None or value > above, f"> {above}"),
-        (most is None or value <= most, f"<= {most}"),
+        (is_whole or math.isfinite(number), "finite"),
+        (least is None or number >= least, f">= {least}"),
+        (above is None or number > above, f"> {above}"),
+        (most is None or number <= most, f"<= {most}"),
     ):
         if not is_met:
             raise ValueError(

@@ -113,7 +113,7 @@ class Checkpoint(CheckpointCallback):
         self._every_epochs = (
             1 if given == (None, None, None) else save_every_epochs
         )
-        self._every_seconds = save_every_seconds
+        self._every_seconds = save_every_seconds and float(save_every_seconds)
         self._keep = as_keep(keep)
         self._resume = resume
         self._storage: Storage | None = None

@@ -44,7 +44,7 @@ def join(
     _check_one_way(resolver, named)
     resolver, task = _resolved(resolver, named)
     if task is not None:
-        bootstrap.join(task, strategy=strategy, timeout_s=timeout_s)
+        bootstrap.join(task, strategy=strategy, timeout_s=float(timeout_s))
     if resolver is None:
         _warn_if_alone()
         resolver = _resolver_of_job()
