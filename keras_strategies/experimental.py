@@ -13,6 +13,12 @@ from keras_strategies._core.names import tf_names as _tf_names
 from keras_strategies._core.names.lazy_names import lazy_names as _lazy_names
 
 if TYPE_CHECKING:
+    from keras_strategies.keras_bridge.variables.partitioners import (
+        FullySharded as FullySharded,
+    )
+    from keras_strategies.keras_bridge.variables.partitioners import (
+        SlotsOnly as SlotsOnly,
+    )
     from keras_strategies.strategy.multi_worker import (
         MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
     )
@@ -30,7 +36,9 @@ if TYPE_CHECKING:
 _MODULES = {
     "CommunicationImplementation": "strategy.tf_compat.communication",
     "CommunicationOptions": "strategy.tf_compat.communication",
+    "FullySharded": "keras_bridge.variables.partitioners",
     "MultiWorkerMirroredStrategy": "strategy.multi_worker",
+    "SlotsOnly": "keras_bridge.variables.partitioners",
     "TPUStrategy": "strategy.tpu",
     "ValueContext": "strategy.replica_context",
 }

@@ -11,7 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from keras_strategies._core.jaxprs.specs import Axis
 from keras_strategies._core.open_shardings import leave_out_open_constraints
+
+_GROUPS = "group"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,8 @@ class ReplicaMesh:
       axis: Name of the mesh axis that the replicas lie on.
       cores_per_replica: How many devices a replica has.
       model_axis: Name of the axis of a replica's cores, if it has several.
+      shards: How many replicas, which follow each other, divide variables
+        among them, if their strategy has a `variable_partitioner`. None: all.
       marker: Name of a further axis, of size one, by which JAX tells this mesh
         from another with the same devices; or None.
       is_abstract: Whether the devices are those of a TPU slice that can be
@@ -50,6 +55,7 @@ class ReplicaMesh:
     axis: str = "replica"
     cores_per_replica: int = 1
     model_axis: str = "model"
+    shards: int | None = None
     marker: str | None = None
     is_abstract: bool = False
 
@@ -80,17 +86,30 @@ class ReplicaMesh:
                 f"{len(self.devices)} devices, cores_per_replica={cores}. "
                 "Choose a multiple of them."
             )
+        if self.shards is not None and (
+            self.shards < 1 or self.num_replicas % self.shards
+        ):
+            raise ValueError(
+                "Shards are divided over groups of equally many replicas. "
+                f"Received: shards={self.shards} of {self.num_replicas} "
+                "replicas. Choose a number that divides them."
+            )
         _check_owners([d.process_index for d in self.devices], cores)
 
     @functools.cached_property
     def mesh(self) -> Mesh:
         """The JAX mesh: (num_replicas,), or also a replica's cores.
 
-        With a marker it has that axis, too.
+        Of several groups that divide variables it is (groups, replicas of a
+        group, ...). With a marker it has that axis, too.
         """
-        shape, axes = [self.num_replicas], [self.axis]
+        axes = list(self.replica_axes)
+        shape = [self.num_replicas]
+        if len(axes) > 1:
+            shards = self.shards or self.num_replicas
+            shape = [self.num_replicas // shards, shards]
         if self.cores_per_replica > 1:
-            leave_out_open_constraints(self.axis)
+            leave_out_open_constraints(axes[0])
             shape.append(self.cores_per_replica)
             axes.append(self.model_axis)
         if self.marker is not None:
@@ -110,12 +129,25 @@ class ReplicaMesh:
 
         All cores of a replica hold its rows.
         """
-        return NamedSharding(self.mesh, PartitionSpec(self.axis))
+        return NamedSharding(self.mesh, PartitionSpec(self.all_replicas))
 
     @functools.cached_property
     def stacked(self) -> NamedSharding:
         """As `split`, for several batches stacked in the first dimension."""
-        return NamedSharding(self.mesh, PartitionSpec(None, self.axis))
+        spec = PartitionSpec(None, self.all_replicas)
+        return NamedSharding(self.mesh, spec)
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """The axes that the replicas lie on: of their groups, and in one."""
+        is_one_group = self.shards in (None, self.num_replicas)
+        return (self.axis,) if is_one_group else (_GROUPS, self.axis)
+
+    @property
+    def all_replicas(self) -> Axis:
+        """The replicas' axes, as collectives and specs take them."""
+        axes = self.replica_axes
+        return self.axis if len(axes) == 1 else axes
 
     @property
     def num_replicas(self) -> int:

@@ -22,6 +22,7 @@ from keras_strategies._core.jaxprs.replay import (
     collective,
     current_side,
 )
+from keras_strategies._core.jaxprs.specs import Axis
 from keras_strategies._core.mesh import ReplicaMesh
 
 Tree = Any
@@ -38,7 +39,7 @@ def replica_map(
     return jax.shard_map(
         fn,
         mesh=mesh.mesh,
-        axis_names={mesh.axis},
+        axis_names=set(mesh.replica_axes),
         in_specs=in_specs,
         out_specs=out_specs,
         check_vma=False,
@@ -52,10 +53,10 @@ def whole_spec() -> PartitionSpec:
 
 def split_spec(mesh: ReplicaMesh, *, dim: int = 0) -> PartitionSpec:
     """The spec of a value whose dimension `dim` is split over replicas."""
-    return PartitionSpec(*[None] * dim, mesh.axis)
+    return PartitionSpec(*[None] * dim, mesh.all_replicas)
 
 
-def replica_id(axis: str) -> Any:
+def replica_id(axis: Axis) -> Any:
     """The id of the calling replica: traced int32, an int in lockstep."""
     side = current_side()
     if isinstance(side, Turn):
@@ -64,7 +65,7 @@ def replica_id(axis: str) -> Any:
 
 
 def all_sum(
-    leaves: Sequence[jax.Array], axis: str, buffering: Buffering | None = None
+    leaves: Sequence[jax.Array], axis: Axis, buffering: Buffering | None = None
 ) -> list[jax.Array]:
     """Sums each array over the replicas.
 
@@ -91,7 +92,7 @@ def all_sum(
 
 
 def _sum(
-    leaves: list[jax.Array], *, axis: str, buffering: Buffering | None
+    leaves: list[jax.Array], *, axis: Axis, buffering: Buffering | None
 ) -> list[jax.Array]:
     sums: list[Any] = [None] * len(leaves)
     for members in buffering.groups(leaves) if buffering else ():
@@ -105,27 +106,27 @@ def _sum(
     ]
 
 
-def all_max(leaf: jax.Array, axis: str) -> jax.Array:
+def all_max(leaf: jax.Array, axis: Axis) -> jax.Array:
     """The elementwise maximum over the replicas."""
     return _one(lambda a: jax.lax.pmax(a, axis), leaf)
 
 
-def all_min(leaf: jax.Array, axis: str) -> jax.Array:
+def all_min(leaf: jax.Array, axis: Axis) -> jax.Array:
     """The elementwise minimum over the replicas."""
     return _one(lambda a: jax.lax.pmin(a, axis), leaf)
 
 
-def all_mean(leaf: jax.Array, axis: str) -> jax.Array:
+def all_mean(leaf: jax.Array, axis: Axis) -> jax.Array:
     """The mean over the replicas; gradients flow through it."""
     return _one(lambda a: jax.lax.pmean(a, axis), leaf)
 
 
-def all_rows(leaf: jax.Array, axis: str) -> jax.Array:
+def all_rows(leaf: jax.Array, axis: Axis) -> jax.Array:
     """The rows of all replicas, in their order; gradients flow through."""
     return all_concatenated(leaf, axis, 0)
 
 
-def all_concatenated(leaf: jax.Array, axis: str, dim: int) -> jax.Array:
+def all_concatenated(leaf: jax.Array, axis: Axis, dim: int) -> jax.Array:
     """The replicas' arrays concatenated along `dim`; gradients flow.
 
     Where replicas with different numbers of rows are replayed, or take turns,

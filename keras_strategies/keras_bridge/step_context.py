@@ -14,6 +14,7 @@ from jax.extend.core import get_opaque_trace_state
 from keras_strategies._core import current_step as _current
 from keras_strategies._core.buffers import Buffering, buffering_of
 from keras_strategies._core.identity import IdentityMap, IdentitySet
+from keras_strategies._core.jaxprs.specs import Axis
 from keras_strategies._core.mesh import ReplicaMesh
 
 
@@ -137,9 +138,9 @@ class StepContext:
     notes: StepNotes = dataclasses.field(default_factory=StepNotes)
 
     @property
-    def axis(self) -> str:
-        """The replica axis."""
-        return self.facts.mesh.axis
+    def axis(self) -> Axis:
+        """The replicas' axis, or axes, for collectives."""
+        return self.facts.mesh.all_replicas
 
     @property
     def num_replicas(self) -> int:

@@ -20,6 +20,7 @@ class CompileOnly(Strategy):
         num_slices: int = 1,
         computation_shape: Sequence[int] | None = None,
         layout_map: Mapping[str, Any] | None = None,
+        variable_partitioner: Any = None,
     ) -> Self:
         """A strategy over a TPU slice by its name, which compiles only.
 
@@ -34,6 +35,7 @@ class CompileOnly(Strategy):
           computation_shape: A replica's cores in x, y, z and core; one core
             if left out. Replicas fill the slice.
           layout_map: See `TPUStrategy`.
+          variable_partitioner: See `TPUStrategy`.
 
         Raises:
           ImportError: libtpu is not installed.
@@ -53,8 +55,15 @@ class CompileOnly(Strategy):
           print(strategy.compile_step(model, batch))
           ```
         """
-        mesh = mesh_of_topology(name, num_slices, computation_shape)
+        mesh = mesh_of_topology(
+            name, num_slices, computation_shape, variable_partitioner
+        )
         made = cls.__new__(cls)
         made._resolver = None
-        Strategy.__init__(made, mesh, layout_map=layout_map)
+        Strategy.__init__(
+            made,
+            mesh,
+            layout_map=layout_map,
+            variable_partitioner=variable_partitioner,
+        )
         return made

@@ -1,6 +1,7 @@
 """MirroredStrategy: one replica on each device of this machine."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -23,6 +24,10 @@ class MirroredStrategy(Strategy):
         all devices of the default platform if left out.
       cross_device_ops: Must be None: XLA chooses how devices communicate.
         Differs from tf: there it chooses among implementations.
+      variable_partitioner: Which variables the replicas divide among them:
+        `ks.experimental.FullySharded()`, `ks.experimental.SlotsOnly()`, or a
+        function of a variable's path, shape and dtype that returns a
+        dimension, or None to leave it whole. None: each holds all.
 
     Raises:
       ValueError: an unknown device, one given twice, or none;
@@ -38,6 +43,7 @@ class MirroredStrategy(Strategy):
         self,
         devices: Sequence[str | jax.Device] | None = None,
         cross_device_ops: None = None,
+        variable_partitioner: Any = None,
     ) -> None:
         if cross_device_ops is not None:
             raise ValueError(
@@ -49,4 +55,7 @@ class MirroredStrategy(Strategy):
             chosen = tuple(jax.local_devices())
         else:
             chosen = find_devices(devices, local_devices())
-        super().__init__(ReplicaMesh(devices=chosen))
+        super().__init__(
+            ReplicaMesh(devices=chosen),
+            variable_partitioner=variable_partitioner,
+        )

@@ -36,6 +36,10 @@ class MultiWorkerMirroredStrategy(Strategy):
       startup_timeout_s: How long to wait for all processes, in seconds.
       predict_in: "all": `predict` returns all rows in every process;
         "chief": in the chief, and arrays without rows in the others.
+      variable_partitioner: Which variables the replicas divide among them:
+        `ks.experimental.FullySharded()`, `ks.experimental.SlotsOnly()`, or a
+        function of a variable's path, shape and dtype that returns a
+        dimension, or None to leave it whole. None: each holds all.
 
     Raises:
       ValueError: an unknown `predict_in`; an incomplete or wrong cluster;
@@ -65,6 +69,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         process_id: int | None = None,
         startup_timeout_s: float = 300.0,
         predict_in: str = "all",
+        variable_partitioner: Any = None,
     ) -> None:
         # It would take a tenth of the time of importing this package.
         from keras_strategies.cluster.job import place
@@ -78,7 +83,11 @@ class MultiWorkerMirroredStrategy(Strategy):
         )
         mesh = ReplicaMesh(devices=place.devices())
         options.check_platform(mesh.platform)
-        super().__init__(mesh, outputs_on_chief=outputs_on_chief)
+        super().__init__(
+            mesh,
+            variable_partitioner=variable_partitioner,
+            outputs_on_chief=outputs_on_chief,
+        )
         place.set_timeout(options.timeout_seconds)
 
     @property

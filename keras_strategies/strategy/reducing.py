@@ -52,7 +52,7 @@ def _reduce_one(op: ReduceOp, value: Any, axis: Any, mesh: ReplicaMesh) -> Any:
                 f"axis={axis}. Sum over the dimension in the replica."
             )
         array = summable(value.arrays[0], op)
-        (total,) = all_sum([array], mesh.axis)
+        (total,) = all_sum([array], mesh.all_replicas)
         return total / mesh.num_replicas if op is ReduceOp.MEAN else total
     is_mean = op is ReduceOp.MEAN
     if (

@@ -5,6 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.keras_bridge.variables.partitioners import (
+    partitioning_of,
+)
 from keras_strategies.keras_bridge.variables.shardings import Partitions
 from keras_strategies.keras_bridge.variables.variable_creator import (
     Registry,
@@ -34,11 +37,13 @@ class Runtime:
         mesh: ReplicaMesh,
         *,
         layout_map: Mapping[str, Any] | None = None,
+        variable_partitioner: Any = None,
         outputs_on_chief: bool = False,
     ) -> "Runtime":
         """The runtime of a strategy over `mesh`."""
         registry = Registry()
-        partitions = Partitions(mesh, layout_map)
+        partitioning, mesh = partitioning_of(variable_partitioner, mesh)
+        partitions = Partitions(mesh, layout_map, partitioning)
         return cls(
             mesh=mesh,
             registry=registry,

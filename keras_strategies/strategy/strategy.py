@@ -46,6 +46,7 @@ class Strategy(CustomLoops):
         mesh: ReplicaMesh,
         *,
         layout_map: Mapping[str, Any] | None = None,
+        variable_partitioner: Any = None,
         outputs_on_chief: bool = False,
     ) -> None:
         if not isinstance(mesh, ReplicaMesh):
@@ -58,9 +59,12 @@ class Strategy(CustomLoops):
         if mesh.num_processes > 1:
             _watch_job()
         self._runtime = Runtime.over(
-            mesh, layout_map=layout_map, outputs_on_chief=outputs_on_chief
+            mesh,
+            layout_map=layout_map,
+            variable_partitioner=variable_partitioner,
+            outputs_on_chief=outputs_on_chief,
         )
-        self._runner = Runner(self, mesh)
+        self._runner = Runner(self, self._runtime.mesh)
         self._extended = StrategyExtended(self._runtime, self._runner)
 
     @property

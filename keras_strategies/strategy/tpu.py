@@ -33,6 +33,10 @@ class TPUStrategy(CompileOnly):
         regular expressions to tuples of None and "model". Others are whole on
         every core. Not in tf, where `experimental_split_to_logical_devices`
         divides tensors.
+      variable_partitioner: Which variables the replicas divide among them:
+        `ks.experimental.FullySharded()`, `ks.experimental.SlotsOnly()`, or a
+        function of a variable's path, shape and dtype that returns a
+        dimension, or None to leave it whole. None: each holds all.
       experimental_device_assignment: tf's other name of `device_assignment`.
       experimental_spmd_xla_partitioning: Not used: XLA always partitions.
 
@@ -66,6 +70,7 @@ class TPUStrategy(CompileOnly):
         device_assignment: Assignments | None = None,
         *,
         layout_map: Mapping[str, Any] | None = None,
+        variable_partitioner: Any = None,
         experimental_device_assignment: Assignments | None = None,
         experimental_spmd_xla_partitioning: bool = True,
     ) -> None:
@@ -74,8 +79,12 @@ class TPUStrategy(CompileOnly):
             device_assignment, experimental_device_assignment
         )
         self._resolver = check_resolver(tpu_cluster_resolver)
-        mesh = mesh_of_devices(self._resolver, assignment)
-        super().__init__(mesh, layout_map=layout_map)
+        mesh = mesh_of_devices(self._resolver, assignment, variable_partitioner)
+        super().__init__(
+            mesh,
+            layout_map=layout_map,
+            variable_partitioner=variable_partitioner,
+        )
 
     @property
     def cluster_resolver(self) -> TPUClusterResolver | None:

@@ -14,6 +14,7 @@ from keras_strategies.tpu.device_assignment import (
     DeviceAssignment,
     replica_mesh_devices,
 )
+from keras_strategies.tpu.device_groups import grouped_device_order
 from keras_strategies.tpu.device_order import default_device_order
 from keras_strategies.tpu.topology import Topology
 from keras_strategies.tpu.topology_devices import devices_by_name
@@ -38,33 +39,49 @@ def the_one_given(
 
 
 def mesh_of_devices(
-    resolver: TPUClusterResolver | None, assignments: Assignments | None
+    resolver: TPUClusterResolver | None,
+    assignments: Assignments | None,
+    partitioner: Any = None,
 ) -> ReplicaMesh:
     """The mesh of an assignment, or of a replica on each core.
 
     Args:
       resolver: Whose devices are used without an assignment; None for all.
       assignments: See `mesh_of_assignments`.
+      partitioner: Says which variables groups of replicas divide, or None.
     """
     if assignments is not None:
         return mesh_of_assignments(assignments)
     devices = jax.devices() if resolver is None else resolver.devices()
-    return ReplicaMesh(devices=default_device_order(devices))
+    return _mesh_of_cores(devices, partitioner)
+
+
+def _mesh_of_cores(
+    devices: Sequence[jax.Device], partitioner: Any, **kwargs: Any
+) -> ReplicaMesh:
+    """A replica on each core."""
+    if partitioner is None:
+        return ReplicaMesh(devices=default_device_order(devices), **kwargs)
+    shards = getattr(partitioner, "shards", None)
+    ordered, shards = grouped_device_order(devices, shards)
+    return ReplicaMesh(devices=ordered, shards=shards, **kwargs)
 
 
 def mesh_of_topology(
-    name: str, num_slices: int, computation_shape: Sequence[int] | None
+    name: str,
+    num_slices: int,
+    computation_shape: Sequence[int] | None,
+    partitioner: Any = None,
 ) -> ReplicaMesh:
     """The abstract mesh of slices by their name; see `for_topology`."""
     devices = devices_by_name(name, num_slices=num_slices)
     if computation_shape is None:
-        ordered, cores = default_device_order(devices), 1
-    else:
-        blocks = [
-            replica_mesh_devices(_filling(part, computation_shape))
-            for part in _slices(devices)
-        ]
-        ordered, cores = _in_order(np.concatenate(blocks))
+        return _mesh_of_cores(devices, partitioner, is_abstract=True)
+    blocks = [
+        replica_mesh_devices(_filling(part, computation_shape))
+        for part in _slices(devices)
+    ]
+    ordered, cores = _in_order(np.concatenate(blocks))
     return ReplicaMesh(
         devices=ordered, cores_per_replica=cores, is_abstract=True
     )

@@ -5,6 +5,7 @@ import functools
 from typing import Any
 
 import jax
+import keras
 import numpy as np
 import pytest
 
@@ -34,8 +35,22 @@ def make_strategy(name: str) -> ks.Strategy:
             topology, [cores, 1, 1, 1], num_replicas=replicas
         )
         return ks.TPUStrategy(device_assignment=assignment)
+    if name.startswith(("sharded", "slots")):
+        return _dividing(name)
     count = int(name.removeprefix("mirrored"))
     return ks.MirroredStrategy(jax.devices()[:count])
+
+
+def _dividing(name: str) -> ks.Strategy:
+    """`sharded8x4`: eight replicas, which divide all in groups of four."""
+    kind = ks.experimental.FullySharded
+    if name.startswith("slots"):
+        kind = ks.experimental.SlotsOnly
+    numbers = name.removeprefix("sharded").removeprefix("slots")
+    count, _, shards = numbers.partition("x")
+    partitioner = kind(int(shards) if shards else None, min_size=1)
+    devices = jax.devices()[: int(count)]
+    return ks.MirroredStrategy(devices, variable_partitioner=partitioner)
 
 
 class Trained:
@@ -120,8 +135,11 @@ def check(
     strategy: str,
     pairs: Any = PAIRS,
     seen: tuple[str, ...] = ("evaluate", "predict"),
-) -> None:
-    """Asserts that a strategy gives one device's numbers for all pairs."""
+) -> keras.Model:
+    """Asserts that a strategy gives one device's numbers; for all pairs.
+
+    Returns the model that it trained.
+    """
     case = CASES[name]
     wanted = {pair: expected(name, *pair, seen) for pair in pairs}
     with make_strategy(strategy).scope():
@@ -140,6 +158,7 @@ def check(
             actual = trained.run(*pair, seen)
             assert_close(actual, wanted[pair], case.tolerance, pair)
             assert_replicated(trained.model)
+    return trained.model
 
 
 def assert_close(actual: Any, wanted: Any, tolerance: float, pair: Any) -> None:

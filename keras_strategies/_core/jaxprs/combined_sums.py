@@ -13,13 +13,14 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
+from keras_strategies._core.jaxprs.specs import Axis
 from keras_strategies._core.jaxprs.stages import acts, has_references
 
 Sum = Callable[[list[Any]], list[Any]]
 
 
 def with_combined_sums(
-    traced: ClosedJaxpr, axis: str, all_sum: Sum
+    traced: ClosedJaxpr, axis: Axis, all_sum: Sum
 ) -> Callable[..., list[Any]]:
     """The traced function with fewer sums over an axis.
 
@@ -57,7 +58,7 @@ def with_combined_sums(
     return combined
 
 
-def _rounds(equations: Sequence[Any], axis: str) -> list[tuple[Any, Any]]:
+def _rounds(equations: Sequence[Any], axis: Axis) -> list[tuple[Any, Any]]:
     """What is computed before each round of sums, and the round."""
     waits: dict[Any, int] = {}
     computed, sums = collections.defaultdict(list), {}
@@ -72,10 +73,10 @@ def _rounds(equations: Sequence[Any], axis: str) -> list[tuple[Any, Any]]:
     return [(computed[k], sums.get(k, [])) for k in range(last + 1)]
 
 
-def _is_sum(equation: Any, axis: str) -> bool:
+def _is_sum(equation: Any, axis: Axis) -> bool:
     return (
         equation.primitive.name == "psum"
-        and equation.params["axes"] == (axis,)
+        and equation.params["axes"] in ((axis,), axis)
         and equation.params["axis_index_groups"] is None
     )
 

@@ -19,6 +19,7 @@ from keras_strategies._core.jaxprs.replay import (
     Reduce,
     replay_scope,
 )
+from keras_strategies._core.jaxprs.specs import Axis
 
 _SHAPES = "a collective (Concatenation)"
 END = "the function's end"
@@ -37,7 +38,7 @@ class Lockstep:
       axis: The name of their axis in collectives.
     """
 
-    def __init__(self, num_replicas: int, axis: str) -> None:
+    def __init__(self, num_replicas: int, axis: Axis) -> None:
         self.num_replicas = num_replicas
         self.axis = axis
         self._turn = 0

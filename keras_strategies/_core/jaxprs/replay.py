@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
+from keras_strategies._core.jaxprs.specs import Axis
+
 Reduce = Callable[[list[Any]], list[Any]]
 
 
@@ -31,7 +33,7 @@ class Concatenation:
         to the largest at their ends.
     """
 
-    axis: str
+    axis: Axis
     dim: int
     sizes: tuple[int, ...] | None = None
 

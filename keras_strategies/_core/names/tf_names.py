@@ -2,8 +2,12 @@
 
 _WORKERS = (
     "`ks.MultiWorkerMirroredStrategy` on chief and worker tasks: every process "
-    "trains, and none serves variables (variables that are divided over the "
-    "replicas are planned)"
+    "trains, and none serves variables, which the replicas can divide "
+    "(`variable_partitioner=ks.experimental.FullySharded()`)"
+)
+_PARTITIONERS = (
+    "`ks.experimental.FullySharded(shards, min_size=...)`, whose `min_size` is "
+    "in entries, or a function of a variable's path, shape and dtype"
 )
 _ONE_HOST = (
     "`ks.MirroredStrategy`: every device holds the variables, and reading them "
@@ -52,7 +56,11 @@ EXPERIMENTAL = {
     "PreemptionWatcher": _PREEMPTED,
     "TerminationConfig": _PREEMPTED,
     "coordinator": _WORKERS,
-    "partitioners": _WORKERS,
+    "FixedShardsPartitioner": _PARTITIONERS,
+    "MaxSizePartitioner": _PARTITIONERS,
+    "MinSizePartitioner": _PARTITIONERS,
+    "Partitioner": _PARTITIONERS,
+    "partitioners": _PARTITIONERS,
     "rpc": "another library: processes only train together here",
 }
 """Names of `tf.distribute.experimental`."""

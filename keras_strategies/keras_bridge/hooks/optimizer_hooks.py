@@ -14,8 +14,21 @@ import jax
 import jax.numpy as jnp
 import keras
 
+from keras_strategies._core.identity import IdentitySet
+from keras_strategies._core.jaxprs.marked_updates import (
+    MAX,
+    Reduction,
+    is_collecting,
+    marked_update,
+)
+from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import all_max, all_sum
+from keras_strategies.keras_bridge.hooks.variables_used import (
+    InnerScope,
+    scopes_ask_outwards,
+)
 from keras_strategies.keras_bridge.step_context import StepContext
+from keras_strategies.keras_bridge.variables import shardings
 
 _Method = Callable[..., Any]
 
@@ -43,6 +56,17 @@ def apply(
             variables = args_list[1]
     if variables is None:
         variables = getattr(optimizer, "_trainable_variables", [])
+    if is_collecting() and shardings.divides(
+        [*variables, *optimizer.variables], step.facts.mesh
+    ):
+        return _apply_marked(
+            step,
+            original,
+            optimizer,
+            list(grads),
+            list(variables),
+            args_list if position else None,
+        )
     reduced = _reduce_gradients(step, optimizer, list(grads), list(variables))
     if len(args_list) > position:
         args_list[position] = reduced
@@ -60,6 +84,93 @@ def apply(
     # Equal on all replicas, as the gradients were.
     step.notes.equal.update(applied)
     return result
+
+
+def _apply_marked(
+    step: StepContext,
+    original: _Method,
+    optimizer: Any,
+    grads: list[Any],
+    variables: list[keras.Variable],
+    stateless: list[Any] | None,
+) -> Any:
+    """As `apply`, as an equation that a step with divided state is cut at.
+
+    Args:
+      step: The step that is traced.
+      original: `apply` or `stateless_apply`.
+      optimizer: The optimizer.
+      grads: This replica's gradients; None where there is none.
+      variables: The weights.
+      stateless: The arguments of `stateless_apply`; None for `apply`.
+    """
+    mesh = step.facts.mesh
+    own = IdentitySet(variables)
+    slots = [v for v in optimizer.variables if stateless or v not in own]
+    held = [*variables, *slots]
+    if stateless:
+        values = [*stateless[2], *stateless[0]]
+    else:
+        values = [v.value for v in held]
+    present = [i for i, g in enumerate(grads) if g is not None]
+
+    def every(given: list[Any]) -> list[Any]:
+        found: list[Any] = [None] * len(grads)
+        for i, grad in zip(present, given, strict=True):
+            found[i] = grad
+        return found
+
+    def update(given: list[Any], values: list[Any]) -> list[Any]:
+        if stateless:
+            weights, rest = values[: len(variables)], values[len(variables) :]
+            new = original(optimizer, rest, every(given), weights)
+            return [*new[0], *new[1]]
+        scope = InnerScope(list(zip(held, values, strict=True)))
+        with scopes_ask_outwards(), scope:
+            if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+                _apply_purely(optimizer, every(given), variables)
+            else:
+                original(optimizer, every(given), variables)
+        return [scope.get_current_value(v) for v in held]
+
+    def reduce(given: list[Any]) -> list[Any]:
+        reduced = _reduce_gradients(step, optimizer, every(given), variables)
+        return [reduced[i] for i in present]
+
+    with step.flag("in_optimizer"):
+        new = marked_update(
+            update,
+            reduce,
+            [grads[i] for i in present],
+            values,
+            reductions=[_reduction(variables[i], mesh) for i in present],
+            specs=[shardings.spec_of(v, mesh) for v in held],
+            divisor=_divisor(step, optimizer),
+        )
+        if not stateless:
+            for variable, value in zip(held, new, strict=True):
+                variable.assign(value)
+            new = [v.value for v in held]
+    step.notes.equal.update(new)
+    if not stateless:
+        return None
+    return new[: len(variables)], new[len(variables) :]
+
+
+def _reduction(variable: keras.Variable, mesh: ReplicaMesh) -> Reduction:
+    if getattr(variable, "overwrite_with_gradient", False):
+        return MAX
+    return shardings.gradient_spec_of(variable, mesh)
+
+
+def _divisor(step: StepContext, optimizer: Any) -> int:
+    """What the sum of the replicas' gradients is divided by.
+
+    A scaled loss was divided by the number of replicas already, so that a
+    replica's gradients overflow where one device's would.
+    """
+    is_sum = step.facts.is_local or optimizer in step.notes.scaled_losses
+    return 1 if is_sum else step.num_replicas
 
 
 def _apply_purely(
@@ -94,10 +205,7 @@ def _reduce_gradients(
         i for i, g in enumerate(grads) if g is not None and not overwriting[i]
     ]
     sums = all_sum([grads[i] for i in summed], step.axis, step.buffering)
-    # A scaled loss was divided by the number of replicas already, so that a
-    # replica's gradients overflow where one device's would.
-    is_sum = step.facts.is_local or optimizer in step.notes.scaled_losses
-    divisor = 1 if is_sum else step.num_replicas
+    divisor = _divisor(step, optimizer)
     reduced = list(grads)
     for i, total in zip(summed, sums, strict=True):
         reduced[i] = total if divisor == 1 else total / divisor

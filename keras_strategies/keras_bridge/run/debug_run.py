@@ -65,7 +65,7 @@ def debug_run(
     """
     keras_state = dict(vars(global_state.GLOBAL_STATE_TRACKER))
     shares = shares_of(rows)
-    lockstep = Lockstep(mesh.num_replicas, mesh.axis)
+    lockstep = Lockstep(mesh.num_replicas, mesh.all_replicas)
 
     def replica(index: int) -> Any:
         # What is open is kept in lists: each thread has its own.

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import keras
 
+from keras_strategies._core.jaxprs.specs import Axis
 from keras_strategies._core.mesh import ReplicaMesh, shown_devices
 from keras_strategies._core.replica_map import all_max, all_min
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
@@ -34,6 +35,7 @@ from keras_strategies.keras_bridge.step_context import (
     StepFlags,
     step_scope,
 )
+from keras_strategies.keras_bridge.variables.shardings import placement_of
 
 _SUMMED = 64
 """Results of up to so many entries are summed in the program."""
@@ -197,7 +199,7 @@ def report_of(
     return dataclasses.replace(found, summed=summed)
 
 
-def is_same(value: Any, axis: str) -> Any:
+def is_same(value: Any, axis: Axis) -> Any:
     """Whether all replicas have one value; NaN equals itself."""
     is_nan = value != value
     number = jnp.where(is_nan, jnp.zeros_like(value), value)
@@ -234,7 +236,9 @@ def refuse_foreign(variable: keras.Variable, mesh: ReplicaMesh) -> None:
     Its strategy would find it on these, and other variables of its own not.
     """
     devices = getattr(variable._layout, "device_set", None)
-    if devices is None or devices == set(mesh.devices):
+    placement = placement_of(variable)
+    is_divided = placement is not None and placement.mesh is not mesh
+    if devices is None or (devices == set(mesh.devices) and not is_divided):
         return
     theirs = sorted(devices, key=lambda device: device.id)
     raise RuntimeError(

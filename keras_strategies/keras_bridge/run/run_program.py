@@ -17,6 +17,7 @@ import keras
 import numpy as np
 
 from keras_strategies._core.dispatch import dispatch
+from keras_strategies._core.divided_map import divided_map
 from keras_strategies._core.identity import IdentityMap
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import (
@@ -164,11 +165,16 @@ class RunProgram:
             else:
                 self._read.append(variable)
         whole, split = whole_spec(), split_spec(self._mesh)
-        program = replica_map(
+        written, read = (
+            [shardings.spec_of(v, self._mesh) for v in group]
+            for group in (self._written, self._read)
+        )
+        new = written + [whole] * len(self._on_read)
+        program = divided_map(
             sums_combined(self._body, new_step(self._mesh)),
             self._mesh,
-            in_specs=(whole, split, whole, self._specs),
-            out_specs=(split, split, whole, whole, whole, whole),
+            in_specs=(written, split, read, self._specs),
+            out_specs=(split, split, whole, whole, new, whole),
         )
         returned = [*self._written, *self._on_read]
         program = output_shardings.run(program, returned, self._mesh)
@@ -369,7 +375,7 @@ class RunProgram:
             variants,
             self._is_uneven,
             places,
-            replica_id(self._mesh.axis),
+            replica_id(self._mesh.all_replicas),
             folded,
             leaves,
             [seeds.is_seed(v) or on_read.is_on_read(v) for v in variables]

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from keras_strategies._core.batches import RowShape, Segment
+from keras_strategies._core.divided_map import divided_map
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import (
     replica_map,
@@ -126,7 +127,7 @@ class MappedProgram:
 def over_replicas(
     body: Body, mesh: ReplicaMesh, *, stacked: bool, splits_results: bool
 ) -> Body:
-    """A step mapped over the replicas.
+    """A step mapped over the replicas; each holds all of the state.
 
     Args:
       body: A replica's step.
@@ -141,6 +142,25 @@ def over_replicas(
         mesh,
         in_specs=(whole, whole, split),
         out_specs=(split, whole) if splits_results else whole,
+    )
+
+
+def over_dividing_replicas(
+    body: Body,
+    mesh: ReplicaMesh,
+    state: tuple[Any, Any],
+    results: Callable[[Any], Any],
+) -> Body:
+    """A step mapped over replicas that divide variables among them.
+
+    Args:
+      body: A replica's step, of one batch.
+      mesh: The replicas.
+      state: Specs of the two parts of the state.
+      results: Makes the results' specs, of the results.
+    """
+    return divided_map(
+        body, mesh, in_specs=(*state, split_spec(mesh)), out_specs=results
     )
 
 

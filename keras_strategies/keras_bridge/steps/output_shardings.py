@@ -14,7 +14,10 @@ from jax.sharding import NamedSharding
 
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.step_types import Group
-from keras_strategies.keras_bridge.variables.shardings import sharding_of
+from keras_strategies.keras_bridge.variables.shardings import (
+    divides,
+    sharding_of,
+)
 
 Program = Callable[..., Any]
 Variables = Sequence[keras.Variable]
@@ -34,7 +37,8 @@ def step(
       read: State of variables, of the changed values.
       mesh: The replicas.
     """
-    if mesh.cores_per_replica == 1:
+    variables = [v for group in (*written, *read) for v in group]
+    if mesh.cores_per_replica == 1 and not divides(variables, mesh):
         return body
 
     def with_shardings(*args: Any) -> Any:
@@ -83,7 +87,7 @@ def run(program: Program, variables: Variables, mesh: ReplicaMesh) -> Program:
       variables: Those of the values.
       mesh: The replicas.
     """
-    if mesh.cores_per_replica == 1:
+    if mesh.cores_per_replica == 1 and not divides(variables, mesh):
         return program
 
     def with_shardings(*args: Any) -> Any:

@@ -16,7 +16,9 @@ import numpy as np
 
 from keras_strategies._core.batches import Segment
 from keras_strategies._core.dispatch import dispatch
+from keras_strategies._core.jaxprs.specs import Spec
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.replica_map import split_spec
 from keras_strategies._core.step_types import Batch
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.hooks import seeds
@@ -33,10 +35,12 @@ from keras_strategies.keras_bridge.steps.mapped_program import (
     NotMapped,
     jitted,
     mapped_trace,
+    over_dividing_replicas,
     over_replicas,
     over_whole_batch,
 )
 from keras_strategies.keras_bridge.steps.trace_checks import eval_with_rows
+from keras_strategies.keras_bridge.variables.shardings import divides, spec_of
 
 PredictState = tuple[list[Any], list[Any]]
 
@@ -46,7 +50,7 @@ class PredictProgram:
 
     Args:
       step: `step(state, data) -> (outputs, non_trainable)`.
-      non_trainable: The model's non-trainable variables.
+      variables: The model's trainable and non-trainable variables.
       mesh: The replicas.
       is_whole: Whether the step must see the whole batch at once.
     """
@@ -54,22 +58,31 @@ class PredictProgram:
     def __init__(
         self,
         step: Callable[..., Any],
-        non_trainable: list[keras.Variable],
+        variables: tuple[list[keras.Variable], ...],
         *,
         mesh: ReplicaMesh,
         is_whole: bool = False,
     ) -> None:
         self._step = step
-        self._variables = non_trainable
+        self._variables = variables[1]
         self._mesh = mesh
         placed = functools.partial(
-            output_shardings.prediction, variables=non_trainable, mesh=mesh
+            output_shardings.prediction, variables=self._variables, mesh=mesh
         )
-        mapped = functools.partial(
-            over_replicas, mesh=mesh, splits_results=True
-        )
-        one = mapped(self._replica_step, stacked=False)
-        many = mapped(_scanned(self._replica_step), stacked=True)
+        is_divided = divides([v for g in variables for v in g], mesh)
+        if is_divided:
+            specs = [[spec_of(v, mesh) for v in group] for group in variables]
+            results = functools.partial(_result_specs, mesh, specs[1])
+            one = over_dividing_replicas(
+                self._replica_step, mesh, (specs[0], specs[1]), results
+            )
+            many = _scanned(one)
+        else:
+            mapped = functools.partial(
+                over_replicas, mesh=mesh, splits_results=True
+            )
+            one = mapped(self._replica_step, stacked=False)
+            many = mapped(_scanned(self._replica_step), stacked=True)
         whole = over_whole_batch(self._whole_body, _scanned, mesh)
         self._programs = MappedProgram(
             one=jitted(placed(one, sharding=mesh.split), "predict_step"),
@@ -79,7 +92,9 @@ class PredictProgram:
                 "predict_step_whole",
                 static_argnums=3,
                 out_shardings=(
-                    mesh.whole if mesh.cores_per_replica == 1 else None
+                    None
+                    if is_divided or mesh.cores_per_replica > 1
+                    else mesh.whole
                 ),
             ),
             is_whole=is_whole,
@@ -212,6 +227,11 @@ def _scanned(body: Body) -> Body:
         return outputs, {k: carry[int(k)] for k in keys}
 
     return many
+
+
+def _result_specs(mesh: ReplicaMesh, specs: list[Spec], results: Any) -> Any:
+    _, changed = results
+    return split_spec(mesh), {k: specs[int(k)] for k in changed}
 
 
 def _same(value: Any) -> Any:

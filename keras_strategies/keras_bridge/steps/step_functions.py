@@ -258,7 +258,7 @@ def make_program(
     step = getattr(model, f"{kind}_step")
     is_whole = _has_fixed_batch(model)
     if kind == "predict":
-        return PredictProgram(step, variables[1], mesh=mesh, is_whole=is_whole)
+        return PredictProgram(step, variables, mesh=mesh, is_whole=is_whole)
     return StepProgram(
         step,
         f"{kind}_step",

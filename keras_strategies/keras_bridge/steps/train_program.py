@@ -18,8 +18,9 @@ import keras
 from keras_strategies._core.batches import Segment, unstacked
 from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.identity import IdentityMap, IdentitySet
+from keras_strategies._core.jaxprs.specs import Divided, Spec
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.replica_map import has_convolutions
+from keras_strategies._core.replica_map import has_convolutions, whole_spec
 from keras_strategies._core.step_types import Batch, Group, Logs, State
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.hooks import seeds
@@ -34,6 +35,7 @@ from keras_strategies.keras_bridge.steps.mapped_program import (
     MappedProgram,
     jitted,
     mapped_trace,
+    over_dividing_replicas,
     over_replicas,
     over_whole_batch,
 )
@@ -42,6 +44,7 @@ from keras_strategies.keras_bridge.steps.trace_checks import (
     Traced,
     traced_once,
 )
+from keras_strategies.keras_bridge.variables.shardings import spec_of
 
 Step = Callable[..., Any]
 
@@ -91,11 +94,20 @@ class StepProgram:
             read=[self._variables[i] for i in self._read],
             mesh=mesh,
         )
-        mapped = functools.partial(
-            over_replicas, mesh=mesh, splits_results=False
-        )
-        one = mapped(step, stacked=False)
-        many = mapped(self._scanned(step), stacked=True)
+        specs = [[spec_of(v, mesh) for v in group] for group in self._variables]
+        is_divided = any(isinstance(s, Divided) for g in specs for s in g)
+        if is_divided:
+            results = functools.partial(self._result_specs, specs)
+            one = over_dividing_replicas(
+                step, mesh, self._divide(specs), results
+            )
+            many = self._scanned(one)
+        else:
+            mapped = functools.partial(
+                over_replicas, mesh=mesh, splits_results=False
+            )
+            one = mapped(step, stacked=False)
+            many = mapped(self._scanned(step), stacked=True)
         whole = over_whole_batch(self._whole_body, self._scanned, mesh)
         return MappedProgram(
             one=jitted(placed(one), name, donate_argnums=0),
@@ -106,11 +118,22 @@ class StepProgram:
                 donate_argnums=0,
                 static_argnums=3,
                 out_shardings=(
-                    mesh.whole if mesh.cores_per_replica == 1 else None
+                    None
+                    if is_divided or mesh.cores_per_replica > 1
+                    else mesh.whole
                 ),
             ),
             is_whole=is_whole,
         )
+
+    def _result_specs(self, specs: list[list[Spec]], results: Any) -> Any:
+        _, _, changed = results
+        written, read = self._divide(specs)
+        of_changed = [
+            {k: group[int(k)] for k in values}
+            for group, values in zip(read, changed, strict=True)
+        ]
+        return whole_spec(), written, of_changed
 
     def __call__(
         self, state: State, segment: Segment
@@ -160,7 +183,7 @@ class StepProgram:
         args = (*self._divide(state), segment.data)
         return self._programs.start_whole(_lower, args, segment)
 
-    def _divide(self, state: State) -> tuple[list[Any], list[Any]]:
+    def _divide(self, state: Any) -> tuple[list[Any], list[Any]]:
         return (
             [state[i] for i in self._written],
             [state[i] for i in self._read],

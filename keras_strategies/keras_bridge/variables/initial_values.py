@@ -4,14 +4,16 @@ Each process draws the initial values of its variables itself, from a random
 state of its own. Before they are placed, the chief's are sent to all.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import keras
-from jax.core import Tracer
+import numpy as np
 
 from keras_strategies._core.chief import from_chief
+from keras_strategies._core.jaxprs.traces import is_traced
 from keras_strategies._core.mesh import ReplicaMesh
 
 # In what JAX raises (tests/multi_process/test_startup.py).
@@ -63,10 +65,24 @@ class _FromChief:
         self._mesh = mesh
 
     def __call__(self, shape: Any, dtype: Any = None, **kwargs: Any) -> Any:
-        value = self._initializer(shape, dtype=dtype, **kwargs)
-        if isinstance(value, Tracer):
-            return value
-        return from_chief([value], self._mesh)[0]
+        if not is_traced():
+            value = self._initializer(shape, dtype=dtype, **kwargs)
+            return from_chief([value], self._mesh)[0]
+        # Keras compiles it, for a large variable: all processes must trace the
+        # same, and none need hold the value.
+        seed = getattr(self._initializer, "seed", None)
+        if isinstance(seed, int):
+            alike = copy.copy(self._initializer)
+            alike.seed = int(self._of_chief(np.int64(seed)))
+            return alike(shape, dtype=dtype, **kwargs)
+        with jax.ensure_compile_time_eval():
+            value = self._initializer(shape, dtype=dtype, **kwargs)
+        return jax.numpy.asarray(self._of_chief(value))
+
+    def _of_chief(self, value: Any) -> np.ndarray:
+        with jax.ensure_compile_time_eval():
+            (array,) = from_chief([value], self._mesh)
+            return np.asarray(array.addressable_data(0))
 
 
 def _is_constant(initializer: Any) -> bool:

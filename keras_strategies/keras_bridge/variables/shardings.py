@@ -5,6 +5,7 @@ said by paths, as `keras.distribution.LayoutMap` does; XLA divides the work
 that uses them.
 """
 
+import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,17 +14,78 @@ import jax
 import keras
 from jax.sharding import NamedSharding, PartitionSpec
 
+from keras_strategies._core.jaxprs.specs import Divided, Spec
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.replica_map import whole_spec
+from keras_strategies.keras_bridge.variables.divided_variable import (
+    divide,
+    undivide,
+)
+from keras_strategies.keras_bridge.variables.partitioners import Partitioning
 
-_PARTITION = "_ks_partition"
+_PLACEMENT = "_ks_placement"
+# The state of a `keras.random.SeedGenerator`.
+_SEED = "seed_generator_state"
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Placement:
+    """Where a strategy has put a variable that is not whole on each device.
+
+    Attributes:
+      mesh: The strategy's replicas.
+      sharding: Of the variable.
+      of_slots: Of an optimizer's slots for it, and of its gradient's sum.
+    """
+
+    mesh: ReplicaMesh
+    sharding: NamedSharding
+    of_slots: NamedSharding
+
+
+def placement_of(variable: keras.Variable) -> Placement | None:
+    """Where some strategy has put a variable; None: whole on each device."""
+    return getattr(variable, _PLACEMENT, None)
+
+
+def forget_placement(variable: keras.Variable) -> None:
+    """Makes a variable whole again for `sharding_of`."""
+    if hasattr(variable, _PLACEMENT):
+        delattr(variable, _PLACEMENT)
+        undivide(variable)
 
 
 def sharding_of(variable: keras.Variable, mesh: ReplicaMesh) -> NamedSharding:
     """Where a variable lies in a strategy's mesh."""
-    held: NamedSharding | None = getattr(variable, _PARTITION, None)
-    if held is None or held.mesh is not mesh.mesh:
+    held = placement_of(variable)
+    if held is None or held.mesh is not mesh:
         return mesh.whole
-    return held
+    return held.sharding
+
+
+def spec_of(variable: keras.Variable, mesh: ReplicaMesh) -> Spec:
+    """What a variable's value is to a function mapped over the replicas."""
+    return _spec(sharding_of(variable, mesh), mesh)
+
+
+def gradient_spec_of(variable: keras.Variable, mesh: ReplicaMesh) -> Spec:
+    """Where the sum of a weight's gradients lies: where its slots do."""
+    held = placement_of(variable)
+    if held is None or held.mesh is not mesh:
+        return whole_spec()
+    return _spec(held.of_slots, mesh)
+
+
+def divides(variables: Iterable[keras.Variable], mesh: ReplicaMesh) -> bool:
+    """Whether the replicas divide some of the variables among them."""
+    return any(isinstance(spec_of(v, mesh), Divided) for v in variables)
+
+
+def _spec(sharding: NamedSharding, mesh: ReplicaMesh) -> Spec:
+    for dim, axis in enumerate(sharding.spec):
+        if axis == mesh.axis:
+            return Divided(sharding, dim)
+    return whole_spec()
 
 
 def shapes_of(
@@ -54,9 +116,13 @@ class Partitions:
     """
 
     def __init__(
-        self, mesh: ReplicaMesh, layout_map: Mapping[str, Any] | None = None
+        self,
+        mesh: ReplicaMesh,
+        layout_map: Mapping[str, Any] | None = None,
+        partitioning: Partitioning | None = None,
     ) -> None:
         self._mesh = mesh
+        self._partitioning = partitioning
         self._map = keras.distribution.LayoutMap(None)
         if layout_map is None:
             layout_map = {}
@@ -80,7 +146,8 @@ class Partitions:
         Raises:
           ValueError: a layout that a variable cannot have, or two for one.
         """
-        if not self._map or self._mesh.cores_per_replica == 1:
+        has_map = self._map and self._mesh.cores_per_replica > 1
+        if not has_map and self._partitioning is None:
             return
         variables = list(variables)
         for variable in variables:
@@ -90,12 +157,16 @@ class Partitions:
                 self._follow_by_name(variable, variables)
 
     def _assign_one(self, variable: keras.Variable) -> None:
+        shape = variable.shape
+        if variable.synchronization == "on_read" or shape is None:
+            return
+        if self._partitioning is not None:
+            self._divide(variable, self._partitioning)
+            return
         layout = self._map[variable.path]
-        if layout is None or variable.synchronization == "on_read":
+        if layout is None:
             return
-        axes, shape = tuple(layout.axes), variable.shape
-        if shape is None:
-            return
+        axes = tuple(layout.axes)
         cores = self._mesh.cores_per_replica
         is_possible = len(axes) == len(shape) and all(
             axis is None or size % cores == 0
@@ -110,11 +181,42 @@ class Partitions:
                 f"{cores} cores. Change its entry in `layout_map`."
             )
         if any(axes):
-            if axes not in self._shardings:
-                self._shardings[axes] = NamedSharding(
-                    self._mesh.mesh, PartitionSpec(*axes)
-                )
-            setattr(variable, _PARTITION, self._shardings[axes])
+            self._place(variable, self._sharding(axes))
+
+    def _place(
+        self,
+        variable: keras.Variable,
+        sharding: NamedSharding,
+        of_slots: NamedSharding | None = None,
+    ) -> None:
+        placement = Placement(
+            mesh=self._mesh, sharding=sharding, of_slots=of_slots or sharding
+        )
+        setattr(variable, _PLACEMENT, placement)
+        divide(variable, self._mesh)
+
+    def _sharding(self, axes: tuple[str | None, ...]) -> NamedSharding:
+        if axes not in self._shardings:
+            self._shardings[axes] = NamedSharding(
+                self._mesh.mesh, PartitionSpec(*axes)
+            )
+        return self._shardings[axes]
+
+    def _divide(
+        self, variable: keras.Variable, partitioning: Partitioning
+    ) -> None:
+        """Lets the replicas divide a variable, as the partitioner says."""
+        held = placement_of(variable)
+        is_known = held is not None and held.mesh is self._mesh
+        if is_known or variable.name == _SEED:
+            return
+        shape = tuple(variable.shape)
+        dim = partitioning.dimension(variable.path, shape, variable.dtype)
+        if dim is not None:
+            divided = self._sharding((*[None] * dim, self._mesh.axis))
+            whole = partitioning.has_whole_weights
+            sharding = self._mesh.whole if whole else divided
+            self._place(variable, sharding, divided)
 
     def _follow_by_name(
         self, slot: keras.Variable, variables: list[keras.Variable]
@@ -149,7 +251,9 @@ def _check_path(path: Any) -> None:
 
 
 def follow(slot: keras.Variable, weight: keras.Variable) -> None:
-    """Lays an optimizer's slot where its weight lies."""
-    held = getattr(weight, _PARTITION, None)
+    """Lays an optimizer's slot where the slots of its weight lie."""
+    held = placement_of(weight)
     if held is not None and tuple(slot.shape) == tuple(weight.shape):
-        setattr(slot, _PARTITION, held)
+        placement = dataclasses.replace(held, sharding=held.of_slots)
+        setattr(slot, _PLACEMENT, placement)
+        divide(slot, held.mesh)

@@ -8,6 +8,7 @@ replicated sharding of the mesh and remembers the variable.
 import contextlib
 import functools
 import inspect
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +27,7 @@ from keras_strategies.keras_bridge.variables import initial_values
 from keras_strategies.keras_bridge.variables.shardings import (
     Partitions,
     follow,
+    forget_placement,
     sharding_of,
 )
 
@@ -194,7 +196,7 @@ def adopt(
         copies = (
             list(map(copied, values, shardings))
             if mesh.num_processes == 1
-            else _with_shardings(from_chief(values, mesh), shardings, mesh)
+            else _from_chief(values, shardings, mesh)
         )
         for variable, value in zip(moved, copies, strict=True):
             variable._value = value
@@ -202,12 +204,20 @@ def adopt(
         variable._layout = sharding
 
 
-def _with_shardings(
-    values: list[Any], shardings: list[Any], mesh: Any
+def _from_chief(
+    values: list[Any], shardings: list[Any], mesh: ReplicaMesh
 ) -> list[Any]:
-    if all(sharding is mesh.whole for sharding in shardings):
-        return values
-    return dispatch(mesh, jax.jit(list, out_shardings=shardings), values)
+    """The chief's values; divided ones one by one, as each is whole first."""
+    are_whole = [sharding is mesh.whole for sharding in shardings]
+    whole = from_chief(list(itertools.compress(values, are_whole)), mesh)
+    found = []
+    for value, sharding in zip(values, shardings, strict=True):
+        if sharding is mesh.whole:
+            found.append(whole.pop(0))
+            continue
+        divide = jax.jit(list, out_shardings=[sharding])
+        found += dispatch(mesh, divide, from_chief([value], mesh))
+    return found
 
 
 def check_home(variables: Iterable[keras.Variable], mesh: ReplicaMesh) -> None:
@@ -235,6 +245,7 @@ def release(variables: Iterable[keras.Variable]) -> None:
     for variable in variables:
         value = variable._value
         variable._layout = None
+        forget_placement(variable)
         if value is not None:
             variable._value = copied(value, home)
 

@@ -1,0 +1,344 @@
+"""A function mapped over replicas that divide variables among them.
+
+The function is traced as if each replica held all values whole. What it
+computes is then rearranged, so that the numbers stay those of the replicated
+program: shards are gathered where they are read, gradients are scattered where
+they are made, and the program is cut at the updates of optimizers, which are
+computed between two mapped sections.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, Literal, Var
+
+from keras_strategies._core.buffers import buffering_of
+from keras_strategies._core.jaxprs.divided_values import Values
+from keras_strategies._core.jaxprs.marked_updates import (
+    MAX,
+    Update,
+    collected_updates,
+    update_of,
+)
+from keras_strategies._core.jaxprs.specs import Divided, Spec
+from keras_strategies._core.jaxprs.stages import acts, has_references
+from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.replica_map import (
+    all_max,
+    all_sum,
+    replica_map,
+    split_spec,
+    whole_spec,
+)
+
+
+def divided_map(
+    fn: Callable[..., Any],
+    mesh: ReplicaMesh,
+    *,
+    in_specs: Any,
+    out_specs: Any,
+) -> Callable[..., Any]:
+    """As `replica_map`, of values of which some are `Divided`.
+
+    Args:
+      fn: A replica's function; `Divided` values are whole to it.
+      mesh: The replicas.
+      in_specs: For the arguments, or a prefix of their nest.
+      out_specs: For the results, likewise, or a function of them. What is
+        `Divided` there is equal on all replicas.
+    """
+    if not any(isinstance(s, Divided) for s in jax.tree.leaves(in_specs)):
+        return replica_map(fn, mesh, in_specs=in_specs, out_specs=out_specs)
+
+    def mapped(*args: Any) -> Any:
+        given, structure = jax.tree.flatten(args)
+        specs = _flat(in_specs, args)
+        results: list[Any] = []
+
+        def flat(*leaves: Any) -> list[Any]:
+            outputs = fn(*jax.tree.unflatten(structure, leaves))
+            found, result = jax.tree.flatten(outputs)
+            of_all = out_specs(outputs) if callable(out_specs) else out_specs
+            results[:] = [result, _flat(of_all, outputs)]
+            return found
+
+        whole = [whole_spec() if isinstance(s, Divided) else s for s in specs]
+        replicated = replica_map(
+            flat, mesh, in_specs=tuple(whole), out_specs=whole_spec()
+        )
+        with collected_updates() as updates:
+            traced = jax.make_jaxpr(replicated)(*map(_shape, given))
+        cut = _Cut(traced, updates, mesh, specs, given)
+        return jax.tree.unflatten(results[0], cut.compute(results[1]))
+
+    return mapped
+
+
+def _flat(specs: Any, values: Any) -> list[Any]:
+    return jax.tree.leaves(
+        jax.tree.broadcast(specs, values, is_leaf=_is_spec), is_leaf=_is_spec
+    )
+
+
+def _is_spec(leaf: Any) -> bool:
+    return isinstance(leaf, Spec)
+
+
+def _shape(value: Any) -> jax.ShapeDtypeStruct:
+    weak = getattr(value, "weak_type", False)
+    return jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=weak)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Want:
+    """What a section returns of a variable.
+
+    Attributes:
+      how: "value" (equal on all replicas, or split), "own" (each replica's,
+        in a dimension of replicas), "sum", "max" over the replicas.
+      spec: The result's.
+    """
+
+    how: str
+    spec: Spec
+
+
+class _Cut:
+    """A traced step, cut into mapped sections at its updates.
+
+    Args:
+      traced: The step as it was traced, mapped.
+      updates: The marked ones.
+      mesh: The replicas.
+      specs: Of the inputs.
+      given: The inputs.
+    """
+
+    def __init__(
+        self,
+        traced: Any,
+        updates: dict[str, Update],
+        mesh: ReplicaMesh,
+        specs: Sequence[Spec],
+        given: Sequence[Any],
+    ) -> None:
+        (equation,) = traced.jaxpr.eqns
+        self._mesh = mesh
+        self._jaxpr: Jaxpr = equation.params["jaxpr"]
+        self._updates = {} if has_references(self._jaxpr) else updates
+        # Arrays outside of the map: of inputs and of what updates return.
+        self._global: dict[Var, Any] = {}
+        self._specs: dict[Var, Spec] = {}
+        outer = dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
+        known: dict[Var, Spec] = dict.fromkeys(outer, whole_spec())
+        outer |= zip(traced.jaxpr.invars, given, strict=True)
+        known |= zip(traced.jaxpr.invars, specs, strict=True)
+        for inner, operand in zip(
+            self._jaxpr.invars, equation.invars, strict=True
+        ):
+            if isinstance(operand, Literal):
+                self._global[inner] = jnp.asarray(operand.val)
+                self._specs[inner] = whole_spec()
+            else:
+                self._global[inner] = outer[operand]
+                self._specs[inner] = known[operand]
+        self._section_of: dict[Var, int] = {}
+        self._sections: list[list[Any]] = [[]]
+        self._updates_after: list[list[tuple[Any, Update]]] = [[]]
+        self._divide()
+        self._made: dict[Any, Any] = {}
+
+    def _divide(self) -> None:
+        """Puts each equation into the first section that it can be in."""
+        last_action = 0
+        for equation in self._jaxpr.eqns:
+            place = max(map(self._place, equation.invars), default=0)
+            if acts(equation):
+                place = last_action = max(place, last_action)
+            update = update_of(equation, self._updates)
+            if update is None:
+                self._sections[place].append(equation)
+            else:
+                self._updates_after[place].append((equation, update))
+                if place + 1 == len(self._sections):
+                    self._sections.append([])
+                    self._updates_after.append([])
+                self._specs |= zip(equation.outvars, update.values, strict=True)
+                place += 1
+            self._section_of |= dict.fromkeys(equation.outvars, place)
+
+    def _place(self, variable: Any) -> int:
+        if isinstance(variable, Literal):
+            return 0
+        return self._section_of.get(variable, 0)
+
+    def compute(self, specs: Sequence[Spec]) -> list[Any]:
+        """The flat results of the step, with these specs."""
+        outputs = [
+            (v, _Want("value", spec))
+            for v, spec in zip(self._jaxpr.outvars, specs, strict=True)
+        ]
+        plans = self._plans(outputs)
+        for k, plan in enumerate(plans):
+            if plan:
+                self._compute_section(k, plan)
+            for equation, update in self._updates_after[k]:
+                self._apply(equation, update)
+        return [self._value(v, want) for v, want in outputs]
+
+    def _plans(self, outputs: Iterable[Any]) -> list[dict[Any, Any]]:
+        """What each section has to return, without what is there anyway."""
+        plans: list[dict[Any, Any]] = [{} for _ in self._sections]
+
+        def want(variable: Any, want: _Want) -> None:
+            if not self._is_global(variable, want):
+                plan = plans[self._place(variable)]
+                plan[id(variable), want] = variable, want
+
+        for output in outputs:
+            want(*output)
+        for k in range(len(plans) - 1, -1, -1):
+            for equation, update in self._updates_after[k]:
+                for operand in _operands(equation, update):
+                    want(*operand)
+            for variable in self._inputs_of(k, plans[k]):
+                if variable not in self._specs:
+                    want(variable, self._own)
+        return plans
+
+    @property
+    def _own(self) -> _Want:
+        return _Want("own", split_spec(self._mesh))
+
+    def _is_global(self, variable: Any, want: _Want) -> bool:
+        return (
+            want.how == "value"
+            and not isinstance(variable, Literal)
+            and self._specs.get(variable) == want.spec
+        )
+
+    def _value(self, variable: Any, want: _Want) -> Any:
+        if self._is_global(variable, want):
+            return self._global[variable]
+        return self._made[id(variable), want]
+
+    def _equations(self, k: int, plan: dict[Any, Any]) -> list[Any]:
+        """The equations of a section that its results or effects need."""
+        needed = {v for v, _ in plan.values() if not isinstance(v, Literal)}
+        found = []
+        for equation in reversed(self._sections[k]):
+            if acts(equation) or not needed.isdisjoint(equation.outvars):
+                found.append(equation)
+                needed |= set(_variables(equation.invars))
+        return found[::-1]
+
+    def _inputs_of(self, k: int, plan: dict[Any, Any]) -> list[Var]:
+        """What a section reads of those before it and of the inputs."""
+        equations = self._equations(k, plan)
+        made = {v for e in equations for v in e.outvars}
+        read = [v for e in equations for v in e.invars]
+        read += [v for v, _ in plan.values()]
+        return [v for v in dict.fromkeys(_variables(read)) if v not in made]
+
+    def _compute_section(self, k: int, plan: dict[Any, Any]) -> None:
+        equations, inputs = self._equations(k, plan), self._inputs_of(k, plan)
+        specs = [self._specs.get(v, self._own.spec) for v in inputs]
+        wanted = list(plan.values())
+
+        def section(*given: Any) -> list[Any]:
+            values = Values(
+                self._jaxpr, self._mesh.axis, self._mesh.replica_axes[:-1]
+            )
+            for variable, value, spec in zip(inputs, given, specs, strict=True):
+                if isinstance(spec, Divided):
+                    values.set_shard(variable, value, spec.dim)
+                else:
+                    is_own = variable not in self._specs
+                    values.set_whole(variable, value[0] if is_own else value)
+            scattered = {
+                v: want.spec.dim
+                for v, want in wanted
+                if want.how == "sum" and isinstance(want.spec, Divided)
+            }
+            values.compute(equations, [v for v, _ in wanted], scattered)
+            return self._results(values, wanted)
+
+        mapped = replica_map(
+            section,
+            self._mesh,
+            in_specs=tuple(map(_manual, specs)),
+            out_specs=[_manual(want.spec) for _, want in wanted],
+        )
+        given = [
+            self._global[v] if v in self._specs else self._value(v, self._own)
+            for v in inputs
+        ]
+        self._made.update(zip(plan, mapped(*given), strict=True))
+
+    def _results(self, values: Values, wanted: list[Any]) -> list[Any]:
+        results: list[Any] = [None] * len(wanted)
+        summed = []
+        for i, (variable, want) in enumerate(wanted):
+            if want.how == "sum" and isinstance(want.spec, Divided):
+                results[i] = values.sum(variable, want.spec.dim)
+            elif want.how == "sum":
+                summed.append(i)
+            elif want.how == "max":
+                results[i] = all_max(
+                    values.whole(variable), self._mesh.all_replicas
+                )
+            elif want.how == "own":
+                results[i] = jnp.asarray(values.whole(variable))[None]
+            elif isinstance(want.spec, Divided):
+                results[i] = values.shard(variable, want.spec.dim)
+            else:
+                results[i] = values.whole(variable)
+        whole = [values.whole(wanted[i][0]) for i in summed]
+        sums = all_sum(whole, self._mesh.all_replicas, buffering_of(self._mesh))
+        for i, total in zip(summed, sums, strict=True):
+            results[i] = total
+        return results
+
+    def _apply(self, equation: Any, update: Update) -> None:
+        """Computes an update on global arrays."""
+        operands = []
+        for variable, want in _operands(equation, update):
+            value = self._value(variable, want)
+            if want.how == "sum" and update.divisor != 1:
+                value = value / update.divisor
+            operands.append(self._constrained(value, want.spec))
+        values = [
+            self._constrained(value, spec)
+            for value, spec in zip(update(operands), update.values, strict=True)
+        ]
+        self._global |= zip(equation.outvars, values, strict=True)
+
+    def _constrained(self, value: Any, spec: Spec) -> Any:
+        sharding = self._mesh.whole
+        if isinstance(spec, Divided):
+            sharding = spec.sharding
+        return jax.lax.with_sharding_constraint(value, sharding)
+
+
+def _variables(operands: Iterable[Any]) -> list[Var]:
+    return [v for v in operands if not isinstance(v, Literal)]
+
+
+def _operands(equation: Any, update: Update) -> list[tuple[Any, _Want]]:
+    """What an update takes of each operand of its equation."""
+    wants = [_Want("value", whole_spec())] * update.num_captured
+    for reduction in update.gradients:
+        if reduction == MAX:
+            wants.append(_Want("max", whole_spec()))
+        else:
+            wants.append(_Want("sum", reduction))
+    wants += [_Want("value", spec) for spec in update.values]
+    return list(zip(equation.invars, wants, strict=True))
+
+
+def _manual(spec: Spec) -> Any:
+    return spec.spec if isinstance(spec, Divided) else spec

@@ -1,0 +1,298 @@
+"""A replica's values of a traced step, some of them divided over replicas.
+
+A divided value is held as this replica's shard and gathered where an equation
+reads it; in the dtype that it is cast to, if it is cast first; inside of a
+rematerialized part, if it is read there, so that the backward pass gathers
+again. A gradient's sum is scattered where the gradient is made.
+
+References:
+  - Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion
+    Parameter Models (2020): https://arxiv.org/abs/1910.02054
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import (
+    ClosedJaxpr,
+    Jaxpr,
+    Literal,
+    Var,
+    jaxpr_as_fun,
+)
+
+_REMATERIALIZED = ("remat2", "remat", "checkpoint")
+_CALLS = ("jit", "pjit", "closed_call", "core_call")
+
+
+class Values:
+    """The values of a traced function's variables on one replica.
+
+    Args:
+      jaxpr: The function.
+      axis: The axis that values are divided along.
+      group_axes: Further axes that gradients are summed over.
+    """
+
+    def __init__(
+        self, jaxpr: Jaxpr, axis: str, group_axes: tuple[str, ...] = ()
+    ) -> None:
+        self._jaxpr = jaxpr
+        self._axis = axis
+        self._group_axes = group_axes
+        self._whole: dict[Var, Any] = {}
+        self._shards: dict[Var, tuple[Any, int]] = {}
+        self._sums: dict[Var, Any] = {}
+
+    def set_whole(self, variable: Var, value: Any) -> None:
+        """Sets a value that this replica holds whole."""
+        self._whole[variable] = value
+
+    def set_shard(self, variable: Var, shard: Any, dim: int) -> None:
+        """Sets a value by this replica's shard of it."""
+        self._shards[variable] = shard, dim
+
+    def is_divided(self, variable: Any) -> bool:
+        """Whether a value is known by its shard alone."""
+        return (
+            not isinstance(variable, Literal)
+            and variable in self._shards
+            and variable not in self._whole
+        )
+
+    def whole(self, variable: Any) -> Any:
+        """A value, gathered if it is divided."""
+        if isinstance(variable, Literal):
+            return variable.val
+        if self.is_divided(variable):
+            shard, dim = self._shards[variable]
+            self._whole[variable] = jax.lax.all_gather(
+                shard, self._axis, axis=dim, tiled=True
+            )
+        return self._whole[variable]
+
+    def shard(self, variable: Any, dim: int) -> Any:
+        """This replica's shard of a value along a dimension."""
+        if not isinstance(variable, Literal) and variable in self._shards:
+            shard, divided = self._shards[variable]
+            if divided == dim:
+                return shard
+        whole = jax.numpy.asarray(self.whole(variable))
+        size = whole.shape[dim] // jax.lax.axis_size(self._axis)
+        start = jax.lax.axis_index(self._axis) * size
+        return jax.lax.dynamic_slice_in_dim(whole, start, size, dim)
+
+    def sum(self, variable: Any, dim: int) -> Any:
+        """This replica's shard of the replicas' values, summed."""
+        if not isinstance(variable, Literal) and variable in self._sums:
+            return self._sums[variable]
+        return self._scattered(self.whole(variable), dim)
+
+    def _scattered(self, value: Any, dim: int) -> Any:
+        shard = jax.lax.psum_scatter(
+            value, self._axis, scatter_dimension=dim, tiled=True
+        )
+        if self._group_axes:
+            shard = jax.lax.psum(shard, self._group_axes)
+        return shard
+
+    def compute(
+        self,
+        equations: Sequence[Any],
+        outputs: Iterable[Any],
+        scattered: dict[Var, int],
+    ) -> None:
+        """Computes equations, in their order.
+
+        Args:
+          equations: They read values that are set.
+          outputs: Variables that are read afterwards, once for each time.
+          scattered: Those of them that are read by `sum` along a dimension,
+            and no other way.
+        """
+        equations = list(equations)
+        uses = Counter(
+            v
+            for v in (
+                *(v for e in equations for v in e.invars),
+                *outputs,
+            )
+            if not isinstance(v, Literal)
+        )
+        places = _sunk(equations, scattered, uses)
+        pending: list[Any] = []
+        for equation in equations:
+            if self._casts(equation):
+                self._cast(equation)
+            elif self._is_entered(equation, places):
+                self._flush(pending, uses)
+                self._enter(equation, places)
+            elif _adds(equation) and equation.outvars[0] in places:
+                self._flush(pending, uses)
+                dim = places[equation.outvars[0]]
+                a, b = (self.sum(v, dim) for v in equation.invars)
+                self._sums[equation.outvars[0]] = a + b
+            else:
+                if any(map(self.is_divided, equation.invars)):
+                    self._flush(pending, uses)
+                pending.append(equation)
+        self._flush(pending, uses)
+
+    def _flush(self, equations: list[Any], uses: Counter[Var]) -> None:
+        """Computes equations on whole values, and empties their list."""
+        if not equations:
+            return
+        made = [v for e in equations for v in e.outvars if uses[v]]
+        own = {v for e in equations for v in e.outvars}
+        read = dict.fromkeys(
+            v
+            for e in equations
+            for v in e.invars
+            if not isinstance(v, Literal) and v not in own
+        )
+        values = [self.whole(v) for v in read]
+        jaxpr = self._jaxpr.replace(
+            constvars=[], invars=list(read), outvars=made, eqns=equations[:]
+        )
+        results = jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))(*values)
+        self._whole.update(zip(made, results, strict=True))
+        equations.clear()
+
+    def _casts(self, equation: Any) -> bool:
+        return (
+            equation.primitive.name == "convert_element_type"
+            and self.is_divided(equation.invars[0])
+        )
+
+    def _cast(self, equation: Any) -> None:
+        shard, dim = self._shards[equation.invars[0]]
+        cast = jax.lax.convert_element_type(shard, equation.params["new_dtype"])
+        self.set_shard(equation.outvars[0], cast, dim)
+
+    def _is_entered(self, equation: Any, places: dict[Var, int]) -> bool:
+        """Whether an equation is a function to be computed on shards."""
+        if not _is_called(equation):
+            return False
+        return any(
+            self._enters_divided(equation, v) for v in equation.invars
+        ) or any(v in places for v in equation.outvars)
+
+    def _enters_divided(self, equation: Any, variable: Any) -> bool:
+        """Whether a function is given the shard of an operand.
+
+        One that is rematerialized gathers it again.
+        """
+        if isinstance(variable, Literal) or variable not in self._shards:
+            return False
+        return _is_rematerialized(equation) or self.is_divided(variable)
+
+    def _enter(self, equation: Any, places: dict[Var, int]) -> None:
+        """Computes the function that an equation calls, on shards."""
+        given = []
+        for variable in equation.invars:
+            if self._enters_divided(equation, variable):
+                given.append(self._shards[variable])
+            else:
+                given.append((self.whole(variable), None))
+        dims = [dim for _, dim in given]
+        wanted = [places.get(v) for v in equation.outvars]
+
+        def inner(*operands: Any) -> list[Any]:
+            return self._called(equation, operands, dims, wanted)
+
+        operands = [value for value, _ in given]
+        if not _is_rematerialized(equation):
+            results = inner(*operands)
+        else:
+            traced = jax.make_jaxpr(inner)(*operands)
+            jaxpr = traced.jaxpr.replace(
+                constvars=[],
+                invars=[*traced.jaxpr.constvars, *traced.jaxpr.invars],
+            )
+            params = equation.params | {"jaxpr": jaxpr}
+            results = equation.primitive.bind(
+                *traced.consts, *operands, **params
+            )
+        for variable, dim, result in zip(
+            equation.outvars, wanted, results, strict=True
+        ):
+            if dim is None:
+                self._whole[variable] = result
+            else:
+                self._sums[variable] = result
+
+    def _called(
+        self,
+        equation: Any,
+        operands: Sequence[Any],
+        dims: Sequence[int | None],
+        wanted: Sequence[int | None],
+    ) -> list[Any]:
+        jaxpr = equation.params.get("jaxpr") or equation.params["call_jaxpr"]
+        consts = getattr(jaxpr, "consts", ())
+        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+        values = Values(jaxpr, self._axis, self._group_axes)
+        for variable, value in zip(jaxpr.constvars, consts, strict=True):
+            values.set_whole(variable, value)
+        for variable, value, dim in zip(
+            jaxpr.invars, operands, dims, strict=True
+        ):
+            if dim is None:
+                values.set_whole(variable, value)
+            else:
+                values.set_shard(variable, value, dim)
+        scattered = {
+            v: dim
+            for v, dim in zip(jaxpr.outvars, wanted, strict=True)
+            if dim is not None and not isinstance(v, Literal)
+        }
+        values.compute(jaxpr.eqns, jaxpr.outvars, scattered)
+        return [
+            values.whole(v) if dim is None else values.sum(v, dim)
+            for v, dim in zip(jaxpr.outvars, wanted, strict=True)
+        ]
+
+
+def _is_rematerialized(equation: Any) -> bool:
+    return equation.primitive.name in _REMATERIALIZED
+
+
+def _is_called(equation: Any) -> bool:
+    """Whether an equation is a function that can be computed on shards."""
+    return equation.primitive.name in (*_REMATERIALIZED, *_CALLS)
+
+
+def _adds(equation: Any) -> bool:
+    return equation.primitive.name == "add_any"
+
+
+def _sunk(
+    equations: list[Any], scattered: dict[Var, int], uses: Counter[Var]
+) -> dict[Var, int]:
+    """The variables whose sums are scattered where they are made.
+
+    Those are results of functions, and sums of such: a weight that several
+    rematerialized parts read.
+    """
+    makers = {v: e for e in equations for v in e.outvars}
+    places: dict[Var, int] = {}
+
+    def sink(variable: Any, dim: int) -> bool:
+        if isinstance(variable, Literal) or uses[variable] != 1:
+            return False
+        maker = makers.get(variable)
+        if maker is None:
+            return False
+        is_inner = _is_called(maker)
+        if _adds(maker):
+            # Not short-circuited: all that can be, are.
+            is_inner = any([sink(v, dim) for v in maker.invars])
+        if is_inner:
+            places[variable] = dim
+        return is_inner
+
+    for variable, dim in scattered.items():
+        sink(variable, dim)
+    return places

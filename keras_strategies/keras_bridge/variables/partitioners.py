@@ -1,0 +1,236 @@
+"""Partitioners: which variables the replicas divide, and along what.
+
+References:
+  - Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion
+    Parameter Models (2020): https://arxiv.org/abs/1910.02054
+  - Zhao et al., PyTorch FSDP (2023), on groups that hold copies:
+    https://arxiv.org/abs/2304.11277
+"""
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+from keras_strategies._core.checks import check_number
+from keras_strategies._core.mesh import ReplicaMesh
+
+MIN_SIZE = 2**14
+"""Entries of the smallest variable that is divided, if nothing else is said."""
+
+Dimension = int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class FullySharded:
+    """Divides weights, their gradients and the optimizer's slots.
+
+    For `variable_partitioner` of a strategy: ZeRO-3, or fully sharded data
+    parallelism. A step gathers a weight where a layer reads it, and the
+    numbers are those of whole variables. A variable is divided along its first
+    dimension that `shards` divides.
+
+    Args:
+      shards: How many replicas divide the variables: they are divided in
+        groups of so many replicas, which follow each other, and every group
+        holds all. None: the replicas of a process, which are close to each
+        other, or all where a process has one; on TPUs those of a slice, or of
+        a box of 64 chips of a large one.
+      min_size: Variables with fewer entries stay whole.
+
+    Raises:
+      TypeError, ValueError: they are no numbers of at least 1.
+
+    Example:
+      ```python
+      strategy = ks.MirroredStrategy(
+          variable_partitioner=ks.experimental.FullySharded()
+      )
+      ```
+
+    References:
+      https://arxiv.org/abs/1910.02054 (ZeRO)
+    """
+
+    shards: int | None = None
+    min_size: int = MIN_SIZE
+
+    def __post_init__(self) -> None:
+        cure = "Leave it out for all replicas of a process."
+        check_number("shards", self.shards, cure, least=1)
+        cure = "Pass 1 to divide all that can be divided."
+        check_number(
+            "min_size", self.min_size, cure, least=1, is_optional=False
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotsOnly(FullySharded):
+    """Divides the optimizer's slots and the gradients; weights stay whole.
+
+    For `variable_partitioner` of a strategy: ZeRO-2. A step gathers each
+    weight once, when it was updated.
+
+    Args:
+      shards: See `FullySharded`.
+      min_size: See `FullySharded`.
+
+    Example:
+      ```python
+      strategy = ks.MirroredStrategy(
+          variable_partitioner=ks.experimental.SlotsOnly()
+      )
+      ```
+
+    References:
+      https://arxiv.org/abs/1910.02054 (ZeRO)
+    """
+
+
+class Partitioning:
+    """A partitioner, for the replicas of one strategy.
+
+    Args:
+      partitioner: `FullySharded`, `SlotsOnly`, or a function: of the path,
+        shape and dtype of a variable, or as tf's of `shape` and `dtype`.
+      mesh: The strategy's replicas.
+
+    Attributes:
+      shards: How many replicas divide a variable.
+      has_whole_weights: Whether slots alone are divided.
+
+    Raises:
+      TypeError: it is no partitioner.
+      ValueError: its shards do not divide the replicas.
+    """
+
+    def __init__(self, partitioner: Any, mesh: ReplicaMesh) -> None:
+        if not callable(partitioner) and not isinstance(
+            partitioner, FullySharded
+        ):
+            raise TypeError(
+                "`variable_partitioner` says which variables the replicas "
+                f"divide. Received: {partitioner!r} of type "
+                f"{type(partitioner).__name__}. Pass "
+                "`ks.experimental.FullySharded()`, `SlotsOnly()`, or a "
+                "function of a variable's path, shape and dtype that returns "
+                "a dimension or None."
+            )
+        if type(partitioner).__module__.startswith("tensorflow"):
+            raise TypeError(
+                "Partitioners are those of `ks.experimental`. Received: "
+                f"tf's {type(partitioner).__name__}, which counts shards of "
+                "parameter servers. Pass `ks.experimental.FullySharded()`, "
+                "with `min_size` in entries."
+            )
+        self._partitioner = partitioner
+        self.has_whole_weights = isinstance(partitioner, SlotsOnly)
+        shards = getattr(partitioner, "shards", None)
+        num_replicas, of_process = mesh.num_replicas, mesh.replicas_per_process
+        default = of_process if of_process > 1 else num_replicas
+        self.shards = shards or mesh.shards or default
+        if num_replicas % self.shards:
+            raise ValueError(
+                "Shards are divided over groups of equally many replicas. "
+                f"Received: shards={self.shards} of {num_replicas} replicas. "
+                "Choose a number that divides them."
+            )
+        self._is_named = not isinstance(partitioner, FullySharded) and (
+            _is_of_tf(partitioner)
+        )
+
+    def dimension(
+        self, path: str, shape: tuple[int, ...], dtype: str
+    ) -> Dimension:
+        """The dimension of a variable that is divided; None: whole.
+
+        Raises:
+          TypeError: the partitioner returned something else.
+          ValueError: a dimension that is not there or that the shards do not
+            divide.
+        """
+        if self.shards == 1 or not shape:
+            return None
+        partitioner = self._partitioner
+        if isinstance(partitioner, FullySharded):
+            if math.prod(shape) < partitioner.min_size:
+                return None
+            return self._first(shape)
+        if self._is_named:
+            answer = partitioner(shape=shape, dtype=dtype)
+        else:
+            answer = partitioner(path, shape, dtype)
+        return self._checked(answer, path, shape)
+
+    def _first(self, shape: tuple[int, ...]) -> Dimension:
+        dims = range(len(shape))
+        return next((d for d in dims if self._fits(shape[d])), None)
+
+    def _fits(self, size: int) -> bool:
+        return size > 0 and size % self.shards == 0
+
+    def _checked(
+        self, answer: Any, path: str, shape: tuple[int, ...]
+    ) -> Dimension:
+        if answer is None:
+            return None
+        dim = answer
+        if isinstance(answer, list | tuple):
+            counts = list(answer)
+            dims = [d for d, count in enumerate(counts) if count != 1]
+            if not dims and len(counts) == len(shape):
+                return None
+            is_one = len(dims) == 1 and len(counts) == len(shape)
+            dim = dims[0] if is_one and counts[dims[0]] == self.shards else -1
+        elif isinstance(answer, bool) or not hasattr(answer, "__index__"):
+            raise TypeError(
+                "A partitioner returns the dimension of a variable that is "
+                f"divided, or None. Received: {answer!r} of type "
+                f"{type(answer).__name__} for variable {path!r}. Return a "
+                "whole number."
+            )
+        if not 0 <= dim < len(shape) or not self._fits(shape[dim]):
+            raise ValueError(
+                "A variable is divided along one of its dimensions, whose "
+                f"size is a multiple of the shards. Received: {answer!r} for "
+                f"variable {path!r} of shape {shape}, {self.shards} shards. "
+                "Return such a dimension, or None to leave it whole."
+            )
+        return int(dim)
+
+
+def _is_of_tf(partitioner: Callable[..., Any]) -> bool:
+    """Whether it takes `shape` and `dtype` alone, as tf's do.
+
+    Raises:
+      TypeError: it takes neither those nor (path, shape, dtype).
+    """
+    try:
+        signature = inspect.signature(partitioner)
+    except ValueError:
+        return False
+    try:
+        signature.bind("path", (1,), "float32")
+        return False
+    except TypeError:
+        pass
+    try:
+        signature.bind(shape=(1,), dtype="float32")
+    except TypeError as error:
+        raise TypeError(
+            "A partitioner is a function of a variable's path, shape and "
+            f"dtype. Received: {partitioner!r} with the arguments "
+            f"{signature}. Write `def partitioner(path, shape, dtype)`."
+        ) from error
+    return True
+
+
+def partitioning_of(
+    partitioner: Any, mesh: ReplicaMesh
+) -> tuple[Partitioning | None, ReplicaMesh]:
+    """A strategy's partitioning, and its mesh with the groups' size."""
+    if partitioner is None:
+        return None, mesh
+    found = Partitioning(partitioner, mesh)
+    return found, dataclasses.replace(mesh, shards=found.shards)

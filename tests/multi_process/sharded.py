@@ -1,0 +1,81 @@
+"""Training with divided variables, in several processes."""
+
+import keras
+import numpy as np
+
+import keras_strategies as ks
+from keras_strategies.testing import assert_replicated
+from tests.plain_keras import dense
+
+_random = np.random.default_rng(0)
+X = _random.normal(size=(22, 6)).astype("float32")
+Y = np.tanh(X[:, :3])
+
+
+def compiled(optimizer="adam"):
+    optimizers = {
+        "adam": lambda: keras.optimizers.Adam(0.01, epsilon=0.01),
+        "sgd": lambda: keras.optimizers.SGD(
+            0.1, momentum=0.9, global_clipnorm=0.1
+        ),
+        "lamb": lambda: keras.optimizers.Lamb(0.01),
+    }
+    layers = [dense(24), keras.layers.Activation("tanh"), dense(24), dense(3)]
+    model = keras.Sequential([keras.Input((6,)), *layers])
+    model.compile(optimizers[optimizer](), "mse", metrics=["mae"])
+    return model
+
+
+def made(shards):
+    partitioner = ks.experimental.FullySharded(shards, min_size=1)
+    return ks.MultiWorkerMirroredStrategy(variable_partitioner=partitioner)
+
+
+def first_weights(model):
+    """Weights that every process can make."""
+    random = np.random.default_rng(1)
+    return [
+        random.normal(size=weight.shape, scale=0.3)
+        for weight in model.get_weights()
+    ]
+
+
+def fitted(optimizer, shards, batch_size=8):
+    """Weights and losses after two epochs."""
+    strategy = made(shards)
+    with strategy.scope():
+        model = compiled(optimizer)
+    model.set_weights(first_weights(model))
+    history = model.fit(
+        X, Y, batch_size=batch_size, epochs=2, shuffle=False, verbose=0
+    )
+    assert_replicated(model)
+    divided = [
+        v for v in model.variables if not v.value.sharding.is_fully_replicated
+    ]
+    return {
+        "weights": [weight.tolist() for weight in model.get_weights()],
+        "history": history.history,
+        "evaluate": model.evaluate(X, Y, batch_size=batch_size, verbose=0),
+        "predict": model.predict(X, batch_size=batch_size, verbose=0).tolist(),
+        "divided": len(divided),
+    }
+
+
+def large():
+    """Parts of two variables of 67 MB; of both, what this process has."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        weights = keras.layers.Dense(4096, use_bias=False)
+        weights.build((None, 4096))
+        own = keras.layers.Dense(
+            4096, use_bias=False, kernel_initializer=_unseeded
+        )
+        own.build((None, 4096))
+    kernels = [layer.kernel.value for layer in (weights, own)]
+    return [k.addressable_data(0)[:2, :4].tolist() for k in kernels]
+
+
+def _unseeded(shape, dtype=None):
+    value = np.random.default_rng().normal(size=shape)
+    return keras.ops.convert_to_tensor(value, dtype)

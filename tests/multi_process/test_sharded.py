@@ -1,0 +1,62 @@
+"""Divided variables in several processes: one device's numbers."""
+
+import numpy as np
+import pytest
+
+from keras_strategies.testing import run_processes
+from tests.multi_process import sharded
+
+
+def check(optimizer, num_processes, devices, shards):
+    results = run_processes(
+        "tests.multi_process.sharded:fitted",
+        num_processes,
+        args=[optimizer, shards],
+        devices_per_process=devices,
+    )
+    values = [result.value for result in results]
+    assert all(value == values[0] for value in values)
+    assert values[0]["divided"] >= 5
+    model = sharded.compiled(optimizer)
+    model.set_weights(sharded.first_weights(model))
+    history = model.fit(
+        sharded.X,
+        sharded.Y,
+        batch_size=8,
+        epochs=2,
+        shuffle=False,
+        verbose=0,
+    )
+    _same(values[0]["history"], history.history)
+    _same(values[0]["weights"], [w.tolist() for w in model.get_weights()])
+    wanted = model.predict(sharded.X, batch_size=8, verbose=0)
+    np.testing.assert_allclose(values[0]["predict"], wanted, atol=1e-5)
+
+
+def _same(actual, wanted):
+    keys = actual if isinstance(actual, dict) else range(len(wanted))
+    for key in keys:
+        np.testing.assert_allclose(
+            actual[key], wanted[key], rtol=1e-4, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("shards", [None, 4])
+def test_two_processes_equal_one_device(shards):
+    check("sgd", 2, 2, shards)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "lamb"])
+@pytest.mark.parametrize(
+    ("num_processes", "devices", "shards"),
+    [(2, 2, None), (2, 2, 4), (3, 1, None), (2, 4, 4)],
+)
+def test_more_equal_one_device(optimizer, num_processes, devices, shards):
+    check(optimizer, num_processes, devices, shards)
+
+
+def test_large_variables_are_equal_in_all_processes():
+    # Keras compiles their initializers, in each process for itself.
+    first, second = run_processes("tests.multi_process.sharded:large", 2)
+    assert first.value == second.value
