@@ -189,6 +189,11 @@ class ReplicaMesh:
         return range(start, start + count)
 
     @property
+    def spreads_shards(self) -> bool:
+        """Whether a variable that is divided has shards in other processes."""
+        return (self.shards or 1) > self.replicas_per_process
+
+    @property
     def is_chief(self) -> bool:
         """Whether this process is the one that writes files and prints."""
         return self.process_index == 0

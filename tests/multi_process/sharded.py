@@ -79,3 +79,70 @@ def large():
 def _unseeded(shape, dtype=None):
     value = np.random.default_rng().normal(size=shape)
     return keras.ops.convert_to_tensor(value, dtype)
+
+
+def saved(folder, shards):
+    """Files, checkpoints and a loop of one's own; what was read back."""
+    strategy = made(shards)
+    with strategy.scope():
+        model = compiled()
+    model.set_weights(first_weights(model))
+    best = keras.callbacks.ModelCheckpoint(
+        f"{folder}/best.keras", monitor="loss", save_best_only=True
+    )
+    backup = keras.callbacks.BackupAndRestore(f"{folder}/backup")
+    own = ks.callbacks.Checkpoint(f"{folder}/own")
+    fit = {"batch_size": 8, "shuffle": False, "verbose": 0}
+    model.fit(X, Y, epochs=1, callbacks=[best, backup], **fit)
+    model.fit(X, Y, epochs=2, callbacks=[own], **fit)
+    model.save(f"{folder}/model.keras")
+    model.save_weights(f"{folder}/model.weights.h5")
+    weights = model.get_weights()
+    with strategy.scope():
+        again = compiled()
+    again.load_weights(f"{folder}/model.weights.h5")
+    _assert_same(again.get_weights(), weights)
+    with strategy.scope():
+        loaded = keras.saving.load_model(f"{folder}/model.keras")
+    _assert_same(loaded.get_weights(), weights)
+    with strategy.scope():
+        resumed = compiled()
+    own = ks.callbacks.Checkpoint(f"{folder}/own")
+    resumed.fit(X, Y, epochs=2, callbacks=[own], **fit)
+    _assert_same(resumed.get_weights(), weights)
+    resumed.fit(X, Y, epochs=3, callbacks=[own], **fit)
+    assert_replicated(resumed)
+    return [weight.tolist() for weight in weights]
+
+
+def _assert_same(actual, wanted):
+    for got, want in zip(actual, wanted, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def looped(shards):
+    """Losses of a loop of one's own, and the weights after it."""
+    strategy = made(shards)
+    with strategy.scope():
+        model = compiled("lamb")
+    model.set_weights(first_weights(model))
+    model.optimizer.build(model.trainable_variables)
+
+    def step(x, y):
+        def loss():
+            error = keras.ops.square(model(x, training=True) - y)
+            return keras.ops.sum(keras.ops.mean(error, -1)) / 8
+
+        value, grads = ks.value_and_grad(loss, model.trainable_variables)()
+        model.optimizer.apply(grads, model.trainable_variables)
+        return value
+
+    import tensorflow as tf
+
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
+    losses = [
+        float(strategy.reduce("sum", strategy.run(step, batch), axis=None))
+        for batch in strategy.experimental_distribute_dataset(data)
+    ]
+    assert_replicated(model, *model.optimizer.variables)
+    return losses, [weight.tolist() for weight in model.get_weights()]

@@ -1,5 +1,6 @@
 """Divided variables in several processes: one device's numbers."""
 
+import keras
 import numpy as np
 import pytest
 
@@ -54,6 +55,30 @@ def test_two_processes_equal_one_device(shards):
 )
 def test_more_equal_one_device(optimizer, num_processes, devices, shards):
     check(optimizer, num_processes, devices, shards)
+
+
+@pytest.mark.parametrize("shards", [None, 4])
+def test_files_and_checkpoints(tmp_path, shards):
+    first, second = run_processes(
+        "tests.multi_process.sharded:saved", 2, args=[str(tmp_path), shards]
+    )
+    assert first.value == second.value
+    # Of one process without a strategy.
+    model = keras.saving.load_model(tmp_path / "model.keras")
+    for got, want in zip(model.get_weights(), first.value, strict=True):
+        np.testing.assert_array_equal(got, np.asarray(want, "float32"))
+    assert (tmp_path / "best.keras").exists()
+
+
+def test_a_loop_of_ones_own():
+    first, second = run_processes(
+        "tests.multi_process.sharded:looped", 2, args=[4]
+    )
+    assert first.value == second.value
+    (alone,) = run_processes("tests.multi_process.sharded:looped", 1, args=[1])
+    for got, want in zip(first.value, alone.value, strict=True):
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_large_variables_are_equal_in_all_processes():

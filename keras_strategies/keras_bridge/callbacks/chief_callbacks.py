@@ -40,9 +40,19 @@ def of_this_process(callbacks: Any, mesh: ReplicaMesh) -> Any:
     for callback in keras.tree.flatten(callbacks):
         if isinstance(callback, keras.callbacks.BackupAndRestore):
             chosen.append(_together(callback, mesh))
-        elif mesh.is_chief or type(callback) not in _WRITERS:
+        elif mesh.is_chief or not _is_chiefs(callback, mesh):
             chosen.append(callback)
     return chosen
+
+
+def _is_chiefs(callback: Any, mesh: ReplicaMesh) -> bool:
+    """Whether a callback is called in the chief alone.
+
+    What saves a model must read variables in all processes, where each has
+    some shards of them.
+    """
+    reads = isinstance(callback, keras.callbacks.ModelCheckpoint)
+    return type(callback) in _WRITERS and not (reads and mesh.spreads_shards)
 
 
 def _together(callback: Any, mesh: ReplicaMesh) -> Any:
@@ -80,6 +90,8 @@ class _Together(keras.callbacks.BackupAndRestore):
     def _save_model(self) -> None:
         if self._ks_mesh.is_chief:
             super()._save_model()
+        elif self._ks_mesh.spreads_shards:
+            self.model.save_weights(self._weights_path, overwrite=True)
 
     def on_train_end(self, logs: Any = None) -> None:
         if self._ks_mesh.is_chief:

@@ -29,6 +29,10 @@ from keras_strategies.keras_bridge.inputs import feed as adapter
 from keras_strategies.keras_bridge.inputs import loop_data
 from keras_strategies.keras_bridge.loops import scope_hooks
 from keras_strategies.keras_bridge.loops.loop_call import Call
+from keras_strategies.keras_bridge.loops.save_together import (
+    SAVERS,
+    save_together,
+)
 from keras_strategies.keras_bridge.loops.scope_hooks import (
     LOOPS,
     ON_USE,
@@ -118,12 +122,13 @@ class Binding:
             object.__setattr__(self.model, name, maybe)
         object.__setattr__(self.model, _ATTRIBUTE, self)
         object.__setattr__(self.model, STRATEGY, self.owner)
+        save_together(self.model, self._mesh)
         self._functions.reset()
 
     def remove(self) -> None:
         """Gives the model back as a plain Keras model on one device."""
         of_model = (_BUILDER, keras_names.MAYBE_BUILD, _ATTRIBUTE, STRATEGY)
-        for name in (*LOOPS, *_MAKERS, *of_model, *ON_USE):
+        for name in (*LOOPS, *_MAKERS, *of_model, *ON_USE, *SAVERS):
             self.model.__dict__.pop(name, None)
         self._functions.reset()
         variable_creator.release(all_variables(self.model))

@@ -28,6 +28,7 @@ from keras_strategies.keras_bridge.variables.shardings import (
     Partitions,
     follow,
     forget_placement,
+    placement_of,
     sharding_of,
 )
 
@@ -144,7 +145,8 @@ def _registering(
     def make(
         optimizer: Any, reference_variable: Any, *args: Any, **kwargs: Any
     ) -> keras.Variable:
-        slot = make_slot(optimizer, reference_variable, *args, **kwargs)
+        with _with_layout_of_slots(reference_variable):
+            slot = make_slot(optimizer, reference_variable, *args, **kwargs)
         # The calling thread's, if any.
         distribution = keras.distribution.distribution()
         if isinstance(distribution, ReplicaDistribution):
@@ -153,6 +155,20 @@ def _registering(
         return slot
 
     return make
+
+
+@contextlib.contextmanager
+def _with_layout_of_slots(weight: Any) -> Iterator[None]:
+    """Shows Keras the layout of a weight's slots, where it is another one."""
+    held = placement_of(weight)
+    if held is None or held.sharding is held.of_slots or held.mesh.is_abstract:
+        yield
+        return
+    before, weight._layout = weight._layout, held.of_slots
+    try:
+        yield
+    finally:
+        weight._layout = before
 
 
 _slots_registered = Patches(

@@ -1,0 +1,238 @@
+"""A function mapped over replicas that divide values: that of whole values."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from keras_strategies._core.divided_map import divided_map
+from keras_strategies._core.jaxprs.marked_updates import (
+    MAX,
+    is_collecting,
+    marked_update,
+)
+from keras_strategies._core.jaxprs.specs import Divided
+from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.replica_map import (
+    all_max,
+    all_sum,
+    replica_map,
+    split_spec,
+    whole_spec,
+)
+
+WHOLE = whole_spec()
+
+
+def mesh_of(count, shards=None):
+    return ReplicaMesh(devices=jax.devices()[:count], shards=shards)
+
+
+def divided(mesh, dim=0):
+    spec = PartitionSpec(*[None] * dim, mesh.axis)
+    return Divided(NamedSharding(mesh.mesh, spec), dim)
+
+
+def sgd(mesh, weights, x, update, specs, reductions):
+    """A step: gradients of a sum, and an update of reduced ones."""
+
+    def loss(weights):
+        return jnp.sum(jnp.tanh(x @ weights[0]) @ weights[1])
+
+    value, grads = jax.value_and_grad(loss)(list(weights))
+    axis = mesh.all_replicas
+
+    def reduce(grads):
+        return [
+            all_max(g, axis) if how == MAX else all_sum([g], axis)[0]
+            for g, how in zip(grads, reductions, strict=True)
+        ]
+
+    if not is_collecting():
+        return value, update(reduce(grads), list(weights))
+    new = marked_update(
+        update,
+        reduce,
+        grads,
+        list(weights),
+        reductions=reductions,
+        specs=specs,
+        divisor=1,
+    )
+    return value, new
+
+
+def data(rows=8):
+    random = np.random.default_rng(0)
+    weights = [random.normal(size=s).astype("float32") for s in [(6, 8), (8,)]]
+    return weights, random.normal(size=(rows, 6)).astype("float32")
+
+
+def clipped(grads, weights):
+    norm = jnp.sqrt(sum(jnp.sum(g * g) for g in grads))
+    return [w - 0.1 * g / norm for w, g in zip(weights, grads, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("count", "shards"), [(2, None), (8, None), (8, 2), (8, 4), (3, None)]
+)
+def test_an_update_of_all_entries(count, shards):
+    mesh = mesh_of(count, shards)
+    weights, x = data(24)
+    size = shards or count
+    specs = [
+        divided(mesh, 1) if 8 % size == 0 else divided(mesh, 0),
+        divided(mesh) if 8 % size == 0 else WHOLE,
+    ]
+
+    def step(weights, x):
+        value, new = sgd(mesh, weights, x, clipped, specs, specs)
+        return all_sum([value], mesh.all_replicas)[0], new
+
+    inputs = (specs, split_spec(mesh))
+    cut = divided_map(
+        step, mesh, in_specs=inputs, out_specs=(WHOLE, list(specs))
+    )
+    plain = replica_map(
+        step, mesh, in_specs=(WHOLE, split_spec(mesh)), out_specs=WHOLE
+    )
+    wanted = jax.jit(plain)(weights, x)
+    found = jax.jit(cut)(weights, x)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        found,
+        wanted,
+    )
+    assert not found[1][0].sharding.is_fully_replicated
+    text = jax.jit(cut).lower(weights, x).as_text()
+    assert "all_gather" in text
+    assert "reduce_scatter" in text
+
+
+def test_values_alive_across_an_update():
+    mesh = mesh_of(4)
+    weights, x = data()
+    specs = [divided(mesh, 1), divided(mesh)]
+
+    def step(weights, x):
+        value, new = sgd(mesh, weights, x, clipped, specs, specs)
+        # Each replica's own, of before, with whole weights of after it.
+        own = value + jax.lax.axis_index(mesh.axis)
+        again, last = sgd(mesh, new, x, clipped, specs, specs)
+        return (own * jnp.sum(new[0]) + again)[None], last, new[1]
+
+    inputs = (specs, split_spec(mesh))
+    cut = divided_map(
+        step,
+        mesh,
+        in_specs=inputs,
+        out_specs=(split_spec(mesh), specs, WHOLE),
+    )
+    plain = replica_map(
+        step,
+        mesh,
+        in_specs=(WHOLE, split_spec(mesh)),
+        out_specs=(split_spec(mesh), WHOLE, WHOLE),
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
+        jax.jit(cut)(weights, x),
+        jax.jit(plain)(weights, x),
+    )
+
+
+def test_rematerialized_parts_gather_again():
+    mesh = mesh_of(4)
+    spec = divided(mesh)
+    weight = np.ones((8, 8), "float32")
+
+    def step(weight, x, remat):
+        def block(x):
+            return jnp.tanh(x @ weight)
+
+        layer = jax.checkpoint(block) if remat else block
+
+        def loss(weight, x):
+            nonlocal layer
+
+            def block(x):
+                return jnp.tanh(x @ weight)
+
+            layer = jax.checkpoint(block) if remat else block
+            return jnp.sum(layer(layer(x)))
+
+        grad = jax.grad(loss)(weight, x)
+        return marked_update(
+            lambda g, w: [w[0] - 0.1 * g[0]],
+            lambda g: all_sum(g, mesh.axis),
+            [grad],
+            [weight],
+            reductions=[spec],
+            specs=[spec],
+            divisor=1,
+        )[0]
+
+    texts = {}
+    for remat in (False, True):
+        cut = divided_map(
+            lambda w, x, remat=remat: step(w, x, remat),
+            mesh,
+            in_specs=(spec, split_spec(mesh)),
+            out_specs=spec,
+        )
+        x = np.ones((8, 8), "float32")
+        texts[remat] = jax.jit(cut).lower(weight, x).as_text()
+    counts = {k: t.count("stablehlo.all_gather") for k, t in texts.items()}
+    assert counts[False] == 1
+    assert counts[True] > 1
+    # Each part's gradient is scattered before the parts are added up.
+    assert texts[True].count("stablehlo.reduce_scatter") == 2
+
+
+def test_what_takes_a_variables_place_is_a_maximum():
+    mesh = mesh_of(4)
+    weights, x = data()
+    specs = [divided(mesh, 1), WHOLE]
+
+    def replace(grads, weights):
+        return [weights[0] - grads[0], grads[1]]
+
+    def step(weights, x):
+        return sgd(mesh, weights, x, replace, specs, [specs[0], MAX])[1]
+
+    cut = divided_map(
+        step, mesh, in_specs=(specs, split_spec(mesh)), out_specs=list(specs)
+    )
+    plain = replica_map(
+        step, mesh, in_specs=(WHOLE, split_spec(mesh)), out_specs=WHOLE
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        jax.jit(cut)(weights, x),
+        jax.jit(plain)(weights, x),
+    )
+
+
+def test_prints_and_inputs_that_are_returned():
+    mesh = mesh_of(2)
+    spec = divided(mesh)
+    seen = []
+
+    def step(weight, x):
+        jax.debug.callback(lambda v: seen.append(float(v)), jnp.sum(x))
+        return weight, weight, x
+
+    cut = divided_map(
+        step,
+        mesh,
+        in_specs=(spec, split_spec(mesh)),
+        out_specs=(spec, WHOLE, split_spec(mesh)),
+    )
+    weight, x = np.arange(4.0), np.arange(6.0)
+    same, whole, rows = jax.jit(cut)(weight, x)
+    jax.effects_barrier()
+    np.testing.assert_array_equal(same, weight)
+    np.testing.assert_array_equal(whole, weight)
+    np.testing.assert_array_equal(rows, x)
+    assert sorted(seen) == [3.0, 12.0]

@@ -1,0 +1,206 @@
+"""Which variables replicas divide: partitioners, their rules and errors."""
+
+import jax
+import keras
+import numpy as np
+import pytest
+
+import keras_strategies as ks
+from keras_strategies.keras_bridge.variables.partitioners import Partitioning
+
+FullySharded = ks.experimental.FullySharded
+SlotsOnly = ks.experimental.SlotsOnly
+
+
+@pytest.fixture(autouse=True)
+def fresh_names():
+    keras.backend.clear_session()
+
+
+def strategy_of(partitioner, count=4):
+    return ks.MirroredStrategy(
+        jax.devices()[:count], variable_partitioner=partitioner
+    )
+
+
+def specs_of(partitioner, count=4, units=16):
+    strategy = strategy_of(partitioner, count)
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((6,)),
+                keras.layers.Dense(units, name="one"),
+                keras.layers.BatchNormalization(name="norm"),
+                keras.layers.Dropout(0.5),
+                keras.layers.Dense(3, name="two"),
+            ],
+            name="net",
+        )
+        model.compile(keras.optimizers.Adam(), "mse", metrics=["mae"])
+        model.optimizer.build(model.trainable_variables)
+    return {
+        v.path.partition("/")[2]: tuple(getattr(v.value.sharding, "spec", ()))
+        for v in [*model.variables, *model.optimizer.variables]
+    }
+
+
+def test_fully_sharded():
+    found = specs_of(FullySharded(min_size=1))
+    assert found["one/kernel"] == (None, "replica")
+    assert found["one/bias"] == ("replica",)
+    assert found["two/kernel"] == ("replica",)
+    assert found["two/bias"] == ()
+    assert found["norm/moving_mean"] == ("replica",)
+    (seed,) = [name for name in found if "seed" in name]
+    assert found[seed] == ()
+    assert found["net_one_kernel_momentum"] == (None, "replica")
+    assert found["iteration"] == ()
+
+
+def test_small_variables_stay_whole():
+    assert set(specs_of(FullySharded()).values()) == {()}
+    found = specs_of(FullySharded(min_size=48))
+    assert {k for k, spec in found.items() if spec} == {
+        "one/kernel",
+        "two/kernel",
+        *(
+            f"net_{layer}_kernel_{slot}"
+            for layer in ("one", "two")
+            for slot in ("momentum", "velocity")
+        ),
+    }
+
+
+def test_slots_only():
+    found = specs_of(SlotsOnly(min_size=1))
+    divided = {name for name, spec in found.items() if spec}
+    assert divided
+    assert all(n.endswith(("_momentum", "_velocity")) for n in divided)
+
+
+def test_functions():
+    asked = []
+
+    def by_path(path, shape, dtype):
+        asked.append((path.partition("/")[2], shape, dtype))
+        return 1 if path.endswith("one/kernel") else None
+
+    found = specs_of(by_path)
+    assert ("one/kernel", (6, 16), "float32") in asked
+    divided = {name for name, spec in found.items() if spec}
+    assert divided == {
+        "one/kernel",
+        "net_one_kernel_momentum",
+        "net_one_kernel_velocity",
+    }
+
+    def as_tf(shape, dtype):
+        del dtype
+        return [1, 4] if shape == (6, 16) else [1] * len(shape)
+
+    keras.backend.clear_session()
+    assert {name for name, spec in specs_of(as_tf).items() if spec} == divided
+
+
+def test_one_replica_divides_nothing():
+    assert set(specs_of(FullySharded(min_size=1), 1).values()) == {()}
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "text"),
+    [
+        (0, ValueError, "multiple of the shards"),
+        (2, ValueError, "multiple of the shards"),
+        (-1, ValueError, "multiple of the shards"),
+        ([4, 1], ValueError, "multiple of the shards"),
+        ([2, 2], ValueError, "multiple of the shards"),
+        ([1], ValueError, "multiple of the shards"),
+        ("0", TypeError, "dimension"),
+        (True, TypeError, "dimension"),
+        (1.0, TypeError, "dimension"),
+    ],
+)
+def test_wrong_answers(answer, error, text):
+    def partitioner(path, shape, dtype):
+        del dtype
+        return answer if path.endswith("one/kernel") else None
+
+    with pytest.raises(error, match=text) as caught:
+        specs_of(partitioner)
+    assert "one/kernel" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("partitioner", "error", "text"),
+    [
+        (3, TypeError, "FullySharded"),
+        ("fsdp", TypeError, "FullySharded"),
+        (lambda x: 0, TypeError, "path, shape, dtype"),
+        (FullySharded(3), ValueError, "shards=3 of 4 replicas"),
+        (FullySharded(8), ValueError, "shards=8 of 4 replicas"),
+    ],
+)
+def test_wrong_partitioners(partitioner, error, text):
+    with pytest.raises(error, match=text):
+        strategy_of(partitioner)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"shards": 0}, {"shards": -2}, {"min_size": 0}, {"min_size": None}],
+)
+def test_wrong_numbers(arguments):
+    with pytest.raises((TypeError, ValueError), match="must be"):
+        FullySharded(**arguments)
+    with pytest.raises(TypeError, match="shards"):
+        FullySharded(shards="4")
+
+
+def test_tfs_partitioners():
+    class FixedShardsPartitioner:
+        __module__ = "tensorflow.python.distribute.sharded_variable"
+
+        def __call__(self, shape, dtype):
+            return [1]
+
+    with pytest.raises(TypeError, match="counts shards of parameter servers"):
+        strategy_of(FixedShardsPartitioner())
+    with pytest.raises(AttributeError, match="min_size"):
+        ks.experimental.partitioners  # noqa: B018
+
+
+def test_a_groups_default_size():
+    mesh = ks.ReplicaMesh(devices=jax.devices()[:6])
+    assert Partitioning(FullySharded(), mesh).shards == 6
+    assert Partitioning(FullySharded(2), mesh).shards == 2
+
+
+def test_a_model_of_another_partitioner():
+    first = strategy_of(FullySharded(min_size=1))
+    with first.scope():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8)])
+    other = strategy_of(None)
+    kernel = model.layers[0].kernel
+    with pytest.raises(RuntimeError, match="Mixing strategies"):
+        other.run(lambda: kernel.assign_add(kernel))
+    with first.scope():
+        model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="another strategy"):
+        other.attach(model)
+    first.detach(model)
+    assert kernel.value.sharding.is_fully_replicated
+    other.attach(model)
+    assert kernel.value.sharding.spec == jax.sharding.PartitionSpec()
+
+
+def test_created_divided():
+    strategy = strategy_of(FullySharded())
+    with strategy.scope():
+        layer = keras.layers.Dense(512)
+        layer.build((None, 512))
+    shards = layer.kernel.value.addressable_shards
+    assert [s.data.shape for s in shards] == [(128, 512)] * 4
+    before = np.asarray(layer.kernel)
+    layer.kernel.assign(before + 1)
+    assert layer.kernel.value.addressable_shards[0].data.shape == (128, 512)
+    np.testing.assert_array_equal(layer.kernel.numpy(), before + 1)
