@@ -63,8 +63,8 @@ class Manifest:
       created: When it was written, in seconds since 1970 (UTC).
       files: (size in bytes, sha256 in hexadecimal digits) of each file but the
         manifest, by names relative to the checkpoint's folder, with `/`.
-      facts: JSON for people and for `keeping`: "logs" with metrics, "epoch",
-        "started", "num_processes". Numbers that JSON has not are strings:
+      facts: JSON for people and for `retention.py`: "logs" with metrics,
+        "epoch", "started", "num_processes". Numbers that JSON has not are strings:
         "NaN", "Infinity", "-Infinity".
     """
 

@@ -177,7 +177,7 @@ def hold(variable: keras.Variable, array: jax.Array, aggregate: Any) -> None:
 def plan_aggregate(
     plan: merge_lib.Merge, variable: keras.Variable, copy: Any
 ) -> Callable[[list[Any]], Any]:
-    """Plans the aggregate of a replica's copies; see `state.plan_merge`."""
+    """Plans the aggregate of a replica's copies; see `merge.plan_merge`."""
     step: StepContext = plan.step
     number = copy.astype("int32") if copy.dtype == bool else copy
     divisor = step.num_replicas if variable.aggregation == "mean" else 1

@@ -1,7 +1,8 @@
-"""A variable that replicas of several processes divide, read as one array.
+"""A variable that replicas divide, read as one array of numpy.
 
-JAX gives a process the shards of its own devices alone. Keras reads variables
-as arrays of numpy to save them and to return weights.
+Keras reads variables so to save them and to return weights. JAX would keep the
+whole array on the host for as long as the variable has the value, and gives a
+process the shards of its own devices alone.
 """
 
 from typing import Any
@@ -18,19 +19,21 @@ _MESH = "_ks_mesh"
 
 
 class DividedVariable(keras.Variable):
-    """A variable whose array may be in several processes; made by `divide`."""
+    """A variable whose value is divided; made by `divide`."""
 
     def __array__(self, dtype: Any = None) -> np.ndarray:
         """The whole value. Collective, if no process has all shards."""
         value = self.value
-        if not isinstance(value, jax.Array) or value.is_fully_addressable:
+        if not isinstance(value, jax.Array) or isinstance(
+            value, jax.core.Tracer
+        ):
             return super().__array__(dtype)
         return np.asarray(_whole(value, getattr(self, _MESH)), dtype)
 
 
 def divide(variable: keras.Variable, mesh: ReplicaMesh) -> None:
-    """Lets a variable be read as one array, where processes share it."""
-    if mesh.num_processes > 1 and type(variable) is keras.Variable:
+    """Lets a variable be read as one array."""
+    if type(variable) is keras.Variable:
         variable.__class__ = DividedVariable
         setattr(variable, _MESH, mesh)
 
@@ -45,7 +48,7 @@ def undivide(variable: keras.Variable) -> None:
 def _whole(array: jax.Array, mesh: ReplicaMesh) -> np.ndarray:
     parts = {str(index): (index, data) for index, data in local_shards(array)}
     if sum(data.size for _, data in parts.values()) == array.size:
-        # Processes hold copies: their replicas are groups.
+        # This process has a whole copy.
         found = np.empty(array.shape, array.dtype)
         for index, data in parts.values():
             found[index] = data
