@@ -57,10 +57,15 @@ def test_more_equal_one_device(optimizer, num_processes, devices, shards):
     check(optimizer, num_processes, devices, shards)
 
 
-@pytest.mark.parametrize("shards", [None, 4])
+@pytest.mark.parametrize(
+    "shards", [4, pytest.param(None, marks=pytest.mark.slow)]
+)
 def test_files_and_checkpoints(tmp_path, shards):
     first, second = run_processes(
-        "tests.multi_process.sharded:saved", 2, args=[str(tmp_path), shards]
+        "tests.multi_process.sharded:saved",
+        2,
+        args=[str(tmp_path), shards],
+        timeout_s=300,
     )
     assert first.value == second.value
     # Of one process without a strategy.
