@@ -7,7 +7,7 @@ compare all copies of every replicated array.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -134,6 +134,17 @@ def all_concatenated(leaf: jax.Array, axis: str, dim: int) -> jax.Array:
     return collective(Concatenation(axis, dim), [leaf])[0]
 
 
+def as_number(array: Any) -> Any:
+    """An array as it is added up and compared: booleans are counted."""
+    return array.astype("int32") if array.dtype == bool else array
+
+
+def of_first(array: Any, axis: str) -> Any:
+    """The array of replica 0, zeros on others: what all have in sum."""
+    is_first = replica_id(axis) == 0
+    return jnp.where(is_first, array, jnp.zeros_like(array))
+
+
 def _one(reduce: Callable[[Any], Any], leaf: Any) -> Any:
     return collective(lambda leaves: [reduce(leaves[0])], [leaf])[0]
 
@@ -142,29 +153,33 @@ _COLLECTIVES = ("psum", "pmax", "pmin", "all_gather", "reduce_scatter")
 _UNSURE = ("cond", "while")
 
 
-def has_unsure_collectives(jaxpr: Any, *, inside: bool = False) -> bool:
-    """Whether a traced program communicates where some replicas may not go.
-
-    Args:
-      jaxpr: A jaxpr, closed or not.
-      inside: Whether it is itself the body of a branch or a while loop.
-    """
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """All equations of a jaxpr, closed or not, and of those in it."""
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        name = equation.primitive.name
-        if inside and name.startswith(_COLLECTIVES):
-            return True
-        for inner in jaxprs_in_params(equation.params):
-            if has_unsure_collectives(inner, inside=inside or name in _UNSURE):
-                return True
-    return False
+        yield equation
+        yield from _equations_in(equation)
+
+
+def _equations_in(equation: Any) -> Iterator[Any]:
+    for inner in jaxprs_in_params(equation.params):
+        yield from _equations(inner)
+
+
+def has_unsure_collectives(jaxpr: Any) -> bool:
+    """Whether a traced program communicates where some replicas may not go."""
+    return any(
+        inner.primitive.name.startswith(_COLLECTIVES)
+        for equation in _equations(jaxpr)
+        if equation.primitive.name in _UNSURE
+        for inner in _equations_in(equation)
+    )
 
 
 def has_convolutions(jaxpr: Any) -> bool:
     """Whether a traced program computes convolutions."""
     return any(
         equation.primitive.name == "conv_general_dilated"
-        or any(map(has_convolutions, jaxprs_in_params(equation.params)))
-        for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns
+        for equation in _equations(jaxpr)
     )
 
 
@@ -187,8 +202,4 @@ def has_unsafe_scatters(jaxpr: Any) -> bool:
         is_within_rows = bool(numbers.operand_batching_dims)
         return name != "scatter-add" or (is_unsigned and is_within_rows)
 
-    return any(
-        is_one(equation)
-        or any(map(has_unsafe_scatters, jaxprs_in_params(equation.params)))
-        for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns
-    )
+    return any(map(is_one, _equations(jaxpr)))

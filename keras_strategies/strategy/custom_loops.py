@@ -1,7 +1,7 @@
 """The methods of a strategy for custom training loops."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -327,8 +327,7 @@ class CustomLoops:
         )
         return self.distribute_datasets_from_function(dataset_fn, options)
 
-    @contextlib.contextmanager
-    def debug(self) -> Iterator[None]:
+    def debug(self) -> contextlib.AbstractContextManager[None]:
         """Runs functions given to `run` eagerly while the block runs.
 
         Each replica runs the Python code itself, one at a time and in the
@@ -343,8 +342,7 @@ class CustomLoops:
               strategy.run(step, args=batch)
           ```
         """
-        with self._runner.debugging():
-            yield
+        return self._runner.debugging()
 
     def explain_input(
         self,

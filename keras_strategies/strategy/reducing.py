@@ -11,7 +11,7 @@ import numpy as np
 from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.reduce_op import ReduceOp, as_reduce_op
-from keras_strategies._core.replica_map import all_sum
+from keras_strategies._core.replica_map import all_sum, as_number
 from keras_strategies._core.values import (
     LOCAL,
     PARTS,
@@ -164,7 +164,7 @@ def summable(array: Any, op: ReduceOp) -> Any:
     is_exact = jnp.issubdtype(array.dtype, jnp.integer) or array.dtype == bool
     if op is ReduceOp.MEAN and is_exact:
         return array.astype("float32")
-    return array.astype("int32") if array.dtype == bool else array
+    return as_number(array)
 
 
 def _check_axes(axes: tuple[Any, ...], array: Any) -> None:

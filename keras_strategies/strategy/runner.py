@@ -4,12 +4,13 @@ import collections
 import contextlib
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from keras_strategies._core.attributes import attribute_set
 from keras_strategies._core.host_arrays import from_tensor
 from keras_strategies._core.mesh import ReplicaMesh, has_sharding
 from keras_strategies._core.values import (
@@ -45,6 +46,10 @@ _NEEDS_VALUE = (
 )
 
 
+class _Thread(threading.local):
+    is_debugging = False
+
+
 class Runner:
     """The programs of one strategy's `run`.
 
@@ -62,7 +67,7 @@ class Runner:
         self._programs = collections.OrderedDict()
         self._last: dict[int, Any] = {}
         self._num_made: collections.Counter[Any] = collections.Counter()
-        self._threads = threading.local()
+        self._thread = _Thread()
         self._lock = threading.RLock()
 
     def __call__(
@@ -89,7 +94,7 @@ class Runner:
             (tuple(args), kwargs), is_leaf=_is_leaf
         )
         leaves = list(map(from_tensor, leaves))
-        if self._is_debugging:
+        if self._thread.is_debugging:
             _check_debug(self._mesh)
             return self._debug(fn, leaves, structure, is_update)
         kinds, arrays = [], []
@@ -154,19 +159,9 @@ class Runner:
             program = self._make(fn, structure, kinds, arrays, False)
             return program.lower(arrays)
 
-    @contextlib.contextmanager
-    def debugging(self) -> Iterator[None]:
+    def debugging(self) -> contextlib.AbstractContextManager[None]:
         """Runs functions eagerly in this thread while the block runs."""
-        before = self._is_debugging
-        self._threads.is_debugging = True
-        try:
-            yield
-        finally:
-            self._threads.is_debugging = before
-
-    @property
-    def _is_debugging(self) -> bool:
-        return getattr(self._threads, "is_debugging", False)
+        return attribute_set(self._thread, "is_debugging", True)
 
     def _debug(
         self, fn: Any, leaves: list[Any], structure: Any, is_update: bool

@@ -143,7 +143,7 @@ def result(
     reads_others = any(
         v in step.notes.before and v not in mine_alone for v in scope.read
     )
-    if scope.is_written or reads_others:
+    if scope.written or reads_others:
         step.demand_whole(
             f"the result of {metric_rules.title(metric)} reads a metric that "
             "is not a part of it, or writes a variable. Make the other metric "
@@ -178,19 +178,13 @@ class Result:
 
 
 class _ResultScope(InnerScope):
-    """An inner scope that notes what is read, and whether any is written."""
+    """An inner scope that notes what is read, too."""
 
     def __init__(self, mapping: Any) -> None:
-        super().__init__(list(mapping), initialize_variables=False)
+        super().__init__(mapping)
         self.read = IdentitySet()
-        self.is_written = False
 
     def get_current_value(self, variable: keras.Variable) -> Any:
         """Notes a variable that is read."""
         self.read.add(variable)
         return super().get_current_value(variable)
-
-    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
-        """Notes a write."""
-        self.is_written = True
-        super().add_update(update)

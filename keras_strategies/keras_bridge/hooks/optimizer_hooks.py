@@ -7,6 +7,7 @@ References:
     https://arxiv.org/abs/1710.03740
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,42 +25,52 @@ def apply(
     step: StepContext,
     original: _Method,
     optimizer: Any,
+    grads: Any,
     *args: Any,
-    position: int,
     **kwargs: Any,
 ) -> Any:
     """Reduces the gradients, then lets the optimizer apply them."""
     if step.flags.in_optimizer:
-        return original(optimizer, *args, **kwargs)
-    args_list = list(args)
-    if len(args_list) > position:
-        grads = args_list[position]
-    else:
-        grads = kwargs["grads"]
-    variables = None
-    if position == 0:
-        variables = kwargs.get("trainable_variables")
-        if len(args_list) > 1:
-            variables = args_list[1]
+        return original(optimizer, grads, *args, **kwargs)
+    variables = args[0] if args else kwargs.get("trainable_variables")
     if variables is None:
-        variables = getattr(optimizer, "_trainable_variables", [])
-    reduced = _reduce_gradients(step, optimizer, list(grads), list(variables))
-    if len(args_list) > position:
-        args_list[position] = reduced
-    else:
-        kwargs["grads"] = reduced
+        variables = _known_variables(optimizer)
+    grads = _reduce_gradients(step, optimizer, grads, variables)
     with step.flag("in_optimizer"):
         is_scaling = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-        if step.facts.is_local and is_scaling and position == 0:
-            result = _apply_purely(optimizer, reduced, list(variables))
+        if step.facts.is_local and is_scaling:
+            result = _apply_purely(optimizer, grads, list(variables))
         else:
-            result = original(optimizer, *args_list, **kwargs)
-    applied = jax.tree.leaves(result)
-    if position == 0:
-        applied = [v.value for v in (*variables, *optimizer.variables)]
+            result = original(optimizer, grads, *args, **kwargs)
     # Equal on all replicas, as the gradients were.
-    step.notes.equal.update(applied)
+    applied = (*variables, *optimizer.variables)
+    step.notes.equal.update(variable.value for variable in applied)
     return result
+
+
+def stateless_apply(
+    step: StepContext,
+    original: _Method,
+    optimizer: Any,
+    optimizer_variables: Any,
+    grads: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """As `apply`, of values."""
+    apply_to = functools.partial(original, optimizer, optimizer_variables)
+    if step.flags.in_optimizer:
+        return apply_to(grads, *args, **kwargs)
+    variables = _known_variables(optimizer)
+    grads = _reduce_gradients(step, optimizer, grads, variables)
+    with step.flag("in_optimizer"):
+        result = apply_to(grads, *args, **kwargs)
+    step.notes.equal.update(jax.tree.leaves(result))
+    return result
+
+
+def _known_variables(optimizer: Any) -> Any:
+    return getattr(optimizer, "_trainable_variables", [])
 
 
 def _apply_purely(
@@ -82,8 +93,9 @@ def _apply_purely(
 
 
 def _reduce_gradients(
-    step: StepContext, optimizer: Any, grads: list[Any], variables: list[Any]
+    step: StepContext, optimizer: Any, grads: Any, variables: Any
 ) -> list[Any]:
+    grads = list(grads)
     if step.is_empty:
         grads = [g if g is None else _without_nan(g) for g in grads]
     overwriting = [

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import keras
 
 from keras_strategies._core.mesh import ReplicaMesh, shown_devices
-from keras_strategies._core.replica_map import all_max, all_min
+from keras_strategies._core.replica_map import all_max, all_min, as_number
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.hooks import on_read
 from keras_strategies.keras_bridge.hooks.trace_hooks import trace_hooks
@@ -201,7 +201,7 @@ def is_same(value: Any, axis: str) -> Any:
     """Whether all replicas have one value; NaN equals itself."""
     is_nan = value != value
     number = jnp.where(is_nan, jnp.zeros_like(value), value)
-    number = number.astype("int32") if number.dtype == bool else number
+    number = as_number(number)
     highest, lowest = all_max(number, axis), all_min(number, axis)
     nans = is_nan.astype("int32")
     same_nans = all_max(nans, axis) == all_min(nans, axis)
@@ -244,8 +244,3 @@ def refuse_foreign(variable: keras.Variable, mesh: ReplicaMesh) -> None:
         f"{shown_devices(mesh.devices)}. Call its own strategy's `run`, or "
         "return the value and `assign` it afterwards."
     )
-
-
-def as_summand(array: Any) -> Any:
-    """An array as it is added up: booleans are counted."""
-    return array.astype("int32") if array.dtype == bool else array

@@ -20,6 +20,7 @@ from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.identity import IdentityMap
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import (
+    as_number,
     replica_id,
     replica_map,
     split_spec,
@@ -30,7 +31,6 @@ from keras_strategies.keras_bridge.hooks import on_read, seeds
 from keras_strategies.keras_bridge.hooks.variables_used import LiftingScope
 from keras_strategies.keras_bridge.run.replica_trace import (
     ReplicaScope,
-    as_summand,
     called_in,
     is_same,
     merged_state,
@@ -315,7 +315,7 @@ class RunProgram:
             folded,
             called,
             notes,
-            [as_summand(called.outputs[k]) for k in report.summed],
+            [as_number(called.outputs[k]) for k in report.summed],
         )
         same = [is_same(called.new[k], step.axis) for k in report.unchecked]
         num_returned = len(self._written) + len(self._on_read)
