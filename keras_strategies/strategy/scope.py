@@ -39,9 +39,7 @@ class Scope:
             create = functools.partial(on_read.create, strategy._runtime.mesh)
             stack.enter_context(variable_creator_scope(create))
             stack.enter_context(
-                scope_hooks.keras_hooks(
-                    _claim, _check, _bind, _in_loop, current.has_strategy
-                )
+                scope_hooks.keras_hooks(current.entered_strategy, _in_loop)
             )
             self._open.append(stack.pop_all())
         return strategy
@@ -53,32 +51,6 @@ class Scope:
         traceback: TracebackType | None,
     ) -> None:
         self._open.pop().close()
-
-
-def _claim(model: keras.Model) -> None:
-    """Makes a model of this thread's scope the strategy's."""
-    strategy = current.entered_strategy()
-    if strategy is not None:
-        scope_hooks.bind_on_use(
-            model,
-            strategy,
-            strategy.attach,
-            lambda m: binding_lib.binding_of(m) is not None,
-        )
-
-
-def _check(model: keras.Model) -> None:
-    """Refuses a model that is to be compiled, while it is as it was."""
-    strategy = current.entered_strategy()
-    if strategy is not None:
-        strategy._check_free(model)
-
-
-def _bind(model: keras.Model) -> None:
-    """Binds a model that was compiled, if this thread is in a scope."""
-    strategy = current.entered_strategy()
-    if strategy is not None:
-        strategy.attach(model)
 
 
 def _in_loop(

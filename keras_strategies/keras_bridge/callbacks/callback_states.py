@@ -21,6 +21,8 @@ _logger = logging.getLogger(__name__)
 
 State = dict[str, Any]
 
+_OWN = ("get_state", "set_state")
+
 _ATTRIBUTES: tuple[tuple[type[Any], tuple[str, ...]], ...] = (
     (
         keras.callbacks.EarlyStopping,
@@ -58,12 +60,8 @@ def states_of(callbacks: Iterable[Any]) -> dict[str, State]:
 
     Nests of what JSON can hold and of numpy arrays.
     """
-    found = {}
-    for name, callback in _named(callbacks).items():
-        state = _state_of(callback)
-        if state is not None:
-            found[name] = state
-    return found
+    states = {n: _state_of(c) for n, c in _named(callbacks).items()}
+    return {n: state for n, state in states.items() if state is not None}
 
 
 def set_states(callbacks: Iterable[Any], states: dict[str, State]) -> None:
@@ -91,9 +89,8 @@ def resume_writing(
     """
     changed = []
     for name, callback in _named(callbacks).items():
-        if not isinstance(callback, keras.callbacks.CSVLogger):
-            continue
-        if name not in states:
+        is_logger = isinstance(callback, keras.callbacks.CSVLogger)
+        if not is_logger or name not in states:
             continue
         _check(callback, states[name], {"size": is_count})
         changed.append((callback, callback.append))
@@ -107,11 +104,7 @@ def resume_writing(
 def warn_of_halves(callbacks: Iterable[Any]) -> None:
     """Warns of callbacks that have `get_state` without `set_state`."""
     for callback in callbacks:
-        missing = [
-            name
-            for name in ("get_state", "set_state")
-            if not callable(getattr(callback, name, None))
-        ]
+        missing = [n for n in _OWN if not callable(getattr(callback, n, None))]
         if len(missing) == 1:
             _logger.warning(
                 "The state of a callback is saved if it has `get_state` and "
@@ -178,6 +171,4 @@ def _check(callback: Any, state: Any, form: Form) -> None:
 
 
 def _has_own(callback: Any) -> bool:
-    return callable(getattr(callback, "get_state", None)) and callable(
-        getattr(callback, "set_state", None)
-    )
+    return all(callable(getattr(callback, name, None)) for name in _OWN)

@@ -62,6 +62,7 @@ class Loop:
       verbose: As given to fit.
       other_batches: What the data of a fit that went on in the middle of an
         epoch had and have, where these are other batches.
+      logs: What the last step or epoch returned.
       given: What it resumes with, until it has.
       callbacks: Those of fit, without the checkpoint callback.
       settle: Waits for callbacks that run in other threads.
@@ -93,7 +94,7 @@ class Loop:
         self.callbacks: list[Any] = []
         self.settle: Callable[[], None] = lambda: None
         self._seen = functions.trained.steps
-        self._logs: Any = None
+        self.logs: Any = None
         self.given: State | None = None
 
     # What is saved.
@@ -132,7 +133,7 @@ class Loop:
             "step": self.step,
             "num_steps": self.num_steps,
             "is_stopped": bool(self.model.stop_training),
-            "logs": numbers(self._logs),
+            "logs": numbers(self.logs),
             "sizes": self._sizes,
             "feed": self._positions(self._feed, is_epoch_over),
             "validation": self._positions(self._validation, True),
@@ -153,14 +154,13 @@ class Loop:
             position = feed.position_at(place)
         if not feed.is_process_local or self.mesh.num_processes == 1:
             return {"position": position}
-        agreement = Agreement(self.mesh.processes, "keeping a position")
+        processes = self.mesh.processes
+        agreement = Agreement(processes, "keeping a position")
         received = agreement.exchange(json.dumps(position))
         agreement.end()
+        about = "their positions in the data"
         positions = read_messages(
-            received,
-            _POSITION,
-            processes=self.mesh.processes,
-            about="their positions in the data",
+            received, _POSITION, processes=processes, about=about
         )
         return {"positions": positions}
 
@@ -186,12 +186,12 @@ class Loop:
         self.given = state
         self.epoch, self.step = state["epoch"], state["step"]
         self.num_steps = state["num_steps"]
-        self._logs = state["logs"]
+        self.logs = state["logs"]
         self.was_stopped = state["is_stopped"]
         self.is_over = self.was_stopped or self.epoch >= self._epochs
         position = self._position_of(self._feed, state["feed"])
         if position is not None:
-            self._feed.resume(position, self.step, self._logs)
+            self._feed.resume(position, self.step, self.logs)
             if self.step or self._feed.position["step"]:
                 self.other_batches = _differing(
                     state.get("sizes", {}),
@@ -210,14 +210,12 @@ class Loop:
         ):
             return saved["position"]
         positions = saved.get("positions", [saved.get("position")])
-        if (
-            len(positions) != self.mesh.num_processes
-            or not feed.is_process_local
-        ):
+        count = self.mesh.num_processes
+        if len(positions) != count or not feed.is_process_local:
             raise ValueError(
                 "Where rows are each process's own, a fit resumes with as "
                 "many processes as it had. Received: positions of "
-                f"{len(positions)} processes, now {self.mesh.num_processes}. "
+                f"{len(positions)} processes, now {count}. "
                 "Start as many, or give all processes the same data."
             )
         return positions[self.mesh.process_index]
@@ -255,15 +253,13 @@ class Loop:
 
     def begin_epoch(self, epoch: int) -> bool:
         """An epoch begins; returns whether its beginning was done before."""
-        is_begun = self.given is not None and self.step > 0
-        if is_begun:
-            assert self.given is not None
-            callback_states.set_states(self.callbacks, self.given["callbacks"])
-        else:
-            self.epoch, self.step = epoch, 0
-        self.given = None
+        given, self.given = self.given, None
         self._seen = self._functions.trained.steps
-        return is_begun
+        if given is not None and self.step:
+            callback_states.set_states(self.callbacks, given["callbacks"])
+            return True
+        self.epoch, self.step = epoch, 0
+        return False
 
     def count(self, logs: Any) -> bool:
         """Counts what was computed; returns whether it was anything."""
@@ -272,18 +268,14 @@ class Loop:
         self.step += new
         self.num_steps += new
         if new:
-            self._logs = logs
+            self.logs = logs
         return new > 0
 
     def end_epoch(self, logs: Any) -> None:
         """An epoch is done."""
         self.epoch += 1
         self.step = 0
-        self._logs = logs
-
-    def last_logs(self) -> Any:
-        """What the last epoch returned, of a loop that is over already."""
-        return self._logs
+        self.logs = logs
 
 
 def _differing(

@@ -23,13 +23,18 @@ from keras_strategies.keras_bridge.step_context import current_step
 
 
 def accepting_init(
-    original: Callable[..., None], is_active: Callable[[], bool]
+    original: Callable[..., None], entered: Callable[[], Any]
 ) -> Callable[..., None]:
-    """Wraps the layer's constructor so that it accepts `synchronized=True`."""
+    """Wraps the layer's constructor so that it accepts `synchronized=True`.
+
+    Args:
+      original: The constructor.
+      entered: Returns the strategy whose scope the thread is in, or None.
+    """
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        if not kwargs.get("synchronized") or not is_active():
+        if not kwargs.get("synchronized") or entered() is None:
             original(self, *args, **kwargs)
             return
         original(self, *args, **(kwargs | {"synchronized": False}))

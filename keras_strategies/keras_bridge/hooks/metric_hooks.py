@@ -93,16 +93,13 @@ def _update_in_turn(
     of_all = [
         all_rows(jnp.asarray(leaf)[None], step.axis)
         if isinstance(leaf, jax.Array)
-        else None
+        else [leaf] * step.num_replicas
         for leaf in leaves
     ]
     result = None
     with step.flag("in_metric"):
         for replica in range(step.num_replicas):
-            own = [
-                leaf if every is None else every[replica]
-                for leaf, every in zip(leaves, of_all, strict=True)
-            ]
+            own = [every[replica] for every in of_all]
             args, kwargs = jax.tree.unflatten(structure, own)
             result = original(metric, *args, **kwargs)
     return result

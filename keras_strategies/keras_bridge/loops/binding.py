@@ -15,6 +15,7 @@ import jax
 import keras
 from keras.src.trainers.epoch_iterator import EpochIterator
 
+from keras_strategies._core.attributes import attribute_set
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.keras_bridge import keras_names
 from keras_strategies.keras_bridge.callbacks.callback_list import quiet_list
@@ -30,6 +31,7 @@ from keras_strategies.keras_bridge.inputs import loop_data
 from keras_strategies.keras_bridge.loops import scope_hooks
 from keras_strategies.keras_bridge.loops.loop_call import Call
 from keras_strategies.keras_bridge.loops.scope_hooks import (
+    BINDING,
     LOOPS,
     ON_USE,
     STRATEGY,
@@ -47,7 +49,6 @@ _MAKERS = (
     "make_predict_function",
 )
 _BUILDER = "_symbolic_build"
-_ATTRIBUTE = "_ks_binding"
 _VALIDATES = "_use_cached_eval_dataset"
 
 
@@ -77,7 +78,7 @@ class Binding:
         self.owner = owner
         self._mesh = mesh
         self._distribution = distribution
-        self._check_context = check_context
+        self.check_context = check_context
         self.is_chief = mesh.is_chief
         self._functions = Functions(
             model, mesh, keeps_outputs=mesh.is_chief or not outputs_on_chief
@@ -87,10 +88,6 @@ class Binding:
         # The data that a fit validates on, for a class's own `evaluate`.
         self._validation: dict[str, Any] = {}
 
-    def check_context(self) -> None:
-        """Raises RuntimeError in the scope of another strategy."""
-        self._check_context()
-
     def install(self) -> None:
         """Takes over the model's loops.
 
@@ -98,31 +95,26 @@ class Binding:
           ValueError: its variables lie on another strategy's devices.
         """
         self._adopt()
-        kind = type(self.model)
+        attributes = {n: getattr(self._functions, n) for n in _MAKERS}
         for name in LOOPS:
-            own = getattr(kind, name)
-            if not callable(own):
-                # The author has made something else of it.
-                continue
-            loop = functools.partial(self._loop, name)
-            functools.update_wrapper(loop, own)
-            object.__setattr__(self.model, name, loop)
-        for name in _MAKERS:
-            maker = getattr(self._functions, name)
-            object.__setattr__(self.model, name, maker)
+            own = getattr(type(self.model), name)
+            # Its author may have made something else of it.
+            if callable(own):
+                loop = functools.partial(self._loop, name)
+                attributes[name] = functools.update_wrapper(loop, own)
         # Keras's loops build from the first batch; here that is done, by the
         # class's own method, before they run.
-        object.__setattr__(self.model, _BUILDER, self._build_for_others)
+        attributes[_BUILDER] = self._build_for_others
         if keras_names.BUILDS_FIRST:
-            name, maybe = keras_names.MAYBE_BUILD, self._maybe_build_for_others
-            object.__setattr__(self.model, name, maybe)
-        object.__setattr__(self.model, _ATTRIBUTE, self)
-        object.__setattr__(self.model, STRATEGY, self.owner)
+            attributes[keras_names.MAYBE_BUILD] = self._maybe_build_for_others
+        attributes |= {BINDING: self, STRATEGY: self.owner}
+        for name, value in attributes.items():
+            object.__setattr__(self.model, name, value)
         self._functions.reset()
 
     def remove(self) -> None:
         """Gives the model back as a plain Keras model on one device."""
-        of_model = (_BUILDER, keras_names.MAYBE_BUILD, _ATTRIBUTE, STRATEGY)
+        of_model = (_BUILDER, keras_names.MAYBE_BUILD, BINDING, STRATEGY)
         for name in (*LOOPS, *_MAKERS, *of_model, *ON_USE):
             self.model.__dict__.pop(name, None)
         self._functions.reset()
@@ -150,26 +142,12 @@ class Binding:
         call = self._call("fit", args, kwargs)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._session("train"))
-            loop_data.check_fraction(call["validation_split"])
-            if call["validation_split"] and call["validation_data"] is None:
-                train, held_out = loop_data.split_validation(
-                    call["x"],
-                    call["y"],
-                    call["sample_weight"],
-                    call["validation_split"],
-                )
-                call.set(
-                    x=train[0],
-                    y=train[1],
-                    sample_weight=train[2],
-                    validation_data=held_out,
-                    validation_split=0.0,
-                )
+            loop_data.hold_out(call)
             feed = self._feed(call, steps=call["steps_per_epoch"])
             stack.enter_context(self._validating(call["validation_data"]))
             call.set(validation_data=self._validation_feed(call))
             call.set_feed(feed)
-            self._build(feed)
+            self._build_on_feed(feed)
             checkpointer = checkpointer_among(call["callbacks"])
             if checkpointer is not None:
                 variables = all_variables(self.model)
@@ -197,7 +175,7 @@ class Binding:
             if not call.keywords.get(_VALIDATES):
                 feed = self._feed(call, steps=call["steps"])
                 call.set_feed(feed)
-                self._build(feed)
+                self._build_on_feed(feed)
                 self._quieten(call, feed)
             return self._synced(call)
 
@@ -230,7 +208,7 @@ class Binding:
         with self._session(kind):
             execution = adapter.place_batch(batch, self._mesh)
             self.model._assert_compile_called(call.name)
-            self._build_on(batch)
+            self._build(data_batch=batch)
             call.set_feed(execution)
             return self._synced(call)
 
@@ -254,7 +232,8 @@ class Binding:
     ) -> Call:
         call = Call(self.model, name, args, kwargs)
         if not self._mesh.is_chief:
-            call.hush()
+            # Another process shows the progress.
+            call.set(verbose=0)
         call.set(callbacks=of_this_process(call["callbacks"], self._mesh))
         return call
 
@@ -278,31 +257,30 @@ class Binding:
     @contextlib.contextmanager
     def _session(self, kind: str) -> Iterator[None]:
         """Keras's loops place data themselves where a distribution is set."""
-        self._check_context()
-        outer, self._is_in_session = self._is_in_session, True
+        self.check_context()
         try:
-            with variable_creator.distribution_scope(None):
+            with (
+                attribute_set(self, "_is_in_session", True),
+                variable_creator.distribution_scope(None),
+            ):
                 yield
         finally:
-            self._is_in_session = outer
             self._functions.forget(kind)
 
-    @contextlib.contextmanager
-    def _validating(self, data: Any) -> Iterator[None]:
-        outer = self._validation
-        if data is not None:
-            x, y, weight = loop_data.unpack_validation(data)
-            self._validation = {"x": x, "y": y, "sample_weight": weight}
-        try:
-            yield
-        finally:
-            self._validation = outer
+    def _validating(self, data: Any) -> contextlib.AbstractContextManager[None]:
+        if data is None:
+            return contextlib.nullcontext()
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        given = {"x": x, "y": y, "sample_weight": weight}
+        return attribute_set(self, "_validation", given)
 
-    def _build(self, feed: Any) -> None:
+    def _build_on_feed(self, feed: Any) -> None:
         self.model._assert_compile_called("fit")
+        self._build(iterator=EpochIterator(feed))
+
+    def _build(self, **data: Any) -> None:
         with variable_creator.distribution_scope(self._distribution):
-            build = type(self.model)._symbolic_build
-            build(self.model, iterator=EpochIterator(feed))
+            type(self.model)._symbolic_build(self.model, **data)
         self._adopt()
 
     def _build_for_others(
@@ -327,13 +305,8 @@ class Binding:
                     return
             yield 0, 0, [batch]
 
-        with variable_creator.distribution_scope(self._distribution):
-            type(self.model)._symbolic_build(
-                self.model,
-                iterator=None if iterator is None else first(),
-                data_batch=data_batch,
-            )
-        self._adopt()
+        first_alone = None if iterator is None else first()
+        self._build(iterator=first_alone, data_batch=data_batch)
 
     def _maybe_build_for_others(self, *args: Any, **kwargs: Any) -> None:
         """Stands for `_maybe_symbolic_build`, which may read what it is given.
@@ -344,11 +317,6 @@ class Binding:
             maybe_build = getattr(type(self.model), keras_names.MAYBE_BUILD)
             maybe_build(self.model, *args, **kwargs)
 
-    def _build_on(self, batch: Any) -> None:
-        with variable_creator.distribution_scope(self._distribution):
-            type(self.model)._symbolic_build(self.model, data_batch=batch)
-        self._adopt()
-
     def build_for_shapes(self, data: Any) -> None:
         """Builds the model for a batch that is known by its shapes.
 
@@ -357,9 +325,9 @@ class Binding:
         """
         if len(data) > 1:
             self.model._assert_compile_called("compile_step")
-            self._build_on(data)
+            self._build(data_batch=data)
             return
-        if not all(layer.built for layer in self.model._flatten_layers()):
+        if not scope_hooks.is_built(self.model):
             with (
                 variable_creator.distribution_scope(self._distribution),
                 keras.StatelessScope(),
@@ -369,7 +337,7 @@ class Binding:
 
     def _build_for_call(self, iterator: Any) -> None:
         """Builds a model that was never called, on its first batch."""
-        if not all(layer.built for layer in self.model._flatten_layers()):
+        if not scope_hooks.is_built(self.model):
             for _, _, batches in iterator:
                 x = keras.utils.unpack_x_y_sample_weight(batches[0])[0]
                 with (
@@ -393,4 +361,4 @@ class Binding:
 
 def binding_of(model: keras.Model) -> Binding | None:
     """The binding that holds a model, if any."""
-    return vars(model).get(_ATTRIBUTE)
+    return vars(model).get(BINDING)

@@ -53,10 +53,6 @@ class Call:
         """Replaces the data; what the feed has taken in is left out."""
         self.set(x=feed, y=None, sample_weight=None, class_weight=None)
 
-    def hush(self) -> None:
-        """Leaves the progress to another process."""
-        self.set(verbose=0)
-
     def run(self) -> Any:
         """Calls Keras's own loop."""
         with scope_hooks.routed(self._model, None):

@@ -16,6 +16,11 @@ from keras_strategies._core.mesh import ReplicaMesh
 
 # In what JAX raises (tests/multi_process/test_startup.py).
 _NOT_THE_SAME = "not the same on each process"
+_CONSTANTS = (
+    keras.initializers.Zeros,
+    keras.initializers.Ones,
+    keras.initializers.Constant,
+)
 
 
 def create(
@@ -37,8 +42,8 @@ def create(
     if mesh.num_processes > 1 and kwargs.get("layout") is None:
         if isinstance(initializer, str):
             initializer = keras.initializers.get(initializer)
-        if callable(initializer) and not _is_constant(initializer):
-            kwargs |= {"initializer": _FromChief(initializer, mesh)}
+        if callable(initializer) and not isinstance(initializer, _CONSTANTS):
+            kwargs |= {"initializer": _from_chief(initializer, mesh)}
     try:
         return next_creator(**kwargs)
     except AssertionError as error:
@@ -55,24 +60,12 @@ def create(
         ) from error
 
 
-class _FromChief:
+def _from_chief(initializer: Any, mesh: ReplicaMesh) -> Any:
     """An initializer that gives the chief's value on all processes."""
 
-    def __init__(self, initializer: Any, mesh: ReplicaMesh) -> None:
-        self._initializer = initializer
-        self._mesh = mesh
+    def initial(shape: Any, dtype: Any = None, **kwargs: Any) -> Any:
+        value = initializer(shape, dtype=dtype, **kwargs)
+        is_traced = isinstance(value, Tracer)
+        return value if is_traced else from_chief([value], mesh)[0]
 
-    def __call__(self, shape: Any, dtype: Any = None, **kwargs: Any) -> Any:
-        value = self._initializer(shape, dtype=dtype, **kwargs)
-        if isinstance(value, Tracer):
-            return value
-        return from_chief([value], self._mesh)[0]
-
-
-def _is_constant(initializer: Any) -> bool:
-    return isinstance(
-        initializer,
-        keras.initializers.Zeros
-        | keras.initializers.Ones
-        | keras.initializers.Constant,
-    )
+    return initial

@@ -37,30 +37,21 @@ class Registry:
 
     def __init__(self) -> None:
         # By id: variables compare elementwise, so they are no dict keys.
-        self._variables: dict[int, weakref.ref[keras.Variable]] = {}
+        self._variables: weakref.WeakValueDictionary[int, keras.Variable]
+        self._variables = weakref.WeakValueDictionary()
 
     def add(self, variable: keras.Variable) -> None:
         """Remembers a variable until it is collected."""
-        key = id(variable)
-        forget = functools.partial(self._forget, key)
-        self._variables[key] = weakref.ref(variable, forget)
+        self._variables[id(variable)] = variable
 
     def __contains__(self, variable: object) -> bool:
-        reference = self._variables.get(id(variable))
-        return reference is not None and reference() is variable
+        return self._variables.get(id(variable)) is variable
 
     def __len__(self) -> int:
         return len(self._variables)
 
     def __iter__(self) -> Iterator[keras.Variable]:
-        for reference in list(self._variables.values()):
-            variable = reference()
-            if variable is not None:
-                yield variable
-
-    def _forget(self, key: int, reference: Any) -> None:
-        if self._variables.get(key) is reference:
-            del self._variables[key]
+        return iter(list(self._variables.values()))
 
 
 class ReplicaDistribution(Distribution):
