@@ -18,6 +18,7 @@ from keras_strategies._core import host_arrays
 from keras_strategies._core.mesh import ReplicaMesh, has_sharding
 from keras_strategies._core.rows import (
     balanced_rows,
+    in_order,
     padded_rows,
     rows_of_processes,
 )
@@ -222,13 +223,15 @@ def place(batches: Sequence[HostBatch], mesh: ReplicaMesh) -> Execution:
     runs: list[tuple[_Key, list[list[Any]]]] = []
     for batch in batches:
         leaves, structure = jax.tree.flatten(batch.data)
-        key = (structure, batch.parts, *map(_signature, leaves))
+        kinds = [(np.shape(leaf), leaf.dtype) for leaf in leaves]
+        key = (structure, batch.parts, kinds)
         if not runs or runs[-1][0] != key:
             runs.append((key, []))
         runs[-1][1].append(leaves)
     return Execution(
         segments=tuple(
-            _place_run(key[0], key[1], run, mesh) for key, run in runs
+            _place_run(structure, parts, run, mesh)
+            for (structure, parts, *_), run in runs
         )
     )
 
@@ -243,7 +246,7 @@ def _place_run(
     block = _block_of(parts, mesh)
     put = _put if len(run) == 1 else _put_stacked
     leaves = [put(column, block, mesh) for column in zip(*run, strict=True)]
-    is_in_order = parts == _blocks(rows, block, len(parts))
+    is_in_order = parts == in_order([block] * len(parts), rows)
     return Segment(
         data=jax.tree.unflatten(structure, leaves),
         rows=rows,
@@ -258,14 +261,7 @@ def _block_of(parts: tuple[int, ...], mesh: ReplicaMesh) -> int:
     rows = sum(parts)
     even = padded_rows(rows, mesh.num_replicas) // len(parts)
     # As short as can be, if the processes hold just that.
-    return even if parts == _blocks(rows, even, len(parts)) else block
-
-
-def _blocks(rows: int, block: int, num_processes: int) -> tuple[int, ...]:
-    """The parts of rows that fill one block after the other."""
-    return tuple(
-        min(max(rows - p * block, 0), block) for p in range(num_processes)
-    )
+    return even if parts == in_order([even] * len(parts), rows) else block
 
 
 # `make_array_from_callback` and not `device_put`, which takes three times as
@@ -277,23 +273,15 @@ def _put(column: Sequence[Any], block: int, mesh: ReplicaMesh) -> jax.Array:
     if _is_placed(leaf, mesh):
         return leaf
     leaf = _padded(leaf, block)
-    taken = host_arrays.aligned if mesh.platform == "cpu" else _as_it_is
-    if mesh.num_processes == 1:
-        return jax.make_array_from_callback(
-            leaf.shape, mesh.split, lambda index: taken(leaf[index])
-        )
     first = mesh.process_index * block
 
     def rows_of(index: Any) -> Any:
         start, stop, _ = index[0].indices(shape[0])
-        return taken(leaf[start - first : stop - first])
+        rows = leaf[start - first : stop - first]
+        return host_arrays.aligned(rows) if mesh.platform == "cpu" else rows
 
     shape = (block * mesh.num_processes, *leaf.shape[1:])
     return jax.make_array_from_callback(shape, mesh.split, rows_of)
-
-
-def _as_it_is(leaf: Any) -> Any:
-    return leaf
 
 
 def _is_placed(leaf: Any, mesh: ReplicaMesh) -> bool:
@@ -367,7 +355,3 @@ def _padded(leaf: Any, rows: int) -> Any:
     if not len(leaf):
         return np.zeros((rows, *leaf.shape[1:]), leaf.dtype)
     return np.concatenate([leaf, np.repeat(leaf[-1:], missing, axis=0)])
-
-
-def _signature(leaf: Any) -> tuple[tuple[int, ...], Any]:
-    return np.shape(leaf), leaf.dtype

@@ -23,6 +23,7 @@ from keras_strategies._core.jaxprs.replay import (
 _SHAPES = "a collective (Concatenation)"
 END = "the function's end"
 """Where replicas meet when the user's function has returned."""
+_NOTHING: Any = object()
 
 
 class Aborted(BaseException):
@@ -66,7 +67,8 @@ class Lockstep:
             except Aborted:
                 pass
             except BaseException as error:
-                self._fail(error)
+                # `_end` wakes the others.
+                self._error = self._error or error
             finally:
                 self._end(replica)
 
@@ -135,11 +137,6 @@ class Lockstep:
     def _end(self, replica: int) -> None:
         with self._changed:
             self._turn = replica + 1
-            self._changed.notify_all()
-
-    def _fail(self, error: BaseException) -> None:
-        with self._changed:
-            self._error = self._error or error
             self._changed.notify_all()
 
 
@@ -240,13 +237,6 @@ class Turn:
 
 def _is_float(array: Any) -> bool:
     return jnp.issubdtype(array.dtype, jnp.inexact)
-
-
-class _Nothing:
-    pass
-
-
-_NOTHING = _Nothing()
 
 
 def _name(reduce: Any) -> str:
