@@ -141,8 +141,7 @@ class CustomLoops:
             plain value.
           RuntimeError: called inside of a replica's function.
         """
-        self._check_context()
-        current.check_cross_replica("reduce")
+        self._check_call("reduce")
         return reducing.reduce(reduce_op, value, axis, self._runtime.mesh)
 
     def gather(self, value: Any, axis: int) -> Any:
@@ -160,8 +159,7 @@ class CustomLoops:
           ValueError: other dimensions differ, or there is no such one.
           RuntimeError: called inside of a replica's function.
         """
-        self._check_context()
-        current.check_cross_replica("gather")
+        self._check_call("gather")
         return reducing.gather(value, axis, self._runtime.mesh)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
@@ -194,8 +192,7 @@ class CustomLoops:
           ValueError: the structures differ; or, of several processes, the
             shapes or dtypes, where all raise.
         """
-        self._check_context()
-        current.check_cross_replica(_VALUES_FROM)
+        self._check_call(_VALUES_FROM)
         count, mesh = self.num_replicas_in_sync, self._runtime.mesh
 
         def make() -> list[Any]:
@@ -246,8 +243,7 @@ class CustomLoops:
           TypeError: something that does not yield batches.
           NotImplementedError: options with `PER_REPLICA`, as in tf.
         """
-        self._check_context()
-        current.check_cross_replica("experimental_distribute_dataset")
+        self._check_call("experimental_distribute_dataset")
         mesh, policy = self._runtime.mesh, None
         if options is not None:
             check_input_options(options)
@@ -297,8 +293,7 @@ class CustomLoops:
         Raises:
           TypeError: what it returns does not yield batches.
         """
-        self._check_context()
-        current.check_cross_replica("distribute_datasets_from_function")
+        self._check_call("distribute_datasets_from_function")
         check_input_options(options)
         is_per_replica = (
             options is not None
@@ -387,3 +382,7 @@ class CustomLoops:
     def _check_context(self) -> None:
         current.check_not_mixing(self)
         self._runtime.mesh.check_can_run()
+
+    def _check_call(self, name: str) -> None:
+        self._check_context()
+        current.check_cross_replica(name)

@@ -17,7 +17,6 @@ from keras_strategies._core.values import (
     PARTS,
     ROWS,
     STACKED,
-    DistributedValues,
     Mirrored,
     PerReplica,
     check_home,
@@ -38,8 +37,7 @@ def reduce(op: Any, value: Any, axis: Any, mesh: ReplicaMesh) -> Any:
 
 
 def _reduce_one(op: ReduceOp, value: Any, axis: Any, mesh: ReplicaMesh) -> Any:
-    if isinstance(value, keras.Variable):
-        value = _of_variable(value, mesh)
+    value = _read(value, mesh)
     if isinstance(value, Mirrored):
         value = value.array
     if not isinstance(value, PerReplica):
@@ -54,16 +52,12 @@ def _reduce_one(op: ReduceOp, value: Any, axis: Any, mesh: ReplicaMesh) -> Any:
         array = summable(value.arrays[0], op)
         (total,) = all_sum([array], mesh.axis)
         return total / mesh.num_replicas if op is ReduceOp.MEAN else total
-    is_mean = op is ReduceOp.MEAN
-    if (
-        axis is None
-        and value.total is not None
-        and not (
-            # The sum of integers may be out of their range.
-            is_mean and jnp.issubdtype(value.total.dtype, jnp.integer)
-        )
-    ):
-        return value.total / mesh.num_replicas if is_mean else value.total
+    if axis is None and value.total is not None:
+        if op is ReduceOp.SUM:
+            return value.total
+        # The sum of integers may be out of their range.
+        if not jnp.issubdtype(value.total.dtype, jnp.integer):
+            return value.total / mesh.num_replicas
     if axis is None and value.layout == STACKED:
         program = _over_replicas(mesh, op)
         return dispatch(mesh, program, value.arrays[0])[0]
@@ -124,12 +118,14 @@ def _over_components(
     return jax.jit(over, out_shardings=mesh.whole)
 
 
-def _of_variable(variable: keras.Variable, mesh: ReplicaMesh) -> Any:
-    """A variable's copies: a `PerReplica` where they differ."""
-    if not on_read.is_on_read(variable):
-        return Mirrored(variable.value)
+def _read(leaf: Any, mesh: ReplicaMesh) -> Any:
+    """A variable's copies: a `PerReplica` where they differ; or the leaf."""
+    if not isinstance(leaf, keras.Variable):
+        return leaf
+    if not on_read.is_on_read(leaf):
+        return Mirrored(leaf.value)
     # Copied: the next `run` takes the variable's own.
-    array = jnp.copy(on_read.copies_of(variable, mesh))
+    array = jnp.copy(on_read.copies_of(leaf, mesh))
     return PerReplica.of(array, STACKED)
 
 
@@ -221,8 +217,7 @@ def gather(value: Any, axis: int, mesh: ReplicaMesh) -> Any:
     """See `Strategy.gather`."""
 
     def one(leaf: Any) -> Any:
-        if isinstance(leaf, keras.Variable):
-            leaf = _of_variable(leaf, mesh)
+        leaf = _read(leaf, mesh)
         if not isinstance(leaf, PerReplica):
             return leaf.array if isinstance(leaf, Mirrored) else leaf
         check_home(leaf, mesh)
@@ -260,31 +255,16 @@ def _check_gathered(axis: Any, part: Any, parts: list[Any]) -> None:
 
 def local_results(value: Any, mesh: ReplicaMesh) -> tuple[Any, ...]:
     """See `Strategy.experimental_local_results`."""
-    value = jax.tree.map(
-        lambda leaf: (
-            _of_variable(leaf, mesh)
-            if isinstance(leaf, keras.Variable)
-            else leaf
-        ),
-        value,
-        is_leaf=is_distributed,
-    )
     leaves, structure = jax.tree.flatten(value, is_leaf=is_distributed)
-    counts = {
-        len(leaf.values)
-        for leaf in leaves
-        if isinstance(leaf, DistributedValues)
-    }
+    leaves = [_read(leaf, mesh) for leaf in leaves]
+    counts = {len(leaf.values) for leaf in leaves if is_distributed(leaf)}
     if not counts:
         return (value,)
     (count,) = counts
+    columns = [
+        leaf.values if is_distributed(leaf) else (leaf,) * count
+        for leaf in leaves
+    ]
     return tuple(
-        jax.tree.unflatten(
-            structure,
-            [
-                leaf.values[i] if isinstance(leaf, DistributedValues) else leaf
-                for leaf in leaves
-            ],
-        )
-        for i in range(count)
+        jax.tree.unflatten(structure, row) for row in zip(*columns, strict=True)
     )
