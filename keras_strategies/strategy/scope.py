@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-from types import TracebackType
 
 import keras
 
@@ -44,12 +43,7 @@ class Scope:
             self._open.append(stack.pop_all())
         return strategy
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._open.pop().close()
 
 

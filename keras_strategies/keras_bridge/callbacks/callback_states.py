@@ -21,6 +21,7 @@ _logger = logging.getLogger(__name__)
 
 State = dict[str, Any]
 
+_SAVING = ("best", "_batches_seen_since_last_saving", "_last_batch_seen")
 _OWN = ("get_state", "set_state")
 
 _ATTRIBUTES: tuple[tuple[type[Any], tuple[str, ...]], ...] = (
@@ -32,19 +33,8 @@ _ATTRIBUTES: tuple[tuple[type[Any], tuple[str, ...]], ...] = (
         keras.callbacks.ReduceLROnPlateau,
         ("wait", "best", "cooldown_counter"),
     ),
-    (
-        keras.callbacks.ModelCheckpoint,
-        ("best", "_batches_seen_since_last_saving", "_last_batch_seen"),
-    ),
-    (
-        keras.callbacks.OrbaxCheckpoint,
-        (
-            "best",
-            "_batches_seen_since_last_saving",
-            "_last_batch_seen",
-            "_total_batches_seen",
-        ),
-    ),
+    (keras.callbacks.ModelCheckpoint, _SAVING),
+    (keras.callbacks.OrbaxCheckpoint, (*_SAVING, "_total_batches_seen")),
     (
         keras.callbacks.TensorBoard,
         ("_global_train_batch", "_global_test_batch"),

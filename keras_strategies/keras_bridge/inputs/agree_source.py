@@ -3,7 +3,7 @@
 import itertools
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -20,6 +20,7 @@ from keras_strategies.cluster.exchange.message_forms import (
 from keras_strategies.data.raise_together import raise_together
 from keras_strategies.data.source import Source
 
+_T = TypeVar("_T")
 _MAX_NUMBER = 2**31 - 1
 _MAX_SHOWN = 8
 # The messages between processes.
@@ -73,17 +74,9 @@ def _made(
     facts: dict[str, Any],
 ) -> Source:
     received = _exchange(mesh, name, agreement, {"number": number}, _NUMBER)
-    source, error = None, None
-    try:
-        source = make(received[0]["number"])
-    except Exception as raised:
-        error = raised
-    message: dict[str, Any] = {}
-    if error is not None:
-        message["error"] = f"{type(error).__name__}: {error}"
-    elif source is not None:
-        message["facts"] = facts | source.facts()
-        message["seed"] = source.seed
+    source, error, message = _tried(lambda: make(received[0]["number"]))
+    if source is not None:
+        message = {"facts": facts | source.facts(), "seed": source.seed}
     received = _exchange(mesh, name, agreement, message, _MADE)
     raise_together(mesh, f"Preparing the data of {name}", received, error)
     _check_facts(mesh, name, [message["facts"] for message in received])
@@ -109,13 +102,14 @@ def made_alike(
       RuntimeError: another process could not make them.
     """
     agreement = Agreement(mesh.processes, f"making the values of {name}")
-    made, error, message = [], None, {}
-    try:
-        made = make()
-        message["outlines"] = [_shapes_of(nest) for nest in made]
-    except Exception as raised:
-        error = raised
-        message["error"] = f"{type(error).__name__}: {error}"
+
+    def outlined() -> tuple[list[Any], list[str]]:
+        nests = make()
+        return nests, [_shapes_of(nest) for nest in nests]
+
+    made, error, message = _tried(outlined)
+    if made is not None:
+        message = {"outlines": made[1]}
     try:
         received = _exchange(mesh, name, agreement, message, _SHAPES)
     finally:
@@ -134,7 +128,18 @@ def made_alike(
             "Make them alike: pad the rows, or distribute a dataset, whose "
             "batches may differ."
         )
-    return made
+    assert made is not None
+    return made[0]
+
+
+def _tried(
+    make: Callable[[], _T],
+) -> tuple[_T | None, Exception | None, dict[str, Any]]:
+    """What was made; or an error, and the message of it."""
+    try:
+        return make(), None, {}
+    except Exception as error:
+        return None, error, {"error": f"{type(error).__name__}: {error}"}
 
 
 def _shapes_of(nest: Any) -> str:

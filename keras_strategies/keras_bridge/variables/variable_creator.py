@@ -179,18 +179,17 @@ def adopt(
             continue
         moved.append(variable)
     check_home(moved, mesh)
+    if not moved:
+        return
     shardings = [sharding_of(v, mesh) for v in moved]
-    if moved:
-        values = [v._value for v in moved]
-        copies = (
-            list(map(copied, values, shardings))
-            if mesh.num_processes == 1
-            else _with_shardings(from_chief(values, mesh), shardings, mesh)
-        )
-        for variable, value in zip(moved, copies, strict=True):
-            variable._value = value
-    for variable, sharding in zip(moved, shardings, strict=True):
-        variable._layout = sharding
+    values = [v._value for v in moved]
+    copies = (
+        list(map(copied, values, shardings))
+        if mesh.num_processes == 1
+        else _with_shardings(from_chief(values, mesh), shardings, mesh)
+    )
+    for variable, value, sharding in zip(moved, copies, shardings, strict=True):
+        variable._value, variable._layout = value, sharding
 
 
 def _with_shardings(
