@@ -286,6 +286,12 @@ def own_components(nest: Any) -> Any:
     )
 
 
+def padded(array: Any, shape: tuple[int, ...]) -> Any:
+    """The array with zeros after the entries of each dimension."""
+    sizes = zip(array.shape, shape, strict=True)
+    return jax.numpy.pad(array, [(0, most - size) for size, most in sizes])
+
+
 def cut(array: Any, shape: tuple[int, ...]) -> Any:
     """The first entries of each dimension."""
     return array[tuple(map(slice, shape))]

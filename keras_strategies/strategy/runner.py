@@ -22,6 +22,7 @@ from keras_strategies._core.values import (
     PerReplica,
     check_home,
     is_distributed,
+    padded,
     stacked,
 )
 from keras_strategies.keras_bridge.run.debug_run import debug_run
@@ -204,8 +205,9 @@ class Runner:
         if len(set(shapes)) == 1:
             return STACKED, stacked(parts, self._mesh), None
         rows = tuple(shape[0] for shape in shapes)
-        padded = [_padded(part, max(rows)) for part in parts]
-        return STACKED, stacked(padded, self._mesh), rows
+        most = (max(rows), *shapes[0][1:])
+        equal = [padded(jax.numpy.asarray(part), most) for part in parts]
+        return STACKED, stacked(equal, self._mesh), rows
 
     def _make(self, call: "_Call", given: list[_Argument]) -> RunProgram:
         kinds = [kind for kind, _ in given]
@@ -315,12 +317,6 @@ def _own(leaf: Any, replica: int, mesh: ReplicaMesh) -> Any:
     if isinstance(leaf, jax.Array | np.ndarray | np.generic):
         return jax.device_put(leaf, mesh.whole)
     return leaf
-
-
-def _padded(part: Any, rows: int) -> Any:
-    array = jax.numpy.asarray(part)
-    missing = [(0, rows - array.shape[0])] + [(0, 0)] * (array.ndim - 1)
-    return jax.numpy.pad(array, missing)
 
 
 def _component(kind: tuple[Any, ...], array: Any) -> Any:

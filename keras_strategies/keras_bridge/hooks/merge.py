@@ -200,6 +200,14 @@ def as_type_of(new: Any, old: Any) -> Any:
     return jax.lax.convert_element_type(jnp.asarray(new), old.dtype)
 
 
+def with_changes(group: Group, changes: dict[str, Any]) -> Group:
+    """The group with what `changed_values` found of a later one."""
+    group = list(group)
+    for k, value in changes.items():
+        group[int(k)] = value
+    return group
+
+
 def changed_values(old: list[Any], new: Group) -> dict[str, Any]:
     """The values that a step replaced, by their position in the group."""
     return {

@@ -42,12 +42,8 @@ from keras_strategies.keras_bridge.variables.model_variables import (
     all_variables,
 )
 
-# Of the epochs that all processes must run alike.
-_MAKERS = (
-    "make_train_function",
-    "make_test_function",
-    "make_predict_function",
-)
+_MAKERS = tuple(f"make_{k}_function" for k in ("train", "test", "predict"))
+_DATA = ("x", "y", "sample_weight", "class_weight", "batch_size", "shuffle")
 _BUILDER = "_symbolic_build"
 _VALIDATES = "_use_cached_eval_dataset"
 
@@ -192,25 +188,21 @@ class Binding:
         callbacks = quiet_list(call.name, call.keywords, self.model, feed)
         call.set(callbacks=callbacks)
 
-    def _train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        call = Call(self.model, "train_on_batch", args, kwargs)
+    def _on_batch(self, kind: str, *args: Any, **kwargs: Any) -> Any:
+        call = Call(self.model, f"{kind}_on_batch", args, kwargs)
         weight = loop_data.batch_weights(
             call["y"], call["sample_weight"], call["class_weight"]
         )
-        return self._on_batch("train", call, (call["x"], call["y"], weight))
-
-    def _test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        call = Call(self.model, "test_on_batch", args, kwargs)
-        batch = (call["x"], call["y"], call["sample_weight"])
-        return self._on_batch("test", call, batch)
-
-    def _on_batch(self, kind: str, call: Call, batch: Any) -> Any:
+        batch = (call["x"], call["y"], weight)
         with self._session(kind):
             execution = adapter.place_batch(batch, self._mesh)
             self.model._assert_compile_called(call.name)
             self._build(data_batch=batch)
             call.set_feed(execution)
             return self._synced(call)
+
+    _train_on_batch = functools.partialmethod(_on_batch, "train")
+    _test_on_batch = functools.partialmethod(_on_batch, "test")
 
     def _predict_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         call = Call(self.model, "predict_on_batch", args, kwargs)
@@ -240,12 +232,7 @@ class Binding:
     def _feed(self, call: Call, *, steps: int | None) -> Any:
         return adapter.make_feed(
             self._mesh,
-            x=call["x"],
-            y=call["y"],
-            sample_weight=call["sample_weight"],
-            class_weight=call["class_weight"],
-            batch_size=call["batch_size"],
-            shuffle=call["shuffle"],
+            **{name: call[name] for name in _DATA},
             steps_per_epoch=steps,
             steps_per_execution=self.model.steps_per_execution,
             name=call.name,

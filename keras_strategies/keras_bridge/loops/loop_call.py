@@ -7,6 +7,7 @@ import keras
 
 from keras_strategies.keras_bridge.loops import scope_hooks
 
+# Of the epochs that all processes must run alike.
 _COUNTS = ("epochs", "initial_epoch", "validation_freq")
 
 

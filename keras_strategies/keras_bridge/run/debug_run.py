@@ -32,6 +32,7 @@ from keras_strategies.keras_bridge.run.replica_trace import (
 )
 from keras_strategies.keras_bridge.run.run_results import (
     Note,
+    nest_of,
     regrouped_constants,
 )
 from keras_strategies.keras_bridge.run.uneven_rows import (
@@ -196,18 +197,13 @@ class _SeenScope(keras.StatelessScope):
 def _regrouped(ended: list[Called], mesh: ReplicaMesh) -> Any:
     """The replicas' results as one nest, as a compiled `run` returns it."""
     notes = [called.note.structure for called in ended]
-    constants = regrouped_constants(notes)
     columns = zip(*[called.outputs for called in ended], strict=True)
-    values = (_wrapped(list(column), mesh) for column in columns)
-    leaves = [next(values) if c is None else _of(c, mesh) for c in constants]
-    return jax.tree.unflatten(notes[0][0], leaves)
-
-
-def _of(values: list[Any], mesh: ReplicaMesh) -> Any:
-    """A result that is no array, or the replicas' different numbers."""
-    if len(values) == 1:
-        return values[0]
-    return _wrapped([jax.numpy.asarray(value) for value in values], mesh)
+    return nest_of(
+        notes[0][0],
+        regrouped_constants(notes),
+        (_wrapped(list(column), mesh) for column in columns),
+        lambda values: _wrapped(list(map(jax.numpy.asarray, values)), mesh),
+    )
 
 
 def _wrapped(parts: list[Any], mesh: ReplicaMesh) -> Any:

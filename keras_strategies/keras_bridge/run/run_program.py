@@ -43,6 +43,7 @@ from keras_strategies.keras_bridge.run.replica_trace import (
 from keras_strategies.keras_bridge.run.run_results import (
     Note,
     TraceReport,
+    nest_of,
 )
 from keras_strategies.keras_bridge.run.uneven_rows import (
     Called,
@@ -73,6 +74,9 @@ class RunProgram:
       replica_scope: Makes a replica context of a step for a block.
       is_update: Whether the function writes the same to every copy of a
         variable (`extended.update`).
+
+    Attributes:
+      lifted: The variables that the function reads or writes.
     """
 
     def __init__(
@@ -98,7 +102,7 @@ class RunProgram:
         self._variant_of = list(
             zip(*[counts for counts in rows if counts is not None], strict=True)
         )
-        self._lifted: list[keras.Variable] = []
+        self.lifted: list[keras.Variable] = []
         self._trainable: list[tuple[Any, bool]] = []
         # The lifted variables: written ones, those with a copy on each
         # replica, and those that are only read.
@@ -140,21 +144,18 @@ class RunProgram:
         mapped = replica_map(
             abstract,
             mesh,
-            in_specs=tuple(
-                split_spec(mesh) if split else whole_spec()
-                for split in self._is_split
-            ),
+            in_specs=tuple(self._specs),
             out_specs=split_spec(mesh),
         )
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in leaves]
         with deferred(), scope:
             jax.eval_shape(mapped, *shapes)
-        self._lifted = list(scope.variables.values())
-        known = {id(v): v for v in (*others, *self._lifted)}
+        self.lifted = list(scope.variables.values())
+        known = {id(v): v for v in (*others, *self.lifted)}
         self._trainable = [
             (weakref.ref(v), v.trainable) for v in known.values()
         ]
-        for variable in self._lifted:
+        for variable in self.lifted:
             on_read.settle(variable, self._mesh)
             if on_read.is_on_read(variable):
                 self._on_read.append(variable)
@@ -191,11 +192,6 @@ class RunProgram:
             (variable := reference()) is None or variable.trainable == flag
             for reference, flag in self._trainable
         )
-
-    @property
-    def lifted(self) -> list[keras.Variable]:
-        """The variables that the function reads or writes."""
-        return self._lifted
 
     def __call__(self, leaves: list[Any], last: ownership.Made) -> Any:
         """Runs the function once on every replica.
@@ -264,16 +260,12 @@ class RunProgram:
             self._wrapped(array, totals.get(k), report.shapes_of(k))
             for k, array in enumerate(arrays)
         )
-        leaves = [
-            next(wrapped) if constants is None else self._constant(constants)
-            for constants in report.constants
-        ]
-        return jax.tree.unflatten(report.structure, leaves)
+        return nest_of(
+            report.structure, report.constants, wrapped, self._differing
+        )
 
-    def _constant(self, values: list[Any]) -> Any:
-        """A result that is no array; of replicas with other rows, another."""
-        if len(values) == 1:
-            return values[0]
+    def _differing(self, values: list[Any]) -> Any:
+        """A number that is another one for replicas with other rows."""
         variants = variants_of(self._variant_of)
         mesh, of = self._mesh, self._variant_of
         own = [values[variants.index(of[r])] for r in mesh.local_replicas]
@@ -296,7 +288,7 @@ class RunProgram:
         leaves: list[Any],
     ) -> Any:
         step = new_step(self._mesh, is_update=self._is_update)
-        variables = self._ordered()
+        variables = [*self._written, *self._on_read, *self._read]
         old = [*written, *[c[0] for c in copies], *read]
         folded = seeds.fold_seeds(variables, old, step)
         share = shares = shares_of(self._variant_of)
@@ -376,6 +368,3 @@ class RunProgram:
             + self._is_split,
         )
         return called, notes, [shapes[place] for place in places]
-
-    def _ordered(self) -> list[keras.Variable]:
-        return [*self._written, *self._on_read, *self._read]

@@ -20,6 +20,7 @@ from keras_strategies._core.jaxprs.replay import (
     replay_scope,
 )
 from keras_strategies._core.jaxprs.value_numbers import ValueNumbers
+from keras_strategies._core.values import padded
 
 Variant = tuple[int, ...]
 """Rows of each uneven argument."""
@@ -99,7 +100,7 @@ def call_unevenly(
     expected: list[list[jax.ShapeDtypeStruct]] = []
     while True:
         traces = [
-            _Trace(call, variant, is_uneven, state, leaves, expected)
+            _Trace(call, variant, is_uneven, (state, leaves, expected))
             for variant in variants
         ]
         _check_alike(traces)
@@ -113,7 +114,7 @@ def call_unevenly(
     staged = _Stages(traces, (state, leaves, expected), are_own)
     known: list[list[Any]] = []
     for reduce in [*reduces, None]:
-        staged.compute(index, state, leaves, known)
+        staged.compute(index, (state, leaves, known))
         if reduce is not None:
             known.append(reduce(staged.operands(len(known))))
     outputs, new, start = staged.results()
@@ -122,7 +123,7 @@ def call_unevenly(
         new=new,
         start=start,
         note=None,
-        is_alike=staged.are_alike()[1],
+        is_alike=staged.are_alike(),
     )
     shapes = [[leaf.shape for leaf in trace.shapes[1]] for trace in traces]
     return called, [trace.called.note for trace in traces], shapes
@@ -135,9 +136,8 @@ class _Trace:
       call: The function; see `call_unevenly`.
       variant: The numbers of rows.
       is_uneven: Which arguments are uneven.
-      state: The values of variables.
-      leaves: The arguments.
-      expected: The shapes of the results of the collectives before.
+      inputs: The values of variables, the arguments, and the shapes of the
+        results of the collectives before.
 
     Attributes:
       reached: The collective that it ended at, or None.
@@ -153,9 +153,7 @@ class _Trace:
         call: Callable[[list[Any], list[Any]], Called],
         variant: Variant,
         is_uneven: list[bool],
-        state: list[Any],
-        leaves: list[Any],
-        expected: list[list[jax.ShapeDtypeStruct]],
+        inputs: tuple[list[Any], list[Any], list[Any]],
     ) -> None:
         self.reached: Reached | None = None
         self.called: Any = None
@@ -173,9 +171,8 @@ class _Trace:
             self.called = called
             return replay.operands, called.outputs, called.new, called.start
 
-        self.jaxpr, self.shapes = jax.make_jaxpr(traced, return_shape=True)(
-            state, leaves, expected
-        )
+        tracing = jax.make_jaxpr(traced, return_shape=True)
+        self.jaxpr, self.shapes = tracing(*inputs)
 
 
 class _Stages:
@@ -226,26 +223,18 @@ class _Stages:
         self._shapes = _largest([jax.tree.leaves(t.shapes) for t in traces])
         self._values: dict[int, Any] = {}
 
-    def compute(
-        self,
-        index: Any,
-        state: list[Any],
-        leaves: list[Any],
-        known: list[list[Any]],
-    ) -> None:
+    def compute(self, index: Any, given: tuple[Any, Any, list[Any]]) -> None:
         """Computes the next stage.
 
         Args:
           index: This replica's variant, a traced integer.
-          state: The values of variables.
-          leaves: The arguments.
-          known: The results of the collectives so far.
+          given: The values of variables, the arguments, and the results of
+            the collectives so far.
         """
-        stage = len(known)
+        stage = len(given[2])
         now = [k for k, s in enumerate(self._stages) if s == stage]
         common = [k for k in now if self._are_common[k]]
         others = [k for k in now if not self._are_common[k]]
-        given = (state, leaves, known)
         shared = stages.part(self._traces[0].jaxpr, common)
         values = self._branch(shared, common)(*given)
         self._values.update(zip(common, values, strict=True))
@@ -285,10 +274,9 @@ class _Stages:
         _, outputs, new, start = self._structured(self._values)
         return outputs, new, start
 
-    def are_alike(self) -> tuple[list[bool], list[bool], list[bool]]:
-        """As `results`: whether each is the same on all replicas."""
-        _, *rest = self._structured(dict(enumerate(self._are_alike)))
-        return tuple(rest)
+    def are_alike(self) -> list[bool]:
+        """Whether each new value is the same on all replicas."""
+        return self._structured(dict(enumerate(self._are_alike)))[2]
 
     def _structured(self, values: dict[int, Any]) -> Any:
         structure = jax.tree.structure(self._traces[0].shapes)
@@ -368,10 +356,7 @@ def rows_of_all(
 def _padded(array: Any, most: jax.ShapeDtypeStruct) -> Any:
     # A number's type is one of Python's where it is a literal.
     array = jnp.asarray(array, most.dtype)
-    if array.shape == most.shape:
-        return array
-    missing = zip(array.shape, most.shape, strict=True)
-    return jnp.pad(array, [(0, most - size) for size, most in missing])
+    return array if array.shape == most.shape else padded(array, most.shape)
 
 
 def _check_alike(traces: list[_Trace]) -> None:

@@ -21,19 +21,11 @@ from keras_strategies.keras_bridge.variables import deferred_creation, ownership
 StepFunction = Callable[[Any, Iterator[Any]], tuple[Any, Any]]
 Program = Callable[[Any, Segment], Iterator[tuple[Any, Any]]]
 
+_OF_MODEL = ("trainable_variables", "non_trainable_variables")
 _GROUPS = {
-    "train": (
-        "trainable_variables",
-        "non_trainable_variables",
-        "optimizer_variables",
-        "metrics_variables",
-    ),
-    "test": (
-        "trainable_variables",
-        "non_trainable_variables",
-        "metrics_variables",
-    ),
-    "predict": ("trainable_variables", "non_trainable_variables"),
+    "train": (*_OF_MODEL, "optimizer_variables", "metrics_variables"),
+    "test": (*_OF_MODEL, "metrics_variables"),
+    "predict": _OF_MODEL,
 }
 """Which groups of variables are the state of a kind of step."""
 

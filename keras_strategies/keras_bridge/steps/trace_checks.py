@@ -160,11 +160,8 @@ def _check_losses(
     jaxpr: Any,
 ) -> None:
     """Looks whether the loss is a mean over the rows, where it may be none."""
-    inputs = len(jaxpr.jaxpr.invars)
-    leaves = len(jax.tree.leaves(data))
-    loss = len(jaxpr.jaxpr.outvars) - 1
-    of_rows = range(inputs - leaves, inputs)
-    if not suspect_loss.is_suspect(jaxpr, loss, of_rows, step.facts.rows):
+    places = _loss_and_rows(jaxpr, data)
+    if not suspect_loss.is_suspect(jaxpr, *places, step.facts.rows):
         return
     try:
         small, large = (
@@ -174,16 +171,20 @@ def _check_losses(
     except Exception:
         # It has shapes of its own, which is no fault of the loss.
         return
-    loss = len(small.jaxpr.outvars) - 1
-    inputs = len(small.jaxpr.invars)
-    data_inputs = range(inputs - leaves, inputs)
-    if row_degrees.is_no_mean(small, large, loss, data_inputs):
+    if row_degrees.is_no_mean(small, large, *_loss_and_rows(small, data)):
         step.demand_whole(
             "its loss is no mean over the rows, so the mean of the replicas' "
             "losses is another one: `add_loss` is given a sum over rows, or a "
             "layer or loss adds rows up. Take means over rows (`ops.mean`), "
             "and sums within each alone"
         )
+
+
+def _loss_and_rows(closed: Any, data: Batch) -> tuple[int, range]:
+    """Which output of a trace the loss is, and which inputs have rows."""
+    inputs = len(closed.jaxpr.invars)
+    of_rows = range(inputs - len(jax.tree.leaves(data)), inputs)
+    return len(closed.jaxpr.outvars) - 1, of_rows
 
 
 def _probed(

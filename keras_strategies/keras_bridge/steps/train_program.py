@@ -147,7 +147,7 @@ class StepProgram:
     def _start(
         self, call: Callable[..., Any], state: State, segment: Segment
     ) -> Any:
-        args = (*self._divide(state), segment.data)
+        args = self._arguments(state, segment)
         is_shared = not segment.is_padded
         return self._programs.start(call, args, segment, is_shared=is_shared)
 
@@ -157,14 +157,12 @@ class StepProgram:
 
     def lower_whole(self, state: State, segment: Segment) -> Any:
         """Lowers the program of an indivisible batch."""
-        args = (*self._divide(state), segment.data)
+        args = self._arguments(state, segment)
         return self._programs.start_whole(_lower, args, segment)
 
-    def _divide(self, state: State) -> tuple[list[Any], list[Any]]:
-        return (
-            [state[i] for i in self._written],
-            [state[i] for i in self._read],
-        )
+    def _arguments(self, state: State, segment: Segment) -> Any:
+        written = [state[i] for i in self._written]
+        return written, [state[i] for i in self._read], segment.data
 
     def _joined(
         self, state: State, new: Group, changed: list[dict[str, Any]]
@@ -174,10 +172,7 @@ class StepProgram:
             result[i] = group
         for i, values in zip(self._read, changed, strict=True):
             if values:
-                group = list(result[i])
-                for k, value in values.items():
-                    group[int(k)] = value
-                result[i] = group
+                result[i] = merge_lib.with_changes(result[i], values)
         return tuple(result)
 
     # Steps as pure functions: (written, read, data) -> (logs, written,
@@ -287,11 +282,8 @@ class StepProgram:
             def one(carry: Any, batch: Batch) -> Any:
                 logs, written, changed = body(*carry, batch)
                 changed_keys[:] = [list(values) for values in changed]
-                read = [list(group) for group in carry[1]]
-                for group, values in zip(read, changed, strict=True):
-                    for k, value in values.items():
-                        group[int(k)] = value
-                return (written, read), logs
+                read = map(merge_lib.with_changes, carry[1], changed)
+                return (written, list(read)), logs
 
             carry = (written, read)
             first = jax.tree.map(lambda a: a[0], data)
