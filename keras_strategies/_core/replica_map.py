@@ -16,12 +16,8 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec
 
 from keras_strategies._core.buffers import Buffering, packed, unpacked
+from keras_strategies._core.jaxprs import replay
 from keras_strategies._core.jaxprs.lockstep import Turn
-from keras_strategies._core.jaxprs.replay import (
-    Concatenation,
-    collective,
-    current_side,
-)
 from keras_strategies._core.mesh import ReplicaMesh
 
 Tree = Any
@@ -57,7 +53,7 @@ def split_spec(mesh: ReplicaMesh, *, dim: int = 0) -> PartitionSpec:
 
 def replica_id(axis: str) -> Any:
     """The id of the calling replica: traced int32, an int in lockstep."""
-    side = current_side()
+    side = replay.current_side()
     if isinstance(side, Turn):
         return side.replica
     return jax.lax.axis_index(axis)
@@ -83,11 +79,11 @@ def all_sum(
     if not leaves:
         return []
     arrays = [jnp.asarray(leaf) for leaf in leaves]
-    if isinstance(current_side(), Turn):
+    if isinstance(replay.current_side(), Turn):
         # Computed on the spot, op by op: a buffer would only cost.
         buffering = None
     reduce = functools.partial(_sum, axis=axis, buffering=buffering)
-    return collective(reduce, arrays)
+    return replay.collective(reduce, arrays)
 
 
 def _sum(
@@ -131,7 +127,7 @@ def all_concatenated(leaf: jax.Array, axis: str, dim: int) -> jax.Array:
     Where replicas with different numbers of rows are replayed, or take turns,
     their arrays may differ in that dimension.
     """
-    return collective(Concatenation(axis, dim), [leaf])[0]
+    return replay.collective(replay.Concatenation(axis, dim), [leaf])[0]
 
 
 def as_number(array: Any) -> Any:
@@ -146,7 +142,7 @@ def of_first(array: Any, axis: str) -> Any:
 
 
 def _one(reduce: Callable[[Any], Any], leaf: Any) -> Any:
-    return collective(lambda leaves: [reduce(leaves[0])], [leaf])[0]
+    return replay.collective(lambda leaves: [reduce(leaves[0])], [leaf])[0]
 
 
 _COLLECTIVES = ("psum", "pmax", "pmin", "all_gather", "reduce_scatter")

@@ -15,15 +15,9 @@ from keras_strategies.data.options import (
     InputReplicationMode,
     check_input_options,
 )
-from keras_strategies.data.sources.from_function import (
-    FunctionSource,
-    InputContext,
-)
+from keras_strategies.data.sources import from_function
 from keras_strategies.data.sources.numpy_dataset import NumpyDataset
-from keras_strategies.keras_bridge.inputs.agree_source import (
-    made_alike,
-    made_together,
-)
+from keras_strategies.keras_bridge.inputs import agree_source
 from keras_strategies.keras_bridge.inputs.choose_source import source_of_dataset
 from keras_strategies.strategy import current, reducing
 from keras_strategies.strategy.replica_context import ValueContext
@@ -203,7 +197,7 @@ class CustomLoops:
         if mesh.num_processes == 1:
             made = make()
         else:
-            made = made_alike(mesh, f"`{_VALUES_FROM}`", make)
+            made = agree_source.made_alike(mesh, f"`{_VALUES_FROM}`", make)
         if count == 1:
             return made[0]
         structures = [jax.tree.structure(nest) for nest in made]
@@ -273,7 +267,7 @@ class CustomLoops:
 
     def distribute_datasets_from_function(
         self,
-        dataset_fn: Callable[[InputContext], Iterable[Any]],
+        dataset_fn: Callable[[from_function.InputContext], Iterable[Any]],
         options: InputOptions | None = None,
     ) -> DistributedDataset:
         """Distributes a dataset that has a replica's batches already.
@@ -301,10 +295,10 @@ class CustomLoops:
             is InputReplicationMode.PER_REPLICA
         )
         mesh = self._runtime.mesh
-        source = made_together(
+        source = agree_source.made_together(
             mesh,
             "`distribute_datasets_from_function`",
-            lambda _: FunctionSource(
+            lambda _: from_function.FunctionSource(
                 dataset_fn, mesh, is_per_replica=is_per_replica
             ),
         )
@@ -312,7 +306,7 @@ class CustomLoops:
 
     def experimental_distribute_datasets_from_function(
         self,
-        dataset_fn: Callable[[InputContext], Iterable[Any]],
+        dataset_fn: Callable[[from_function.InputContext], Iterable[Any]],
         options: InputOptions | None = None,
     ) -> DistributedDataset:
         """The old name of `distribute_datasets_from_function`; warns once."""

@@ -8,21 +8,11 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
+from keras_strategies._core import values
 from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.reduce_op import ReduceOp, as_reduce_op
 from keras_strategies._core.replica_map import all_sum, as_number
-from keras_strategies._core.values import (
-    LOCAL,
-    PARTS,
-    ROWS,
-    STACKED,
-    Mirrored,
-    PerReplica,
-    check_home,
-    cut,
-    is_distributed,
-)
 from keras_strategies.keras_bridge.hooks import on_read
 
 
@@ -32,18 +22,18 @@ def reduce(op: Any, value: Any, axis: Any, mesh: ReplicaMesh) -> Any:
     return jax.tree.map(
         lambda leaf: _reduce_one(op, leaf, axis, mesh),
         value,
-        is_leaf=is_distributed,
+        is_leaf=values.is_distributed,
     )
 
 
 def _reduce_one(op: ReduceOp, value: Any, axis: Any, mesh: ReplicaMesh) -> Any:
     value = _read(value, mesh)
-    if isinstance(value, Mirrored):
+    if isinstance(value, values.Mirrored):
         value = value.array
-    if not isinstance(value, PerReplica):
+    if not isinstance(value, values.PerReplica):
         return _reduce_plain(op, value, axis, mesh)
-    check_home(value, mesh)
-    if value.layout == LOCAL:
+    values.check_home(value, mesh)
+    if value.layout == values.LOCAL:
         if axis is not None:
             raise ValueError(
                 "`reduce` inside of `merge_call` takes axis=None. Received: "
@@ -58,7 +48,7 @@ def _reduce_one(op: ReduceOp, value: Any, axis: Any, mesh: ReplicaMesh) -> Any:
         # The sum of integers may be out of their range.
         if not jnp.issubdtype(value.total.dtype, jnp.integer):
             return value.total / mesh.num_replicas
-    if axis is None and value.layout == STACKED:
+    if axis is None and value.layout == values.STACKED:
         program = _over_replicas(mesh, op)
         return dispatch(mesh, program, value.arrays[0])[0]
     axes = None if axis is None else _as_axes(axis)
@@ -83,7 +73,7 @@ def _reduced(
 
 
 def _with_components(
-    value: PerReplica, mesh: ReplicaMesh, fn: Any, *args: Any
+    value: values.PerReplica, mesh: ReplicaMesh, fn: Any, *args: Any
 ) -> Any:
     """Calls `fn(components, *args)`: on the first device, or compiled.
 
@@ -92,7 +82,7 @@ def _with_components(
     """
     if mesh.num_processes == 1:
         return fn(_components(value, mesh), *args)
-    if value.layout == PARTS:
+    if value.layout == values.PARTS:
         raise ValueError(
             "A `PerReplica` made of a component for each replica is a value "
             "of one process. Received: one in a job of several processes. "
@@ -107,12 +97,12 @@ def _over_components(
     mesh: ReplicaMesh, layout: str, shapes: Any, fn: Any, *args: Any
 ) -> Any:
     def over(array: Any) -> tuple[Any]:
-        if layout == ROWS:
+        if layout == values.ROWS:
             parts = jnp.split(array, mesh.num_replicas)
         elif shapes is None:
             parts = list(array)
         else:
-            parts = list(map(cut, array, shapes))
+            parts = list(map(values.cut, array, shapes))
         return (fn(parts, *args),)
 
     return jax.jit(over, out_shardings=mesh.whole)
@@ -123,10 +113,10 @@ def _read(leaf: Any, mesh: ReplicaMesh) -> Any:
     if not isinstance(leaf, keras.Variable):
         return leaf
     if not on_read.is_on_read(leaf):
-        return Mirrored(leaf.value)
+        return values.Mirrored(leaf.value)
     # Copied: the next `run` takes the variable's own.
     array = jnp.copy(on_read.copies_of(leaf, mesh))
-    return PerReplica.of(array, STACKED)
+    return values.PerReplica.of(array, values.STACKED)
 
 
 def _reduce_plain(
@@ -185,7 +175,7 @@ def _check_equal_shapes(parts: list[Any]) -> None:
         )
 
 
-def _components(value: PerReplica, mesh: ReplicaMesh) -> list[Any]:
+def _components(value: values.PerReplica, mesh: ReplicaMesh) -> list[Any]:
     """The components, all on the first device."""
     home = mesh.devices[0]
     return [jax.device_put(jnp.asarray(v), home) for v in value.values]
@@ -218,12 +208,12 @@ def gather(value: Any, axis: int, mesh: ReplicaMesh) -> Any:
 
     def one(leaf: Any) -> Any:
         leaf = _read(leaf, mesh)
-        if not isinstance(leaf, PerReplica):
-            return leaf.array if isinstance(leaf, Mirrored) else leaf
-        check_home(leaf, mesh)
+        if not isinstance(leaf, values.PerReplica):
+            return leaf.array if isinstance(leaf, values.Mirrored) else leaf
+        values.check_home(leaf, mesh)
         return _with_components(leaf, mesh, _gathered, axis)
 
-    return jax.tree.map(one, value, is_leaf=is_distributed)
+    return jax.tree.map(one, value, is_leaf=values.is_distributed)
 
 
 def _gathered(parts: list[Any], axis: int) -> Any:
@@ -255,14 +245,16 @@ def _check_gathered(axis: Any, part: Any, parts: list[Any]) -> None:
 
 def local_results(value: Any, mesh: ReplicaMesh) -> tuple[Any, ...]:
     """See `Strategy.experimental_local_results`."""
-    leaves, structure = jax.tree.flatten(value, is_leaf=is_distributed)
+    leaves, structure = jax.tree.flatten(value, is_leaf=values.is_distributed)
     leaves = [_read(leaf, mesh) for leaf in leaves]
-    counts = {len(leaf.values) for leaf in leaves if is_distributed(leaf)}
+    counts = {
+        len(leaf.values) for leaf in leaves if values.is_distributed(leaf)
+    }
     if not counts:
         return (value,)
     (count,) = counts
     columns = [
-        leaf.values if is_distributed(leaf) else (leaf,) * count
+        leaf.values if values.is_distributed(leaf) else (leaf,) * count
         for leaf in leaves
     ]
     return tuple(

@@ -5,14 +5,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from keras_strategies._core import values
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.values import (
-    ROWS,
-    STACKED,
-    Mirrored,
-    PerReplica,
-    check_home,
-)
 from keras_strategies.keras_bridge.run.function_keys import value_key
 from keras_strategies.keras_bridge.steps.lower_step import shape_of
 
@@ -35,11 +29,11 @@ def argument(leaf: Any, mesh: ReplicaMesh) -> tuple[Kind, Any]:
       As `Runner` describes arguments: (kind, shape, dtype, key, leaf), and
       the shape with its sharding, None of what is no array.
     """
-    if isinstance(leaf, Mirrored):
+    if isinstance(leaf, values.Mirrored):
         return _kind(WHOLE, shape_of(leaf.array), mesh.whole)
-    if isinstance(leaf, PerReplica):
-        check_home(leaf, mesh)
-        if leaf.layout not in (ROWS, STACKED):
+    if isinstance(leaf, values.PerReplica):
+        values.check_home(leaf, mesh)
+        if leaf.layout not in (values.ROWS, values.STACKED):
             raise ValueError(
                 "A program is compiled for batches that all replicas share "
                 f"evenly. Received: {leaf!r}. Pass the shapes of an even one."
@@ -60,7 +54,7 @@ def argument(leaf: Any, mesh: ReplicaMesh) -> tuple[Kind, Any]:
             f"{mesh.num_replicas} replicas. Pass another number of rows, or "
             "`ks.Mirrored(array)` for what each replica gets whole."
         )
-    return _kind(ROWS, described, mesh.split)
+    return _kind(values.ROWS, described, mesh.split)
 
 
 def _kind(layout: str, shape: Any, sharding: Any) -> tuple[Kind, Any]:

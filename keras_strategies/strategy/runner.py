@@ -10,21 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from keras_strategies._core import values
 from keras_strategies._core.attributes import attribute_set
 from keras_strategies._core.host_arrays import from_tensor
 from keras_strategies._core.mesh import ReplicaMesh, has_sharding
-from keras_strategies._core.values import (
-    PADDED,
-    PARTS,
-    ROWS,
-    STACKED,
-    Mirrored,
-    PerReplica,
-    check_home,
-    is_distributed,
-    padded,
-    stacked,
-)
 from keras_strategies.keras_bridge.run.debug_run import debug_run
 from keras_strategies.keras_bridge.run.function_keys import (
     function_key,
@@ -155,7 +144,7 @@ class Runner:
                 "`MirroredStrategy` on one of them, with the same data."
             )
         deferred_creation.sync_all_fits()
-        split = [leaf for leaf in leaves if isinstance(leaf, PerReplica)]
+        split = [leaf for leaf in leaves if isinstance(leaf, values.PerReplica)]
         rows = [self._one_array(value)[2] for value in split]
         return debug_run(
             lambda replica: call([_own(v, replica, mesh) for v in leaves]),
@@ -173,10 +162,10 @@ class Runner:
 
     def _argument(self, leaf: Any) -> _Argument:
         """How an argument enters the program: (kind, shape, dtype, key)."""
-        if isinstance(leaf, PerReplica):
+        if isinstance(leaf, values.PerReplica):
             layout, array, rows = self._one_array(leaf)
             return (layout, array.shape, array.dtype, rows), array
-        if isinstance(leaf, Mirrored):
+        if isinstance(leaf, values.Mirrored):
             leaf = leaf.array
         if isinstance(leaf, jax.Array | np.ndarray | np.generic):
             whole = self._mesh.whole
@@ -188,26 +177,26 @@ class Runner:
         return (STATIC, None, None, value_key(leaf), leaf), None
 
     def _one_array(
-        self, value: PerReplica
+        self, value: values.PerReplica
     ) -> tuple[str, Any, tuple[int, ...] | None]:
         """The layout, the array, and each replica's rows if they differ."""
-        check_home(value, self._mesh)
-        if value.layout == PADDED:
+        values.check_home(value, self._mesh)
+        if value.layout == values.PADDED:
             shapes = value.shapes or ()
             _check_rows(shapes)
-            return STACKED, value.arrays[0], tuple(s[0] for s in shapes)
-        if value.layout != PARTS:
+            return values.STACKED, value.arrays[0], tuple(s[0] for s in shapes)
+        if value.layout != values.PARTS:
             return value.layout, value.arrays[0], None
         parts = value.arrays
         shapes = [np.shape(part) for part in parts]
         dtypes = [str(jax.numpy.result_type(part)) for part in parts]
         _check_rows(shapes, dtypes)
         if len(set(shapes)) == 1:
-            return STACKED, stacked(parts, self._mesh), None
+            return values.STACKED, values.stacked(parts, self._mesh), None
         rows = tuple(shape[0] for shape in shapes)
         most = (max(rows), *shapes[0][1:])
-        equal = [padded(jax.numpy.asarray(part), most) for part in parts]
-        return STACKED, stacked(equal, self._mesh), rows
+        equal = [values.padded(jax.numpy.asarray(part), most) for part in parts]
+        return values.STACKED, values.stacked(equal, self._mesh), rows
 
     def _make(self, call: "_Call", given: list[_Argument]) -> RunProgram:
         kinds = [kind for kind, _ in given]
@@ -222,7 +211,7 @@ class Runner:
 
         program = RunProgram(
             of_components,
-            [kind[0] in (STACKED, ROWS) for kind in of_arrays],
+            [kind[0] in (values.STACKED, values.ROWS) for kind in of_arrays],
             [kind[3] for kind in of_arrays],
             mesh=self._mesh,
             replica_scope=self._scope_of(call),
@@ -302,16 +291,16 @@ def _flattened(
         )
     leaves, structure = jax.tree.flatten(
         (tuple(args), kwargs),
-        is_leaf=lambda leaf: leaf is None or is_distributed(leaf),
+        is_leaf=lambda leaf: leaf is None or values.is_distributed(leaf),
     )
     return _Call(fn, structure, is_update), leaves
 
 
 def _own(leaf: Any, replica: int, mesh: ReplicaMesh) -> Any:
     """What one replica gets of an argument, in debug mode."""
-    if isinstance(leaf, Mirrored):
+    if isinstance(leaf, values.Mirrored):
         leaf = leaf.array
-    if isinstance(leaf, PerReplica):
+    if isinstance(leaf, values.PerReplica):
         # On all devices, so that it can be combined with variables.
         return jax.device_put(np.asarray(leaf.values[replica]), mesh.whole)
     if isinstance(leaf, jax.Array | np.ndarray | np.generic):
@@ -320,4 +309,4 @@ def _own(leaf: Any, replica: int, mesh: ReplicaMesh) -> Any:
 
 
 def _component(kind: tuple[Any, ...], array: Any) -> Any:
-    return array[0] if kind[0] == STACKED else array
+    return array[0] if kind[0] == values.STACKED else array

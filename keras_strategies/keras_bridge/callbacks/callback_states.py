@@ -11,11 +11,7 @@ from typing import Any
 
 import keras
 
-from keras_strategies.cluster.exchange.message_forms import (
-    Form,
-    fault_of,
-    is_count,
-)
+from keras_strategies.cluster.exchange import message_forms
 
 _logger = logging.getLogger(__name__)
 
@@ -82,7 +78,7 @@ def resume_writing(
         is_logger = isinstance(callback, keras.callbacks.CSVLogger)
         if not is_logger or name not in states:
             continue
-        _check(callback, states[name], {"size": is_count})
+        _check(callback, states[name], {"size": message_forms.is_count})
         changed.append((callback, callback.append))
         callback.append = True
         size, path = states[name]["size"], callback.filename
@@ -150,8 +146,8 @@ def _set_state(callback: Any, state: State) -> None:
         model.history = callback
 
 
-def _check(callback: Any, state: Any, form: Form) -> None:
-    fault = fault_of(state, form)
+def _check(callback: Any, state: Any, form: message_forms.Form) -> None:
+    fault = message_forms.fault_of(state, form)
     if fault is not None:
         raise ValueError(
             "A callback resumes with the state that one of its kind had. "

@@ -10,12 +10,8 @@ import keras
 
 from keras_strategies._core.identity import IdentitySet
 from keras_strategies._core.replica_map import all_rows
+from keras_strategies.keras_bridge.hooks import gather_rows, metric_rules
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
-from keras_strategies.keras_bridge.hooks import metric_rules
-from keras_strategies.keras_bridge.hooks.gather_rows import (
-    all_gathered,
-    gathered,
-)
 from keras_strategies.keras_bridge.hooks.variables_used import InnerScope
 from keras_strategies.keras_bridge.step_context import StepContext
 
@@ -74,9 +70,9 @@ def update_state(
     if rule == metric_rules.IN_TURN:
         return _update_in_turn(step, original, metric, args, kwargs)
     if rule == metric_rules.SAME and step.facts.is_local:
-        args, kwargs = all_gathered(step, (args, kwargs))
+        args, kwargs = gather_rows.all_gathered(step, (args, kwargs))
     elif rule == metric_rules.SAME and not step.flags.is_whole:
-        args, kwargs = gathered(step, (args, kwargs))
+        args, kwargs = gather_rows.gathered(step, (args, kwargs))
     with step.flag("in_metric"):
         return original(metric, *args, **kwargs)
 

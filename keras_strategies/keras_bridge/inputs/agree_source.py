@@ -9,14 +9,9 @@ import jax
 import numpy as np
 
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.cluster.exchange import message_forms
 from keras_strategies.cluster.exchange.greetings import readable
 from keras_strategies.cluster.exchange.host_exchange import Agreement
-from keras_strategies.cluster.exchange.message_forms import (
-    Either,
-    Form,
-    is_count,
-    read_messages,
-)
 from keras_strategies.data.raise_together import raise_together
 from keras_strategies.data.source import Source
 
@@ -25,9 +20,11 @@ _MAX_NUMBER = 2**31 - 1
 _MAX_SHOWN = 8
 # The messages between processes.
 _FAILED = {"error": str}
-_NUMBER = {"number": is_count}
-_MADE = Either((_FAILED, {"facts": dict, "seed": int | str | None}))
-_SHAPES = Either((_FAILED, {"outlines": [str]}))
+_NUMBER = {"number": message_forms.is_count}
+_MADE = message_forms.Either(
+    (_FAILED, {"facts": dict, "seed": int | str | None})
+)
+_SHAPES = message_forms.Either((_FAILED, {"outlines": [str]}))
 
 
 def made_together(
@@ -174,10 +171,10 @@ def _exchange(
     name: str,
     agreement: Agreement,
     message: dict[str, Any],
-    form: Form,
+    form: message_forms.Form,
 ) -> list[dict[str, Any]]:
     # Numbers of numpy's too, and what else arguments may be.
     texts = agreement.exchange(json.dumps(message, default=str))
-    return read_messages(
+    return message_forms.read_messages(
         texts, form, processes=mesh.processes, about=f"the data of {name}"
     )

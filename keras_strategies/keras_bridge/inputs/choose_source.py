@@ -38,12 +38,9 @@ from keras_strategies.data.grain.grain_data import GrainSource
 from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.source import Cut, Part, Passes, Source
 from keras_strategies.data.source_summary import Summary
+from keras_strategies.data.sources import iterables
 from keras_strategies.data.sources.file_source import FilesSource
 from keras_strategies.data.sources.files import Files
-from keras_strategies.data.sources.iterables import (
-    IterableSource,
-    check_batches,
-)
 from keras_strategies.data.sources.numpy_dataset import NumpyDataset, RowsSource
 from keras_strategies.data.sources.torch_data import TorchSource
 from keras_strategies.data.tfdata.tf_data import TfDataSource
@@ -162,8 +159,8 @@ def local_source(
     }
     if isinstance(dataset, PyDataset):
         return PyDatasetSource(PyDatasetAdapter(dataset), **shared)
-    check_batches(dataset)
-    return IterableSource(dataset, **shared)
+    iterables.check_batches(dataset)
+    return iterables.IterableSource(dataset, **shared)
 
 
 def _of_loop(mesh: ReplicaMesh, seed: int, *, given: LoopData) -> Source:

@@ -29,17 +29,7 @@ from keras_strategies._core.replica_map import (
 from keras_strategies._core.values import PADDED, STACKED, PerReplica, stacked
 from keras_strategies.keras_bridge.hooks import on_read, seeds
 from keras_strategies.keras_bridge.hooks.variables_used import LiftingScope
-from keras_strategies.keras_bridge.run.replica_trace import (
-    ReplicaScope,
-    called_in,
-    is_same,
-    merged_state,
-    new_step,
-    refuse_difference,
-    refuse_foreign,
-    replica_tracing,
-    report_of,
-)
+from keras_strategies.keras_bridge.run import replica_trace
 from keras_strategies.keras_bridge.run.run_results import (
     Note,
     TraceReport,
@@ -86,7 +76,7 @@ class RunProgram:
         rows: list[tuple[int, ...] | None],
         *,
         mesh: ReplicaMesh,
-        replica_scope: ReplicaScope,
+        replica_scope: replica_trace.ReplicaScope,
         is_update: bool = False,
     ) -> None:
         self._fn = fn
@@ -131,13 +121,13 @@ class RunProgram:
         # Another mesh: JAX keeps what it traced of inner functions by the mesh,
         # too, and must not meet this trace's zeros again.
         mesh = dataclasses.replace(self._mesh, marker="lifting")
-        step = new_step(mesh, is_update=self._is_update)
+        step = replica_trace.new_step(mesh, is_update=self._is_update)
 
         def abstract(*components: Any) -> Any:
             own = list(components)
             if self._variant_of:
                 own = with_rows(self._variant_of[0], self._is_uneven, own)
-            with replica_tracing(step, self._replica_scope):
+            with replica_trace.replica_tracing(step, self._replica_scope):
                 self._fn(own)
             return jnp.zeros((1,))
 
@@ -160,13 +150,13 @@ class RunProgram:
             if on_read.is_on_read(variable):
                 self._on_read.append(variable)
             elif id(variable) in scope.written:
-                refuse_foreign(variable, self._mesh)
+                replica_trace.refuse_foreign(variable, self._mesh)
                 self._written.append(variable)
             else:
                 self._read.append(variable)
         whole, split = whole_spec(), split_spec(self._mesh)
         program = replica_map(
-            sums_combined(self._body, new_step(self._mesh)),
+            sums_combined(self._body, replica_trace.new_step(self._mesh)),
             self._mesh,
             in_specs=(whole, split, whole, self._specs),
             out_specs=(split, split, whole, whole, whole, whole),
@@ -250,7 +240,7 @@ class RunProgram:
         for variable, same in self._same or ():
             if not bool(np.asarray(same)):
                 self._same = []
-                refuse_difference(variable)
+                replica_trace.refuse_difference(variable)
 
     def _results(
         self, report: TraceReport, arrays: list[Any], sums: list[Any]
@@ -287,7 +277,7 @@ class RunProgram:
         read: list[Any],
         leaves: list[Any],
     ) -> Any:
-        step = new_step(self._mesh, is_update=self._is_update)
+        step = replica_trace.new_step(self._mesh, is_update=self._is_update)
         variables = [*self._written, *self._on_read, *self._read]
         old = [*written, *[c[0] for c in copies], *read]
         folded = seeds.fold_seeds(variables, old, step)
@@ -297,10 +287,10 @@ class RunProgram:
         is_uneven = bool(self._variant_of)
         step = step.with_facts(is_uneven=is_uneven, share=share)
         called, notes, shapes = self._called(variables, folded, leaves)
-        report = report_of(
+        report = replica_trace.report_of(
             self._mesh, called.outputs, notes, shapes, len(self._written)
         )
-        values, new_copies, sums = merged_state(
+        values, new_copies, sums = replica_trace.merged_state(
             step,
             variables,
             old,
@@ -309,7 +299,10 @@ class RunProgram:
             notes,
             [as_number(called.outputs[k]) for k in report.summed],
         )
-        same = [is_same(called.new[k], step.axis) for k in report.unchecked]
+        same = [
+            replica_trace.is_same(called.new[k], step.axis)
+            for k in report.unchecked
+        ]
         num_returned = len(self._written) + len(self._on_read)
         return (
             [output[None] for output in called.outputs],
@@ -327,7 +320,7 @@ class RunProgram:
         leaves: list[Any],
     ) -> Called:
         """The function on one replica's arguments."""
-        step = new_step(self._mesh, is_update=self._is_update)
+        step = replica_trace.new_step(self._mesh, is_update=self._is_update)
         own = [
             leaf.shape[1]
             for leaf, uneven in zip(leaves, self._is_uneven, strict=True)
@@ -340,9 +333,9 @@ class RunProgram:
             state_mapping=list(zip(variables, folded, strict=True)),
             initialize_variables=False,
         )
-        with replica_tracing(step, self._replica_scope), scope:
+        with replica_trace.replica_tracing(step, self._replica_scope), scope:
             results = self._fn(leaves)
-        return called_in(step, scope, results, variables, folded)
+        return replica_trace.called_in(step, scope, results, variables, folded)
 
     def _called(
         self,

@@ -12,13 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from keras_strategies._core.jaxprs import replay as replay_lib
 from keras_strategies._core.jaxprs import stages
-from keras_strategies._core.jaxprs.replay import (
-    Concatenation,
-    Reached,
-    Replay,
-    replay_scope,
-)
 from keras_strategies._core.jaxprs.value_numbers import ValueNumbers
 from keras_strategies._core.values import padded
 
@@ -105,7 +100,7 @@ def call_unevenly(
         ]
         _check_alike(traces)
         reached = [trace.reached for trace in traces]
-        if not isinstance(reached[0], Reached):
+        if not isinstance(reached[0], replay_lib.Reached):
             break
         operands = [trace.shapes[0][-1] for trace in traces]
         reduce = _of_shapes(reached[0].reduce, operands, places)
@@ -155,17 +150,17 @@ class _Trace:
         is_uneven: list[bool],
         inputs: tuple[list[Any], list[Any], list[Any]],
     ) -> None:
-        self.reached: Reached | None = None
+        self.reached: replay_lib.Reached | None = None
         self.called: Any = None
 
         def traced(state: Any, leaves: Any, known: Any) -> Any:
             own = with_rows(variant, is_uneven, leaves)
-            replay = Replay(known)
+            replay = replay_lib.Replay(known)
             try:
-                with replay_scope(replay):
+                with replay_lib.replay_scope(replay):
                     called = call(state, own)
                 replay.check_not_swallowed()
-            except Reached as reached:
+            except replay_lib.Reached as reached:
                 self.reached = reached
                 return [*replay.operands, reached.operands], [], [], []
             self.called = called
@@ -308,7 +303,7 @@ def _of_shapes(
     shapes = [[leaf.shape for leaf in variant] for variant in operands]
     if all(s == shapes[0] for s in shapes):
         return reduce
-    if isinstance(reduce, Concatenation):
+    if isinstance(reduce, replay_lib.Concatenation):
         return reduce.of_shapes([shapes[k][0] for k in places])
     raise ValueError(
         "A collective's value must have one shape on all replicas. "

@@ -11,10 +11,7 @@ from keras_strategies._core.batches import Segment
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.rows import padded_rows
 from keras_strategies._core.step_types import Batch
-from keras_strategies.keras_bridge.steps.step_functions import (
-    make_program,
-    step_variables,
-)
+from keras_strategies.keras_bridge.steps import step_functions
 from keras_strategies.keras_bridge.variables import shardings
 
 KINDS = ("train", "test", "predict")
@@ -60,9 +57,9 @@ def lower_step(
         ),
         data,
     )
-    variables = step_variables(model, kind)
+    variables = step_functions.step_variables(model, kind)
     state = tuple(shardings.shapes_of(group, mesh) for group in variables)
-    program = make_program(model, mesh, kind, variables)
+    program = step_functions.make_program(model, mesh, kind, variables)
     return program.lower(state, Segment(data=data, rows=rows, steps=1))
 
 
