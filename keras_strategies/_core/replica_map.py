@@ -7,16 +7,15 @@ compare all copies of every replicated array.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec
 
 from keras_strategies._core.buffers import Buffering, packed, unpacked
-from keras_strategies._core.jaxprs import replay
+from keras_strategies._core.jaxprs import replay, stages
 from keras_strategies._core.jaxprs.lockstep import Turn
 from keras_strategies._core.mesh import ReplicaMesh
 
@@ -149,25 +148,13 @@ _COLLECTIVES = ("psum", "pmax", "pmin", "all_gather", "reduce_scatter")
 _UNSURE = ("cond", "while")
 
 
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    """All equations of a jaxpr, closed or not, and of those in it."""
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        yield equation
-        yield from _equations_in(equation)
-
-
-def _equations_in(equation: Any) -> Iterator[Any]:
-    for inner in jaxprs_in_params(equation.params):
-        yield from _equations(inner)
-
-
 def has_unsure_collectives(jaxpr: Any) -> bool:
     """Whether a traced program communicates where some replicas may not go."""
     return any(
         inner.primitive.name.startswith(_COLLECTIVES)
-        for equation in _equations(jaxpr)
+        for equation in stages.all_equations(jaxpr)
         if equation.primitive.name in _UNSURE
-        for inner in _equations_in(equation)
+        for inner in stages.equations_in(equation)
     )
 
 
@@ -175,7 +162,7 @@ def has_convolutions(jaxpr: Any) -> bool:
     """Whether a traced program computes convolutions."""
     return any(
         equation.primitive.name == "conv_general_dilated"
-        for equation in _equations(jaxpr)
+        for equation in stages.all_equations(jaxpr)
     )
 
 
@@ -198,4 +185,4 @@ def has_unsafe_scatters(jaxpr: Any) -> bool:
         is_within_rows = bool(numbers.operand_batching_dims)
         return name != "scatter-add" or (is_unsigned and is_within_rows)
 
-    return any(map(is_one, _equations(jaxpr)))
+    return any(map(is_one, stages.all_equations(jaxpr)))

@@ -39,15 +39,13 @@ def argument(leaf: Any, mesh: ReplicaMesh) -> tuple[Kind, Any]:
                 f"evenly. Received: {leaf!r}. Pass the shapes of an even one."
             )
         return _kind(leaf.layout, shape_of(leaf.arrays[0]), mesh.split)
-    shape = getattr(leaf, "shape", None)
-    is_array = shape is not None and hasattr(leaf, "dtype")
-    if not is_array:
+    if getattr(leaf, "shape", None) is None or not hasattr(leaf, "dtype"):
         return (STATIC, None, None, value_key(leaf), leaf), None
     described = shape_of(leaf)
     if not described.shape:
         return _kind(WHOLE, described, mesh.whole)
-    if described.shape[0] % mesh.num_replicas or not described.shape[0]:
-        rows = described.shape[0]
+    rows = described.shape[0]
+    if rows % mesh.num_replicas or not rows:
         raise ValueError(
             "The rows of a distributed batch are a multiple of the replicas. "
             f"Received: an array of {rows} rows, "

@@ -122,15 +122,7 @@ class Strategy(CustomLoops):
         _check_model("attach", model)
         self._check_free(model)
         existing = binding_lib.binding_of(model)
-        binding = existing or binding_lib.Binding(
-            model,
-            owner=self,
-            mesh=self._runtime.mesh,
-            distribution=self._runtime.distribution,
-            outputs_on_chief=self._runtime.outputs_on_chief,
-            check_context=self._check_context,
-        )
-        binding.install()
+        (existing or binding_lib.Binding(model, self)).install()
         return model
 
     def detach(self, model: keras.Model) -> keras.Model:

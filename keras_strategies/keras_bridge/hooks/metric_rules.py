@@ -171,13 +171,7 @@ _ROW_MIXING_CLASSES = (
     keras.losses.Hinge,
     keras.losses.SquaredHinge,
 )
-_ROW_MIXING_FUNCTIONS = (
-    keras.losses.dice,
-    keras.losses.tversky,
-    keras.losses.circle,
-    keras.losses.hinge,
-    keras.losses.squared_hinge,
-)
+_ROW_MIXING_FUNCTIONS = tuple(made().fn for made in _ROW_MIXING_CLASSES)
 
 
 def _is_additive(

@@ -8,7 +8,7 @@ pickling, stay as they were.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -53,32 +53,20 @@ class Binding:
 
     Args:
       model: The model.
-      owner: The strategy, for `binding_of` to tell.
-      mesh: The strategy's replicas.
-      distribution: The strategy's variable creator.
-      check_context: Raises when another strategy's scope is open.
-      outputs_on_chief: Whether `predict` returns rows in the chief alone.
+      owner: The strategy: its `_runtime`, and `_check_context`, which raises
+        when another strategy's scope is open.
     """
 
-    def __init__(
-        self,
-        model: keras.Model,
-        *,
-        owner: Any,
-        mesh: ReplicaMesh,
-        distribution: variable_creator.ReplicaDistribution,
-        check_context: Callable[[], None],
-        outputs_on_chief: bool = False,
-    ) -> None:
+    def __init__(self, model: keras.Model, owner: Any) -> None:
+        runtime, mesh = owner._runtime, owner._runtime.mesh
         self.model = model
         self.owner = owner
-        self._mesh = mesh
-        self._distribution = distribution
-        self.check_context = check_context
+        self._mesh: ReplicaMesh = mesh
+        self._distribution = runtime.distribution
+        self.check_context = owner._check_context
         self.is_chief = mesh.is_chief
-        self._functions = Functions(
-            model, mesh, keeps_outputs=mesh.is_chief or not outputs_on_chief
-        )
+        keeps_outputs = mesh.is_chief or not runtime.outputs_on_chief
+        self._functions = Functions(model, mesh, keeps_outputs=keeps_outputs)
         self.trained = self._functions.trained
         self._is_in_session = False
         # The data that a fit validates on, for a class's own `evaluate`.

@@ -216,19 +216,17 @@ class RunProgram:
 
     def _state(self, last: ownership.Made) -> tuple[list[Any], list[Any]]:
         """The values of written and of read variables, ready to be passed."""
-        written, read = self._written, self._read
+        written, read, mesh = self._written, self._read, self._mesh
         taken = [v._value for v in written]
         known = [last.get(id(v)) for v in written]
-        is_rivalled = ownership.has_rivals(self._mesh)
+        is_rivalled = ownership.has_rivals(mesh)
         if is_rivalled or not ownership.are_alone(taken, known):
             made = zip(map(id, taken), known, strict=True)
             made = None if is_rivalled else {k: r for k, r in made if r}
-            mesh = self._mesh
             ownership.own(taken, written, (), made, mesh, donate=True)
         shared = [v._value for v in read]
         if not ownership.are(self._last_read, shared):
             references = list(map(weakref.ref, shared))
-            mesh = self._mesh
             ownership.own(shared, read, (), None, mesh, donate=False)
             # Those that had to be moved are looked at again next time.
             are_moved = not ownership.are(references, shared)

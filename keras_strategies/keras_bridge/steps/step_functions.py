@@ -130,9 +130,8 @@ class Functions:
         """Forgets all functions; the next use compiles anew."""
         self._last.clear()
         self._keys.clear()
-        self.model.train_function = None
-        self.model.test_function = None
-        self.model.predict_function = None
+        for kind in _GROUPS:
+            setattr(self.model, f"{kind}_function", None)
 
     def _make(self, kind: str, force: bool) -> None:
         model = self.model
