@@ -38,13 +38,22 @@ class Scope:
             create = functools.partial(on_read.create, strategy._runtime.mesh)
             stack.enter_context(variable_creator_scope(create))
             stack.enter_context(
-                scope_hooks.keras_hooks(current.entered_strategy, _in_loop)
+                scope_hooks.keras_hooks(
+                    current.entered_strategy, _check, _in_loop
+                )
             )
             self._open.append(stack.pop_all())
         return strategy
 
     def __exit__(self, *error: object) -> None:
         self._open.pop().close()
+
+
+def _check(model: keras.Model) -> None:
+    """Refuses a model that is to be compiled, while it is as it was."""
+    strategy = current.entered_strategy()
+    if strategy is not None:
+        strategy._check_free(model)
 
 
 def _in_loop(

@@ -122,7 +122,10 @@ class Strategy(CustomLoops):
         _check_model("attach", model)
         self._check_free(model)
         existing = binding_lib.binding_of(model)
-        (existing or binding_lib.Binding(model, self)).install()
+        binding = existing or binding_lib.Binding(
+            model, self, self._runtime, self._check_context
+        )
+        binding.install()
         return model
 
     def detach(self, model: keras.Model) -> keras.Model:

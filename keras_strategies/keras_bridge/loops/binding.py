@@ -8,7 +8,7 @@ pickling, stay as they were.
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -53,17 +53,24 @@ class Binding:
 
     Args:
       model: The model.
-      owner: The strategy: its `_runtime`, and `_check_context`, which raises
-        when another strategy's scope is open.
+      owner: The strategy, for `binding_of` to tell.
+      runtime: The strategy's fact sheet.
+      check_context: Raises when another strategy's scope is open.
     """
 
-    def __init__(self, model: keras.Model, owner: Any) -> None:
-        runtime, mesh = owner._runtime, owner._runtime.mesh
+    def __init__(
+        self,
+        model: keras.Model,
+        owner: Any,
+        runtime: Any,
+        check_context: Callable[[], None],
+    ) -> None:
+        mesh = runtime.mesh
         self.model = model
         self.owner = owner
         self._mesh: ReplicaMesh = mesh
         self._distribution = runtime.distribution
-        self.check_context = owner._check_context
+        self.check_context = check_context
         self.is_chief = mesh.is_chief
         keeps_outputs = mesh.is_chief or not runtime.outputs_on_chief
         self._functions = Functions(model, mesh, keeps_outputs=keeps_outputs)

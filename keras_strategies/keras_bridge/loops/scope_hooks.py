@@ -43,10 +43,12 @@ Route = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
 _InLoop = Callable[[keras.Model, str], contextlib.AbstractContextManager[None]]
 
 
-def _in_scope(entered: Callable[[], Any]) -> Iterator[Patch]:
+def _in_scope(
+    entered: Callable[[], Any], before_compile: Callable[[keras.Model], None]
+) -> Iterator[Patch]:
     norm = keras.layers.BatchNormalization
     yield TRAINER, "__init__", lambda f: _claiming(f, entered)
-    yield TRAINER, "compile", lambda f: _binding(f, entered)
+    yield TRAINER, "compile", lambda f: _binding(f, entered, before_compile)
     yield norm, "__init__", lambda f: batch_norm.accepting_init(f, entered)
 
 
@@ -72,18 +74,22 @@ _routes = _Routes()
 
 
 @contextlib.contextmanager
-def keras_hooks(entered: Callable[[], Any], in_loop: _InLoop) -> Iterator[None]:
+def keras_hooks(
+    entered: Callable[[], Any],
+    before_compile: Callable[[keras.Model], None],
+    in_loop: _InLoop,
+) -> Iterator[None]:
     """Wraps what makes, compiles and runs models, and BatchNormalization.
 
-    Process-wide, so both ask about the calling thread.
+    Process-wide, so all ask about the calling thread.
 
     Args:
       entered: Returns the strategy whose scope the thread is in, or None. It
-        gets every model that is made there, may refuse one that is to be
-        compiled, and binds it when it is.
+        is bound to every model that is made or compiled there.
+      before_compile: May refuse a model that is to be compiled.
       in_loop: May refuse one of `LOOPS`, and is in place while it runs.
     """
-    with _scope_patches.held(entered), _loop_patches.held():
+    with _scope_patches.held(entered, before_compile), _loop_patches.held():
         _in_loop.append(in_loop)
         try:
             yield
@@ -210,17 +216,16 @@ def _claiming(
 
 
 def _binding(
-    method: Callable[..., Any], entered: Callable[[], Any]
+    method: Callable[..., Any],
+    entered: Callable[[], Any],
+    before_compile: Callable[[keras.Model], None],
 ) -> Callable[..., Any]:
     @functools.wraps(method)
     def compile_and_bind(model: Any, *args: Any, **kwargs: Any) -> Any:
-        strategy = entered()
-        if strategy is None:
-            return method(model, *args, **kwargs)
-        # Refused while it is as it was.
-        strategy._check_free(model)
+        before_compile(model)
         result = method(model, *args, **kwargs)
-        strategy.attach(model)
+        if (strategy := entered()) is not None:
+            strategy.attach(model)
         return result
 
     return compile_and_bind
