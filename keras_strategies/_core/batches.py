@@ -15,13 +15,8 @@ import jax
 import numpy as np
 
 from keras_strategies._core import host_arrays
+from keras_strategies._core import rows as rows_lib
 from keras_strategies._core.mesh import ReplicaMesh, has_sharding
-from keras_strategies._core.rows import (
-    balanced_rows,
-    in_order,
-    padded_rows,
-    rows_of_processes,
-)
 
 Tree = Any
 _Key = tuple[Any, ...]
@@ -51,46 +46,19 @@ class HostBatch:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Segment:
-    """Consecutive batches of equal shape, on the devices.
+class RowShape:
+    """What the rows of consecutive batches of equal shape look like.
 
     Attributes:
-      data: The nest of arrays: (padded rows, ...) for one step, (steps,
-        padded rows, ...) for several; rows split over the replicas.
       rows: Number of rows of each batch, without the padding.
       steps: Number of batches.
       parts: Number of rows of each process, where each has padding of its
         own; None where all padding is at the end.
     """
 
-    data: Tree
     rows: int
     steps: int
     parts: tuple[int, ...] | None = None
-
-    @property
-    def padded(self) -> int:
-        """Number of rows of each batch, with the padding."""
-        return jax.tree.leaves(self.data)[0].shape[self.steps > 1]
-
-    @property
-    def is_padded(self) -> bool:
-        """Whether there is padding."""
-        return self.padded != self.rows
-
-    @property
-    def shape(self) -> "RowShape":
-        """What the batch's rows look like; static in programs."""
-        return RowShape(rows=self.rows, steps=self.steps, parts=self.parts)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RowShape:
-    """The numbers of a segment; see there."""
-
-    rows: int
-    steps: int
-    parts: tuple[int, ...] | None
 
     def without_padding(self, leaf: Any, axis: int) -> Any:
         """An array's true rows, in their order.
@@ -110,6 +78,33 @@ class RowShape:
         ]
         library = np if isinstance(leaf, np.ndarray) else jax.numpy
         return library.concatenate(pieces, axis=axis)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Segment(RowShape):
+    """Consecutive batches of equal shape, on the devices.
+
+    Attributes:
+      data: The nest of arrays: (padded rows, ...) for one step, (steps,
+        padded rows, ...) for several; rows split over the replicas.
+    """
+
+    data: Tree
+
+    @property
+    def padded(self) -> int:
+        """Number of rows of each batch, with the padding."""
+        return jax.tree.leaves(self.data)[0].shape[self.steps > 1]
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether there is padding."""
+        return self.padded != self.rows
+
+    @property
+    def shape(self) -> RowShape:
+        """What the batch's rows look like; static in programs."""
+        return RowShape(rows=self.rows, steps=self.steps, parts=self.parts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,8 +200,8 @@ def whole_batch(batch: Tree, mesh: ReplicaMesh) -> HostBatch:
     rows = num_rows(batch)
     if mesh.num_processes == 1:
         return HostBatch(data=batch, parts=(rows,), batch_size=rows)
-    counts = balanced_rows(rows, mesh.num_replicas)
-    parts = rows_of_processes(counts, mesh.num_processes)
+    counts = rows_lib.balanced_rows(rows, mesh.num_replicas)
+    parts = rows_lib.rows_of_processes(counts, mesh.num_processes)
     start = sum(parts[: mesh.process_index])
     stop = start + parts[mesh.process_index]
     data = jax.tree.map(lambda leaf: leaf[start:stop], batch)
@@ -246,7 +241,7 @@ def _place_run(
     block = _block_of(parts, mesh)
     put = _put if len(run) == 1 else _put_stacked
     leaves = [put(column, block, mesh) for column in zip(*run, strict=True)]
-    is_in_order = parts == in_order([block] * len(parts), rows)
+    is_in_order = parts == rows_lib.in_order([block] * len(parts), rows)
     return Segment(
         data=jax.tree.unflatten(structure, leaves),
         rows=rows,
@@ -257,11 +252,13 @@ def _place_run(
 
 def _block_of(parts: tuple[int, ...], mesh: ReplicaMesh) -> int:
     """How many rows each process has with its padding."""
-    block = padded_rows(max(parts), mesh.replicas_per_process)
+    block = rows_lib.padded_rows(max(parts), mesh.replicas_per_process)
     rows = sum(parts)
-    even = padded_rows(rows, mesh.num_replicas) // len(parts)
+    even = rows_lib.padded_rows(rows, mesh.num_replicas) // len(parts)
     # As short as can be, if the processes hold just that.
-    return even if parts == in_order([even] * len(parts), rows) else block
+    return (
+        even if parts == rows_lib.in_order([even] * len(parts), rows) else block
+    )
 
 
 # `make_array_from_callback` and not `device_put`, which takes three times as

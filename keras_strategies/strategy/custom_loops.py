@@ -15,7 +15,10 @@ from keras_strategies.data.options import (
     InputReplicationMode,
     check_input_options,
 )
-from keras_strategies.data.sources import from_function
+from keras_strategies.data.sources.from_function import (
+    FunctionSource,
+    InputContext,
+)
 from keras_strategies.data.sources.numpy_dataset import NumpyDataset
 from keras_strategies.keras_bridge.inputs import agree_source
 from keras_strategies.keras_bridge.inputs.choose_source import source_of_dataset
@@ -194,10 +197,7 @@ class CustomLoops:
             made = [value_fn(ValueContext(i, count)) for i in ids]
             return jax.tree.map(from_tensor, made)
 
-        if mesh.num_processes == 1:
-            made = make()
-        else:
-            made = agree_source.made_alike(mesh, f"`{_VALUES_FROM}`", make)
+        made = agree_source.made_alike(mesh, f"`{_VALUES_FROM}`", make)
         if count == 1:
             return made[0]
         structures = [jax.tree.structure(nest) for nest in made]
@@ -267,7 +267,7 @@ class CustomLoops:
 
     def distribute_datasets_from_function(
         self,
-        dataset_fn: Callable[[from_function.InputContext], Iterable[Any]],
+        dataset_fn: Callable[[InputContext], Iterable[Any]],
         options: InputOptions | None = None,
     ) -> DistributedDataset:
         """Distributes a dataset that has a replica's batches already.
@@ -298,7 +298,7 @@ class CustomLoops:
         source = agree_source.made_together(
             mesh,
             "`distribute_datasets_from_function`",
-            lambda _: from_function.FunctionSource(
+            lambda _: FunctionSource(
                 dataset_fn, mesh, is_per_replica=is_per_replica
             ),
         )
@@ -306,7 +306,7 @@ class CustomLoops:
 
     def experimental_distribute_datasets_from_function(
         self,
-        dataset_fn: Callable[[from_function.InputContext], Iterable[Any]],
+        dataset_fn: Callable[[InputContext], Iterable[Any]],
         options: InputOptions | None = None,
     ) -> DistributedDataset:
         """The old name of `distribute_datasets_from_function`; warns once."""

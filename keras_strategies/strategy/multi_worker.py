@@ -5,7 +5,11 @@ from typing import Any
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.strategy.runtime import is_chief_alone
 from keras_strategies.strategy.strategy import Strategy
-from keras_strategies.strategy.tf_compat import communication
+from keras_strategies.strategy.tf_compat.communication import (
+    CommunicationOptions,
+    check_seconds,
+    checked_options,
+)
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -54,7 +58,7 @@ class MultiWorkerMirroredStrategy(Strategy):
     def __init__(
         self,
         cluster_resolver: Any = None,
-        communication_options: communication.CommunicationOptions | None = None,
+        communication_options: CommunicationOptions | None = None,
         *,
         coordinator_address: str | None = None,
         num_processes: int | None = None,
@@ -65,8 +69,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         # It would take a tenth of the time of importing this package.
         from keras_strategies.cluster.job import place
 
-        options = communication.checked_options(communication_options)
-        communication.check_seconds("startup_timeout_s", startup_timeout_s)
+        options = checked_options(communication_options)
+        check_seconds("startup_timeout_s", startup_timeout_s)
         outputs_on_chief = is_chief_alone(predict_in)
         numbers = coordinator_address, num_processes, process_id
         self._cluster_resolver = place.join(

@@ -4,8 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from keras_strategies.strategy.compile_only import CompileOnly
-from keras_strategies.tpu import replica_meshes
 from keras_strategies.tpu.cluster_resolver import TPUClusterResolver
+from keras_strategies.tpu.replica_meshes import (
+    Assignments,
+    check_resolver,
+    mesh_of_devices,
+    the_one_given,
+)
 
 
 class TPUStrategy(CompileOnly):
@@ -58,19 +63,18 @@ class TPUStrategy(CompileOnly):
     def __init__(
         self,
         tpu_cluster_resolver: TPUClusterResolver | None = None,
-        device_assignment: replica_meshes.Assignments | None = None,
+        device_assignment: Assignments | None = None,
         *,
         layout_map: Mapping[str, Any] | None = None,
-        experimental_device_assignment: replica_meshes.Assignments
-        | None = None,
+        experimental_device_assignment: Assignments | None = None,
         experimental_spmd_xla_partitioning: bool = True,
     ) -> None:
         del experimental_spmd_xla_partitioning
-        assignment = replica_meshes.the_one_given(
+        assignment = the_one_given(
             device_assignment, experimental_device_assignment
         )
-        self._resolver = replica_meshes.check_resolver(tpu_cluster_resolver)
-        mesh = replica_meshes.mesh_of_devices(self._resolver, assignment)
+        self._resolver = check_resolver(tpu_cluster_resolver)
+        mesh = mesh_of_devices(self._resolver, assignment)
         super().__init__(mesh, layout_map=layout_map)
 
     @property

@@ -118,19 +118,13 @@ class Lockstep:
         return answer
 
     def _wait_for_turn(self, replica: int, *, for_answer: bool = False) -> None:
+        def is_over() -> bool:
+            has_answer = self._answers[replica] is not _NOTHING
+            is_next = self._turn == replica and (has_answer or not for_answer)
+            return is_next or self._error is not None
+
         with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._error is not None
-                    or (
-                        self._turn == replica
-                        and (
-                            not for_answer
-                            or self._answers[replica] is not _NOTHING
-                        )
-                    )
-                )
-            )
+            self._changed.wait_for(is_over)
             if self._error is not None:
                 raise Aborted
 

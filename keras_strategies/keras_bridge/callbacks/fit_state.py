@@ -60,6 +60,7 @@ class Loop:
       is_over: Whether nothing was left to do when it began.
       was_stopped: Whether that was so because a callback had ended training.
       verbose: As given to fit.
+      feed: The training data.
       other_batches: What the data of a fit that went on in the middle of an
         epoch had and have, where these are other batches.
       logs: What the last step or epoch returned.
@@ -80,7 +81,7 @@ class Loop:
         self.mesh = functions.mesh
         self.variables = variables
         self._functions = functions
-        self._feed = feed
+        self.feed = feed
         self._validation = call["validation_data"]
         self._epochs = call["epochs"] or 1
         self.steps_per_epoch = call["steps_per_epoch"] or feed.num_batches
@@ -135,7 +136,7 @@ class Loop:
             "is_stopped": bool(self.model.stop_training),
             "logs": numbers(self.logs),
             "sizes": self._sizes,
-            "feed": self._positions(self._feed, is_epoch_over),
+            "feed": self._positions(self.feed, is_epoch_over),
             "validation": self._positions(self._validation, True),
             "callbacks": callback_states.states_of(self.callbacks),
         }
@@ -189,14 +190,14 @@ class Loop:
         self.logs = state["logs"]
         self.was_stopped = state["is_stopped"]
         self.is_over = self.was_stopped or self.epoch >= self._epochs
-        position = self._position_of(self._feed, state["feed"])
+        position = self._position_of(self.feed, state["feed"])
         if position is not None:
-            self._feed.resume(position, self.step, self.logs)
-            if self.step or self._feed.position["step"]:
+            self.feed.resume(position, self.step, self.logs)
+            if self.step or self.feed.position["step"]:
                 self.other_batches = _differing(
                     state.get("sizes", {}),
                     self._sizes,
-                    is_other_kind=self._feed.is_other_kind,
+                    is_other_kind=self.feed.is_other_kind,
                 )
         position = self._position_of(self._validation, state["validation"])
         if position is not None:
@@ -224,11 +225,6 @@ class Loop:
     def first_epoch(self) -> int:
         """The epoch that fit begins with."""
         return max(self._epochs, self.epoch) if self.is_over else self.epoch
-
-    @property
-    def is_pass_over(self) -> bool:
-        """Whether there are fewer rows than the epoch was to have steps of."""
-        return self._feed.is_pass_over
 
     @property
     def is_last_step(self) -> bool:

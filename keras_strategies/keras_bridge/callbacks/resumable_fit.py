@@ -133,7 +133,8 @@ class KeptList(QuietCallbackList):
             if batch < loop.step // per * per:
                 return
         self._is_first = False
-        if loop.is_pass_over:
+        # There are fewer rows than the epoch was to have steps of.
+        if loop.feed.is_pass_over:
             return
         super().on_train_batch_begin(batch, logs)
 

@@ -59,12 +59,11 @@ def rule_of_update(
             return SUM
         return SAME if all(with_rows) else WHOLE
     weight = kwargs.get("sample_weight", args[1] if len(args) > 1 else None)
-    if type(metric).update_state is keras.metrics.Mean.update_state:
-        if _is_array(weight):
-            return WHOLE
-        # Weighted with its rows, a replica's mean adds to a sum over rows.
-        return SUM if _is_number(weight) and weight == rows else MEAN
-    return WHOLE
+    is_mean = type(metric).update_state is keras.metrics.Mean.update_state
+    if not is_mean or _is_array(weight):
+        return WHOLE
+    # Weighted with its rows, a replica's mean adds to a sum over rows.
+    return SUM if _is_number(weight) and weight == rows else MEAN
 
 
 def rule_of_local_update(

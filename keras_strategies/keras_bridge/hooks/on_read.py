@@ -191,6 +191,5 @@ def _parts_of_sum(value: np.ndarray, count: int) -> np.ndarray:
         floor, rest = np.divmod(value, count)
         index = np.arange(count).reshape(count, *[1] * value.ndim)
         return (floor + (index < rest)).astype(value.dtype)
-    return np.broadcast_to(value / count, (count, *value.shape)).astype(
-        value.dtype
-    )
+    parts = np.broadcast_to(value / count, (count, *value.shape))
+    return parts.astype(value.dtype)

@@ -89,7 +89,7 @@ def made_alike(
     """Makes one nest of arrays for each local replica. Collective.
 
     Args:
-      mesh: The replicas, of several processes.
+      mesh: The replicas.
       name: The call that it is for, for messages.
       make: Makes the nests.
 
@@ -98,6 +98,8 @@ def made_alike(
         processes; all raise.
       RuntimeError: another process could not make them.
     """
+    if mesh.num_processes == 1:
+        return make()
     agreement = Agreement(mesh.processes, f"making the values of {name}")
 
     def outlined() -> tuple[list[Any], list[str]]:

@@ -198,21 +198,14 @@ class _Stages:
             last[: len(operands)] = self._stages[: len(operands)]
             self._stages = last
         numbers = ValueNumbers()
-        self._are_common = [
-            len(set(column)) == 1
-            for column in zip(
-                *[numbers.of_outputs(t.jaxpr) for t in traces], strict=True
-            )
-        ]
+        of_each = [numbers.of_outputs(trace.jaxpr) for trace in traces]
+        columns = zip(*of_each, strict=True)
+        self._are_common = [len(set(column)) == 1 for column in columns]
         own = are_own + [False] * (len(self._inputs) - len(are_own))
-        first = traces[0].jaxpr.jaxpr
+        differ = stages.outputs_differing(traces[0].jaxpr.jaxpr, own)
         self._are_alike = [
             is_common and not differs
-            for is_common, differs in zip(
-                self._are_common,
-                stages.outputs_differing(first, own),
-                strict=True,
-            )
+            for is_common, differs in zip(self._are_common, differ, strict=True)
         ]
         # Of the outputs, by place; one shape of all variants.
         self._shapes = _largest([jax.tree.leaves(t.shapes) for t in traces])

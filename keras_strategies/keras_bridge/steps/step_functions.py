@@ -9,7 +9,12 @@ import jax
 import keras
 import numpy as np
 
-from keras_strategies._core.batches import Execution, Segment
+from keras_strategies._core.batches import (
+    Execution,
+    Segment,
+    true_rows,
+    unstacked,
+)
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.step_types import Batch
 from keras_strategies.keras_bridge import keras_names
@@ -219,15 +224,9 @@ class Functions:
         mesh = self.mesh
 
         def run(state: Any, segment: Segment) -> Iterator[tuple[Any, Any]]:
-            data = _on_all(segment.data, mesh)
-            if segment.steps == 1:
-                data = jax.tree.map(lambda a: a[None], data)
-            done = []
-            shape = segment.shape
-            for k in range(segment.steps):
-                batch = jax.tree.map(
-                    lambda a, k=k: shape.without_padding(a[k], 0), data
-                )
+            data = true_rows(_on_all(segment.data, mesh), segment.shape)
+            steps, done = segment.steps, []
+            for batch in [data] if steps == 1 else unstacked(data, steps):
                 outputs, new = step(state, batch)
                 state = (state[0], new) if kind == "predict" else new
                 done.append(outputs)

@@ -99,9 +99,8 @@ def sums_combined(fn: Callable[..., Any], step: StepContext) -> Any:
 
 def _are_sums_expensive(step: StepContext) -> bool:
     """Whether each array costs much; compilers elsewhere combine them."""
-    return (
-        step.facts.mesh.platform == "cpu" and step.facts.mesh.num_processes > 1
-    )
+    mesh = step.facts.mesh
+    return mesh.platform == "cpu" and mesh.num_processes > 1
 
 
 def _with_losses(
@@ -133,9 +132,8 @@ def _check_sizes(
     """Traces with twice the rows: what counts rows doubles, no other size."""
     probe = step.probe(2 * step.facts.rows)
     try:
-        eval_with_rows(
-            probe.facts.rows, functools.partial(body, probe), state, data
-        )
+        probed = functools.partial(body, probe)
+        eval_with_rows(probe.facts.rows, probed, state, data)
     except Exception as error:
         step.demand_whole(
             "metrics or marked losses are given arrays in a step of your own, "
@@ -197,12 +195,16 @@ def _probed(
     """A trace with some number of rows; its last output is the loss."""
     probe = step.probe(rows)
     fn = functools.partial(_with_losses, probe, body)
-    return jax.make_jaxpr(fn)(*state, _of_rows(rows, data))
+    return jax.make_jaxpr(fn)(*state, with_rows(rows, data))
 
 
-def _of_rows(rows: int, data: Batch) -> Any:
+def with_rows(rows: int, data: Batch, sharding: Any = None) -> Any:
+    """The shapes of a batch with another number of rows."""
     return jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), data
+        lambda leaf: jax.ShapeDtypeStruct(
+            (rows, *leaf.shape[1:]), leaf.dtype, sharding=sharding
+        ),
+        data,
     )
 
 
@@ -210,7 +212,7 @@ def eval_with_rows(
     rows: int, body: Callable[..., Any], state: Any, data: Batch
 ) -> Any:
     """The shapes that `body(*state, data)` has for another number of rows."""
-    return jax.eval_shape(body, *state, _of_rows(rows, data))
+    return jax.eval_shape(body, *state, with_rows(rows, data))
 
 
 def forget_losses(step: Callable[..., Any]) -> None:

@@ -167,13 +167,11 @@ class StepProgram:
     def _joined(
         self, state: State, new: Group, changed: list[dict[str, Any]]
     ) -> State:
-        result: list[Any] = list(state)
-        for i, group in zip(self._written, new, strict=True):
-            result[i] = group
-        for i, values in zip(self._read, changed, strict=True):
-            if values:
-                result[i] = merge_lib.with_changes(result[i], values)
-        return tuple(result)
+        read = [
+            merge_lib.with_changes(state[i], values) if values else state[i]
+            for i, values in zip(self._read, changed, strict=True)
+        ]
+        return tuple(self._ordered(new, read))
 
     # Steps as pure functions: (written, read, data) -> (logs, written,
     # changed), where `changed` maps positions in a read group to new values.
@@ -302,12 +300,9 @@ class StepProgram:
         return many
 
     def _ordered(self, written: Group, read: Group) -> list[Any]:
-        groups: Group = [None] * len(self._variables)
-        for i, group in zip(self._written, written, strict=True):
-            groups[i] = group
-        for i, group in zip(self._read, read, strict=True):
-            groups[i] = group
-        return groups
+        places = (*self._written, *self._read)
+        groups = dict(zip(places, (*written, *read), strict=True))
+        return [groups[i] for i in range(len(places))]
 
     def _output(self, old: Any, new: Any) -> tuple[list[Any], list[Any]]:
         written = [
