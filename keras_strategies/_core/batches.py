@@ -15,12 +15,8 @@ import jax
 import numpy as np
 
 from keras_strategies._core import host_arrays
+from keras_strategies._core import rows as rows_lib
 from keras_strategies._core.mesh import ReplicaMesh, has_sharding
-from keras_strategies._core.rows import (
-    balanced_rows,
-    padded_rows,
-    rows_of_processes,
-)
 
 Tree = Any
 _Key = tuple[Any, ...]
@@ -50,46 +46,19 @@ class HostBatch:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Segment:
-    """Consecutive batches of equal shape, on the devices.
+class RowShape:
+    """What the rows of consecutive batches of equal shape look like.
 
     Attributes:
-      data: The nest of arrays: (padded rows, ...) for one step, (steps,
-        padded rows, ...) for several; rows split over the replicas.
       rows: Number of rows of each batch, without the padding.
       steps: Number of batches.
       parts: Number of rows of each process, where each has padding of its
         own; None where all padding is at the end.
     """
 
-    data: Tree
     rows: int
     steps: int
     parts: tuple[int, ...] | None = None
-
-    @property
-    def padded(self) -> int:
-        """Number of rows of each batch, with the padding."""
-        return jax.tree.leaves(self.data)[0].shape[self.steps > 1]
-
-    @property
-    def is_padded(self) -> bool:
-        """Whether there is padding."""
-        return self.padded != self.rows
-
-    @property
-    def shape(self) -> "RowShape":
-        """What the batch's rows look like; static in programs."""
-        return RowShape(rows=self.rows, steps=self.steps, parts=self.parts)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RowShape:
-    """The numbers of a segment; see there."""
-
-    rows: int
-    steps: int
-    parts: tuple[int, ...] | None
 
     def without_padding(self, leaf: Any, axis: int) -> Any:
         """An array's true rows, in their order.
@@ -109,6 +78,33 @@ class RowShape:
         ]
         library = np if isinstance(leaf, np.ndarray) else jax.numpy
         return library.concatenate(pieces, axis=axis)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Segment(RowShape):
+    """Consecutive batches of equal shape, on the devices.
+
+    Attributes:
+      data: The nest of arrays: (padded rows, ...) for one step, (steps,
+        padded rows, ...) for several; rows split over the replicas.
+    """
+
+    data: Tree
+
+    @property
+    def padded(self) -> int:
+        """Number of rows of each batch, with the padding."""
+        return jax.tree.leaves(self.data)[0].shape[self.steps > 1]
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether there is padding."""
+        return self.padded != self.rows
+
+    @property
+    def shape(self) -> RowShape:
+        """What the batch's rows look like; static in programs."""
+        return RowShape(rows=self.rows, steps=self.steps, parts=self.parts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -204,8 +200,8 @@ def whole_batch(batch: Tree, mesh: ReplicaMesh) -> HostBatch:
     rows = num_rows(batch)
     if mesh.num_processes == 1:
         return HostBatch(data=batch, parts=(rows,), batch_size=rows)
-    counts = balanced_rows(rows, mesh.num_replicas)
-    parts = rows_of_processes(counts, mesh.num_processes)
+    counts = rows_lib.balanced_rows(rows, mesh.num_replicas)
+    parts = rows_lib.rows_of_processes(counts, mesh.num_processes)
     start = sum(parts[: mesh.process_index])
     stop = start + parts[mesh.process_index]
     data = jax.tree.map(lambda leaf: leaf[start:stop], batch)
@@ -222,13 +218,15 @@ def place(batches: Sequence[HostBatch], mesh: ReplicaMesh) -> Execution:
     runs: list[tuple[_Key, list[list[Any]]]] = []
     for batch in batches:
         leaves, structure = jax.tree.flatten(batch.data)
-        key = (structure, batch.parts, *map(_signature, leaves))
+        kinds = [(np.shape(leaf), leaf.dtype) for leaf in leaves]
+        key = (structure, batch.parts, kinds)
         if not runs or runs[-1][0] != key:
             runs.append((key, []))
         runs[-1][1].append(leaves)
     return Execution(
         segments=tuple(
-            _place_run(key[0], key[1], run, mesh) for key, run in runs
+            _place_run(structure, parts, run, mesh)
+            for (structure, parts, *_), run in runs
         )
     )
 
@@ -243,7 +241,7 @@ def _place_run(
     block = _block_of(parts, mesh)
     put = _put if len(run) == 1 else _put_stacked
     leaves = [put(column, block, mesh) for column in zip(*run, strict=True)]
-    is_in_order = parts == _blocks(rows, block, len(parts))
+    is_in_order = parts == rows_lib.in_order([block] * len(parts), rows)
     return Segment(
         data=jax.tree.unflatten(structure, leaves),
         rows=rows,
@@ -254,17 +252,12 @@ def _place_run(
 
 def _block_of(parts: tuple[int, ...], mesh: ReplicaMesh) -> int:
     """How many rows each process has with its padding."""
-    block = padded_rows(max(parts), mesh.replicas_per_process)
+    block = rows_lib.padded_rows(max(parts), mesh.replicas_per_process)
     rows = sum(parts)
-    even = padded_rows(rows, mesh.num_replicas) // len(parts)
+    even = rows_lib.padded_rows(rows, mesh.num_replicas) // len(parts)
     # As short as can be, if the processes hold just that.
-    return even if parts == _blocks(rows, even, len(parts)) else block
-
-
-def _blocks(rows: int, block: int, num_processes: int) -> tuple[int, ...]:
-    """The parts of rows that fill one block after the other."""
-    return tuple(
-        min(max(rows - p * block, 0), block) for p in range(num_processes)
+    return (
+        even if parts == rows_lib.in_order([even] * len(parts), rows) else block
     )
 
 
@@ -277,23 +270,15 @@ def _put(column: Sequence[Any], block: int, mesh: ReplicaMesh) -> jax.Array:
     if _is_placed(leaf, mesh):
         return leaf
     leaf = _padded(leaf, block)
-    taken = host_arrays.aligned if mesh.platform == "cpu" else _as_it_is
-    if mesh.num_processes == 1:
-        return jax.make_array_from_callback(
-            leaf.shape, mesh.split, lambda index: taken(leaf[index])
-        )
     first = mesh.process_index * block
 
     def rows_of(index: Any) -> Any:
         start, stop, _ = index[0].indices(shape[0])
-        return taken(leaf[start - first : stop - first])
+        rows = leaf[start - first : stop - first]
+        return host_arrays.aligned(rows) if mesh.platform == "cpu" else rows
 
     shape = (block * mesh.num_processes, *leaf.shape[1:])
     return jax.make_array_from_callback(shape, mesh.split, rows_of)
-
-
-def _as_it_is(leaf: Any) -> Any:
-    return leaf
 
 
 def _is_placed(leaf: Any, mesh: ReplicaMesh) -> bool:
@@ -367,7 +352,3 @@ def _padded(leaf: Any, rows: int) -> Any:
     if not len(leaf):
         return np.zeros((rows, *leaf.shape[1:]), leaf.dtype)
     return np.concatenate([leaf, np.repeat(leaf[-1:], missing, axis=0)])
-
-
-def _signature(leaf: Any) -> tuple[tuple[int, ...], Any]:
-    return np.shape(leaf), leaf.dtype

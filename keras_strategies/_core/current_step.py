@@ -2,8 +2,9 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
 from typing import Any
+
+from keras_strategies._core.attributes import attribute_set
 
 
 class _Current(threading.local):
@@ -18,12 +19,6 @@ def current_step() -> Any:
     return _current.step
 
 
-@contextlib.contextmanager
-def step_scope(step: Any) -> Iterator[None]:
+def step_scope(step: Any) -> contextlib.AbstractContextManager[None]:
     """Makes `step` this thread's step while the block runs."""
-    before = _current.step
-    _current.step = step
-    try:
-        yield
-    finally:
-        _current.step = before
+    return attribute_set(_current, "step", step)

@@ -12,7 +12,7 @@ Programs over several processes are started by whoever watches over the job.
 
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
@@ -20,24 +20,17 @@ from keras_strategies._core.mesh import ReplicaMesh
 
 _turn = threading.Lock()
 _in_flight: jax.Array | None = None
-_starter: "Starter | None" = None
-
-
-class Starter(Protocol):
-    """Starts programs over several processes; what a job's guard gives."""
-
-    def start(
-        self,
-        num_processes: int,
-        program: Callable[..., Any],
-        args: tuple[Any, ...],
-    ) -> Any:
-        """Calls a program over so many processes; returns its outputs."""
-        ...
+Starter = Callable[[int, Callable[..., Any], tuple[Any, ...]], Any]
+"""Calls a program over so many processes, and returns its outputs."""
+_starter: Starter | None = None
 
 
 def start_with(starter: Starter) -> None:
-    """Has programs over several processes started by `starter`."""
+    """Has programs over several processes started by `starter`.
+
+    Args:
+      starter: What a job's guard gives.
+    """
     global _starter
     _starter = starter
 
@@ -74,4 +67,4 @@ def _start(
 ) -> Any:
     if _starter is None or mesh.num_processes == 1:
         return fn(*args)
-    return _starter.start(mesh.num_processes, fn, args)
+    return _starter(mesh.num_processes, fn, args)

@@ -256,19 +256,15 @@ def _check_owners(owners: list[int], cores: int) -> None:
       cores: How many devices a replica has.
     """
     of_replicas = owners[::cores]
-    if any(owners[i] != of_replicas[i // cores] for i in range(len(owners))):
-        replica = next(
-            i // cores
-            for i in range(len(owners))
-            if owners[i] != of_replicas[i // cores]
-        )
+    for replica in range(len(of_replicas)):
         found = sorted(set(owners[replica * cores : (replica + 1) * cores]))
-        raise ValueError(
-            "All cores of a replica belong to one process, which reads its "
-            f"rows. Received: replica {replica} with cores of the processes "
-            f"{found}. Choose a `computation_shape` within one host's chips, "
-            "as [2, 2, 1, 1]."
-        )
+        if len(found) > 1:
+            raise ValueError(
+                "All cores of a replica belong to one process, which reads its "
+                f"rows. Received: replica {replica} with cores of the "
+                f"processes {found}. Choose a `computation_shape` within one "
+                "host's chips, as [2, 2, 1, 1]."
+            )
     runs = [owner for owner, _ in itertools.groupby(of_replicas)]
     counts = Counter(of_replicas)
     if len(runs) != len(counts) or len(set(counts.values())) > 1:

@@ -12,16 +12,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec
 
 from keras_strategies._core.buffers import Buffering, packed, unpacked
+from keras_strategies._core.jaxprs import replay, stages
 from keras_strategies._core.jaxprs.lockstep import Turn
-from keras_strategies._core.jaxprs.replay import (
-    Concatenation,
-    collective,
-    current_side,
-)
 from keras_strategies._core.jaxprs.specs import Axis
 from keras_strategies._core.mesh import ReplicaMesh
 
@@ -58,7 +53,7 @@ def split_spec(mesh: ReplicaMesh, *, dim: int = 0) -> PartitionSpec:
 
 def replica_id(axis: Axis) -> Any:
     """The id of the calling replica: traced int32, an int in lockstep."""
-    side = current_side()
+    side = replay.current_side()
     if isinstance(side, Turn):
         return side.replica
     return jax.lax.axis_index(axis)
@@ -84,11 +79,11 @@ def all_sum(
     if not leaves:
         return []
     arrays = [jnp.asarray(leaf) for leaf in leaves]
-    if isinstance(current_side(), Turn):
+    if isinstance(replay.current_side(), Turn):
         # Computed on the spot, op by op: a buffer would only cost.
         buffering = None
     reduce = functools.partial(_sum, axis=axis, buffering=buffering)
-    return collective(reduce, arrays)
+    return replay.collective(reduce, arrays)
 
 
 def _sum(
@@ -132,40 +127,43 @@ def all_concatenated(leaf: jax.Array, axis: Axis, dim: int) -> jax.Array:
     Where replicas with different numbers of rows are replayed, or take turns,
     their arrays may differ in that dimension.
     """
-    return collective(Concatenation(axis, dim), [leaf])[0]
+    return replay.collective(replay.Concatenation(axis, dim), [leaf])[0]
+
+
+def as_number(array: Any) -> Any:
+    """An array as it is added up and compared: booleans are counted."""
+    return array.astype("int32") if array.dtype == bool else array
+
+
+def of_first(array: Any, axis: Axis) -> Any:
+    """The array of replica 0, zeros on others: what all have in sum."""
+    is_first = replica_id(axis) == 0
+    return jnp.where(is_first, array, jnp.zeros_like(array))
 
 
 def _one(reduce: Callable[[Any], Any], leaf: Any) -> Any:
-    return collective(lambda leaves: [reduce(leaves[0])], [leaf])[0]
+    return replay.collective(lambda leaves: [reduce(leaves[0])], [leaf])[0]
 
 
 _COLLECTIVES = ("psum", "pmax", "pmin", "all_gather", "reduce_scatter")
 _UNSURE = ("cond", "while")
 
 
-def has_unsure_collectives(jaxpr: Any, *, inside: bool = False) -> bool:
-    """Whether a traced program communicates where some replicas may not go.
-
-    Args:
-      jaxpr: A jaxpr, closed or not.
-      inside: Whether it is itself the body of a branch or a while loop.
-    """
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        name = equation.primitive.name
-        if inside and name.startswith(_COLLECTIVES):
-            return True
-        for inner in jaxprs_in_params(equation.params):
-            if has_unsure_collectives(inner, inside=inside or name in _UNSURE):
-                return True
-    return False
+def has_unsure_collectives(jaxpr: Any) -> bool:
+    """Whether a traced program communicates where some replicas may not go."""
+    return any(
+        inner.primitive.name.startswith(_COLLECTIVES)
+        for equation in stages.all_equations(jaxpr)
+        if equation.primitive.name in _UNSURE
+        for inner in stages.equations_in(equation)
+    )
 
 
 def has_convolutions(jaxpr: Any) -> bool:
     """Whether a traced program computes convolutions."""
     return any(
         equation.primitive.name == "conv_general_dilated"
-        or any(map(has_convolutions, jaxprs_in_params(equation.params)))
-        for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns
+        for equation in stages.all_equations(jaxpr)
     )
 
 
@@ -188,8 +186,4 @@ def has_unsafe_scatters(jaxpr: Any) -> bool:
         is_within_rows = bool(numbers.operand_batching_dims)
         return name != "scatter-add" or (is_unsigned and is_within_rows)
 
-    return any(
-        is_one(equation)
-        or any(map(has_unsafe_scatters, jaxprs_in_params(equation.params)))
-        for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns
-    )
+    return any(map(is_one, stages.all_equations(jaxpr)))

@@ -22,13 +22,7 @@ def rows_of_replicas(
       The numbers of rows, in the order of replica ids; they add up to `rows`.
     """
     floor, extra = divmod(max(rows, batch_size), num_replicas)
-    counts = []
-    left = rows
-    for replica in range(num_replicas):
-        count = min(floor + (replica < extra), left)
-        counts.append(count)
-        left -= count
-    return tuple(counts)
+    return in_order([floor + (k < extra) for k in range(num_replicas)], rows)
 
 
 def padded_rows(rows: int, num_replicas: int) -> int:
@@ -44,10 +38,7 @@ def balanced_rows(rows: int, num_replicas: int) -> tuple[int, ...]:
       num_replicas: Number of replicas.
     """
     most = padded_rows(rows, num_replicas) // num_replicas
-    return tuple(
-        min(max(rows - replica * most, 0), most)
-        for replica in range(num_replicas)
-    )
+    return in_order([most] * num_replicas, rows)
 
 
 def rotated_rows(
@@ -94,8 +85,13 @@ def filled(counts: Sequence[int], rows: int) -> tuple[int, ...]:
     """
     if rows > sum(counts):
         return rows_of_replicas(rows, rows, len(counts))
+    return in_order(counts, rows)
+
+
+def in_order(places: Sequence[int], rows: int) -> tuple[int, ...]:
+    """How many rows each place takes, of those that are left for it."""
     taken = []
-    for count in counts:
-        taken.append(min(count, rows))
+    for size in places:
+        taken.append(min(size, rows))
         rows -= taken[-1]
     return tuple(taken)

@@ -42,13 +42,19 @@ class PerReplica(DistributedValues):
 
     Args:
       values: The components, arrays.
+
+    Attributes:
+      layout: How the components lie in `arrays`.
+      arrays: What holds the components: one array, or one for each.
+      total: The sum of the components, if it is known, or None.
+      shapes: The shapes of all components, if the layout is `PADDED`.
     """
 
     def __init__(self, values: Sequence[Any]) -> None:
-        self._layout = PARTS
-        self._arrays = tuple(values)
-        self._total: Any = None
-        self._shapes: Shapes | None = None
+        self.layout = PARTS
+        self.arrays = tuple(values)
+        self.total: Any = None
+        self.shapes: Shapes | None = None
 
     @classmethod
     def of(
@@ -66,70 +72,55 @@ class PerReplica(DistributedValues):
           total: Their sum, if it is known already.
           shapes: The components' shapes, if the layout is `PADDED`.
         """
-        made = cls.__new__(cls)
-        made._layout = layout
-        made._arrays = (array,)
-        made._total = total
-        made._shapes = shapes
+        made = cls((array,))
+        made.layout = layout
+        made.total = total
+        made.shapes = shapes
         return made
-
-    @property
-    def shapes(self) -> "Shapes | None":
-        """The shapes of all components, if the layout is `PADDED`."""
-        return self._shapes
-
-    @property
-    def total(self) -> Any:
-        """The sum of the components, if it is known, or None."""
-        return self._total
-
-    @property
-    def layout(self) -> str:
-        """How the components lie in `arrays`."""
-        return self._layout
-
-    @property
-    def arrays(self) -> tuple[Any, ...]:
-        """What holds the components: one array, or one for each."""
-        return self._arrays
 
     @property
     def values(self) -> tuple[Any, ...]:
         """The components, on the first device of each; no collective."""
-        if self._layout == PARTS:
-            return self._arrays
-        if self._layout == LOCAL:
+        if self.layout == PARTS:
+            return self.arrays
+        if self.layout == LOCAL:
             raise RuntimeError(
                 "The components of a value that is being merged are on "
                 "different devices of one program. Received: `.values` inside "
                 "of `merge_call`. Use `strategy.extended.reduce_to` on it."
             )
-        shards = sorted(
-            # The first of a replica's cores.
-            (s for s in self._arrays[0].addressable_shards if not s.replica_id),
-            key=lambda shard: shard.index[0].start or 0,
-        )
-        if self._layout == ROWS:
-            return tuple(shard.data for shard in shards)
-        if self._shapes is not None:
-            return tuple(
-                cut(shard.data[0], self._shapes[shard.index[0].start or 0])
-                for shard in shards
-            )
-        return tuple(shard.data[0] for shard in shards)
+        shards = self._shards()
+        if self.layout == ROWS:
+            return tuple(data for _, data in shards)
+        if self.shapes is not None:
+            return tuple(cut(data[0], self.shapes[i]) for i, data in shards)
+        return tuple(data[0] for _, data in shards)
+
+    def _shards(self) -> list[tuple[int, Any]]:
+        """What this process holds of the array: where it starts, and the part.
+
+        Of a replica's cores the first one's.
+        """
+        (array,) = self.arrays
+        shards = [
+            (shard.index[0].start or 0, shard.data)
+            for shard in array.addressable_shards
+            if not shard.replica_id
+        ]
+        return sorted(shards, key=lambda shard: shard[0])
 
     def __reduce__(self) -> Any:
         # An array over devices comes back from a pickle on one of them.
         return PerReplica, (tuple(map(np.asarray, self.values)),)
 
     def __repr__(self) -> str:
-        shapes = [np.shape(array) for array in self._arrays]
-        return f"PerReplica({self._layout}, shapes={shapes})"
+        shapes = [np.shape(array) for array in self.arrays]
+        return f"PerReplica({self.layout}, shapes={shapes})"
 
     def __str__(self) -> str:
         """The components that this process holds, by their replicas."""
-        is_traced = any(isinstance(a, Tracer) for a in self._arrays)
-        if is_traced or self._layout == LOCAL:
+        is_traced = any(isinstance(a, Tracer) for a in self.arrays)
+        if is_traced or self.layout == LOCAL:
             return repr(self)
         lines = [
             f"  {replica}: {_printed(value)}"
@@ -139,12 +130,11 @@ class PerReplica(DistributedValues):
 
     def _ids(self) -> list[int]:
         """The replicas of `values`."""
-        if self._layout == PARTS:
-            return list(range(len(self._arrays)))
-        (array,) = self._arrays
-        shards = [s for s in array.addressable_shards if not s.replica_id]
-        first = min(shard.index[0].start or 0 for shard in shards)
-        length = shards[0].data.shape[0] or 1
+        if self.layout == PARTS:
+            return list(range(len(self.arrays)))
+        shards = self._shards()
+        first, data = shards[0]
+        length = data.shape[0] or 1
         return [first // length + k for k in range(len(shards))]
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
@@ -163,27 +153,22 @@ class Mirrored(DistributedValues):
     """
 
     def __init__(self, array: Any) -> None:
-        self._array = array
-
-    @property
-    def array(self) -> Any:
-        """The value, on all devices."""
-        return self._array
+        self.array = array
 
     @property
     def values(self) -> tuple[Any, ...]:
         """The copies, one for each replica of this process."""
-        return _copies(self._array)
+        return _copies(self.array)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return np.asarray(self._array, *args, **kwargs)
+        return np.asarray(self.array, *args, **kwargs)
 
     def __repr__(self) -> str:
-        return f"Mirrored(shape={np.shape(self._array)})"
+        return f"Mirrored(shape={np.shape(self.array)})"
 
     def __str__(self) -> str:
         """The value."""
-        return f"Mirrored:{_printed(self._array)}"
+        return f"Mirrored:{_printed(self.array)}"
 
 
 def _printed(value: Any) -> str:
@@ -215,22 +200,18 @@ def _copies(array: Any) -> tuple[Any, ...]:
         return tuple(data for _, data in local_shards(array))
     held = {shard.device: shard.data for shard in array.addressable_shards}
     axes = sharding.mesh.axis_names[1:]
-    copies = []
-    for cores in devices:
-        if cores.flat[0] not in held:
-            continue
-        if sharding.is_fully_replicated:
-            copies.append(held[cores.flat[0]])
-            continue
-        # Divided over the replica's cores: it is whole on all of them.
-        of_replica = NamedSharding(Mesh(cores, axes), sharding.spec)
-        parts = [held[device] for device in cores.flat]
-        copies.append(
-            jax.make_array_from_single_device_arrays(
-                array.shape, of_replica, parts
-            )
+    local = [cores for cores in devices if cores.flat[0] in held]
+    if sharding.is_fully_replicated:
+        return tuple(held[cores.flat[0]] for cores in local)
+    # Divided over the replica's cores: it is whole on all of them.
+    return tuple(
+        jax.make_array_from_single_device_arrays(
+            array.shape,
+            NamedSharding(Mesh(cores, axes), sharding.spec),
+            [held[device] for device in cores.flat],
         )
-    return tuple(copies)
+        for cores in local
+    )
 
 
 def check_home(value: PerReplica, mesh: ReplicaMesh) -> None:
@@ -294,6 +275,21 @@ def set_apart(array: jax.Array) -> jax.Array:
     return jax.make_array_from_single_device_arrays(
         array.shape, sharding, parts
     )
+
+
+def own_components(nest: Any) -> Any:
+    """The nest with this replica's arrays in the place of its components."""
+    return jax.tree.map(
+        lambda v: v.arrays[0] if isinstance(v, PerReplica) else v,
+        nest,
+        is_leaf=is_distributed,
+    )
+
+
+def padded(array: Any, shape: tuple[int, ...]) -> Any:
+    """The array with zeros after the entries of each dimension."""
+    sizes = zip(array.shape, shape, strict=True)
+    return jax.numpy.pad(array, [(0, most - size) for size, most in sizes])
 
 
 def cut(array: Any, shape: tuple[int, ...]) -> Any:

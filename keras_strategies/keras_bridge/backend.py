@@ -32,10 +32,7 @@ def choose_backend() -> None:
         require_jax_backend()
         return
     backend = os.environ.setdefault(_BACKEND, "jax")
-    if backend != "jax":
-        raise ImportError(_fault_of_backend(backend))
-    if is_switched_on(os.environ.get(_NNX, "")):
-        raise ImportError(_FAULT_OF_NNX)
+    _check(backend, has_nnx=is_switched_on(os.environ.get(_NNX, "")))
 
 
 def require_jax_backend() -> None:
@@ -49,10 +46,7 @@ def require_jax_backend() -> None:
         os.environ.setdefault(_BACKEND, "jax")
     import keras
 
-    if keras.config.backend() != "jax":
-        raise ImportError(_fault_of_backend(keras.config.backend()))
-    if keras.config.is_nnx_enabled():
-        raise ImportError(_FAULT_OF_NNX)
+    _check(keras.config.backend(), has_nnx=keras.config.is_nnx_enabled())
 
 
 def is_switched_on(value: str) -> bool:
@@ -60,16 +54,16 @@ def is_switched_on(value: str) -> bool:
     return value.lower() in ("true", "1")
 
 
-def _fault_of_backend(backend: str) -> str:
-    return (
-        "keras_strategies needs Keras on the JAX backend. Received: "
-        f"backend {backend!r}. Set KERAS_BACKEND=jax in the "
-        "environment before keras is imported (or import "
-        "keras_strategies first with KERAS_BACKEND unset)."
-    )
-
-
-_FAULT_OF_NNX = (
-    "keras_strategies needs Keras's own variables. Received: "
-    "KERAS_NNX_ENABLED is on. Unset it before keras is imported."
-)
+def _check(backend: str, *, has_nnx: bool) -> None:
+    if backend != "jax":
+        raise ImportError(
+            "keras_strategies needs Keras on the JAX backend. Received: "
+            f"backend {backend!r}. Set KERAS_BACKEND=jax in the "
+            "environment before keras is imported (or import "
+            "keras_strategies first with KERAS_BACKEND unset)."
+        )
+    if has_nnx:
+        raise ImportError(
+            "keras_strategies needs Keras's own variables. Received: "
+            "KERAS_NNX_ENABLED is on. Unset it before keras is imported."
+        )

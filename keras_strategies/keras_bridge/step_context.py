@@ -6,12 +6,13 @@ are installed while a step is traced do nothing in other threads.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from jax.extend.core import get_opaque_trace_state
 
 from keras_strategies._core import current_step as _current
+from keras_strategies._core.attributes import attribute_set
 from keras_strategies._core.buffers import Buffering, buffering_of
 from keras_strategies._core.identity import IdentityMap, IdentitySet
 from keras_strategies._core.jaxprs.specs import Axis
@@ -205,24 +206,13 @@ class StepContext:
         self.notes.whole_reason = reason
         raise WholeBatchNeeded(reason)
 
-    @contextlib.contextmanager
-    def flag(self, name: str) -> Iterator[None]:
+    def flag(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Sets one of the flags while the block runs."""
-        before = getattr(self.flags, name)
-        setattr(self.flags, name, True)
-        try:
-            yield
-        finally:
-            setattr(self.flags, name, before)
+        return attribute_set(self.flags, name, True)
 
 
-def current_step() -> StepContext | None:
-    """The step that this thread is tracing for one of several replicas."""
-    return _current.current_step()
+current_step: Callable[[], StepContext | None] = _current.current_step
+"""The step that this thread is tracing for one of several replicas."""
 
-
-def step_scope(
-    step: StepContext | None,
-) -> contextlib.AbstractContextManager[None]:
-    """Makes `step` this thread's step while the block runs."""
-    return _current.step_scope(step)
+step_scope = _current.step_scope
+"""Makes a step this thread's step while a block runs."""

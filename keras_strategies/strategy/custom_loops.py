@@ -1,7 +1,7 @@
 """The methods of a strategy for custom training loops."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -20,10 +20,7 @@ from keras_strategies.data.sources.from_function import (
     InputContext,
 )
 from keras_strategies.data.sources.numpy_dataset import NumpyDataset
-from keras_strategies.keras_bridge.inputs.agree_source import (
-    made_alike,
-    made_together,
-)
+from keras_strategies.keras_bridge.inputs import agree_source
 from keras_strategies.keras_bridge.inputs.choose_source import source_of_dataset
 from keras_strategies.strategy import current, reducing
 from keras_strategies.strategy.replica_context import ValueContext
@@ -141,8 +138,7 @@ class CustomLoops:
             plain value.
           RuntimeError: called inside of a replica's function.
         """
-        self._check_context()
-        current.check_cross_replica("reduce")
+        self._check_call("reduce")
         return reducing.reduce(reduce_op, value, axis, self._runtime.mesh)
 
     def gather(self, value: Any, axis: int) -> Any:
@@ -160,8 +156,7 @@ class CustomLoops:
           ValueError: other dimensions differ, or there is no such one.
           RuntimeError: called inside of a replica's function.
         """
-        self._check_context()
-        current.check_cross_replica("gather")
+        self._check_call("gather")
         return reducing.gather(value, axis, self._runtime.mesh)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
@@ -194,8 +189,7 @@ class CustomLoops:
           ValueError: the structures differ; or, of several processes, the
             shapes or dtypes, where all raise.
         """
-        self._check_context()
-        current.check_cross_replica(_VALUES_FROM)
+        self._check_call(_VALUES_FROM)
         count, mesh = self.num_replicas_in_sync, self._runtime.mesh
 
         def make() -> list[Any]:
@@ -203,10 +197,7 @@ class CustomLoops:
             made = [value_fn(ValueContext(i, count)) for i in ids]
             return jax.tree.map(from_tensor, made)
 
-        if mesh.num_processes == 1:
-            made = make()
-        else:
-            made = made_alike(mesh, f"`{_VALUES_FROM}`", make)
+        made = agree_source.made_alike(mesh, f"`{_VALUES_FROM}`", make)
         if count == 1:
             return made[0]
         structures = [jax.tree.structure(nest) for nest in made]
@@ -246,8 +237,7 @@ class CustomLoops:
           TypeError: something that does not yield batches.
           NotImplementedError: options with `PER_REPLICA`, as in tf.
         """
-        self._check_context()
-        current.check_cross_replica("experimental_distribute_dataset")
+        self._check_call("experimental_distribute_dataset")
         mesh, policy = self._runtime.mesh, None
         if options is not None:
             check_input_options(options)
@@ -297,8 +287,7 @@ class CustomLoops:
         Raises:
           TypeError: what it returns does not yield batches.
         """
-        self._check_context()
-        current.check_cross_replica("distribute_datasets_from_function")
+        self._check_call("distribute_datasets_from_function")
         check_input_options(options)
         is_per_replica = (
             options is not None
@@ -306,7 +295,7 @@ class CustomLoops:
             is InputReplicationMode.PER_REPLICA
         )
         mesh = self._runtime.mesh
-        source = made_together(
+        source = agree_source.made_together(
             mesh,
             "`distribute_datasets_from_function`",
             lambda _: FunctionSource(
@@ -327,8 +316,7 @@ class CustomLoops:
         )
         return self.distribute_datasets_from_function(dataset_fn, options)
 
-    @contextlib.contextmanager
-    def debug(self) -> Iterator[None]:
+    def debug(self) -> contextlib.AbstractContextManager[None]:
         """Runs functions given to `run` eagerly while the block runs.
 
         Each replica runs the Python code itself, one at a time and in the
@@ -343,8 +331,7 @@ class CustomLoops:
               strategy.run(step, args=batch)
           ```
         """
-        with self._runner.debugging():
-            yield
+        return self._runner.debugging()
 
     def explain_input(
         self,
@@ -389,3 +376,7 @@ class CustomLoops:
     def _check_context(self) -> None:
         current.check_not_mixing(self)
         self._runtime.mesh.check_can_run()
+
+    def _check_call(self, name: str) -> None:
+        self._check_context()
+        current.check_cross_replica(name)

@@ -8,7 +8,7 @@ import jax
 import keras
 
 from keras_strategies._core.reduce_op import ReduceOp
-from keras_strategies._core.values import Mirrored, PerReplica, is_distributed
+from keras_strategies._core.values import Mirrored, own_components
 from keras_strategies.keras_bridge.step_context import current_step
 from keras_strategies.strategy import current, reducing
 from keras_strategies.strategy.runner import Runner
@@ -179,11 +179,7 @@ class StrategyExtended:
             result = self._runner(fn, args, kwargs, is_update=True)
             mesh = self._runtime.mesh
             return None if group else reducing.local_results(result, mesh)
-        args, kwargs = jax.tree.map(
-            lambda v: v.arrays[0] if isinstance(v, PerReplica) else v,
-            (args, kwargs),
-            is_leaf=is_distributed,
-        )
+        args, kwargs = own_components((args, kwargs))
         with step.flag("in_update"):
             result = fn(*args, **kwargs)
         return None if group else result
@@ -233,7 +229,7 @@ class StrategyExtended:
     def non_slot_devices(self, var_list: Any) -> tuple[jax.Device, ...]:
         """Where an optimizer's other variables lie: on all devices."""
         del var_list
-        return tuple(self._runtime.mesh.devices)
+        return self.parameter_devices
 
     @contextlib.contextmanager
     def colocate_vars_with(
@@ -244,12 +240,12 @@ class StrategyExtended:
         Raises:
           ValueError: the variable was not created in this strategy's scope.
         """
-        variable = colocate_with_variable
-        if not self.variable_created_in_scope(variable):
+        if not self.variable_created_in_scope(colocate_with_variable):
             raise ValueError(
                 "`colocate_vars_with` must only be passed a variable created "
-                f"in this strategy's scope, not: {variable.path!r}. Create it "
-                "in `with strategy.scope()`."
+                "in this strategy's scope, not: "
+                f"{colocate_with_variable.path!r}. Create it in `with "
+                "strategy.scope()`."
             )
         yield
 

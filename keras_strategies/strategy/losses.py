@@ -53,9 +53,7 @@ def compute_average_loss(
 
 def _rows_of_all(rows: int) -> int:
     step = current_step()
-    columns = (
-        step.facts.rows_of_all.get(rows, set()) if step is not None else ()
-    )
+    columns = () if step is None else step.facts.rows_of_all.get(rows, ())
     known = {sum(column) for column in columns}
     if len(known) > 1:
         raise ValueError(

@@ -8,22 +8,11 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
+from keras_strategies._core import values
 from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.reduce_op import ReduceOp, as_reduce_op
-from keras_strategies._core.replica_map import all_sum
-from keras_strategies._core.values import (
-    LOCAL,
-    PARTS,
-    ROWS,
-    STACKED,
-    DistributedValues,
-    Mirrored,
-    PerReplica,
-    check_home,
-    cut,
-    is_distributed,
-)
+from keras_strategies._core.replica_map import all_sum, as_number
 from keras_strategies.keras_bridge.hooks import on_read
 
 
@@ -33,19 +22,18 @@ def reduce(op: Any, value: Any, axis: Any, mesh: ReplicaMesh) -> Any:
     return jax.tree.map(
         lambda leaf: _reduce_one(op, leaf, axis, mesh),
         value,
-        is_leaf=is_distributed,
+        is_leaf=values.is_distributed,
     )
 
 
 def _reduce_one(op: ReduceOp, value: Any, axis: Any, mesh: ReplicaMesh) -> Any:
-    if isinstance(value, keras.Variable):
-        value = _of_variable(value, mesh)
-    if isinstance(value, Mirrored):
+    value = _read(value, mesh)
+    if isinstance(value, values.Mirrored):
         value = value.array
-    if not isinstance(value, PerReplica):
+    if not isinstance(value, values.PerReplica):
         return _reduce_plain(op, value, axis, mesh)
-    check_home(value, mesh)
-    if value.layout == LOCAL:
+    values.check_home(value, mesh)
+    if value.layout == values.LOCAL:
         if axis is not None:
             raise ValueError(
                 "`reduce` inside of `merge_call` takes axis=None. Received: "
@@ -54,17 +42,13 @@ def _reduce_one(op: ReduceOp, value: Any, axis: Any, mesh: ReplicaMesh) -> Any:
         array = summable(value.arrays[0], op)
         (total,) = all_sum([array], mesh.all_replicas)
         return total / mesh.num_replicas if op is ReduceOp.MEAN else total
-    is_mean = op is ReduceOp.MEAN
-    if (
-        axis is None
-        and value.total is not None
-        and not (
-            # The sum of integers may be out of their range.
-            is_mean and jnp.issubdtype(value.total.dtype, jnp.integer)
-        )
-    ):
-        return value.total / mesh.num_replicas if is_mean else value.total
-    if axis is None and value.layout == STACKED:
+    if axis is None and value.total is not None:
+        if op is ReduceOp.SUM:
+            return value.total
+        # The sum of integers may be out of their range.
+        if not jnp.issubdtype(value.total.dtype, jnp.integer):
+            return value.total / mesh.num_replicas
+    if axis is None and value.layout == values.STACKED:
         program = _over_replicas(mesh, op)
         return dispatch(mesh, program, value.arrays[0])[0]
     axes = None if axis is None else _as_axes(axis)
@@ -89,7 +73,7 @@ def _reduced(
 
 
 def _with_components(
-    value: PerReplica, mesh: ReplicaMesh, fn: Any, *args: Any
+    value: values.PerReplica, mesh: ReplicaMesh, fn: Any, *args: Any
 ) -> Any:
     """Calls `fn(components, *args)`: on the first device, or compiled.
 
@@ -98,7 +82,7 @@ def _with_components(
     """
     if mesh.num_processes == 1:
         return fn(_components(value, mesh), *args)
-    if value.layout == PARTS:
+    if value.layout == values.PARTS:
         raise ValueError(
             "A `PerReplica` made of a component for each replica is a value "
             "of one process. Received: one in a job of several processes. "
@@ -113,24 +97,26 @@ def _over_components(
     mesh: ReplicaMesh, layout: str, shapes: Any, fn: Any, *args: Any
 ) -> Any:
     def over(array: Any) -> tuple[Any]:
-        if layout == ROWS:
+        if layout == values.ROWS:
             parts = jnp.split(array, mesh.num_replicas)
         elif shapes is None:
             parts = list(array)
         else:
-            parts = list(map(cut, array, shapes))
+            parts = list(map(values.cut, array, shapes))
         return (fn(parts, *args),)
 
     return jax.jit(over, out_shardings=mesh.whole)
 
 
-def _of_variable(variable: keras.Variable, mesh: ReplicaMesh) -> Any:
-    """A variable's copies: a `PerReplica` where they differ."""
-    if not on_read.is_on_read(variable):
-        return Mirrored(variable.value)
+def _read(leaf: Any, mesh: ReplicaMesh) -> Any:
+    """A variable's copies: a `PerReplica` where they differ; or the leaf."""
+    if not isinstance(leaf, keras.Variable):
+        return leaf
+    if not on_read.is_on_read(leaf):
+        return values.Mirrored(leaf.value)
     # Copied: the next `run` takes the variable's own.
-    array = jnp.copy(on_read.copies_of(variable, mesh))
-    return PerReplica.of(array, STACKED)
+    array = jnp.copy(on_read.copies_of(leaf, mesh))
+    return values.PerReplica.of(array, values.STACKED)
 
 
 def _reduce_plain(
@@ -164,7 +150,7 @@ def summable(array: Any, op: ReduceOp) -> Any:
     is_exact = jnp.issubdtype(array.dtype, jnp.integer) or array.dtype == bool
     if op is ReduceOp.MEAN and is_exact:
         return array.astype("float32")
-    return array.astype("int32") if array.dtype == bool else array
+    return as_number(array)
 
 
 def _check_axes(axes: tuple[Any, ...], array: Any) -> None:
@@ -189,7 +175,7 @@ def _check_equal_shapes(parts: list[Any]) -> None:
         )
 
 
-def _components(value: PerReplica, mesh: ReplicaMesh) -> list[Any]:
+def _components(value: values.PerReplica, mesh: ReplicaMesh) -> list[Any]:
     """The components, all on the first device."""
     home = mesh.devices[0]
     return [jax.device_put(jnp.asarray(v), home) for v in value.values]
@@ -221,14 +207,13 @@ def gather(value: Any, axis: int, mesh: ReplicaMesh) -> Any:
     """See `Strategy.gather`."""
 
     def one(leaf: Any) -> Any:
-        if isinstance(leaf, keras.Variable):
-            leaf = _of_variable(leaf, mesh)
-        if not isinstance(leaf, PerReplica):
-            return leaf.array if isinstance(leaf, Mirrored) else leaf
-        check_home(leaf, mesh)
+        leaf = _read(leaf, mesh)
+        if not isinstance(leaf, values.PerReplica):
+            return leaf.array if isinstance(leaf, values.Mirrored) else leaf
+        values.check_home(leaf, mesh)
         return _with_components(leaf, mesh, _gathered, axis)
 
-    return jax.tree.map(one, value, is_leaf=is_distributed)
+    return jax.tree.map(one, value, is_leaf=values.is_distributed)
 
 
 def _gathered(parts: list[Any], axis: int) -> Any:
@@ -260,31 +245,18 @@ def _check_gathered(axis: Any, part: Any, parts: list[Any]) -> None:
 
 def local_results(value: Any, mesh: ReplicaMesh) -> tuple[Any, ...]:
     """See `Strategy.experimental_local_results`."""
-    value = jax.tree.map(
-        lambda leaf: (
-            _of_variable(leaf, mesh)
-            if isinstance(leaf, keras.Variable)
-            else leaf
-        ),
-        value,
-        is_leaf=is_distributed,
-    )
-    leaves, structure = jax.tree.flatten(value, is_leaf=is_distributed)
+    leaves, structure = jax.tree.flatten(value, is_leaf=values.is_distributed)
+    leaves = [_read(leaf, mesh) for leaf in leaves]
     counts = {
-        len(leaf.values)
-        for leaf in leaves
-        if isinstance(leaf, DistributedValues)
+        len(leaf.values) for leaf in leaves if values.is_distributed(leaf)
     }
     if not counts:
         return (value,)
     (count,) = counts
+    columns = [
+        leaf.values if values.is_distributed(leaf) else (leaf,) * count
+        for leaf in leaves
+    ]
     return tuple(
-        jax.tree.unflatten(
-            structure,
-            [
-                leaf.values[i] if isinstance(leaf, DistributedValues) else leaf
-                for leaf in leaves
-            ],
-        )
-        for i in range(count)
+        jax.tree.unflatten(structure, row) for row in zip(*columns, strict=True)
     )

@@ -15,7 +15,7 @@ from keras_strategies._core.replica_map import (
     all_sum,
     replica_id,
 )
-from keras_strategies._core.values import LOCAL, PerReplica
+from keras_strategies._core.values import LOCAL, PerReplica, own_components
 from keras_strategies.keras_bridge.step_context import StepContext
 from keras_strategies.strategy import current
 from keras_strategies.strategy.reducing import summable
@@ -97,8 +97,7 @@ class ReplicaContext:
         self._check_current("all_reduce")
         op = as_reduce_op(reduce_op)
         leaves, structure = jax.tree.flatten(value)
-        arrays = [jnp.asarray(leaf) for leaf in leaves]
-        arrays = [summable(array, op) for array in arrays]
+        arrays = [summable(jnp.asarray(leaf), op) for leaf in leaves]
         if self._step is not None:
             arrays = all_sum(arrays, self._step.axis, self._step.buffering)
         if op is ReduceOp.MEAN:
@@ -163,11 +162,7 @@ class ReplicaContext:
             )
         with current.replica_context(self._strategy, None):
             result = merge_fn(self._strategy, *merged, **merged_kwargs)
-        return jax.tree.map(
-            lambda v: v.arrays[0] if isinstance(v, PerReplica) else v,
-            result,
-            is_leaf=lambda v: isinstance(v, PerReplica),
-        )
+        return own_components(result)
 
     def __enter__(self) -> "ReplicaContext":
         """Makes this the current context again, as in tf."""

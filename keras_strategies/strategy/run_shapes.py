@@ -5,14 +5,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from keras_strategies._core import values
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.values import (
-    ROWS,
-    STACKED,
-    Mirrored,
-    PerReplica,
-    check_home,
-)
 from keras_strategies.keras_bridge.run.function_keys import value_key
 from keras_strategies.keras_bridge.steps.lower_step import shape_of
 
@@ -35,32 +29,30 @@ def argument(leaf: Any, mesh: ReplicaMesh) -> tuple[Kind, Any]:
       As `Runner` describes arguments: (kind, shape, dtype, key, leaf), and
       the shape with its sharding, None of what is no array.
     """
-    if isinstance(leaf, Mirrored):
+    if isinstance(leaf, values.Mirrored):
         return _kind(WHOLE, shape_of(leaf.array), mesh.whole)
-    if isinstance(leaf, PerReplica):
-        check_home(leaf, mesh)
-        if leaf.layout not in (ROWS, STACKED):
+    if isinstance(leaf, values.PerReplica):
+        values.check_home(leaf, mesh)
+        if leaf.layout not in (values.ROWS, values.STACKED):
             raise ValueError(
                 "A program is compiled for batches that all replicas share "
                 f"evenly. Received: {leaf!r}. Pass the shapes of an even one."
             )
         return _kind(leaf.layout, shape_of(leaf.arrays[0]), mesh.split)
-    shape = getattr(leaf, "shape", None)
-    is_array = shape is not None and hasattr(leaf, "dtype")
-    if not is_array:
+    if getattr(leaf, "shape", None) is None or not hasattr(leaf, "dtype"):
         return (STATIC, None, None, value_key(leaf), leaf), None
     described = shape_of(leaf)
     if not described.shape:
         return _kind(WHOLE, described, mesh.whole)
-    if described.shape[0] % mesh.num_replicas or not described.shape[0]:
-        rows = described.shape[0]
+    rows = described.shape[0]
+    if rows % mesh.num_replicas or not rows:
         raise ValueError(
             "The rows of a distributed batch are a multiple of the replicas. "
             f"Received: an array of {rows} rows, "
             f"{mesh.num_replicas} replicas. Pass another number of rows, or "
             "`ks.Mirrored(array)` for what each replica gets whole."
         )
-    return _kind(ROWS, described, mesh.split)
+    return _kind(values.ROWS, described, mesh.split)
 
 
 def _kind(layout: str, shape: Any, sharding: Any) -> tuple[Kind, Any]:

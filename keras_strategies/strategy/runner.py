@@ -4,36 +4,31 @@ import collections
 import contextlib
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from keras_strategies._core import values
+from keras_strategies._core.attributes import attribute_set
 from keras_strategies._core.host_arrays import from_tensor
 from keras_strategies._core.mesh import ReplicaMesh, has_sharding
-from keras_strategies._core.values import (
-    PADDED,
-    PARTS,
-    ROWS,
-    STACKED,
-    Mirrored,
-    PerReplica,
-    check_home,
-    is_distributed,
-    stacked,
-)
 from keras_strategies.keras_bridge.run.debug_run import debug_run
 from keras_strategies.keras_bridge.run.function_keys import (
     function_key,
     value_key,
 )
+from keras_strategies.keras_bridge.run.replica_trace import ReplicaScope
 from keras_strategies.keras_bridge.run.run_program import RunProgram
 from keras_strategies.keras_bridge.step_context import StepContext
 from keras_strategies.keras_bridge.variables import deferred_creation
 from keras_strategies.strategy import current, run_shapes
 from keras_strategies.strategy.replica_context import ReplicaContext
 from keras_strategies.strategy.run_shapes import STATIC, WHOLE
+
+_Argument = tuple[tuple[Any, ...], Any]
+"""How an argument enters a program, and its array; None of what is none."""
 
 _MAX_PROGRAMS = 128
 _MAX_FLAGS = 8
@@ -43,6 +38,10 @@ _NEEDS_VALUE = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
+
+
+class _Thread(threading.local):
+    is_debugging = False
 
 
 class Runner:
@@ -62,7 +61,7 @@ class Runner:
         self._programs = collections.OrderedDict()
         self._last: dict[int, Any] = {}
         self._num_made: collections.Counter[Any] = collections.Counter()
-        self._threads = threading.local()
+        self._thread = _Thread()
         self._lock = threading.RLock()
 
     def __call__(
@@ -84,24 +83,15 @@ class Runner:
         """
         current.check_not_mixing(self._strategy)
         self._mesh.check_can_run()
-        _check_call(fn, args, kwargs)
-        leaves, structure = jax.tree.flatten(
-            (tuple(args), kwargs), is_leaf=_is_leaf
-        )
+        call, leaves = _flattened(fn, args, kwargs, is_update=is_update)
         leaves = list(map(from_tensor, leaves))
-        if self._is_debugging:
-            _check_debug(self._mesh)
-            return self._debug(fn, leaves, structure, is_update)
-        kinds, arrays = [], []
-        for leaf in leaves:
-            kind, array = self._argument(leaf)
-            kinds.append(kind)
-            if kind[0] != STATIC:
-                arrays.append(array)
+        if self._thread.is_debugging:
+            return self._debug(call, leaves)
+        given = list(map(self._argument, leaves))
         try:
             # State is taken, changed and put back: one thread at a time.
             with self._lock:
-                return self._compiled(fn, structure, kinds, arrays, is_update)
+                return self._compiled(call, given)
         except _NEEDS_VALUE as error:
             raise TypeError(
                 "A function given to `run` is traced, so its arrays have no "
@@ -112,28 +102,21 @@ class Runner:
                 "strategy.debug():`."
             ) from error
 
-    def _compiled(
-        self,
-        fn: Callable[..., Any],
-        structure: Any,
-        kinds: list[tuple[Any, ...]],
-        arrays: list[Any],
-        is_update: bool,
-    ) -> Any:
-        kept = tuple(k[:4] for k in kinds)
-        key = (function_key(fn), structure, kept, is_update)
+    def _compiled(self, call: "_Call", given: list[_Argument]) -> Any:
+        kept = tuple(kind[:4] for kind, _ in given)
+        key = (function_key(call.fn), call.structure, kept, call.is_update)
         # One for each set of flags: a loop may freeze layers in turn.
         made = self._programs.get(key, [])
         program = next((p for p in made if p.is_current), None)
         if program is None:
-            program = self._make(fn, structure, kinds, arrays, is_update)
+            program = self._make(call, given)
             self._programs[key] = [program, *made[: _MAX_FLAGS - 1]]
-            self._count(fn)
+            self._count(call.fn)
             while len(self._programs) > _MAX_PROGRAMS:
                 self._programs.popitem(last=False)
         self._programs.move_to_end(key)
         deferred_creation.sync_fits(program.lifted)
-        return program(arrays, self._last)
+        return program(_arrays(given), self._last)
 
     def lower(
         self,
@@ -143,55 +126,33 @@ class Runner:
     ) -> Any:
         """Lowers the program of a call; see `Strategy.compile_run`."""
         current.check_not_mixing(self._strategy)
-        _check_call(fn, args, kwargs)
-        leaves, structure = jax.tree.flatten(
-            (tuple(args), kwargs), is_leaf=_is_leaf
-        )
+        call, leaves = _flattened(fn, args, kwargs)
         given = [run_shapes.argument(leaf, self._mesh) for leaf in leaves]
-        kinds = [kind for kind, _ in given]
-        arrays = [array for _, array in given if array is not None]
         with self._lock:
-            program = self._make(fn, structure, kinds, arrays, False)
-            return program.lower(arrays)
+            return self._make(call, given).lower(_arrays(given))
 
-    @contextlib.contextmanager
-    def debugging(self) -> Iterator[None]:
+    def debugging(self) -> contextlib.AbstractContextManager[None]:
         """Runs functions eagerly in this thread while the block runs."""
-        before = self._is_debugging
-        self._threads.is_debugging = True
-        try:
-            yield
-        finally:
-            self._threads.is_debugging = before
+        return attribute_set(self._thread, "is_debugging", True)
 
-    @property
-    def _is_debugging(self) -> bool:
-        return getattr(self._threads, "is_debugging", False)
-
-    def _debug(
-        self, fn: Any, leaves: list[Any], structure: Any, is_update: bool
-    ) -> Any:
+    def _debug(self, call: "_Call", leaves: list[Any]) -> Any:
         mesh = self._mesh
-        rows = []
+        if mesh.num_processes > 1:
+            raise RuntimeError(
+                "`debug` runs all replicas in one process. Received: `run` on "
+                f"a strategy of {mesh.num_processes} processes. Debug with a "
+                "`MirroredStrategy` on one of them, with the same data."
+            )
         deferred_creation.sync_all_fits()
-        for leaf in leaves:
-            if isinstance(leaf, PerReplica):
-                _, _, counts = self._one_array(leaf)
-                rows += [] if counts is None else [counts]
-
-        def of_replica(replica: int) -> Any:
-            own = [_own(leaf, replica, mesh) for leaf in leaves]
-            args, kwargs = jax.tree.unflatten(structure, own)
-            return fn(*args, **kwargs)
-
-        scope = self._update_scope if is_update else self._replica_scope
+        split = [leaf for leaf in leaves if isinstance(leaf, values.PerReplica)]
+        rows = [self._one_array(value)[2] for value in split]
         return debug_run(
-            of_replica,
+            lambda replica: call([_own(v, replica, mesh) for v in leaves]),
             mesh=mesh,
             scope=self._strategy.scope,
-            replica_scope=scope,
-            rows=list(zip(*rows, strict=True)),
-            is_update=is_update,
+            replica_scope=self._scope_of(call),
+            rows=list(zip(*(r for r in rows if r is not None), strict=True)),
+            is_update=call.is_update,
         )
 
     @property
@@ -199,87 +160,76 @@ class Runner:
         """How many programs are kept."""
         return sum(map(len, self._programs.values()))
 
-    def _argument(self, leaf: Any) -> tuple[tuple[Any, ...], Any]:
+    def _argument(self, leaf: Any) -> _Argument:
         """How an argument enters the program: (kind, shape, dtype, key)."""
-        if isinstance(leaf, PerReplica):
+        if isinstance(leaf, values.PerReplica):
             layout, array, rows = self._one_array(leaf)
             return (layout, array.shape, array.dtype, rows), array
-        if isinstance(leaf, Mirrored):
+        if isinstance(leaf, values.Mirrored):
             leaf = leaf.array
         if isinstance(leaf, jax.Array | np.ndarray | np.generic):
-            array = leaf
-            if not (
-                isinstance(leaf, jax.Array)
-                and has_sharding(leaf, self._mesh.whole)
-            ):
-                array = jax.device_put(leaf, self._mesh.whole)
+            whole = self._mesh.whole
+            is_placed = isinstance(leaf, jax.Array) and has_sharding(
+                leaf, whole
+            )
+            array = leaf if is_placed else jax.device_put(leaf, whole)
             return (WHOLE, array.shape, array.dtype, None), array
         return (STATIC, None, None, value_key(leaf), leaf), None
 
     def _one_array(
-        self, value: PerReplica
+        self, value: values.PerReplica
     ) -> tuple[str, Any, tuple[int, ...] | None]:
         """The layout, the array, and each replica's rows if they differ."""
-        check_home(value, self._mesh)
-        if value.layout == PADDED:
-            return (STACKED, value.arrays[0], _rows_of(value))
-        if value.layout != PARTS:
+        values.check_home(value, self._mesh)
+        if value.layout == values.PADDED:
+            shapes = value.shapes or ()
+            _check_rows(shapes)
+            return values.STACKED, value.arrays[0], tuple(s[0] for s in shapes)
+        if value.layout != values.PARTS:
             return value.layout, value.arrays[0], None
         parts = value.arrays
         shapes = [np.shape(part) for part in parts]
         dtypes = [str(jax.numpy.result_type(part)) for part in parts]
-        if len(set(dtypes)) > 1 or len({(len(s), s[1:]) for s in shapes}) > 1:
-            raise ValueError(
-                "The components of a PerReplica given to `run` may differ in "
-                "their number of rows only, the first dimension. Received: "
-                f"shapes {shapes}, dtypes {dtypes}. Pad them to one shape."
-            )
+        _check_rows(shapes, dtypes)
         if len(set(shapes)) == 1:
-            return STACKED, stacked(parts, self._mesh), None
+            return values.STACKED, values.stacked(parts, self._mesh), None
         rows = tuple(shape[0] for shape in shapes)
-        padded = [_padded(part, max(rows)) for part in parts]
-        return STACKED, stacked(padded, self._mesh), rows
+        most = (max(rows), *shapes[0][1:])
+        equal = [values.padded(jax.numpy.asarray(part), most) for part in parts]
+        return values.STACKED, values.stacked(equal, self._mesh), rows
 
-    def _make(
-        self,
-        fn: Callable[..., Any],
-        structure: Any,
-        kinds: list[tuple[Any, ...]],
-        arrays: list[Any],
-        is_update: bool,
-    ) -> RunProgram:
+    def _make(self, call: "_Call", given: list[_Argument]) -> RunProgram:
+        kinds = [kind for kind, _ in given]
+        of_arrays = [kind for kind in kinds if kind[0] != STATIC]
+
         def of_components(components: list[Any]) -> Any:
-            given = iter(components)
-            leaves = [
-                kind[4] if kind[0] == STATIC else _component(kind, next(given))
+            rest = iter(components)
+            return call(
+                kind[4] if kind[0] == STATIC else _component(kind, next(rest))
                 for kind in kinds
-            ]
-            args, kwargs = jax.tree.unflatten(structure, leaves)
-            return fn(*args, **kwargs)
+            )
 
-        is_split = [k[0] in (STACKED, ROWS) for k in kinds if k[0] != STATIC]
-        rows = [k[3] for k in kinds if k[0] != STATIC]
         program = RunProgram(
             of_components,
-            is_split,
-            rows,
+            [kind[0] in (values.STACKED, values.ROWS) for kind in of_arrays],
+            [kind[3] for kind in of_arrays],
             mesh=self._mesh,
-            replica_scope=(
-                self._update_scope if is_update else self._replica_scope
-            ),
-            is_update=is_update,
+            replica_scope=self._scope_of(call),
+            is_update=call.is_update,
         )
         with self._strategy.scope():
-            program.prepare(arrays, self._strategy._runtime.registry)
+            program.prepare(_arrays(given), self._strategy._runtime.registry)
         return program
 
-    def _replica_scope(self, step: StepContext) -> Any:
-        context = ReplicaContext(self._strategy, step)
-        return current.replica_context(self._strategy, context)
+    def _scope_of(self, call: "_Call") -> ReplicaScope:
+        """What makes the context that a call has current, for a block."""
 
-    def _update_scope(self, step: StepContext) -> Any:
-        del step
-        return current.replica_context(self._strategy, None)
+        def scope(step: StepContext) -> Any:
+            replica = ReplicaContext(self._strategy, step)
+            context = None if call.is_update else replica
+            return current.replica_context(self._strategy, context)
+
+        return scope
 
     def _count(self, fn: Any) -> None:
         code = getattr(fn, "__code__", None)
@@ -297,32 +247,37 @@ class Runner:
             )
 
 
-def _check_debug(mesh: ReplicaMesh) -> None:
-    if mesh.num_processes > 1:
-        raise RuntimeError(
-            "`debug` runs all replicas in one process. Received: `run` on a "
-            f"strategy of {mesh.num_processes} processes. Debug with a "
-            "`MirroredStrategy` on one of them, with the same data."
-        )
+class _Call(NamedTuple):
+    """A function that is run, and the structure of its arguments."""
+
+    fn: Callable[..., Any]
+    structure: Any
+    is_update: bool
+
+    def __call__(self, leaves: Iterable[Any]) -> Any:
+        args, kwargs = jax.tree.unflatten(self.structure, leaves)
+        return self.fn(*args, **kwargs)
 
 
-def _rows_of(value: PerReplica) -> tuple[int, ...]:
-    """Each replica's rows of a padded value.
+def _arrays(given: list[_Argument]) -> list[Any]:
+    return [array for _, array in given if array is not None]
 
-    Raises:
-      ValueError: the components differ in other dimensions.
-    """
-    shapes = value.shapes or ()
-    if len({shape[1:] for shape in shapes}) > 1 or not all(shapes):
+
+def _check_rows(shapes: Sequence[Any], dtypes: Sequence[str] = ()) -> None:
+    """Raises ValueError for components that differ in more than their rows."""
+    if len({(len(s), s[1:]) for s in shapes}) > 1 or len(set(dtypes)) > 1:
+        of_dtypes = f", dtypes {dtypes}" if dtypes else ""
         raise ValueError(
             "The components of a PerReplica given to `run` may differ in "
             "their number of rows only, the first dimension. Received: "
-            f"shapes {list(shapes)}. Pad them to one shape."
+            f"shapes {list(shapes)}{of_dtypes}. Pad them to one shape."
         )
-    return tuple(shape[0] for shape in shapes)
 
 
-def _check_call(fn: Any, args: Any, kwargs: Any) -> None:
+def _flattened(
+    fn: Any, args: Any, kwargs: Any, *, is_update: bool = False
+) -> tuple[_Call, list[Any]]:
+    """A call, and the leaves of its arguments."""
     if not callable(fn):
         raise TypeError(
             "`run` calls a function on every replica. Received: an object of "
@@ -334,17 +289,18 @@ def _check_call(fn: Any, args: Any, kwargs: Any) -> None:
             f"dict `kwargs`. Received: args of type {type(args).__name__}, "
             f"kwargs of type {type(kwargs).__name__}. Write `args=(x,)`."
         )
-
-
-def _is_leaf(value: Any) -> bool:
-    return value is None or is_distributed(value)
+    leaves, structure = jax.tree.flatten(
+        (tuple(args), kwargs),
+        is_leaf=lambda leaf: leaf is None or values.is_distributed(leaf),
+    )
+    return _Call(fn, structure, is_update), leaves
 
 
 def _own(leaf: Any, replica: int, mesh: ReplicaMesh) -> Any:
     """What one replica gets of an argument, in debug mode."""
-    if isinstance(leaf, Mirrored):
+    if isinstance(leaf, values.Mirrored):
         leaf = leaf.array
-    if isinstance(leaf, PerReplica):
+    if isinstance(leaf, values.PerReplica):
         # On all devices, so that it can be combined with variables.
         return jax.device_put(np.asarray(leaf.values[replica]), mesh.whole)
     if isinstance(leaf, jax.Array | np.ndarray | np.generic):
@@ -352,11 +308,5 @@ def _own(leaf: Any, replica: int, mesh: ReplicaMesh) -> Any:
     return leaf
 
 
-def _padded(part: Any, rows: int) -> Any:
-    array = jax.numpy.asarray(part)
-    missing = [(0, rows - array.shape[0])] + [(0, 0)] * (array.ndim - 1)
-    return jax.numpy.pad(array, missing)
-
-
 def _component(kind: tuple[Any, ...], array: Any) -> Any:
-    return array[0] if kind[0] == STACKED else array
+    return array[0] if kind[0] == values.STACKED else array

@@ -2,18 +2,13 @@
 
 import contextlib
 import functools
-from types import TracebackType
 
 import keras
 
 from keras_strategies.keras_bridge.hooks import on_read
 from keras_strategies.keras_bridge.loops import binding as binding_lib
 from keras_strategies.keras_bridge.loops import scope_hooks
-from keras_strategies.keras_bridge.variables import ownership
-from keras_strategies.keras_bridge.variables.variable_creator import (
-    distribution_scope,
-    variable_creator_scope,
-)
+from keras_strategies.keras_bridge.variables import ownership, variable_creator
 from keras_strategies.strategy import current
 
 
@@ -25,46 +20,24 @@ class Scope:
         self._open: list[contextlib.ExitStack] = []
 
     def __enter__(self) -> current.AnyStrategy:
-        strategy = self._strategy
+        strategy, runtime = self._strategy, self._strategy._runtime
         current.check_not_mixing(strategy)
         current.check_cross_replica("scope")
-        stack = contextlib.ExitStack()
-        with stack:
+        create = functools.partial(on_read.create, runtime.mesh)
+        hooks = current.entered_strategy, _check, _in_loop
+        with contextlib.ExitStack() as stack:
+            enter = stack.enter_context
             current.stack.entered.append(strategy)
             stack.callback(current.stack.entered.pop)
-            stack.enter_context(
-                distribution_scope(strategy._runtime.distribution)
-            )
-            ownership.note_devices(strategy._runtime.mesh)
-            create = functools.partial(on_read.create, strategy._runtime.mesh)
-            stack.enter_context(variable_creator_scope(create))
-            stack.enter_context(
-                scope_hooks.keras_hooks(
-                    _claim, _check, _bind, _in_loop, current.has_strategy
-                )
-            )
+            enter(variable_creator.distribution_scope(runtime.distribution))
+            ownership.note_devices(runtime.mesh)
+            enter(variable_creator.variable_creator_scope(create))
+            enter(scope_hooks.keras_hooks(*hooks))
             self._open.append(stack.pop_all())
         return strategy
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._open.pop().close()
-
-
-def _claim(model: keras.Model) -> None:
-    """Makes a model of this thread's scope the strategy's."""
-    strategy = current.entered_strategy()
-    if strategy is not None:
-        scope_hooks.bind_on_use(
-            model,
-            strategy,
-            strategy.attach,
-            lambda m: binding_lib.binding_of(m) is not None,
-        )
 
 
 def _check(model: keras.Model) -> None:
@@ -72,13 +45,6 @@ def _check(model: keras.Model) -> None:
     strategy = current.entered_strategy()
     if strategy is not None:
         strategy._check_free(model)
-
-
-def _bind(model: keras.Model) -> None:
-    """Binds a model that was compiled, if this thread is in a scope."""
-    strategy = current.entered_strategy()
-    if strategy is not None:
-        strategy.attach(model)
 
 
 def _in_loop(
@@ -96,7 +62,7 @@ def _in_loop(
     binding = binding_lib.binding_of(model)
     if binding is not None:
         binding.check_context()
-        return distribution_scope(None)
+        return variable_creator.distribution_scope(None)
     kind = type(strategy).__name__
     if scope_hooks.is_bound_on_use(model):
         if not name.startswith("predict"):

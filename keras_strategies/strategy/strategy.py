@@ -1,5 +1,6 @@
 """The behaviour that all strategies share."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -126,12 +127,7 @@ class Strategy(CustomLoops):
         self._check_free(model)
         existing = binding_lib.binding_of(model)
         binding = existing or binding_lib.Binding(
-            model,
-            owner=self,
-            mesh=self._runtime.mesh,
-            distribution=self._runtime.distribution,
-            outputs_on_chief=self._runtime.outputs_on_chief,
-            check_context=self._check_context,
+            model, self, self._runtime, self._check_context
         )
         binding.install()
         return model
@@ -148,7 +144,6 @@ class Strategy(CustomLoops):
         Raises:
           ValueError: the model is not bound to this strategy.
         """
-        _check_model("detach", model)
         self._binding_of("detach", model).remove()
         return model
 
@@ -183,15 +178,10 @@ class Strategy(CustomLoops):
           print(program)
           ```
         """
-        _check_model("compile_step", model)
         binding = self._binding_of("compile_step", model)
-        mesh = self._runtime.mesh
-        build = binding.build_for_shapes
-        return compile_program(
-            lambda: lower_step(model, mesh, kind, batch, build),
-            mesh,
-            f"{kind} step",
-        )
+        mesh, build = self._runtime.mesh, binding.build_for_shapes
+        lower = functools.partial(lower_step, model, mesh, kind, batch, build)
+        return compile_program(lower, mesh, f"{kind} step")
 
     def compile_run(
         self,
@@ -226,12 +216,9 @@ class Strategy(CustomLoops):
           ```
         """
         current.check_outside("compile_run")
-        mesh = self._runtime.mesh
-        return compile_program(
-            lambda: self._runner.lower(fn, args, kwargs or {}),
-            mesh,
-            f"run of {getattr(fn, '__name__', 'a function')}",
-        )
+        lower = functools.partial(self._runner.lower, fn, args, kwargs or {})
+        name = f"run of {getattr(fn, '__name__', 'a function')}"
+        return compile_program(lower, self._runtime.mesh, name)
 
     def describe(self, model: keras.Model | None = None) -> None:
         """Prints the mesh and a table of variables.
@@ -246,12 +233,9 @@ class Strategy(CustomLoops):
 
         from keras_strategies.strategy.inspect.describe import describe_table
 
-        mesh = self._runtime.mesh
-        if model is None:
-            variables = list(self._runtime.registry)
-        else:
-            variables = all_variables(model)
-        Console().print(describe_table(mesh, variables))
+        created = self._runtime.registry
+        variables = list(created) if model is None else all_variables(model)
+        Console().print(describe_table(self._runtime.mesh, variables))
 
     def __copy__(self) -> "Strategy":
         raise RuntimeError(
@@ -281,6 +265,7 @@ class Strategy(CustomLoops):
 
     def _binding_of(self, name: str, model: keras.Model) -> Any:
         """The binding of a model of this strategy; `name` takes no other."""
+        _check_model(name, model)
         existing = binding_lib.binding_of(model)
         if existing is None or existing.owner is not self:
             raise ValueError(
@@ -320,4 +305,4 @@ def _watch_job() -> None:
 
     # A mesh of a topology's devices has no job.
     if kv_store.is_available():
-        dispatch.start_with(watchdog.start())
+        dispatch.start_with(watchdog.start().start)

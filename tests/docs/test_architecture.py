@@ -126,7 +126,7 @@ def test_the_walk_of_a_variable():
 
 def test_the_walk_of_a_gradient():
     model = compiled()
-    begins = ("keras_bridge/hooks/optimizer_hooks.py", "apply")
+    begins = ("keras_bridge/hooks/optimizer_hooks.py", "stateless_apply")
     with Recorder(begins, last="keras_bridge/inputs/feed.py") as recorder:
         fit(model)
     check("A gradient", recorder.files)

@@ -24,6 +24,7 @@ from keras_strategies._core.jaxprs.specs import Axis
 _SHAPES = "a collective (Concatenation)"
 END = "the function's end"
 """Where replicas meet when the user's function has returned."""
+_NOTHING: Any = object()
 
 
 class Aborted(BaseException):
@@ -67,7 +68,8 @@ class Lockstep:
             except Aborted:
                 pass
             except BaseException as error:
-                self._fail(error)
+                # `_end` wakes the others.
+                self._error = self._error or error
             finally:
                 self._end(replica)
 
@@ -117,30 +119,19 @@ class Lockstep:
         return answer
 
     def _wait_for_turn(self, replica: int, *, for_answer: bool = False) -> None:
+        def is_over() -> bool:
+            has_answer = self._answers[replica] is not _NOTHING
+            is_next = self._turn == replica and (has_answer or not for_answer)
+            return is_next or self._error is not None
+
         with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._error is not None
-                    or (
-                        self._turn == replica
-                        and (
-                            not for_answer
-                            or self._answers[replica] is not _NOTHING
-                        )
-                    )
-                )
-            )
+            self._changed.wait_for(is_over)
             if self._error is not None:
                 raise Aborted
 
     def _end(self, replica: int) -> None:
         with self._changed:
             self._turn = replica + 1
-            self._changed.notify_all()
-
-    def _fail(self, error: BaseException) -> None:
-        with self._changed:
-            self._error = self._error or error
             self._changed.notify_all()
 
 
@@ -241,13 +232,6 @@ class Turn:
 
 def _is_float(array: Any) -> bool:
     return jnp.issubdtype(array.dtype, jnp.inexact)
-
-
-class _Nothing:
-    pass
-
-
-_NOTHING = _Nothing()
 
 
 def _name(reduce: Any) -> str:

@@ -4,7 +4,7 @@ References (`jax.new_ref`) carry values from one equation to another besides:
 whoever uses one waits for all that was written to it, and needs it written.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from jax.extend.core import (
@@ -138,9 +138,20 @@ def _is_own(equation: Any) -> bool:
 
     So do a replica's number, and what Python answers.
     """
-    if equation.primitive.name == "axis_index" or acts(equation):
-        return True
     return any(
-        any(map(_is_own, getattr(inner, "jaxpr", inner).eqns))
-        for inner in jaxprs_in_params(equation.params)
+        each.primitive.name == "axis_index" or acts(each)
+        for each in (equation, *equations_in(equation))
     )
+
+
+def all_equations(jaxpr: Any) -> Iterator[Any]:
+    """All equations of a jaxpr, closed or not, and those in them."""
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield equation
+        yield from equations_in(equation)
+
+
+def equations_in(equation: Any) -> Iterator[Any]:
+    """All equations of the jaxprs among an equation's parameters."""
+    for inner in jaxprs_in_params(equation.params):
+        yield from all_equations(inner)

@@ -1,5 +1,6 @@
 """Devices as users write them: "CPU:0", "/gpu:1", "tpu:3", jax devices."""
 
+import collections
 import re
 from collections.abc import Iterable, Sequence
 
@@ -73,12 +74,11 @@ def local_devices() -> list[jax.Device]:
 
 
 def _names(available: Sequence[jax.Device]) -> list[str]:
-    count: dict[str, int] = {}
+    seen: collections.Counter[str] = collections.Counter()
     names = []
     for device in available:
-        index = count.get(device.platform, 0)
-        count[device.platform] = index + 1
-        names.append(f"{device.platform}:{index}")
+        names.append(f"{device.platform}:{seen[device.platform]}")
+        seen[device.platform] += 1
     return names
 
 

@@ -64,8 +64,8 @@ class Manifest:
       files: (size in bytes, sha256 in hexadecimal digits) of each file but the
         manifest, by names relative to the checkpoint's folder, with `/`.
       facts: JSON for people and for `retention.py`: "logs" with metrics,
-        "epoch", "started", "num_processes". Numbers that JSON has not are strings:
-        "NaN", "Infinity", "-Infinity".
+        "epoch", "started", "num_processes". Numbers that JSON has not are
+        strings: "NaN", "Infinity", "-Infinity".
     """
 
     version: int = VERSION

@@ -11,15 +11,14 @@ from typing import Any
 
 import keras
 
-from keras_strategies.cluster.exchange.message_forms import (
-    Form,
-    fault_of,
-    is_count,
-)
+from keras_strategies.cluster.exchange import message_forms
 
 _logger = logging.getLogger(__name__)
 
 State = dict[str, Any]
+
+_SAVING = ("best", "_batches_seen_since_last_saving", "_last_batch_seen")
+_OWN = ("get_state", "set_state")
 
 _ATTRIBUTES: tuple[tuple[type[Any], tuple[str, ...]], ...] = (
     (
@@ -30,19 +29,8 @@ _ATTRIBUTES: tuple[tuple[type[Any], tuple[str, ...]], ...] = (
         keras.callbacks.ReduceLROnPlateau,
         ("wait", "best", "cooldown_counter"),
     ),
-    (
-        keras.callbacks.ModelCheckpoint,
-        ("best", "_batches_seen_since_last_saving", "_last_batch_seen"),
-    ),
-    (
-        keras.callbacks.OrbaxCheckpoint,
-        (
-            "best",
-            "_batches_seen_since_last_saving",
-            "_last_batch_seen",
-            "_total_batches_seen",
-        ),
-    ),
+    (keras.callbacks.ModelCheckpoint, _SAVING),
+    (keras.callbacks.OrbaxCheckpoint, (*_SAVING, "_total_batches_seen")),
     (
         keras.callbacks.TensorBoard,
         ("_global_train_batch", "_global_test_batch"),
@@ -58,12 +46,8 @@ def states_of(callbacks: Iterable[Any]) -> dict[str, State]:
 
     Nests of what JSON can hold and of numpy arrays.
     """
-    found = {}
-    for name, callback in _named(callbacks).items():
-        state = _state_of(callback)
-        if state is not None:
-            found[name] = state
-    return found
+    states = {n: _state_of(c) for n, c in _named(callbacks).items()}
+    return {n: state for n, state in states.items() if state is not None}
 
 
 def set_states(callbacks: Iterable[Any], states: dict[str, State]) -> None:
@@ -91,11 +75,10 @@ def resume_writing(
     """
     changed = []
     for name, callback in _named(callbacks).items():
-        if not isinstance(callback, keras.callbacks.CSVLogger):
+        is_logger = isinstance(callback, keras.callbacks.CSVLogger)
+        if not is_logger or name not in states:
             continue
-        if name not in states:
-            continue
-        _check(callback, states[name], {"size": is_count})
+        _check(callback, states[name], {"size": message_forms.is_count})
         changed.append((callback, callback.append))
         callback.append = True
         size, path = states[name]["size"], callback.filename
@@ -107,11 +90,7 @@ def resume_writing(
 def warn_of_halves(callbacks: Iterable[Any]) -> None:
     """Warns of callbacks that have `get_state` without `set_state`."""
     for callback in callbacks:
-        missing = [
-            name
-            for name in ("get_state", "set_state")
-            if not callable(getattr(callback, name, None))
-        ]
+        missing = [n for n in _OWN if not callable(getattr(callback, n, None))]
         if len(missing) == 1:
             _logger.warning(
                 "The state of a callback is saved if it has `get_state` and "
@@ -167,8 +146,8 @@ def _set_state(callback: Any, state: State) -> None:
         model.history = callback
 
 
-def _check(callback: Any, state: Any, form: Form) -> None:
-    fault = fault_of(state, form)
+def _check(callback: Any, state: Any, form: message_forms.Form) -> None:
+    fault = message_forms.fault_of(state, form)
     if fault is not None:
         raise ValueError(
             "A callback resumes with the state that one of its kind had. "
@@ -178,6 +157,4 @@ def _check(callback: Any, state: Any, form: Form) -> None:
 
 
 def _has_own(callback: Any) -> bool:
-    return callable(getattr(callback, "get_state", None)) and callable(
-        getattr(callback, "set_state", None)
-    )
+    return all(callable(getattr(callback, name, None)) for name in _OWN)

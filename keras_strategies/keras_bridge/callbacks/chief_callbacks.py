@@ -91,7 +91,8 @@ class _Together(keras.callbacks.BackupAndRestore):
         if self._ks_mesh.is_chief:
             super()._save_model()
         elif self._ks_mesh.spreads_shards:
-            self.model.save_weights(self._weights_path, overwrite=True)
+            model: Any = self.model
+            model.save_weights(self._weights_path, overwrite=True)
 
     def on_train_end(self, logs: Any = None) -> None:
         if self._ks_mesh.is_chief:

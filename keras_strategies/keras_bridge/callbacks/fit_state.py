@@ -60,8 +60,10 @@ class Loop:
       is_over: Whether nothing was left to do when it began.
       was_stopped: Whether that was so because a callback had ended training.
       verbose: As given to fit.
+      feed: The training data.
       other_batches: What the data of a fit that went on in the middle of an
         epoch had and have, where these are other batches.
+      logs: What the last step or epoch returned.
       given: What it resumes with, until it has.
       callbacks: Those of fit, without the checkpoint callback.
       settle: Waits for callbacks that run in other threads.
@@ -79,7 +81,7 @@ class Loop:
         self.mesh = functions.mesh
         self.variables = variables
         self._functions = functions
-        self._feed = feed
+        self.feed = feed
         self._validation = call["validation_data"]
         self._epochs = call["epochs"] or 1
         self.steps_per_epoch = call["steps_per_epoch"] or feed.num_batches
@@ -93,7 +95,7 @@ class Loop:
         self.callbacks: list[Any] = []
         self.settle: Callable[[], None] = lambda: None
         self._seen = functions.trained.steps
-        self._logs: Any = None
+        self.logs: Any = None
         self.given: State | None = None
 
     # What is saved.
@@ -132,9 +134,9 @@ class Loop:
             "step": self.step,
             "num_steps": self.num_steps,
             "is_stopped": bool(self.model.stop_training),
-            "logs": numbers(self._logs),
+            "logs": numbers(self.logs),
             "sizes": self._sizes,
-            "feed": self._positions(self._feed, is_epoch_over),
+            "feed": self._positions(self.feed, is_epoch_over),
             "validation": self._positions(self._validation, True),
             "callbacks": callback_states.states_of(self.callbacks),
         }
@@ -153,14 +155,13 @@ class Loop:
             position = feed.position_at(place)
         if not feed.is_process_local or self.mesh.num_processes == 1:
             return {"position": position}
-        agreement = Agreement(self.mesh.processes, "keeping a position")
+        processes = self.mesh.processes
+        agreement = Agreement(processes, "keeping a position")
         received = agreement.exchange(json.dumps(position))
         agreement.end()
+        about = "their positions in the data"
         positions = read_messages(
-            received,
-            _POSITION,
-            processes=self.mesh.processes,
-            about="their positions in the data",
+            received, _POSITION, processes=processes, about=about
         )
         return {"positions": positions}
 
@@ -186,17 +187,17 @@ class Loop:
         self.given = state
         self.epoch, self.step = state["epoch"], state["step"]
         self.num_steps = state["num_steps"]
-        self._logs = state["logs"]
+        self.logs = state["logs"]
         self.was_stopped = state["is_stopped"]
         self.is_over = self.was_stopped or self.epoch >= self._epochs
-        position = self._position_of(self._feed, state["feed"])
+        position = self._position_of(self.feed, state["feed"])
         if position is not None:
-            self._feed.resume(position, self.step, self._logs)
-            if self.step or self._feed.position["step"]:
+            self.feed.resume(position, self.step, self.logs)
+            if self.step or self.feed.position["step"]:
                 self.other_batches = _differing(
                     state.get("sizes", {}),
                     self._sizes,
-                    is_other_kind=self._feed.is_other_kind,
+                    is_other_kind=self.feed.is_other_kind,
                 )
         position = self._position_of(self._validation, state["validation"])
         if position is not None:
@@ -210,14 +211,12 @@ class Loop:
         ):
             return saved["position"]
         positions = saved.get("positions", [saved.get("position")])
-        if (
-            len(positions) != self.mesh.num_processes
-            or not feed.is_process_local
-        ):
+        count = self.mesh.num_processes
+        if len(positions) != count or not feed.is_process_local:
             raise ValueError(
                 "Where rows are each process's own, a fit resumes with as "
                 "many processes as it had. Received: positions of "
-                f"{len(positions)} processes, now {self.mesh.num_processes}. "
+                f"{len(positions)} processes, now {count}. "
                 "Start as many, or give all processes the same data."
             )
         return positions[self.mesh.process_index]
@@ -226,11 +225,6 @@ class Loop:
     def first_epoch(self) -> int:
         """The epoch that fit begins with."""
         return max(self._epochs, self.epoch) if self.is_over else self.epoch
-
-    @property
-    def is_pass_over(self) -> bool:
-        """Whether there are fewer rows than the epoch was to have steps of."""
-        return self._feed.is_pass_over
 
     @property
     def is_last_step(self) -> bool:
@@ -255,15 +249,13 @@ class Loop:
 
     def begin_epoch(self, epoch: int) -> bool:
         """An epoch begins; returns whether its beginning was done before."""
-        is_begun = self.given is not None and self.step > 0
-        if is_begun:
-            assert self.given is not None
-            callback_states.set_states(self.callbacks, self.given["callbacks"])
-        else:
-            self.epoch, self.step = epoch, 0
-        self.given = None
+        given, self.given = self.given, None
         self._seen = self._functions.trained.steps
-        return is_begun
+        if given is not None and self.step:
+            callback_states.set_states(self.callbacks, given["callbacks"])
+            return True
+        self.epoch, self.step = epoch, 0
+        return False
 
     def count(self, logs: Any) -> bool:
         """Counts what was computed; returns whether it was anything."""
@@ -272,18 +264,14 @@ class Loop:
         self.step += new
         self.num_steps += new
         if new:
-            self._logs = logs
+            self.logs = logs
         return new > 0
 
     def end_epoch(self, logs: Any) -> None:
         """An epoch is done."""
         self.epoch += 1
         self.step = 0
-        self._logs = logs
-
-    def last_logs(self) -> Any:
-        """What the last epoch returned, of a loop that is over already."""
-        return self._logs
+        self.logs = logs
 
 
 def _differing(

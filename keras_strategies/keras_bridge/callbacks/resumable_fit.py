@@ -105,11 +105,8 @@ class KeptList(QuietCallbackList):
         """Called at the start; a resumed fit restores its callbacks' state."""
         loop = self._loop
         given = loop.given
-        opened = (
-            callback_states.resume_writing(loop.callbacks, given["callbacks"])
-            if given is not None
-            else []
-        )
+        states = {} if given is None else given["callbacks"]
+        opened = callback_states.resume_writing(loop.callbacks, states)
         super().on_train_begin(logs)
         for callback, append in opened:
             callback.append = append
@@ -136,7 +133,8 @@ class KeptList(QuietCallbackList):
             if batch < loop.step // per * per:
                 return
         self._is_first = False
-        if loop.is_pass_over:
+        # There are fewer rows than the epoch was to have steps of.
+        if loop.feed.is_pass_over:
             return
         super().on_train_batch_begin(batch, logs)
 
@@ -155,7 +153,7 @@ class KeptList(QuietCallbackList):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Ends; also a loop that had nothing left to do."""
-        super().on_train_end(logs or self._loop.last_logs())
+        super().on_train_end(logs or self._loop.logs)
 
 
 def resumable_fit(
@@ -229,11 +227,7 @@ def checkpointer_among(callbacks: Any) -> CheckpointCallback | None:
             "One callback decides where a fit resumes. Received: "
             f"{', '.join(rivals)}. Leave all out but one."
         )
-    if any(
-        checkpointer in one.callbacks
-        for one in lists
-        for checkpointer in checkpointers
-    ):
+    if any(checkpointers[0] in one.callbacks for one in lists):
         raise ValueError(
             f"`{type(checkpointers[0]).__name__}` comes after all other "
             "callbacks. Received: a `CallbackList`, which has an order of its "

@@ -23,13 +23,18 @@ from keras_strategies.keras_bridge.step_context import current_step
 
 
 def accepting_init(
-    original: Callable[..., None], is_active: Callable[[], bool]
+    original: Callable[..., None], entered: Callable[[], Any]
 ) -> Callable[..., None]:
-    """Wraps the layer's constructor so that it accepts `synchronized=True`."""
+    """Wraps the layer's constructor so that it accepts `synchronized=True`.
+
+    Args:
+      original: The constructor.
+      entered: Returns the strategy whose scope the thread is in, or None.
+    """
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        if not kwargs.get("synchronized") or not is_active():
+        if not kwargs.get("synchronized") or entered() is None:
             original(self, *args, **kwargs)
             return
         original(self, *args, **(kwargs | {"synchronized": False}))
@@ -56,12 +61,11 @@ def global_moments(
     step = current_step()
     # Replicas may hold different numbers of rows in `run` alone.
     is_run = step is not None and step.facts.is_local
-    is_divided = is_run or (step is not None and not step.flags.is_whole)
+    if step is not None and step.flags.is_whole and not is_run:
+        step = None  # It sees all rows.
 
     def over_replicas(value: Any) -> Any:
-        if step is None or not is_divided:
-            return value
-        return all_mean(value, step.axis)
+        return value if step is None else all_mean(value, step.axis)
 
     axes = list(layer._reduction_axes or ())
 
@@ -86,12 +90,9 @@ def global_moments(
 
     count = ops.sum(ops.cast(kept, inputs.dtype), axes, keepdims=True)
     count = over_replicas(count)
-    if step is not None and is_divided:
-        # Keras adds epsilon to the count of the whole batch.
-        epsilon = keras.config.epsilon() / step.num_replicas
-    else:
-        epsilon = keras.config.epsilon()
-    weight = count + epsilon
+    # Keras adds epsilon to the count of the whole batch.
+    num_replicas = 1 if step is None else step.num_replicas
+    weight = count + keras.config.epsilon() / num_replicas
     mean = weighted_mean(inputs, weight)
     variance = weighted_mean(ops.square(inputs - mean), weight)
     return ops.squeeze(mean, axes), ops.squeeze(variance, axes)

@@ -71,8 +71,7 @@ def value_and_grad(
         step = current_step()
 
         def pure(values: list[Any]) -> Any:
-            mapping = list(zip(variables, values, strict=True))
-            scope = _NotingScope(mapping)
+            scope = InnerScope(zip(variables, values, strict=True))
             with scopes_ask_outwards(), scope:
                 result = fn(*args, **kwargs)
             value, aux = result if has_aux else (result, None)
@@ -122,16 +121,3 @@ def grad(
         return (grads, value[1]) if has_aux else grads
 
     return gradients
-
-
-class _NotingScope(InnerScope):
-    """An inner scope that notes what is written."""
-
-    def __init__(self, mapping: Any) -> None:
-        super().__init__(mapping, initialize_variables=False)
-        self.written: dict[int, keras.Variable] = {}
-
-    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
-        """Notes a variable that is written."""
-        self.written[id(update[0])] = update[0]
-        super().add_update(update)

@@ -56,20 +56,18 @@ def apply_mask(
     reduction: str | None,
 ) -> Any:
     """Weights of masked entries, by the kept entries of all replicas."""
+    weighted = original(
+        sample_weight, mask=mask, dtype=dtype, reduction=reduction
+    )
     if (
         mask is None
         or step.flags.is_whole
         or step.flags.in_metric
         or reduction not in ("mean", "sum_over_batch_size")
     ):
-        return original(
-            sample_weight, mask=mask, dtype=dtype, reduction=reduction
-        )
+        return weighted
     # Keras gives each kept entry the weight total / kept, of its own rows;
     # dividing by the mean of `kept` over the replicas makes it the batch's.
-    weighted = original(
-        sample_weight, mask=mask, dtype=dtype, reduction=reduction
-    )
     kept = jnp.sum(jnp.asarray(mask, dtype=weighted.dtype))
     mean_kept = all_mean(kept, step.axis)
     return weighted * ops.divide_no_nan(kept, mean_kept)

@@ -12,7 +12,8 @@ from keras_strategies._core.replica_map import (
     all_max,
     all_min,
     all_sum,
-    replica_id,
+    as_number,
+    of_first,
 )
 from keras_strategies._core.step_types import Group
 from keras_strategies.keras_bridge.hooks import metric_rules
@@ -106,9 +107,10 @@ def plan_merge(
     Returns:
       A function of the plan's sums that returns the merged values.
     """
-    finishers = []
-    for variable, o, f, n in zip(variables, old, folded, new, strict=True):
-        finishers.append(_finisher(plan, variable, o, f, n, are_metrics))
+    finishers = [
+        _finisher(plan, *of_variable, are_metrics)
+        for of_variable in zip(variables, old, folded, new, strict=True)
+    ]
 
     def finish(sums: list[Any]) -> Group:
         return [
@@ -145,7 +147,7 @@ def _finisher(
     rule = _rule(variable, step, is_metric)
     if rule in (metric_rules.SAME, metric_rules.IN_TURN):
         return lambda sums: new
-    number = new.astype("int32") if _is_bool(new) else new
+    number = as_number(new)
     if rule in ("max", "any"):
         largest = all_max(number, step.axis)
         return lambda sums: largest
@@ -166,8 +168,7 @@ def _finisher(
 
 def _of_first(plan: Merge, value: Any) -> Any:
     """Replica 0's value, for all."""
-    is_first = replica_id(plan.step.axis) == 0
-    place = plan.add(jnp.where(is_first, value, jnp.zeros_like(value)))
+    place = plan.add(of_first(value, plan.step.axis))
     return lambda sums: sums[place]
 
 
@@ -194,13 +195,17 @@ def _rule(variable: keras.Variable, step: StepContext, is_metric: bool) -> str:
     return "mean" if floating else "first"
 
 
-def _is_bool(value: Any) -> bool:
-    return value.dtype == bool
-
-
 def as_type_of(new: Any, old: Any) -> Any:
     """`new` with the dtype of `old`, so that no step changes a type."""
     return jax.lax.convert_element_type(jnp.asarray(new), old.dtype)
+
+
+def with_changes(group: Group, changes: dict[str, Any]) -> Group:
+    """The group with what `changed_values` found of a later one."""
+    group = list(group)
+    for k, value in changes.items():
+        group[int(k)] = value
+    return group
 
 
 def changed_values(old: list[Any], new: Group) -> dict[str, Any]:

@@ -10,12 +10,8 @@ import keras
 
 from keras_strategies._core.identity import IdentitySet
 from keras_strategies._core.replica_map import all_rows
+from keras_strategies.keras_bridge.hooks import gather_rows, metric_rules
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
-from keras_strategies.keras_bridge.hooks import metric_rules
-from keras_strategies.keras_bridge.hooks.gather_rows import (
-    all_gathered,
-    gathered,
-)
 from keras_strategies.keras_bridge.hooks.variables_used import InnerScope
 from keras_strategies.keras_bridge.step_context import StepContext
 
@@ -74,9 +70,9 @@ def update_state(
     if rule == metric_rules.IN_TURN:
         return _update_in_turn(step, original, metric, args, kwargs)
     if rule == metric_rules.SAME and step.facts.is_local:
-        args, kwargs = all_gathered(step, (args, kwargs))
+        args, kwargs = gather_rows.all_gathered(step, (args, kwargs))
     elif rule == metric_rules.SAME and not step.flags.is_whole:
-        args, kwargs = gathered(step, (args, kwargs))
+        args, kwargs = gather_rows.gathered(step, (args, kwargs))
     with step.flag("in_metric"):
         return original(metric, *args, **kwargs)
 
@@ -93,16 +89,13 @@ def _update_in_turn(
     of_all = [
         all_rows(jnp.asarray(leaf)[None], step.axis)
         if isinstance(leaf, jax.Array)
-        else None
+        else [leaf] * step.num_replicas
         for leaf in leaves
     ]
     result = None
     with step.flag("in_metric"):
         for replica in range(step.num_replicas):
-            own = [
-                leaf if every is None else every[replica]
-                for leaf, every in zip(leaves, of_all, strict=True)
-            ]
+            own = [every[replica] for every in of_all]
             args, kwargs = jax.tree.unflatten(structure, own)
             result = original(metric, *args, **kwargs)
     return result
@@ -143,7 +136,7 @@ def result(
     reads_others = any(
         v in step.notes.before and v not in mine_alone for v in scope.read
     )
-    if scope.is_written or reads_others:
+    if scope.written or reads_others:
         step.demand_whole(
             f"the result of {metric_rules.title(metric)} reads a metric that "
             "is not a part of it, or writes a variable. Make the other metric "
@@ -178,19 +171,13 @@ class Result:
 
 
 class _ResultScope(InnerScope):
-    """An inner scope that notes what is read, and whether any is written."""
+    """An inner scope that notes what is read, too."""
 
     def __init__(self, mapping: Any) -> None:
-        super().__init__(list(mapping), initialize_variables=False)
+        super().__init__(mapping)
         self.read = IdentitySet()
-        self.is_written = False
 
     def get_current_value(self, variable: keras.Variable) -> Any:
         """Notes a variable that is read."""
         self.read.add(variable)
         return super().get_current_value(variable)
-
-    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
-        """Notes a write."""
-        self.is_written = True
-        super().add_update(update)

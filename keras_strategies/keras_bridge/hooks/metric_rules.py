@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import keras
 import numpy as np
 from keras import tree
@@ -50,8 +49,7 @@ def rule_of_update(
       kwargs: The same, by name.
       rows: Rows of a replica's batch.
     """
-    leaves = tree.flatten((args, kwargs))
-    arrays = [a for a in leaves if _is_array(a)]
+    arrays = _arrays((args, kwargs))
     if not arrays:
         # Constants of the program are the same on every replica.
         return SAME
@@ -61,12 +59,11 @@ def rule_of_update(
             return SUM
         return SAME if all(with_rows) else WHOLE
     weight = kwargs.get("sample_weight", args[1] if len(args) > 1 else None)
-    if type(metric).update_state is keras.metrics.Mean.update_state:
-        if _is_array(weight):
-            return WHOLE
-        # Weighted with its rows, a replica's mean adds to a sum over rows.
-        return SUM if is_count(weight, rows) else MEAN
-    return WHOLE
+    is_mean = type(metric).update_state is keras.metrics.Mean.update_state
+    if not is_mean or _is_array(weight):
+        return WHOLE
+    # Weighted with its rows, a replica's mean adds to a sum over rows.
+    return SUM if _is_number(weight) and weight == rows else MEAN
 
 
 def rule_of_local_update(
@@ -77,10 +74,9 @@ def rule_of_local_update(
     As in tf.distribute a replica adds what it likes, and all is added up. A
     metric that is not a sum of its updates sees the entries of all replicas.
     """
-    arrays = [a for a in tree.flatten((args, kwargs)) if _is_array(a)]
     if _is_keras_own(metric):
         return SUM
-    if any(len(a.shape) for a in arrays):
+    if rank((args, kwargs)):
         return SUM if _is_additive(metric, args, kwargs) else SAME
     is_sum = _in_own_thread(lambda: _adds_the_same(metric, args, kwargs))
     return SUM if is_sum else IN_TURN
@@ -95,30 +91,26 @@ def note_sizes(
     step: StepContext, metric: Any, args: Any, kwargs: dict[str, Any]
 ) -> None:
     """Notes what `rule_of_update` took for rows, for a probe to confirm."""
-    leaves = tree.flatten((args, kwargs))
+    leaves, rows = tree.flatten((args, kwargs)), step.facts.rows
     of = title(metric)
     note_rows(step, leaves, of)
-    has_arrays = any(_is_array(a) for a in leaves)
-    has_any_rows = any(has_rows(a, step.facts.rows) for a in leaves)
-    for leaf in leaves:
-        if is_number(leaf):
-            is_rows = has_arrays and not has_any_rows
-            is_rows = is_rows and is_count(leaf, step.facts.rows)
-            step.took_for_rows(leaf, is_rows, of)
+    arrays = _arrays(leaves)
+    may_count = bool(arrays) and not any(has_rows(a, rows) for a in arrays)
+    for leaf in filter(_is_number, leaves):
+        step.took_for_rows(leaf, may_count and leaf == rows, of)
 
 
-def is_number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     """Whether a value is a Python number."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def is_count(value: Any, rows: int) -> bool:
-    """Whether a value is a Python number that equals the replica's rows."""
-    return is_number(value) and value == rows
-
-
 def _is_array(value: Any) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
+def _arrays(nest: Any) -> list[Any]:
+    return list(filter(_is_array, tree.flatten(nest)))
 
 
 def _is_keras_own(metric: keras.metrics.Metric) -> bool:
@@ -133,8 +125,7 @@ def _is_keras_own(metric: keras.metrics.Metric) -> bool:
 
 def rank(arrays: Any) -> int:
     """The largest number of dimensions in a nest of arrays."""
-    leaves = [a for a in tree.flatten(arrays) if _is_array(a)]
-    return max((len(a.shape) for a in leaves), default=0)
+    return max((len(a.shape) for a in _arrays(arrays)), default=0)
 
 
 def _is_from_keras(thing: Any) -> bool:
@@ -179,13 +170,7 @@ _ROW_MIXING_CLASSES = (
     keras.losses.Hinge,
     keras.losses.SquaredHinge,
 )
-_ROW_MIXING_FUNCTIONS = (
-    keras.losses.dice,
-    keras.losses.tversky,
-    keras.losses.circle,
-    keras.losses.hinge,
-    keras.losses.squared_hinge,
-)
+_ROW_MIXING_FUNCTIONS = tuple(made().fn for made in _ROW_MIXING_CLASSES)
 
 
 def _is_additive(
@@ -218,16 +203,9 @@ def _try_out(
     metric: keras.metrics.Metric, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> bool:
     """Whether updates with parts of toy batches add up to the whole's."""
-    rows = next(
-        a.shape[0]
-        for a in tree.flatten((args, kwargs))
-        if _is_array(a) and len(a.shape)
-    )
-    shapes = tree.map_structure(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype) if _is_array(a) else a,
-        (tuple(args), dict(kwargs)),
-    )
-    return _in_own_thread(lambda: _adds_up(metric, shapes, rows))
+    batch = (tuple(args), dict(kwargs))
+    rows = next(a.shape[0] for a in _arrays(batch) if len(a.shape))
+    return _in_own_thread(lambda: _adds_up(metric, batch, rows))
 
 
 def _in_own_thread(question: Callable[[], bool]) -> bool:
@@ -252,39 +230,35 @@ def _adds_the_same(
     """Whether updates with scalars add what does not depend on the state."""
     random = np.random.default_rng(0)
     for toy in _TOYS:
-        state = [np.asarray(v) for v in metric.stateless_reset_state()]
+
+        def scalar(like: Any, toy: _Toy = toy) -> Any:
+            if not _is_array(like):
+                return like
+            value = random.uniform(toy.low, toy.high)
+            return np.asarray(value).astype(like.dtype)
+
+        state = _reset(metric)
         for _ in range(12):
-            batch = tree.map_structure(
-                lambda a, toy=toy: (
-                    np.asarray(random.uniform(toy.low, toy.high)).astype(
-                        a.dtype
-                    )
-                    if _is_array(a)
-                    else a
-                ),
-                (tuple(args), dict(kwargs)),
-            )
-            first = [np.asarray(v) for v in metric.stateless_reset_state()]
+            batch = tree.map_structure(scalar, (tuple(args), dict(kwargs)))
+            first = _reset(metric)
             at_once = _updated(metric, first, batch)
             later = _updated(metric, state, batch)
             for a, f, x, s in zip(at_once, first, later, state, strict=True):
-                added, then = (
-                    np.subtract(a, f, dtype="float64"),
-                    np.subtract(x, s, dtype="float64"),
-                )
+                added = np.subtract(a, f, dtype="float64")
+                then = np.subtract(x, s, dtype="float64")
                 if not np.allclose(added, then, rtol=1e-3, atol=1e-4):
                     return False
             state = later
     return True
 
 
-def _adds_up(metric: keras.metrics.Metric, shapes: Any, rows: int) -> bool:
+def _adds_up(metric: keras.metrics.Metric, like: Any, rows: int) -> bool:
     """Whether toy batches of some kind show a sum, and none the contrary."""
     found: list[bool | None] = []
     error: Exception | None = None
     for toy in _TOYS:
         try:
-            found.append(_adds_up_on(toy, metric, shapes, rows))
+            found.append(_adds_up_on(toy, metric, like, rows))
         except Exception as e:  # Data that the user's code was not made for.
             error = e
     if not found and error is not None:
@@ -293,16 +267,16 @@ def _adds_up(metric: keras.metrics.Metric, shapes: Any, rows: int) -> bool:
 
 
 def _adds_up_on(
-    toy: "_Toy", metric: keras.metrics.Metric, shapes: Any, rows: int
+    toy: "_Toy", metric: keras.metrics.Metric, like: Any, rows: int
 ) -> bool | None:
     """As `_adds_up`, of one kind of toy data; None where nothing shows."""
-    state = [np.asarray(v) for v in metric.stateless_reset_state()]
+    state = _reset(metric)
     random = np.random.default_rng(0)
     found = None
     for _ in range(2):
         batch = tree.map_structure(
-            lambda a: _toy(a, rows, toy, random) if _is_struct(a) else a,
-            shapes,
+            lambda a: _toy(a, rows, toy, random) if _is_array(a) else a,
+            like,
         )
         whole = _updated(metric, state, batch)
         merged = [np.array(s) for s in state]
@@ -326,16 +300,16 @@ def _adds_up_on(
     return found
 
 
+def _reset(metric: keras.metrics.Metric) -> list[np.ndarray]:
+    return [np.asarray(v) for v in metric.stateless_reset_state()]
+
+
 def _updated(
     metric: keras.metrics.Metric, state: list[np.ndarray], batch: Any
 ) -> list[np.ndarray]:
     args, kwargs = batch
     new = metric.stateless_update_state(state, *args, **kwargs)
     return [np.asarray(v) for v in new]
-
-
-def _is_struct(value: Any) -> bool:
-    return isinstance(value, jax.ShapeDtypeStruct)
 
 
 class _Toy(NamedTuple):
@@ -350,24 +324,20 @@ _TOYS = (_Toy(0.05, 0.95, 1), _Toy(-3.0, 3.0, 9), _Toy(-200.0, 200.0, 99))
 
 
 def _toy(
-    struct: jax.ShapeDtypeStruct,
-    rows: int,
-    toy: _Toy,
-    random: np.random.Generator,
+    like: Any, rows: int, toy: _Toy, random: np.random.Generator
 ) -> np.ndarray:
-    if not struct.shape:
-        return np.ones((), struct.dtype)
-    if struct.shape[0] != rows:
+    if not like.shape:
+        return np.ones((), like.dtype)
+    if like.shape[0] != rows:
         raise ValueError("An argument without rows cannot be divided.")
-    shape = (sum(_PARTS), *struct.shape[1:])
-    if np.issubdtype(struct.dtype, np.integer):
-        return random.integers(0, toy.largest_int + 1, shape).astype(
-            struct.dtype
-        )
+    shape = (sum(_PARTS), *like.shape[1:])
+    if np.issubdtype(like.dtype, np.integer):
+        values = random.integers(0, toy.largest_int + 1, shape)
+        return values.astype(like.dtype)
     values = random.uniform(toy.low, toy.high, shape)
-    if struct.dtype == bool:
+    if like.dtype == bool:
         return values > (toy.low + toy.high) / 2
-    return values.astype(struct.dtype)
+    return values.astype(like.dtype)
 
 
 def _take(batch: Any, part: slice) -> Any:

@@ -10,13 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import keras
 import numpy as np
 from keras.src.backend.common import global_state
 
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.replica_map import replica_id
+from keras_strategies._core.replica_map import as_number, of_first
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.step_context import StepContext
 
@@ -179,11 +178,10 @@ def plan_aggregate(
 ) -> Callable[[list[Any]], Any]:
     """Plans the aggregate of a replica's copies; see `merge.plan_merge`."""
     step: StepContext = plan.step
-    number = copy.astype("int32") if copy.dtype == bool else copy
+    number = as_number(copy)
     divisor = step.num_replicas if variable.aggregation == "mean" else 1
     if variable.aggregation in ("only_first_replica", "none"):
-        is_first = replica_id(step.axis) == 0
-        number = jnp.where(is_first, number, jnp.zeros_like(number))
+        number = of_first(number, step.axis)
     place = plan.add(number)
     return lambda sums: merge_lib.as_type_of(sums[place] / divisor, copy)
 
@@ -193,6 +191,5 @@ def _parts_of_sum(value: np.ndarray, count: int) -> np.ndarray:
         floor, rest = np.divmod(value, count)
         index = np.arange(count).reshape(count, *[1] * value.ndim)
         return (floor + (index < rest)).astype(value.dtype)
-    return np.broadcast_to(value / count, (count, *value.shape)).astype(
-        value.dtype
-    )
+    parts = np.broadcast_to(value / count, (count, *value.shape))
+    return parts.astype(value.dtype)

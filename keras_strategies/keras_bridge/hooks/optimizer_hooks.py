@@ -7,6 +7,7 @@ References:
     https://arxiv.org/abs/1710.03740
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -37,124 +38,145 @@ def apply(
     step: StepContext,
     original: _Method,
     optimizer: Any,
+    grads: Any,
     *args: Any,
-    position: int,
     **kwargs: Any,
 ) -> Any:
     """Reduces the gradients, then lets the optimizer apply them."""
     if step.flags.in_optimizer:
-        return original(optimizer, *args, **kwargs)
-    args_list = list(args)
-    if len(args_list) > position:
-        grads = args_list[position]
-    else:
-        grads = kwargs["grads"]
-    variables = None
-    if position == 0:
-        variables = kwargs.get("trainable_variables")
-        if len(args_list) > 1:
-            variables = args_list[1]
+        return original(optimizer, grads, *args, **kwargs)
+    variables = args[0] if args else kwargs.get("trainable_variables")
     if variables is None:
-        variables = getattr(optimizer, "_trainable_variables", [])
-    if is_collecting() and shardings.divides(
-        [*variables, *optimizer.variables], step.facts.mesh
-    ):
-        return _apply_marked(
-            step,
-            original,
-            optimizer,
-            list(grads),
-            list(variables),
-            args_list if position else None,
-        )
-    reduced = _reduce_gradients(step, optimizer, list(grads), list(variables))
-    if len(args_list) > position:
-        args_list[position] = reduced
-    else:
-        kwargs["grads"] = reduced
+        variables = _known_variables(optimizer)
+    if _is_cut(step, optimizer, variables):
+        _apply_in_cut(step, original, optimizer, grads, list(variables))
+        return None
+    grads = _reduce_gradients(step, optimizer, grads, variables)
     with step.flag("in_optimizer"):
         is_scaling = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-        if step.facts.is_local and is_scaling and position == 0:
-            result = _apply_purely(optimizer, reduced, list(variables))
+        if step.facts.is_local and is_scaling:
+            result = _apply_purely(optimizer, grads, list(variables))
         else:
-            result = original(optimizer, *args_list, **kwargs)
-    applied = jax.tree.leaves(result)
-    if position == 0:
-        applied = [v.value for v in (*variables, *optimizer.variables)]
+            result = original(optimizer, grads, *args, **kwargs)
     # Equal on all replicas, as the gradients were.
-    step.notes.equal.update(applied)
+    applied = (*variables, *optimizer.variables)
+    step.notes.equal.update(variable.value for variable in applied)
     return result
 
 
-def _apply_marked(
+def stateless_apply(
+    step: StepContext,
+    original: _Method,
+    optimizer: Any,
+    optimizer_variables: Any,
+    grads: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """As `apply`, of values."""
+    apply_to = functools.partial(original, optimizer, optimizer_variables)
+    if step.flags.in_optimizer:
+        return apply_to(grads, *args, **kwargs)
+    variables = _known_variables(optimizer)
+    if _is_cut(step, optimizer, variables):
+        weights = args[0] if args else kwargs["trainable_variables"]
+        count = len(variables)
+
+        def update(grads: list[Any], values: list[Any]) -> list[Any]:
+            apply_to = functools.partial(original, optimizer, values[count:])
+            weights, slots = apply_to(grads, values[:count])
+            return [*weights, *slots]
+
+        held = [*variables, *optimizer.variables]
+        values = [*weights, *optimizer_variables]
+        new = _updated(step, optimizer, grads, held, values, update)
+        step.notes.equal.update(new)
+        return new[:count], new[count:]
+    grads = _reduce_gradients(step, optimizer, grads, variables)
+    with step.flag("in_optimizer"):
+        result = apply_to(grads, *args, **kwargs)
+    step.notes.equal.update(jax.tree.leaves(result))
+    return result
+
+
+def _known_variables(optimizer: Any) -> Any:
+    return getattr(optimizer, "_trainable_variables", [])
+
+
+def _is_cut(step: StepContext, optimizer: Any, variables: Any) -> bool:
+    """Whether the step is cut at this update: its variables are divided."""
+    held = [*variables, *optimizer.variables]
+    return is_collecting() and shardings.divides(held, step.facts.mesh)
+
+
+def _apply_in_cut(
     step: StepContext,
     original: _Method,
     optimizer: Any,
     grads: list[Any],
     variables: list[keras.Variable],
-    stateless: list[Any] | None,
-) -> Any:
-    """As `apply`, as an equation that a step with divided state is cut at.
-
-    Args:
-      step: The step that is traced.
-      original: `apply` or `stateless_apply`.
-      optimizer: The optimizer.
-      grads: This replica's gradients; None where there is none.
-      variables: The weights.
-      stateless: The arguments of `stateless_apply`; None for `apply`.
-    """
-    mesh = step.facts.mesh
-    own = IdentitySet(variables)
-    slots = [v for v in optimizer.variables if stateless or v not in own]
+) -> None:
+    """`apply` in a step that is cut at it."""
+    weights = IdentitySet(variables)
+    slots = [v for v in optimizer.variables if v not in weights]
     held = [*variables, *slots]
-    if stateless:
-        values = [*stateless[2], *stateless[0]]
-    else:
-        values = [v.value for v in held]
-    present = [i for i, g in enumerate(grads) if g is not None]
 
-    def every(given: list[Any]) -> list[Any]:
-        found: list[Any] = [None] * len(grads)
-        for i, grad in zip(present, given, strict=True):
-            found[i] = grad
-        return found
-
-    def update(given: list[Any], values: list[Any]) -> list[Any]:
-        if stateless:
-            weights, rest = values[: len(variables)], values[len(variables) :]
-            new = original(optimizer, rest, every(given), weights)
-            return [*new[0], *new[1]]
+    def update(grads: list[Any], values: list[Any]) -> list[Any]:
         scope = InnerScope(list(zip(held, values, strict=True)))
         with scopes_ask_outwards(), scope:
             if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-                _apply_purely(optimizer, every(given), variables)
+                _apply_purely(optimizer, grads, variables)
             else:
-                original(optimizer, every(given), variables)
+                original(optimizer, grads, variables)
         return [scope.get_current_value(v) for v in held]
 
+    values = [v.value for v in held]
+    new = _updated(step, optimizer, grads, held, values, update)
+    with step.flag("in_optimizer"):
+        for variable, value in zip(held, new, strict=True):
+            variable.assign(value)
+    step.notes.equal.update(v.value for v in held)
+
+
+def _updated(
+    step: StepContext,
+    optimizer: Any,
+    grads: list[Any],
+    held: list[keras.Variable],
+    values: list[Any],
+    update: Callable[[list[Any], list[Any]], list[Any]],
+) -> list[Any]:
+    """The new values of weights and slots, as an equation to cut at.
+
+    Args:
+      step: The step that is traced.
+      optimizer: The optimizer.
+      grads: This replica's gradients; None where there is none.
+      held: The weights, in the gradients' order, then the slots.
+      values: Their values.
+      update: The optimizer's update: of reduced gradients and values.
+    """
+    mesh = step.facts.mesh
+    present = [i for i, g in enumerate(grads) if g is not None]
+
+    def every(given: list[Any]) -> list[Any]:
+        found = dict(zip(present, given, strict=True))
+        return [found.get(i) for i in range(len(grads))]
+
     def reduce(given: list[Any]) -> list[Any]:
-        reduced = _reduce_gradients(step, optimizer, every(given), variables)
+        reduced = _reduce_gradients(step, optimizer, every(given), held)
         return [reduced[i] for i in present]
 
     with step.flag("in_optimizer"):
-        new = marked_update(
-            update,
+        return marked_update(
+            lambda given, values: update(every(given), values),
             reduce,
             [grads[i] for i in present],
             values,
-            reductions=[_reduction(variables[i], mesh) for i in present],
+            reductions=[_reduction(held[i], mesh) for i in present],
             specs=[shardings.spec_of(v, mesh) for v in held],
             divisor=_divisor(step, optimizer),
         )
-        if not stateless:
-            for variable, value in zip(held, new, strict=True):
-                variable.assign(value)
-            new = [v.value for v in held]
-    step.notes.equal.update(new)
-    if not stateless:
-        return None
-    return new[: len(variables)], new[len(variables) :]
 
 
 def _reduction(variable: keras.Variable, mesh: ReplicaMesh) -> Reduction:
@@ -193,8 +215,9 @@ def _apply_purely(
 
 
 def _reduce_gradients(
-    step: StepContext, optimizer: Any, grads: list[Any], variables: list[Any]
+    step: StepContext, optimizer: Any, grads: Any, variables: Any
 ) -> list[Any]:
+    grads = list(grads)
     if step.is_empty:
         grads = [g if g is None else _without_nan(g) for g in grads]
     overwriting = [

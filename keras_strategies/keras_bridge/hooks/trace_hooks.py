@@ -33,8 +33,8 @@ from keras_strategies.keras_bridge.step_context import current_step
 
 _OF_LOSSES = {"__call__": loss_hooks.call_loss}
 _OF_OPTIMIZERS = {
-    "apply": functools.partial(optimizer_hooks.apply, position=0),
-    "stateless_apply": functools.partial(optimizer_hooks.apply, position=1),
+    "apply": optimizer_hooks.apply,
+    "stateless_apply": optimizer_hooks.stateless_apply,
     "scale_loss": optimizer_hooks.scale_loss,
 }
 _OF_METRICS = {

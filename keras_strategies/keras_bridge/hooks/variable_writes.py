@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import keras
 
-from keras_strategies._core.replica_map import all_sum, replica_id
+from keras_strategies._core.replica_map import all_sum, of_first
 from keras_strategies.keras_bridge.hooks.metric_rules import SUM
 from keras_strategies.keras_bridge.hooks.on_read import is_on_read
 from keras_strategies.keras_bridge.hooks.seeds import is_seed
@@ -49,9 +49,12 @@ def assign(
     is_inner = (
         step.flags.in_assign or step.flags.in_optimizer or step.flags.in_metric
     )
-    if not step.facts.is_local or is_inner or is_on_read(variable):
-        return original(variable, value)
-    if not is_users(variable):
+    if (
+        not step.facts.is_local
+        or is_inner
+        or is_on_read(variable)
+        or not is_users(variable)
+    ):
         return original(variable, value)
     if variable.synchronization == "on_read" and variable.path != variable.name:
         # A metric's, written by hand: what the replicas add is added up.
@@ -67,13 +70,11 @@ def assign(
         return original(variable, value)
     array = jnp.asarray(value)
     if variable.aggregation == "only_first_replica":
-        is_first = replica_id(step.axis) == 0
-        array = jnp.where(is_first, array, jnp.zeros_like(array))
+        array = of_first(array, step.axis)
     (array,) = all_sum([array], step.axis)
     if variable.aggregation == "mean":
         array = array / step.num_replicas
     with step.flag("in_assign"):
         result = original(variable, array)
-    written = variable.value
-    step.notes.equal.add(written)
+    step.notes.equal.add(variable.value)
     return result

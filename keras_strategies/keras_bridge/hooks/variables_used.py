@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -40,27 +40,6 @@ class LiftingScope(keras.StatelessScope):
         super().add_update(update)
 
 
-class InnerScope(keras.StatelessScope):
-    """A stateless scope that asks the one around it for other variables.
-
-    Keras's own would answer with what the variable holds outside of any
-    scope, which a trace bakes in as a constant.
-    """
-
-    def get_current_value(self, variable: keras.Variable) -> Any:
-        """The value in this scope, else in the one around it."""
-        value = super().get_current_value(variable)
-        outer = getattr(self, "original_scope", None)
-        if value is None and outer is not None:
-            return outer.get_current_value(variable)
-        return value
-
-
-def scopes_ask_outwards() -> contextlib.AbstractContextManager[None]:
-    """Lets Keras's own inner stateless scopes ask outwards, for a trace."""
-    return _patches.held()
-
-
 def _asking_outwards(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def get_current_value(scope: Any, variable: keras.Variable) -> Any:
@@ -71,6 +50,36 @@ def _asking_outwards(original: Callable[..., Any]) -> Callable[..., Any]:
         return value
 
     return get_current_value
+
+
+class InnerScope(keras.StatelessScope):
+    """A stateless scope that asks the one around it for other variables.
+
+    Keras's own would answer with what the variable holds outside of any
+    scope, which a trace bakes in as a constant.
+
+    Args:
+      mapping: Pairs of a variable and its value.
+
+    Attributes:
+      written: The variables that were written in it, by their ids.
+    """
+
+    def __init__(self, mapping: Iterable[tuple[keras.Variable, Any]]) -> None:
+        super().__init__(list(mapping), initialize_variables=False)
+        self.written: dict[int, keras.Variable] = {}
+
+    get_current_value = _asking_outwards(keras.StatelessScope.get_current_value)
+
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        """Notes a variable that is written."""
+        self.written[id(update[0])] = update[0]
+        super().add_update(update)
+
+
+def scopes_ask_outwards() -> contextlib.AbstractContextManager[None]:
+    """Lets Keras's own inner stateless scopes ask outwards, for a trace."""
+    return _patches.held()
 
 
 _patches = Patches(

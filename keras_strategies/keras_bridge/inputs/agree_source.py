@@ -3,30 +3,28 @@
 import itertools
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.cluster.exchange import message_forms
 from keras_strategies.cluster.exchange.greetings import readable
 from keras_strategies.cluster.exchange.host_exchange import Agreement
-from keras_strategies.cluster.exchange.message_forms import (
-    Either,
-    Form,
-    is_count,
-    read_messages,
-)
 from keras_strategies.data.raise_together import raise_together
 from keras_strategies.data.source import Source
 
+_T = TypeVar("_T")
 _MAX_NUMBER = 2**31 - 1
 _MAX_SHOWN = 8
 # The messages between processes.
 _FAILED = {"error": str}
-_NUMBER = {"number": is_count}
-_MADE = Either((_FAILED, {"facts": dict, "seed": int | str | None}))
-_SHAPES = Either((_FAILED, {"outlines": [str]}))
+_NUMBER = {"number": message_forms.is_count}
+_MADE = message_forms.Either(
+    (_FAILED, {"facts": dict, "seed": int | str | None})
+)
+_SHAPES = message_forms.Either((_FAILED, {"outlines": [str]}))
 
 
 def made_together(
@@ -73,17 +71,9 @@ def _made(
     facts: dict[str, Any],
 ) -> Source:
     received = _exchange(mesh, name, agreement, {"number": number}, _NUMBER)
-    source, error = None, None
-    try:
-        source = make(received[0]["number"])
-    except Exception as raised:
-        error = raised
-    message: dict[str, Any] = {}
-    if error is not None:
-        message["error"] = f"{type(error).__name__}: {error}"
-    elif source is not None:
-        message["facts"] = facts | source.facts()
-        message["seed"] = source.seed
+    source, error, message = _tried(lambda: make(received[0]["number"]))
+    if source is not None:
+        message = {"facts": facts | source.facts(), "seed": source.seed}
     received = _exchange(mesh, name, agreement, message, _MADE)
     raise_together(mesh, f"Preparing the data of {name}", received, error)
     _check_facts(mesh, name, [message["facts"] for message in received])
@@ -99,7 +89,7 @@ def made_alike(
     """Makes one nest of arrays for each local replica. Collective.
 
     Args:
-      mesh: The replicas, of several processes.
+      mesh: The replicas.
       name: The call that it is for, for messages.
       make: Makes the nests.
 
@@ -108,14 +98,17 @@ def made_alike(
         processes; all raise.
       RuntimeError: another process could not make them.
     """
+    if mesh.num_processes == 1:
+        return make()
     agreement = Agreement(mesh.processes, f"making the values of {name}")
-    made, error, message = [], None, {}
-    try:
-        made = make()
-        message["outlines"] = [_shapes_of(nest) for nest in made]
-    except Exception as raised:
-        error = raised
-        message["error"] = f"{type(error).__name__}: {error}"
+
+    def outlined() -> tuple[list[Any], list[str]]:
+        nests = make()
+        return nests, [_shapes_of(nest) for nest in nests]
+
+    made, error, message = _tried(outlined)
+    if made is not None:
+        message = {"outlines": made[1]}
     try:
         received = _exchange(mesh, name, agreement, message, _SHAPES)
     finally:
@@ -134,7 +127,18 @@ def made_alike(
             "Make them alike: pad the rows, or distribute a dataset, whose "
             "batches may differ."
         )
-    return made
+    assert made is not None
+    return made[0]
+
+
+def _tried(
+    make: Callable[[], _T],
+) -> tuple[_T | None, Exception | None, dict[str, Any]]:
+    """What was made; or an error, and the message of it."""
+    try:
+        return make(), None, {}
+    except Exception as error:
+        return None, error, {"error": f"{type(error).__name__}: {error}"}
 
 
 def _shapes_of(nest: Any) -> str:
@@ -169,10 +173,10 @@ def _exchange(
     name: str,
     agreement: Agreement,
     message: dict[str, Any],
-    form: Form,
+    form: message_forms.Form,
 ) -> list[dict[str, Any]]:
     # Numbers of numpy's too, and what else arguments may be.
     texts = agreement.exchange(json.dumps(message, default=str))
-    return read_messages(
+    return message_forms.read_messages(
         texts, form, processes=mesh.processes, about=f"the data of {name}"
     )

@@ -1,5 +1,6 @@
 """The choice of the source that reads a user's data."""
 
+import dataclasses
 import functools
 import sys
 import warnings
@@ -37,12 +38,9 @@ from keras_strategies.data.grain.grain_data import GrainSource
 from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.source import Cut, Part, Passes, Source
 from keras_strategies.data.source_summary import Summary
+from keras_strategies.data.sources import iterables
 from keras_strategies.data.sources.file_source import FilesSource
 from keras_strategies.data.sources.files import Files
-from keras_strategies.data.sources.iterables import (
-    IterableSource,
-    check_batches,
-)
 from keras_strategies.data.sources.numpy_dataset import NumpyDataset, RowsSource
 from keras_strategies.data.sources.torch_data import TorchSource
 from keras_strategies.data.tfdata.tf_data import TfDataSource
@@ -155,18 +153,14 @@ def local_source(
         )
     if isinstance(dataset, NumpyDataset) and not is_process_local:
         return RowsSource(dataset)
+    shared = {
+        "is_process_local": is_process_local,
+        "has_checksums": mesh.num_processes > 1,
+    }
     if isinstance(dataset, PyDataset):
-        return PyDatasetSource(
-            PyDatasetAdapter(dataset),
-            is_process_local=is_process_local,
-            has_checksums=mesh.num_processes > 1,
-        )
-    check_batches(dataset)
-    return IterableSource(
-        dataset,
-        is_process_local=is_process_local,
-        has_checksums=mesh.num_processes > 1,
-    )
+        return PyDatasetSource(PyDatasetAdapter(dataset), **shared)
+    iterables.check_batches(dataset)
+    return iterables.IterableSource(dataset, **shared)
 
 
 def _of_loop(mesh: ReplicaMesh, seed: int, *, given: LoopData) -> Source:
@@ -190,7 +184,6 @@ def _of_loop(mesh: ReplicaMesh, seed: int, *, given: LoopData) -> Source:
     return AdapterSource(
         adapter,
         kind="a generator" if is_generator else "a dataset",
-        is_process_local=False,
         has_checksums=mesh.num_processes > 1,
         is_copied=is_generator,
     )
@@ -223,20 +216,20 @@ def _of_dataset(mesh: ReplicaMesh, seed: int, given: LoopData) -> Source:
     return source
 
 
+_OF_SOURCES = (
+    *("kind", "is_process_local", "is_planned", "batch_size", "likely_size"),
+    *("num_batches", "order", "passes"),
+)
+
+
 class _Weighted(Source):
     """A source whose rows are given the weights of their classes."""
 
     def __init__(self, source: Source, class_weight: dict[int, float]) -> None:
         self._source = source
         self._class_weight = class_weight
-        self.kind = source.kind  # pyright: ignore[reportAttributeAccessIssue]
-        self.is_process_local = source.is_process_local
-        self.is_planned = source.is_planned
-        self.batch_size = source.batch_size
-        self.likely_size = source.likely_size
-        self.num_batches = source.num_batches
-        self.order = source.order
-        self.passes = source.passes
+        for name in _OF_SOURCES:
+            setattr(self, name, getattr(source, name))
 
     def facts(self) -> dict[str, Any]:
         return self._source.facts()
@@ -270,12 +263,7 @@ class _Weighted(Source):
                 data[1], self._class_weight
             )
             data = (*data, np.asarray(weight))
-            yield Part(
-                data=data,
-                rows=part.rows,
-                checksum=part.checksum,
-                counts=part.counts,
-            )
+            yield dataclasses.replace(part, data=data)
 
     def begin_epoch(self, epoch: int, start: int) -> None:
         self._source.begin_epoch(epoch, start)

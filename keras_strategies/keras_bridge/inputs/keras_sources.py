@@ -147,7 +147,7 @@ class AdapterSource(Source):
 
     Args:
       adapter: The adapter.
-      is_process_local: Whether each process has rows of its own.
+      kind: What it reads, for messages.
       has_checksums: See `take`.
       is_copied: Whether user code may fill the same buffers again while a
         batch is still needed.
@@ -160,7 +160,6 @@ class AdapterSource(Source):
         adapter: DataAdapter,
         *,
         kind: str,
-        is_process_local: bool,
         has_checksums: bool,
         is_copied: bool,
     ) -> None:
@@ -168,10 +167,9 @@ class AdapterSource(Source):
         self._has_checksums = has_checksums
         self._is_copied = is_copied
         self.kind = kind  # pyright: ignore[reportAttributeAccessIssue]
-        self.is_process_local = is_process_local
         self.num_batches = adapter.num_batches
         # A generator's is that of its first batch, whatever follows.
-        self.batch_size = None if is_process_local else adapter.batch_size
+        self.batch_size = adapter.batch_size
 
     def begin_epoch(self, epoch: int, start: int) -> None:
         """See `Source.begin_epoch`."""

@@ -39,20 +39,6 @@ class LoopData:
         }
 
 
-def split_validation(
-    x: Any, y: Any, sample_weight: Any, fraction: float
-) -> Any:
-    """Splits off the last rows for validation."""
-    return array_slicing.train_validation_split(
-        (x, y, sample_weight), validation_split=fraction
-    )
-
-
-def unpack_validation(data: Any) -> tuple[Any, Any, Any]:
-    """Divides `validation_data` into x, y and sample weights."""
-    return data_adapter_utils.unpack_x_y_sample_weight(data)
-
-
 def batch_weights(y: Any, sample_weight: Any, class_weight: Any) -> Any:
     """The sample weights of `train_on_batch`, with its class weights."""
     if class_weight is None:
@@ -66,11 +52,25 @@ def batch_weights(y: Any, sample_weight: Any, class_weight: Any) -> Any:
     return data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
 
 
-def check_fraction(value: Any) -> None:
-    """Raises ValueError for a `validation_split` that is no fraction."""
-    if value and not 0 < value < 1:
+def hold_out(call: Any) -> None:
+    """Splits off the last rows for validation, where a call of fit says so.
+
+    Args:
+      call: Its arguments by name, and `set`.
+
+    Raises:
+      ValueError: its `validation_split` is no fraction.
+    """
+    fraction = call["validation_split"]
+    if fraction and not 0 < fraction < 1:
         raise ValueError(
             "`validation_split` is the fraction of rows held out for "
-            f"validation, in [0, 1). Received: validation_split={value!r}. "
+            f"validation, in [0, 1). Received: validation_split={fraction!r}. "
             "Pass 0.2 for a fifth of them."
         )
+    if fraction and call["validation_data"] is None:
+        data = call["x"], call["y"], call["sample_weight"]
+        parts: Any = array_slicing.train_validation_split(data, fraction)
+        (x, y, weight), held_out = parts
+        call.set(x=x, y=y, sample_weight=weight)
+        call.set(validation_data=held_out, validation_split=0.0)

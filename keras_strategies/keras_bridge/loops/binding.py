@@ -15,6 +15,7 @@ import jax
 import keras
 from keras.src.trainers.epoch_iterator import EpochIterator
 
+from keras_strategies._core.attributes import attribute_set
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.keras_bridge import keras_names
 from keras_strategies.keras_bridge.callbacks.callback_list import quiet_list
@@ -34,6 +35,7 @@ from keras_strategies.keras_bridge.loops.save_together import (
     save_together,
 )
 from keras_strategies.keras_bridge.loops.scope_hooks import (
+    BINDING,
     LOOPS,
     ON_USE,
     STRATEGY,
@@ -44,14 +46,9 @@ from keras_strategies.keras_bridge.variables.model_variables import (
     all_variables,
 )
 
-# Of the epochs that all processes must run alike.
-_MAKERS = (
-    "make_train_function",
-    "make_test_function",
-    "make_predict_function",
-)
+_MAKERS = tuple(f"make_{k}_function" for k in ("train", "test", "predict"))
+_DATA = ("x", "y", "sample_weight", "class_weight", "batch_size", "shuffle")
 _BUILDER = "_symbolic_build"
-_ATTRIBUTE = "_ks_binding"
 _VALIDATES = "_use_cached_eval_dataset"
 
 
@@ -61,39 +58,30 @@ class Binding:
     Args:
       model: The model.
       owner: The strategy, for `binding_of` to tell.
-      mesh: The strategy's replicas.
-      distribution: The strategy's variable creator.
+      runtime: The strategy's fact sheet.
       check_context: Raises when another strategy's scope is open.
-      outputs_on_chief: Whether `predict` returns rows in the chief alone.
     """
 
     def __init__(
         self,
         model: keras.Model,
-        *,
         owner: Any,
-        mesh: ReplicaMesh,
-        distribution: variable_creator.ReplicaDistribution,
+        runtime: Any,
         check_context: Callable[[], None],
-        outputs_on_chief: bool = False,
     ) -> None:
+        mesh = runtime.mesh
         self.model = model
         self.owner = owner
-        self._mesh = mesh
-        self._distribution = distribution
-        self._check_context = check_context
+        self._mesh: ReplicaMesh = mesh
+        self._distribution = runtime.distribution
+        self.check_context = check_context
         self.is_chief = mesh.is_chief
-        self._functions = Functions(
-            model, mesh, keeps_outputs=mesh.is_chief or not outputs_on_chief
-        )
+        keeps_outputs = mesh.is_chief or not runtime.outputs_on_chief
+        self._functions = Functions(model, mesh, keeps_outputs=keeps_outputs)
         self.trained = self._functions.trained
         self._is_in_session = False
         # The data that a fit validates on, for a class's own `evaluate`.
         self._validation: dict[str, Any] = {}
-
-    def check_context(self) -> None:
-        """Raises RuntimeError in the scope of another strategy."""
-        self._check_context()
 
     def install(self) -> None:
         """Takes over the model's loops.
@@ -102,32 +90,27 @@ class Binding:
           ValueError: its variables lie on another strategy's devices.
         """
         self._adopt()
-        kind = type(self.model)
+        attributes = {n: getattr(self._functions, n) for n in _MAKERS}
         for name in LOOPS:
-            own = getattr(kind, name)
-            if not callable(own):
-                # The author has made something else of it.
-                continue
-            loop = functools.partial(self._loop, name)
-            functools.update_wrapper(loop, own)
-            object.__setattr__(self.model, name, loop)
-        for name in _MAKERS:
-            maker = getattr(self._functions, name)
-            object.__setattr__(self.model, name, maker)
+            own = getattr(type(self.model), name)
+            # Its author may have made something else of it.
+            if callable(own):
+                loop = functools.partial(self._loop, name)
+                attributes[name] = functools.update_wrapper(loop, own)
         # Keras's loops build from the first batch; here that is done, by the
         # class's own method, before they run.
-        object.__setattr__(self.model, _BUILDER, self._build_for_others)
+        attributes[_BUILDER] = self._build_for_others
         if keras_names.BUILDS_FIRST:
-            name, maybe = keras_names.MAYBE_BUILD, self._maybe_build_for_others
-            object.__setattr__(self.model, name, maybe)
-        object.__setattr__(self.model, _ATTRIBUTE, self)
-        object.__setattr__(self.model, STRATEGY, self.owner)
+            attributes[keras_names.MAYBE_BUILD] = self._maybe_build_for_others
+        attributes |= {BINDING: self, STRATEGY: self.owner}
+        for name, value in attributes.items():
+            object.__setattr__(self.model, name, value)
         save_together(self.model, self._mesh)
         self._functions.reset()
 
     def remove(self) -> None:
         """Gives the model back as a plain Keras model on one device."""
-        of_model = (_BUILDER, keras_names.MAYBE_BUILD, _ATTRIBUTE, STRATEGY)
+        of_model = (_BUILDER, keras_names.MAYBE_BUILD, BINDING, STRATEGY)
         for name in (*LOOPS, *_MAKERS, *of_model, *ON_USE, *SAVERS):
             self.model.__dict__.pop(name, None)
         self._functions.reset()
@@ -155,26 +138,12 @@ class Binding:
         call = self._call("fit", args, kwargs)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._session("train"))
-            loop_data.check_fraction(call["validation_split"])
-            if call["validation_split"] and call["validation_data"] is None:
-                train, held_out = loop_data.split_validation(
-                    call["x"],
-                    call["y"],
-                    call["sample_weight"],
-                    call["validation_split"],
-                )
-                call.set(
-                    x=train[0],
-                    y=train[1],
-                    sample_weight=train[2],
-                    validation_data=held_out,
-                    validation_split=0.0,
-                )
+            loop_data.hold_out(call)
             feed = self._feed(call, steps=call["steps_per_epoch"])
             stack.enter_context(self._validating(call["validation_data"]))
             call.set(validation_data=self._validation_feed(call))
             call.set_feed(feed)
-            self._build(feed)
+            self._build_on_feed(feed)
             checkpointer = checkpointer_among(call["callbacks"])
             if checkpointer is not None:
                 variables = all_variables(self.model)
@@ -202,7 +171,7 @@ class Binding:
             if not call.keywords.get(_VALIDATES):
                 feed = self._feed(call, steps=call["steps"])
                 call.set_feed(feed)
-                self._build(feed)
+                self._build_on_feed(feed)
                 self._quieten(call, feed)
             return self._synced(call)
 
@@ -219,25 +188,21 @@ class Binding:
         callbacks = quiet_list(call.name, call.keywords, self.model, feed)
         call.set(callbacks=callbacks)
 
-    def _train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        call = Call(self.model, "train_on_batch", args, kwargs)
+    def _on_batch(self, kind: str, *args: Any, **kwargs: Any) -> Any:
+        call = Call(self.model, f"{kind}_on_batch", args, kwargs)
         weight = loop_data.batch_weights(
             call["y"], call["sample_weight"], call["class_weight"]
         )
-        return self._on_batch("train", call, (call["x"], call["y"], weight))
-
-    def _test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        call = Call(self.model, "test_on_batch", args, kwargs)
-        batch = (call["x"], call["y"], call["sample_weight"])
-        return self._on_batch("test", call, batch)
-
-    def _on_batch(self, kind: str, call: Call, batch: Any) -> Any:
+        batch = (call["x"], call["y"], weight)
         with self._session(kind):
             execution = adapter.place_batch(batch, self._mesh)
             self.model._assert_compile_called(call.name)
-            self._build_on(batch)
+            self._build(data_batch=batch)
             call.set_feed(execution)
             return self._synced(call)
+
+    _train_on_batch = functools.partialmethod(_on_batch, "train")
+    _test_on_batch = functools.partialmethod(_on_batch, "test")
 
     def _predict_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         call = Call(self.model, "predict_on_batch", args, kwargs)
@@ -259,19 +224,15 @@ class Binding:
     ) -> Call:
         call = Call(self.model, name, args, kwargs)
         if not self._mesh.is_chief:
-            call.hush()
+            # Another process shows the progress.
+            call.set(verbose=0)
         call.set(callbacks=of_this_process(call["callbacks"], self._mesh))
         return call
 
     def _feed(self, call: Call, *, steps: int | None) -> Any:
         return adapter.make_feed(
             self._mesh,
-            x=call["x"],
-            y=call["y"],
-            sample_weight=call["sample_weight"],
-            class_weight=call["class_weight"],
-            batch_size=call["batch_size"],
-            shuffle=call["shuffle"],
+            **{name: call[name] for name in _DATA},
             steps_per_epoch=steps,
             steps_per_execution=self.model.steps_per_execution,
             name=call.name,
@@ -283,31 +244,30 @@ class Binding:
     @contextlib.contextmanager
     def _session(self, kind: str) -> Iterator[None]:
         """Keras's loops place data themselves where a distribution is set."""
-        self._check_context()
-        outer, self._is_in_session = self._is_in_session, True
+        self.check_context()
         try:
-            with variable_creator.distribution_scope(None):
+            with (
+                attribute_set(self, "_is_in_session", True),
+                variable_creator.distribution_scope(None),
+            ):
                 yield
         finally:
-            self._is_in_session = outer
             self._functions.forget(kind)
 
-    @contextlib.contextmanager
-    def _validating(self, data: Any) -> Iterator[None]:
-        outer = self._validation
-        if data is not None:
-            x, y, weight = loop_data.unpack_validation(data)
-            self._validation = {"x": x, "y": y, "sample_weight": weight}
-        try:
-            yield
-        finally:
-            self._validation = outer
+    def _validating(self, data: Any) -> contextlib.AbstractContextManager[None]:
+        if data is None:
+            return contextlib.nullcontext()
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        given = {"x": x, "y": y, "sample_weight": weight}
+        return attribute_set(self, "_validation", given)
 
-    def _build(self, feed: Any) -> None:
+    def _build_on_feed(self, feed: Any) -> None:
         self.model._assert_compile_called("fit")
+        self._build(iterator=EpochIterator(feed))
+
+    def _build(self, **data: Any) -> None:
         with variable_creator.distribution_scope(self._distribution):
-            build = type(self.model)._symbolic_build
-            build(self.model, iterator=EpochIterator(feed))
+            type(self.model)._symbolic_build(self.model, **data)
         self._adopt()
 
     def _build_for_others(
@@ -332,13 +292,8 @@ class Binding:
                     return
             yield 0, 0, [batch]
 
-        with variable_creator.distribution_scope(self._distribution):
-            type(self.model)._symbolic_build(
-                self.model,
-                iterator=None if iterator is None else first(),
-                data_batch=data_batch,
-            )
-        self._adopt()
+        first_alone = None if iterator is None else first()
+        self._build(iterator=first_alone, data_batch=data_batch)
 
     def _maybe_build_for_others(self, *args: Any, **kwargs: Any) -> None:
         """Stands for `_maybe_symbolic_build`, which may read what it is given.
@@ -349,11 +304,6 @@ class Binding:
             maybe_build = getattr(type(self.model), keras_names.MAYBE_BUILD)
             maybe_build(self.model, *args, **kwargs)
 
-    def _build_on(self, batch: Any) -> None:
-        with variable_creator.distribution_scope(self._distribution):
-            type(self.model)._symbolic_build(self.model, data_batch=batch)
-        self._adopt()
-
     def build_for_shapes(self, data: Any) -> None:
         """Builds the model for a batch that is known by its shapes.
 
@@ -362,9 +312,9 @@ class Binding:
         """
         if len(data) > 1:
             self.model._assert_compile_called("compile_step")
-            self._build_on(data)
+            self._build(data_batch=data)
             return
-        if not all(layer.built for layer in self.model._flatten_layers()):
+        if not scope_hooks.is_built(self.model):
             with (
                 variable_creator.distribution_scope(self._distribution),
                 keras.StatelessScope(),
@@ -374,7 +324,7 @@ class Binding:
 
     def _build_for_call(self, iterator: Any) -> None:
         """Builds a model that was never called, on its first batch."""
-        if not all(layer.built for layer in self.model._flatten_layers()):
+        if not scope_hooks.is_built(self.model):
             for _, _, batches in iterator:
                 x = keras.utils.unpack_x_y_sample_weight(batches[0])[0]
                 with (
@@ -398,4 +348,4 @@ class Binding:
 
 def binding_of(model: keras.Model) -> Binding | None:
     """The binding that holds a model, if any."""
-    return vars(model).get(_ATTRIBUTE)
+    return vars(model).get(BINDING)

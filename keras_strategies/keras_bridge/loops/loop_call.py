@@ -7,6 +7,7 @@ import keras
 
 from keras_strategies.keras_bridge.loops import scope_hooks
 
+# Of the epochs that all processes must run alike.
 _COUNTS = ("epochs", "initial_epoch", "validation_freq")
 
 
@@ -52,10 +53,6 @@ class Call:
     def set_feed(self, feed: Any) -> None:
         """Replaces the data; what the feed has taken in is left out."""
         self.set(x=feed, y=None, sample_weight=None, class_weight=None)
-
-    def hush(self) -> None:
-        """Leaves the progress to another process."""
-        self.set(verbose=0)
 
     def run(self) -> Any:
         """Calls Keras's own loop."""

@@ -31,6 +31,9 @@ LOOPS = (
 ON_USE = ("compile", "predict", "predict_on_batch")
 """The attributes that `bind_on_use` sets on a model: what can come first."""
 
+BINDING = "_ks_binding"
+"""The attribute of a model that is its `Binding`."""
+
 STRATEGY = "distribute_strategy"
 """The attribute of a model that is its strategy, as tf.keras has it."""
 
@@ -41,22 +44,12 @@ _InLoop = Callable[[keras.Model, str], contextlib.AbstractContextManager[None]]
 
 
 def _in_scope(
-    on_init: Callable[[keras.Model], None],
-    before_compile: Callable[[keras.Model], None],
-    on_compile: Callable[[keras.Model], None],
-    is_active: Callable[[], bool],
+    entered: Callable[[], Any], before_compile: Callable[[keras.Model], None]
 ) -> Iterator[Patch]:
-    yield TRAINER, "__init__", lambda f: _telling(f, None, on_init)
-    yield (
-        TRAINER,
-        "compile",
-        lambda f: _telling(f, before_compile, on_compile),
-    )
-    yield (
-        keras.layers.BatchNormalization,
-        "__init__",
-        lambda f: batch_norm.accepting_init(f, is_active),
-    )
+    norm = keras.layers.BatchNormalization
+    yield TRAINER, "__init__", lambda f: _claiming(f, entered)
+    yield TRAINER, "compile", lambda f: _binding(f, entered, before_compile)
+    yield norm, "__init__", lambda f: batch_norm.accepting_init(f, entered)
 
 
 def _loops() -> Iterator[Patch]:
@@ -82,24 +75,21 @@ _routes = _Routes()
 
 @contextlib.contextmanager
 def keras_hooks(
-    on_init: Callable[[keras.Model], None],
+    entered: Callable[[], Any],
     before_compile: Callable[[keras.Model], None],
-    on_compile: Callable[[keras.Model], None],
     in_loop: _InLoop,
-    is_active: Callable[[], bool],
 ) -> Iterator[None]:
     """Wraps what makes, compiles and runs models, and BatchNormalization.
 
-    Process-wide, so all ask about the calling thread: `on_init` is called with
-    every model that is made, `before_compile` may refuse a model,
-    `on_compile` is called with every model that was compiled, `in_loop` may
-    refuse one of `LOOPS`, and is in place while it runs, `is_active` says
-    whether the thread is in a scope.
+    Process-wide, so all ask about the calling thread.
+
+    Args:
+      entered: Returns the strategy whose scope the thread is in, or None. It
+        is bound to every model that is made or compiled there.
+      before_compile: May refuse a model that is to be compiled.
+      in_loop: May refuse one of `LOOPS`, and is in place while it runs.
     """
-    with (
-        _scope_patches.held(on_init, before_compile, on_compile, is_active),
-        _loop_patches.held(),
-    ):
+    with _scope_patches.held(entered, before_compile), _loop_patches.held():
         _in_loop.append(in_loop)
         try:
             yield
@@ -158,31 +148,25 @@ def own_loop(model: keras.Model, name: str) -> Callable[..., Any] | None:
     return bound
 
 
-def bind_on_use(
-    model: keras.Model,
-    strategy: Any,
-    attach: Callable[[keras.Model], Any],
-    is_bound: Callable[[keras.Model], bool],
-) -> None:
+def bind_on_use(model: keras.Model, strategy: Any) -> None:
     """Makes a model that was made in a scope bound wherever it is used first.
 
     Args:
       model: The model, whose `compile`, `predict` and `predict_on_batch`,
         which needs no compiling, are set to some of its own.
       strategy: Whose scope it is.
-      attach: Binds the model.
-      is_bound: Whether it is bound already, as by a scope's `compile`.
     """
 
     def compile_and_attach(*args: Any, **kwargs: Any) -> Any:
         result = type(model).compile(model, *args, **kwargs)
-        if not is_bound(model):
-            attach(model)
+        # Bound already by a scope's `compile`?
+        if BINDING not in vars(model):
+            strategy.attach(model)
         return result
 
     def attaching(name: str) -> Callable[..., Any]:
         def attach_and_call(*args: Any, **kwargs: Any) -> Any:
-            attach(model)
+            strategy.attach(model)
             # Now it is the binding's.
             return getattr(model, name)(*args, **kwargs)
 
@@ -219,20 +203,32 @@ def _routing(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _telling(
+def _claiming(
+    init: Callable[..., None], entered: Callable[[], Any]
+) -> Callable[..., None]:
+    @functools.wraps(init)
+    def init_and_claim(model: Any, *args: Any, **kwargs: Any) -> None:
+        init(model, *args, **kwargs)
+        if (strategy := entered()) is not None:
+            bind_on_use(model, strategy)
+
+    return init_and_claim
+
+
+def _binding(
     method: Callable[..., Any],
-    before: Callable[[keras.Model], None] | None,
-    after: Callable[[keras.Model], None],
+    entered: Callable[[], Any],
+    before_compile: Callable[[keras.Model], None],
 ) -> Callable[..., Any]:
     @functools.wraps(method)
-    def call_and_tell(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if before is not None:
-            before(model)
+    def compile_and_bind(model: Any, *args: Any, **kwargs: Any) -> Any:
+        before_compile(model)
         result = method(model, *args, **kwargs)
-        after(model)
+        if (strategy := entered()) is not None:
+            strategy.attach(model)
         return result
 
-    return call_and_tell
+    return compile_and_bind
 
 
 def is_built(model: keras.Model) -> bool:

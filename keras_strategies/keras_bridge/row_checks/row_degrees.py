@@ -14,6 +14,7 @@ what it does not know (`None`): loops over rows, sorts, scatters.
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ import numpy as np
 from jax.extend.core import Literal, jaxpr_as_fun
 
 from keras_strategies.keras_bridge.row_checks.row_primitives import (
+    ADDS,
     BENT,
     FORGETS,
     KEEPS,
@@ -285,21 +287,20 @@ def _clamped(one: Any, two: Any, kinds: list[Kind]) -> Kind:
 
 
 def _multiplied(one: Any, two: Any, kinds: list[Kind]) -> Kind:
-    degrees = [_degree(kind, kinds) for kind in kinds]
     if any(kind.is_any for kind in kinds):
         return _constant(0.0, 0.0)
-    if None in degrees:
-        return _UNKNOWN
-    degree = degrees[0] + degrees[1]  # type: ignore[operator]
-    return dataclasses.replace(_joined(kinds), degree=degree)
+    return _product(kinds, operator.add)
 
 
 def _divided(one: Any, two: Any, kinds: list[Kind]) -> Kind:
+    return _product(kinds, operator.sub)
+
+
+def _product(kinds: list[Kind], combine: Callable[[Any, Any], float]) -> Kind:
     degrees = [_degree(kind, kinds) for kind in kinds]
     if None in degrees:
         return _UNKNOWN
-    degree = degrees[0] - degrees[1]  # type: ignore[operator]
-    return dataclasses.replace(_joined(kinds), degree=degree)
+    return dataclasses.replace(_joined(kinds), degree=combine(*degrees))
 
 
 def _contracted(one: Any, two: Any, kinds: list[Kind]) -> Kind:
@@ -311,20 +312,27 @@ def _contracted(one: Any, two: Any, kinds: list[Kind]) -> Kind:
     return dataclasses.replace(product, degree=product.degree + ratio)
 
 
-def _summed(one: Any, two: Any, kinds: list[Kind]) -> Kind:
-    kind = _without_value(kinds[0])
-    if kind.degree is None or kind.is_any:
-        return kind
-    ratio = _ratio(one, two, one.params["axes"])
-    return dataclasses.replace(kind, degree=kind.degree + ratio)
+_Rule = Callable[[Any, Any, list[Kind]], Kind]
 
 
-def _accumulated(one: Any, two: Any, kinds: list[Kind]) -> Kind:
-    kind = _without_value(kinds[0])
-    if kind.degree is None or kind.is_any:
-        return kind
-    ratio = _ratio(one, two, (one.params["axis"],))
-    return dataclasses.replace(kind, degree=kind.degree + ratio)
+def _changed(change: Callable[[Any, Any, float], float]) -> _Rule:
+    """The rule that gives the first input's kind another degree."""
+
+    def rule(one: Any, two: Any, kinds: list[Kind]) -> Kind:
+        kind = _without_value(kinds[0])
+        if kind.degree is None or kind.is_any:
+            return kind
+        return dataclasses.replace(kind, degree=change(one, two, kind.degree))
+
+    return rule
+
+
+def _summed(axes: Callable[[Any], Sequence[int]]) -> _Rule:
+    return _changed(lambda one, two, d: d + _ratio(one, two, axes(one)))
+
+
+def _power(of: Callable[[Any], float]) -> _Rule:
+    return _changed(lambda one, two, degree: degree * of(one))
 
 
 def _ratio(one: Any, two: Any, dims: Sequence[int]) -> float:
@@ -334,16 +342,6 @@ def _ratio(one: Any, two: Any, dims: Sequence[int]) -> float:
         for equation in (one, two)
     ]
     return math.log2(counts[1] / counts[0]) if all(counts) else 0.0
-
-
-def _power(of: Callable[[Any], float]) -> Callable[[Any, Any, Any], Kind]:
-    def rule(one: Any, two: Any, kinds: list[Kind]) -> Kind:
-        kind = _without_value(kinds[0])
-        if kind.degree is None or kind.is_any:
-            return kind
-        return dataclasses.replace(kind, degree=kind.degree * of(one))
-
-    return rule
 
 
 def _bent(one: Any, two: Any, kinds: list[Kind]) -> Kind:
@@ -367,22 +365,15 @@ def _gathered(one: Any, two: Any, kinds: list[Kind]) -> Kind:
     )
 
 
-_RULES: dict[str, Callable[[Any, Any, list[Kind]], Kind]] = {
-    "add": _added,
-    "add_any": _added,
-    "sub": _added,
-    "max": _added,
-    "min": _added,
-    "concatenate": _added,
-    "pad": _added,
+_RULES: dict[str, _Rule] = {
     "select_n": _selected,
     "clamp": _clamped,
     "mul": _multiplied,
     "div": _divided,
     "dot_general": _contracted,
     "conv_general_dilated": _multiplied,
-    "reduce_sum": _summed,
-    "cumsum": _accumulated,
+    "reduce_sum": _summed(lambda equation: equation.params["axes"]),
+    "cumsum": _summed(lambda equation: (equation.params["axis"],)),
     "square": _power(lambda equation: 2.0),
     "sqrt": _power(lambda equation: 0.5),
     "rsqrt": _power(lambda equation: -0.5),
@@ -391,4 +382,6 @@ _RULES: dict[str, Callable[[Any, Any, list[Kind]], Kind]] = {
     "dynamic_slice": _picked,
     "all_gather": _gathered,
     "all_gather_invariant": _gathered,
-} | dict.fromkeys(BENT, _bent)
+    **dict.fromkeys(ADDS, _added),
+    **dict.fromkeys(BENT, _bent),
+}

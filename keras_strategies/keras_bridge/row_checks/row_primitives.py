@@ -47,6 +47,9 @@ def _table(*groups: str) -> frozenset[str]:
     return frozenset(name for group in groups for name in group.split())
 
 
+ADDS = _table("add add_any sub max min concatenate pad")
+"""Of the one degree of all their inputs."""
+
 FORGETS = _table(
     "eq ne lt le gt ge and or not xor sign argmax argmin iota is_finite",
     "random_seed random_wrap random_unwrap random_bits random_split",

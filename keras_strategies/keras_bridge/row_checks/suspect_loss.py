@@ -15,12 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from keras_strategies.keras_bridge.row_checks.row_degrees import (
-    EXACT,
-    needed_for,
-    trace_called,
-    variables_of,
-)
+from keras_strategies.keras_bridge.row_checks import row_degrees
 
 _MEAN = "ks_mean_over_rows"
 
@@ -29,7 +24,7 @@ def _share_of_a_sum(values: Any, num_replicas: int) -> Any:
     return jnp.sum(values) * num_replicas
 
 
-_share_of_a_sum.__name__ = EXACT
+_share_of_a_sum.__name__ = row_degrees.EXACT
 share_of_a_sum = jax.jit(_share_of_a_sum, static_argnums=1)
 """A replica's sum over its rows, such that the mean of all is their sum."""
 
@@ -55,7 +50,7 @@ def is_suspect(jaxpr: Any, loss: int, data: Sequence[int], rows: int) -> bool:
     """
     inner = jaxpr.jaxpr
     tainted = {inner.invars[k] for k in data}
-    needed = needed_for(inner, [inner.outvars[loss]])
+    needed = row_degrees.needed_for(inner, [inner.outvars[loss]])
     return _reduces_rows(inner, needed, tainted, rows)
 
 
@@ -64,16 +59,18 @@ def _reduces_rows(jaxpr: Any, needed: Any, tainted: Any, rows: int) -> bool:
     users: dict[Any, list[Any]] = {}
     makers = {var: e for e in needed for var in e.outvars}
     for equation in needed:
-        for var in variables_of(equation.invars):
+        for var in row_degrees.variables_of(equation.invars):
             users.setdefault(var, []).append(equation)
     for equation in needed:
-        mine = [v for v in variables_of(equation.invars) if v in tainted]
+        mine = [
+            v for v in row_degrees.variables_of(equation.invars) if v in tainted
+        ]
         if not mine:
             continue
         tainted.update(equation.outvars)
-        if equation.params.get("name") in (EXACT, _MEAN):
+        if equation.params.get("name") in (row_degrees.EXACT, _MEAN):
             continue
-        inner_trace = trace_called(equation)
+        inner_trace = row_degrees.trace_called(equation)
         if inner_trace is not None:
             inner, _ = inner_trace
             inside = {
@@ -81,7 +78,7 @@ def _reduces_rows(jaxpr: Any, needed: Any, tainted: Any, rows: int) -> bool:
                 for into, v in zip(inner.invars, equation.invars, strict=True)
                 if not isinstance(v, Literal) and v in tainted
             }
-            all_needed = needed_for(inner, inner.outvars)
+            all_needed = row_degrees.needed_for(inner, inner.outvars)
             if _reduces_rows(inner, all_needed, inside, rows):
                 return True
         counts = _counts(equation, mine, rows)

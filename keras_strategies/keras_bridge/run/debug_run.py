@@ -19,26 +19,10 @@ from keras_strategies._core.jaxprs.replay import current_side
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.values import STACKED, PerReplica, stacked
 from keras_strategies.keras_bridge.hooks import on_read, seeds
-from keras_strategies.keras_bridge.run.replica_trace import (
-    ReplicaScope,
-    called_in,
-    is_same,
-    merged_state,
-    new_step,
-    refuse_difference,
-    refuse_foreign,
-    replica_tracing,
-    unaggregated,
-)
-from keras_strategies.keras_bridge.run.run_results import (
-    Note,
-    regrouped_constants,
-)
-from keras_strategies.keras_bridge.run.uneven_rows import (
-    Called,
-    Variant,
-    rows_of_all,
-    shares_of,
+from keras_strategies.keras_bridge.run import (
+    replica_trace,
+    run_results,
+    uneven_rows,
 )
 from keras_strategies.keras_bridge.step_context import StepContext
 from keras_strategies.keras_bridge.variables.deferred_creation import deferred
@@ -49,8 +33,8 @@ def debug_run(
     *,
     mesh: ReplicaMesh,
     scope: Callable[[], contextlib.AbstractContextManager[Any]],
-    replica_scope: ReplicaScope,
-    rows: Sequence[Variant] = (),
+    replica_scope: replica_trace.ReplicaScope,
+    rows: Sequence[uneven_rows.Variant] = (),
     is_update: bool = False,
 ) -> Any:
     """Calls `fn(replica)` eagerly for each replica; as a `RunProgram` would.
@@ -64,7 +48,7 @@ def debug_run(
       is_update: Whether it writes the same to every copy.
     """
     keras_state = dict(vars(global_state.GLOBAL_STATE_TRACKER))
-    shares = shares_of(rows)
+    shares = uneven_rows.shares_of(rows)
     lockstep = Lockstep(mesh.num_replicas, mesh.all_replicas)
 
     def replica(index: int) -> Any:
@@ -75,16 +59,18 @@ def debug_run(
                 for name, value in keras_state.items()
             }
         )
-        step = new_step(mesh, is_update=is_update)
+        step = replica_trace.new_step(mesh, is_update=is_update)
         if rows:
-            own = rows_of_all(rows[index], rows)
+            own = uneven_rows.rows_of_all(rows[index], rows)
             step = step.with_facts(rows_of_all=own)
         seen = _SeenScope(step, mesh, index)
         with scope(), deferred(), seen:
-            with replica_tracing(step, replica_scope):
+            with replica_trace.replica_tracing(step, replica_scope):
                 results = fn(index)
             share = None if shares is None else shares[index]
-            merging = new_step(mesh).with_facts(is_uneven=True, share=share)
+            merging = replica_trace.new_step(mesh).with_facts(
+                is_uneven=True, share=share
+            )
             return _ended(step, seen, results, merging)
 
     ended = lockstep.run(replica)
@@ -108,19 +94,19 @@ def _ended(
     of_all = turn.meet(seen.variables)
     variables = list({id(v): v for each in of_all for v in each}.values())
     folded = [seen.get_current_value_before(v) for v in variables]
-    called = called_in(step, seen, results, variables, folded)
-    notes: list[Note] = turn.meet(called.note)
-    unchecked = unaggregated(notes)
+    called = replica_trace.called_in(step, seen, results, variables, folded)
+    notes: list[run_results.Note] = turn.meet(called.note)
+    unchecked = replica_trace.unaggregated(notes)
     for k in unchecked:
-        if not bool(is_same(called.new[k], step.axis)):
-            refuse_difference(variables[k])
+        if not bool(replica_trace.is_same(called.new[k], step.axis)):
+            replica_trace.refuse_difference(variables[k])
     old = [seen.old[id(v)] for v in variables]
     written = [
         k
         for k, v in enumerate(variables)
         if on_read.is_on_read(v) or any(n.is_changed[k] for n in notes)
     ]
-    values, copies, _ = merged_state(
+    values, copies, _ = replica_trace.merged_state(
         merging, variables, old, folded, called, notes, []
     )
     places = [k for k in written if on_read.is_on_read(variables[k])]
@@ -188,26 +174,21 @@ class _SeenScope(keras.StatelessScope):
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         """Keeps a write."""
-        refuse_foreign(update[0], self._mesh)
+        replica_trace.refuse_foreign(update[0], self._mesh)
         self.get_current_value_before(update[0])
         super().add_update(update)
 
 
-def _regrouped(ended: list[Called], mesh: ReplicaMesh) -> Any:
+def _regrouped(ended: list[uneven_rows.Called], mesh: ReplicaMesh) -> Any:
     """The replicas' results as one nest, as a compiled `run` returns it."""
     notes = [called.note.structure for called in ended]
-    constants = regrouped_constants(notes)
     columns = zip(*[called.outputs for called in ended], strict=True)
-    values = (_wrapped(list(column), mesh) for column in columns)
-    leaves = [next(values) if c is None else _of(c, mesh) for c in constants]
-    return jax.tree.unflatten(notes[0][0], leaves)
-
-
-def _of(values: list[Any], mesh: ReplicaMesh) -> Any:
-    """A result that is no array, or the replicas' different numbers."""
-    if len(values) == 1:
-        return values[0]
-    return _wrapped([jax.numpy.asarray(value) for value in values], mesh)
+    return run_results.nest_of(
+        notes[0][0],
+        run_results.regrouped_constants(notes),
+        (_wrapped(list(column), mesh) for column in columns),
+        lambda values: _wrapped(list(map(jax.numpy.asarray, values)), mesh),
+    )
 
 
 def _wrapped(parts: list[Any], mesh: ReplicaMesh) -> Any:

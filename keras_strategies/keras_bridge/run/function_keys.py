@@ -55,12 +55,17 @@ def function_key(fn: Any, inside: frozenset[int] = frozenset()) -> Any:
         return "recursion"
     inside = inside | {id(fn)}
     key = functools.partial(value_key, inside=inside)
+
+    def keys_of(keywords: dict[str, Any] | None) -> tuple[Any, ...]:
+        pairs = sorted((keywords or {}).items())
+        return tuple((name, key(value)) for name, value in pairs)
+
     if isinstance(fn, functools.partial):
         return (
             "partial",
             function_key(fn.func, inside),
             tuple(map(key, fn.args)),
-            tuple((k, key(v)) for k, v in sorted(fn.keywords.items())),
+            keys_of(fn.keywords),
         )
     if inspect.ismethod(fn):
         return "method", Same(fn.__self__), function_key(fn.__func__, inside)
@@ -75,10 +80,7 @@ def function_key(fn: Any, inside: frozenset[int] = frozenset()) -> Any:
             ),
             tuple(_cell_key(cell, inside) for cell in fn.__closure__ or ()),
             tuple(map(key, fn.__defaults__ or ())),
-            tuple(
-                (k, key(v))
-                for k, v in sorted((fn.__kwdefaults__ or {}).items())
-            ),
+            keys_of(fn.__kwdefaults__),
         )
     return Same(fn)
 

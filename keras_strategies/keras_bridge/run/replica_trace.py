@@ -15,19 +15,11 @@ import keras
 
 from keras_strategies._core.jaxprs.specs import Axis
 from keras_strategies._core.mesh import ReplicaMesh, shown_devices
-from keras_strategies._core.replica_map import all_max, all_min
+from keras_strategies._core.replica_map import all_max, all_min, as_number
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
-from keras_strategies.keras_bridge.hooks import on_read
+from keras_strategies.keras_bridge.hooks import on_read, variables_used
 from keras_strategies.keras_bridge.hooks.trace_hooks import trace_hooks
-from keras_strategies.keras_bridge.hooks.variables_used import (
-    scopes_ask_outwards,
-)
-from keras_strategies.keras_bridge.run.run_results import (
-    Note,
-    TraceReport,
-    constant_of,
-    regrouped_constants,
-)
+from keras_strategies.keras_bridge.run import run_results
 from keras_strategies.keras_bridge.run.uneven_rows import Called
 from keras_strategies.keras_bridge.step_context import (
     StepContext,
@@ -58,7 +50,7 @@ def replica_tracing(
     """What is in place while a user's function runs on a replica."""
     with (
         trace_hooks(),
-        scopes_ask_outwards(),
+        variables_used.scopes_ask_outwards(),
         step_scope(step),
         replica_scope(step),
     ):
@@ -85,7 +77,7 @@ def called_in(
     leaves, structure = jax.tree.flatten(
         results, is_leaf=lambda leaf: leaf is None
     )
-    constants = [constant_of(leaf) for leaf in leaves]
+    constants = [run_results.constant_of(leaf) for leaf in leaves]
     start = [step.notes.before[v] for v in variables]
     return Called(
         outputs=[
@@ -95,7 +87,7 @@ def called_in(
         ],
         new=new,
         start=start,
-        note=Note(
+        note=run_results.Note(
             structure=(structure, constants),
             is_changed=[
                 n is not f or s is not f
@@ -114,7 +106,7 @@ def merged_state(
     old: list[Any],
     folded: list[Any],
     called: Called,
-    notes: list[Note],
+    notes: list[run_results.Note],
     summands: list[Any],
 ) -> tuple[list[Any], list[Any], list[Any]]:
     """The variables' values after a call, those of all replicas.
@@ -168,10 +160,10 @@ def merged_state(
 def report_of(
     mesh: ReplicaMesh,
     outputs: list[Any],
-    notes: list[Note],
+    notes: list[run_results.Note],
     shapes: list[list[tuple[int, ...]]] | None,
     num_written: int,
-) -> TraceReport:
+) -> run_results.TraceReport:
     """What the trace of a run program found.
 
     Args:
@@ -185,9 +177,9 @@ def report_of(
       ValueError: the variants return nests of different structures.
     """
     structures = [note.structure for note in notes]
-    found = TraceReport(
+    found = run_results.TraceReport(
         structure=structures[0][0],
-        constants=regrouped_constants(structures),
+        constants=run_results.regrouped_constants(structures),
         summed=[],
         unchecked=[k for k in unaggregated(notes) if k < num_written],
         shapes=shapes,
@@ -203,14 +195,14 @@ def is_same(value: Any, axis: Axis) -> Any:
     """Whether all replicas have one value; NaN equals itself."""
     is_nan = value != value
     number = jnp.where(is_nan, jnp.zeros_like(value), value)
-    number = number.astype("int32") if number.dtype == bool else number
+    number = as_number(number)
     highest, lowest = all_max(number, axis), all_min(number, axis)
     nans = is_nan.astype("int32")
     same_nans = all_max(nans, axis) == all_min(nans, axis)
     return jnp.all((highest == lowest) & same_nans)
 
 
-def unaggregated(notes: list[Note]) -> list[int]:
+def unaggregated(notes: list[run_results.Note]) -> list[int]:
     """Positions of the variables that all replicas must have written alike."""
     return [
         k
@@ -248,8 +240,3 @@ def refuse_foreign(variable: keras.Variable, mesh: ReplicaMesh) -> None:
         f"{shown_devices(mesh.devices)}. Call its own strategy's `run`, or "
         "return the value and `assign` it afterwards."
     )
-
-
-def as_summand(array: Any) -> Any:
-    """An array as it is added up: booleans are counted."""
-    return array.astype("int32") if array.dtype == bool else array

@@ -21,6 +21,7 @@ from keras_strategies._core.divided_map import divided_map
 from keras_strategies._core.identity import IdentityMap
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import (
+    as_number,
     replica_id,
     replica_map,
     split_spec,
@@ -29,21 +30,11 @@ from keras_strategies._core.replica_map import (
 from keras_strategies._core.values import PADDED, STACKED, PerReplica, stacked
 from keras_strategies.keras_bridge.hooks import on_read, seeds
 from keras_strategies.keras_bridge.hooks.variables_used import LiftingScope
-from keras_strategies.keras_bridge.run.replica_trace import (
-    ReplicaScope,
-    as_summand,
-    called_in,
-    is_same,
-    merged_state,
-    new_step,
-    refuse_difference,
-    refuse_foreign,
-    replica_tracing,
-    report_of,
-)
+from keras_strategies.keras_bridge.run import replica_trace
 from keras_strategies.keras_bridge.run.run_results import (
     Note,
     TraceReport,
+    nest_of,
 )
 from keras_strategies.keras_bridge.run.uneven_rows import (
     Called,
@@ -74,6 +65,9 @@ class RunProgram:
       replica_scope: Makes a replica context of a step for a block.
       is_update: Whether the function writes the same to every copy of a
         variable (`extended.update`).
+
+    Attributes:
+      lifted: The variables that the function reads or writes.
     """
 
     def __init__(
@@ -83,7 +77,7 @@ class RunProgram:
         rows: list[tuple[int, ...] | None],
         *,
         mesh: ReplicaMesh,
-        replica_scope: ReplicaScope,
+        replica_scope: replica_trace.ReplicaScope,
         is_update: bool = False,
     ) -> None:
         self._fn = fn
@@ -99,7 +93,7 @@ class RunProgram:
         self._variant_of = list(
             zip(*[counts for counts in rows if counts is not None], strict=True)
         )
-        self._lifted: list[keras.Variable] = []
+        self.lifted: list[keras.Variable] = []
         self._trainable: list[tuple[Any, bool]] = []
         # The lifted variables: written ones, those with a copy on each
         # replica, and those that are only read.
@@ -128,39 +122,36 @@ class RunProgram:
         # Another mesh: JAX keeps what it traced of inner functions by the mesh,
         # too, and must not meet this trace's zeros again.
         mesh = dataclasses.replace(self._mesh, marker="lifting")
-        step = new_step(mesh, is_update=self._is_update)
+        step = replica_trace.new_step(mesh, is_update=self._is_update)
 
         def abstract(*components: Any) -> Any:
             own = list(components)
             if self._variant_of:
                 own = with_rows(self._variant_of[0], self._is_uneven, own)
-            with replica_tracing(step, self._replica_scope):
+            with replica_trace.replica_tracing(step, self._replica_scope):
                 self._fn(own)
             return jnp.zeros((1,))
 
         mapped = replica_map(
             abstract,
             mesh,
-            in_specs=tuple(
-                split_spec(mesh) if split else whole_spec()
-                for split in self._is_split
-            ),
+            in_specs=tuple(self._specs),
             out_specs=split_spec(mesh),
         )
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in leaves]
         with deferred(), scope:
             jax.eval_shape(mapped, *shapes)
-        self._lifted = list(scope.variables.values())
-        known = {id(v): v for v in (*others, *self._lifted)}
+        self.lifted = list(scope.variables.values())
+        known = {id(v): v for v in (*others, *self.lifted)}
         self._trainable = [
             (weakref.ref(v), v.trainable) for v in known.values()
         ]
-        for variable in self._lifted:
+        for variable in self.lifted:
             on_read.settle(variable, self._mesh)
             if on_read.is_on_read(variable):
                 self._on_read.append(variable)
             elif id(variable) in scope.written:
-                refuse_foreign(variable, self._mesh)
+                replica_trace.refuse_foreign(variable, self._mesh)
                 self._written.append(variable)
             else:
                 self._read.append(variable)
@@ -171,7 +162,7 @@ class RunProgram:
         )
         new = written + [whole] * len(self._on_read)
         program = divided_map(
-            sums_combined(self._body, new_step(self._mesh)),
+            sums_combined(self._body, replica_trace.new_step(self._mesh)),
             self._mesh,
             in_specs=(written, split, read, self._specs),
             out_specs=(split, split, whole, whole, new, whole),
@@ -197,11 +188,6 @@ class RunProgram:
             (variable := reference()) is None or variable.trainable == flag
             for reference, flag in self._trainable
         )
-
-    @property
-    def lifted(self) -> list[keras.Variable]:
-        """The variables that the function reads or writes."""
-        return self._lifted
 
     def __call__(self, leaves: list[Any], last: ownership.Made) -> Any:
         """Runs the function once on every replica.
@@ -236,19 +222,17 @@ class RunProgram:
 
     def _state(self, last: ownership.Made) -> tuple[list[Any], list[Any]]:
         """The values of written and of read variables, ready to be passed."""
-        written, read = self._written, self._read
+        written, read, mesh = self._written, self._read, self._mesh
         taken = [v._value for v in written]
         known = [last.get(id(v)) for v in written]
-        is_rivalled = ownership.has_rivals(self._mesh)
+        is_rivalled = ownership.has_rivals(mesh)
         if is_rivalled or not ownership.are_alone(taken, known):
             made = zip(map(id, taken), known, strict=True)
             made = None if is_rivalled else {k: r for k, r in made if r}
-            mesh = self._mesh
             ownership.own(taken, written, (), made, mesh, donate=True)
         shared = [v._value for v in read]
         if not ownership.are(self._last_read, shared):
             references = list(map(weakref.ref, shared))
-            mesh = self._mesh
             ownership.own(shared, read, (), None, mesh, donate=False)
             # Those that had to be moved are looked at again next time.
             are_moved = not ownership.are(references, shared)
@@ -260,7 +244,7 @@ class RunProgram:
         for variable, same in self._same or ():
             if not bool(np.asarray(same)):
                 self._same = []
-                refuse_difference(variable)
+                replica_trace.refuse_difference(variable)
 
     def _results(
         self, report: TraceReport, arrays: list[Any], sums: list[Any]
@@ -270,16 +254,12 @@ class RunProgram:
             self._wrapped(array, totals.get(k), report.shapes_of(k))
             for k, array in enumerate(arrays)
         )
-        leaves = [
-            next(wrapped) if constants is None else self._constant(constants)
-            for constants in report.constants
-        ]
-        return jax.tree.unflatten(report.structure, leaves)
+        return nest_of(
+            report.structure, report.constants, wrapped, self._differing
+        )
 
-    def _constant(self, values: list[Any]) -> Any:
-        """A result that is no array; of replicas with other rows, another."""
-        if len(values) == 1:
-            return values[0]
+    def _differing(self, values: list[Any]) -> Any:
+        """A number that is another one for replicas with other rows."""
         variants = variants_of(self._variant_of)
         mesh, of = self._mesh, self._variant_of
         own = [values[variants.index(of[r])] for r in mesh.local_replicas]
@@ -301,8 +281,8 @@ class RunProgram:
         read: list[Any],
         leaves: list[Any],
     ) -> Any:
-        step = new_step(self._mesh, is_update=self._is_update)
-        variables = self._ordered()
+        step = replica_trace.new_step(self._mesh, is_update=self._is_update)
+        variables = [*self._written, *self._on_read, *self._read]
         old = [*written, *[c[0] for c in copies], *read]
         folded = seeds.fold_seeds(variables, old, step)
         share = shares = shares_of(self._variant_of)
@@ -311,19 +291,22 @@ class RunProgram:
         is_uneven = bool(self._variant_of)
         step = step.with_facts(is_uneven=is_uneven, share=share)
         called, notes, shapes = self._called(variables, folded, leaves)
-        report = report_of(
+        report = replica_trace.report_of(
             self._mesh, called.outputs, notes, shapes, len(self._written)
         )
-        values, new_copies, sums = merged_state(
+        values, new_copies, sums = replica_trace.merged_state(
             step,
             variables,
             old,
             folded,
             called,
             notes,
-            [as_summand(called.outputs[k]) for k in report.summed],
+            [as_number(called.outputs[k]) for k in report.summed],
         )
-        same = [is_same(called.new[k], step.axis) for k in report.unchecked]
+        same = [
+            replica_trace.is_same(called.new[k], step.axis)
+            for k in report.unchecked
+        ]
         num_returned = len(self._written) + len(self._on_read)
         return (
             [output[None] for output in called.outputs],
@@ -341,7 +324,7 @@ class RunProgram:
         leaves: list[Any],
     ) -> Called:
         """The function on one replica's arguments."""
-        step = new_step(self._mesh, is_update=self._is_update)
+        step = replica_trace.new_step(self._mesh, is_update=self._is_update)
         own = [
             leaf.shape[1]
             for leaf, uneven in zip(leaves, self._is_uneven, strict=True)
@@ -354,9 +337,9 @@ class RunProgram:
             state_mapping=list(zip(variables, folded, strict=True)),
             initialize_variables=False,
         )
-        with replica_tracing(step, self._replica_scope), scope:
+        with replica_trace.replica_tracing(step, self._replica_scope), scope:
             results = self._fn(leaves)
-        return called_in(step, scope, results, variables, folded)
+        return replica_trace.called_in(step, scope, results, variables, folded)
 
     def _called(
         self,
@@ -382,6 +365,3 @@ class RunProgram:
             + self._is_split,
         )
         return called, notes, [shapes[place] for place in places]
-
-    def _ordered(self) -> list[keras.Variable]:
-        return [*self._written, *self._on_read, *self._read]

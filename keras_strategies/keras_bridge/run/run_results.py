@@ -1,6 +1,7 @@
 """The structure of a replica function's results, known when it is traced."""
 
 import dataclasses
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import jax
@@ -112,6 +113,30 @@ def regrouped_constants(structures: list[Any]) -> list[list[Any] | None]:
         else:
             _refuse(trees, values)
     return result
+
+
+def nest_of(
+    structure: Any,
+    constants: list[list[Any] | None],
+    arrays: Iterable[Any],
+    differing: Callable[[list[Any]], Any],
+) -> Any:
+    """The results as the function returned them.
+
+    Args:
+      structure: Their nest.
+      constants: What `regrouped_constants` returned.
+      arrays: Those of them that are arrays.
+      differing: Makes one result of the variants' different numbers.
+    """
+    rest = iter(arrays)
+
+    def leaf(values: list[Any] | None) -> Any:
+        if values is None:
+            return next(rest)
+        return values[0] if len(values) == 1 else differing(values)
+
+    return jax.tree.unflatten(structure, map(leaf, constants))
 
 
 def _is_same(a: Any, b: Any) -> bool:

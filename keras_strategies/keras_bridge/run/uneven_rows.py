@@ -12,14 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from keras_strategies._core.jaxprs import replay as replay_lib
 from keras_strategies._core.jaxprs import stages
-from keras_strategies._core.jaxprs.replay import (
-    Concatenation,
-    Reached,
-    Replay,
-    replay_scope,
-)
 from keras_strategies._core.jaxprs.value_numbers import ValueNumbers
+from keras_strategies._core.values import padded
 
 Variant = tuple[int, ...]
 """Rows of each uneven argument."""
@@ -99,12 +95,12 @@ def call_unevenly(
     expected: list[list[jax.ShapeDtypeStruct]] = []
     while True:
         traces = [
-            _Trace(call, variant, is_uneven, state, leaves, expected)
+            _Trace(call, variant, is_uneven, (state, leaves, expected))
             for variant in variants
         ]
         _check_alike(traces)
         reached = [trace.reached for trace in traces]
-        if not isinstance(reached[0], Reached):
+        if not isinstance(reached[0], replay_lib.Reached):
             break
         operands = [trace.shapes[0][-1] for trace in traces]
         reduce = _of_shapes(reached[0].reduce, operands, places)
@@ -113,7 +109,7 @@ def call_unevenly(
     staged = _Stages(traces, (state, leaves, expected), are_own)
     known: list[list[Any]] = []
     for reduce in [*reduces, None]:
-        staged.compute(index, state, leaves, known)
+        staged.compute(index, (state, leaves, known))
         if reduce is not None:
             known.append(reduce(staged.operands(len(known))))
     outputs, new, start = staged.results()
@@ -122,7 +118,7 @@ def call_unevenly(
         new=new,
         start=start,
         note=None,
-        is_alike=staged.are_alike()[1],
+        is_alike=staged.are_alike(),
     )
     shapes = [[leaf.shape for leaf in trace.shapes[1]] for trace in traces]
     return called, [trace.called.note for trace in traces], shapes
@@ -135,9 +131,8 @@ class _Trace:
       call: The function; see `call_unevenly`.
       variant: The numbers of rows.
       is_uneven: Which arguments are uneven.
-      state: The values of variables.
-      leaves: The arguments.
-      expected: The shapes of the results of the collectives before.
+      inputs: The values of variables, the arguments, and the shapes of the
+        results of the collectives before.
 
     Attributes:
       reached: The collective that it ended at, or None.
@@ -153,29 +148,26 @@ class _Trace:
         call: Callable[[list[Any], list[Any]], Called],
         variant: Variant,
         is_uneven: list[bool],
-        state: list[Any],
-        leaves: list[Any],
-        expected: list[list[jax.ShapeDtypeStruct]],
+        inputs: tuple[list[Any], list[Any], list[Any]],
     ) -> None:
-        self.reached: Reached | None = None
+        self.reached: replay_lib.Reached | None = None
         self.called: Any = None
 
         def traced(state: Any, leaves: Any, known: Any) -> Any:
             own = with_rows(variant, is_uneven, leaves)
-            replay = Replay(known)
+            replay = replay_lib.Replay(known)
             try:
-                with replay_scope(replay):
+                with replay_lib.replay_scope(replay):
                     called = call(state, own)
                 replay.check_not_swallowed()
-            except Reached as reached:
+            except replay_lib.Reached as reached:
                 self.reached = reached
                 return [*replay.operands, reached.operands], [], [], []
             self.called = called
             return replay.operands, called.outputs, called.new, called.start
 
-        self.jaxpr, self.shapes = jax.make_jaxpr(traced, return_shape=True)(
-            state, leaves, expected
-        )
+        tracing = jax.make_jaxpr(traced, return_shape=True)
+        self.jaxpr, self.shapes = tracing(*inputs)
 
 
 class _Stages:
@@ -206,46 +198,31 @@ class _Stages:
             last[: len(operands)] = self._stages[: len(operands)]
             self._stages = last
         numbers = ValueNumbers()
-        self._are_common = [
-            len(set(column)) == 1
-            for column in zip(
-                *[numbers.of_outputs(t.jaxpr) for t in traces], strict=True
-            )
-        ]
+        of_each = [numbers.of_outputs(trace.jaxpr) for trace in traces]
+        columns = zip(*of_each, strict=True)
+        self._are_common = [len(set(column)) == 1 for column in columns]
         own = are_own + [False] * (len(self._inputs) - len(are_own))
-        first = traces[0].jaxpr.jaxpr
+        differ = stages.outputs_differing(traces[0].jaxpr.jaxpr, own)
         self._are_alike = [
             is_common and not differs
-            for is_common, differs in zip(
-                self._are_common,
-                stages.outputs_differing(first, own),
-                strict=True,
-            )
+            for is_common, differs in zip(self._are_common, differ, strict=True)
         ]
         # Of the outputs, by place; one shape of all variants.
         self._shapes = _largest([jax.tree.leaves(t.shapes) for t in traces])
         self._values: dict[int, Any] = {}
 
-    def compute(
-        self,
-        index: Any,
-        state: list[Any],
-        leaves: list[Any],
-        known: list[list[Any]],
-    ) -> None:
+    def compute(self, index: Any, given: tuple[Any, Any, list[Any]]) -> None:
         """Computes the next stage.
 
         Args:
           index: This replica's variant, a traced integer.
-          state: The values of variables.
-          leaves: The arguments.
-          known: The results of the collectives so far.
+          given: The values of variables, the arguments, and the results of
+            the collectives so far.
         """
-        stage = len(known)
+        stage = len(given[2])
         now = [k for k, s in enumerate(self._stages) if s == stage]
         common = [k for k in now if self._are_common[k]]
         others = [k for k in now if not self._are_common[k]]
-        given = (state, leaves, known)
         shared = stages.part(self._traces[0].jaxpr, common)
         values = self._branch(shared, common)(*given)
         self._values.update(zip(common, values, strict=True))
@@ -285,10 +262,9 @@ class _Stages:
         _, outputs, new, start = self._structured(self._values)
         return outputs, new, start
 
-    def are_alike(self) -> tuple[list[bool], list[bool], list[bool]]:
-        """As `results`: whether each is the same on all replicas."""
-        _, *rest = self._structured(dict(enumerate(self._are_alike)))
-        return tuple(rest)
+    def are_alike(self) -> list[bool]:
+        """Whether each new value is the same on all replicas."""
+        return self._structured(dict(enumerate(self._are_alike)))[2]
 
     def _structured(self, values: dict[int, Any]) -> Any:
         structure = jax.tree.structure(self._traces[0].shapes)
@@ -320,7 +296,7 @@ def _of_shapes(
     shapes = [[leaf.shape for leaf in variant] for variant in operands]
     if all(s == shapes[0] for s in shapes):
         return reduce
-    if isinstance(reduce, Concatenation):
+    if isinstance(reduce, replay_lib.Concatenation):
         return reduce.of_shapes([shapes[k][0] for k in places])
     raise ValueError(
         "A collective's value must have one shape on all replicas. "
@@ -368,10 +344,7 @@ def rows_of_all(
 def _padded(array: Any, most: jax.ShapeDtypeStruct) -> Any:
     # A number's type is one of Python's where it is a literal.
     array = jnp.asarray(array, most.dtype)
-    if array.shape == most.shape:
-        return array
-    missing = zip(array.shape, most.shape, strict=True)
-    return jnp.pad(array, [(0, most - size) for size, most in missing])
+    return array if array.shape == most.shape else padded(array, most.shape)
 
 
 def _check_alike(traces: list[_Trace]) -> None:

@@ -11,10 +11,7 @@ from keras_strategies._core.batches import Segment
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.rows import padded_rows
 from keras_strategies._core.step_types import Batch
-from keras_strategies.keras_bridge.steps.step_functions import (
-    make_program,
-    step_variables,
-)
+from keras_strategies.keras_bridge.steps import step_functions, trace_checks
 from keras_strategies.keras_bridge.variables import shardings
 
 KINDS = ("train", "test", "predict")
@@ -54,15 +51,10 @@ def lower_step(
     rows = _num_rows(data)
     build(data)
     padded = padded_rows(rows, mesh.num_replicas)
-    data = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(
-            (padded, *leaf.shape[1:]), leaf.dtype, sharding=mesh.split
-        ),
-        data,
-    )
-    variables = step_variables(model, kind)
+    data = trace_checks.with_rows(padded, data, mesh.split)
+    variables = step_functions.step_variables(model, kind)
     state = tuple(shardings.shapes_of(group, mesh) for group in variables)
-    program = make_program(model, mesh, kind, variables)
+    program = step_functions.make_program(model, mesh, kind, variables)
     return program.lower(state, Segment(data=data, rows=rows, steps=1))
 
 

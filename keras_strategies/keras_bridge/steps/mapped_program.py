@@ -16,12 +16,7 @@ from keras_strategies._core.replica_map import (
 )
 from keras_strategies._core.step_types import Batch
 from keras_strategies.keras_bridge.step_context import StepContext
-from keras_strategies.keras_bridge.steps.trace_checks import (
-    forget_losses,
-    reason_of,
-    warn_of_whole,
-    whole_batch,
-)
+from keras_strategies.keras_bridge.steps import trace_checks
 
 Body = Callable[[Any, Any, Any], Any]
 """A step as a pure function: two parts of a state, and data."""
@@ -52,10 +47,10 @@ def mapped_trace(
     try:
         yield
     except Exception as error:
-        forget_losses(model_step)
+        trace_checks.forget_losses(model_step)
         if isinstance(error, NotMapped):
             raise
-        reason = step.notes.whole_reason or reason_of(error)
+        reason = step.notes.whole_reason or trace_checks.reason_of(error)
         raise NotMapped(reason) from error
 
 
@@ -110,7 +105,7 @@ class MappedProgram:
             self._whole.trace(*args, segment.shape)
             # Before the step takes its state, should warnings be errors.
             if reason is not None:
-                warn_of_whole(reason)
+                trace_checks.warn_of_whole(reason)
             self.is_whole = True
         return self.start_whole(call, args, segment)
 
@@ -171,7 +166,7 @@ def over_whole_batch(
 
     def step(first: Any, second: Any, data: Batch, shape: RowShape) -> Any:
         fn = scanned(body) if shape.steps > 1 else body
-        return whole_batch(fn, (first, second), data, shape, mesh)
+        return trace_checks.whole_batch(fn, (first, second), data, shape, mesh)
 
     return step
 

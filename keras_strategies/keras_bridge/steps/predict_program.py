@@ -112,10 +112,7 @@ class PredictProgram:
             segment,
         )
         if changed:
-            group = list(state[1])
-            for k, value in changed.items():
-                group[int(k)] = value
-            state = (state[0], group)
+            state = (state[0], merge_lib.with_changes(state[1], changed))
         yield self._rows(outputs, segment), state
 
     def _rows(self, outputs: Any, segment: Segment) -> Any:
@@ -218,10 +215,7 @@ def _scanned(body: Body) -> Body:
         def one(carry: list[Any], batch: Batch) -> Any:
             outputs, changed = body(trainable, carry, batch)
             keys[:] = list(changed)
-            carry = list(carry)
-            for k, value in changed.items():
-                carry[int(k)] = value
-            return carry, outputs
+            return merge_lib.with_changes(carry, changed), outputs
 
         carry, outputs = jax.lax.scan(one, list(old), data)
         return outputs, {k: carry[int(k)] for k in keys}

@@ -9,7 +9,12 @@ import jax
 import keras
 import numpy as np
 
-from keras_strategies._core.batches import Execution, Segment
+from keras_strategies._core.batches import (
+    Execution,
+    Segment,
+    true_rows,
+    unstacked,
+)
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.step_types import Batch
 from keras_strategies.keras_bridge import keras_names
@@ -21,19 +26,11 @@ from keras_strategies.keras_bridge.variables import deferred_creation, ownership
 StepFunction = Callable[[Any, Iterator[Any]], tuple[Any, Any]]
 Program = Callable[[Any, Segment], Iterator[tuple[Any, Any]]]
 
+_OF_MODEL = ("trainable_variables", "non_trainable_variables")
 _GROUPS = {
-    "train": (
-        "trainable_variables",
-        "non_trainable_variables",
-        "optimizer_variables",
-        "metrics_variables",
-    ),
-    "test": (
-        "trainable_variables",
-        "non_trainable_variables",
-        "metrics_variables",
-    ),
-    "predict": ("trainable_variables", "non_trainable_variables"),
+    "train": (*_OF_MODEL, "optimizer_variables", "metrics_variables"),
+    "test": (*_OF_MODEL, "metrics_variables"),
+    "predict": _OF_MODEL,
 }
 """Which groups of variables are the state of a kind of step."""
 
@@ -138,9 +135,8 @@ class Functions:
         """Forgets all functions; the next use compiles anew."""
         self._last.clear()
         self._keys.clear()
-        self.model.train_function = None
-        self.model.test_function = None
-        self.model.predict_function = None
+        for kind in _GROUPS:
+            setattr(self.model, f"{kind}_function", None)
 
     def _make(self, kind: str, force: bool) -> None:
         model = self.model
@@ -228,15 +224,9 @@ class Functions:
         mesh = self.mesh
 
         def run(state: Any, segment: Segment) -> Iterator[tuple[Any, Any]]:
-            data = _on_all(segment.data, mesh)
-            if segment.steps == 1:
-                data = jax.tree.map(lambda a: a[None], data)
-            done = []
-            shape = segment.shape
-            for k in range(segment.steps):
-                batch = jax.tree.map(
-                    lambda a, k=k: shape.without_padding(a[k], 0), data
-                )
+            data = true_rows(_on_all(segment.data, mesh), segment.shape)
+            steps, done = segment.steps, []
+            for batch in [data] if steps == 1 else unstacked(data, steps):
                 outputs, new = step(state, batch)
                 state = (state[0], new) if kind == "predict" else new
                 done.append(outputs)

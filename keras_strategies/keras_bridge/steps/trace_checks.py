@@ -99,9 +99,8 @@ def sums_combined(fn: Callable[..., Any], step: StepContext) -> Any:
 
 def _are_sums_expensive(step: StepContext) -> bool:
     """Whether each array costs much; compilers elsewhere combine them."""
-    return (
-        step.facts.mesh.platform == "cpu" and step.facts.mesh.num_processes > 1
-    )
+    mesh = step.facts.mesh
+    return mesh.platform == "cpu" and mesh.num_processes > 1
 
 
 def _with_losses(
@@ -133,9 +132,8 @@ def _check_sizes(
     """Traces with twice the rows: what counts rows doubles, no other size."""
     probe = step.probe(2 * step.facts.rows)
     try:
-        eval_with_rows(
-            probe.facts.rows, functools.partial(body, probe), state, data
-        )
+        probed = functools.partial(body, probe)
+        eval_with_rows(probe.facts.rows, probed, state, data)
     except Exception as error:
         step.demand_whole(
             "metrics or marked losses are given arrays in a step of your own, "
@@ -160,11 +158,8 @@ def _check_losses(
     jaxpr: Any,
 ) -> None:
     """Looks whether the loss is a mean over the rows, where it may be none."""
-    inputs = len(jaxpr.jaxpr.invars)
-    leaves = len(jax.tree.leaves(data))
-    loss = len(jaxpr.jaxpr.outvars) - 1
-    of_rows = range(inputs - leaves, inputs)
-    if not suspect_loss.is_suspect(jaxpr, loss, of_rows, step.facts.rows):
+    places = _loss_and_rows(jaxpr, data)
+    if not suspect_loss.is_suspect(jaxpr, *places, step.facts.rows):
         return
     try:
         small, large = (
@@ -174,16 +169,20 @@ def _check_losses(
     except Exception:
         # It has shapes of its own, which is no fault of the loss.
         return
-    loss = len(small.jaxpr.outvars) - 1
-    inputs = len(small.jaxpr.invars)
-    data_inputs = range(inputs - leaves, inputs)
-    if row_degrees.is_no_mean(small, large, loss, data_inputs):
+    if row_degrees.is_no_mean(small, large, *_loss_and_rows(small, data)):
         step.demand_whole(
             "its loss is no mean over the rows, so the mean of the replicas' "
             "losses is another one: `add_loss` is given a sum over rows, or a "
             "layer or loss adds rows up. Take means over rows (`ops.mean`), "
             "and sums within each alone"
         )
+
+
+def _loss_and_rows(closed: Any, data: Batch) -> tuple[int, range]:
+    """Which output of a trace the loss is, and which inputs have rows."""
+    inputs = len(closed.jaxpr.invars)
+    of_rows = range(inputs - len(jax.tree.leaves(data)), inputs)
+    return len(closed.jaxpr.outvars) - 1, of_rows
 
 
 def _probed(
@@ -196,12 +195,16 @@ def _probed(
     """A trace with some number of rows; its last output is the loss."""
     probe = step.probe(rows)
     fn = functools.partial(_with_losses, probe, body)
-    return jax.make_jaxpr(fn)(*state, _of_rows(rows, data))
+    return jax.make_jaxpr(fn)(*state, with_rows(rows, data))
 
 
-def _of_rows(rows: int, data: Batch) -> Any:
+def with_rows(rows: int, data: Batch, sharding: Any = None) -> Any:
+    """The shapes of a batch with another number of rows."""
     return jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), data
+        lambda leaf: jax.ShapeDtypeStruct(
+            (rows, *leaf.shape[1:]), leaf.dtype, sharding=sharding
+        ),
+        data,
     )
 
 
@@ -209,7 +212,7 @@ def eval_with_rows(
     rows: int, body: Callable[..., Any], state: Any, data: Batch
 ) -> Any:
     """The shapes that `body(*state, data)` has for another number of rows."""
-    return jax.eval_shape(body, *state, _of_rows(rows, data))
+    return jax.eval_shape(body, *state, with_rows(rows, data))
 
 
 def forget_losses(step: Callable[..., Any]) -> None:

@@ -170,7 +170,7 @@ class StepProgram:
     def _start(
         self, call: Callable[..., Any], state: State, segment: Segment
     ) -> Any:
-        args = (*self._divide(state), segment.data)
+        args = self._arguments(state, segment)
         is_shared = not segment.is_padded
         return self._programs.start(call, args, segment, is_shared=is_shared)
 
@@ -180,28 +180,24 @@ class StepProgram:
 
     def lower_whole(self, state: State, segment: Segment) -> Any:
         """Lowers the program of an indivisible batch."""
-        args = (*self._divide(state), segment.data)
+        args = self._arguments(state, segment)
         return self._programs.start_whole(_lower, args, segment)
 
+    def _arguments(self, state: State, segment: Segment) -> Any:
+        return *self._divide(state), segment.data
+
     def _divide(self, state: Any) -> tuple[list[Any], list[Any]]:
-        return (
-            [state[i] for i in self._written],
-            [state[i] for i in self._read],
-        )
+        written = [state[i] for i in self._written]
+        return written, [state[i] for i in self._read]
 
     def _joined(
         self, state: State, new: Group, changed: list[dict[str, Any]]
     ) -> State:
-        result: list[Any] = list(state)
-        for i, group in zip(self._written, new, strict=True):
-            result[i] = group
-        for i, values in zip(self._read, changed, strict=True):
-            if values:
-                group = list(result[i])
-                for k, value in values.items():
-                    group[int(k)] = value
-                result[i] = group
-        return tuple(result)
+        read = [
+            merge_lib.with_changes(state[i], values) if values else state[i]
+            for i, values in zip(self._read, changed, strict=True)
+        ]
+        return tuple(self._ordered(new, read))
 
     # Steps as pure functions: (written, read, data) -> (logs, written,
     # changed), where `changed` maps positions in a read group to new values.
@@ -310,11 +306,8 @@ class StepProgram:
             def one(carry: Any, batch: Batch) -> Any:
                 logs, written, changed = body(*carry, batch)
                 changed_keys[:] = [list(values) for values in changed]
-                read = [list(group) for group in carry[1]]
-                for group, values in zip(read, changed, strict=True):
-                    for k, value in values.items():
-                        group[int(k)] = value
-                return (written, read), logs
+                read = map(merge_lib.with_changes, carry[1], changed)
+                return (written, list(read)), logs
 
             carry = (written, read)
             first = jax.tree.map(lambda a: a[0], data)
@@ -333,12 +326,9 @@ class StepProgram:
         return many
 
     def _ordered(self, written: Group, read: Group) -> list[Any]:
-        groups: Group = [None] * len(self._variables)
-        for i, group in zip(self._written, written, strict=True):
-            groups[i] = group
-        for i, group in zip(self._read, read, strict=True):
-            groups[i] = group
-        return groups
+        places = (*self._written, *self._read)
+        groups = dict(zip(places, (*written, *read), strict=True))
+        return [groups[i] for i in range(len(places))]
 
     def _output(self, old: Any, new: Any) -> tuple[list[Any], list[Any]]:
         written = [

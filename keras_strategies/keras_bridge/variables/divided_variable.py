@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import keras
 import numpy as np
+from jax.core import Tracer
 
 from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.mesh import ReplicaMesh
@@ -24,9 +25,7 @@ class DividedVariable(keras.Variable):
     def __array__(self, dtype: Any = None) -> np.ndarray:
         """The whole value. Collective, if no process has all shards."""
         value = self.value
-        if not isinstance(value, jax.Array) or isinstance(
-            value, jax.core.Tracer
-        ):
+        if not isinstance(value, jax.Array) or isinstance(value, Tracer):
             return super().__array__(dtype)
         return np.asarray(_whole(value, getattr(self, _MESH)), dtype)
 

@@ -18,6 +18,11 @@ from keras_strategies._core.mesh import ReplicaMesh
 
 # In what JAX raises (tests/multi_process/test_startup.py).
 _NOT_THE_SAME = "not the same on each process"
+_CONSTANTS = (
+    keras.initializers.Zeros,
+    keras.initializers.Ones,
+    keras.initializers.Constant,
+)
 
 
 def create(
@@ -39,7 +44,7 @@ def create(
     if mesh.num_processes > 1 and kwargs.get("layout") is None:
         if isinstance(initializer, str):
             initializer = keras.initializers.get(initializer)
-        if callable(initializer) and not _is_constant(initializer):
+        if callable(initializer) and not isinstance(initializer, _CONSTANTS):
             kwargs |= {"initializer": _FromChief(initializer, mesh)}
     try:
         return next_creator(**kwargs)
@@ -58,7 +63,12 @@ def create(
 
 
 class _FromChief:
-    """An initializer that gives the chief's value on all processes."""
+    """An initializer that gives the chief's value on all processes.
+
+    Args:
+      initializer: Gives this process's value.
+      mesh: The replicas.
+    """
 
     def __init__(self, initializer: Any, mesh: ReplicaMesh) -> None:
         self._initializer = initializer
@@ -83,12 +93,3 @@ class _FromChief:
         with jax.ensure_compile_time_eval():
             (array,) = from_chief([value], self._mesh)
             return np.asarray(array.addressable_data(0))
-
-
-def _is_constant(initializer: Any) -> bool:
-    return isinstance(
-        initializer,
-        keras.initializers.Zeros
-        | keras.initializers.Ones
-        | keras.initializers.Constant,
-    )

@@ -40,30 +40,21 @@ class Registry:
 
     def __init__(self) -> None:
         # By id: variables compare elementwise, so they are no dict keys.
-        self._variables: dict[int, weakref.ref[keras.Variable]] = {}
+        self._variables: weakref.WeakValueDictionary[int, keras.Variable]
+        self._variables = weakref.WeakValueDictionary()
 
     def add(self, variable: keras.Variable) -> None:
         """Remembers a variable until it is collected."""
-        key = id(variable)
-        forget = functools.partial(self._forget, key)
-        self._variables[key] = weakref.ref(variable, forget)
+        self._variables[id(variable)] = variable
 
     def __contains__(self, variable: object) -> bool:
-        reference = self._variables.get(id(variable))
-        return reference is not None and reference() is variable
+        return self._variables.get(id(variable)) is variable
 
     def __len__(self) -> int:
         return len(self._variables)
 
     def __iter__(self) -> Iterator[keras.Variable]:
-        for reference in list(self._variables.values()):
-            variable = reference()
-            if variable is not None:
-                yield variable
-
-    def _forget(self, key: int, reference: Any) -> None:
-        if self._variables.get(key) is reference:
-            del self._variables[key]
+        return iter(list(self._variables.values()))
 
 
 class ReplicaDistribution(Distribution):
@@ -206,18 +197,17 @@ def adopt(
             continue
         moved.append(variable)
     check_home(moved, mesh)
+    if not moved:
+        return
     shardings = [sharding_of(v, mesh) for v in moved]
-    if moved:
-        values = [v._value for v in moved]
-        copies = (
-            list(map(copied, values, shardings))
-            if mesh.num_processes == 1
-            else _from_chief(values, shardings, mesh)
-        )
-        for variable, value in zip(moved, copies, strict=True):
-            variable._value = value
-    for variable, sharding in zip(moved, shardings, strict=True):
-        variable._layout = sharding
+    values = [v._value for v in moved]
+    copies = (
+        list(map(copied, values, shardings))
+        if mesh.num_processes == 1
+        else _from_chief(values, shardings, mesh)
+    )
+    for variable, value, sharding in zip(moved, copies, shardings, strict=True):
+        variable._value, variable._layout = value, sharding
 
 
 def _from_chief(

@@ -216,8 +216,8 @@ def shares_of_own(
     counts = rows_lib.rows_of_replicas(batch_size, batch_size, num_replicas)
     parts = rows_lib.rows_of_processes(counts, num_processes)
     most = -(-max(parts) // each)
-    fit = (min(max(n - r * most, 0), most) for n in parts for r in range(each))
-    return tuple(fit), counts
+    fit = (rows_lib.in_order([most] * each, part) for part in parts)
+    return sum(fit, ()), counts
 
 
 def shown_replicas(num_replicas: int, num_processes: int) -> list[Any]:
