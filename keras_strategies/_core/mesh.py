@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-from collections import Counter
 from collections.abc import Sequence
 
 import jax
@@ -265,9 +264,8 @@ def _check_owners(owners: list[int], cores: int) -> None:
                 f"processes {found}. Choose a `computation_shape` within one "
                 "host's chips, as [2, 2, 1, 1]."
             )
-    runs = [owner for owner, _ in itertools.groupby(of_replicas)]
-    counts = Counter(of_replicas)
-    if len(runs) != len(counts) or len(set(counts.values())) > 1:
+    runs = [(k, len(list(run))) for k, run in itertools.groupby(of_replicas)]
+    if len(runs) != len(dict(runs)) or len({count for _, count in runs}) > 1:
         raise ValueError(
             "All processes hold equally many replicas, each its own after "
             "each other. Received: replicas of the processes "

@@ -81,7 +81,10 @@ def _with_components(
     all devices.
     """
     if mesh.num_processes == 1:
-        return fn(_components(value, mesh), *args)
+        # All on the first device.
+        home = mesh.devices[0]
+        parts = [jax.device_put(jnp.asarray(v), home) for v in value.values]
+        return fn(parts, *args)
     if value.layout == values.PARTS:
         raise ValueError(
             "A `PerReplica` made of a component for each replica is a value "
@@ -173,12 +176,6 @@ def _check_equal_shapes(parts: list[Any]) -> None:
             f"so their shapes must be equal. Received: {shapes}. Pass "
             "axis=0 to sum over the rows first."
         )
-
-
-def _components(value: values.PerReplica, mesh: ReplicaMesh) -> list[Any]:
-    """The components, all on the first device."""
-    home = mesh.devices[0]
-    return [jax.device_put(jnp.asarray(v), home) for v in value.values]
 
 
 def sum_in_order(arrays: list[Any]) -> Any:

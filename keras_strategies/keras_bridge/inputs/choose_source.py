@@ -311,12 +311,7 @@ def _dense(dataset: Any) -> Any:
 
 def _draws_orders(x: Any) -> bool:
     """Whether a dataset may ask us for the seed of its shuffling."""
-    return (
-        isinstance(x, Files)
-        or is_tf_dataset(x)
-        or is_torch_dataloader(x)
-        or _is_torch_dataset(x)
-    )
+    return isinstance(x, Files) or is_tf_dataset(x) or _is_torch(x)
 
 
 # Of datasets whose orders depend on the number of the pass, by their ids.
@@ -338,12 +333,12 @@ def _is_read_without_keras(x: Any) -> bool:
     That of a grain `MapDataset` lets grain read 500 batches ahead, for the
     shapes of the first; that of a torch loader starts its workers.
     """
-    return (
-        isinstance(x, DistributedDataset | Files | Source)
-        or _is_torch_dataset(x)
-        or is_grain_dataset(x)
-        or is_torch_dataloader(x)
-    )
+    is_ours = isinstance(x, DistributedDataset | Files | Source)
+    return is_ours or _is_torch(x) or is_grain_dataset(x)
+
+
+def _is_torch(x: Any) -> bool:
+    return _is_torch_dataset(x) or is_torch_dataloader(x)
 
 
 def _is_torch_dataset(value: Any) -> bool:

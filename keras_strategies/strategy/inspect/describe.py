@@ -148,7 +148,7 @@ def tabulate_variables(
     cells = [
         (
             row.path,
-            _shape(row),
+            "?" if row.shape is None else str(row.shape),
             row.dtype,
             row.sharding,
             _megabytes(row.num_bytes),
@@ -292,10 +292,6 @@ def _num_elements(row: VariableRow) -> int:
     if sizes is None or any(size is None for size in sizes):
         return 0
     return math.prod(size for size in sizes if size is not None)
-
-
-def _shape(row: VariableRow) -> str:
-    return "?" if row.shape is None else str(row.shape)
 
 
 def _megabytes(num_bytes: int) -> str:
