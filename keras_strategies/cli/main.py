@@ -8,6 +8,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import keras_strategies
 
@@ -89,9 +90,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
             has_evaluator=options.evaluator,
         )
     if options.command == "checkpoints":
-        from keras_strategies.cli.checkpoints.checkpoints import (
-            checkpoints,
-        )
+        from keras_strategies.cli.checkpoints.checkpoints import checkpoints
 
         return checkpoints(
             options.directory, quick=options.quick, as_json=options.json
@@ -117,9 +116,7 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_launch(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
-):
+def _add_launch(commands: Any):
     parser = commands.add_parser(
         "launch",
         help="run a script in several local processes",
@@ -165,9 +162,7 @@ def _add_launch(
     )
 
 
-def _add_doctor(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
-):
+def _add_doctor(commands: Any):
     parser = commands.add_parser(
         "doctor",
         help="show versions, devices, the cluster and advice",
@@ -199,9 +194,7 @@ def _add_doctor(
     )
 
 
-def _add_checkpoints(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
-):
+def _add_checkpoints(commands: Any):
     parser = commands.add_parser(
         "checkpoints",
         help="show the checkpoints of a directory and verify them",

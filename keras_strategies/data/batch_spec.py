@@ -58,15 +58,25 @@ def shown(spec: str) -> str:
 
 def is_like(spec: str, other: str) -> bool:
     """Whether structure, ranks and dtypes are the same on the devices."""
+    return spec == other or kinds(empty(spec)) == kinds(empty(other))
 
-    def kinds(text: str) -> Any:
-        leaves, nest = jax.tree.flatten(empty(text))
-        return nest, [
-            (leaf.ndim, jax.dtypes.canonicalize_dtype(leaf.dtype))
-            for leaf in leaves
-        ]
 
-    return spec == other or kinds(spec) == kinds(other)
+def kinds(batch: Tree) -> Any:
+    """The structure, and the ranks and dtypes of its arrays on the devices.
+
+    Types that are one there (float64 is float32) are one here.
+    """
+    leaves, nest = jax.tree.flatten(batch)
+    return nest, [
+        (leaf.ndim, jax.dtypes.canonicalize_dtype(leaf.dtype))
+        for leaf in leaves
+    ]
+
+
+def rows_kind(batch: Tree) -> Any:
+    """The structure, and the shapes and dtypes of its arrays' rows."""
+    leaves, nest = jax.tree.flatten(batch)
+    return nest, [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
 
 
 def with_a_row(batch: Tree) -> Tree:

@@ -12,9 +12,8 @@ from keras_strategies._core.jaxprs.traces import is_traced
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.rows import filled, rows_of_replicas
 from keras_strategies._core.values import PADDED, ROWS, PerReplica
-from keras_strategies.data.prefetch import Prefetched, Stop
 from keras_strategies.data.source import Source, all_rows
-from keras_strategies.data.steps import IsStopped, Steps
+from keras_strategies.data.steps import Steps
 
 Tree = Any
 
@@ -112,10 +111,7 @@ class DistributedIterator:
         steps = self._steps
         mesh, source = steps.mesh, steps.source
 
-        stop = Stop()
-        batches = steps.epoch(epoch, start, stop)
-
-        def placed() -> Iterator[Tree]:
+        def placed(batches: Iterator[HostBatch]) -> Iterator[Tree]:
             source.begin_epoch(epoch, start)
             try:
                 for batch in batches:
@@ -123,21 +119,14 @@ class DistributedIterator:
             finally:
                 source.end_epoch()
 
-        if source.is_planned:
-            # Slicing arrays takes less time than a thread's turn.
-            return placed()
-
-        def make(asks: IsStopped) -> Iterator[Tree]:
-            stop.asks = asks
-            return placed()
-
-        return Prefetched(
-            make,
+        return steps.ahead(
+            epoch,
+            start,
+            placed,
             num_bytes=lambda batch: sum(
                 leaf.nbytes for leaf in jax.tree.leaves(batch)
             ),
             is_pause=lambda batch: False,
-            needs_thread=mesh.num_processes > 1,
         )
 
     def get_state(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from keras_strategies._core.batches import num_rows
+from keras_strategies.data.batch_spec import rows_kind
 from keras_strategies.data.source import Part
 
 Tree = Any
@@ -38,7 +39,7 @@ class Rows:
             return _rows(self._left[0], 0, 0)
         while wanted and self._left:
             first = self._left[0]
-            if taken and not _can_join(taken[0], first):
+            if taken and rows_kind(taken[0]) != rows_kind(first):
                 # Padded to another length, for one: in a step of their own.
                 break
             rows = num_rows(first)
@@ -65,16 +66,6 @@ def looked_at(
     except Exception as error:
         return first, itertools.chain(first, _raising(error))
     return first, itertools.chain(first, parts)
-
-
-def _can_join(one: Tree, other: Tree) -> bool:
-    """Whether the rows of two batches fit into one."""
-    leaves, structure_of_one = jax.tree.flatten(one)
-    others, structure_of_other = jax.tree.flatten(other)
-    return structure_of_one == structure_of_other and all(
-        a.shape[1:] == b.shape[1:] and a.dtype == b.dtype
-        for a, b in zip(leaves, others, strict=True)
-    )
 
 
 def _raising(error: Exception) -> Iterator[Any]:

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 
@@ -24,12 +24,14 @@ from keras_strategies.cluster.exchange.message_forms import (
     read_messages,
 )
 from keras_strategies.data import batch_spec
+from keras_strategies.data.prefetch import Prefetched, Stop
 from keras_strategies.data.raise_together import raise_together
 from keras_strategies.data.regrouping import Rows, looked_at
 from keras_strategies.data.source import Part, Source, all_rows, checked_part
 
 Tree = Any
 IsStopped = Callable[[], bool]
+_Exchange = Callable[[dict[str, Any]], list[str]]
 
 
 def _is_size(value: Any) -> bool:
@@ -109,7 +111,46 @@ class Steps:
         # and agreements are made in one order in all processes.
         name = f"reading the data of `{self.name}`"
         agreement = self.agree(self.mesh.processes, name)
-        return self._agreed(agreement, parts, epoch, start, is_stopped)
+
+        def exchange(message: dict[str, Any]) -> list[str]:
+            return agreement.exchange(json.dumps(message), is_stopped)
+
+        steps = self._agreed(exchange, parts, epoch, start)
+        return _ending(agreement, steps)
+
+    def ahead(
+        self,
+        epoch: int,
+        start: int,
+        items_of: Callable[[Iterator[HostBatch]], Iterator[Any]],
+        *,
+        num_bytes: Callable[[Any], int],
+        is_pause: Callable[[Any], bool],
+    ) -> Any:
+        """What is made of the steps of an epoch, ahead of time if that helps.
+
+        Args:
+          epoch: Its number, from 0.
+          start: Number of steps to leave out at the beginning.
+          items_of: Makes items of the steps.
+          num_bytes: See `Prefetched`.
+          is_pause: See there.
+
+        Returns:
+          An iterator with a method `close`.
+        """
+        stop = Stop()
+        items = items_of(self.epoch(epoch, start, stop))
+        if self.source.is_planned:
+            # Slicing arrays takes less time than a thread's turn.
+            return items
+
+        def make(asks: IsStopped) -> Iterator[Any]:
+            stop.asks = asks
+            return items
+
+        needs_thread = self.mesh.num_processes > 1
+        return Prefetched(make, num_bytes, is_pause, needs_thread=needs_thread)
 
     def _alone(self, epoch: int, start: int) -> Iterator[HostBatch]:
         size = self.source.batch_size
@@ -138,28 +179,23 @@ class Steps:
         )
         return rows_of_processes(counts, self.mesh.num_processes)
 
+    @property
+    def _size(self) -> int | None:
+        """Rows of a whole batch of process-local rows, if that is known."""
+        return self.source.batch_size or next(iter(self.found), None)
+
     def _own_parts(
-        self,
-        agreement: Agreement,
-        parts: Iterator[Part],
-        start: int,
-        is_stopped: IsStopped | None,
+        self, exchange: _Exchange, parts: Iterator[Part], start: int
     ) -> Iterator[Part]:
         """This process's rows, in its share of each step."""
-        size = self.source.batch_size
-        if size is None and not self.found:
-            parts = self._look_ahead(agreement, parts, is_stopped)
-        if size is None and self.found:
-            size = self.found[0]
-        if size is None:
+        if self.source.batch_size is None and not self.found:
+            parts = self._look_ahead(exchange, parts)
+        if self._size is None:
             return itertools.islice(parts, start, None)
-        return self._in_shares(parts, size, start)
+        return self._in_shares(parts, self._size, start)
 
     def _look_ahead(
-        self,
-        agreement: Agreement,
-        parts: Iterator[Part],
-        is_stopped: IsStopped | None,
+        self, exchange: _Exchange, parts: Iterator[Part]
     ) -> Iterator[Part]:
         """Finds the batch size by the first batches of all processes.
 
@@ -174,8 +210,7 @@ class Steps:
             "rows": [part.rows for part in first],
             "is_cut": all(part.counts is None for part in first),
         }
-        texts = agreement.exchange(json.dumps(message), is_stopped)
-        received = self._read(texts, _LOOKED_AT)
+        received = self._read(exchange(message), _LOOKED_AT)
         rows = [h["rows"] for h in received if h["rows"]]
         if not all(h["is_cut"] for h in received):
             self.found.append(None)
@@ -188,57 +223,38 @@ class Steps:
     def _in_shares(
         self, parts: Iterator[Part], size: int, start: int
     ) -> Iterator[Part]:
-        rows = Rows(parts)
+        mesh, rows = self.mesh, Rows(parts)
+        count = mesh.num_processes
         for step in itertools.count():
-            data = rows.take(self._own_share(step, size))
+            counts = rotated_rows(step, size, mesh.num_replicas, count)
+            share = rows_of_processes(counts, count)[mesh.process_index]
+            data = rows.take(share)
             if data is None:
                 return
             if step >= start:
                 yield Part(data=data, rows=len(jax.tree.leaves(data)[0]))
 
-    def _own_share(self, step: int, size: int) -> int:
-        mesh = self.mesh
-        counts = rotated_rows(step, size, mesh.num_replicas, mesh.num_processes)
-        return rows_of_processes(counts, mesh.num_processes)[mesh.process_index]
-
     def _agreed(
         self,
-        agreement: Agreement,
+        exchange: _Exchange,
         parts: Iterator[Part],
         epoch: int,
         start: int,
-        is_stopped: IsStopped | None,
     ) -> Iterator[HostBatch]:
-        try:
-            yield from self._in_agreement(
-                agreement, parts, epoch, start, is_stopped
-            )
-        finally:
-            agreement.end()
-
-    def _in_agreement(
-        self,
-        agreement: Agreement,
-        parts: Iterator[Part],
-        epoch: int,
-        start: int,
-        is_stopped: IsStopped | None,
-    ) -> Iterator[HostBatch]:
-        spec: str | None = None
+        spec: Any = None
         all_counts = (is_count,) * self.mesh.replicas_per_process
         counts = {"counts": Either((None, all_counts))}
+        what = f"Reading the data of `{self.name}`"
         if self.source.is_process_local:
-            parts = self._own_parts(agreement, parts, start, is_stopped)
+            parts = self._own_parts(exchange, parts, start)
         for step in itertools.count(start):
             part, message, error = _next(parts)
             if step == start:
                 message["place"] = f"step {step} of epoch {epoch}"
-                message.setdefault("checksum", None)
-                if message["checksum"] is None:
+                if message.get("checksum") is None:
                     message["checksum"] = self.source.checksum
-            texts = agreement.exchange(json.dumps(message), is_stopped)
+            texts = exchange(message)
             received = self._read(texts, Either((_END, _ROWS | counts)))
-            what = f"Reading the data of `{self.name}`"
             raise_together(self.mesh, what, received, error)
             if step == start:
                 self._read(texts, _PLACE)
@@ -246,7 +262,7 @@ class Steps:
             if all(h["rows"] is None for h in received):
                 return
             self._check_specs(received, step, spec)
-            spec = _first_spec(received)
+            spec = next(h["spec"] for h in received if "spec" in h)
             if not self.source.is_process_local:
                 self._check_whole(received, step)
                 assert part is not None
@@ -254,19 +270,9 @@ class Steps:
                 if self.source.is_planned:
                     yield from map(self._whole, parts)
                     return
-                continue
-            rows = tuple(h["rows"] or 0 for h in received)
-            if not any(rows):
-                continue
-            data = batch_spec.empty(spec) if part is None else part.data
-            found = self.found[0] if self.found else None
-            size = self.source.batch_size or found or sum(rows)
-            yield HostBatch(
-                data=data,
-                parts=rows,
-                batch_size=size,
-                counts=self._counts_of_all(received),
-            )
+            elif any(h["rows"] for h in received):
+                data = batch_spec.empty(spec) if part is None else part.data
+                yield self._joined(data, received)
 
     def _read(self, texts: list[str], form: Any) -> list[Any]:
         return read_messages(
@@ -276,13 +282,19 @@ class Steps:
             about=f"the data of `{self.name}`",
         )
 
-    def _counts_of_all(
-        self, received: list[dict[str, Any]]
-    ) -> tuple[int, ...] | None:
-        if all(h.get("counts") is None for h in received):
-            return None
-        nothing = [0] * self.mesh.replicas_per_process
-        return tuple(n for h in received for n in h.get("counts") or nothing)
+    def _joined(self, data: Tree, received: list[dict[str, Any]]) -> HostBatch:
+        """A batch to which each process gives rows of its own."""
+        rows = tuple(h["rows"] or 0 for h in received)
+        given, counts = [h.get("counts") for h in received], None
+        if any(one is not None for one in given):
+            nothing = [0] * self.mesh.replicas_per_process
+            counts = tuple(n for one in given for n in one or nothing)
+        return HostBatch(
+            data=data,
+            parts=rows,
+            batch_size=self._size or sum(rows),
+            counts=counts,
+        )
 
     def _whole(self, part: Part) -> HostBatch:
         size = self.source.batch_size or part.rows
@@ -315,11 +327,7 @@ class Steps:
                 f"{self._by_process(list(map(_shown, specs)))}. Check what "
                 "each process reads."
             )
-        if (
-            before is not None
-            and known
-            and not batch_spec.is_like(before, *known)
-        ):
+        if before and known and not batch_spec.is_like(before, *known):
             raise ValueError(
                 "All batches must have the same structure, ranks and dtypes. "
                 f"Received: {_shown(before)} before, {_shown(*known)} in step "
@@ -329,7 +337,13 @@ class Steps:
     def _check_whole(self, received: list[dict[str, Any]], step: int) -> None:
         rows = [h["rows"] for h in received]
         if None in rows or len(set(rows)) > 1:
-            self._refuse_lengths(received, step)
+            told = ["no more rows" if n is None else f"{n} rows" for n in rows]
+            raise ValueError(
+                "All processes must see the same number of batches and rows. "
+                f"Received: in step {step} {self._by_process(told)}. Give all "
+                "processes the same data, or each its own with "
+                "`AutoShardPolicy.OFF`."
+            )
         checksums = [h.get("checksum") for h in received]
         if any(checksum != checksums[0] for checksum in checksums):
             raise ValueError(
@@ -341,20 +355,6 @@ class Steps:
                 "process rows of its own with `AutoShardPolicy.OFF`."
             )
 
-    def _refuse_lengths(
-        self, received: list[dict[str, Any]], step: int
-    ) -> NoReturn:
-        rows = [
-            "no more rows" if h["rows"] is None else f"{h['rows']} rows"
-            for h in received
-        ]
-        raise ValueError(
-            "All processes must see the same number of batches and rows. "
-            f"Received: in step {step} {self._by_process(rows)}. Give all "
-            "processes the same data, or each its own with "
-            "`AutoShardPolicy.OFF`."
-        )
-
     def _by_process(self, values: list[Any]) -> str:
         return ", ".join(
             f"{readable(str(value))} (process {p})"
@@ -362,8 +362,13 @@ class Steps:
         )
 
 
-def _first_spec(received: list[dict[str, Any]]) -> str:
-    return next(h["spec"] for h in received if "spec" in h)
+def _ending(
+    agreement: Agreement, steps: Iterator[HostBatch]
+) -> Iterator[HostBatch]:
+    try:
+        yield from steps
+    finally:
+        agreement.end()
 
 
 def _next(

@@ -22,7 +22,6 @@ from keras_strategies.checkpoint.directory.documents import (
 )
 from keras_strategies.checkpoint.directory.files import size_of
 from keras_strategies.checkpoint.directory.lock import Writer, writer_of
-from keras_strategies.checkpoint.directory.manifest import Manifest
 from keras_strategies.checkpoint.directory.names import (
     DELETING,
     MANIFEST,
@@ -35,7 +34,7 @@ from keras_strategies.checkpoint.directory.names import (
 from keras_strategies.checkpoint.directory.verify import verify
 
 
-class State(enum.Enum):
+class State(enum.StrEnum):
     """How a checkpoint is."""
 
     VERIFIED = "verified"
@@ -136,10 +135,11 @@ class Listing:
             "directory": self.directory,
             "num_bytes": self.num_bytes,
             "num_damaged": len(self.damaged),
-            "checkpoints": [_entry_as_dict(entry) for entry in self.entries],
-            "left_behind": [
-                dataclasses.asdict(left) for left in self.left_behind
+            "checkpoints": [
+                dataclasses.asdict(entry) | {"created": _moment(entry.created)}
+                for entry in self.entries
             ],
+            "left_behind": list(map(dataclasses.asdict, self.left_behind)),
             "writer": self.writer and dataclasses.asdict(self.writer),
         }
 
@@ -206,15 +206,11 @@ def _entry(
     return Entry(
         step=step,
         state=State.SAME_SIZES if is_quick else State.VERIFIED,
-        num_bytes=_size(path, manifest),
+        num_bytes=manifest.num_bytes + size_of(path / MANIFEST),
         created=manifest.created,
         facts=manifest.facts,
         contents=contents,
     )
-
-
-def _size(path: pathlib.Path, manifest: Manifest) -> int:
-    return manifest.num_bytes + size_of(path / MANIFEST)
 
 
 def _contents(path: pathlib.Path) -> dict[str, Contents]:
@@ -239,41 +235,21 @@ def _contents(path: pathlib.Path) -> dict[str, Contents]:
 def _left_behind(
     directory: str, writer: Writer | None
 ) -> tuple[LeftBehind, ...]:
-    found: list[LeftBehind] = []
+    found: list[tuple[pathlib.Path, str]] = []
     for path in partial_saves(directory):
         act = "deletion" if DELETING in path.name else "save"
         how = "stopped" if writer is None else "stopped, or under way"
-        found.append(_left(path, f"{act}, {how}"))
-    for path in put_aside(directory):
-        found.append(_left(path, "damaged, put aside"))
-    return tuple(found)
-
-
-def _left(path: pathlib.Path, reason: str) -> LeftBehind:
-    return LeftBehind(
-        name=shown(path.name), reason=reason, num_bytes=size_of(path)
+        found.append((path, f"{act}, {how}"))
+    found += [(path, "damaged, put aside") for path in put_aside(directory)]
+    return tuple(
+        LeftBehind(name=shown(p.name), reason=reason, num_bytes=size_of(p))
+        for p, reason in found
     )
 
 
-def _entry_as_dict(entry: Entry) -> dict[str, Any]:
-    created = None
-    if entry.created is not None:
-        created = _moment(entry.created)
-    return {
-        "step": entry.step,
-        "state": entry.state.value,
-        "fault": entry.fault,
-        "num_bytes": entry.num_bytes,
-        "created": created,
-        "facts": dict(entry.facts),
-        "contents": {
-            group: dataclasses.asdict(contents)
-            for group, contents in entry.contents.items()
-        },
-    }
-
-
-def _moment(seconds: float) -> str | None:
+def _moment(seconds: float | None) -> str | None:
+    if seconds is None:
+        return None
     try:
         moment = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
     except (ValueError, OverflowError, OSError):

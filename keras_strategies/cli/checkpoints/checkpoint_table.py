@@ -1,9 +1,9 @@
 """A directory of checkpoints on a terminal."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -103,14 +103,14 @@ def _checkpoints(
     if not entries:
         return None
     columns = _columns(entries, now)
-    metrics = _metrics(entries)
-    if not metrics or _width({**columns, **metrics}) <= width:
-        return _tabled(entries, {**columns, **metrics})
+    whole = columns | _metrics(entries)
+    if whole == columns or _width(whole) <= width:
+        return _tabled(entries, whole)
     logged = tuple(entry for entry in entries if entry.logs)
     steps = {"step": [str(entry.step) for entry in logged]}
-    by_step = {**steps, **_metrics(logged)}
+    by_step = steps | _metrics(logged)
     if _width(by_step) > width:
-        by_step = {**steps, "metrics": _in_words(logged)}
+        by_step = steps | {"metrics": _in_words(logged)}
     return Group(_tabled(entries, columns), Text(), _tabled(logged, by_step))
 
 
@@ -190,18 +190,15 @@ def _contents(listing: Listing) -> RenderableType | None:
         else:
             verb = "hold" if len(steps) > 1 else "holds"
             head = f"{_steps(steps)} {verb}"
-        parts.append(Text(head, style="dim"))
-        table = _table(show_header=False)
-        table.add_column(overflow="fold")
-        table.add_column(justify="right", no_wrap=True)
-        table.add_column(justify="right", no_wrap=True)
-        for group, contents in entry.contents.items():
-            table.add_row(
-                Text(clean(group)),
-                Text(_counted(contents.num_arrays, "array")),
-                Text(_counted(contents.num_values, "value")),
+        rows = [
+            (
+                clean(group),
+                _counted(contents.num_arrays, "array"),
+                _counted(contents.num_values, "value"),
             )
-        parts.append(Padding(table, (0, 0, 0, _GAP)))
+            for group, contents in entry.contents.items()
+        ]
+        parts.append(_listed(head, rows, ["left", "right", "right"]))
     return Group(*parts)
 
 
@@ -213,17 +210,11 @@ def _steps(steps: list[int]) -> str:
 def _left_behind(listing: Listing) -> RenderableType | None:
     if not listing.left_behind:
         return None
-    table = _table(show_header=False)
-    table.add_column(overflow="fold")
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(overflow="fold")
-    for left in listing.left_behind:
-        table.add_row(
-            Text(left.name), Text(size_text(left.num_bytes)), Text(left.reason)
-        )
-    return Group(
-        Text("Left behind", style="dim"), Padding(table, (0, 0, 0, _GAP))
-    )
+    rows = [
+        (left.name, size_text(left.num_bytes), left.reason)
+        for left in listing.left_behind
+    ]
+    return _listed("Left behind", rows, ["left", "right", "left"])
 
 
 def _fault(entry: Entry) -> RenderableType:
@@ -261,6 +252,20 @@ def _table(*, show_header: bool = True) -> Table:
         padding=(0, _GAP, 0, 0),
         header_style="",
     )
+
+
+def _listed(
+    head: str, rows: Iterable[Sequence[str]], sides: Sequence[JustifyMethod]
+) -> RenderableType:
+    """Rows below a line; numbers stand to the right, and are not broken."""
+    table = _table(show_header=False)
+    for side in sides:
+        is_text = side == "left"
+        overflow = "fold" if is_text else "ellipsis"
+        table.add_column(justify=side, no_wrap=not is_text, overflow=overflow)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return Group(Text(head, style="dim"), Padding(table, (0, 0, 0, _GAP)))
 
 
 def _counted(count: int, noun: str) -> str:

@@ -4,7 +4,7 @@ import dataclasses
 import errno
 import ipaddress
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from keras_strategies.cli.doctor.findings import (
     Finding,
@@ -37,6 +37,11 @@ from keras_strategies.cluster.watchdog.launcher_pipe import LAUNCHER_FD
 _CONNECT_S = 2.0
 _BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
 _DOCUMENT = "docs/clusters.md"
+_SETTERS = {
+    "TF_CONFIG": "whoever started this process",
+    "SLURM": "srun",
+    "Open MPI": "mpirun",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +81,7 @@ class _Kind:
     marks: tuple[str, ...]  # All of them are set.
     shown: tuple[str, ...]
     use: str
-    resolver: Callable[[Mapping[str, str]], ClusterResolver] | None = None
+    resolver: Callable[..., ClusterResolver] | None = None
 
 
 # The one that comes first is taken, as MultiWorkerMirroredStrategy() would.
@@ -86,7 +91,7 @@ _KINDS = (
         marks=("TF_CONFIG",),
         shown=("TF_CONFIG",),
         use="MultiWorkerMirroredStrategy(), or TFConfigClusterResolver()",
-        resolver=lambda environ: TFConfigClusterResolver(environ=environ),
+        resolver=TFConfigClusterResolver,
     ),
     _Kind(
         name="SLURM",
@@ -98,7 +103,7 @@ _KINDS = (
             "SLURM_STEP_TASKS_PER_NODE",
         ),
         use="SlurmClusterResolver()",
-        resolver=lambda environ: SlurmClusterResolver(environ=environ),
+        resolver=SlurmClusterResolver,
     ),
     _Kind(
         name="Kubernetes",
@@ -114,14 +119,14 @@ _KINDS = (
             "COORDINATOR_ADDRESS",
         ),
         use="KubernetesClusterResolver()",
-        resolver=lambda environ: KubernetesClusterResolver(environ=environ),
+        resolver=KubernetesClusterResolver,
     ),
     _Kind(
         name="torchrun",
         marks=("RANK", "WORLD_SIZE"),
         shown=("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
         use="TorchrunClusterResolver()",
-        resolver=lambda environ: TorchrunClusterResolver(environ=environ),
+        resolver=TorchrunClusterResolver,
     ),
     _Kind(
         name="Open MPI",
@@ -150,30 +155,24 @@ def check_clusters(environ: Mapping[str, str]) -> tuple[Part, Cluster | None]:
       The part of the report, and the cluster that is taken; None for none.
     """
     found = find_clusters(environ)
-    findings = [_finding_of(cluster) for cluster in found]
-    findings += _of_several(found)
     if not found:
-        findings += _of_half_clusters(environ)
-    rows: list[Row] = []
-    taken = found[0] if found else None
-    if taken is None:
-        rows.append(("variables", "none of a cluster: this process is alone"))
-    else:
-        setter = _setter(taken, environ)
-        rows.append(("variables", ", ".join(taken.variables)))
-        rows.append(("set by", setter))
-        rows.append(("use", taken.use))
-        if taken.info is not None:
-            rows += _rows_of(taken.info)
-    return (
-        Part(title="Cluster", rows=tuple(rows), findings=tuple(findings)),
-        taken,
+        alone = ("variables", "none of a cluster: this process is alone")
+        findings = tuple(_of_half_clusters(environ))
+        return Part(title="Cluster", rows=(alone,), findings=findings), None
+    taken = found[0]
+    rows = (
+        ("variables", ", ".join(taken.variables)),
+        ("set by", _setter(taken, environ)),
+        ("use", taken.use),
+        *_rows_of(taken.info),
     )
+    findings = (*map(_finding_of, found), *_of_several(found))
+    return Part(title="Cluster", rows=rows, findings=findings), taken
 
 
 def check_address(
     info: TaskInfo, environ: Mapping[str, str], *, connects: bool
-) -> list[Finding]:
+) -> Iterator[Finding]:
     """Whether processes can meet at the chief's address.
 
     Process 0 tries to listen there, and lets go of it; the others look its
@@ -187,29 +186,31 @@ def check_address(
     """
     address = info.coordinator_address
     if address is None or info.num_processes == 1 or info.process_id is None:
-        return []
+        return
     if info.process_id == 0:
         address = environ.get(_BIND_ADDRESS) or address
     host, port = split(address)
     try:
         places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
-        return [
-            fault(
-                f"The name of the coordinator, {host!r}, is not known here: "
-                f"{error.strerror or error}.",
-                "Give a name that all machines know, or an IP address.",
-            )
-        ]
+        yield fault(
+            f"The name of the coordinator, {host!r}, is not known here: "
+            f"{error.strerror or error}.",
+            "Give a name that all machines know, or an IP address.",
+        )
+        return
     if info.process_id == 0:
-        return _try_to_listen(address, places[0], info)
-    return _try_to_connect(address, places[0]) if connects else []
+        yield from _try_to_listen(address, places[0], info)
+    elif connects:
+        yield _try_to_connect(address, places[0])
 
 
 Place = tuple[int, int, int, str, tuple[object, ...]]
 
 
-def _try_to_listen(address: str, place: Place, info: TaskInfo) -> list[Finding]:
+def _try_to_listen(
+    address: str, place: Place, info: TaskInfo
+) -> Iterator[Finding]:
     try:
         with socket.socket(place[0], place[1]) as server:
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -217,60 +218,49 @@ def _try_to_listen(address: str, place: Place, info: TaskInfo) -> list[Finding]:
             server.listen()
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            return [
-                fault(
-                    f"Another process listens at the coordinator's address, "
-                    f"{address}.",
-                    "If that is no job that is to run now, end it; or give "
-                    "process 0 another port.",
-                )
-            ]
-        return [
-            fault(
-                f"Process 0 cannot listen at {address}: "
-                f"{error.strerror or error}.",
-                "The coordinator's address is one of the machine that runs "
-                "process 0, with a port from 1024. Correct the cluster.",
+            yield fault(
+                f"Another process listens at the coordinator's address, "
+                f"{address}.",
+                "If that is no job that is to run now, end it; or give "
+                "process 0 another port.",
             )
-        ]
-    findings = [good(f"Process 0 can listen at {address}.")]
+            return
+        yield fault(
+            f"Process 0 cannot listen at {address}: {error.strerror or error}.",
+            "The coordinator's address is one of the machine that runs "
+            "process 0, with a port from 1024. Correct the cluster.",
+        )
+        return
+    yield good(f"Process 0 can listen at {address}.")
     others = {a.rpartition(":")[0] for a in info.addresses if a}
     if len(others) > 1 and _is_loopback(place):
-        findings.append(
-            fault(
-                f"{address} is an address of this machine for itself "
-                f"({place[4][0]}): processes on other machines cannot reach "
-                "it.",
-                "Correct this machine's /etc/hosts, or give its IP address.",
-            )
+        yield fault(
+            f"{address} is an address of this machine for itself "
+            f"({place[4][0]}): processes on other machines cannot reach it.",
+            "Correct this machine's /etc/hosts, or give its IP address.",
         )
-    return findings
 
 
-def _try_to_connect(address: str, place: Place) -> list[Finding]:
+def _try_to_connect(address: str, place: Place) -> Finding:
     try:
         with socket.socket(place[0], place[1]) as connection:
             connection.settimeout(_CONNECT_S)
             connection.connect(place[4])
     except ConnectionRefusedError:
-        return [
-            warning(
-                f"The machine of the coordinator answers, but nobody listens "
-                f"at {address}.",
-                "Start process 0; it listens once it has come to its strategy.",
-            )
-        ]
+        return warning(
+            f"The machine of the coordinator answers, but nobody listens "
+            f"at {address}.",
+            "Start process 0; it listens once it has come to its strategy.",
+        )
     except OSError as error:
         what = error.strerror or "no answer"
-        return [
-            fault(
-                f"The coordinator at {address} cannot be reached within "
-                f"{_CONNECT_S:.0f} s: {what}.",
-                "Look for a firewall or network policy between the machines, "
-                "and whether the address is the right one.",
-            )
-        ]
-    return [good(f"The coordinator at {address} can be reached.")]
+        return fault(
+            f"The coordinator at {address} cannot be reached within "
+            f"{_CONNECT_S:.0f} s: {what}.",
+            "Look for a firewall or network policy between the machines, "
+            "and whether the address is the right one.",
+        )
+    return good(f"The coordinator at {address} can be reached.")
 
 
 def _is_loopback(place: Place) -> bool:
@@ -287,7 +277,7 @@ def _read(kind: _Kind, environ: Mapping[str, str]) -> Cluster:
     info, error = None, ""
     if kind.resolver is not None:
         try:
-            info = task_info(kind.resolver(environ))
+            info = task_info(kind.resolver(environ=environ))
         except (ValueError, TypeError, RuntimeError) as raised:
             error = str(raised)
     return Cluster(
@@ -300,28 +290,21 @@ def _read(kind: _Kind, environ: Mapping[str, str]) -> Cluster:
 
 
 def _setter(cluster: Cluster, environ: Mapping[str, str]) -> str:
-    if cluster.name == "TF_CONFIG":
-        if environ.get(LAUNCHER_FD):
-            return "keras-strategies launch"
-        return "whoever started this process"
-    return {"SLURM": "srun", "Open MPI": "mpirun"}.get(
-        cluster.name, cluster.name
-    )
+    if cluster.name == "TF_CONFIG" and environ.get(LAUNCHER_FD):
+        return "keras-strategies launch"
+    return _SETTERS.get(cluster.name, cluster.name)
 
 
-def _rows_of(info: TaskInfo) -> list[Row]:
-    rows = [
-        ("task", f"{info.type} {info.index}" + ", chief" * info.is_chief),
-        (
-            "process",
-            "none (an evaluator trains nothing)"
-            if info.process_id is None
-            else f"{info.process_id} of {info.num_processes}",
-        ),
-    ]
+def _rows_of(info: TaskInfo | None) -> Iterator[Row]:
+    if info is None:
+        return
+    process = "none (an evaluator trains nothing)"
+    if info.process_id is not None:
+        process = f"{info.process_id} of {info.num_processes}"
+    yield "task", f"{info.type} {info.index}" + ", chief" * info.is_chief
+    yield "process", process
     if info.coordinator_address is not None:
-        rows.append(("coordinator", info.coordinator_address))
-    return rows
+        yield "coordinator", info.coordinator_address
 
 
 def _finding_of(cluster: Cluster) -> Finding:
@@ -342,35 +325,26 @@ def _finding_of(cluster: Cluster) -> Finding:
     )
 
 
-def _of_several(found: list[Cluster]) -> list[Finding]:
-    if len(found) < 2:
-        return []
-    names = " and ".join(cluster.name for cluster in found)
-    return [
-        warning(
+def _of_several(found: list[Cluster]) -> Iterator[Finding]:
+    if len(found) > 1:
+        names = " and ".join(cluster.name for cluster in found)
+        yield warning(
             f"The variables of {names} are all set.",
             f"{found[0].name} is taken here. Unset the others', or give the "
             f"strategy the resolver that is meant ({_DOCUMENT}).",
         )
-    ]
 
 
-def _of_half_clusters(environ: Mapping[str, str]) -> list[Finding]:
+def _of_half_clusters(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Variables of a cluster that do not say which process this is."""
     if environ.get("SLURM_JOB_ID"):
-        return [
-            warning(
-                "This is a SLURM job, but no step of it: the process is alone.",
-                "Start the script with `srun`.",
-            )
-        ]
-    if environ.get("KUBERNETES_SERVICE_HOST"):
-        return [
-            note(
-                "This is a pod that is not of an indexed Job: the process is "
-                "alone.",
-                "For several pods set `completionMode: Indexed` "
-                f"({_DOCUMENT}).",
-            )
-        ]
-    return []
+        yield warning(
+            "This is a SLURM job, but no step of it: the process is alone.",
+            "Start the script with `srun`.",
+        )
+    elif environ.get("KUBERNETES_SERVICE_HOST"):
+        yield note(
+            "This is a pod that is not of an indexed Job: the process is "
+            "alone.",
+            f"For several pods set `completionMode: Indexed` ({_DOCUMENT}).",
+        )

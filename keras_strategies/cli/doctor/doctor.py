@@ -4,6 +4,7 @@ Nothing here imports jax or keras: what needs them runs in processes of its own,
 so that this one starts and reports whatever is wrong with them.
 """
 
+import dataclasses
 import datetime
 import json
 import os
@@ -17,12 +18,7 @@ from keras_strategies.cli.doctor.clusters import (
     check_address,
     check_clusters,
 )
-from keras_strategies.cli.doctor.findings import (
-    Finding,
-    Level,
-    Part,
-    Report,
-)
+from keras_strategies.cli.doctor.findings import Level, Part, Report
 from keras_strategies.cli.doctor.installed import (
     check_packages,
     check_variables,
@@ -57,7 +53,8 @@ def doctor(
     Returns:
       The exit status: 0; 1 if there is a fault; 2 if `html` cannot be written.
     """
-    if html is not None and not os.access(_folder_of(html), os.W_OK):
+    page = None if html is None else pathlib.Path(html).resolve()
+    if page is not None and not os.access(page.parent, os.W_OK):
         print(
             f"keras-strategies doctor: {html!r} cannot be written. Give a "
             "file in a folder that exists.",
@@ -69,9 +66,9 @@ def doctor(
         print(json.dumps(report.as_dict(), indent=1))
     elif not as_json:
         print_report(report)
-    if html is not None and report.is_chief:
-        pathlib.Path(html).write_text(as_html(report), encoding="utf-8")
-    elif html is not None and not report.is_good:
+    if page is not None and report.is_chief:
+        page.write_text(as_html(report), encoding="utf-8")
+    elif page is not None and report.wrong:
         print(
             f"keras-strategies doctor: {html!r} is written by process 0 alone.",
             file=sys.stderr,
@@ -92,30 +89,31 @@ def examine(
     cluster_part, cluster = check_clusters(environ)
     info = None if cluster is None else cluster.info
     # In a meeting all ask process 0, which need not be tried out.
-    findings = check_address(info, environ, connects=quick) if info else []
+    findings = []
+    if info is not None:
+        findings += check_address(info, environ, connects=quick)
     started = [] if quick else _started(environ, cluster, timeout_s)
     if any(has_met(part) for part in started):
         # So the address serves, whatever it looks like: machines that share
         # one, as tasks or virtual nodes do, meet at one of its own.
-        findings = [
-            finding for finding in findings if finding.level is not Level.FAULT
-        ]
-    parts = [
-        check_packages(),
-        check_variables(environ, _num_cores()),
-        _with(cluster_part, findings),
-        *started,
-    ]
+        findings = [f for f in findings if f.level is not Level.FAULT]
     number = None if info is None else info.process_id
-    is_one_of_many = info is not None and info.num_processes > 1
+    process = ""
+    if info is not None and info.num_processes > 1 and number is not None:
+        process = f"process {number} of {info.num_processes}"
     return Report(
         host=socket.gethostname(),
         when=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
-        process=f"process {number} of {info.num_processes}"
-        if info is not None and is_one_of_many and number is not None
-        else "",
+        process=process,
         is_chief=not number,
-        parts=tuple(parts),
+        parts=(
+            check_packages(),
+            check_variables(environ, _num_cores()),
+            dataclasses.replace(
+                cluster_part, findings=(*cluster_part.findings, *findings)
+            ),
+            *started,
+        ),
     )
 
 
@@ -123,9 +121,9 @@ def _started(
     environ: Mapping[str, str], cluster: Cluster | None, timeout_s: float
 ) -> list[Part]:
     """What is found out by starting JAX."""
-    flags = check_flags(environ)
+    flags = tuple(check_flags(environ))
     if flags:
-        return [Part(title="Devices", findings=tuple(flags))]
+        return [Part(title="Devices", findings=flags)]
     if cluster is not None and (
         cluster.error or not (cluster.is_found_by_jax or cluster.address)
     ):
@@ -136,20 +134,8 @@ def _started(
     return [part, check_job(cluster, environ, timeout_s)]
 
 
-def _with(part: Part, findings: list[Finding]) -> Part:
-    return Part(
-        title=part.title,
-        rows=part.rows,
-        findings=(*part.findings, *findings),
-    )
-
-
 def _num_cores() -> int:
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # Not on macOS.
         return os.cpu_count() or 1
-
-
-def _folder_of(path: str) -> pathlib.Path:
-    return pathlib.Path(path).resolve().parent

@@ -1,11 +1,11 @@
 """The findings of `doctor`, before they are shown."""
 
+import collections
 import dataclasses
 import enum
-from collections.abc import Iterable
 
 
-class Level(enum.Enum):
+class Level(enum.StrEnum):
     """How bad a finding is."""
 
     FAULT = "fault"
@@ -29,6 +29,7 @@ class Finding:
     fix: str = ""
 
 
+WRONG = (Level.FAULT, Level.WARNING)
 Row = tuple[str, str]
 
 
@@ -45,6 +46,11 @@ class Part:
     title: str
     rows: tuple[Row, ...] = ()
     findings: tuple[Finding, ...] = ()
+
+    @property
+    def calm(self) -> list[Finding]:
+        """What is not wrong; the rest is told once, for all parts."""
+        return [f for f in self.findings if f.level not in WRONG]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,27 +79,24 @@ class Report:
         return sorted(found, key=lambda finding: order.index(finding.level))
 
     @property
+    def wrong(self) -> list[Finding]:
+        """What is to be changed, the worst first."""
+        return [f for f in self.findings if f.level in WRONG]
+
+    @property
     def summary(self) -> str:
         """ "1 fault, 2 warnings", or that there is nothing to change."""
+        levels = collections.Counter(finding.level for finding in self.wrong)
         counts = [
-            f"{count} {level.value}{'s' * (count > 1)}"
-            for level in (Level.FAULT, Level.WARNING)
-            if (count := count_of(self.findings, level))
+            f"{count} {level}{'s' * (count > 1)}"
+            for level, count in levels.items()
         ]
         return ", ".join(counts) or "nothing to change"
 
     @property
-    def is_good(self) -> bool:
-        """Whether there is nothing to change."""
-        return not any(
-            count_of(self.findings, level)
-            for level in (Level.FAULT, Level.WARNING)
-        )
-
-    @property
     def has_faults(self) -> bool:
         """Whether something keeps programs from running."""
-        return count_of(self.findings, Level.FAULT) > 0
+        return any(f.level is Level.FAULT for f in self.findings)
 
     def as_dict(self) -> dict[str, object]:
         """The report as what JSON can hold."""
@@ -102,23 +105,8 @@ class Report:
             "when": self.when,
             "process": self.process,
             "summary": self.summary,
-            "parts": [
-                {
-                    "title": part.title,
-                    "rows": [list(row) for row in part.rows],
-                    "findings": [
-                        {"level": f.level.value, "text": f.text, "fix": f.fix}
-                        for f in part.findings
-                    ],
-                }
-                for part in self.parts
-            ],
+            "parts": [dataclasses.asdict(part) for part in self.parts],
         }
-
-
-def count_of(findings: Iterable[Finding], level: Level) -> int:
-    """How many findings have a level."""
-    return sum(finding.level is level for finding in findings)
 
 
 def fault(text: str, fix: str) -> Finding:

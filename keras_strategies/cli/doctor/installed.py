@@ -8,7 +8,7 @@ import importlib.util
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import keras_strategies
 from keras_strategies._core.names import versions
@@ -34,7 +34,7 @@ _EXTRAS = (
     ("sklearn", "examples", "the examples"),
 )
 _MAX_FLAGS = 1 << 16
-_DEVICE_COUNT = "--xla_force_host_platform_device_count="
+DEVICE_COUNT = "--xla_force_host_platform_device_count="
 _PLATFORMS = {"cpu", "cuda", "gpu", "rocm", "tpu", "METAL", "metal", "proxy"}
 Version = Callable[[str], str | None]
 
@@ -55,35 +55,13 @@ def check_packages(
     ]
     findings = []
     if python < LEAST_PYTHON:
-        findings.append(
-            fault(
-                f"Python {versions.dotted(python)} is older than "
-                f"{versions.dotted(LEAST_PYTHON)}.",
-                "Make a virtual environment with a newer Python.",
-            )
-        )
-    for package, least in versions.LEAST.items():
+        old, least = versions.dotted(python), versions.dotted(LEAST_PYTHON)
+        cure = "Make a virtual environment with a newer Python."
+        findings.append(fault(f"Python {old} is older than {least}.", cure))
+    for package in versions.LEAST:
         version = version_of(package)
         rows.append((package, version or "not installed"))
-        cure = f"pip install --upgrade '{versions.asked(package)}'"
-        if version is None:
-            findings.append(fault(f"{package} is not installed.", cure))
-        elif versions.parsed(version) < least:
-            findings.append(
-                fault(
-                    f"{package} {version} is older than "
-                    f"{versions.dotted(least)}, the oldest that works.",
-                    cure,
-                )
-            )
-        elif versions.parsed(version) >= versions.BELOW.get(package, (10**9,)):
-            findings.append(
-                warning(
-                    f"{package} {version} is newer than those that were "
-                    "tested: see docs/versions.md.",
-                    cure,
-                )
-            )
+        findings += _of_package(package, version)
     found, missing = [], []
     for module, extra, purpose in _EXTRAS:
         if importlib.util.find_spec(module):
@@ -94,6 +72,25 @@ def check_packages(
     if missing:
         rows.append(("not installed", "\n".join(missing)))
     return Part(title="Packages", rows=tuple(rows), findings=tuple(findings))
+
+
+def _of_package(package: str, version: str | None) -> Iterator[Finding]:
+    cure = f"pip install --upgrade '{versions.asked(package)}'"
+    least = versions.LEAST[package]
+    if version is None:
+        yield fault(f"{package} is not installed.", cure)
+    elif versions.parsed(version) < least:
+        yield fault(
+            f"{package} {version} is older than {versions.dotted(least)}, the "
+            "oldest that works.",
+            cure,
+        )
+    elif versions.parsed(version) >= versions.BELOW.get(package, (10**9,)):
+        yield warning(
+            f"{package} {version} is newer than those that were tested: see "
+            "docs/versions.md.",
+            cure,
+        )
 
 
 def check_variables(environ: Mapping[str, str], num_cores: int) -> Part:
@@ -114,13 +111,13 @@ def check_variables(environ: Mapping[str, str], num_cores: int) -> Part:
     if environ.get(job_secret.VARIABLE):
         rows.append((job_secret.VARIABLE, "set; it is not shown"))
     rows.append(("CPU cores", str(num_cores)))
-    findings = [
+    findings = (
         *_of_keras(environ),
         *_of_platforms(environ.get("JAX_PLATFORMS", "")),
         *_of_virtual_devices(flags, num_cores),
         *_of_secret(environ),
-    ]
-    return Part(title="Environment", rows=tuple(rows), findings=tuple(findings))
+    )
+    return Part(title="Environment", rows=tuple(rows), findings=findings)
 
 
 def split_flags(text: str) -> list[str]:
@@ -132,76 +129,59 @@ def split_flags(text: str) -> list[str]:
         return text.split()
 
 
-def _of_secret(environ: Mapping[str, str]) -> list[Finding]:
+def _of_secret(environ: Mapping[str, str]) -> Iterator[Finding]:
     try:
         job_secret.read_secret(environ)
     except ValueError as error:
         rule, received, cure = str(error).split(". ", 2)
-        return [fault(f"{rule}. {received}.", cure)]
-    return []
+        yield fault(f"{rule}. {received}.", cure)
 
 
-def _of_keras(environ: Mapping[str, str]) -> list[Finding]:
-    findings = []
+def _of_keras(environ: Mapping[str, str]) -> Iterator[Finding]:
     backend = environ.get("KERAS_BACKEND", "jax")
     if backend != "jax":
-        findings.append(
-            fault(
-                f"KERAS_BACKEND is {backend!r}; importing keras_strategies "
-                "raises an error.",
-                "Set KERAS_BACKEND=jax, or unset it.",
-            )
+        yield fault(
+            f"KERAS_BACKEND is {backend!r}; importing keras_strategies raises "
+            "an error.",
+            "Set KERAS_BACKEND=jax, or unset it.",
         )
     if is_switched_on(environ.get("KERAS_NNX_ENABLED", "")):
-        findings.append(
-            fault(
-                "KERAS_NNX_ENABLED is on; importing keras_strategies raises "
-                "an error.",
-                "Unset it: strategies need Keras's own variables.",
-            )
+        yield fault(
+            "KERAS_NNX_ENABLED is on; importing keras_strategies raises an "
+            "error.",
+            "Unset it: strategies need Keras's own variables.",
         )
-    return findings
 
 
-def _of_platforms(text: str) -> list[Finding]:
+def _of_platforms(text: str) -> Iterator[Finding]:
     unknown = [
         name for name in text.split(",") if name and name not in _PLATFORMS
     ]
-    if not unknown:
-        return []
-    return [
-        note(
+    if unknown:
+        yield note(
             f"JAX_PLATFORMS asks for {', '.join(map(repr, unknown))}, which "
             "is not one of JAX's own platforms.",
             "Look for a typing mistake, unless a plugin brings it.",
         )
-    ]
 
 
-def _of_virtual_devices(flags: list[str], num_cores: int) -> list[Finding]:
+def _of_virtual_devices(flags: list[str], num_cores: int) -> Iterator[Finding]:
     counts = [
-        flag.removeprefix(_DEVICE_COUNT)
+        flag.removeprefix(DEVICE_COUNT)
         for flag in flags
-        if flag.startswith(_DEVICE_COUNT)
+        if flag.startswith(DEVICE_COUNT)
     ]
-    if not counts:
-        return []
-    # The last one counts.
-    if not (counts[-1].isascii() and counts[-1].isdigit()):
-        return [
-            fault(
+    for count in counts[-1:]:  # The last one counts.
+        if not (count.isascii() and count.isdigit()):
+            yield fault(
                 "XLA_FLAGS gives a number of virtual devices that is not a "
                 "number.",
-                f"Write {_DEVICE_COUNT}4, for example.",
+                f"Write {DEVICE_COUNT}4, for example.",
             )
-        ]
-    if int(counts[-1]) <= num_cores:
-        return []
-    return [
-        warning(
-            f"{counts[-1]} virtual CPU devices share {num_cores} "
-            f"core{'s' * (num_cores > 1)}: right for trying a script, no "
-            "faster than fewer.",
-            f"For speed use {_DEVICE_COUNT}{num_cores} or an accelerator.",
-        )
-    ]
+        elif int(count) > num_cores:
+            yield warning(
+                f"{count} virtual CPU devices share {num_cores} "
+                f"core{'s' * (num_cores > 1)}: right for trying a script, no "
+                "faster than fewer.",
+                f"For speed use {DEVICE_COUNT}{num_cores} or an accelerator.",
+            )

@@ -3,19 +3,8 @@
 import re
 from html import escape
 
-from keras_strategies.cli.doctor.findings import (
-    Finding,
-    Level,
-    Part,
-    Report,
-)
+from keras_strategies.cli.doctor.findings import Finding, Level, Part, Report
 
-_NAMES = {
-    Level.FAULT: "Fault",
-    Level.WARNING: "Warning",
-    Level.NOTE: "Note",
-    Level.GOOD: "Good",
-}
 _FLAG = re.compile(r"--[\w=.]*\w")
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2430; --soft: #5b6675;
@@ -65,14 +54,7 @@ dd { margin: 0; white-space: pre-line; overflow-wrap: anywhere;
 
 def as_html(report: Report) -> str:
     """The page's text. It asks for no other file and runs no script."""
-    worst = report.findings[0].level if report.findings else Level.GOOD
-    if worst is Level.NOTE:
-        worst = Level.GOOD
-    wrong = [
-        _of_finding(finding)
-        for finding in report.findings
-        if finding.level in (Level.FAULT, Level.WARNING)
-    ]
+    worst = report.wrong[0].level if report.wrong else Level.GOOD
     where = ", ".join(filter(None, [report.host, report.process, report.when]))
     summary = report.summary[:1].upper() + report.summary[1:]
     return f"""<!doctype html>
@@ -89,8 +71,8 @@ def as_html(report: Report) -> str:
 <p>{escape(where)}</p>
 </header>
 <main>
-<section class="result {worst.value}">{escape(summary)}
-{"".join(wrong)}</section>
+<section class="result {worst}">{escape(summary)}
+{"".join(map(_of_finding, report.wrong))}</section>
 {"".join(map(_of_part, report.parts))}
 </main>
 </body>
@@ -104,11 +86,7 @@ def _of_part(part: Part) -> str:
         for name, value in part.rows
     )
     # What is wrong is said above.
-    findings = "".join(
-        _of_finding(finding)
-        for finding in part.findings
-        if finding.level in (Level.NOTE, Level.GOOD)
-    )
+    findings = "".join(map(_of_finding, part.calm))
     if not rows and not findings:
         return ""
     table = f"<dl>\n{rows}</dl>" if rows else ""
@@ -118,11 +96,10 @@ def _of_part(part: Part) -> str:
 
 
 def _of_finding(finding: Finding) -> str:
-    level = finding.level
     fix = f'<p class="fix">{_text(finding.fix)}</p>' if finding.fix else ""
     return (
-        f'<div class="finding {level.value}">'
-        f'<span class="level">{_NAMES[level]}</span>'
+        f'<div class="finding {finding.level}">'
+        f'<span class="level">{finding.level.title()}</span>'
         f"<p>{_text(finding.text)}</p>{fix}</div>\n"
     )
 

@@ -1,16 +1,11 @@
 """A report of `doctor` on a terminal."""
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from keras_strategies.cli.doctor.findings import (
-    Finding,
-    Level,
-    Part,
-    Report,
-)
+from keras_strategies.cli.doctor.findings import Finding, Level, Part, Report
 
 _MARKS = {
     Level.FAULT: ("x", "bold red"),
@@ -33,15 +28,11 @@ def print_report(report: Report, console: Console | None = None) -> None:
         if not console.is_terminal or console.width > _WIDEST:
             console.width = min(console.width, _WIDEST)
     if report.is_chief:
-        for part in filter(_is_shown, report.parts):
-            console.print(_of_part(part))
+        for part in report.parts:
+            # The rest is said at the end.
+            if part.rows or part.calm:
+                console.print(_of_part(part))
     console.print(_of_result(report))
-
-
-def _is_shown(part: Part) -> bool:
-    """Whether there is more than what is said at the end."""
-    is_calm = [f.level in (Level.GOOD, Level.NOTE) for f in part.findings]
-    return bool(part.rows) or any(is_calm)
 
 
 def _of_part(part: Part) -> Group:
@@ -52,24 +43,16 @@ def _of_part(part: Part) -> Group:
     for name, value in part.rows:
         # Neither is markup.
         table.add_row(Text(name), Text(value))
-    lines: list[RenderableType] = [title, Padding(table, (0, 0, 0, 2))]
-    for finding in part.findings:
-        if finding.level in (Level.GOOD, Level.NOTE):
-            lines.append(Padding(_of_finding(finding), (0, 0, 0, 2)))
-    return Group(*lines, Text())
+    parts = [table, *map(_of_finding, part.calm)]
+    return Group(title, *(Padding(p, (0, 0, 0, 2)) for p in parts), Text())
 
 
 def _of_result(report: Report) -> Group:
     """The line with the result, after what is wrong."""
-    wrong = [
-        finding
-        for finding in report.findings
-        if finding.level in (Level.FAULT, Level.WARNING)
-    ]
-    where = report.process or report.host
+    where, wrong = report.process or report.host, report.wrong
     style = "green" if not wrong else _MARKS[wrong[0].level][1]
-    lines = [_of_finding(finding) for finding in wrong]
-    return Group(*lines, Text(f"{where}: {report.summary}", style=style))
+    result = Text(f"{where}: {report.summary}", style=style)
+    return Group(*map(_of_finding, wrong), result)
 
 
 def _of_finding(finding: Finding) -> Table:

@@ -3,11 +3,10 @@
 import dataclasses
 import json
 import pathlib
-import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from keras_strategies.cli.doctor.clusters import Cluster, check_address
@@ -19,7 +18,7 @@ from keras_strategies.cli.doctor.findings import (
     good,
     note,
 )
-from keras_strategies.cli.doctor.installed import split_flags
+from keras_strategies.cli.doctor.installed import DEVICE_COUNT, split_flags
 from keras_strategies.cli.launch.local_job import described
 from keras_strategies.cluster.exchange.message_forms import fault_of
 from keras_strategies.cluster.exchange.rendezvous import RendezvousError
@@ -41,7 +40,6 @@ _LAST_LINES = 3
 _LONGEST = 600
 _MAX_LINE = 1 << 20
 _MAKE_CLIENT = "from jaxlib import xla_client; xla_client.make_cpu_client()"
-_HARMLESS = "--xla_force_host_platform_device_count="
 _NAMES = {
     "jax": "JAX was imported",
     "join": "the processes were joined",
@@ -49,29 +47,31 @@ _NAMES = {
     "all_reduce": "the all-reduce was done",
     "keras": "keras_strategies was imported",
 }
+_TIMED = {
+    "jax": "import jax",
+    "devices": "start devices",
+    "keras": "import keras_strategies",
+}
 Answers = dict[str, dict[str, Any]]
 
 
-def check_flags(environ: Mapping[str, str]) -> list[Finding]:
+def check_flags(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Which flags of XLA_FLAGS this XLA does not know. Takes 0.5 s each.
 
     XLA ends a process that has an unknown one, so each is tried in one.
     """
     flags = split_flags(environ.get("XLA_FLAGS", ""))
-    tried = [flag for flag in flags if not flag.startswith(_HARMLESS)]
+    tried = [flag for flag in flags if not flag.startswith(DEVICE_COUNT)]
     if not tried or _is_known(" ".join(tried), environ):
-        return []
+        return
     unknown = [flag for flag in tried if not _is_known(flag, environ)]
-    if not unknown:
-        return []
-    return [
-        fault(
+    if unknown:
+        yield fault(
             "This XLA ends every process at the flags "
             f"{', '.join(unknown)} of XLA_FLAGS.",
             "Remove or correct them. Flags for TPUs belong into "
             "LIBTPU_INIT_ARGS.",
         )
-    ]
 
 
 def check_devices(
@@ -94,13 +94,10 @@ def check_devices(
     if "kinds" in devices:
         rows.append(("devices", _kinds(devices["kinds"])))
         rows += _rows_of_all_reduce(answers.get("all_reduce", {}))
-        findings += _of_devices(devices) if is_alone else []
-    for stage, name in (("jax", "import jax"), ("devices", "start devices")):
+        findings += [_of_devices(devices["kinds"])] if is_alone else []
+    for stage, name in _TIMED.items():
         if "seconds" in answers.get(stage, {}):
             rows.append((name, f"{answers[stage]['seconds']:.1f} s"))
-    if "seconds" in answers.get("keras", {}):
-        seconds = answers["keras"]["seconds"]
-        rows.append(("import keras_strategies", f"{seconds:.1f} s"))
     findings += _of_all_reduce(answers, "this machine's devices")
     findings += _of_end(answers, end, environ)
     part = Part(title="Devices", rows=tuple(rows), findings=tuple(findings))
@@ -183,25 +180,19 @@ def _run(
     own = {"KERAS_BACKEND": "jax", "TF_CPP_MIN_LOG_LEVEL": "1"}
     dropped = (LAUNCHER_FD, "KERAS_NNX_ENABLED")
     inherited = {k: v for k, v in environ.items() if k not in dropped}
-    process = subprocess.Popen(
-        words,
-        env=inherited | own,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-    )
-    code = None
     try:
-        _, text = process.communicate(timeout=timeout_s)
-        code = process.returncode
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGKILL)
-        _, text = process.communicate()
-    finally:
-        process.kill()
-        process.wait()
+        ended = subprocess.run(
+            words,
+            env=inherited | own,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            timeout=timeout_s,
+        )
+        code, told = ended.returncode, ended.stderr
+    except subprocess.TimeoutExpired as late:
+        code, told = None, late.stderr or b""
+    text = told.decode(errors="replace")
     last = [line for line in text.splitlines() if line.strip()][-_LAST_LINES:]
     return code, "\n".join(last)[:_LONGEST]
 
@@ -221,61 +212,48 @@ def _kinds(kinds: Sequence[Sequence[Any]]) -> str:
     )
 
 
-def _rows_of_all_reduce(answers: dict[str, Any]) -> list[Row]:
+def _rows_of_all_reduce(answers: dict[str, Any]) -> Iterator[Row]:
     if "large" not in answers or answers["devices"] < 2:
-        return []
-    rows = []
+        return
     for name in ("small", "large"):
-        size = answers[name]["bytes"]
+        size, ms = answers[name]["bytes"], answers[name]["ms"]
         shown = f"{size >> 20} MiB" if size >> 20 else f"{size} bytes"
-        rows.append(
-            (
-                f"all-reduce, {shown}",
-                f"{answers[name]['ms']:.2f} ms over "
-                f"{answers['devices']} devices",
-            )
-        )
-    return rows
+        took = f"{ms:.2f} ms over {answers['devices']} devices"
+        yield f"all-reduce, {shown}", took
 
 
-def _of_devices(devices: dict[str, Any]) -> list[Finding]:
-    (name, _, count), *_ = devices["kinds"]
-    if count > 1 or len(devices["kinds"]) > 1:
-        return [good(f"JAX has {sum(k[2] for k in devices['kinds'])} devices.")]
+def _of_devices(kinds: Sequence[Sequence[Any]]) -> Finding:
+    (name, _, count), *_ = kinds
+    if count > 1 or len(kinds) > 1:
+        return good(f"JAX has {sum(kind[2] for kind in kinds)} devices.")
     if name != "cpu":
-        return [note("JAX has one device, so a strategy has one replica.")]
-    return [
-        note(
-            "JAX has one CPU device, so a strategy has one replica.",
-            f"To try several, set XLA_FLAGS={_HARMLESS}4.",
-        )
-    ]
+        return note("JAX has one device, so a strategy has one replica.")
+    return note(
+        "JAX has one CPU device, so a strategy has one replica.",
+        f"To try several, set XLA_FLAGS={DEVICE_COUNT}4.",
+    )
 
 
-def _of_counts(counts: list[int]) -> list[Finding]:
-    if len(set(counts)) == 1:
-        return []
-    return [
-        fault(
+def _of_counts(counts: list[int]) -> Iterator[Finding]:
+    if len(set(counts)) > 1:
+        yield fault(
             "The processes have other numbers of devices: "
             f"{', '.join(map(str, counts))}.",
             "Give all the same: a strategy divides batches evenly.",
         )
-    ]
 
 
-def _of_all_reduce(answers: Answers, over: str) -> list[Finding]:
+def _of_all_reduce(answers: Answers, over: str) -> Iterator[Finding]:
     answer = answers.get("all_reduce", {})
     if "large" not in answer or answer["devices"] < 2:
-        return []
+        return
     if answer["small"]["is_right"] and answer["large"]["is_right"]:
-        return [good(f"An all-reduce over {over} is right.")]
-    return [
-        fault(
+        yield good(f"An all-reduce over {over} is right.")
+    else:
+        yield fault(
             f"An all-reduce over {over} gives a wrong sum.",
             "Do not train on it: look for a device or a link that is broken.",
         )
-    ]
 
 
 def _is_apart(answers: Answers) -> bool:
@@ -285,32 +263,27 @@ def _is_apart(answers: Answers) -> bool:
 
 def _of_meeting(
     answers: Answers, cluster: Cluster, environ: Mapping[str, str]
-) -> list[Finding]:
+) -> Iterator[Finding]:
     if cluster.info is None or not _is_apart(answers):
-        return []
-    text = answers["join"]["error"]
-    advice = (
+        return
+    yield fault(
+        f"The processes did not meet. {answers['join']['error']}",
         "Run doctor in all processes at the same time: `srun "
         "keras-strategies doctor`, `torchrun -m keras_strategies.cli "
-        "doctor`, in all pods; or `doctor --quick` in this one."
+        "doctor`, in all pods; or `doctor --quick` in this one.",
     )
-    return [
-        fault(f"The processes did not meet. {text}", advice),
-        *[
-            finding
-            for finding in check_address(cluster.info, environ, connects=True)
-            if finding.fix and cluster.info.process_id
-        ],
-    ]
+    for finding in check_address(cluster.info, environ, connects=True):
+        if finding.fix and cluster.info.process_id:
+            yield finding
 
 
 def _of_end(
     answers: Answers, end: tuple[int | None, str], environ: Mapping[str, str]
-) -> list[Finding]:
+) -> Iterator[Finding]:
     """What went wrong in the stage that came last."""
     code, text = end
     if code == 0 or _is_apart(answers):
-        return []
+        return
     stage = list(answers)[-1] if answers else "jax"
     error = answers.get(stage, {}).get("error")
     if code is None:
@@ -324,30 +297,24 @@ def _of_end(
         what = f"{kind} was raised before {_NAMES[stage]}: {error}"
     if error is None and text:
         what += f" Its last line: {text}"
+    yield fault(what, _cure_of(stage, environ.get("JAX_PLATFORMS")))
+
+
+def _cure_of(stage: str, platforms: str | None) -> str:
     if stage == "keras":
-        return [fault(what, "Install the packages again: see Packages.")]
-    if stage == "devices" and environ.get("JAX_PLATFORMS"):
-        platforms = environ["JAX_PLATFORMS"]
-        return [
-            fault(
-                what,
-                f"JAX_PLATFORMS={platforms} asks for devices that JAX does "
-                "not find. Install what drives them ('.[cuda]', '.[tpu]'), or "
-                "set JAX_PLATFORMS=cpu.",
-            )
-        ]
-    if stage == "all_reduce":
-        return [
-            fault(
-                what,
-                "Processes must reach each other on all ports, not only the "
-                "coordinator's: look for a firewall between them.",
-            )
-        ]
-    return [
-        fault(
-            what,
-            "Look at the drivers of the devices and for other processes that "
-            "use them; JAX_PLATFORMS=cpu takes the CPU.",
+        return "Install the packages again: see Packages."
+    if stage == "devices" and platforms:
+        return (
+            f"JAX_PLATFORMS={platforms} asks for devices that JAX does not "
+            "find. Install what drives them ('.[cuda]', '.[tpu]'), or set "
+            "JAX_PLATFORMS=cpu."
         )
-    ]
+    if stage == "all_reduce":
+        return (
+            "Processes must reach each other on all ports, not only the "
+            "coordinator's: look for a firewall between them."
+        )
+    return (
+        "Look at the drivers of the devices and for other processes that use "
+        "them; JAX_PLATFORMS=cpu takes the CPU."
+    )

@@ -6,7 +6,6 @@ import os
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from keras_strategies.cli.launch.local_job import run_job
 from keras_strategies.cluster.exchange import job_secret
@@ -154,10 +153,16 @@ def _fault_of_limits(num_processes: int) -> str:
 
 def task_names(num_processes: int, *, has_evaluator: bool) -> list[str]:
     """What the processes are called in front of their lines."""
+    tasks = _tasks(num_processes, has_evaluator)
+    return [f"{kind} {i}" if kind == "worker" else kind for kind, i in tasks]
+
+
+def _tasks(num_processes: int, has_evaluator: bool) -> list[tuple[str, int]]:
+    """The type and the index of each process's task, as tf has them."""
     if not has_evaluator:
-        return [f"worker {index}" for index in range(num_processes)]
-    workers = [f"worker {index}" for index in range(num_processes - 1)]
-    return ["chief", *workers, "evaluator"]
+        return [("worker", index) for index in range(num_processes)]
+    workers = [("worker", index) for index in range(num_processes - 1)]
+    return [("chief", 0), *workers, ("evaluator", 0)]
 
 
 def make_environment(
@@ -179,15 +184,15 @@ def make_environment(
       platform: What JAX runs on.
       has_evaluator: Whether there is one; it comes after all others.
     """
+    tasks = _tasks(len(addresses), has_evaluator)
+    cluster: dict[str, list[str]] = {}
+    # The evaluator, which comes last, has no address.
+    for (kind, _), address in zip(tasks, addresses, strict=False):
+        cluster.setdefault(kind, []).append(address)
+    kind, place = tasks[index]
+    task = {"type": kind, "index": place}
     changed = {
-        "TF_CONFIG": json.dumps(
-            _with_evaluator(addresses, index)
-            if has_evaluator
-            else {
-                "cluster": {"worker": list(addresses)},
-                "task": {"type": "worker", "index": index},
-            }
-        ),
+        "TF_CONFIG": json.dumps({"cluster": cluster, "task": task}),
         "JAX_PLATFORMS": platform,
         "KERAS_BACKEND": "jax",
         "PYTHONUNBUFFERED": "1",
@@ -197,16 +202,3 @@ def make_environment(
         flags = [f for f in flags if not f.startswith(f"{_DEVICE_COUNT}=")]
         changed[_FLAGS] = " ".join([*flags, f"{_DEVICE_COUNT}={num_devices}"])
     return dict(environ) | changed
-
-
-def _with_evaluator(addresses: Sequence[str], index: int) -> dict[str, Any]:
-    """TF_CONFIG of a chief, workers and an evaluator, as tf has them."""
-    chief, *workers = addresses
-    cluster = {"chief": [chief]} | ({"worker": workers} if workers else {})
-    if index == len(addresses):
-        task = {"type": "evaluator", "index": 0}
-    elif index == 0:
-        task = {"type": "chief", "index": 0}
-    else:
-        task = {"type": "worker", "index": index - 1}
-    return {"cluster": cluster, "task": task}

@@ -4,6 +4,7 @@ What happens to one of them decides what is done with the others: the rules
 are in `_Job`, as plans of what to do at which time.
 """
 
+import collections
 import contextlib
 import dataclasses
 import signal
@@ -126,7 +127,7 @@ class _Job:
         self._names = names
         self._children: list[Child] = []
         self._endings: list[Ending] = []
-        self._sent: dict[int, tuple[int, ...]] = {}
+        self._sent = collections.defaultdict[int, tuple[int, ...]](tuple)
         self._output = Output()
         self._signals: list[int] = []
         self._plan: list[tuple[float, Action]] = []
@@ -167,7 +168,7 @@ class _Job:
                 "Start fewer processes, or look at the limits of this machine "
                 "(`ulimit -a`)."
             )
-            self._follow([(0.0, signal.SIGKILL)])
+            self._follow((0.0, signal.SIGKILL))
         for child in self._children:
             child.show_output()
         return fault
@@ -188,10 +189,6 @@ class _Job:
             for number, handler in old.items():
                 signal.signal(number, handler)
 
-    def _called(self, index: int) -> str:
-        """What an ending's cause is called, if not by its number."""
-        return "the evaluator" if self._names[index] == "evaluator" else ""
-
     def _running(self) -> list[Child]:
         return [child for child in self._children if child.code is None]
 
@@ -201,8 +198,8 @@ class _Job:
             Ending(
                 process=child.index,
                 code=child.code or 0,
-                sent=self._sent.get(child.index, ()),
-                name=self._called(child.index),
+                sent=self._sent[child.index],
+                name="the evaluator" if child.name == "evaluator" else "",
             )
             for child in self._running()
             if child.poll() is not None
@@ -216,7 +213,7 @@ class _Job:
             self._obey(self._signals.pop(0))
         if self._output.is_closed and not self._is_unread:
             self._is_unread = True
-            self._follow([(0.0, signal.SIGTERM), (1.0, signal.SIGKILL)])
+            self._follow((0.0, signal.SIGTERM), (1.0, signal.SIGKILL))
 
     def _answer(self, ending: Ending) -> None:
         """Plans what follows from the end of one process."""
@@ -224,43 +221,35 @@ class _Job:
         if ending.rank == 0:
             line_s = 0.0 if ending.code < 0 else _REPORTS_ITSELF_S
             self._follow(
-                [
-                    (line_s, _SEND_LINE),
-                    (end, signal.SIGTERM),
-                    (kill, signal.SIGKILL),
-                ]
+                (line_s, _SEND_LINE),
+                (end, signal.SIGTERM),
+                (kill, signal.SIGKILL),
             )
         elif ending.rank == 1:
             self._follow(
-                [
-                    (_PEER_FAILED, _SEND_LINE),
-                    (_PEER_FAILED + end, signal.SIGTERM),
-                    (_PEER_FAILED + kill, signal.SIGKILL),
-                ]
+                (_PEER_FAILED, _SEND_LINE),
+                (_PEER_FAILED + end, signal.SIGTERM),
+                (_PEER_FAILED + kill, signal.SIGKILL),
             )
         elif ending.rank in (2, 3):
-            self._follow(
-                [(_PREEMPTED, _SEND_LINE), (_PREEMPTED, signal.SIGKILL)]
-            )
+            self._follow((_PREEMPTED, _SEND_LINE), (_PREEMPTED, signal.SIGKILL))
 
     def _obey(self, number: int) -> None:
         """Plans what follows from a signal to the launcher."""
         if number != signal.SIGINT:
-            self._follow([(0.0, signal.SIGTERM), (_PREEMPTED, signal.SIGKILL)])
+            self._follow((0.0, signal.SIGTERM), (_PREEMPTED, signal.SIGKILL))
         elif self._is_interrupted:
-            self._follow([(0.0, signal.SIGKILL)])
+            self._follow((0.0, signal.SIGKILL))
         else:
             self._is_interrupted = True
             end, kill = _INTERRUPTED
             self._follow(
-                [
-                    (0.0, signal.SIGINT),
-                    (end, signal.SIGTERM),
-                    (kill, signal.SIGKILL),
-                ]
+                (0.0, signal.SIGINT),
+                (end, signal.SIGTERM),
+                (kill, signal.SIGKILL),
             )
 
-    def _follow(self, steps: Sequence[tuple[float, Action]]) -> None:
+    def _follow(self, *steps: tuple[float, Action]) -> None:
         """Takes a plan, in seconds from now, unless the present one is faster.
 
         What it does at once is done in any case.
@@ -280,12 +269,10 @@ class _Job:
             for child in self._running():
                 if isinstance(action, str):
                     cause = first_cause(self._endings)
-                    child.send_line(
-                        cause.describe() if cause else "the job ends"
-                    )
+                    told = cause.describe() if cause else "the job ends"
+                    child.send_line(told)
                 else:
-                    sent = self._sent.get(child.index, ())
-                    self._sent[child.index] = (*sent, action)
+                    self._sent[child.index] += (action,)
                     child.send(action)
 
     def _conclude(self) -> int:

@@ -65,7 +65,7 @@ class Child:
         name: str,
     ) -> None:
         self.index = index
-        self._name = name
+        self.name = name
         self.code: int | None = None
         self._output = output
         watched, self._news = os.pipe()
@@ -158,24 +158,22 @@ class Child:
         os.close(self._news)
 
     def _pump(self, stream: BinaryIO, file: int) -> None:
-        is_chief = self.index == 0
-        prefix = b"" if is_chief else f"[{self._name}] ".encode()
         rest = b""
         while chunk := os.read(stream.fileno(), _CHUNK):
             *lines, rest = (rest + chunk).split(b"\n")
             if len(rest) > _LONGEST_LINE:
                 lines, rest = [*lines, rest], b""
             for line in lines:
-                shown = line if is_chief else _last_drawn(line)
-                self._output.write(file, prefix + shown + b"\n")
+                self._output.write(file, self._shown(line))
         if rest:
-            shown = rest if is_chief else _last_drawn(rest)
-            self._output.write(file, prefix + shown + b"\n")
+            self._output.write(file, self._shown(rest))
 
-
-def _last_drawn(line: bytes) -> bytes:
-    """What a terminal shows of a line that was drawn over, as a bar is."""
-    return line.rstrip(b"\r").rpartition(b"\r")[2]
+    def _shown(self, line: bytes) -> bytes:
+        if self.index == 0:
+            return line + b"\n"
+        # What a terminal shows of a line that was drawn over, as a bar is.
+        drawn = line.rstrip(b"\r").rpartition(b"\r")[2]
+        return f"[{self.name}] ".encode() + drawn + b"\n"
 
 
 def _stdin_of_chief() -> int | None:

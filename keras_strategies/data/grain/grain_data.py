@@ -3,7 +3,6 @@
 import collections
 import concurrent.futures
 import copy
-import dataclasses
 import itertools
 import sys
 import warnings
@@ -20,9 +19,10 @@ from keras_strategies.data.grain.grain_rows import (
     stacked_rows,
     with_parents,
 )
+from keras_strategies.data.loaded import LoadedSource, check_by_rows, is_own
 from keras_strategies.data.options import AutoShardPolicy
-from keras_strategies.data.source import Cut, Part, Source, all_rows, take
-from keras_strategies.data.source_summary import Reading, Summary
+from keras_strategies.data.own_rows import OwnRows, stack_rows
+from keras_strategies.data.source import Cut, Part, take
 
 Tree = Any
 
@@ -34,7 +34,7 @@ _NUM_STATES = 64
 _ENDLESS = 2**40
 
 
-class GrainSource(Source):
+class GrainSource(LoadedSource):
     """The batches of a `grain.MapDataset`, `IterDataset` or `DataLoader`.
 
     Of a `MapDataset` whose last transformation is `.batch(...)`, stacking
@@ -73,41 +73,15 @@ class GrainSource(Source):
         policy: AutoShardPolicy = AutoShardPolicy.AUTO,
     ) -> None:
         del seed
-        _check_policy(policy)
-        self.is_process_local = (
-            num_processes > 1 and policy is AutoShardPolicy.OFF
-        )
+        check_by_rows(policy, "A grain dataset is")
         is_divided = False
-        if num_processes > 1 and not self.is_process_local:
+        if num_processes > 1 and not is_own(num_processes, policy):
             is_divided = _is_divided(dataset, num_processes, process_index)
             _warn_of_slices(dataset, num_processes, process_index)
-        self.is_process_local |= is_divided
-        self._batches = (
-            _MapBatches(dataset)
-            if _is_a(dataset, "MapDataset")
-            else _IteratedBatches(dataset)
-        )
-        self.batch_size = self._batches.batch_size
-        if is_divided and self.batch_size:
-            self.batch_size *= num_processes
-        self.is_infinite = self._batches.is_infinite
-        if not self.is_process_local:
-            self.num_batches = self._batches.length
-            self._batches.has_checksums = num_processes > 1
-
-    def summary(self) -> Summary:
-        """See `Source.summary`."""
-        stacked, summary = self._batches.stacked, super().summary()
-        if stacked is None:
-            return summary
-        rows = len(stacked.rows)
-        return dataclasses.replace(summary, reading=Reading.ROWS, num_rows=rows)
-
-    def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
-        """See `Source`."""
-        if self.is_process_local:
-            cut = all_rows
-        return self._batches.read(epoch, start, cut)
+        is_map = _is_a(dataset, "MapDataset")
+        batches = _MapBatches(dataset) if is_map else _IteratedBatches(dataset)
+        super().__init__(batches, num_processes, policy, is_divided=is_divided)
+        self.is_infinite = batches.is_infinite
 
     def state(self, start: int) -> Any | None:
         """grain's own state after `start` batches of an epoch.
@@ -144,14 +118,16 @@ class _MapBatches:
         self._dataset = dataset
         self._len = len(dataset)
         self.stacked = stacked_rows(dataset)
-        self._no_rows: Tree | None = None
+        self.is_by_rows = self.stacked is not None
+        self._own = OwnRows()
         self._checksum = checksum_of(dataset)
         self.states: dict[int, Any] = {}
         self.is_infinite = self._len >= _ENDLESS
         self.length = None if self.is_infinite else self._len
-        self.batch_size = None
+        self.batch_size = self.num_rows = None
         if self.stacked is not None:
             self.batch_size = self.stacked.batch_size
+            self.num_rows = len(self.stacked.rows)
         elif self._len:
             self.batch_size = _rows_of_first(self._whole(0))
 
@@ -183,17 +159,13 @@ class _MapBatches:
         total = len(stacked.rows)
         first = index * stacked.batch_size
         rows = min(stacked.batch_size, total - first)
-        start, stop = cut(rows)
-        if start == stop and self._no_rows is not None:
-            return Part(data=self._no_rows, rows=rows, checksum=self._checksum)
-        wanted = range(start, stop) or [min(start, rows - 1)]
         first += 0 if self.length is None else epoch * total
-        data = _stack(stacked.read([first + i for i in wanted]))
-        if self._no_rows is None:
-            self._no_rows = jax.tree.map(lambda leaf: leaf[:0].copy(), data)
-        if start == stop:
-            data = self._no_rows
-        return Part(data=data, rows=rows, checksum=self._checksum)
+
+        def read(start: int, stop: int) -> Tree:
+            found = stacked.read([*range(first + start, first + stop)])
+            return _arrays(stack_rows(found, "Pad them before `.batch(...)`."))
+
+        return self._own.part(read, rows, cut, self._checksum)
 
 
 class _IteratedBatches:
@@ -202,8 +174,9 @@ class _IteratedBatches:
     The first one is read at once, and kept for the first epoch.
     """
 
-    length = stacked = None
-    is_infinite = has_checksums = False  # Whether it ends, nobody knows.
+    length = num_rows = None
+    is_by_rows = has_checksums = False
+    is_infinite = False  # Whether it ends, nobody knows.
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -304,15 +277,6 @@ def _warn_of_slices(dataset: Any, count: int, process_index: int) -> None:
             return
 
 
-def _check_policy(policy: AutoShardPolicy) -> None:
-    if policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT):
-        raise ValueError(
-            "A grain dataset is divided by rows. Received: "
-            f"AutoShardPolicy.{AutoShardPolicy(policy).name}. Use AUTO or "
-            "DATA, or OFF where each process has its own rows."
-        )
-
-
 def _rows_of_first(batch: Tree) -> int:
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
     if () in shapes:
@@ -331,17 +295,6 @@ def _arrays(batch: Tree) -> Tree:
         batch,
     )
     return tuple(batch) if type(batch) is list else batch
-
-
-def _stack(rows: list[Tree]) -> Tree:
-    try:
-        return _arrays(jax.tree.map(lambda *leaves: np.stack(leaves), *rows))
-    except ValueError as error:
-        raise ValueError(
-            "The rows of a batch must have one structure and one shape. "
-            f"Received: {[jax.tree.map(np.shape, row) for row in rows[:8]]}. "
-            "Pad them before `.batch(...)`."
-        ) from error
 
 
 def _in_threads(

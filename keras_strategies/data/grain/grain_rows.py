@@ -130,15 +130,8 @@ class _Rows:
     def _getitems(self, indices: Sequence[int]) -> list[Tree]:
         # Copies: read one by one, each would be mapped before the next one is
         # read, maybe into the same array.
-        return [_copy(self._source[index]) for index in indices]
+        return [jax.tree.map(_copy, self._source[index]) for index in indices]
 
 
-def _copy(row: Tree) -> Tree:
-    if isinstance(row, np.ndarray):
-        return row.copy()
-    if isinstance(row, tuple | list | dict):
-        return jax.tree.map(
-            lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf,
-            row,
-        )
-    return row
+def _copy(leaf: Any) -> Any:
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf

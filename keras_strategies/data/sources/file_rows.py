@@ -1,6 +1,7 @@
 """The rows of array files, texts and files of records."""
 
 import contextlib
+import dataclasses
 import itertools
 import mmap
 import os
@@ -14,7 +15,9 @@ import jax
 import numpy as np
 from numpy.lib import format as npy
 
+from keras_strategies.data.own_rows import stack_rows
 from keras_strategies.data.sources.files import Files
+from keras_strategies.data.sources.mapped_arrays import release
 
 Tree = Any
 _Key = tuple[int, ...]
@@ -32,21 +35,31 @@ class _Record(NamedTuple):
     value: Any
 
 
-class ArrayRows:
+@dataclasses.dataclass
+class _FileRows:
+    """Rows of files in a sequence.
+
+    Args:
+      data: All files.
+      paths: Those that are read, in their order.
+      counts: Their numbers of rows, as far as they are known.
+      key: What their shuffling is drawn from.
+    """
+
+    _data: Files
+    _paths: Sequence[str]
+    _counts: dict[str, int]
+    _key: _Key
+
+
+@dataclasses.dataclass
+class ArrayRows(_FileRows):
     """Rows of array files, by their positions in the sequence of all."""
 
-    def __init__(
-        self,
-        data: Files,
-        paths: Sequence[str],
-        counts: dict[str, int],
-        key: _Key,
-    ) -> None:
-        self._data = data
-        self._paths = paths
-        self._key = key
-        self._ends = np.cumsum([0, *(counts[path] for path in paths)])
-        self._names = ",".join(map(os.path.basename, paths))
+    def __post_init__(self) -> None:
+        counts = (self._counts[path] for path in self._paths)
+        self._ends = np.cumsum([0, *counts])
+        self._names = ",".join(map(os.path.basename, self._paths))
         self._open: dict[int, Tree] = {}
         self._window = (-1, np.zeros(0, int))
 
@@ -97,7 +110,7 @@ class ArrayRows:
             ]
             for leaf, array in zip(leaves, arrays, strict=True):
                 leaf[_sliced(at)] = array[rows]
-                _let_go(array)
+                release(array.base)
         return jax.tree.unflatten(nest, leaves)
 
     def _opened(self, number: int) -> Tree:
@@ -109,20 +122,8 @@ class ArrayRows:
         return self._open[number]
 
 
-class RecordRows:
+class RecordRows(_FileRows):
     """Rows that files yield one after the other."""
-
-    def __init__(
-        self,
-        data: Files,
-        paths: Sequence[str],
-        counts: dict[str, int],
-        key: _Key,
-    ) -> None:
-        self._data = data
-        self._paths = paths
-        self._counts = counts
-        self._key = key
 
     def checksum(self, first: _Record, last: _Record) -> int:
         """A checksum of which records these are; see `Part`."""
@@ -169,15 +170,8 @@ class RecordRows:
     def data(self, records: list[_Record]) -> Tree:
         """The rows that the records hold."""
         rows = [self._parsed(record) for record in records]
-        try:
-            return jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
-        except ValueError as error:
-            raise ValueError(
-                "The rows of a batch must have one structure and one shape. "
-                f"Received: {[jax.tree.map(np.shape, row) for row in rows[:8]]}"
-                f", from {records[0].path}, record {records[0].index}, on. Pad "
-                "them in `parse`."
-            ) from error
+        where = f", from {records[0].path}, record {records[0].index}, on"
+        return stack_rows(rows, "Pad them in `parse`.", where)
 
     def _parsed(self, record: _Record) -> Tree:
         if self._data.parse is None:
@@ -246,16 +240,6 @@ def _mapped(file: Any, offset: int) -> np.ndarray:
     memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     order = "F" if is_fortran else "C"
     return np.ndarray(shape, dtype, memory, file.tell(), order=order)
-
-
-def _let_go(array: np.ndarray) -> None:
-    """Leaves what was read of a file to the system to keep in memory or not.
-
-    Otherwise it counts as the process's memory until the file is closed.
-    """
-    memory = array.base
-    if isinstance(memory, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-        memory.madvise(mmap.MADV_DONTNEED)
 
 
 def _header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype]:

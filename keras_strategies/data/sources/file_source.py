@@ -5,10 +5,10 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import numpy as np
 
 from keras_strategies.data.options import AutoShardPolicy
+from keras_strategies.data.own_rows import OwnRows
 from keras_strategies.data.source import Cut, Part, Source, all_rows
 from keras_strategies.data.source_summary import Reading, Summary
 from keras_strategies.data.sources.file_rows import (
@@ -130,24 +130,16 @@ class FilesSource(Source):
         is_array = self._data.reader in ARRAYS
         kind: Any = ArrayRows if is_array else RecordRows
         rows = kind(self._data, paths, self._counts, key)
-        none: Tree = None
+        own = OwnRows()
         for batch in rows.batches(start * size, size):
-            count = len(batch)
-            if count < size and self._data.drop_remainder:
+            if len(batch) < size and self._data.drop_remainder:
                 return
-            begin, end = cut(count)
+
+            def data(begin: int, end: int, batch: Any = batch) -> Tree:
+                return rows.data(batch[begin:end])
+
             checksum = rows.checksum(batch[0], batch[-1])
-            if begin == end and none is not None:
-                yield Part(data=none, rows=count, checksum=checksum)
-                continue
-            data = rows.data(batch[begin:end] if begin < end else batch[:1])
-            if none is None:
-                none = jax.tree.map(lambda leaf: leaf[:0], data)
-            yield Part(
-                data=data if begin < end else none,
-                rows=count,
-                checksum=checksum,
-            )
+            yield own.part(data, len(batch), cut, checksum)
 
 
 def _is_by_file(

@@ -11,6 +11,7 @@ import numpy as np
 from keras_strategies._core import host_arrays
 from keras_strategies._core.batches import num_rows
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.data.batch_spec import rows_kind
 from keras_strategies.data.source import Cut, Part, Source
 from keras_strategies.data.source_summary import Reading, Summary
 from keras_strategies.data.sources.iterables import check_batches, host_batches
@@ -140,13 +141,7 @@ class FunctionSource(Source):
 
 
 def _check_alike(parts: list[Tree]) -> None:
-    kinds = [
-        (
-            jax.tree.structure(part),
-            [(leaf.shape[1:], leaf.dtype) for leaf in jax.tree.leaves(part)],
-        )
-        for part in parts
-    ]
+    kinds = list(map(rows_kind, parts))
     if any(kind != kinds[0] for kind in kinds):
         raise ValueError(
             "The batches of a step may differ in their number of rows only. "

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import dataclasses
 import itertools
 import sys
 import warnings
@@ -13,16 +12,16 @@ from typing import Any
 import jax
 import numpy as np
 
+from keras_strategies.data.loaded import LoadedSource, check_by_rows, is_own
 from keras_strategies.data.options import AutoShardPolicy
-from keras_strategies.data.source import Cut, Part, Source, all_rows, take
-from keras_strategies.data.source_summary import Reading, Summary
+from keras_strategies.data.source import Cut, Part, take
 from keras_strategies.data.sources.torch_tensors import arrays_of
 
 Tree = Any
 _Key = tuple[int, ...]
 
 
-class TorchSource(Source):
+class TorchSource(LoadedSource):
     """The batches of a `torch.utils.data.DataLoader` or `Dataset`.
 
     Of a map-style dataset a process reads its own rows only, with the loader's
@@ -67,39 +66,22 @@ class TorchSource(Source):
         seed: int = 0,
         policy: AutoShardPolicy = AutoShardPolicy.AUTO,
     ) -> None:
-        _check(policy)
+        check_by_rows(policy, "torch's data are")
         loader = data
         if not isinstance(data, _data().DataLoader):
             loader = _data().DataLoader(data, batch_size=batch_size or 32)
         is_divided = False
-        self.is_process_local = (
-            num_processes > 1 and policy is AutoShardPolicy.OFF
-        )
-        if num_processes > 1 and not self.is_process_local:
+        if num_processes > 1 and not is_own(num_processes, policy):
             is_divided = _is_divided(loader, num_processes, process_index)
-        self.is_process_local |= is_divided
-        self._batches: _IndexedBatches | _IteratedBatches
-        self._batches = _IteratedBatches(loader, seed)
         is_iterable = isinstance(loader.dataset, _data().IterableDataset)
         if type(loader) is _data().DataLoader and not is_iterable:
             should_shuffle = shuffle and loader is not data
-            self._batches = _IndexedBatches(
+            batches = _IndexedBatches(
                 loader, seed, process_index, should_shuffle
             )
-        self.batch_size = self._batches.batch_size
-        if is_divided and self.batch_size:
-            self.batch_size *= num_processes
-        if not self.is_process_local:
-            self.num_batches = self._batches.length
-            self._batches.has_checksums = num_processes > 1
-
-    def summary(self) -> Summary:
-        """See `Source.summary`."""
-        summary = super().summary()
-        if not self._batches.is_by_rows:
-            return summary
-        rows = self._batches.num_rows
-        return dataclasses.replace(summary, reading=Reading.ROWS, num_rows=rows)
+        else:
+            batches = _IteratedBatches(loader, seed)
+        super().__init__(batches, num_processes, policy, is_divided=is_divided)
 
     @property
     def seed(self) -> int:
@@ -110,12 +92,6 @@ class TorchSource(Source):
         """See `Source.restart`."""
         if seed is not None:
             self._batches.seed = int(seed)
-
-    def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
-        """See `Source`."""
-        if self.is_process_local:
-            cut = all_rows
-        return self._batches.read(epoch, start, cut)
 
 
 def is_torch(data: Any) -> bool:
@@ -291,15 +267,6 @@ def _loader_like(user: Any, keys: _Keys) -> Any:
         prefetch_factor=user.prefetch_factor,
         persistent_workers=user.persistent_workers,
     )
-
-
-def _check(policy: AutoShardPolicy) -> None:
-    if policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT):
-        raise ValueError(
-            "torch's data are divided by rows. Received: AutoShardPolicy."
-            f"{policy.name}. Use AUTO or DATA, or OFF where each process has "
-            "its own rows."
-        )
 
 
 def _data() -> Any:

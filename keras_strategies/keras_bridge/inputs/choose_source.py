@@ -6,7 +6,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from keras import tree
@@ -37,7 +37,6 @@ from keras_strategies.data.distributed import DistributedDataset
 from keras_strategies.data.grain.grain_data import GrainSource
 from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.source import Cut, Part, Passes, Source
-from keras_strategies.data.source_summary import Summary
 from keras_strategies.data.sources import iterables
 from keras_strategies.data.sources.file_source import FilesSource
 from keras_strategies.data.sources.files import Files
@@ -216,37 +215,18 @@ def _of_dataset(mesh: ReplicaMesh, seed: int, given: LoopData) -> Source:
     return source
 
 
-_OF_SOURCES = (
-    *("kind", "is_process_local", "is_planned", "batch_size", "likely_size"),
-    *("num_batches", "order", "passes"),
-)
+class _Weighted:
+    """A source whose rows are given the weights of their classes.
 
-
-class _Weighted(Source):
-    """A source whose rows are given the weights of their classes."""
+    In all else it is the source that it is made of.
+    """
 
     def __init__(self, source: Source, class_weight: dict[int, float]) -> None:
         self._source = source
         self._class_weight = class_weight
-        for name in _OF_SOURCES:
-            setattr(self, name, getattr(source, name))
 
-    def facts(self) -> dict[str, Any]:
-        return self._source.facts()
-
-    def summary(self) -> Summary:
-        return self._source.summary()
-
-    @property
-    def checksum(self) -> int | None:
-        return self._source.checksum
-
-    @property
-    def seed(self) -> str | int | None:
-        return self._source.seed
-
-    def restart(self, seed: str | int | None) -> None:
-        self._source.restart(seed)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
 
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
         self._source.is_peeked = self.is_peeked
@@ -265,15 +245,11 @@ class _Weighted(Source):
             data = (*data, np.asarray(weight))
             yield dataclasses.replace(part, data=data)
 
-    def begin_epoch(self, epoch: int, start: int) -> None:
-        self._source.begin_epoch(epoch, start)
-
-    def end_epoch(self) -> None:
-        self._source.end_epoch()
-
 
 def _weighted(source: Source, class_weight: Any) -> Source:
-    return _Weighted(source, class_weight) if class_weight else source
+    if not class_weight:
+        return source
+    return cast(Source, _Weighted(source, class_weight))
 
 
 def _check_ends(source: Source, steps_per_epoch: int | None) -> None:

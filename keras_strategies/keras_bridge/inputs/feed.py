@@ -6,11 +6,11 @@ all processes take, and a thread moves them to the devices ahead of time.
 """
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 from keras_strategies._core.batches import (
@@ -21,8 +21,7 @@ from keras_strategies._core.batches import (
 )
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.data import batch_spec
-from keras_strategies.data.prefetch import Prefetched, Stop
-from keras_strategies.data.steps import IsStopped, Steps
+from keras_strategies.data.steps import Steps
 from keras_strategies.keras_bridge.inputs import keras_sources
 from keras_strategies.keras_bridge.inputs.choose_source import source_of_loop
 from keras_strategies.keras_bridge.inputs.feed_position import (
@@ -231,22 +230,12 @@ class Feed(DataAdapter):
         self._done = [Execution(segments=(), logs=logs)] * count
 
     def _executions_ahead(self, epoch: int, start: int) -> Any:
-        stop = Stop()
-        batches = self._steps.epoch(epoch, start, stop)
-        executions = self._executions(batches, epoch, start)
-        if self._source.is_planned:
-            # Slicing arrays takes less time than a thread's turn.
-            return executions
-
-        def make(asks: IsStopped) -> Iterator[tuple[Execution, int]]:
-            stop.asks = asks
-            return executions
-
-        return Prefetched(
-            make,
+        return self._steps.ahead(
+            epoch,
+            start,
+            functools.partial(self._executions, epoch=epoch, start=start),
             num_bytes=lambda item: item[0].num_bytes,
             is_pause=lambda item: self._division.ends_epoch(item[1]),
-            needs_thread=self._mesh.num_processes > 1,
         )
 
     def _executions(
@@ -274,15 +263,7 @@ class Feed(DataAdapter):
         return dataclasses.replace(execution, place=(epoch, stop))
 
     def _check_structure(self, index: int, batch: Tree) -> None:
-        leaves, nest = jax.tree.flatten(batch)
-        # Types that are one on the devices (float64 is float32) are one here.
-        signature = (
-            nest,
-            [
-                (leaf.ndim, jax.dtypes.canonicalize_dtype(leaf.dtype))
-                for leaf in leaves
-            ],
-        )
+        signature = batch_spec.kinds(batch)
         if self._signature is None:
             self._signature = signature
             self._first = batch_spec.summary(batch)

@@ -1,0 +1,73 @@
+"""Sources that read the datasets and loaders of other libraries by rows."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from keras_strategies.data.options import AutoShardPolicy
+from keras_strategies.data.source import Cut, Part, Source, all_rows
+from keras_strategies.data.source_summary import Reading, Summary
+
+
+class LoadedSource(Source):
+    """The batches of a loader, whose rows the processes divide.
+
+    Args:
+      batches: Reads them: a source's `read`, with `batch_size`; `length` and
+        `num_rows` of an epoch, or None; `is_by_rows`, whether it reads the
+        wanted rows only; and `has_checksums`, which is set.
+      num_processes: Number of processes that read it.
+      policy: AUTO, DATA or OFF.
+      is_divided: Whether the loader reads the rows of one process only.
+    """
+
+    def __init__(
+        self,
+        batches: Any,
+        num_processes: int,
+        policy: AutoShardPolicy,
+        *,
+        is_divided: bool,
+    ) -> None:
+        self._batches = batches
+        self.is_process_local = is_divided or is_own(num_processes, policy)
+        self.batch_size = batches.batch_size
+        if is_divided and self.batch_size:
+            self.batch_size *= num_processes
+        if not self.is_process_local:
+            self.num_batches = batches.length
+            batches.has_checksums = num_processes > 1
+
+    def summary(self) -> Summary:
+        """See `Source.summary`."""
+        summary = super().summary()
+        if not self._batches.is_by_rows:
+            return summary
+        rows = self._batches.num_rows
+        return dataclasses.replace(summary, reading=Reading.ROWS, num_rows=rows)
+
+    def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
+        """See `Source.read`."""
+        if self.is_process_local:
+            cut = all_rows
+        return self._batches.read(epoch, start, cut)
+
+
+def is_own(num_processes: int, policy: AutoShardPolicy) -> bool:
+    """Whether a policy leaves to each process what it is given."""
+    return num_processes > 1 and policy is AutoShardPolicy.OFF
+
+
+def check_by_rows(policy: AutoShardPolicy, what: str) -> None:
+    """Raises ValueError for a policy that does not divide rows.
+
+    Args:
+      policy: The policy.
+      what: Begins the message: "A grain dataset is".
+    """
+    if policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT):
+        raise ValueError(
+            f"{what} divided by rows. Received: AutoShardPolicy."
+            f"{AutoShardPolicy(policy).name}. Use AUTO or DATA, or OFF where "
+            "each process has its own rows."
+        )
