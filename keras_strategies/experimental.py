@@ -7,31 +7,8 @@ Differs from tf: `experimental.MultiWorkerMirroredStrategy` takes the arguments
 of `MultiWorkerMirroredStrategy`, and no `communication` first.
 """
 
-from typing import TYPE_CHECKING
-
 from keras_strategies._core.names import tf_names as _tf_names
 from keras_strategies._core.names.lazy_names import lazy_names as _lazy_names
-
-if TYPE_CHECKING:
-    from keras_strategies.keras_bridge.variables.partitioners import (
-        FullySharded as FullySharded,
-    )
-    from keras_strategies.keras_bridge.variables.partitioners import (
-        SlotsOnly as SlotsOnly,
-    )
-    from keras_strategies.strategy.multi_worker import (
-        MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
-    )
-    from keras_strategies.strategy.replica_context import (
-        ValueContext as ValueContext,
-    )
-    from keras_strategies.strategy.tf_compat.communication import (
-        CommunicationImplementation as CommunicationImplementation,
-    )
-    from keras_strategies.strategy.tf_compat.communication import (
-        CommunicationOptions as CommunicationOptions,
-    )
-    from keras_strategies.strategy.tpu import TPUStrategy as TPUStrategy
 
 _MODULES = {
     "CommunicationImplementation": "strategy.tf_compat.communication",

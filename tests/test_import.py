@@ -1,6 +1,7 @@
 """What importing keras_strategies does, and what it leaves alone."""
 
 import ast
+import importlib
 import importlib.util
 import os
 import pathlib
@@ -105,17 +106,6 @@ def test_names_of_callbacks():
         assert getattr(ks.callbacks, name).__doc__, name
     with pytest.raises(AttributeError, match="Scalar"):
         ks.callbacks.Scalar  # noqa: B018
-
-
-def test_type_checkers_see_the_public_names():
-    tree = ast.parse(pathlib.Path(ks.__file__).read_text())
-    block = next(node for node in tree.body if isinstance(node, ast.If))
-    seen = {
-        alias.asname: node.module.removeprefix("keras_strategies").lstrip(".")
-        for node in block.body
-        for alias in node.names
-    }
-    assert seen == ks._MODULES
 
 
 def test_unknown_name_is_no_attribute():
@@ -291,3 +281,29 @@ runpy.run_module("keras_strategies.cli", run_name="__main__", alter_sys=True)
 """
     done = run_python(code, KERAS_BACKEND="tensorflow", KERAS_NNX_ENABLED="1")
     assert done.returncode == 0, done.stderr
+
+
+STUBS = sorted(pathlib.Path(ks.__file__).parent.rglob("*.pyi"))
+
+
+def test_public_modules_have_stubs():
+    assert len(STUBS) == 7
+
+
+@pytest.mark.parametrize("stub", STUBS, ids=lambda path: path.parent.name)
+def test_a_stub_has_the_names_of_its_module(stub):
+    """Type checkers read the stub, Python reads `_MODULES`."""
+    root = pathlib.Path(ks.__file__).parents[1]
+    place = stub.relative_to(root).with_suffix("")
+    name = ".".join(place.parts).removesuffix(".__init__")
+    module = importlib.import_module(name)
+    found = {}
+    for node in ast.parse(stub.read_text("utf-8")).body:
+        if isinstance(node, ast.ImportFrom):
+            found |= {alias.asname: node.module for alias in node.names}
+    assert set(found) == set(module._MODULES)
+    for public, source in found.items():
+        there = getattr(importlib.import_module(source), public, None)
+        if there is None:
+            there = importlib.import_module(f"{source}.{public}")
+        assert getattr(module, public) is there

@@ -6,13 +6,7 @@
 A name is imported when it is first asked for.
 """
 
-from typing import TYPE_CHECKING
-
 from keras_strategies._core.names.lazy_names import lazy_names as _lazy_names
-
-if TYPE_CHECKING:
-    from keras_strategies.callbacks.checkpoint import Checkpoint as Checkpoint
-    from keras_strategies.callbacks.scalars import Scalars as Scalars
 
 _MODULES = {
     "Checkpoint": "callbacks.checkpoint",

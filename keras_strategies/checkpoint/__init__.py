@@ -8,23 +8,7 @@
 it is first asked for.
 """
 
-from typing import TYPE_CHECKING
-
 from keras_strategies._core.names.lazy_names import lazy_names as _lazy_names
-
-if TYPE_CHECKING:
-    from keras_strategies.checkpoint.directory.corruption import (
-        DamagedCheckpoint as DamagedCheckpoint,
-    )
-    from keras_strategies.checkpoint.directory.retention import Keep as Keep
-    from keras_strategies.checkpoint.manager import (
-        CheckpointManager as CheckpointManager,
-    )
-    from keras_strategies.checkpoint.objects import Checkpoint as Checkpoint
-    from keras_strategies.checkpoint.weights import (
-        latest_checkpoint as latest_checkpoint,
-    )
-    from keras_strategies.checkpoint.weights import load_weights as load_weights
 
 _MODULES = {
     "Checkpoint": "objects",

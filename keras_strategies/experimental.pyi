@@ -1,0 +1,21 @@
+"""The names, for type checkers; `_MODULES` has where they are."""
+
+from keras_strategies.keras_bridge.variables.partitioners import (
+    FullySharded as FullySharded,
+)
+from keras_strategies.keras_bridge.variables.partitioners import (
+    SlotsOnly as SlotsOnly,
+)
+from keras_strategies.strategy.multi_worker import (
+    MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
+)
+from keras_strategies.strategy.replica_context import (
+    ValueContext as ValueContext,
+)
+from keras_strategies.strategy.tf_compat.communication import (
+    CommunicationImplementation as CommunicationImplementation,
+)
+from keras_strategies.strategy.tf_compat.communication import (
+    CommunicationOptions as CommunicationOptions,
+)
+from keras_strategies.strategy.tpu import TPUStrategy as TPUStrategy
