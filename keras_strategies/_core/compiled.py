@@ -3,23 +3,14 @@
 import contextlib
 import dataclasses
 import functools
-import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
+from keras_strategies._core.collectives import bytes_of, counts_of
 from keras_strategies._core.mesh import ReplicaMesh
-
-COLLECTIVES = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "collective-permute",
-    "all-to-all",
-)
-"""XLA's names of what devices do together."""
 
 BYTES_PER_MB = 1e6
 
@@ -63,11 +54,16 @@ class CompiledProgram:
 
         In the program's text: one in a loop counts once.
         """
-        text = self.as_text()
-        return {
-            kind: len(re.findall(rf" {kind}(?:-start)?\(", text))
-            for kind in COLLECTIVES
-        }
+        return counts_of(self.as_text())
+
+    @functools.cached_property
+    def collective_bytes(self) -> dict[str, int]:
+        """Bytes of the arrays that the collectives of each kind send.
+
+        Of whole arrays: what is gathered, reduced, or summed up and then
+        scattered. One in a loop counts once.
+        """
+        return bytes_of(self.as_text())
 
     @property
     def argument_bytes(self) -> int:
@@ -99,7 +95,12 @@ class CompiledProgram:
 
     def __str__(self) -> str:
         cores = self.cores_per_replica
-        found = [f"{n} {kind}" for kind, n in self.collectives.items() if n]
+        sent = self.collective_bytes
+        found = [
+            f"{n} {kind} ({sent[kind] / BYTES_PER_MB:.3f} MB)"
+            for kind, n in self.collectives.items()
+            if n
+        ]
         sizes = (
             ("arguments", self.argument_bytes),
             ("outputs", self.output_bytes),
