@@ -274,10 +274,7 @@ def _uneven(
     leaf: np.ndarray, counts: tuple[int, ...], mesh: ReplicaMesh
 ) -> PerReplica:
     own = counts[mesh.local_replicas.start : mesh.local_replicas.stop]
-    ends = np.cumsum(own)
-    pieces = [
-        leaf[end - count : end] for end, count in zip(ends, own, strict=True)
-    ]
+    pieces = np.split(leaf, np.cumsum(own)[:-1])
     most = max(counts)
 
     def entry(index: Any) -> np.ndarray:

@@ -245,19 +245,15 @@ class TfDataSource(Source):
 
     def _batches(self, iterator: Iterator[Tree]) -> Iterator[Tree]:
         errors = tensorflow().errors
-        while True:
-            try:
-                batch = next(iterator, None)
-            except (
-                errors.DataLossError,
-                errors.NotFoundError,
-                errors.PermissionDeniedError,
-            ) as error:
-                self._explain(error)
-                raise
-            if batch is None:
-                return
-            yield batch
+        try:
+            yield from iterator
+        except (
+            errors.DataLossError,
+            errors.NotFoundError,
+            errors.PermissionDeniedError,
+        ) as error:
+            self._explain(error)
+            raise
 
     def _explain(self, error: Any) -> None:
         """Raises which file it was, if that can be found."""
