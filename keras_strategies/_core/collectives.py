@@ -31,7 +31,7 @@ _GROUPS = re.compile(r"replica_groups=(?:\[\d+,(\d+)\]|\{\{([\d,]+)\})")
 
 def counts_of(text: str) -> dict[str, int]:
     """How many collectives of each kind; one in a loop counts once."""
-    counts = dict.fromkeys(COLLECTIVES, 0)
+    counts: dict[str, int] = dict.fromkeys(COLLECTIVES, 0)
     for kind, _ in _found(text):
         counts[kind] += 1
     return counts
@@ -43,7 +43,7 @@ def bytes_of(text: str) -> dict[str, int]:
     What is gathered, reduced or, before it is scattered, summed up: that of
     all devices that take part. One in a loop counts once.
     """
-    sizes = dict.fromkeys(COLLECTIVES, 0)
+    sizes: dict[str, int] = dict.fromkeys(COLLECTIVES, 0)
     for kind, size in _found(text):
         sizes[kind] += size
     return sizes

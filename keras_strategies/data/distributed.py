@@ -30,20 +30,18 @@ class DistributedDataset:
     Args:
       source: Where the batches come from.
       mesh: The replicas.
+
+    Attributes:
+      source: Where the batches come from.
     """
 
     def __init__(self, source: Source, mesh: ReplicaMesh) -> None:
-        self._source = source
+        self.source = source
         self._mesh = mesh
-
-    @property
-    def source(self) -> Source:
-        """Where the batches come from."""
-        return self._source
 
     def __iter__(self) -> "DistributedIterator":
         """Starts the next epoch, at its first batch."""
-        return self.iterator(self._source.passes.next)
+        return self.iterator(self.source.passes.next)
 
     def iterator(self, epoch: int, start: int = 0) -> "DistributedIterator":
         """Starts anywhere, as after an interruption.
@@ -52,9 +50,9 @@ class DistributedDataset:
           epoch: Number of the epoch, from 0.
           start: Number of steps to leave out.
         """
-        self._source.passes.reach(epoch + 1)
+        self.source.passes.reach(epoch + 1)
         steps = Steps(
-            source=self._source,
+            source=self.source,
             mesh=self._mesh,
             name="experimental_distribute_dataset",
             is_balanced=False,
@@ -64,7 +62,7 @@ class DistributedDataset:
     @property
     def element_spec(self) -> Tree:
         """The shapes and dtypes of a global batch, rows left open (None)."""
-        return _spec_of(self._source)
+        return _spec_of(self.source)
 
 
 class DistributedIterator:
@@ -276,10 +274,7 @@ def _uneven(
     leaf: np.ndarray, counts: tuple[int, ...], mesh: ReplicaMesh
 ) -> PerReplica:
     own = counts[mesh.local_replicas.start : mesh.local_replicas.stop]
-    ends = np.cumsum(own)
-    pieces = [
-        leaf[end - count : end] for end, count in zip(ends, own, strict=True)
-    ]
+    pieces = np.split(leaf, np.cumsum(own)[:-1])
     most = max(counts)
 
     def entry(index: Any) -> np.ndarray:

@@ -6,6 +6,14 @@ from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.cluster.exchange.greetings import readable
 
 
+def by_process(mesh: ReplicaMesh, values: list[Any]) -> str:
+    """What each process has said, for messages."""
+    return ", ".join(
+        f"{readable(str(value))} (process {process})"
+        for process, value in zip(mesh.processes, values, strict=True)
+    )
+
+
 def raise_together(
     mesh: ReplicaMesh,
     what: str,

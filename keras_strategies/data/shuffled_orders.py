@@ -11,6 +11,7 @@ import abc
 import base64
 import random
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -149,16 +150,11 @@ class RowOrder(DrawnOrder):
     def _draw(self, state: str) -> tuple[np.ndarray, str]:
         generator = np.random.RandomState()
         generator.set_state(_numpy_state(state))
-        if self._window is None:
-            order = generator.permutation(self._rows)
-        else:
-            order = np.concatenate(
-                [
-                    generator.permutation(min(self._window, self._rows - start))
-                    + start
-                    for start in range(0, self._rows, self._window)
-                ]
-            )
+
+        def permuted(_: int, rows: int) -> np.ndarray:
+            return generator.permutation(rows)
+
+        order = _in_windows(self._rows, self._window, permuted)
         return order, _text(generator.get_state(legacy=True))
 
     def _global(self) -> str:
@@ -192,9 +188,8 @@ class BatchOrder(DrawnOrder):
     def _draw(self, state: str) -> tuple[np.ndarray, str]:
         generator = random.Random()
         generator.setstate(_python_state(state))
-        order = list(range(self._size))
-        generator.shuffle(order)
-        return np.array(order, int), _python_text(generator.getstate())
+        order = _shuffled(self._size, generator)
+        return order, _python_text(generator.getstate())
 
     def _global(self) -> str:
         return _python_text(random.getstate())
@@ -260,17 +255,10 @@ class NumberedRowOrder(NumberedOrder):
         self._window = window
 
     def _draw(self, number: int) -> np.ndarray:
-        rows, window = self._rows, self._window
-        if window is None:
-            return np.random.default_rng(number).permutation(rows)
-        windows = [
-            np.random.default_rng(number + i).permutation(
-                min(window, rows - start)
-            )
-            + start
-            for i, start in enumerate(range(0, rows, window))
-        ]
-        return np.concatenate(windows)
+        def permuted(window: int, rows: int) -> np.ndarray:
+            return np.random.default_rng(number + window).permutation(rows)
+
+        return _in_windows(self._rows, self._window, permuted)
 
 
 class NumberedBatchOrder(NumberedOrder):
@@ -287,9 +275,31 @@ class NumberedBatchOrder(NumberedOrder):
         self._size = size
 
     def _draw(self, number: int) -> np.ndarray:
-        order = list(range(self._size))
-        random.Random(number).shuffle(order)
-        return np.array(order, int)
+        return _shuffled(self._size, random.Random(number))
+
+
+def _in_windows(
+    rows: int, size: int | None, permuted: Callable[[int, int], np.ndarray]
+) -> np.ndarray:
+    """An order of rows, or of those of each window among themselves.
+
+    Args:
+      rows: Number of rows.
+      size: Rows of a window; None for one window of all.
+      permuted: Makes the order of a window, of its number and its rows.
+    """
+    if size is None:
+        return permuted(0, rows)
+    starts = range(0, rows, size)
+    return np.concatenate(
+        [permuted(i, min(size, rows - s)) + s for i, s in enumerate(starts)]
+    )
+
+
+def _shuffled(size: int, generator: random.Random) -> np.ndarray:
+    order = list(range(size))
+    generator.shuffle(order)
+    return np.array(order, int)
 
 
 # Both generators are Mersenne Twisters: 624 words and a position; numpy's

@@ -16,7 +16,6 @@ from keras_strategies._core.rows import (
     rows_of_processes,
     rows_of_replicas,
 )
-from keras_strategies.cluster.exchange.greetings import readable
 from keras_strategies.cluster.exchange.host_exchange import Agreement
 from keras_strategies.cluster.exchange.message_forms import (
     Either,
@@ -25,7 +24,7 @@ from keras_strategies.cluster.exchange.message_forms import (
 )
 from keras_strategies.data import batch_spec
 from keras_strategies.data.prefetch import Prefetched, Stop
-from keras_strategies.data.raise_together import raise_together
+from keras_strategies.data.raise_together import by_process, raise_together
 from keras_strategies.data.regrouping import Rows, looked_at
 from keras_strategies.data.source import Part, Source, all_rows, checked_part
 
@@ -311,8 +310,9 @@ class Steps:
         if len(set(places)) > 1:
             raise ValueError(
                 "All processes must read the same step of the same epoch. "
-                f"Received: {self._by_process(places)}. Iterate over datasets "
-                "equally often in all processes, and resume all at one place."
+                f"Received: {by_process(self.mesh, places)}. Iterate over "
+                "datasets equally often in all processes, and resume all at "
+                "one place."
             )
 
     def _check_specs(
@@ -324,8 +324,8 @@ class Steps:
             raise ValueError(
                 "The batches of all processes must have the same structure, "
                 f"shapes and dtypes. Received: in step {step} "
-                f"{self._by_process(list(map(_shown, specs)))}. Check what "
-                "each process reads."
+                f"{by_process(self.mesh, list(map(_shown, specs)))}. Check "
+                "what each process reads."
             )
         if before and known and not batch_spec.is_like(before, *known):
             raise ValueError(
@@ -340,8 +340,8 @@ class Steps:
             told = ["no more rows" if n is None else f"{n} rows" for n in rows]
             raise ValueError(
                 "All processes must see the same number of batches and rows. "
-                f"Received: in step {step} {self._by_process(told)}. Give all "
-                "processes the same data, or each its own with "
+                f"Received: in step {step} {by_process(self.mesh, told)}. Give "
+                "all processes the same data, or each its own with "
                 "`AutoShardPolicy.OFF`."
             )
         checksums = [h.get("checksum") for h in received]
@@ -350,16 +350,10 @@ class Steps:
                 "Every process must see the same batches, of which it takes "
                 "its rows: otherwise rows are lost and others used twice. "
                 f"Received: rows that differ in step {step} (checksums "
-                f"{self._by_process(checksums)}). Shuffle "
+                f"{by_process(self.mesh, checksums)}). Shuffle "
                 "and augment with one seed in all processes, or give each "
                 "process rows of its own with `AutoShardPolicy.OFF`."
             )
-
-    def _by_process(self, values: list[Any]) -> str:
-        return ", ".join(
-            f"{readable(str(value))} (process {p})"
-            for p, value in zip(self.mesh.processes, values, strict=True)
-        )
 
 
 def _ending(

@@ -75,16 +75,16 @@ def run_processes(
     """
     (port,) = free_ports(1)
     address = f"127.0.0.1:{port}"
+    environ = _environment(devices_per_process, env)
     with tempfile.TemporaryDirectory() as folder:
+        paths = [pathlib.Path(folder, str(p)) for p in range(num_processes)]
         running = [
             _start(
-                target,
-                (num_processes, index, address),
-                list(args),
-                pathlib.Path(folder),
-                _environment(devices_per_process, env),
+                [target, num_processes, index, address, list(args)],
+                path,
+                environ,
             )
-            for index in range(num_processes)
+            for index, path in enumerate(paths)
         ]
         try:
             is_late = not _wait(running, timeout_s)
@@ -93,10 +93,7 @@ def run_processes(
                 if process.poll() is None:
                     process.kill()
                 process.wait()
-        results = [
-            _result(process, pathlib.Path(folder), index)
-            for index, process in enumerate(running)
-        ]
+        results = list(map(_result, running, paths))
     if is_late:
         raise TimeoutError(
             f"{target} did not end within {timeout_s:.0f} s in "
@@ -111,15 +108,10 @@ def run_processes(
 
 
 def _start(
-    target: str,
-    place: tuple[int, int, str],
-    args: list[Any],
-    folder: pathlib.Path,
-    env: dict[str, str],
+    message: list[Any], path: pathlib.Path, env: dict[str, str]
 ) -> subprocess.Popen[bytes]:
-    index = place[1]
-    words = json.dumps([target, *place, args, str(folder / f"{index}.json")])
-    with open(folder / f"{index}.log", "wb") as log:
+    words = json.dumps([*message, str(path.with_suffix(".json"))])
+    with open(path.with_suffix(".log"), "wb") as log:
         return subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, words],
             stdout=log,
@@ -168,14 +160,12 @@ def _wait(running: list[subprocess.Popen[bytes]], timeout_s: float) -> bool:
 
 
 def _result(
-    process: subprocess.Popen[bytes], folder: pathlib.Path, index: int
+    process: subprocess.Popen[bytes], path: pathlib.Path
 ) -> ProcessResult:
-    path = folder / f"{index}.json"
-    value = json.loads(path.read_text("utf-8")) if path.exists() else None
-    output = (folder / f"{index}.log").read_text("utf-8", errors="replace")
-    return ProcessResult(
-        returncode=process.returncode, value=value, output=output
-    )
+    told = path.with_suffix(".json")
+    value = json.loads(told.read_text("utf-8")) if told.exists() else None
+    log = path.with_suffix(".log").read_text("utf-8", errors="replace")
+    return ProcessResult(returncode=process.returncode, value=value, output=log)
 
 
 def _shown(results: list[ProcessResult]) -> str:

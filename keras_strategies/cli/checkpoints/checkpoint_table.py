@@ -55,7 +55,8 @@ def print_listing(
         if part is not None:
             console.print(Padding(part, (0, 0, 1, _GAP)))
     for entry in listing.damaged:
-        console.print(_fault(entry))
+        text = f"Step {entry.step} is damaged: {entry.fault}."
+        console.print(_line(*_MARKS[State.DAMAGED], text))
     if listing.writer is not None:
         console.print(_line("-", "cyan", f"Written to by {listing.writer}."))
     console.print(_summary(listing))
@@ -215,12 +216,6 @@ def _left_behind(listing: Listing) -> RenderableType | None:
         for left in listing.left_behind
     ]
     return _listed("Left behind", rows, ["left", "right", "left"])
-
-
-def _fault(entry: Entry) -> RenderableType:
-    mark, style = _MARKS[entry.state]
-    text = f"Step {entry.step} is damaged: {entry.fault}."
-    return _line(mark, style, text)
 
 
 def _line(mark: str, style: str, text: str) -> RenderableType:

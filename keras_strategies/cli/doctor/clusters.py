@@ -63,11 +63,6 @@ class Cluster:
     error: str = ""
 
     @property
-    def is_found_by_jax(self) -> bool:
-        """Whether `jax.distributed.initialize` reads the variables itself."""
-        return self.info is None and not self.error
-
-    @property
     def address(self) -> str | None:
         """Where the processes meet; None for one alone, and if unknown."""
         if self.info is None or self.info.num_processes == 1:
@@ -224,12 +219,13 @@ def _try_to_listen(
                 "If that is no job that is to run now, end it; or give "
                 "process 0 another port.",
             )
-            return
-        yield fault(
-            f"Process 0 cannot listen at {address}: {error.strerror or error}.",
-            "The coordinator's address is one of the machine that runs "
-            "process 0, with a port from 1024. Correct the cluster.",
-        )
+        else:
+            yield fault(
+                f"Process 0 cannot listen at {address}: "
+                f"{error.strerror or error}.",
+                "The coordinator's address is one of the machine that runs "
+                "process 0, with a port from 1024. Correct the cluster.",
+            )
         return
     yield good(f"Process 0 can listen at {address}.")
     others = {a.rpartition(":")[0] for a in info.addresses if a}

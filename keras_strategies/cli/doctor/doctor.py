@@ -124,9 +124,8 @@ def _started(
     flags = tuple(check_flags(environ))
     if flags:
         return [Part(title="Devices", findings=flags)]
-    if cluster is not None and (
-        cluster.error or not (cluster.is_found_by_jax or cluster.address)
-    ):
+    # Without an `info` JAX reads the variables itself.
+    if cluster and (cluster.error or (cluster.info and not cluster.address)):
         cluster = None
     part, has_devices = check_devices(environ, is_alone=cluster is None)
     if cluster is None or not has_devices:

@@ -41,6 +41,7 @@ def main(path: str, question: str) -> int:
     with open(path, "w", encoding="utf-8", buffering=1) as file:
         for name in asked["stages"]:
             file.write(json.dumps({"stage": name, "begins": True}) + "\n")
+            start = time.perf_counter()
             try:
                 answer = stages[name]()
             except Exception as error:
@@ -48,24 +49,23 @@ def main(path: str, question: str) -> int:
                 answer = {"kind": kind, "error": text}
                 file.write(json.dumps({"stage": name, **answer}) + "\n")
                 return 1
+            answer["seconds"] = time.perf_counter() - start
             file.write(json.dumps({"stage": name, **answer}) + "\n")
     return 0
 
 
 def _import_jax() -> dict[str, Any]:
-    start = time.perf_counter()
     import jax
 
-    return {"version": jax.__version__, "seconds": _since(start)}
+    return {"version": jax.__version__}
 
 
 def _import_keras() -> dict[str, Any]:
-    start = time.perf_counter()
     import keras_strategies
 
     for name in dir(keras_strategies):
         getattr(keras_strategies, name)
-    return {"seconds": _since(start)}
+    return {}
 
 
 def _join(join: dict[str, Any] | None, timeout_s: float) -> dict[str, Any]:
@@ -75,7 +75,6 @@ def _join(join: dict[str, Any] | None, timeout_s: float) -> dict[str, Any]:
     from keras_strategies.cluster.job import bootstrap
     from keras_strategies.cluster.spec import TaskInfo
 
-    start = time.perf_counter()
     if join is None:
         limit = max(int(timeout_s), 1)
         jax.distributed.initialize(initialization_timeout=limit)
@@ -84,18 +83,16 @@ def _join(join: dict[str, Any] | None, timeout_s: float) -> dict[str, Any]:
         bootstrap.join(
             TaskInfo(**join), strategy="none (doctor)", timeout_s=timeout_s
         )
-    return {"seconds": _since(start), "process": jax.process_index()}
+    return {"process": jax.process_index()}
 
 
 def _devices() -> dict[str, Any]:
     import jax
 
-    start = time.perf_counter()
     devices = jax.devices()
     kinds = collections.Counter((d.platform, d.device_kind) for d in devices)
     counts = collections.Counter(d.process_index for d in devices)
     return {
-        "seconds": _since(start),
         "kinds": [[*kind, count] for kind, count in sorted(kinds.items())],
         "by_process": [counts[index] for index in sorted(counts)],
         "process": jax.process_index(),
@@ -112,9 +109,7 @@ def _hosts() -> list[str]:
     name = socket.gethostname()
     if jax.process_count() == 1:
         return [name]
-    row = np.zeros(64, np.uint8)
-    text = name.encode()[:64]
-    row[: len(text)] = np.frombuffer(text, np.uint8)
+    row = np.frombuffer(name.encode()[:64].ljust(64, b"\0"), np.uint8)
     rows = np.asarray(multihost_utils.process_allgather(row))
     return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
 
@@ -156,7 +151,3 @@ def _numbered(index: Any, width: int) -> Any:
 
     first = index[0].start or 0
     return np.full((1, width), first + 1, np.float32)
-
-
-def _since(start: float) -> float:
-    return time.perf_counter() - start

@@ -10,7 +10,7 @@ _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2430; --soft: #5b6675;
   --page: #f5f6f8; --card: #fff; --line: #dfe3e8; --fault: #b3261e;
   --warning: #8a5a00; --note: #1f5fa8; --good: #1c7340; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e8ebf0;
+@media screen and (prefers-color-scheme: dark) { :root { --ink: #e8ebf0;
   --soft: #a3adba; --page: #14171c; --card: #1d2229; --line: #323a45;
   --fault: #ff8a80; --warning: #f3c063; --note: #8ec0ff;
   --good: #7bd69b; } }
@@ -46,8 +46,7 @@ dd { margin: 0; white-space: pre-line; overflow-wrap: anywhere;
   dl { grid-template-columns: 1fr; gap: 0; }
   dd { margin-bottom: .5rem; } }
 @media print { :root { color-scheme: light; --ink: #000; --soft: #444;
-  --page: #fff; --card: #fff; --line: #bbb; --fault: #b3261e;
-  --warning: #8a5a00; --note: #1f5fa8; --good: #1c7340; }
+  --page: #fff; --line: #bbb; }
   body { max-width: none; padding: 0; font-size: 10.5pt; } }
 """
 

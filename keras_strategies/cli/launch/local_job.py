@@ -101,13 +101,6 @@ def first_cause(endings: Sequence[Ending]) -> Ending | None:
     return min(failed, key=lambda ending: ending.rank, default=None)
 
 
-def _described_cause(cause: Ending) -> str:
-    if cause.code == ExitCode.PEER_FAILED:
-        # No process failed by itself: one may have ended too early, with 0.
-        return "the processes ended with exit code 71; their last lines say why"
-    return cause.describe()
-
-
 def described(code: int) -> str:
     """How a process ended: "was killed by SIGKILL", "ended with exit code 1".
 
@@ -218,18 +211,13 @@ class _Job:
     def _answer(self, ending: Ending) -> None:
         """Plans what follows from the end of one process."""
         end, kill = _FAILED
-        if ending.rank == 0:
-            line_s = 0.0 if ending.code < 0 else _REPORTS_ITSELF_S
+        if ending.rank in (0, 1):
+            later = _PEER_FAILED if ending.rank else 0.0
+            reports_itself = ending.rank == 0 and ending.code >= 0
             self._follow(
-                (line_s, _SEND_LINE),
-                (end, signal.SIGTERM),
-                (kill, signal.SIGKILL),
-            )
-        elif ending.rank == 1:
-            self._follow(
-                (_PEER_FAILED, _SEND_LINE),
-                (_PEER_FAILED + end, signal.SIGTERM),
-                (_PEER_FAILED + kill, signal.SIGKILL),
+                (_REPORTS_ITSELF_S if reports_itself else later, _SEND_LINE),
+                (later + end, signal.SIGTERM),
+                (later + kill, signal.SIGKILL),
             )
         elif ending.rank in (2, 3):
             self._follow((_PREEMPTED, _SEND_LINE), (_PREEMPTED, signal.SIGKILL))
@@ -286,11 +274,16 @@ class _Job:
         if cause is None:
             return 0
         if cause.code == ExitCode.PREEMPTED:
-            self._print_line(
-                "preempted: the processes have stopped (exit code 75)."
+            said = "preempted: the processes have stopped (exit code 75)."
+        elif cause.code == ExitCode.PEER_FAILED:
+            # No process failed by itself: one may have ended too early, with 0.
+            said = (
+                "the processes ended with exit code 71; their last lines say "
+                "why; the job has ended."
             )
         else:
-            self._print_line(f"{_described_cause(cause)}; the job has ended.")
+            said = f"{cause.describe()}; the job has ended."
+        self._print_line(said)
         return cause.code if cause.code > 0 else 128 - cause.code
 
     def _print_line(self, text: str) -> None:

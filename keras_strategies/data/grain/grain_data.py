@@ -202,7 +202,8 @@ class _IteratedBatches:
                         _arrays(batch), cut, has_checksums=self.has_checksums
                     )
         finally:
-            _close(iterator)
+            # grain's iterators over a `DataLoader` have no `close`.
+            getattr(iterator, "close", lambda: None)()
 
     def _at(self, start: int) -> tuple[Any, int, list[Tree]]:
         """An iterator, its position, and what was read from it already."""
@@ -314,11 +315,6 @@ def _in_threads(
             yield reading.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _close(iterator: Any) -> None:
-    # grain's iterators over a `DataLoader` have no `close`.
-    getattr(iterator, "close", lambda: None)()
 
 
 def _is_a(dataset: Any, *names: str) -> bool:

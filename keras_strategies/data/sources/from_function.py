@@ -84,7 +84,7 @@ class FunctionSource(Source):
             )
         self._num_replicas = mesh.replicas_per_process
         self.is_process_local = mesh.num_processes > 1
-        count, index = mesh.num_processes, mesh.process_index
+        count, pipelines = mesh.num_processes, [mesh.process_index]
         if is_per_replica:
             if count > 1:
                 raise ValueError(
@@ -93,15 +93,14 @@ class FunctionSource(Source):
                     "`InputReplicationMode.PER_WORKER`."
                 )
             count = mesh.num_replicas
-        contexts = [
-            InputContext(
-                num_input_pipelines=count,
-                input_pipeline_id=i,
-                num_replicas_in_sync=mesh.num_replicas,
-            )
-            for i in (range(count) if is_per_replica else [index])
+            pipelines = range(count)
+        context = InputContext(
+            num_input_pipelines=count, num_replicas_in_sync=mesh.num_replicas
+        )
+        self._datasets = [
+            dataset_fn(dataclasses.replace(context, input_pipeline_id=i))
+            for i in pipelines
         ]
-        self._datasets = [dataset_fn(context) for context in contexts]
         for dataset in self._datasets:
             check_batches(dataset)
 

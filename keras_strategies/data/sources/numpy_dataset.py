@@ -1,6 +1,7 @@
 """Arrays as a dataset of their rows."""
 
 import dataclasses
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,6 +29,10 @@ class NumpyDataset:
       arrays: A nest of arrays; lists in it are stacked to arrays.
       batch_size: Rows of a batch; None yields single rows.
       drop_remainder: Whether a short last batch is left out.
+
+    Attributes:
+      arrays: The nest of arrays.
+      batch_size: Rows of a batch; None if it yields rows.
     """
 
     def __init__(
@@ -36,11 +41,11 @@ class NumpyDataset:
         batch_size: int | None = None,
         drop_remainder: bool = False,
     ) -> None:
-        self._arrays = jax.tree.map(
+        self.arrays: Tree = jax.tree.map(
             np.asarray, arrays, is_leaf=lambda leaf: isinstance(leaf, list)
         )
-        self._rows = num_rows(self._arrays)
-        self._batch_size = batch_size
+        self._rows = num_rows(self.arrays)
+        self.batch_size = batch_size
         self._drop_remainder = drop_remainder
 
     def batch(
@@ -60,37 +65,21 @@ class NumpyDataset:
                 "A batch has at least one row. Received: "
                 f"batch_size={batch_size}. Pass a positive number."
             )
-        return NumpyDataset(self._arrays, batch_size, drop_remainder)
+        return NumpyDataset(self.arrays, batch_size, drop_remainder)
 
     def __len__(self) -> int:
         """Number of batches, or of rows."""
-        size = self._batch_size or 1
-        rows = (
-            self._rows
-            if not self._drop_remainder
-            else (self._rows - self._rows % size)
-        )
-        return -(-rows // size)
+        whole, rest = divmod(self._rows, self.batch_size or 1)
+        return whole + (rest > 0 and not self._drop_remainder)
 
     def __iter__(self) -> Iterator[Tree]:
         """Yields batches, or rows."""
+        size = self.batch_size
         for index in range(len(self)):
-            if self._batch_size is None:
-                yield jax.tree.map(lambda a, i=index: a[i], self._arrays)
-                continue
-            start = index * self._batch_size
-            part = slice(start, start + self._batch_size)
-            yield jax.tree.map(lambda a, part=part: a[part], self._arrays)
-
-    @property
-    def arrays(self) -> Tree:
-        """The arrays."""
-        return self._arrays
-
-    @property
-    def batch_size(self) -> int | None:
-        """Rows of a batch; None if it yields rows."""
-        return self._batch_size
+            part = index
+            if size is not None:
+                part = slice(index * size, (index + 1) * size)
+            yield jax.tree.map(operator.itemgetter(part), self.arrays)
 
 
 class RowsSource(Source):
@@ -138,7 +127,7 @@ class RowsSource(Source):
             rows = min(size, self._num_rows - first)
             begin, end = cut(rows)
             part = slice(first + begin, first + end)
-            data = jax.tree.map(lambda a, part=part: a[part], self._arrays)
+            data = jax.tree.map(operator.itemgetter(part), self._arrays)
             yield Part(data=data, rows=rows)
             for array in jax.tree.leaves(self._arrays):
                 let_go(array)

@@ -24,7 +24,12 @@ from keras_strategies.data.tfdata.tf_files import (
     missing_file,
     texts_of,
 )
-from keras_strategies.data.tfdata.tf_graph import graph_of, is_plain, tensorflow
+from keras_strategies.data.tfdata.tf_graph import (
+    graph_of,
+    is_plain,
+    kinds,
+    tensorflow,
+)
 from keras_strategies.data.tfdata.tf_order import (
     EpochDatasets,
     changes_rows,
@@ -38,18 +43,10 @@ Tree = Any
 _Policy = AutoShardPolicy
 
 # Operations that batch rows, and that leave batches as they are.
-_BATCHES = ("_Batch", "_ParallelBatch", "_PaddedBatch")
-_KEEP_BATCHES = (
-    "_Map",
-    "_ParallelMap",
-    "_Prefetch",
-    "_Options",
-    "_Repeat",
-    "_Shuffle",
-    "_Take",
-    "_Skip",
-    "_Filter",
-    "Cache",
+_BATCHES = kinds("_Batch _ParallelBatch _PaddedBatch")
+_KEEP_BATCHES = kinds(
+    "_Map _ParallelMap _Prefetch _Options _Repeat _Shuffle _Take _Skip _Filter "
+    "Cache"
 )
 _MAX_SEED = 1 << 20
 
@@ -61,7 +58,7 @@ def _is_number(value: Any) -> bool:
 
 # What `seed` gives, which may come from a file.
 _SEED = Either((_is_number, (_is_number, [(_is_number, _is_number)])))
-_ONE_TO_ONE = ("_Map", "_ParallelMap", "_Prefetch", "_Options", "Cache")
+_ONE_TO_ONE = kinds("_Map _ParallelMap _Prefetch _Options Cache")
 
 
 class TfDataSource(Source):
@@ -248,19 +245,15 @@ class TfDataSource(Source):
 
     def _batches(self, iterator: Iterator[Tree]) -> Iterator[Tree]:
         errors = tensorflow().errors
-        while True:
-            try:
-                batch = next(iterator, None)
-            except (
-                errors.DataLossError,
-                errors.NotFoundError,
-                errors.PermissionDeniedError,
-            ) as error:
-                self._explain(error)
-                raise
-            if batch is None:
-                return
-            yield batch
+        try:
+            yield from iterator
+        except (
+            errors.DataLossError,
+            errors.NotFoundError,
+            errors.PermissionDeniedError,
+        ) as error:
+            self._explain(error)
+            raise
 
     def _explain(self, error: Any) -> None:
         """Raises which file it was, if that can be found."""
@@ -348,7 +341,7 @@ def _batch_size(dataset: Any) -> int | None:
 def _likely_size(dataset: Any) -> int | None:
     """Rows of a batch by the last `batch`, as if maps kept their number."""
     while True:
-        kind = type(dataset).__name__.removesuffix("Dataset")
+        kind = type(dataset).__name__
         if kind in _BATCHES:
             return int(dataset._batch_size)
         inputs = dataset._inputs()
@@ -359,7 +352,7 @@ def _likely_size(dataset: Any) -> int | None:
 
 def _known_rows(dataset: Any) -> tuple[int | None, int | None]:
     """Rows of a batch and of an epoch, as far as `batch` gives them."""
-    kind = type(dataset).__name__.removesuffix("Dataset")
+    kind = type(dataset).__name__
     if kind in _ONE_TO_ONE:
         return _known_rows(dataset._inputs()[0])
     if kind not in _BATCHES:

@@ -8,7 +8,7 @@ where a later TensorFlow differs.
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -46,17 +46,12 @@ def is_plain(dataset: Any, *, with_functions: bool = True) -> bool:
       dataset: The dataset.
       with_functions: Whether it may call the user's functions.
     """
-    parts = [dataset]
-    while parts:
-        part = parts.pop()
-        if (
-            type(part).__name__ not in _PLAIN
-            or getattr(part, "_deterministic", None) == "false"
-            or not (with_functions or not part._functions())
-        ):
-            return False
-        parts += part._inputs()
-    return True
+    return all(
+        type(part).__name__ in _PLAIN
+        and getattr(part, "_deterministic", None) != "false"
+        and (with_functions or not part._functions())
+        for part in _with_inputs(dataset)
+    )
 
 
 def graph_of(dataset: Any) -> Graph | None:
@@ -83,14 +78,19 @@ def graph_of(dataset: Any) -> Graph | None:
 
 def _num_bytes(dataset: Any) -> int:
     """The size of the arrays that a dataset slices, as far as is known."""
-    size = 0
-    parts = [dataset]
-    while parts:
-        part = parts.pop()
-        for array in getattr(part, "_tensors", ()):
-            size += array.shape.num_elements() * array.dtype.size
-        parts += part._inputs()
-    return size
+    return sum(
+        array.shape.num_elements() * array.dtype.size
+        for part in _with_inputs(dataset)
+        for array in getattr(part, "_tensors", ())
+    )
+
+
+def _with_inputs(dataset: Any) -> Iterator[Any]:
+    """A dataset and all that it is made of."""
+    waiting = [dataset]
+    for part in waiting:  # It grows meanwhile.
+        yield part
+        waiting += part._inputs()
 
 
 def dataset_of(graph: Graph, structure: Any) -> Any:
@@ -219,6 +219,16 @@ def scopes(graph: Graph) -> list[Scope]:
                     body = bodies.pop(name)
                     found.append(Scope(body, scope.caller or node))
     return found
+
+
+def nodes_of(graph: Graph, kinds: Collection[str]) -> list[tuple[Scope, Node]]:
+    """The nodes of some kinds, of the graph and of all functions."""
+    return [
+        (scope, node)
+        for scope in scopes(graph)
+        for node in scope.nodes
+        if kind_of(node) in kinds
+    ]
 
 
 def sink_of(top: Scope) -> Node:

@@ -20,6 +20,7 @@ from keras_strategies.data.tfdata.tf_graph import (
     dataset_of,
     graph_of,
     kind_of,
+    nodes_of,
     scopes,
     sink_of,
     tensorflow,
@@ -46,11 +47,7 @@ _RANDOM_OP = re.compile(
 
 def is_drawn(graph: Graph) -> bool:
     """Whether a dataset shuffles, or draws in another way."""
-    return any(
-        kind_of(node) in _SEED_INPUT
-        for scope in scopes(graph)
-        for node in scope.nodes
-    )
+    return bool(nodes_of(graph, _SEED_INPUT))
 
 
 def seeds_of(graph: Graph) -> list[list[int | None]]:
@@ -95,12 +92,7 @@ def hints_of(graph: Graph) -> list[tuple[Scope, Node]]:
 
 def shards_of(graph: Graph) -> list[tuple[Scope, Node]]:
     """The nodes of `shard`."""
-    return [
-        (scope, node)
-        for scope in scopes(graph)
-        for node in scope.nodes
-        if kind_of(node) == "ShardDataset"
-    ]
+    return nodes_of(graph, {"ShardDataset"})
 
 
 def shards_of_files(graph: Graph) -> list[Node]:
@@ -226,10 +218,8 @@ class EpochDatasets:
             return
         if node.op != "CacheDatasetV2":
             return
-        above = called(graph, upstream(top, node))
-        if self._is_whole and not any(
-            kind_of(part) in _SEED_INPUT for part in above
-        ):
+        above = map(kind_of, called(graph, upstream(top, node)))
+        if self._is_whole and not any(kind in _SEED_INPUT for kind in above):
             return  # It may have been filled, and may be used later.
         if node.name not in self._caches:
             self._caches[node.name] = _new_cache()
@@ -284,9 +274,7 @@ def _shuffles(graph: Graph) -> list[tuple[Scope, Node, int]]:
     """What draws, and its first input that is a seed."""
     return [
         (scope, node, _SEED_INPUT[kind_of(node)])
-        for scope in scopes(graph)
-        for node in scope.nodes
-        if kind_of(node) in _SEED_INPUT
+        for scope, node in nodes_of(graph, _SEED_INPUT)
     ]
 
 

@@ -14,6 +14,9 @@ from keras_strategies.data.tfdata.tf_graph import Graph, is_plain
 from keras_strategies.data.tfdata.tf_order import hints_of, shards_of
 
 _Policy = AutoShardPolicy
+_NO_FILES = FileSplit(obstacle="it reads no files")
+
+_OR_FILES = ", or `AutoShardPolicy.FILE` to split the files all the same"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,58 +62,40 @@ def plan_shards(
     if num_processes > 1 and policy is not _Policy.OFF:
         _check_known(dataset, graph)
     _check_shards(graph, policy, num_processes)
+    applied, reason, split = policy, "the policy was chosen", None
     if num_processes == 1:
         applied = _Policy.DATA if policy is _Policy.AUTO else policy
         reason = "one process reads the whole dataset"
-    elif policy is _Policy.AUTO:
+    elif policy in (_Policy.AUTO, _Policy.FILE):
+        split = _NO_FILES
         if graph is not None and reads_files(graph):
-            return _plan_auto(dataset, graph, num_processes, process_index)
-        applied, reason = _Policy.DATA, "it reads no files"
-    elif policy is _Policy.FILE:
-        return _plan_files(dataset, graph, num_processes, process_index)
-    else:
-        applied, reason = policy, "the policy was chosen"
-    return ShardPlan(asked=policy, applied=applied, reason=reason), None
+            split = split_by_files(dataset, graph, num_processes, process_index)
+        if policy is _Policy.FILE:
+            _check_split(split, num_processes)
+        elif (why_not := split.obstacle or split.doubt) is None:
+            applied, reason = _Policy.FILE, "it reads enough files"
+        else:
+            _warn_of_rows(split, why_not, num_processes)
+            applied, reason, split = _Policy.DATA, why_not, None
+    return ShardPlan(asked=policy, applied=applied, reason=reason), split
 
 
-def _plan_auto(
-    dataset: Any, graph: Graph, num_processes: int, process_index: int
-) -> tuple[ShardPlan, FileSplit | None]:
-    split = split_by_files(dataset, graph, num_processes, process_index)
-    why_not = split.obstacle or split.doubt
-    if why_not is None:
-        plan = ShardPlan(
-            asked=_Policy.AUTO,
-            applied=_Policy.FILE,
-            reason="it reads enough files",
-        )
-        return plan, split
+def _warn_of_rows(split: FileSplit, why_not: str, num_processes: int) -> None:
+    """Warns that files are not split, if the dataset reads some."""
+    if split is _NO_FILES:
+        return
     warnings.warn(
         "A dataset that reads files is shared by rows instead "
         f"(`AutoShardPolicy.DATA`), because {why_not}. Each of the "
         f"{num_processes} processes reads all files and runs the whole input "
         "pipeline. Choose `AutoShardPolicy.DATA` if that is meant"
-        + (
-            ""
-            if split.obstacle
-            else ", or `AutoShardPolicy.FILE` to split the files all the same"
-        )
-        + ".",
+        f"{'' if split.obstacle else _OR_FILES}.",
         stacklevel=5,
     )
-    plan = ShardPlan(asked=_Policy.AUTO, applied=_Policy.DATA, reason=why_not)
-    return plan, None
 
 
-def _plan_files(
-    dataset: Any,
-    graph: Graph | None,
-    num_processes: int,
-    process_index: int,
-) -> tuple[ShardPlan, FileSplit | None]:
-    split = FileSplit(obstacle="it reads no files")
-    if graph is not None and reads_files(graph):
-        split = split_by_files(dataset, graph, num_processes, process_index)
+def _check_split(split: FileSplit, num_processes: int) -> None:
+    """Raises where files cannot be split, warns where rows may be others."""
     if split.obstacle is not None:
         raise ValueError(
             "`AutoShardPolicy.FILE` needs a dataset that reads at least one "
@@ -126,12 +111,6 @@ def _plan_files(
             "rows.",
             stacklevel=5,
         )
-    plan = ShardPlan(
-        asked=_Policy.FILE,
-        applied=_Policy.FILE,
-        reason="the policy was chosen",
-    )
-    return plan, split
 
 
 def _check_shards(

@@ -10,9 +10,8 @@ import numpy as np
 
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.cluster.exchange import message_forms
-from keras_strategies.cluster.exchange.greetings import readable
 from keras_strategies.cluster.exchange.host_exchange import Agreement
-from keras_strategies.data.raise_together import raise_together
+from keras_strategies.data.raise_together import by_process, raise_together
 from keras_strategies.data.source import Source
 
 _T = TypeVar("_T")
@@ -155,16 +154,12 @@ def _check_facts(
     for fact in dict.fromkeys(itertools.chain(*facts)):
         values = [given.get(fact) for given in facts]
         if any(value != values[0] for value in values):
-            described = ", ".join(
-                f"{readable(str(value))} (process {process})"
-                for process, value in zip(mesh.processes, values, strict=True)
-            )
             raise ValueError(
                 f"All processes must give {name} the same data, batch size "
                 f"and numbers of steps and epochs. Received: {fact} of "
-                f"{described}. Give all processes the same; of rows that are "
-                "each process's own, with `AutoShardPolicy.OFF`, the number "
-                "may differ."
+                f"{by_process(mesh, values)}. Give all processes the same; of "
+                "rows that are each process's own, with `AutoShardPolicy.OFF`, "
+                "the number may differ."
             )
 
 
