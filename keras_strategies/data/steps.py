@@ -222,16 +222,18 @@ class Steps:
     def _in_shares(
         self, parts: Iterator[Part], size: int, start: int
     ) -> Iterator[Part]:
-        mesh, rows = self.mesh, Rows(parts)
-        count = mesh.num_processes
+        rows = Rows(parts)
         for step in itertools.count():
-            counts = rotated_rows(step, size, mesh.num_replicas, count)
-            share = rows_of_processes(counts, count)[mesh.process_index]
-            data = rows.take(share)
+            data = rows.take(self._own_share(step, size))
             if data is None:
                 return
             if step >= start:
                 yield Part(data=data, rows=len(jax.tree.leaves(data)[0]))
+
+    def _own_share(self, step: int, size: int) -> int:
+        mesh, count = self.mesh, self.mesh.num_processes
+        counts = rotated_rows(step, size, mesh.num_replicas, count)
+        return rows_of_processes(counts, count)[mesh.process_index]
 
     def _agreed(
         self,
