@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from keras_strategies._core.collectives import bytes_of, counts_of
+from keras_strategies._core.jaxprs.hlo_text import bytes_of, counts_of
 from keras_strategies._core.mesh import ReplicaMesh
 
 BYTES_PER_MB = 1e6

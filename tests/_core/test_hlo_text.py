@@ -2,7 +2,7 @@
 
 import pytest
 
-from keras_strategies._core.collectives import bytes_of, counts_of
+from keras_strategies._core.jaxprs.hlo_text import bytes_of, counts_of
 
 PLAIN = """
   %all-reduce.1 = (f32[8,4]{1,0}, f32[3]{0}) all-reduce(%a, %b), \
