@@ -169,6 +169,14 @@ def test_tfs_partitioners():
         ks.experimental.partitioners  # noqa: B018
 
 
+def test_not_together_with_a_layout_map():
+    with pytest.raises(ValueError, match="Give one of them"):
+        ks.TPUStrategy(
+            layout_map={".*/kernel": (None, "model")},
+            variable_partitioner=FullySharded(),
+        )
+
+
 def test_a_groups_default_size():
     mesh = ks.ReplicaMesh(devices=jax.devices()[:6])
     assert Partitioning(FullySharded(), mesh).shards == 6

@@ -109,10 +109,12 @@ class Partitions:
         whole path, to the axes of their dimensions: the mesh's model axis or
         None. A `keras.distribution.LayoutMap`, of whose layouts only the axes
         count, or a dict of tuples.
+      partitioning: Which variables the replicas divide among them.
 
     Raises:
       TypeError: `layout_map` is something else.
-      ValueError: it names another axis, or one twice.
+      ValueError: it names another axis, or one twice; it is given together
+        with a partitioning.
     """
 
     def __init__(
@@ -121,6 +123,12 @@ class Partitions:
         layout_map: Mapping[str, Any] | None = None,
         partitioning: Partitioning | None = None,
     ) -> None:
+        if layout_map and partitioning is not None:
+            raise ValueError(
+                "A strategy divides variables over a replica's cores, or over "
+                "its replicas. Received: `layout_map` and "
+                "`variable_partitioner`. Give one of them."
+            )
         self._mesh = mesh
         self._partitioning = partitioning
         self._map = keras.distribution.LayoutMap(None)
