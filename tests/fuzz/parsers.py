@@ -346,7 +346,7 @@ def _heard_by_storage(folder: Any) -> Parse:
 def _fit_state(text: str) -> object:
     state = nests.joined(load_json(text, max_characters=1 << 26), {})
     loop: Any = object.__new__(fit_state.Loop)
-    loop._feed = loop._validation = None
+    loop.feed = loop._validation = None
     loop._epochs, loop.mesh = 3, _MESH
     return fit_state.Loop.resume(loop, state)
 

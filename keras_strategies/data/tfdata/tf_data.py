@@ -245,15 +245,20 @@ class TfDataSource(Source):
 
     def _batches(self, iterator: Iterator[Tree]) -> Iterator[Tree]:
         errors = tensorflow().errors
-        try:
-            yield from iterator
-        except (
-            errors.DataLossError,
-            errors.NotFoundError,
-            errors.PermissionDeniedError,
-        ) as error:
-            self._explain(error)
-            raise
+        # Not around the `yield`: Python empties modules before it ends this.
+        while True:
+            try:
+                batch = next(iterator, None)
+            except (
+                errors.DataLossError,
+                errors.NotFoundError,
+                errors.PermissionDeniedError,
+            ) as error:
+                self._explain(error)
+                raise
+            if batch is None:
+                return
+            yield batch
 
     def _explain(self, error: Any) -> None:
         """Raises which file it was, if that can be found."""
