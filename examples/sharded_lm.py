@@ -15,7 +15,7 @@ import os
 def parse():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--devices", type=int, default=8, help="how many")
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--blocks", type=int, default=4)
     options = parser.parse_args()
