@@ -133,6 +133,12 @@ def embedding():
     )
 
 
+def head(value):
+    """Layers of widths that 8 and 3 divide, for variables divided so."""
+    value = layers.Dense(24, "tanh", kernel_initializer=glorot(7))(value)
+    return layers.Dense(CLASSES, kernel_initializer=glorot(2))(value)
+
+
 def masked(**compile_arguments):
     inputs = keras.Input((5,), dtype="int32")
     value = layers.Embedding(
@@ -141,7 +147,7 @@ def masked(**compile_arguments):
         mask_zero=True,
         embeddings_initializer=keras.initializers.RandomUniform(seed=1),
     )(inputs)
-    value = layers.Dense(CLASSES, kernel_initializer=glorot(2))(value)
+    value = head(value)
     return compiled(keras.Model(inputs, value), **compile_arguments)
 
 
@@ -156,7 +162,7 @@ def tokens(rows):
 def sequence_net(layer):
     inputs = keras.Input((5, 4))
     value = layer(inputs)
-    value = layers.Dense(CLASSES, kernel_initializer=glorot(2))(value)
+    value = head(value)
     return compiled(keras.Model(inputs, value), loss="mse", measured=["mae"])
 
 
@@ -179,7 +185,7 @@ def transformer():
     )(inputs, inputs, use_causal_mask=True)
     value = layers.LayerNormalization()(layers.Add()([inputs, attended]))
     value = layers.GlobalAveragePooling1D()(value)
-    value = layers.Dense(CLASSES, kernel_initializer=glorot(2))(value)
+    value = head(value)
     return compiled(keras.Model(inputs, value), loss="mse", measured=["mae"])
 
 
@@ -203,7 +209,7 @@ def synchronized(data_masked=False, **kwargs):
         return compiled(net(norm), loss="mse", measured=["mae"])
     inputs = keras.Input((5, 4))
     value = norm(layers.Masking()(inputs))
-    value = layers.Dense(CLASSES, kernel_initializer=glorot(2))(value)
+    value = head(value)
     return compiled(keras.Model(inputs, value), loss="mse", measured=["mae"])
 
 
@@ -327,7 +333,9 @@ LOSSES = {
     "circle": Case(
         build=lambda: compiled(embedding(), loss=losses.Circle(), measured=[]),
         data=classified,
-        tolerance=2e-4,  # Its scale of 80 multiplies rounding.
+        # Its scale of 80 multiplies rounding: 3e-4 in one weight of 48, on
+        # three replicas, which sum 70 rows in another order.
+        tolerance=5e-4,
     ),
     "marked": by_loss(lambda: models.spread_loss, regressed),
     "function_of_rows": by_loss(
