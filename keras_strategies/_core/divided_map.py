@@ -150,6 +150,10 @@ class _Cut:
         self._sections: list[list[Any]] = [[]]
         self._updates_after: list[list[tuple[Any, Update]]] = [[]]
         self._divide()
+        cut = [u for after in self._updates_after for _, u in after]
+        for update in updates.values():
+            if not any(update is u for u in cut):
+                update.on_whole()
         self._made: dict[Any, Any] = {}
 
     def _divide(self) -> None:

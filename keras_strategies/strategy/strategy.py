@@ -235,7 +235,9 @@ class Strategy(CustomLoops):
 
         created = self._runtime.registry
         variables = list(created) if model is None else all_variables(model)
-        Console().print(describe_table(self._runtime.mesh, variables))
+        runtime = self._runtime
+        partitioning = runtime.distribution.partitions.partitioning
+        Console().print(describe_table(runtime.mesh, variables, partitioning))
 
     def __copy__(self) -> "Strategy":
         raise RuntimeError(
@@ -257,10 +259,15 @@ class Strategy(CustomLoops):
         if len(mesh.devices) > len(names):
             names.append("...")
         cores = mesh.cores_per_replica
+        partitioning = self._runtime.distribution.partitions.partitioning
+        divided = ""
+        if partitioning is not None:
+            divided = f", {partitioning.name} over {partitioning.shards}"
         return (
             f"<{type(self).__name__} of {mesh.num_replicas} replicas"
             f"{f' of {cores} cores' if cores > 1 else ''} on "
-            f"{', '.join(names)}{', to compile for' * mesh.is_abstract}>"
+            f"{', '.join(names)}{divided}"
+            f"{', to compile for' * mesh.is_abstract}>"
         )
 
     def _binding_of(self, name: str, model: keras.Model) -> Any:

@@ -1,5 +1,6 @@
 """docs/architecture.md's walks and file names, held against the code."""
 
+import gc
 import pathlib
 import re
 import sys
@@ -49,6 +50,8 @@ class Recorder:
         self._has_begun, self._has_ended = first is None, False
 
     def __enter__(self):
+        # A generator that is collected is called once more, to be closed.
+        gc.disable()
         threading.setprofile(self._look)
         sys.setprofile(self._look)
         return self
@@ -56,6 +59,7 @@ class Recorder:
     def __exit__(self, *_):
         sys.setprofile(None)
         threading.setprofile(None)
+        gc.enable()
 
     def _look(self, frame, event, _):
         code = frame.f_code

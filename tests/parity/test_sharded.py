@@ -17,6 +17,18 @@ STRATEGIES = ("sharded2", "sharded3", "sharded8", "sharded8x2", "sharded8x4")
 _QUICK = ((15, 4),)
 
 
+@pytest.fixture
+def lowered(tmp_path):
+    """The texts of the training steps that a test lowers, by a function."""
+    jax.config.update("jax_dump_ir_to", str(tmp_path))
+    try:
+        yield lambda: [
+            path.read_text() for path in tmp_path.glob("*_train_*_compile.mlir")
+        ]
+    finally:
+        jax.config.update("jax_dump_ir_to", None)
+
+
 def assert_divided(model):
     """Some variables are divided, and no device holds all of one of those."""
     divided = [
@@ -31,21 +43,35 @@ def assert_divided(model):
         assert all(s.data.size < variable.value.size for s in shards)
 
 
+def assert_gathers(name, texts):
+    """A training step that is compiled gathers what it reads."""
+    if name != "run_eagerly":
+        assert any("stablehlo.all_gather" in text for text in texts)
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_equals_one_device(name):
+def test_equals_one_device(name, lowered):
     assert_divided(check(name, "sharded4", _QUICK, _seen(name)))
+    assert_gathers(name, lowered())
 
 
 @pytest.mark.parametrize("name", ["adam", "sgd", "clipnorm"])
-def test_divided_slots_equal_one_device(name):
+def test_divided_slots_equal_one_device(name, lowered):
     check(name, "slots4", _QUICK)
+    texts = lowered()
+    is_scattered = any("stablehlo.reduce_scatter" in text for text in texts)
+    # Plain SGD, which "clipnorm" uses, has no slots.
+    assert is_scattered == (name == "adam")
+    # Weights are whole.
+    assert not any("stablehlo.all_gather" in text for text in texts)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", CASES)
-def test_every_case_equals_one_device_everywhere(name, strategy):
+def test_every_case_equals_one_device_everywhere(name, strategy, lowered):
     assert_divided(check(name, strategy, PAIRS, _seen(name)))
+    assert_gathers(name, lowered())
 
 
 def _seen(name):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import re
 
 import jax
 import keras
@@ -164,3 +165,103 @@ def test_strategy_describes_a_model(capsys):
     assert "Mesh: 2 replicas" in shown
     assert "hidden/kernel" in shown
     assert "replicated" in shown
+
+
+def divided_model(partitioner, kernels=((6, 24), (24, 13), (13, 31))):
+    strategy = ks.MirroredStrategy(variable_partitioner=partitioner)
+    with strategy.scope():
+        layers = [keras.layers.Dense(shape[1]) for shape in kernels]
+        model = keras.Sequential([keras.Input(kernels[0][:1]), *layers])
+        model.compile(keras.optimizers.SGD(momentum=0.9), "mse")
+        model.optimizer.build(model.trainable_variables)
+    return strategy, model
+
+
+def shardings_shown(strategy, model, capsys):
+    """The cells of the sharding column by path, and the lines around."""
+    capsys.readouterr()
+    strategy.describe(model)
+    lines = capsys.readouterr().out.splitlines()
+    named = {
+        v.path: next(line for line in lines if f" {v.path} " in line)
+        for v in (*model.variables, *model.optimizer.variables)
+    }
+    cells = {path: re.split(r"\s{2,}", line)[4] for path, line in named.items()}
+    return cells, "\n".join(lines)
+
+
+def test_groups_and_reasons_of_whole_variables(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    partitioner = ks.experimental.FullySharded(shards=4, min_size=64)
+    strategy, model = divided_model(partitioner)
+    cells, text = shardings_shown(strategy, model, capsys)
+    first, second, third = model.layers
+    assert cells[first.kernel.path] == "P(None, 'replica')"
+    assert cells[first.bias.path] == "replicated (small)"
+    assert cells[second.kernel.path] == "P('replica',)"
+    assert cells[third.kernel.path] == "replicated (indivisible)"
+    assert cells[model.optimizer.iterations.path] == "replicated"
+    assert (
+        "FullySharded(min_size=64) divides variables over 4 replicas, in "
+        "each of 2 groups\n" in text
+    )
+    assert "\n  small: It has fewer entries than min_size=64.\n" in text
+    assert "\n  indivisible: No dimension is a multiple of the 4" in text
+
+
+def test_reasons_of_slots_only(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    partitioner = ks.experimental.SlotsOnly(min_size=64)
+    strategy, model = divided_model(partitioner)
+    cells, text = shardings_shown(strategy, model, capsys)
+    kernel = model.layers[0].kernel
+    assert cells[kernel.path] == "replicated (weight)"
+    slots = [v for v in model.optimizer.variables if v.shape == kernel.shape]
+    assert [cells[v.path] for v in slots] == ["P(None, 'replica')"]
+    assert "8 replicas\n" in text
+    assert "weight: Slots alone are divided." in text
+
+
+def test_reasons_of_a_function(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def first_of_matrices(path, shape, dtype):
+        return 0 if len(shape) == 2 and shape[0] == 24 else None
+
+    strategy, model = divided_model(first_of_matrices)
+    cells, text = shardings_shown(strategy, model, capsys)
+    first, second, _ = model.layers
+    assert cells[first.kernel.path] == "replicated (chosen)"
+    assert cells[second.kernel.path] == "P('replica',)"
+    assert "chosen: first_of_matrices returned None for it." in text
+
+
+@pytest.mark.parametrize("is_in_branch", [False, True])
+def test_an_optimizer_in_a_branch_updates_whole(
+    is_in_branch, capsys, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "120")
+    partitioner = ks.experimental.FullySharded(min_size=1)
+    strategy, model = divided_model(partitioner, [(8, 16)])
+    weights, slots = model.trainable_variables, model.optimizer.variables
+
+    def step():
+        held = [v.value for v in weights], [v.value for v in slots]
+
+        def update():
+            return model.optimizer.stateless_apply(held[1], held[0], held[0])
+
+        if is_in_branch:
+            new = jax.lax.cond(held[1][0] >= 0, update, lambda: held)
+        else:
+            new = update()
+        for variable, value in zip(
+            [*weights, *slots], [*new[0], *new[1]], strict=True
+        ):
+            variable.assign(value)
+
+    strategy.run(step)
+    cells, text = shardings_shown(strategy, model, capsys)
+    kernel = cells[model.layers[0].kernel.path]
+    assert kernel == "P('replica',)" + " (updated whole)" * is_in_branch
+    assert ("inside of a branch" in text) == is_in_branch

@@ -38,6 +38,8 @@ class Update:
       gradients: How each gradient is reduced.
       values: Where each value lies.
       divisor: What sums are divided by.
+      on_whole: Called if the step is not cut at it: it is inside of a branch
+        or a loop.
     """
 
     traced: ClosedJaxpr
@@ -45,6 +47,7 @@ class Update:
     gradients: tuple[Reduction, ...]
     values: tuple[Spec, ...]
     divisor: int
+    on_whole: Callable[[], None]
 
     def __call__(self, operands: Sequence[Any]) -> list[Any]:
         """The new values, of what was captured, reduced gradients, values."""
@@ -87,6 +90,7 @@ def marked_update(
     reductions: Sequence[Reduction],
     specs: Sequence[Spec],
     divisor: int,
+    on_whole: Callable[[], None],
 ) -> list[Any]:
     """Computes `update(reduce(gradients), values)`, as one marked equation.
 
@@ -99,6 +103,7 @@ def marked_update(
       reductions: See `Update.gradients`.
       specs: See `Update.values`.
       divisor: See `Update.divisor`.
+      on_whole: See `Update.on_whole`.
     """
     assert _collected.updates is not None
     traced = jax.make_jaxpr(update)(gradients, values)
@@ -114,6 +119,7 @@ def marked_update(
         gradients=tuple(reductions),
         values=tuple(specs),
         divisor=divisor,
+        on_whole=on_whole,
     )
     name = f"{_PREFIX}{len(_collected.updates)}"
     _collected.updates[name] = note

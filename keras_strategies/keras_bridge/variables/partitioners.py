@@ -163,6 +163,40 @@ class Partitioning:
             answer = partitioner(path, shape, dtype)
         return self._checked(answer, path, shape)
 
+    @property
+    def name(self) -> str:
+        """The partitioner, as its caller wrote it."""
+        partitioner = self._partitioner
+        if isinstance(partitioner, FullySharded):
+            name = type(partitioner).__name__
+            return f"{name}(min_size={partitioner.min_size:,})"
+        return getattr(partitioner, "__name__", type(partitioner).__name__)
+
+    def why_whole(self, shape: tuple[int, ...]) -> tuple[str, str] | None:
+        """Why a variable stays whole, in a word and in a line.
+
+        Args:
+          shape: Its shape, of any rank; nothing is to be said of a scalar.
+        """
+        partitioner = self._partitioner
+        if not shape:
+            return None
+        if self.shards == 1:
+            return "1 shard", "A replica is a group by itself."
+        if not isinstance(partitioner, FullySharded):
+            return "chosen", f"{self.name} returned None for it."
+        if math.prod(shape) < partitioner.min_size:
+            least = f"{partitioner.min_size:,}"
+            return "small", f"It has fewer entries than min_size={least}."
+        if self._first(shape) is None:
+            return (
+                "indivisible",
+                f"No dimension is a multiple of the {self.shards} shards.",
+            )
+        if self.has_whole_weights:
+            return "weight", "Slots alone are divided."
+        return None
+
     def _first(self, shape: tuple[int, ...]) -> Dimension:
         dims = range(len(shape))
         return next((d for d in dims if self._fits(shape[d])), None)

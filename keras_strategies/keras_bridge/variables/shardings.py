@@ -24,6 +24,7 @@ from keras_strategies.keras_bridge.variables.divided_variable import (
 from keras_strategies.keras_bridge.variables.partitioners import Partitioning
 
 _PLACEMENT = "_ks_placement"
+_UPDATED_WHOLE = "_ks_updated_whole"
 # The state of a `keras.random.SeedGenerator`.
 _SEED = "seed_generator_state"
 
@@ -52,6 +53,7 @@ def forget_placement(variable: keras.Variable) -> None:
     """Makes a variable whole again for `sharding_of`."""
     if hasattr(variable, _PLACEMENT):
         delattr(variable, _PLACEMENT)
+        variable.__dict__.pop(_UPDATED_WHOLE, None)
         undivide(variable)
 
 
@@ -78,7 +80,8 @@ def gradient_spec_of(variable: keras.Variable, mesh: ReplicaMesh) -> Spec:
 
 def divides(variables: Iterable[keras.Variable], mesh: ReplicaMesh) -> bool:
     """Whether the replicas divide some of the variables among them."""
-    return any(isinstance(spec_of(v, mesh), Divided) for v in variables)
+    placed = [v for v in variables if placement_of(v) is not None]
+    return any(isinstance(spec_of(v, mesh), Divided) for v in placed)
 
 
 def _spec(sharding: NamedSharding, mesh: ReplicaMesh) -> Spec:
@@ -86,6 +89,18 @@ def _spec(sharding: NamedSharding, mesh: ReplicaMesh) -> Spec:
         if axis == mesh.axis:
             return Divided(sharding, dim)
     return whole_spec()
+
+
+def note_whole_update(variables: Iterable[keras.Variable]) -> None:
+    """Notes that a step updates divided variables whole, on each replica."""
+    for variable in variables:
+        if placement_of(variable) is not None:
+            setattr(variable, _UPDATED_WHOLE, True)
+
+
+def is_updated_whole(variable: keras.Variable) -> bool:
+    """Whether a traced step updates a divided variable whole."""
+    return getattr(variable, _UPDATED_WHOLE, False)
 
 
 def shapes_of(
@@ -144,6 +159,11 @@ class Partitions:
             _check_path(path)
             self._map[path] = self._axes_of(path, layout_map[path])
         self._shardings: dict[tuple[str | None, ...], NamedSharding] = {}
+
+    @property
+    def partitioning(self) -> Partitioning | None:
+        """Which variables the replicas divide among them; None: none."""
+        return self._partitioning
 
     def assign(self, variables: Iterable[keras.Variable]) -> None:
         """Notes where variables lie, for `sharding_of`.

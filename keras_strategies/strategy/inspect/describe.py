@@ -17,7 +17,12 @@ from rich.table import Table
 from rich.text import Text
 
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies.keras_bridge.variables.shardings import sharding_of
+from keras_strategies.keras_bridge.variables.partitioners import Partitioning
+from keras_strategies.keras_bridge.variables.shardings import (
+    is_updated_whole,
+    placement_of,
+    sharding_of,
+)
 
 # Above these, the middle of a sequence is left out.
 MAX_DEVICES = 16
@@ -40,6 +45,7 @@ class VariableRow:
       dtype: Its type.
       sharding: Where it lies, in words.
       num_bytes: Bytes on each device that holds a part of it.
+      remark: A word on where it lies, and the line that explains it.
     """
 
     path: str
@@ -47,26 +53,72 @@ class VariableRow:
     dtype: str
     sharding: str
     num_bytes: int
+    remark: tuple[str, str] | None = None
 
 
 def describe_table(
-    mesh: ReplicaMesh, variables: Sequence[keras.Variable]
+    mesh: ReplicaMesh,
+    variables: Sequence[keras.Variable],
+    partitioning: Partitioning | None = None,
 ) -> Group:
     """Draws a mesh and lists variables.
 
     Args:
       mesh: The replicas.
       variables: The variables; one given twice is listed once.
+      partitioning: Which of them the replicas divide among them.
 
     Returns:
       Something a `rich.console.Console` prints, in lines that the number of
       devices and of variables does not let grow without bound.
     """
     cores = mesh.cores_per_replica
+    drawing = draw_mesh(mesh.devices, mesh.axis, cores, mesh.model_axis)
+    table = tabulate_variables(mesh.devices, variables, mesh, partitioning)
+    if partitioning is None:
+        return Group(drawing, table)
     return Group(
-        draw_mesh(mesh.devices, mesh.axis, cores, mesh.model_axis),
-        tabulate_variables(mesh.devices, variables, mesh),
+        drawing,
+        Text(divided_by(partitioning, mesh.num_replicas)),
+        table,
+        *_legend(variables, partitioning),
     )
+
+
+def divided_by(partitioning: Partitioning, num_replicas: int) -> str:
+    """Who divides the variables, in a line."""
+    shards = partitioning.shards
+    groups = num_replicas // shards
+    text = f"{partitioning.name} divides variables over {shards} replicas"
+    if groups > 1:
+        text += f", in each of {groups} groups"
+    return text
+
+
+def _legend(
+    variables: Sequence[keras.Variable], partitioning: Partitioning
+) -> list[Text]:
+    remarks = (_remark(v, partitioning) for v in variables)
+    return [
+        Text(f"  {word}: {line}")
+        for word, line in dict.fromkeys(r for r in remarks if r is not None)
+    ]
+
+
+def _remark(
+    variable: keras.Variable, partitioning: Partitioning
+) -> tuple[str, str] | None:
+    if variable.shape is None or variable.synchronization == "on_read":
+        return None
+    if is_updated_whole(variable):
+        return "updated whole", (
+            "Its optimizer is called inside of a branch or a loop, or by "
+            "replicas that do different things: each gathers it to update it."
+        )
+    held = placement_of(variable)
+    if held is not None and not held.sharding.is_fully_replicated:
+        return None
+    return partitioning.why_whole(tuple(variable.shape))
 
 
 def draw_mesh(
@@ -116,6 +168,7 @@ def tabulate_variables(
     devices: Sequence[jax.Device],
     variables: Sequence[keras.Variable],
     mesh: ReplicaMesh | None = None,
+    partitioning: Partitioning | None = None,
 ) -> Table:
     """Lists variables with where they lie and what they cost.
 
@@ -124,6 +177,7 @@ def tabulate_variables(
       variables: The variables; one given twice is listed once.
       mesh: The mesh, where it is only compiled for: then variables are listed
         as they would lie on it.
+      partitioning: Which of them the replicas divide among them.
 
     Returns:
       A table with totals in its footer; beyond 40 variables it has the 40
@@ -131,7 +185,9 @@ def tabulate_variables(
     """
     distinct = {id(variable): variable for variable in variables}.values()
     planned = mesh if mesh is not None and mesh.is_abstract else None
-    rows = [describe_variable(v, devices, planned) for v in distinct]
+    rows = [
+        describe_variable(v, devices, planned, partitioning) for v in distinct
+    ]
     shown = rows
     if len(rows) > MAX_VARIABLES:
         shown = sorted(rows, key=lambda row: -row.num_bytes)[:MAX_VARIABLES]
@@ -150,7 +206,7 @@ def tabulate_variables(
             row.path,
             "?" if row.shape is None else str(row.shape),
             row.dtype,
-            row.sharding,
+            row.sharding + (f" ({row.remark[0]})" if row.remark else ""),
             _megabytes(row.num_bytes),
         )
         for row in shown
@@ -179,6 +235,7 @@ def describe_variable(
     variable: keras.Variable,
     devices: Sequence[jax.Device],
     planned: ReplicaMesh | None = None,
+    partitioning: Partitioning | None = None,
 ) -> VariableRow:
     """The facts of one variable.
 
@@ -186,6 +243,7 @@ def describe_variable(
       variable: A variable, built or not.
       devices: The devices of the mesh.
       planned: The mesh it is to lie on, where it does not yet.
+      partitioning: Which variables the replicas divide among them.
 
     Returns:
       Its row; "not built", with no bytes, if it has no value yet.
@@ -208,6 +266,9 @@ def describe_variable(
         dtype=dtype,
         sharding=sharding,
         num_bytes=num_bytes,
+        remark=None
+        if partitioning is None
+        else _remark(variable, partitioning),
     )
 
 

@@ -1,0 +1,108 @@
+"""Training with divided variables that saves at every step, or is killed."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import jax
+import keras
+import numpy as np
+
+import keras_strategies as ks
+from keras_strategies.keras_bridge.variables.model_variables import (
+    all_variables,
+)
+from tests.checkpoint.runs import Seen
+from tests.parity.one_device import make_strategy
+
+_random = np.random.default_rng(2)
+X = _random.normal(size=(26, 8)).astype("float32")
+Y = np.tanh(X[:, :4])
+
+
+def built(name):
+    """A compiled model of a strategy, with the same weights each time."""
+    keras.utils.set_random_seed(1)
+    strategy = (
+        ks.MultiWorkerMirroredStrategy(
+            variable_partitioner=ks.experimental.FullySharded(
+                jax.device_count(), min_size=1
+            )
+        )
+        if name == "job"
+        else make_strategy(name)
+    )
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((8,)),
+                keras.layers.Dense(24, "tanh"),
+                keras.layers.Dense(24, "tanh"),
+                keras.layers.Dense(4),
+            ]
+        )
+        model.compile(keras.optimizers.Adam(0.01, epsilon=0.01), "mse")
+    return model
+
+
+def train(name, folder, stop=None, epochs=3):
+    """The losses and all values after training, resumed if there is one."""
+    model = built(name)
+    history = model.fit(
+        X,
+        Y,
+        batch_size=8,
+        epochs=epochs,
+        verbose=0,
+        callbacks=[
+            Seen(stop),
+            ks.callbacks.Checkpoint(folder, save_every_steps=3),
+        ],
+    )
+    return history.history, values_of(model)
+
+
+def values_of(model):
+    return [np.asarray(v) for v in all_variables(model)]
+
+
+def add(model, number):
+    """Adds a number to all values that are of its kind."""
+    for variable in all_variables(model):
+        value = np.asarray(variable)
+        variable.assign(value + np.asarray(number).astype(value.dtype))
+
+
+def fill(model, number):
+    """Sets all values to a number."""
+    for variable in all_variables(model):
+        variable.assign(np.full(variable.shape, number, variable.dtype))
+    return model
+
+
+def killed_in_a_save(name, folder, last):
+    """Saves steps 1 to `last`, and is killed while the last is written."""
+    model, folder = built(name), Path(folder)
+    model.optimizer.build(model.trainable_variables)
+    checkpoint = ks.checkpoint.Checkpoint(model=model)
+    with ks.checkpoint.CheckpointManager(checkpoint, folder) as manager:
+        for step in range(1, last + 1):
+            fill(model, step)
+            if step == last:
+                manager.wait()
+                threading.Thread(target=_kill, args=[folder, last]).start()
+            manager.save(step)
+        manager.wait()
+
+
+def _kill(folder, step):
+    """Ends this process as soon as arrays of a step are written."""
+    while not any(
+        "ocdbt.process" in parent and files
+        for path in folder.glob(f"{step}.*")
+        for parent, _, files in os.walk(path)
+    ):
+        time.sleep(0.0001)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,133 @@
+"""Checkpoints of divided variables.
+
+The invariant: what is restored is what was saved, bit for bit, on whatever
+number of shards, replicas and processes.
+"""
+
+import shutil
+import signal
+
+import pytest
+
+import keras_strategies as ks
+from keras_strategies.checkpoint.directory.format import find_steps
+from keras_strategies.keras_bridge.variables.model_variables import (
+    all_variables,
+)
+from keras_strategies.testing import assert_replicated, run_processes
+from tests.checkpoint import sharded
+from tests.checkpoint.damages import DAMAGES
+from tests.checkpoint.runs import Interrupted, assert_equal
+
+LAYOUTS = (
+    *("sharded8", "sharded4", "sharded2", "sharded8x2"),
+    *("slots4", "mirrored8", "one"),
+)
+QUICK = {
+    ("sharded8", "sharded8"),
+    ("sharded8", "sharded4"),
+    ("sharded8", "mirrored8"),
+    ("mirrored8", "sharded8x2"),
+    ("slots4", "one"),
+}
+PAIRS = [
+    pytest.param(
+        first,
+        then,
+        marks=[] if (first, then) in QUICK else [pytest.mark.slow],
+    )
+    for first in LAYOUTS
+    for then in LAYOUTS
+]
+
+
+def manager_of(model, folder):
+    checkpoint = ks.checkpoint.Checkpoint(model=model)
+    return ks.checkpoint.CheckpointManager(checkpoint, folder)
+
+
+def built(name, plus=0.0):
+    model = sharded.built(name)
+    model.optimizer.build(model.trainable_variables)
+    sharded.add(model, plus)
+    return model
+
+
+def placed(model):
+    return [(v.path, v.value.sharding) for v in all_variables(model)]
+
+
+@pytest.mark.parametrize(("first", "then"), PAIRS)
+def test_any_layout_restores_what_another_saved(first, then, tmp_path):
+    saved, found = built(first, 0.5), built(then)
+    with manager_of(saved, tmp_path) as manager:
+        manager.save(3)
+    before = placed(found)
+    with manager_of(found, tmp_path) as manager:
+        assert manager.restore_or_initialize() == 3
+    assert_equal(sharded.values_of(found), sharded.values_of(saved))
+    assert [v for _, v in placed(found)] == [v for _, v in before]
+    assert_replicated(found)
+
+
+@pytest.mark.parametrize(("first", "then"), PAIRS)
+def test_any_layout_resumes_what_another_began(first, then, tmp_path):
+    whole = sharded.train(first, tmp_path / "whole")
+    with pytest.raises(Interrupted):
+        sharded.train(first, tmp_path / "kept", stop=7)
+    ours = sharded.train(then, tmp_path / "kept")
+    assert_equal(ours, whole, is_exact=first == then)
+
+
+@pytest.mark.parametrize(
+    ("count", "devices"),
+    [(1, 8), pytest.param(2, 2, marks=pytest.mark.slow)],
+)
+def test_killed_in_the_middle_of_a_save(tmp_path, count, devices):
+    first, *_ = run_processes(
+        "tests.checkpoint.sharded:killed_in_a_save",
+        count,
+        args=["sharded8" if count == 1 else "job", str(tmp_path), 3],
+        devices_per_process=devices,
+        must_succeed=False,
+    )
+    assert first.returncode == -signal.SIGKILL, first.output
+    # Of step 3 something was written.
+    assert any(path.name.startswith("3") for path in tmp_path.iterdir())
+    assert find_steps(tmp_path) == [1, 2]
+    model = built("sharded4")
+    wanted = sharded.fill(built("one"), 2)
+    with manager_of(model, tmp_path) as manager:
+        assert manager.restore_or_initialize() == 2
+    assert_equal(sharded.values_of(model), sharded.values_of(wanted))
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory):
+    """Checkpoints of steps 1 and 2, of values 1 and 2."""
+    folder = tmp_path_factory.mktemp("pristine")
+    model = built("sharded8")
+    with manager_of(model, folder) as manager:
+        for step in (1, 2):
+            sharded.fill(model, step)
+            manager.save(step)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def of_four():
+    return built("sharded4")
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=str)
+def test_a_damaged_checkpoint_is_refused(damage, pristine, of_four, tmp_path):
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(pristine, folder)
+    damage(folder / "2")
+    with manager_of(of_four, folder) as manager:
+        assert manager.restore_or_initialize() == 1
+        assert all((v == 1).all() for v in sharded.values_of(of_four))
+        error = (ks.checkpoint.DamagedCheckpoint, FileNotFoundError)
+        with pytest.raises(error, match="step 2"):
+            manager.restore(2)
+    assert all((v == 1).all() for v in sharded.values_of(of_four))
