@@ -264,7 +264,7 @@ class _Cut:
                     is_own = variable not in self._specs
                     values.set_whole(variable, value[0] if is_own else value)
             scattered = {
-                v: want.spec.dim
+                v: want.spec
                 for v, want in wanted
                 if want.how == "sum" and isinstance(want.spec, Divided)
             }
@@ -288,7 +288,7 @@ class _Cut:
         summed = []
         for i, (variable, want) in enumerate(wanted):
             if want.how == "sum" and isinstance(want.spec, Divided):
-                results[i] = values.sum(variable, want.spec.dim)
+                results[i] = values.sum(variable, want.spec)
             elif want.how == "sum":
                 summed.append(i)
             elif want.how == "max":

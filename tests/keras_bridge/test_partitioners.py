@@ -57,6 +57,12 @@ def test_fully_sharded():
     assert found["iteration"] == ()
 
 
+@pytest.mark.parametrize("dtype", ["int8", "bf16", 3, "", object(), np.int32])
+def test_gradients_are_summed_in_a_float_dtype(dtype):
+    with pytest.raises(ValueError, match="`reduce_dtype` is the float dtype"):
+        FullySharded(reduce_dtype=dtype)
+
+
 def test_small_variables_stay_whole():
     assert set(specs_of(FullySharded()).values()) == {()}
     found = specs_of(FullySharded(min_size=48))

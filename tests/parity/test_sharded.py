@@ -4,12 +4,18 @@ The invariant: a step with divided variables is the replicated one, rearranged
 (docs/sharding.md). So every case of tests/parity holds, with its tolerance.
 """
 
+import re
+
 import jax
+import keras
+import numpy as np
 import pytest
 
+import keras_strategies as ks
 from keras_strategies.keras_bridge.variables.model_variables import (
     all_variables,
 )
+from keras_strategies.testing import assert_replicated
 from tests.parity.cases import CASES, LOSSES, METRICS
 from tests.parity.one_device import PAIRS, check
 
@@ -76,3 +82,53 @@ def test_every_case_equals_one_device_everywhere(name, strategy, lowered):
 
 def _seen(name):
     return ("evaluate",) if name in LOSSES | METRICS else ()
+
+
+def _trained(partitioner, count):
+    keras.utils.set_random_seed(3)
+    strategy = ks.MirroredStrategy(
+        jax.devices()[:count], variable_partitioner=partitioner
+    )
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((8,)),
+                keras.layers.Dense(24, activation="tanh"),
+                keras.layers.Dense(4),
+            ]
+        )
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    x = np.random.default_rng(0).normal(size=(48, 8)).astype("float32")
+    model.fit(x, np.tanh(x[:, :4]), batch_size=24, epochs=2, verbose=0)
+    assert_replicated(model)
+    return model.get_weights()
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "shards"),
+    [
+        (ks.experimental.FullySharded, 4, None),
+        (ks.experimental.FullySharded, 8, 2),
+        (ks.experimental.SlotsOnly, 3, None),
+    ],
+)
+def test_gradients_travel_in_another_dtype(kind, count, shards, lowered):
+    wanted = _trained(None, 1)
+    assert "bf16" not in "".join(lowered())
+    found = _trained(
+        kind(shards=shards, min_size=1, reduce_dtype="bfloat16"), count
+    )
+    scatters = [
+        line
+        for text in lowered()
+        # The operator's region comes between its name and its type.
+        for line in re.findall(
+            r'"stablehlo\.reduce_scatter".*?\}\) : .*?\n', text, re.S
+        )
+    ]
+    assert scatters
+    assert all("bf16" in line for line in scatters)
+    distances = [
+        float(abs(a - b).max()) for a, b in zip(found, wanted, strict=True)
+    ]
+    assert 1e-7 < max(distances) < 1e-2

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import (
     ClosedJaxpr,
     Jaxpr,
@@ -22,6 +23,8 @@ from jax.extend.core import (
     Var,
     jaxpr_as_fun,
 )
+
+from keras_strategies._core.jaxprs.specs import Divided
 
 _REMATERIALIZED = ("remat2", "remat", "checkpoint")
 _CALLS = ("jit", "pjit", "closed_call", "core_call")
@@ -79,37 +82,38 @@ class Values:
             shard, divided = self._shards[variable]
             if divided == dim:
                 return shard
-        whole = jax.numpy.asarray(self.whole(variable))
+        whole = jnp.asarray(self.whole(variable))
         size = whole.shape[dim] // jax.lax.axis_size(self._axis)
         start = jax.lax.axis_index(self._axis) * size
         return jax.lax.dynamic_slice_in_dim(whole, start, size, dim)
 
-    def sum(self, variable: Any, dim: int) -> Any:
+    def sum(self, variable: Any, spec: Divided) -> Any:
         """This replica's shard of the replicas' values, summed."""
         if not isinstance(variable, Literal) and variable in self._sums:
             return self._sums[variable]
-        return self._scattered(self.whole(variable), dim)
+        return self._scattered(jnp.asarray(self.whole(variable)), spec)
 
-    def _scattered(self, value: Any, dim: int) -> Any:
+    def _scattered(self, value: jax.Array, spec: Divided) -> jax.Array:
+        sent = value.astype(spec.sum_dtype or value.dtype)
         shard = jax.lax.psum_scatter(
-            value, self._axis, scatter_dimension=dim, tiled=True
+            sent, self._axis, scatter_dimension=spec.dim, tiled=True
         )
         if self._group_axes:
             shard = jax.lax.psum(shard, self._group_axes)
-        return shard
+        return shard.astype(value.dtype)
 
     def compute(
         self,
         equations: Sequence[Any],
         outputs: Iterable[Any],
-        scattered: dict[Var, int],
+        scattered: dict[Var, Divided],
     ) -> None:
         """Computes equations, in their order.
 
         Args:
           equations: They read values that are set.
           outputs: Variables that are read afterwards, once for each time.
-          scattered: Those of them that are read by `sum` along a dimension,
+          scattered: How those of them are divided that are read by `sum`,
             and no other way.
         """
         equations = list(equations)
@@ -131,8 +135,8 @@ class Values:
                 self._enter(equation, places)
             elif _adds(equation) and equation.outvars[0] in places:
                 self._flush(pending, uses)
-                dim = places[equation.outvars[0]]
-                a, b = (self.sum(v, dim) for v in equation.invars)
+                spec = places[equation.outvars[0]]
+                a, b = (self.sum(v, spec) for v in equation.invars)
                 self._sums[equation.outvars[0]] = a + b
             else:
                 if any(map(self.is_divided, equation.invars)):
@@ -171,7 +175,7 @@ class Values:
         cast = jax.lax.convert_element_type(shard, equation.params["new_dtype"])
         self.set_shard(equation.outvars[0], cast, dim)
 
-    def _is_entered(self, equation: Any, places: dict[Var, int]) -> bool:
+    def _is_entered(self, equation: Any, places: dict[Var, Divided]) -> bool:
         """Whether an equation is a function to be computed on shards."""
         if not _is_called(equation):
             return False
@@ -188,7 +192,7 @@ class Values:
             return False
         return _is_rematerialized(equation) or self.is_divided(variable)
 
-    def _enter(self, equation: Any, places: dict[Var, int]) -> None:
+    def _enter(self, equation: Any, places: dict[Var, Divided]) -> None:
         """Computes the function that an equation calls, on shards."""
         given = []
         for variable in equation.invars:
@@ -215,10 +219,10 @@ class Values:
             results = equation.primitive.bind(
                 *traced.consts, *operands, **params
             )
-        for variable, dim, result in zip(
+        for variable, spec, result in zip(
             equation.outvars, wanted, results, strict=True
         ):
-            if dim is None:
+            if spec is None:
                 self._whole[variable] = result
             else:
                 self._sums[variable] = result
@@ -228,7 +232,7 @@ class Values:
         equation: Any,
         operands: Sequence[Any],
         dims: Sequence[int | None],
-        wanted: Sequence[int | None],
+        wanted: Sequence[Divided | None],
     ) -> list[Any]:
         jaxpr = equation.params.get("jaxpr") or equation.params["call_jaxpr"]
         consts = getattr(jaxpr, "consts", ())
@@ -244,14 +248,14 @@ class Values:
             else:
                 values.set_shard(variable, value, dim)
         scattered = {
-            v: dim
-            for v, dim in zip(jaxpr.outvars, wanted, strict=True)
-            if dim is not None and not isinstance(v, Literal)
+            v: spec
+            for v, spec in zip(jaxpr.outvars, wanted, strict=True)
+            if spec is not None and not isinstance(v, Literal)
         }
         values.compute(jaxpr.eqns, jaxpr.outvars, scattered)
         return [
-            values.whole(v) if dim is None else values.sum(v, dim)
-            for v, dim in zip(jaxpr.outvars, wanted, strict=True)
+            values.whole(v) if spec is None else values.sum(v, spec)
+            for v, spec in zip(jaxpr.outvars, wanted, strict=True)
         ]
 
 
@@ -269,17 +273,17 @@ def _adds(equation: Any) -> bool:
 
 
 def _sunk(
-    equations: list[Any], scattered: dict[Var, int], uses: Counter[Var]
-) -> dict[Var, int]:
+    equations: list[Any], scattered: dict[Var, Divided], uses: Counter[Var]
+) -> dict[Var, Divided]:
     """The variables whose sums are scattered where they are made.
 
     Those are results of functions, and sums of such: a weight that several
     rematerialized parts read.
     """
     makers = {v: e for e in equations for v in e.outvars}
-    places: dict[Var, int] = {}
+    places: dict[Var, Divided] = {}
 
-    def sink(variable: Any, dim: int) -> bool:
+    def sink(variable: Any, spec: Divided) -> bool:
         if isinstance(variable, Literal) or uses[variable] != 1:
             return False
         maker = makers.get(variable)
@@ -288,11 +292,11 @@ def _sunk(
         is_inner = _is_called(maker)
         if _adds(maker):
             # Not short-circuited: all that can be, are.
-            is_inner = any([sink(v, dim) for v in maker.invars])
+            is_inner = any([sink(v, spec) for v in maker.invars])
         if is_inner:
-            places[variable] = dim
+            places[variable] = spec
         return is_inner
 
-    for variable, dim in scattered.items():
-        sink(variable, dim)
+    for variable, spec in scattered.items():
+        sink(variable, spec)
     return places

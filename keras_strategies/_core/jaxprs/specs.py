@@ -15,10 +15,13 @@ class Divided:
     Attributes:
       sharding: Its sharding.
       dim: The dimension that is divided over replicas.
+      sum_dtype: The dtype in which the replicas' values are summed; None for
+        their own.
     """
 
     sharding: NamedSharding
     dim: int
+    sum_dtype: str | None = None
 
     @property
     def spec(self) -> PartitionSpec:

@@ -13,6 +13,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import keras
+
 from keras_strategies._core.checks import check_number
 from keras_strategies._core.mesh import ReplicaMesh
 
@@ -38,9 +40,13 @@ class FullySharded:
         other, or all where a process has one; on TPUs those of a slice, or of
         a box of 64 chips of a large one.
       min_size: Variables with fewer entries stay whole.
+      reduce_dtype: The float dtype in which gradients of divided variables
+        travel and are summed, such as "bfloat16": half the bytes, and sums
+        that are rounded to its 8 bits. None: the gradients' own.
 
     Raises:
-      TypeError, ValueError: they are no numbers of at least 1.
+      TypeError, ValueError: they are no numbers of at least 1, or no float
+        dtype.
 
     Example:
       ```python
@@ -55,6 +61,7 @@ class FullySharded:
 
     shards: int | None = None
     min_size: int = MIN_SIZE
+    reduce_dtype: str | None = None
 
     def __post_init__(self) -> None:
         cure = "Leave it out for all replicas of a process."
@@ -63,6 +70,8 @@ class FullySharded:
         check_number(
             "min_size", self.min_size, cure, least=1, is_optional=False
         )
+        if self.reduce_dtype is not None:
+            _check_float(self.reduce_dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +84,7 @@ class SlotsOnly(FullySharded):
     Args:
       shards: See `FullySharded`.
       min_size: See `FullySharded`.
+      reduce_dtype: See `FullySharded`.
 
     Example:
       ```python
@@ -99,6 +109,7 @@ class Partitioning:
     Attributes:
       shards: How many replicas divide a variable.
       has_whole_weights: Whether slots alone are divided.
+      sum_dtype: The dtype in which gradients are summed; None for theirs.
 
     Raises:
       TypeError: it is no partitioner.
@@ -127,6 +138,9 @@ class Partitioning:
         self._partitioner = partitioner
         self.has_whole_weights = isinstance(partitioner, SlotsOnly)
         shards = getattr(partitioner, "shards", None)
+        self.sum_dtype: str | None = None
+        if isinstance(partitioner, FullySharded):
+            self.sum_dtype = partitioner.reduce_dtype
         num_replicas, of_process = mesh.num_replicas, mesh.replicas_per_process
         default = of_process if of_process > 1 else num_replicas
         self.shards = shards or mesh.shards or default
@@ -168,8 +182,11 @@ class Partitioning:
         """The partitioner, as its caller wrote it."""
         partitioner = self._partitioner
         if isinstance(partitioner, FullySharded):
-            name = type(partitioner).__name__
-            return f"{name}(min_size={partitioner.min_size:,})"
+            name = f"{type(partitioner).__name__}(min_size="
+            name += f"{partitioner.min_size:,}"
+            if self.sum_dtype is not None:
+                name += f", reduce_dtype={self.sum_dtype!r}"
+            return name + ")"
         return getattr(partitioner, "__name__", type(partitioner).__name__)
 
     def why_whole(self, shape: tuple[int, ...]) -> tuple[str, str] | None:
@@ -232,6 +249,19 @@ class Partitioning:
                 "Return such a dimension, or None to leave it whole."
             )
         return int(dim)
+
+
+def _check_float(reduce_dtype: Any) -> None:
+    try:
+        dtype = keras.backend.standardize_dtype(reduce_dtype)
+    except (TypeError, ValueError):
+        dtype = None
+    if dtype not in ("bfloat16", "float16", "float32", "float64"):
+        raise ValueError(
+            "`reduce_dtype` is the float dtype in which gradients are summed. "
+            f"Received: {reduce_dtype!r} of type {type(reduce_dtype).__name__}."
+            " Pass 'bfloat16', or None for the gradients' own."
+        )
 
 
 def _is_of_tf(partitioner: Callable[..., Any]) -> bool:

@@ -37,11 +37,13 @@ class Placement:
       mesh: The strategy's replicas.
       sharding: Of the variable.
       of_slots: Of an optimizer's slots for it, and of its gradient's sum.
+      sum_dtype: The dtype in which its gradients are summed; None for theirs.
     """
 
     mesh: ReplicaMesh
     sharding: NamedSharding
     of_slots: NamedSharding
+    sum_dtype: str | None = None
 
 
 def placement_of(variable: keras.Variable) -> Placement | None:
@@ -75,7 +77,10 @@ def gradient_spec_of(variable: keras.Variable, mesh: ReplicaMesh) -> Spec:
     held = placement_of(variable)
     if held is None or held.mesh is not mesh:
         return whole_spec()
-    return _spec(held.of_slots, mesh)
+    spec = _spec(held.of_slots, mesh)
+    if isinstance(spec, Divided) and held.sum_dtype is not None:
+        return dataclasses.replace(spec, sum_dtype=held.sum_dtype)
+    return spec
 
 
 def divides(variables: Iterable[keras.Variable], mesh: ReplicaMesh) -> bool:
@@ -216,9 +221,13 @@ class Partitions:
         variable: keras.Variable,
         sharding: NamedSharding,
         of_slots: NamedSharding | None = None,
+        sum_dtype: str | None = None,
     ) -> None:
         placement = Placement(
-            mesh=self._mesh, sharding=sharding, of_slots=of_slots or sharding
+            mesh=self._mesh,
+            sharding=sharding,
+            of_slots=of_slots or sharding,
+            sum_dtype=sum_dtype,
         )
         setattr(variable, _PLACEMENT, placement)
         divide(variable, self._mesh)
@@ -244,7 +253,7 @@ class Partitions:
             divided = self._sharding((*[None] * dim, self._mesh.axis))
             whole = partitioning.has_whole_weights
             sharding = self._mesh.whole if whole else divided
-            self._place(variable, sharding, divided)
+            self._place(variable, sharding, divided, partitioning.sum_dtype)
 
     def _follow_by_name(
         self, slot: keras.Variable, variables: list[keras.Variable]
