@@ -28,7 +28,8 @@ class HostBatch:
 
     Attributes:
       data: The nest of host arrays with this process's rows.
-      parts: Number of rows of each process.
+      parts: Number of rows of each process; of processes that read the same
+        rows (`ReplicaMesh.readers`) once.
       batch_size: Rows of a whole batch of this step.
       counts: Number of rows of each replica, if that is given and not left to
         a rule.
@@ -198,12 +199,12 @@ def whole_batch(batch: Tree, mesh: ReplicaMesh) -> HostBatch:
       ValueError, TypeError: see `num_rows`.
     """
     rows = num_rows(batch)
-    if mesh.num_processes == 1:
+    if mesh.num_readers == 1:
         return HostBatch(data=batch, parts=(rows,), batch_size=rows)
     counts = rows_lib.balanced_rows(rows, mesh.num_replicas)
-    parts = rows_lib.rows_of_processes(counts, mesh.num_processes)
-    start = sum(parts[: mesh.process_index])
-    stop = start + parts[mesh.process_index]
+    parts = rows_lib.rows_of_processes(counts, mesh.num_readers)
+    start = sum(parts[: mesh.reader_index])
+    stop = start + parts[mesh.reader_index]
     data = jax.tree.map(lambda leaf: leaf[start:stop], batch)
     return HostBatch(data=data, parts=parts, batch_size=rows)
 
@@ -270,14 +271,14 @@ def _put(column: Sequence[Any], block: int, mesh: ReplicaMesh) -> jax.Array:
     if _is_placed(leaf, mesh):
         return leaf
     leaf = _padded(leaf, block)
-    first = mesh.process_index * block
+    first = mesh.reader_index * block
 
     def rows_of(index: Any) -> Any:
         start, stop, _ = index[0].indices(shape[0])
         rows = leaf[start - first : stop - first]
         return host_arrays.aligned(rows) if mesh.platform == "cpu" else rows
 
-    shape = (block * mesh.num_processes, *leaf.shape[1:])
+    shape = (block * mesh.num_readers, *leaf.shape[1:])
     return jax.make_array_from_callback(shape, mesh.split, rows_of)
 
 
@@ -331,9 +332,9 @@ def _put_stacked(
 ) -> jax.Array:
     """Stacks what each replica reads: its rows are copied once."""
     column = [_padded(np.asarray(leaf), block) for leaf in column]
-    rows = block * mesh.num_processes
+    rows = block * mesh.num_readers
     shape = (len(column), rows, *np.shape(column[0])[1:])
-    first = mesh.process_index * block
+    first = mesh.reader_index * block
 
     def rows_of(index: Any) -> Any:
         start, stop, _ = index[1].indices(rows)

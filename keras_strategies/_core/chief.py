@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.mesh import ReplicaMesh
@@ -19,13 +20,27 @@ def from_chief(values: Sequence[Any], mesh: ReplicaMesh) -> list[jax.Array]:
       mesh: The replicas.
     """
 
+    split = _split(mesh)
+
     def column(value: Any) -> jax.Array:
         host = np.asarray(value)[None]
-        shape = (mesh.num_replicas, *host.shape[1:])
-        return jax.make_array_from_callback(shape, mesh.split, lambda _: host)
+        shape = (split.num_devices, *host.shape[1:])
+        return jax.make_array_from_callback(shape, split, lambda _: host)
 
     columns = [column(value) for value in values]
     return dispatch(mesh, _first_rows(mesh), columns)
+
+
+def _split(mesh: ReplicaMesh) -> NamedSharding:
+    """The sharding of a row for each device.
+
+    A row for each replica would be the value of several processes, where they
+    have cores of one.
+    """
+    if mesh.cores_per_replica == 1:
+        return mesh.split
+    devices = Mesh(np.array(mesh.devices, dtype=object), (mesh.axis,))
+    return NamedSharding(devices, PartitionSpec(mesh.axis))
 
 
 @functools.cache

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,8 @@ class ReplicaMesh:
     Attributes:
       devices: JAX's devices, in the order of the replica ids, the cores of a
         replica after each other; no device twice. All processes name the same
-        ones, equally many of each process.
+        ones, equally many of each process. Processes that have cores of one
+        replica have cores of the same replicas.
       axis: Name of the mesh axis that the replicas lie on.
       cores_per_replica: How many devices a replica has.
       model_axis: Name of the axis of a replica's cores, if it has several.
@@ -39,7 +41,8 @@ class ReplicaMesh:
 
     Raises:
       ValueError: no devices, one twice, a number that the cores of a replica
-        do not divide, or other numbers of replicas in each process.
+        do not divide, other numbers of replicas in each process, or processes
+        that share some of their replicas alone.
       TypeError: what is not a device of JAX.
 
     Example:
@@ -93,7 +96,11 @@ class ReplicaMesh:
                 f"Received: shards={self.shards} of {self.num_replicas} "
                 "replicas. Choose a number that divides them."
             )
-        _check_owners([d.process_index for d in self.devices], cores)
+        _check_owners(self._owners, cores)
+
+    @property
+    def _owners(self) -> list[int]:
+        return [device.process_index for device in self.devices]
 
     @functools.cached_property
     def mesh(self) -> Mesh:
@@ -161,7 +168,7 @@ class ReplicaMesh:
     @functools.cached_property
     def processes(self) -> tuple[int, ...]:
         """JAX's ids of the processes that hold replicas, in their order."""
-        return tuple(dict.fromkeys(d.process_index for d in self.devices))
+        return tuple(dict.fromkeys(self._owners))
 
     @property
     def num_processes(self) -> int:
@@ -175,22 +182,70 @@ class ReplicaMesh:
             return 0
         return self.processes.index(jax.process_index())
 
+    @functools.cached_property
+    def readers(self) -> tuple[tuple[int, ...], ...]:
+        """JAX's ids of the processes that read the same rows, together.
+
+        Each process reads the rows of its replicas. Where the cores of a
+        replica belong to several processes, those read the same.
+        """
+        cores, owners = self.cores_per_replica, self._owners
+        found: dict[frozenset[int], tuple[int, ...]] = {}
+        for start in range(0, len(owners), cores):
+            group = tuple(dict.fromkeys(owners[start : start + cores]))
+            found.setdefault(frozenset(group), group)
+        return tuple(found.values())
+
+    @property
+    def num_readers(self) -> int:
+        """Number of groups of processes that read other rows."""
+        return len(self.readers)
+
+    @functools.cached_property
+    def reader_index(self) -> int:
+        """Which of `readers` this process belongs to."""
+        if len(self.readers) == 1:
+            return 0
+        process = jax.process_index()
+        return next(i for i, g in enumerate(self.readers) if process in g)
+
+    @property
+    def place_among_readers(self) -> int:
+        """Which of the processes that read the same rows this one is."""
+        group = self.readers[self.reader_index]
+        return group.index(jax.process_index()) if len(group) > 1 else 0
+
+    @property
+    def spans_processes(self) -> bool:
+        """Whether the cores of a replica belong to several processes."""
+        return self.num_readers < self.num_processes
+
     @property
     def replicas_per_process(self) -> int:
-        """Number of replicas in each process."""
-        return self.num_replicas // self.num_processes
+        """Number of replicas that each process has cores of."""
+        return self.num_replicas // self.num_readers
 
     @functools.cached_property
     def local_replicas(self) -> range:
-        """The ids of this process's replicas."""
+        """The ids of the replicas that this process has cores of."""
         count = self.replicas_per_process
-        start = self.process_index * count
+        start = self.reader_index * count
         return range(start, start + count)
+
+    def first_of_readers(self, of_processes: Sequence[Any]) -> list[Any]:
+        """What the first process of each of `readers` has of something.
+
+        Args:
+          of_processes: Of each of `processes`.
+        """
+        found = dict(zip(self.processes, of_processes, strict=True))
+        return [found[group[0]] for group in self.readers]
 
     @property
     def spreads_shards(self) -> bool:
         """Whether a variable that is divided has shards in other processes."""
-        return (self.shards or 1) > self.replicas_per_process
+        shards = self.shards or 1
+        return shards > self.replicas_per_process or self.spans_processes
 
     @property
     def is_chief(self) -> bool:
@@ -254,22 +309,29 @@ def _check_owners(owners: list[int], cores: int) -> None:
       owners: The process of each device.
       cores: How many devices a replica has.
     """
-    of_replicas = owners[::cores]
-    for replica in range(len(of_replicas)):
-        found = sorted(set(owners[replica * cores : (replica + 1) * cores]))
-        if len(found) > 1:
-            raise ValueError(
-                "All cores of a replica belong to one process, which reads its "
-                f"rows. Received: replica {replica} with cores of the "
-                f"processes {found}. Choose a `computation_shape` within one "
-                "host's chips, as [2, 2, 1, 1]."
-            )
+    of_replicas = [
+        frozenset(owners[k : k + cores]) for k in range(0, len(owners), cores)
+    ]
+    groups = dict.fromkeys(of_replicas)
+    shown = [sorted(group) for group in groups]
+    if sum(map(len, groups)) > len(set(owners)):
+        raise ValueError(
+            "Processes that have cores of one replica have cores of the same "
+            "replicas: they read the same rows. Received: replicas with cores "
+            f"of the processes {_shown(shown)}. Choose a `computation_shape` "
+            "within one host's chips, as [2, 2, 1, 1], or of whole hosts."
+        )
     runs = [(k, len(list(run))) for k, run in itertools.groupby(of_replicas)]
-    if len(runs) != len(dict(runs)) or len({count for _, count in runs}) > 1:
+    if len(runs) != len(groups) or len({count for _, count in runs}) > 1:
+        of_each = [sorted(group) for group in of_replicas]
+        told = [g[0] if len(g) == 1 else g for g in of_each]
         raise ValueError(
             "All processes hold equally many replicas, each its own after "
             "each other. Received: replicas of the processes "
-            f"{of_replicas[:16]}{'...' if len(of_replicas) > 16 else ''}. "
-            "Choose as many devices in each process, in the order of the "
-            "processes."
+            f"{_shown(told)}. Choose as many devices in each process, in the "
+            "order of the processes."
         )
+
+
+def _shown(items: list[Any]) -> str:
+    return f"{items[:16]}{'...' if len(items) > 16 else ''}"

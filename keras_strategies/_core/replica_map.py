@@ -92,13 +92,20 @@ def _sum(
     sums: list[Any] = [None] * len(leaves)
     for members in buffering.groups(leaves) if buffering else ():
         group = [leaves[i] for i in members]
-        total = jax.lax.psum(packed(group), axis)
+        total = _psum(packed(group), axis)
         for i, piece in zip(members, unpacked(total, group), strict=True):
             sums[i] = piece
     return [
-        jax.lax.psum(leaf, axis) if total is None else total
+        _psum(leaf, axis) if total is None else total
         for leaf, total in zip(leaves, sums, strict=True)
     ]
+
+
+def _psum(leaf: jax.Array, axis: Axis) -> jax.Array:
+    # XLA's partitioner refuses a sum over one replica, if it has several cores
+    # (jax 0.10).
+    is_alone = jax.lax.axis_size(axis) == 1
+    return leaf if is_alone else jax.lax.psum(leaf, axis)
 
 
 def all_max(leaf: jax.Array, axis: Axis) -> jax.Array:

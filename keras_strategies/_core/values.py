@@ -6,8 +6,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.mesh import ReplicaMesh
 
 STACKED = "stacked"
@@ -99,15 +100,13 @@ class PerReplica(DistributedValues):
     def _shards(self) -> list[tuple[int, Any]]:
         """What this process holds of the array: where it starts, and the part.
 
-        Of a replica's cores the first one's.
+        Of a replica's cores the first one's of this process.
         """
         (array,) = self.arrays
-        shards = [
-            (shard.index[0].start or 0, shard.data)
-            for shard in array.addressable_shards
-            if not shard.replica_id
-        ]
-        return sorted(shards, key=lambda shard: shard[0])
+        shards: dict[int, Any] = {}
+        for shard in array.addressable_shards:
+            shards.setdefault(shard.index[0].start or 0, shard.data)
+        return sorted(shards.items(), key=lambda shard: shard[0])
 
     def __reduce__(self) -> Any:
         # An array over devices comes back from a pickle on one of them.
@@ -149,16 +148,24 @@ class Mirrored(DistributedValues):
     """A value that is the same on every replica.
 
     Args:
-      array: An array that every device of the strategy holds.
+      array: An array that every device of the strategy holds, or that they
+        divide.
+      mesh: The strategy's replicas; None for those that the array lies on.
     """
 
-    def __init__(self, array: Any) -> None:
+    def __init__(self, array: Any, mesh: ReplicaMesh | None = None) -> None:
         self.array = array
+        self.mesh = mesh
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """The copies, one for each replica of this process."""
-        return _copies(self.array)
+        """The copies, one for each replica of this process.
+
+        Collective, if the replicas divide the array.
+        """
+        if self.mesh is None:
+            return tuple(data for _, data in local_shards(self.array))
+        return _copies(self.array, self.mesh)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         return np.asarray(self.array, *args, **kwargs)
@@ -188,30 +195,40 @@ jax.tree_util.register_pytree_node(
 )
 jax.tree_util.register_pytree_node(
     Mirrored,
-    lambda value: ((value.array,), None),
-    lambda _, arrays: Mirrored(arrays[0]),
+    lambda value: ((value.array,), value.mesh),
+    lambda mesh, arrays: Mirrored(arrays[0], mesh),
 )
 
 
-def _copies(array: Any) -> tuple[Any, ...]:
-    sharding = array.sharding
-    devices = sharding.mesh.devices if hasattr(sharding, "mesh") else None
-    if devices is None or devices.ndim < 2:
-        return tuple(data for _, data in local_shards(array))
-    held = {shard.device: shard.data for shard in array.addressable_shards}
-    axes = sharding.mesh.axis_names[1:]
-    local = [cores for cores in devices if cores.flat[0] in held]
-    if sharding.is_fully_replicated:
-        return tuple(held[cores.flat[0]] for cores in local)
-    # Divided over the replica's cores: it is whole on all of them.
-    return tuple(
-        jax.make_array_from_single_device_arrays(
-            array.shape,
-            NamedSharding(Mesh(cores, axes), sharding.spec),
-            [held[device] for device in cores.flat],
-        )
-        for cores in local
-    )
+def _copies(array: jax.Array, mesh: ReplicaMesh) -> tuple[Any, ...]:
+    if array.sharding.is_fully_replicated:
+        spec = PartitionSpec()
+    else:
+        spec = _within_replicas(array.sharding, mesh)
+        gather = jax.jit(list, out_shardings=[NamedSharding(mesh.mesh, spec)])
+        (array,) = dispatch(mesh, gather, [array])
+    held = {next(iter(p.devices())): p for _, p in local_shards(array)}
+    cores = mesh.cores_per_replica
+    copies = []
+    for replica in mesh.local_replicas:
+        devices = mesh.devices[replica * cores : (replica + 1) * cores]
+        own = [held[device] for device in devices if device in held]
+        if any(spec):
+            # Divided over the replica's cores: it is whole on all of them.
+            of_cores = Mesh(np.array(devices, dtype=object), (mesh.model_axis,))
+            copy = jax.make_array_from_single_device_arrays(
+                array.shape, NamedSharding(of_cores, spec), own
+            )
+        else:
+            copy = own[0]
+        copies.append(copy)
+    return tuple(copies)
+
+
+def _within_replicas(sharding: Any, mesh: ReplicaMesh) -> PartitionSpec:
+    """How each replica divides an array over its cores."""
+    spec = getattr(sharding, "spec", ())
+    return PartitionSpec(*(a if a == mesh.model_axis else None for a in spec))
 
 
 def check_home(value: PerReplica, mesh: ReplicaMesh) -> None:
@@ -304,11 +321,12 @@ def stacked(parts: Sequence[Any], mesh: ReplicaMesh) -> jax.Array:
       parts: The entries of this process's replicas, all of one shape.
       mesh: The replicas.
     """
-    cores = mesh.cores_per_replica
+    cores, local = mesh.cores_per_replica, mesh.split.addressable_devices
     shards = [
         jax.device_put(jax.numpy.asarray(part)[None], device)
         for part, replica in zip(parts, mesh.local_replicas, strict=True)
         for device in mesh.devices[replica * cores : (replica + 1) * cores]
+        if mesh.num_processes == 1 or device in local
     ]
     shape = (mesh.num_replicas, *shards[0].shape[1:])
     return jax.make_array_from_single_device_arrays(shape, mesh.split, shards)

@@ -230,9 +230,9 @@ class Optional:
 def divided(batch: HostBatch, mesh: ReplicaMesh) -> Tree:
     """A global batch on the devices, each replica's rows on its own."""
     if mesh.num_replicas == 1:
-        is_divided = mesh.cores_per_replica > 1
-        home = mesh.whole if is_divided else mesh.devices[0]
-        return jax.device_put(batch.data, home)
+        if mesh.cores_per_replica == 1:
+            return jax.device_put(batch.data, mesh.devices[0])
+        return jax.tree.map(lambda leaf: _on_all_cores(leaf, mesh), batch.data)
     counts = counts_of(batch, mesh)
     if len(set(counts)) == 1:
         return jax.tree.map(
@@ -246,7 +246,7 @@ def counts_of(batch: HostBatch, mesh: ReplicaMesh) -> tuple[int, ...]:
     if batch.counts is not None:
         return batch.counts
     count = mesh.num_replicas
-    if mesh.num_processes == 1:
+    if mesh.num_readers == 1:
         return rows_of_replicas(batch.rows, batch.batch_size, count)
     places = rows_of_replicas(batch.batch_size, batch.batch_size, count)
     share = mesh.replicas_per_process
@@ -257,8 +257,17 @@ def counts_of(batch: HostBatch, mesh: ReplicaMesh) -> tuple[int, ...]:
     )
 
 
+def _on_all_cores(leaf: np.ndarray, mesh: ReplicaMesh) -> jax.Array:
+    """The rows of a replica that is alone."""
+    if mesh.num_processes == 1:
+        return jax.device_put(leaf, mesh.whole)
+    return jax.make_array_from_callback(
+        leaf.shape, mesh.whole, lambda index: leaf[index]
+    )
+
+
 def _even(leaf: np.ndarray, rows: int, mesh: ReplicaMesh) -> PerReplica:
-    first = rows // mesh.num_processes * mesh.process_index
+    first = rows // mesh.num_readers * mesh.reader_index
 
     def rows_of(index: Any) -> np.ndarray:
         start, stop, _ = index[0].indices(rows)

@@ -22,11 +22,17 @@ from keras_strategies.cluster.exchange.message_forms import (
     is_count,
     read_messages,
 )
-from keras_strategies.data import batch_spec
+from keras_strategies.data import batch_spec, step_checks
 from keras_strategies.data.prefetch import Prefetched, Stop
-from keras_strategies.data.raise_together import by_process, raise_together
+from keras_strategies.data.raise_together import raise_together
 from keras_strategies.data.regrouping import Rows, looked_at
-from keras_strategies.data.source import Part, Source, all_rows, checked_part
+from keras_strategies.data.source import (
+    Part,
+    Source,
+    all_rows,
+    checked_part,
+    data_checksum,
+)
 
 Tree = Any
 IsStopped = Callable[[], bool]
@@ -42,7 +48,12 @@ def _is_size(value: Any) -> bool:
 _LOOKED_AT = {"rows": [_is_size], "is_cut": bool}
 _MARK = int | str | None
 _END = {"rows": None, "checksum?": _MARK, "error?": str}
-_ROWS = {"rows": is_count, "spec": str, "checksum": _MARK}
+_ROWS = {
+    "rows": is_count,
+    "spec": str,
+    "checksum": _MARK,
+    "read?": is_count,
+}
 _PLACE = {"place": str}
 
 
@@ -57,7 +68,9 @@ class Steps:
 
     Several processes send each other, on the host, what each read for a step
     (`Agreement`): nobody starts one that the others cannot take part in. Of
-    data whose length is known, that is done once an epoch.
+    data whose length is known, that is done once an epoch. Processes that have
+    cores of the same replicas read the same rows (`ReplicaMesh.readers`), and
+    compare checksums of them.
 
     Attributes:
       source: What is read.
@@ -165,18 +178,18 @@ class Steps:
 
     def _cut(self, rows: int) -> tuple[int, int]:
         parts = self._parts_of(rows, self.source.batch_size or rows)
-        start = sum(parts[: self.mesh.process_index])
-        return start, start + parts[self.mesh.process_index]
+        start = sum(parts[: self.mesh.reader_index])
+        return start, start + parts[self.mesh.reader_index]
 
     def _parts_of(self, rows: int, batch_size: int) -> tuple[int, ...]:
-        """How many rows each process takes of a batch that all see."""
+        """How many rows each reader takes of a batch that all see."""
         count = self.mesh.num_replicas
         counts = (
             balanced_rows(rows, count)
             if self.is_balanced
             else rows_of_replicas(rows, batch_size, count)
         )
-        return rows_of_processes(counts, self.mesh.num_processes)
+        return rows_of_processes(counts, self.mesh.num_readers)
 
     @property
     def _size(self) -> int | None:
@@ -231,9 +244,9 @@ class Steps:
                 yield Part(data=data, rows=len(jax.tree.leaves(data)[0]))
 
     def _own_share(self, step: int, size: int) -> int:
-        mesh, count = self.mesh, self.mesh.num_processes
+        mesh, count = self.mesh, self.mesh.num_readers
         counts = rotated_rows(step, size, mesh.num_replicas, count)
-        return rows_of_processes(counts, count)[mesh.process_index]
+        return rows_of_processes(counts, count)[mesh.reader_index]
 
     def _agreed(
         self,
@@ -249,7 +262,7 @@ class Steps:
         if self.source.is_process_local:
             parts = self._own_parts(exchange, parts, start)
         for step in itertools.count(start):
-            part, message, error = _next(parts)
+            part, message, error = self._next(parts)
             if step == start:
                 message["place"] = f"step {step} of epoch {epoch}"
                 if message.get("checksum") is None:
@@ -259,13 +272,14 @@ class Steps:
             raise_together(self.mesh, what, received, error)
             if step == start:
                 self._read(texts, _PLACE)
-                self._check_places(received)
+                step_checks.check_places(self.mesh, received)
+            step_checks.check_readers(self.mesh, received, step)
             if all(h["rows"] is None for h in received):
                 return
-            self._check_specs(received, step, spec)
+            step_checks.check_specs(self.mesh, received, step, spec)
             spec = next(h["spec"] for h in received if "spec" in h)
             if not self.source.is_process_local:
-                self._check_whole(received, step)
+                step_checks.check_whole(self.mesh, received, step)
                 assert part is not None
                 yield self._whole(part)
                 if self.source.is_planned:
@@ -284,7 +298,8 @@ class Steps:
         )
 
     def _joined(self, data: Tree, received: list[dict[str, Any]]) -> HostBatch:
-        """A batch to which each process gives rows of its own."""
+        """A batch to which each reader gives rows of its own."""
+        received = self.mesh.first_of_readers(received)
         rows = tuple(h["rows"] or 0 for h in received)
         given, counts = [h.get("counts") for h in received], None
         if any(one is not None for one in given):
@@ -305,57 +320,27 @@ class Steps:
             batch_size=size,
         )
 
-    # What can be wrong. Every process sees all that was said, so all raise.
-
-    def _check_places(self, received: list[dict[str, Any]]) -> None:
-        places = [h["place"] for h in received]
-        if len(set(places)) > 1:
-            raise ValueError(
-                "All processes must read the same step of the same epoch. "
-                f"Received: {by_process(self.mesh, places)}. Iterate over "
-                "datasets equally often in all processes, and resume all at "
-                "one place."
-            )
-
-    def _check_specs(
-        self, received: list[dict[str, Any]], step: int, before: str | None
-    ) -> None:
-        specs = [h.get("spec") for h in received]
-        known = {spec for spec in specs if spec is not None}
-        if len(known) > 1:
-            raise ValueError(
-                "The batches of all processes must have the same structure, "
-                f"shapes and dtypes. Received: in step {step} "
-                f"{by_process(self.mesh, list(map(_shown, specs)))}. Check "
-                "what each process reads."
-            )
-        if before and known and not batch_spec.is_like(before, *known):
-            raise ValueError(
-                "All batches must have the same structure, ranks and dtypes. "
-                f"Received: {_shown(before)} before, {_shown(*known)} in step "
-                f"{step}. Make the dataset yield one structure."
-            )
-
-    def _check_whole(self, received: list[dict[str, Any]], step: int) -> None:
-        rows = [h["rows"] for h in received]
-        if None in rows or len(set(rows)) > 1:
-            told = ["no more rows" if n is None else f"{n} rows" for n in rows]
-            raise ValueError(
-                "All processes must see the same number of batches and rows. "
-                f"Received: in step {step} {by_process(self.mesh, told)}. Give "
-                "all processes the same data, or each its own with "
-                "`AutoShardPolicy.OFF`."
-            )
-        checksums = [h.get("checksum") for h in received]
-        if any(checksum != checksums[0] for checksum in checksums):
-            raise ValueError(
-                "Every process must see the same batches, of which it takes "
-                "its rows: otherwise rows are lost and others used twice. "
-                f"Received: rows that differ in step {step} (checksums "
-                f"{by_process(self.mesh, checksums)}). Shuffle "
-                "and augment with one seed in all processes, or give each "
-                "process rows of its own with `AutoShardPolicy.OFF`."
-            )
+    def _next(
+        self, parts: Iterator[Part]
+    ) -> tuple[Part | None, dict[str, Any], Exception | None]:
+        """A part or an error, and its message to the others."""
+        try:
+            part = next(parts, None)
+            if part is None:
+                return None, {"rows": None}, None
+            part = checked_part(part, "it")
+            message = {
+                "rows": part.rows,
+                "spec": batch_spec.spec_of(part.data),
+                "checksum": part.checksum,
+                "counts": part.counts,
+            }
+            if self.mesh.spans_processes:
+                message["read"] = data_checksum(part.data)
+            return part, message, None
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            return None, {"rows": None, "error": text}, error
 
 
 def _ending(
@@ -365,28 +350,3 @@ def _ending(
         yield from steps
     finally:
         agreement.end()
-
-
-def _next(
-    parts: Iterator[Part],
-) -> tuple[Part | None, dict[str, Any], Exception | None]:
-    """A part or an error, and its message to the others."""
-    try:
-        part = next(parts, None)
-        if part is None:
-            return None, {"rows": None}, None
-        part = checked_part(part, "it")
-        message = {
-            "rows": part.rows,
-            "spec": batch_spec.spec_of(part.data),
-            "checksum": part.checksum,
-            "counts": part.counts,
-        }
-        return part, message, None
-    except Exception as error:
-        message = {"rows": None, "error": f"{type(error).__name__}: {error}"}
-        return None, message, error
-
-
-def _shown(spec: str | None) -> str:
-    return "no rows" if spec is None else batch_spec.shown(spec)

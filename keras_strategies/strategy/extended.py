@@ -199,7 +199,7 @@ class StrategyExtended:
         mesh = self._runtime.mesh
         mesh.check_can_run()
         array = jax.device_put(jax.numpy.asarray(tensor), mesh.whole)
-        return array if mesh.num_replicas == 1 else Mirrored(array)
+        return array if mesh.num_replicas == 1 else Mirrored(array, mesh)
 
     def call_for_each_replica(
         self,

@@ -116,7 +116,7 @@ def _read(leaf: Any, mesh: ReplicaMesh) -> Any:
     if not isinstance(leaf, keras.Variable):
         return leaf
     if not on_read.is_on_read(leaf):
-        return values.Mirrored(leaf.value)
+        return values.Mirrored(leaf.value, mesh)
     # Copied: the next `run` takes the variable's own.
     array = jnp.copy(on_read.copies_of(leaf, mesh))
     return values.PerReplica.of(array, values.STACKED)

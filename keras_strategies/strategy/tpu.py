@@ -27,7 +27,8 @@ class TPUStrategy(CompileOnly):
         joined here if they are not yet, or of "local" for this host's devices
         alone. None: all devices that JAX shows.
       device_assignment: The cores of each replica; of a job of several slices
-        an assignment for each. None: each core is a replica.
+        an assignment for each. Hosts that have cores of one replica read the
+        same rows. None: each core is a replica.
       layout_map: Which variables a replica divides over its cores: a
         `keras.distribution.LayoutMap`, or a dict, from paths of variables or
         regular expressions to tuples of None and "model". Others are whole on
@@ -41,9 +42,9 @@ class TPUStrategy(CompileOnly):
       experimental_spmd_xla_partitioning: Not used: XLA always partitions.
 
     Raises:
-      ValueError: an assignment without devices or given twice; cores of a
-        replica in several processes; processes with different numbers of
-        replicas; a wrong `layout_map`.
+      ValueError: an assignment without devices or given twice; processes that
+        have cores of some of each other's replicas alone, or different numbers
+        of replicas; a wrong `layout_map`.
       TypeError: a resolver or an assignment that is none.
 
     Example:

@@ -91,7 +91,8 @@ def mesh_of_assignments(assignments: Assignments) -> ReplicaMesh:
     """The mesh of an assignment, or of one for each slice.
 
     The replicas of a process follow each other: where an assignment's do not,
-    they are sorted by processes, else in its order.
+    they are sorted by processes, else in its order. So do those of processes
+    that share replicas.
 
     Raises:
       ValueError: an assignment without devices, or of other replicas than the
@@ -123,7 +124,7 @@ def mesh_of_assignments(assignments: Assignments) -> ReplicaMesh:
 
 def _in_order(devices: Any) -> tuple[tuple[jax.Device, ...], int]:
     """Replicas' devices, those of a process after each other."""
-    owners = [cores[0].process_index for cores in devices]
+    owners = [frozenset(d.process_index for d in cores) for cores in devices]
     first = {owner: i for i, owner in reversed(list(enumerate(owners)))}
     order = sorted(range(len(owners)), key=lambda r: first[owners[r]])
     return tuple(devices[order].flat), devices.shape[1]

@@ -69,7 +69,8 @@ def test_combined_sums_are_the_same_sums(replicas):
         np.testing.assert_allclose(one, other, rtol=1e-6)
     # Four of floats in two rounds, one of integers, and the maximum.
     assert text.count("stablehlo.all_reduce") == 6
-    assert fewer.count("stablehlo.all_reduce") == 4
+    # Of a replica that is alone there are no sums to be made.
+    assert fewer.count("stablehlo.all_reduce") == (1 if replicas == 1 else 4)
 
 
 def test_what_prints_is_left_as_it_is(capfd):

@@ -19,9 +19,34 @@ class Mesh:
     replicas_per_process: int
     process_index: int = 0
 
+    num_copies: int = 1
+
+    @property
+    def num_readers(self):
+        return self.num_processes // self.num_copies
+
+    @property
+    def reader_index(self):
+        return self.process_index // self.num_copies
+
+    @property
+    def readers(self):
+        count = self.num_copies
+        return tuple(
+            tuple(range(k * count, (k + 1) * count))
+            for k in range(self.num_readers)
+        )
+
+    @property
+    def spans_processes(self):
+        return self.num_copies > 1
+
+    def first_of_readers(self, of_processes):
+        return list(of_processes)[:: self.num_copies]
+
     @property
     def num_replicas(self):
-        return self.num_processes * self.replicas_per_process
+        return self.num_readers * self.replicas_per_process
 
     @property
     def processes(self):
@@ -29,7 +54,7 @@ class Mesh:
 
     @property
     def local_replicas(self):
-        start = self.process_index * self.replicas_per_process
+        start = self.reader_index * self.replicas_per_process
         return range(start, start + self.replicas_per_process)
 
 

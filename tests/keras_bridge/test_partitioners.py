@@ -218,3 +218,15 @@ def test_created_divided():
     layer.kernel.assign(before + 1)
     assert layer.kernel.value.addressable_shards[0].data.shape == (128, 512)
     np.testing.assert_array_equal(layer.kernel.numpy(), before + 1)
+
+
+@pytest.mark.parametrize("shards", [None, 2])
+def test_each_replica_has_a_whole_copy(shards):
+    strategy = strategy_of(FullySharded(shards, min_size=1))
+    with strategy.scope():
+        layer = keras.layers.Dense(8)
+        layer.build((None, 8))
+    copies = strategy.experimental_local_results(layer.kernel)
+    assert len({device for c in copies for device in c.devices()}) == 4
+    for copy in copies:
+        np.testing.assert_array_equal(copy, np.asarray(layer.kernel))

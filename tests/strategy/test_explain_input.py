@@ -79,7 +79,8 @@ def steps_of(size, mesh, process_index, is_balanced):
     place = types.SimpleNamespace(
         num_replicas=mesh.num_replicas,
         num_processes=mesh.num_processes,
-        process_index=process_index,
+        num_readers=mesh.num_readers,
+        reader_index=process_index,
     )
     return Steps(
         source=Rows(size), mesh=place, name="fit", is_balanced=is_balanced

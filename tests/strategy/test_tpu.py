@@ -267,14 +267,35 @@ def test_replicas_of_a_process_follow_each_other():
         assert first.coords[1:] == second.coords[1:]
 
 
-@pytest.mark.parametrize("shape", [[4, 1, 1, 1], [4, 4, 1, 1], [1, 4, 1, 1]])
-def test_a_replica_of_several_processes_is_refused(shape):
+@pytest.mark.parametrize(
+    ("shape", "readers"),
+    [
+        ([4, 1, 1, 1], [{0, 1}, {2, 3}]),
+        ([1, 4, 1, 1], [{0, 2}, {1, 3}]),
+        ([4, 4, 1, 1], [{0, 1, 2, 3}]),
+    ],
+)
+def test_replicas_of_whole_processes(shape, readers):
     topology = Topology.from_devices(make_slice((4, 4, 1)))
     count = 16 // int(np.prod(shape))
     built = DeviceAssignment.build(topology, shape, num_replicas=count)
-    with pytest.raises(ValueError, match="belong to one process") as caught:
+    mesh = mesh_of_assignments(built)
+    assert [set(group) for group in mesh.readers] == readers
+    assert mesh.replicas_per_process == count // len(readers)
+    assert mesh.spans_processes
+    first = mesh.first_of_readers([f"of {p}" for p in mesh.processes])
+    assert first == [f"of {group[0]}" for group in mesh.readers]
+
+
+def test_replicas_that_share_processes_in_part_are_refused():
+    topology = Topology.from_devices(make_slice((4, 4, 1)))
+    # Replicas of the processes 0, 0 and 1, 1, ...
+    cores = [[[x, 0, 0, 0], [x, 1, 0, 0]] for x in (0, 3)]
+    cores += [[[1, y, 0, 0], [2, y, 0, 0]] for y in (0, 1)]
+    built = DeviceAssignment(topology, cores)
+    with pytest.raises(ValueError, match="cores of the same replicas") as error:
         mesh_of_assignments(built)
-    assert "replica 0 with cores of the processes [0," in str(caught.value)
+    assert "[[0], [1], [0, 1]]" in str(error.value)
 
 
 def test_an_assignment_of_each_slice():
@@ -476,3 +497,17 @@ def test_devices_of_a_process_apart_are_refused():
     assert ReplicaMesh(devices=turned).processes == (1, 0)
     with pytest.raises(ValueError, match="cores_per_replica=3"):
         ReplicaMesh(devices=tuple(devices), cores_per_replica=3)
+
+
+def test_one_replica_of_several_cores_reduces():
+    topology = Topology.from_devices(jax.devices()[:2])
+    built = DeviceAssignment.build(topology, [2, 1, 1, 1], num_replicas=1)
+    strategy = ks.TPUStrategy(device_assignment=built)
+
+    def reduced(x):
+        context = ks.get_replica_context()
+        return context.all_reduce("sum", x), context.all_gather(x, 0)
+
+    total, rows = strategy.run(reduced, (np.arange(3.0, dtype="float32"),))
+    np.testing.assert_array_equal(total, [0, 1, 2])
+    np.testing.assert_array_equal(rows, [0, 1, 2])

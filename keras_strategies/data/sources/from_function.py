@@ -25,6 +25,7 @@ class InputContext:
 
     Attributes:
       num_input_pipelines: Number of datasets that are made, one a process.
+        Processes that have cores of the same replicas make the same one.
       input_pipeline_id: Which of them this one is.
       num_replicas_in_sync: Number of replicas, of all processes.
     """
@@ -84,12 +85,13 @@ class FunctionSource(Source):
             )
         self._num_replicas = mesh.replicas_per_process
         self.is_process_local = mesh.num_processes > 1
-        count, pipelines = mesh.num_processes, [mesh.process_index]
+        count, pipelines = mesh.num_readers, [mesh.reader_index]
         if is_per_replica:
-            if count > 1:
+            if mesh.num_processes > 1:
                 raise ValueError(
                     "A dataset for each replica is for one process. Received: "
-                    f"`PER_REPLICA` in a job of {count} processes. Use "
+                    f"`PER_REPLICA` in a job of {mesh.num_processes} "
+                    "processes. Use "
                     "`InputReplicationMode.PER_WORKER`."
                 )
             count = mesh.num_replicas

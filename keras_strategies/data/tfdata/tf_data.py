@@ -105,6 +105,8 @@ class TfDataSource(Source):
       process_index: This process's place among them.
       seed: Any number, the same in all processes.
       policy: How they share it; None for what the dataset's options say.
+      copy: Which of the processes that read the same rows this one is; None
+        if there are no others.
 
     Attributes:
       plan: What was decided, for `Strategy.explain_input`.
@@ -125,6 +127,7 @@ class TfDataSource(Source):
         process_index: int,
         seed: int,
         policy: AutoShardPolicy | None = None,
+        copy: int | None = None,
     ) -> None:
         _check_elements(dataset.element_spec)
         self._process_index = process_index
@@ -148,8 +151,9 @@ class TfDataSource(Source):
             self.num_batches = count
         # Whether all processes must see the same, and can: functions may
         # draw, which changes rows but loses none.
-        self._is_shared = num_processes > 1 and not self.is_process_local
-        self._has_checksums = self._is_shared and (
+        is_shared = num_processes > 1 and not self.is_process_local
+        self._is_shared = is_shared or copy is not None
+        self._has_checksums = is_shared and (
             is_plain(dataset, with_functions=False)
             if graph is None
             else not changes_rows(graph)
@@ -160,6 +164,7 @@ class TfDataSource(Source):
             self._dataset, graph = split.dataset, split.graph
         if graph is not None and (
             num_processes > 1
+            or copy is not None
             or hints_of(graph)
             or (is_drawn(graph) and not has_variables(graph))
         ):
@@ -169,6 +174,7 @@ class TfDataSource(Source):
                 num_processes=num_processes,
                 process_index=process_index,
                 is_whole=not self.is_process_local,
+                copy=copy,
             )
             self._seed = seed
             self._epochs = self._make_epochs(graph, seed=seed)

@@ -122,6 +122,8 @@ class EpochDatasets:
       num_processes: Number of processes, for `SHARD_HINT`.
       process_index: This process's place among them.
       is_whole: Whether every process reads all rows, and so in one order.
+      copy: Which of the processes that read the same rows this one is; None
+        if there are no others.
       seeds: The shuffles' own, if they are not to be the graph's.
 
     Attributes:
@@ -137,6 +139,7 @@ class EpochDatasets:
         num_processes: int,
         process_index: int,
         is_whole: bool,
+        copy: int | None = None,
         seeds: list[list[int | None]] | None = None,
     ) -> None:
         self._dataset = dataset
@@ -147,6 +150,7 @@ class EpochDatasets:
         self._num_processes = num_processes
         self._process_index = process_index
         self._is_whole = is_whole
+        self._copy = copy
         self._caches: dict[str, tuple[Node, Any]] = {}
         self._served: list[Any] = []
         self._prepare(graph)
@@ -189,7 +193,8 @@ class EpochDatasets:
             scope.feed(node, 2, self._process_index)
         top = Scope(graph.node)
         parts = list(graph.node)
-        if not (self._is_whole and self._num_processes > 1):
+        is_alike = self._is_whole and self._num_processes > 1
+        if not is_alike and self._copy is None:
             # What is in front of a shard must have one order in all.
             parts = [
                 part
@@ -211,9 +216,10 @@ class EpochDatasets:
     def _prepare_cache(self, graph: Graph, top: Scope, node: Node) -> None:
         path = top.value(node, 1)
         if path is not None and path.item():
-            if self._num_processes > 1:
+            if self._num_processes > 1 or self._copy is not None:
                 # Each process writes the file; their rows may differ.
                 part = f".{self._process_index}-of-{self._num_processes}"
+                part += "" if self._copy is None else f".{self._copy}"
                 top.feed(node, 1, path.item() + part.encode())
             return
         if node.op != "CacheDatasetV2":

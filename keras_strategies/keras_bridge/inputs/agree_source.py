@@ -12,7 +12,7 @@ from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.cluster.exchange import message_forms
 from keras_strategies.cluster.exchange.host_exchange import Agreement
 from keras_strategies.data.raise_together import by_process, raise_together
-from keras_strategies.data.source import Source
+from keras_strategies.data.source import Source, data_checksum
 
 _T = TypeVar("_T")
 _MAX_NUMBER = 2**31 - 1
@@ -23,7 +23,14 @@ _NUMBER = {"number": message_forms.is_count}
 _MADE = message_forms.Either(
     (_FAILED, {"facts": dict, "seed": int | str | None})
 )
-_SHAPES = message_forms.Either((_FAILED, {"outlines": [str]}))
+_SHAPES = message_forms.Either(
+    (
+        _FAILED,
+        {"outlines": [str], "checksum": int | None},
+    )
+)
+
+_SAME = {"checksum": message_forms.is_count}
 
 
 def made_together(
@@ -77,8 +84,12 @@ def _made(
     raise_together(mesh, f"Preparing the data of {name}", received, error)
     _check_facts(mesh, name, [message["facts"] for message in received])
     assert source is not None
+    seeds = [message["seed"] for message in received]
     if not source.is_process_local:
-        source.restart(received[0]["seed"])
+        source.restart(seeds[0])
+    elif mesh.spans_processes:
+        # They read the same rows of their own.
+        source.restart(mesh.first_of_readers(seeds)[mesh.reader_index])
     return source
 
 
@@ -101,19 +112,22 @@ def made_alike(
         return make()
     agreement = Agreement(mesh.processes, f"making the values of {name}")
 
-    def outlined() -> tuple[list[Any], list[str]]:
+    def outlined() -> tuple[list[Any], dict[str, Any]]:
         nests = make()
-        return nests, [_shapes_of(nest) for nest in nests]
+        checksum = data_checksum(nests) if mesh.spans_processes else None
+        outlines = [_shapes_of(nest) for nest in nests]
+        return nests, {"outlines": outlines, "checksum": checksum}
 
     made, error, message = _tried(outlined)
     if made is not None:
-        message = {"outlines": made[1]}
+        message = made[1]
     try:
         received = _exchange(mesh, name, agreement, message, _SHAPES)
     finally:
         agreement.end()
     raise_together(mesh, f"Making the values of {name}", received, error)
-    outlines = [text for one in received for text in one["outlines"]]
+    of_readers = mesh.first_of_readers(received)
+    outlines = [text for one in of_readers for text in one["outlines"]]
     if len(set(outlines)) > 1:
         shown = ", ".join(
             f"{text} (replica {replica})"
@@ -126,8 +140,41 @@ def made_alike(
             "Make them alike: pad the rows, or distribute a dataset, whose "
             "batches may differ."
         )
+    _check_same_values(mesh, name, received)
     assert made is not None
     return made[0]
+
+
+def check_same_rows(mesh: ReplicaMesh, batch: Any) -> None:
+    """Compares a batch that every process was given. Collective.
+
+    Raises:
+      ValueError: processes that share replicas were given other rows.
+    """
+    name = "a call with one batch"
+    agreement = Agreement(mesh.processes, name)
+    message = {"checksum": data_checksum(batch)}
+    try:
+        received = _exchange(mesh, name, agreement, message, _SAME)
+    finally:
+        agreement.end()
+    _check_same_values(mesh, name, received)
+
+
+def _check_same_values(
+    mesh: ReplicaMesh, name: str, received: list[dict[str, Any]]
+) -> None:
+    checksums = [one["checksum"] for one in received]
+    of_process = dict(zip(mesh.processes, checksums, strict=True))
+    for group in mesh.readers:
+        if len({of_process[process] for process in group}) > 1:
+            raise ValueError(
+                "Processes that have cores of one replica give it the same "
+                f"values, in {name} too. Received: values of the checksums "
+                f"{by_process(mesh, checksums)}, where the processes "
+                f"{list(group)} share replicas. Make them the same in all "
+                "processes, and draw with one seed."
+            )
 
 
 def _tried(

@@ -114,12 +114,13 @@ def local_source(
       ValueError: a policy that the dataset has no use for.
     """
     places: dict[str, Any] = {
-        "num_processes": mesh.num_processes,
-        "process_index": mesh.process_index,
+        "num_processes": mesh.num_readers,
+        "process_index": mesh.reader_index,
         "seed": seed,
     }
     if is_tf_dataset(dataset):
-        return TfDataSource(dataset, policy=policy, **places)
+        copy = mesh.place_among_readers if mesh.spans_processes else None
+        return TfDataSource(dataset, policy=policy, copy=copy, **places)
     chosen = AutoShardPolicy.AUTO if policy is None else policy
     if isinstance(dataset, Source):
         if chosen is not AutoShardPolicy.AUTO:
@@ -143,7 +144,7 @@ def local_source(
         return TorchSource(dataset, policy=chosen, **places)
     if is_grain_dataset(dataset):
         return GrainSource(dataset, policy=chosen, **places)
-    is_process_local = mesh.num_processes > 1 and chosen is AutoShardPolicy.OFF
+    is_process_local = mesh.num_readers > 1 and chosen is AutoShardPolicy.OFF
     if chosen in (AutoShardPolicy.FILE, AutoShardPolicy.HINT):
         raise ValueError(
             f"`{chosen.name}` is a policy for datasets that read files with "

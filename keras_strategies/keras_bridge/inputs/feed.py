@@ -23,6 +23,7 @@ from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.data import batch_spec
 from keras_strategies.data.steps import Steps
 from keras_strategies.keras_bridge.inputs import keras_sources
+from keras_strategies.keras_bridge.inputs.agree_source import check_same_rows
 from keras_strategies.keras_bridge.inputs.choose_source import source_of_loop
 from keras_strategies.keras_bridge.inputs.feed_position import (
     Division,
@@ -355,8 +356,14 @@ def place_batch(batch: Tree, mesh: ReplicaMesh) -> Execution:
     """Moves one batch of a `*_on_batch` call to the devices.
 
     Every process gives the rows of all.
+
+    Raises:
+      ValueError: processes that share replicas give other rows.
     """
-    return place([whole_batch(keras_sources.host_batch(batch), mesh)], mesh)
+    batch = keras_sources.host_batch(batch)
+    if mesh.spans_processes:
+        check_same_rows(mesh, batch)
+    return place([whole_batch(batch, mesh)], mesh)
 
 
 _NO_ROWS = (

@@ -100,7 +100,8 @@ def sums_combined(fn: Callable[..., Any], step: StepContext) -> Any:
 def _are_sums_expensive(step: StepContext) -> bool:
     """Whether each array costs much; compilers elsewhere combine them."""
     mesh = step.facts.mesh
-    return mesh.platform == "cpu" and mesh.num_processes > 1
+    is_between = mesh.num_processes > 1 and mesh.num_replicas > 1
+    return mesh.platform == "cpu" and is_between
 
 
 def _with_losses(

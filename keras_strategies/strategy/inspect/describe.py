@@ -149,16 +149,19 @@ def draw_mesh(
     if is_many:
         # One process has the whole drawing to itself.
         num_shown = MAX_DEVICES_OF_PROCESS * (2 if len(groups) == 1 else 1)
-    heading = _heading(replicas, axis_name, model_axis, len(groups))
+    num_processes = len({process for ids, _ in groups for process in ids})
+    heading = _heading(replicas, axis_name, model_axis, num_processes)
     parts: list[RenderableType] = [heading]
     for group in abbreviate(groups, MAX_PROCESSES if is_many else len(groups)):
         if group is None:
             parts.append(Text("..."))
             continue
-        process_id, items = group
-        if len(groups) > 1:
+        process_ids, items = group
+        if num_processes > 1:
             count = counted(len(items), "replica")
-            parts.append(Text(f"process {process_id}: {count}"))
+            name = "process" if len(process_ids) == 1 else "processes"
+            ids = ", ".join(map(str, process_ids))
+            parts.append(Text(f"{name} {ids}: {count}"))
         boxes = [_box(item) for item in abbreviate(items, num_shown)]
         parts.append(Columns(boxes, padding=(0, 0)))
     return Group(*parts)
@@ -330,12 +333,13 @@ def _heading(
 
 def _by_process(
     replicas: Sequence[Sequence[jax.Device]],
-) -> list[tuple[int, list[tuple[int, Sequence[jax.Device]]]]]:
-    """Neighbours of one process together: [(process, [(replica, cores)])]."""
+) -> list[tuple[tuple[int, ...], list[tuple[int, Sequence[jax.Device]]]]]:
+    """Neighbours of the same processes: [(processes, [(replica, cores)])]."""
     grouped = itertools.groupby(
-        enumerate(replicas), key=lambda item: item[1][0].process_index
+        enumerate(replicas),
+        key=lambda item: tuple(sorted({d.process_index for d in item[1]})),
     )
-    return [(process_id, list(items)) for process_id, items in grouped]
+    return [(process_ids, list(items)) for process_ids, items in grouped]
 
 
 def _box(item: tuple[int, Sequence[jax.Device]] | None) -> RenderableType:

@@ -49,7 +49,8 @@ class InputExplanation:
     Attributes:
       facts: What is known of the dataset as a whole, in words.
       devices: Names of the devices, in the order of the replica ids.
-      num_processes: Number of processes, which hold equally many of them.
+      processes: Who reads rows of their own, each for equally many of them:
+        a process, or those that have cores of the same replicas.
       is_process_local: Whether each process has rows of its own, in no common
         order.
       batch_size: Rows of a whole batch of all processes, if known.
@@ -61,7 +62,7 @@ class InputExplanation:
 
     facts: dict[str, str]
     devices: tuple[str, ...]
-    num_processes: int = 1
+    processes: tuple[str, ...] = ("0",)
     is_process_local: bool = False
     batch_size: int | None = None
     whole: Shares | None = None
@@ -95,10 +96,11 @@ class InputExplanation:
                 table.add_column(width=_BAR)
         if self.files:
             table.add_column("files of the process")
-        for group in shown_replicas(len(self.devices), self.num_processes):
+        for group in shown_replicas(len(self.devices), len(self.processes)):
             process, replicas = group or (-1, [None])
             for i in replicas:
-                row: list[Any] = ["..." if process < 0 else str(process)]
+                name = "..." if process < 0 else self.processes[process]
+                row: list[Any] = [name]
                 if i is None:
                     table.add_row(*row, "...")
                     continue
@@ -183,12 +185,23 @@ def explain_input(
     return InputExplanation(
         facts=facts,
         devices=_places(mesh),
-        num_processes=mesh.num_processes,
+        processes=_readers(mesh),
         is_process_local=source.is_process_local,
         batch_size=size,
         whole=whole,
         last=last,
         files=files,
+    )
+
+
+def _readers(mesh: ReplicaMesh) -> tuple[str, ...]:
+    """The processes by their places; together, who read the same rows."""
+    if not mesh.spans_processes:
+        return tuple(map(str, range(mesh.num_processes)))
+    places = {process: i for i, process in enumerate(mesh.processes)}
+    return tuple(
+        ", ".join(str(places[process]) for process in group)
+        for group in mesh.readers
     )
 
 
@@ -283,7 +296,7 @@ def _files(
     summary: Summary, dataset: Any, mesh: ReplicaMesh, policy: _Policy | None
 ) -> tuple[tuple[str, ...] | None, ...]:
     """The files of each process; None for those not known here."""
-    files, count = dict(summary.files), mesh.num_processes
+    files, count = dict(summary.files), mesh.num_readers
     if isinstance(dataset, Files):
         is_drawn = dataset.window and dataset.seed is None
         if is_drawn and summary.applied is _Policy.FILE:
@@ -313,7 +326,7 @@ def _shares(
     if not size:
         return None, None
     if source.is_process_local:
-        return shares_of_own(size, mesh.num_replicas, mesh.num_processes), None
+        return shares_of_own(size, mesh.num_replicas, mesh.num_readers), None
     whole = shares_of_batch(size, size, mesh.num_replicas)
     rows, count = summary.num_rows, source.num_batches
     last = min(rows - (count - 1) * size, size) if rows and count else None

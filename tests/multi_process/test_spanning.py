@@ -1,0 +1,95 @@
+"""Replicas whose cores belong to several processes.
+
+The invariant: processes that have cores of one replica read the same rows, in
+the same order, and all numbers are those of one device.
+"""
+
+import jax
+import numpy as np
+import pytest
+
+from keras_strategies.testing import run_processes
+from tests.multi_process import spanning
+
+ROWS = [10 * k + i for k in range(8) for i in range(5 + k % 3)]
+
+
+@pytest.mark.parametrize(
+    ("processes", "devices", "width"),
+    [
+        (2, 2, 2),
+        pytest.param(2, 1, 2, marks=pytest.mark.slow),
+        pytest.param(4, 1, 2, marks=pytest.mark.slow),
+        pytest.param(4, 2, 2, marks=pytest.mark.slow),
+        pytest.param(4, 1, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_equals_one_device(processes, devices, width, tmp_path):
+    for k in range(8):
+        lines = (f"{row}\n" for row in ROWS if row // 10 == k)
+        (tmp_path / f"{k}.txt").write_text("".join(lines))
+    found = [
+        result.value
+        for result in run_processes(
+            "tests.multi_process.spanning:everything",
+            processes,
+            args=[width, str(tmp_path)],
+            devices_per_process=devices,
+            timeout_s=400,
+        )
+    ]
+    for process, result in enumerate(found):
+        for name in ("used", "looped"):
+            assert result[name] == found[0][name]
+        # Who shares replicas has the same of all.
+        assert result == found[process // width * width]
+    wanted = spanning.used(None)
+    for name, value in wanted.items():
+        close(found[0]["used"][name], value)
+    close(found[0]["used"]["loaded"], wanted["weights"])
+    close(found[0]["looped"], spanning.looped(None))
+    readers = processes // width
+    replicas = readers * devices
+    for reader, result in enumerate(found[::width]):
+        own = range(reader * devices, (reader + 1) * devices)
+        values = result["values"]
+        assert values["ids"] == list(own)
+        assert values["own"] == [[float(i)] * 2 for i in own]
+        assert values["sum"] == [sum(range(replicas))] * 2
+        assert values["gathered"] == np.repeat(range(replicas), 2).tolist()
+        assert values["bias"] == [["model"]] * devices
+    for epoch in range(2):
+        seen = [
+            row
+            for result in found[::width]
+            for step in result["files"][epoch]
+            for replica in step
+            for row in replica
+        ]
+        assert sorted(seen) == ROWS
+        assert seen != ROWS
+    assert found[0]["files"][0] != found[0]["files"][1]
+
+
+def close(actual, wanted):
+    for got, want in zip(
+        jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True
+    ):
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+
+
+def test_rows_that_differ_within_a_replica_are_refused():
+    results = run_processes(
+        "tests.multi_process.spanning:errors",
+        2,
+        args=[2],
+        devices_per_process=3,
+        timeout_s=300,
+    )
+    for result in results:
+        found = result.value
+        for name in ("generator", "on_batch", "values"):
+            assert found[name].startswith("ValueError: Processes that have")
+            assert "[0, 1] share replicas" in found[name]
+        assert "in step 1 8 rows of checksum" in found["generator"]
+        assert "cores of the same replicas" in found["shares"]
