@@ -1,5 +1,6 @@
 """Replicas whose cores belong to several processes; run in each of them."""
 
+import functools
 import pathlib
 import warnings
 
@@ -61,6 +62,7 @@ def compiled(optimizer=None):
     return model
 
 
+@functools.cache
 def used(strategy, folder=None):
     """What the loops of a model return, and its weights."""
     with strategy.scope() if strategy else warnings.catch_warnings():
@@ -95,6 +97,7 @@ def used(strategy, folder=None):
     return found
 
 
+@functools.cache
 def looped(strategy):
     """A loop of one's own over uneven batches, and values of each replica."""
     with strategy.scope() if strategy else warnings.catch_warnings():
