@@ -1,14 +1,15 @@
 """Values with one component for each replica."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.mesh import GROUPS, ReplicaMesh
 
 STACKED = "stacked"
 """Component i is entry i of the first dimension."""
@@ -194,20 +195,31 @@ jax.tree_util.register_pytree_node(
 
 
 def _copies(array: Any) -> tuple[Any, ...]:
+    """What each replica of this process holds of an array, on its cores."""
     sharding = array.sharding
-    devices = sharding.mesh.devices if hasattr(sharding, "mesh") else None
-    if devices is None or devices.ndim < 2:
+    if not isinstance(sharding, NamedSharding):
         return tuple(data for _, data in local_shards(array))
+    mesh, spec = sharding.mesh, sharding.spec
+    names, devices = mesh.axis_names, np.asarray(mesh.devices)
+    num_axes = 2 if names[0] == GROUPS and len(names) > 1 else 1
     held = {shard.device: shard.data for shard in array.addressable_shards}
-    axes = sharding.mesh.axis_names[1:]
-    local = [cores for cores in devices if cores.flat[0] in held]
-    if sharding.is_fully_replicated:
+    replicas = devices.reshape(-1, *devices.shape[num_axes:])
+    local = [cores for cores in replicas if cores.flat[0] in held]
+    of_cores = [a if a in names[num_axes:] else None for a in spec]
+    if not any(of_cores):
         return tuple(held[cores.flat[0]] for cores in local)
-    # Divided over the replica's cores: it is whole on all of them.
+    # Divided over the replica's cores: all of them together hold its part.
+    part = held[local[0].flat[0]].shape
+    shape = [
+        size if axis is None else size * mesh.shape[axis]
+        for size, axis in itertools.zip_longest(part, of_cores)
+    ]
     return tuple(
         jax.make_array_from_single_device_arrays(
-            array.shape,
-            NamedSharding(Mesh(cores, axes), sharding.spec),
+            tuple(shape),
+            NamedSharding(
+                Mesh(cores, names[num_axes:]), PartitionSpec(*of_cores)
+            ),
             [held[device] for device in cores.flat],
         )
         for cores in local
