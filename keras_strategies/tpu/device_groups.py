@@ -100,18 +100,18 @@ def _grouped(replicas: Any, shards: int | None) -> tuple[list[Any], int]:
         if all(_is_in_one(replica, origin, box) for replica in replicas)
     }
     of_chip = replicas.size // len(set(map(chip_of, replicas.flat)))
-    fit = [count for count in boxes if count * cores <= _MOST * of_chip]
-    shards = max(fit, default=size) if shards is None else shards
-    if shards == size:
-        return [replicas], shards
-    if shards not in boxes:
+    fit = [n for n in boxes if n * cores <= _MOST * of_chip]
+    count = max(fit, default=size) if shards is None else shards
+    if count == size:
+        return [replicas], count
+    if count not in boxes:
         raise ValueError(
             "On TPUs a group that divides variables is a box of whole hosts, "
             "with all cores of its replicas. Received: "
-            f"shards={shards} of slices with {size} replicas. "
+            f"shards={count} of slices with {size} replicas. "
             f"Choose one of {sorted(boxes)}, or None."
         )
-    return _groups(replicas, boxes[shards]), shards
+    return _groups(replicas, boxes[count]), count
 
 
 def _boxes(devices: Sequence[jax.Device]) -> Iterator[tuple[int, Cell]]:
