@@ -132,7 +132,8 @@ class Partitions:
       layout_map: Maps paths of variables, or regular expressions that match a
         whole path, to the axes of their dimensions: the mesh's model axis or
         None. A `keras.distribution.LayoutMap`, of whose layouts only the axes
-        count, or a dict of tuples.
+        count, or a dict of tuples, and of functions of a shape that return
+        them.
       partitioning: Which variables the replicas divide among them, along
         other dimensions than their cores.
 
@@ -149,7 +150,7 @@ class Partitions:
     ) -> None:
         self._mesh = mesh
         self._partitioning = partitioning
-        self._map = keras.distribution.LayoutMap(None)
+        self._map: dict[str, Any] = {}
         if layout_map is None:
             layout_map = {}
         if not isinstance(layout_map, Mapping):
@@ -160,7 +161,11 @@ class Partitions:
             )
         for path in layout_map:
             _check_path(path)
-            self._map[path] = self._axes_of(path, layout_map[path])
+            layout = layout_map[path]
+            is_function = callable(layout) and not hasattr(layout, "axes")
+            self._map[path] = (
+                layout if is_function else self._axes_of(path, layout)
+            )
         self._has_cores = self._mesh.cores_per_replica > 1
         self._shardings: dict[Axes, NamedSharding] = {}
 
@@ -178,7 +183,7 @@ class Partitions:
         Raises:
           ValueError: a layout that a variable cannot have, or two for one.
         """
-        has_map = len(self._map) > 0 and self._has_cores
+        has_map = bool(self._map) and self._has_cores
         if not has_map and self._partitioning is None:
             return
         variables = list(variables)
@@ -203,10 +208,12 @@ class Partitions:
     def _axes_over_cores(self, variable: keras.Variable) -> Axes:
         """What a variable's dimensions are divided over by the layout map."""
         shape, cores = variable.shape, self._mesh.cores_per_replica
-        layout = self._map[variable.path] if self._has_cores else None
-        if layout is None:
+        path = self._pattern_of(variable.path) if self._has_cores else None
+        if path is None:
             return (None,) * len(shape)
-        axes = tuple(layout.axes)
+        axes = self._map[path]
+        if callable(axes):
+            axes = self._axes_of(path, axes(tuple(shape)))
         is_possible = len(axes) == len(shape) and all(
             axis is None or size % cores == 0
             for axis, size in zip(axes, shape, strict=True)
@@ -220,6 +227,18 @@ class Partitions:
                 f"{cores} cores. Change its entry in `layout_map`."
             )
         return axes
+
+    def _pattern_of(self, path: str) -> str | None:
+        """The map's key for a variable; None if there is none."""
+        if path in self._map:
+            return path
+        found = [key for key in self._map if re.fullmatch(key, path)]
+        if len(found) > 1:
+            raise ValueError(
+                "A variable has one entry in `layout_map`. Received: variable "
+                f"{path!r}, which {found} match. Change one of them."
+            )
+        return found[0] if found else None
 
     def _place(
         self,
