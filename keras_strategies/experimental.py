@@ -18,6 +18,7 @@ _MODULES = {
     "SlotsOnly": "keras_bridge.variables.partitioners",
     "TPUStrategy": "strategy.tpu",
     "ValueContext": "strategy.replica_context",
+    "transformer_layout": "keras_bridge.variables.transformer_layout",
 }
 
 __getattr__, __dir__ = _lazy_names(

@@ -6,6 +6,9 @@ from keras_strategies.keras_bridge.variables.partitioners import (
 from keras_strategies.keras_bridge.variables.partitioners import (
     SlotsOnly as SlotsOnly,
 )
+from keras_strategies.keras_bridge.variables.transformer_layout import (
+    transformer_layout as transformer_layout,
+)
 from keras_strategies.strategy.multi_worker import (
     MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
 )

@@ -163,6 +163,7 @@ def test_names_of_experimental():
         "SlotsOnly",
         "TPUStrategy",
         "ValueContext",
+        "transformer_layout",
     }
     for name in names:
         assert getattr(ks.experimental, name).__doc__, name

@@ -23,10 +23,11 @@ from keras_strategies._core.jaxprs.marked_updates import (
     collected_updates,
     update_of,
 )
-from keras_strategies._core.jaxprs.specs import Divided, Spec
+from keras_strategies._core.jaxprs.specs import Divided, Placed, Spec
 from keras_strategies._core.jaxprs.stages import acts, has_references
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import (
+    ShardExchange,
     all_max,
     all_sum,
     replica_map,
@@ -52,7 +53,9 @@ def divided_map(
         `Divided` there is equal on all replicas.
     """
     if not any(isinstance(s, Divided) for s in jax.tree.leaves(in_specs)):
-        return replica_map(fn, mesh, in_specs=in_specs, out_specs=out_specs)
+        # What cores alone divide is whole to a mapped function.
+        manual = jax.tree.map(_manual, (in_specs, out_specs), is_leaf=_is_spec)
+        return replica_map(fn, mesh, in_specs=manual[0], out_specs=manual[1])
 
     def mapped(*args: Any) -> Any:
         given, structure = jax.tree.flatten(args)
@@ -66,7 +69,7 @@ def divided_map(
             results[:] = [result, _flat(of_all, outputs)]
             return found
 
-        whole = [whole_spec() if isinstance(s, Divided) else s for s in specs]
+        whole = [whole_spec() if isinstance(s, Placed) else s for s in specs]
         replicated = replica_map(
             flat, mesh, in_specs=tuple(whole), out_specs=whole_spec()
         )
@@ -254,12 +257,10 @@ class _Cut:
         wanted = list(plan.values())
 
         def section(*given: Any) -> list[Any]:
-            values = Values(
-                self._jaxpr, self._mesh.axis, self._mesh.replica_axes[:-1]
-            )
+            values = Values(self._jaxpr, ShardExchange(self._mesh))
             for variable, value, spec in zip(inputs, given, specs, strict=True):
                 if isinstance(spec, Divided):
-                    values.set_shard(variable, value, spec.dim)
+                    values.set_shard(variable, value, spec)
                 else:
                     is_own = variable not in self._specs
                     values.set_whole(variable, value[0] if is_own else value)
@@ -298,7 +299,7 @@ class _Cut:
             elif want.how == "own":
                 results[i] = jnp.asarray(values.whole(variable))[None]
             elif isinstance(want.spec, Divided):
-                results[i] = values.shard(variable, want.spec.dim)
+                results[i] = values.shard(variable, want.spec)
             else:
                 results[i] = values.whole(variable)
         whole = [values.whole(wanted[i][0]) for i in summed]
@@ -323,7 +324,7 @@ class _Cut:
 
     def _constrained(self, value: Any, spec: Spec) -> Any:
         sharding = self._mesh.whole
-        if isinstance(spec, Divided):
+        if isinstance(spec, Placed):
             sharding = spec.sharding
         return jax.lax.with_sharding_constraint(value, sharding)
 
@@ -345,4 +346,4 @@ def _operands(equation: Any, update: Update) -> list[tuple[Any, _Want]]:
 
 
 def _manual(spec: Spec) -> Any:
-    return spec.spec if isinstance(spec, Divided) else spec
+    return spec.spec if isinstance(spec, Placed) else spec

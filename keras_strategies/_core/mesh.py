@@ -14,7 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from keras_strategies._core.jaxprs.specs import Axis
 from keras_strategies._core.open_shardings import leave_out_open_constraints
 
-_GROUPS = "group"
+GROUPS = "group"
+"""Name of the axis of groups of replicas that divide variables."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,7 +148,7 @@ class ReplicaMesh:
     def replica_axes(self) -> tuple[str, ...]:
         """The axes that the replicas lie on: of their groups, and in one."""
         is_one_group = self.shards in (None, self.num_replicas)
-        return (self.axis,) if is_one_group else (_GROUPS, self.axis)
+        return (self.axis,) if is_one_group else (GROUPS, self.axis)
 
     @property
     def all_replicas(self) -> Axis:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from keras_strategies._core.buffers import Buffering, packed, unpacked
 from keras_strategies._core.jaxprs import replay, stages
 from keras_strategies._core.jaxprs.lockstep import Turn
-from keras_strategies._core.jaxprs.specs import Axis
+from keras_strategies._core.jaxprs.specs import Axis, Divided
 from keras_strategies._core.mesh import ReplicaMesh
 
 Tree = Any
@@ -39,6 +39,72 @@ def replica_map(
         out_specs=out_specs,
         check_vma=False,
     )
+
+
+class ShardExchange:
+    """Gathers and scatters values that replicas divide (`divided_values`).
+
+    Of replicas of several cores each core sends what it holds: XLA by itself
+    would gather over the cores first, and send whole arrays.
+
+    Args:
+      mesh: The replicas.
+    """
+
+    def __init__(self, mesh: ReplicaMesh) -> None:
+        self._mesh = mesh
+
+    def gather(self, shard: jax.Array, spec: Divided) -> jax.Array:
+        """The whole value, of this replica's shard."""
+        axis = self._mesh.axis
+
+        def gather(part: jax.Array) -> jax.Array:
+            return jax.lax.all_gather(part, axis, axis=spec.dim, tiled=True)
+
+        return self._by_core(gather, spec)(shard)
+
+    def scatter(self, value: jax.Array, spec: Divided) -> jax.Array:
+        """This replica's shard of the replicas' values, summed."""
+        *groups, axis = self._mesh.replica_axes
+
+        def scatter(part: jax.Array) -> jax.Array:
+            sent = part.astype(spec.sum_dtype or part.dtype)
+            shard = jax.lax.psum_scatter(
+                sent, axis, scatter_dimension=spec.dim, tiled=True
+            )
+            if groups:
+                shard = jax.lax.psum(shard, tuple(groups))
+            return shard.astype(part.dtype)
+
+        return self._by_core(scatter, spec)(value)
+
+    def cut(self, whole: jax.Array, spec: Divided) -> jax.Array:
+        """This replica's shard of a value that all have."""
+        size = whole.shape[spec.dim] // jax.lax.axis_size(self._mesh.axis)
+        start = jax.lax.axis_index(self._mesh.axis) * size
+        return jax.lax.dynamic_slice_in_dim(whole, start, size, spec.dim)
+
+    def _by_core(
+        self, fn: Callable[[jax.Array], jax.Array], spec: Divided
+    ) -> Callable[[jax.Array], jax.Array]:
+        """A replica's function, mapped over its cores; they keep their parts.
+
+        Args:
+          fn: Does not look along the dimension that the cores divide.
+          spec: Of the array.
+        """
+        if self._mesh.cores_per_replica == 1:
+            return fn
+        model = self._mesh.model_axis
+        axes = [a if a == model else None for a in spec.sharding.spec]
+        cores = PartitionSpec(*axes)
+        return jax.shard_map(
+            fn,
+            axis_names={model},
+            in_specs=cores,
+            out_specs=cores,
+            check_vma=False,
+        )
 
 
 def whole_spec() -> PartitionSpec:

@@ -31,10 +31,12 @@ class TPUStrategy(CompileOnly):
         same rows. None: each core is a replica.
       layout_map: Which variables a replica divides over its cores: a
         `keras.distribution.LayoutMap`, or a dict, from paths of variables or
-        regular expressions to tuples of None and "model". Others are whole on
-        every core. Not in tf, where `experimental_split_to_logical_devices`
-        divides tensors.
-      variable_partitioner: Which variables the replicas divide among them:
+        regular expressions to tuples of None and "model", or to functions of
+        a shape that return them. Others are whole on every core. See
+        `ks.experimental.transformer_layout`. Not in tf, where
+        `experimental_split_to_logical_devices` divides tensors.
+      variable_partitioner: Which variables the replicas divide among them,
+        along other dimensions than their cores:
         `ks.experimental.FullySharded()`, `ks.experimental.SlotsOnly()`, or a
         function of a variable's path, shape and dtype that returns a
         dimension, or None to leave it whole. None: each holds all.

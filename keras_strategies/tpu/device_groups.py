@@ -8,8 +8,10 @@ all-reduces of whole arrays, and of other sets of chips XLA compiles none.
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
+import numpy as np
 
 from keras_strategies.tpu.coordinates import (
     box_of,
@@ -47,25 +49,69 @@ def grouped_device_order(
     slices: dict[int, list[jax.Device]] = {}
     for device in ordered:
         slices.setdefault(slice_of(device), []).append(device)
-    size = len(next(iter(slices.values())))
-    if shards is not None and shards % size == 0:
-        return ordered, shards
     found: list[jax.Device] = []
     for of_slice in slices.values():
-        boxes = dict(_boxes(of_slice))
-        if shards is None:
-            cores = size // len({chip_of(d) for d in of_slice})
-            most = [n for n in boxes if n <= _MOST * cores]
-            shards = max(most, default=size)
-        if shards not in boxes:
-            raise ValueError(
-                "On TPUs a group that divides variables is a box of whole "
-                f"hosts. Received: shards={shards} of slices with {size} "
-                f"devices. Choose one of {sorted(boxes)}, or None."
-            )
-        for group in _groups(of_slice, boxes[shards]):
-            found += default_device_order(group)
+        replicas = np.array(of_slice, dtype=object)[:, None]
+        groups, shards = _grouped(replicas, shards)
+        if len(groups) == 1:
+            # In the order that all devices have.
+            found += of_slice
+            continue
+        for group in groups:
+            found += default_device_order(group.flat)
     return tuple(found), shards
+
+
+def grouped_replicas(
+    replicas: Any, shards: int | None
+) -> tuple[Any, int | None]:
+    """As `grouped_device_order`, of replicas of several cores in one slice.
+
+    Args:
+      replicas: Their devices, (replicas, cores).
+      shards: How many replicas a group has.
+
+    Returns:
+      The replicas, those of a group after each other, and their number.
+
+    Raises:
+      ValueError: no boxes of so many replicas fill the slice.
+    """
+    if not all(map(has_coordinates, replicas.flat)):
+        return replicas, shards
+    groups, shards = _grouped(replicas, shards)
+    return np.concatenate(groups), shards
+
+
+def _grouped(replicas: Any, shards: int | None) -> tuple[list[Any], int]:
+    """The replicas of each group in a slice, and how many a group has.
+
+    Args:
+      replicas: Their devices, (replicas, cores).
+      shards: How many replicas a group has; None for the default.
+    """
+    size, cores = replicas.shape
+    if shards is not None and shards % size == 0:
+        return [replicas], shards
+    origin, _ = box_of([chip_of(device) for device in replicas.flat])
+    boxes = {
+        count // cores: box
+        for count, box in _boxes(list(replicas.flat))
+        if all(_is_in_one(replica, origin, box) for replica in replicas)
+    }
+    of_chip = replicas.size // len(set(map(chip_of, replicas.flat)))
+    fit = [n for n in boxes if n * cores <= _MOST * of_chip]
+    count = max(fit, default=size) if shards is None else shards
+    if count == size:
+        return [replicas], count
+    if count not in boxes:
+        raise ValueError(
+            "On TPUs a group that divides variables is a box of whole hosts, "
+            "with all cores of its replicas. Received: "
+            f"shards={count} of slices with {size} replicas. "
+            f"Choose one of {sorted(boxes)}, or None."
+        )
+    return _groups(replicas, boxes[count]), count
 
 
 def _boxes(devices: Sequence[jax.Device]) -> Iterator[tuple[int, Cell]]:
@@ -104,16 +150,24 @@ def _boxes(devices: Sequence[jax.Device]) -> Iterator[tuple[int, Cell]]:
         yield math.prod(box) * cores, box
 
 
-def _groups(devices: Sequence[jax.Device], box: Cell) -> list[list[jax.Device]]:
-    """The devices of each box, in the order of the boxes."""
-    origin, _ = box_of([chip_of(device) for device in devices])
-    groups: dict[Cell, list[jax.Device]] = {}
-    for device in devices:
-        place = tuple(
-            (at - start) // side
-            for at, start, side in zip(
-                chip_of(device), origin, box, strict=True
-            )
-        )
-        groups.setdefault(place, []).append(device)
-    return [groups[place] for place in sorted(groups)]
+def _groups(replicas: Any, box: Cell) -> list[Any]:
+    """The replicas in each box, in the order of the boxes."""
+    origin, _ = box_of([chip_of(device) for device in replicas.flat])
+    groups: dict[Cell, list[Any]] = {}
+    for replica in replicas:
+        place = _place(replica[0], origin, box)
+        groups.setdefault(place, []).append(replica)
+    return [np.array(groups[place]) for place in sorted(groups)]
+
+
+def _is_in_one(replica: Any, origin: Cell, box: Cell) -> bool:
+    """Whether all cores of a replica lie in one box."""
+    return len({_place(device, origin, box) for device in replica}) == 1
+
+
+def _place(device: jax.Device, origin: Cell, box: Cell) -> Cell:
+    """Which of the boxes that fill a slice a device is in."""
+    return tuple(
+        (at - start) // side
+        for at, start, side in zip(chip_of(device), origin, box, strict=True)
+    )

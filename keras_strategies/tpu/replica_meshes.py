@@ -14,7 +14,10 @@ from keras_strategies.tpu.device_assignment import (
     DeviceAssignment,
     replica_mesh_devices,
 )
-from keras_strategies.tpu.device_groups import grouped_device_order
+from keras_strategies.tpu.device_groups import (
+    grouped_device_order,
+    grouped_replicas,
+)
 from keras_strategies.tpu.device_order import default_device_order
 from keras_strategies.tpu.topology import Topology
 from keras_strategies.tpu.topology_devices import devices_by_name
@@ -51,7 +54,7 @@ def mesh_of_devices(
       partitioner: Says which variables groups of replicas divide, or None.
     """
     if assignments is not None:
-        return mesh_of_assignments(assignments)
+        return mesh_of_assignments(assignments, partitioner)
     devices = jax.devices() if resolver is None else resolver.devices()
     return _mesh_of_cores(devices, partitioner)
 
@@ -81,18 +84,21 @@ def mesh_of_topology(
         replica_mesh_devices(_filling(part, computation_shape))
         for part in _slices(devices)
     ]
-    ordered, cores = _in_order(np.concatenate(blocks))
-    return ReplicaMesh(
-        devices=ordered, cores_per_replica=cores, is_abstract=True
-    )
+    return _mesh_of_blocks(blocks, partitioner, is_abstract=True)
 
 
-def mesh_of_assignments(assignments: Assignments) -> ReplicaMesh:
+def mesh_of_assignments(
+    assignments: Assignments, partitioner: Any = None
+) -> ReplicaMesh:
     """The mesh of an assignment, or of one for each slice.
 
-    The replicas of a process follow each other: where an assignment's do not,
-    they are sorted by processes, else in its order. So do those of processes
-    that share replicas.
+    The replicas of a process follow each other, as do those of processes that
+    share replicas, and those that divide variables: where an assignment's do
+    not, they are sorted, else in its order.
+
+    Args:
+      assignments: The assignment, or one for each slice.
+      partitioner: Says which variables groups of replicas divide, or None.
 
     Raises:
       ValueError: an assignment without devices, or of other replicas than the
@@ -117,9 +123,23 @@ def mesh_of_assignments(assignments: Assignments) -> ReplicaMesh:
             f"{[a.num_cores_per_replica for a in assignments]}. Build all "
             "with one `computation_shape`."
         )
-    devices = np.concatenate([replica_mesh_devices(a) for a in assignments])
-    ordered, cores = _in_order(devices)
-    return ReplicaMesh(devices=ordered, cores_per_replica=cores)
+    return _mesh_of_blocks(map(replica_mesh_devices, assignments), partitioner)
+
+
+def _mesh_of_blocks(
+    blocks: Iterable[Any], partitioner: Any, **kwargs: Any
+) -> ReplicaMesh:
+    """The mesh of the devices of each slice, (replicas, cores)."""
+    shards = getattr(partitioner, "shards", None)
+    parts = []
+    for part in blocks:
+        if partitioner is not None:
+            part, shards = grouped_replicas(part, shards)
+        parts.append(part)
+    ordered, cores = _in_order(np.concatenate(parts))
+    return ReplicaMesh(
+        devices=ordered, cores_per_replica=cores, shards=shards, **kwargs
+    )
 
 
 def _in_order(devices: Any) -> tuple[tuple[jax.Device, ...], int]:

@@ -21,7 +21,7 @@ from tests.checkpoint.runs import Interrupted, assert_equal
 
 LAYOUTS = (
     *("sharded8", "sharded4", "sharded2", "sharded8x2"),
-    *("slots4", "mirrored8", "one"),
+    *("slots4", "mirrored8", "one", "both2x2", "both4x2x2"),
 )
 QUICK = {
     ("sharded8", "sharded8"),
@@ -29,6 +29,7 @@ QUICK = {
     ("sharded8", "mirrored8"),
     ("mirrored8", "sharded8x2"),
     ("slots4", "one"),
+    ("both2x2", "sharded4"),
 }
 PAIRS = [
     pytest.param(

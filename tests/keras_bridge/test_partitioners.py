@@ -7,6 +7,7 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.keras_bridge.variables.partitioners import Partitioning
+from tests.parity.one_device import of_cores
 
 FullySharded = ks.experimental.FullySharded
 SlotsOnly = ks.experimental.SlotsOnly
@@ -23,8 +24,8 @@ def strategy_of(partitioner, count=4):
     )
 
 
-def specs_of(partitioner, count=4, units=16):
-    strategy = strategy_of(partitioner, count)
+def specs_of(partitioner, count=4, units=16, make=strategy_of):
+    strategy = make(partitioner, count)
     with strategy.scope():
         model = keras.Sequential(
             [
@@ -175,12 +176,49 @@ def test_tfs_partitioners():
         ks.experimental.partitioners  # noqa: B018
 
 
-def test_not_together_with_a_layout_map():
-    with pytest.raises(ValueError, match="Give one of them"):
-        ks.TPUStrategy(
-            layout_map={".*/kernel": (None, "model")},
-            variable_partitioner=FullySharded(),
-        )
+LAYOUT_MAP = {
+    ".*one/kernel": (None, "model"),
+    ".*one/bias": ("model",),
+    ".*two/kernel": ("model", None),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "weight", "slot"),
+    [
+        (FullySharded, ("replica", "model"), ("replica", "model")),
+        (SlotsOnly, (None, "model"), ("replica", "model")),
+    ],
+)
+def test_replicas_divide_what_cores_leave(kind, weight, slot):
+    def of_both(partitioner, count):
+        return of_cores(count, 2, LAYOUT_MAP, partitioner)
+
+    found = specs_of(kind(min_size=1), 2, units=16, make=of_both)
+    assert found["one/kernel"] == weight
+    assert found["net_one_kernel_momentum"] == slot
+    # Of one dimension, which the cores divide.
+    assert found["one/bias"] == ("model",)
+    assert found["net_one_bias_velocity"] == ("model",)
+    # The second is not a multiple.
+    assert found["two/kernel"] == ("model", None)
+    is_sharded = kind is FullySharded
+    assert found["norm/gamma"] == (("replica",) if is_sharded else ())
+    assert found["net_norm_gamma_momentum"] == ("replica",)
+    assert found["two/bias"] == ()
+
+
+def test_a_function_may_not_name_a_dimension_of_the_cores():
+    def last(path, shape, dtype):
+        return 1 if path.endswith("one/kernel") else None
+
+    with (
+        of_cores(2, 2, LAYOUT_MAP, last).scope(),
+        pytest.raises(ValueError, match="over the replicas, or over") as error,
+    ):
+        keras.layers.Dense(16, name="one").build((None, 6))
+    assert "one/kernel" in str(error.value)
+    assert "'model'" in str(error.value)
 
 
 def test_a_groups_default_size():

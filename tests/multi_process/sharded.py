@@ -1,5 +1,6 @@
 """Training with divided variables, in several processes."""
 
+import jax
 import keras
 import numpy as np
 
@@ -26,9 +27,25 @@ def compiled(optimizer="adam"):
     return model
 
 
-def made(shards):
+def made(shards, cores=1):
     partitioner = ks.experimental.FullySharded(shards, min_size=1)
-    return ks.MultiWorkerMirroredStrategy(variable_partitioner=partitioner)
+    if cores == 1:
+        return ks.MultiWorkerMirroredStrategy(variable_partitioner=partitioner)
+    topology = ks.tpu.experimental.Topology.from_devices(jax.devices())
+    assignment = ks.tpu.experimental.DeviceAssignment.build(
+        topology,
+        [cores, 1, 1, 1],
+        num_replicas=len(jax.devices()) // cores,
+    )
+    return ks.TPUStrategy(
+        device_assignment=assignment,
+        layout_map={".*/kernel": _last_over_cores},
+        variable_partitioner=partitioner,
+    )
+
+
+def _last_over_cores(shape):
+    return (None, "model") if shape[1] % 2 == 0 else (None, None)
 
 
 def first_weights(model):
@@ -40,9 +57,9 @@ def first_weights(model):
     ]
 
 
-def fitted(optimizer, shards, batch_size=8):
+def fitted(optimizer, shards, batch_size=8, cores=1):
     """Weights and losses after two epochs."""
-    strategy = made(shards)
+    strategy = made(shards, cores)
     with strategy.scope():
         model = compiled(optimizer)
     model.set_weights(first_weights(model))

@@ -8,11 +8,11 @@ from keras_strategies.testing import run_processes
 from tests.multi_process import sharded
 
 
-def check(optimizer, num_processes, devices, shards):
+def check(optimizer, num_processes, devices, shards, cores=1):
     results = run_processes(
         "tests.multi_process.sharded:fitted",
         num_processes,
-        args=[optimizer, shards],
+        args=[optimizer, shards, 8, cores],
         devices_per_process=devices,
     )
     values = [result.value for result in results]
@@ -55,6 +55,12 @@ def test_two_processes_equal_one_device(shards):
 )
 def test_more_equal_one_device(optimizer, num_processes, devices, shards):
     check(optimizer, num_processes, devices, shards)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("optimizer", "shards"), [("sgd", 4), ("lamb", 2)])
+def test_cores_and_replicas_of_two_processes_divide(optimizer, shards):
+    check(optimizer, 2, 4, shards, cores=2)
 
 
 @pytest.mark.parametrize(

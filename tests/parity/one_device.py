@@ -20,7 +20,7 @@ PAIRS = ((64, 16), (70, 16), (250, 64), (10, 4), (3, 8), (13, 5))
 STRATEGIES = ("mirrored1", "mirrored2", "mirrored3", "mirrored8", "one", "tpu")
 
 
-def make_strategy(name: str) -> ks.Strategy:
+def make_strategy(name: str, layout_map: Any = None) -> ks.Strategy:
     """A strategy by its name in the test's id."""
     if name == "one":
         return ks.OneDeviceStrategy("cpu:1")
@@ -28,13 +28,9 @@ def make_strategy(name: str) -> ks.Strategy:
         return ks.TPUStrategy()
     if name.startswith("tpu"):
         replicas, cores = map(int, name.removeprefix("tpu").split("x"))
-        topology = ks.tpu.experimental.Topology.from_devices(
-            jax.devices()[: replicas * cores]
-        )
-        assignment = ks.tpu.experimental.DeviceAssignment.build(
-            topology, [cores, 1, 1, 1], num_replicas=replicas
-        )
-        return ks.TPUStrategy(device_assignment=assignment)
+        return of_cores(replicas, cores, layout_map)
+    if name.startswith("both"):
+        return _dividing_twice(name, layout_map)
     if name.startswith(("sharded", "slots")):
         return _dividing(name)
     count = int(name.removeprefix("mirrored"))
@@ -51,6 +47,36 @@ def _dividing(name: str) -> ks.Strategy:
     partitioner = kind(int(shards) if shards else None, min_size=1)
     devices = jax.devices()[: int(count)]
     return ks.MirroredStrategy(devices, variable_partitioner=partitioner)
+
+
+def of_cores(
+    replicas: int, cores: int, layout_map: Any = None, partitioner: Any = None
+) -> ks.Strategy:
+    """Replicas of several cores."""
+    topology = ks.tpu.experimental.Topology.from_devices(
+        jax.devices()[: replicas * cores]
+    )
+    assignment = ks.tpu.experimental.DeviceAssignment.build(
+        topology, [cores, 1, 1, 1], num_replicas=replicas
+    )
+    return ks.TPUStrategy(
+        device_assignment=assignment,
+        layout_map=layout_map,
+        variable_partitioner=partitioner,
+    )
+
+
+def _dividing_twice(name: str, layout_map: Any) -> ks.Strategy:
+    """`both4x2x2`: four replicas of two cores; all is divided over the cores,
+    and over the replicas in groups of two; of `bothslots...` slots alone."""
+    kind = ks.experimental.FullySharded
+    if name.startswith("bothslots"):
+        kind = ks.experimental.SlotsOnly
+    numbers = name.removeprefix("both").removeprefix("slots")
+    replicas, cores, *shards = map(int, numbers.split("x"))
+    layout_map = layout_map or {".*dense.*/kernel": (None, "model")}
+    partitioner = kind(*shards, min_size=1)
+    return of_cores(replicas, cores, layout_map, partitioner)
 
 
 class Trained:
@@ -135,6 +161,7 @@ def check(
     strategy: str,
     pairs: Any = PAIRS,
     seen: tuple[str, ...] = ("evaluate", "predict"),
+    layout_map: Any = None,
 ) -> keras.Model:
     """Asserts that a strategy gives one device's numbers; for all pairs.
 
@@ -142,7 +169,7 @@ def check(
     """
     case = CASES[name]
     wanted = {pair: expected(name, *pair, seen) for pair in pairs}
-    with make_strategy(strategy).scope():
+    with make_strategy(strategy, layout_map).scope():
         trained = Trained(case)
     # With one replica nothing is gathered, so nothing is warned of.
     is_alone = (

@@ -1,7 +1,8 @@
 """Replicas of several cores, with divided variables: one device's numbers.
 
-Models whose variables are divided over a replica's cores train, evaluate and
-predict as on one device, with batches the replicas share evenly and others.
+Models whose variables are divided over a replica's cores, and also over the
+replicas, train, evaluate and predict as on one device, with batches the
+replicas share evenly and others.
 """
 
 import functools
@@ -17,19 +18,9 @@ from keras_strategies.keras_bridge.variables.model_variables import (
 )
 from keras_strategies.testing import assert_replicated
 from tests.parity.cases import CASES
-from tests.parity.one_device import check
+from tests.parity.one_device import check, make_strategy, of_cores
 
 layers = keras.layers
-DeviceAssignment = ks.tpu.experimental.DeviceAssignment
-Topology = ks.tpu.experimental.Topology
-
-
-def tpu_strategy(replicas, cores, layout_map=None):
-    topology = Topology.from_devices(jax.devices()[: replicas * cores])
-    assignment = DeviceAssignment.build(
-        topology, [cores, 1, 1, 1], num_replicas=replicas
-    )
-    return ks.TPUStrategy(device_assignment=assignment, layout_map=layout_map)
 
 
 def make_mlp():
@@ -100,12 +91,16 @@ def data(rows):
     return x, rng.integers(0, 4, rows)
 
 
-def train(strategy, make, rows, batch_size, steps_per_execution=1):
+def adam():
+    return keras.optimizers.Adam(0.01, epsilon=0.01, clipnorm=1.0)
+
+
+def train(strategy, make, rows, batch_size, steps_per_execution=1, of=adam):
     keras.utils.set_random_seed(1)
     with strategy.scope():
         model = make()
         model.compile(
-            keras.optimizers.Adam(0.01, epsilon=0.01, clipnorm=1.0),
+            of(),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
             steps_per_execution=steps_per_execution,
@@ -124,16 +119,16 @@ def train(strategy, make, rows, batch_size, steps_per_execution=1):
 
 
 @functools.cache
-def on_one_device(name, rows, batch_size):
+def on_one_device(name, rows, batch_size, of=adam):
     strategy = ks.OneDeviceStrategy("cpu:0")
-    return train(strategy, MODELS[name][0], rows, batch_size)[1]
+    return train(strategy, MODELS[name][0], rows, batch_size, of=of)[1]
 
 
-def check_model(name, replicas, cores, rows=38, batch_size=16, **options):
-    make, layout_map = MODELS[name]
-    strategy = tpu_strategy(replicas, cores, layout_map)
-    model, result = train(strategy, make, rows, batch_size, **options)
-    wanted = on_one_device(name, rows, batch_size)
+def check_numbers(strategy, name, rows=38, batch_size=16, of=adam, **options):
+    """Asserts one device's numbers; returns the model that was trained."""
+    make = MODELS[name][0]
+    model, result = train(strategy, make, rows, batch_size, of=of, **options)
+    wanted = on_one_device(name, rows, batch_size, of)
     jax.tree.map(
         lambda got, want: np.testing.assert_allclose(
             got, want, rtol=2e-5, atol=2e-5
@@ -142,8 +137,13 @@ def check_model(name, replicas, cores, rows=38, batch_size=16, **options):
         wanted,
     )
     assert_replicated(model)
-    assert_divided(model, cores)
     return model
+
+
+def check_model(name, replicas, cores, **options):
+    strategy = of_cores(replicas, cores, MODELS[name][1])
+    model = check_numbers(strategy, name, **options)
+    assert_divided(model, cores)
 
 
 def assert_divided(model, cores):
@@ -165,6 +165,99 @@ def assert_divided(model, cores):
         assert shard.size * cores == variable.value.size
 
 
+def axes_of(variable):
+    return {axis for axis in variable.value.sharding.spec if axis}
+
+
+def assert_divided_twice(model, parts, has_whole_weights=False):
+    """Kernels (or their slots alone) lie divided over cores and replicas."""
+    matrices = [v for v in model.trainable_variables if len(v.shape) > 1]
+    slots = [
+        v
+        for v in model.optimizer.variables
+        if any(tuple(v.shape) == tuple(w.shape) for w in matrices)
+    ]
+    over_cores = [v for v in matrices if "model" in axes_of(v)]
+    assert over_cores
+    assert slots
+    divided = slots if has_whole_weights else over_cores + slots
+    for variable in divided:
+        assert axes_of(variable) == {"model", "replica"}, variable.path
+        shard = variable.value.addressable_shards[0].data
+        assert shard.size * parts == variable.value.size
+    if has_whole_weights:
+        assert all(axes_of(v) == {"model"} for v in over_cores)
+
+
+def lamb():
+    return keras.optimizers.Lamb(0.01, epsilon=0.01)
+
+
+def muon():
+    return keras.optimizers.Muon(0.01)
+
+
+def adafactor():
+    return keras.optimizers.Adafactor(0.01)
+
+
+def globally_clipped():
+    return keras.optimizers.Adam(0.01, epsilon=0.01, global_clipnorm=0.1)
+
+
+@pytest.mark.parametrize("strategy", ["both2x2", "both4x2x2", "bothslots2x2"])
+def test_cores_and_replicas_divide_variables(strategy):
+    # 16, 16 and 7 rows, which no replicas can share evenly.
+    model = check_numbers(
+        make_strategy(strategy, MODELS["mlp"][1]),
+        "mlp",
+        rows=39,
+        of=globally_clipped,
+    )
+    assert_divided_twice(model, 4, has_whole_weights="slots" in strategy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of", [muon, adafactor, adam, lamb, globally_clipped])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "strategy", ["both2x2", "both2x4", "both4x2x2", "both4x2", "bothslots2x2"]
+)
+def test_every_model_divided_twice(strategy, name, of):
+    strategy = make_strategy(strategy, MODELS[name][1])
+    check_numbers(strategy, name, rows=39, of=of)
+
+
+@pytest.mark.slow
+def test_several_steps_of_variables_divided_twice():
+    strategy = make_strategy("both2x2", MODELS["mlp"][1])
+    check_numbers(strategy, "mlp", rows=70, steps_per_execution=3)
+
+
+def test_a_core_gathers_its_own_parts_alone():
+    layout_map = {
+        ".*one/kernel": (None, "model"),
+        ".*two/kernel": ("model", None),
+    }
+    strategy = make_strategy("both2x2", layout_map)
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((64,)),
+                layers.Dense(256, activation="tanh", name="one"),
+                layers.Dense(64, name="two"),
+            ]
+        )
+        model.compile(keras.optimizers.Adam(), "mse")
+    shape = jax.ShapeDtypeStruct((32, 64), "float32")
+    program = strategy.compile_step(model, (shape, shape))
+    sent = program.collective_bytes
+    kernels = 2 * 64 * 256 * 4
+    biases = (256 + 64) * 4
+    assert kernels / 2 <= sent["all-gather"] <= kernels / 2 + 2 * biases
+    assert sent["reduce-scatter"] <= kernels / 2 + biases
+
+
 def test_two_replicas_of_two_cores():
     # 16, 16 and 7 rows, which two replicas cannot share evenly.
     check_model("mlp", 2, 2, rows=39)
@@ -176,7 +269,7 @@ def test_two_replicas_of_two_cores():
 def test_other_shapes(name, shape):
     if shape[1] == 1:
         make, layout_map = MODELS[name]
-        strategy = tpu_strategy(*shape, layout_map)
+        strategy = of_cores(*shape, layout_map)
         result = train(strategy, make, 38, 16)[1]
         wanted = on_one_device(name, 38, 16)
         np.testing.assert_allclose(
@@ -204,7 +297,7 @@ def test_dropout_has_a_mask_for_each_replica_and_one_for_its_cores():
         )
 
     layout_map = MODELS["mlp"][1]
-    divided = train(tpu_strategy(2, 2, layout_map), make, 32, 16)[1]
+    divided = train(of_cores(2, 2, layout_map), make, 32, 16)[1]
     mirrored = train(ks.MirroredStrategy(jax.devices()[:2]), make, 32, 16)[1]
     np.testing.assert_allclose(
         divided["predict"], mirrored["predict"], rtol=2e-5, atol=2e-5
@@ -243,18 +336,27 @@ def custom_loop(strategy):
     return model, [*map(float, totals), np.asarray(model(x))]
 
 
-def test_a_custom_loop_equals_one_of_replicas_of_one_core():
-    strategy = tpu_strategy(2, 2, MODELS["mlp"][1])
+@functools.cache
+def custom_loop_of_one_core():
+    return custom_loop(ks.MirroredStrategy(jax.devices()[:2]))[1]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "axes"),
+    [("tpu2x2", (None, "model")), ("both2x2", ("replica", "model"))],
+)
+def test_a_custom_loop_equals_one_of_replicas_of_one_core(strategy, axes):
+    strategy = make_strategy(strategy, MODELS["mlp"][1])
     model, result = custom_loop(strategy)
     kernel = model.layers[0].kernel
-    assert tuple(kernel.value.sharding.spec) == (None, "model")
-    _, wanted = custom_loop(ks.MirroredStrategy(jax.devices()[:2]))
-    for got, want in zip(result, wanted, strict=True):
+    assert tuple(kernel.value.sharding.spec) == axes
+    for got, want in zip(result, custom_loop_of_one_core(), strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
 
 
-def test_replicas_with_other_rows_than_others():
-    strategy = tpu_strategy(2, 2, {".*dense/kernel": (None, "model")})
+@pytest.mark.parametrize("strategy", ["tpu2x2", "both2x2"])
+def test_replicas_with_other_rows_than_others(strategy):
+    strategy = make_strategy(strategy, {".*dense/kernel": (None, "model")})
     keras.utils.set_random_seed(1)
     with strategy.scope():
         layer = layers.Dense(4, name="dense")
@@ -271,6 +373,30 @@ def test_replicas_with_other_rows_than_others():
     np.testing.assert_allclose(gathered, layer(x), rtol=1e-5, atol=1e-6)
 
 
+def test_a_model_divided_twice_is_saved_whole(tmp_path):
+    strategy = make_strategy("both2x2", MODELS["mlp"][1])
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((6,)),
+                layers.Dense(16, name="one"),
+                layers.Dense(4, name="two"),
+            ]
+        )
+        model.compile(keras.optimizers.Adam(), "mse")
+    model.optimizer.build(model.trainable_variables)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    for got, want in zip(
+        loaded.get_weights(), model.get_weights(), strict=True
+    ):
+        np.testing.assert_array_equal(got, want)
+    # A model with its slots is divided as one of the scope.
+    strategy.attach(loaded)
+    for divided in (model, loaded):
+        assert_divided_twice(divided, 4)
+
+
 def test_an_embedding_gets_nothing_from_the_padding():
     # What is padded would be token 0, whose row no loss sees here.
     check("mask", "tpu2x2", ((13, 5),))
@@ -281,3 +407,21 @@ def test_an_embedding_gets_nothing_from_the_padding():
 @pytest.mark.parametrize("name", CASES)
 def test_every_case_with_whole_variables(name, strategy):
     check(name, strategy, ((64, 16), (13, 5)))
+
+
+def last_even(shape):
+    """A layout that divides whatever two cores can divide."""
+    axes = [None] * len(shape)
+    fits = [dim for dim, size in enumerate(shape) if size % 2 == 0]
+    if fits:
+        axes[fits[-1]] = "model"
+    return tuple(axes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["both2x2", "both4x2x2", "bothslots2x2"])
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_divided_twice(name, strategy):
+    layout_map = {".*": last_even}
+    model = check(name, strategy, ((64, 16), (13, 5)), layout_map=layout_map)
+    assert any("model" in axes_of(v) for v in model.trainable_variables)

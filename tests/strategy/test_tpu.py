@@ -139,6 +139,41 @@ def test_a_layout_that_a_variable_cannot_have_is_refused(layout, parts):
         assert part in str(caught.value)
 
 
+def test_two_entries_for_a_variable_are_refused():
+    layout_map = {".*kernel": (None, "model"), ".*/kernel": ("model", None)}
+    strategy = ks.TPUStrategy(
+        device_assignment=assignment_of(4, 2), layout_map=layout_map
+    )
+    with (
+        strategy.scope(),
+        pytest.raises(ValueError, match="one entry in `layout_map`") as caught,
+    ):
+        make_model()
+    assert "dense/kernel" in str(caught.value)
+
+
+def test_a_layout_may_be_a_function_of_the_shape():
+    def wide(shape):
+        return (None, "model") if shape[1] > 3 else (None, None)
+
+    strategy = ks.TPUStrategy(
+        device_assignment=assignment_of(2, 4), layout_map={".*kernel": wide}
+    )
+    with strategy.scope():
+        model = make_model()
+        whole = keras.layers.Dense(2)
+        whole.build((None, 6))
+    kernel = model.layers[0].kernel.value
+    assert kernel.addressable_shards[0].data.shape == (6, 2)
+    assert whole.kernel.value.sharding.is_fully_replicated
+    wrong = ks.TPUStrategy(
+        device_assignment=assignment_of(2, 4),
+        layout_map={".*kernel": lambda shape: (None, "batch")},
+    )
+    with wrong.scope(), pytest.raises(ValueError, match="'batch'"):
+        make_model()
+
+
 def test_a_layout_map_of_keras_is_taken():
     device_mesh = keras.distribution.DeviceMesh((4, 2), ["batch", "model"])
     layout_map = keras.distribution.LayoutMap(device_mesh)

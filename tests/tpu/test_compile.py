@@ -99,6 +99,60 @@ def test_several_slices():
     assert divided.num_replicas_in_sync == 8
 
 
+def test_cores_and_replicas_divide_variables():
+    layout_map = {
+        ".*one/kernel": (None, "model"),
+        ".*two/kernel": ("model", None),
+    }
+    kernels = 2 * 512 * 2048 * 4
+    programs = []
+    for partitioner in (None, ks.experimental.FullySharded()):
+        strategy = ks.TPUStrategy.for_topology(
+            "v5e:4x4",
+            computation_shape=[2, 1, 1, 1],
+            layout_map=layout_map,
+            variable_partitioner=partitioner,
+        )
+        with strategy.scope():
+            model = keras.Sequential(
+                [
+                    keras.Input((512,)),
+                    keras.layers.Dense(2048, "tanh", name="one"),
+                    keras.layers.Dense(512, name="two"),
+                ]
+            )
+            model.compile(keras.optimizers.Adam(), "mse")
+        shape = jax.ShapeDtypeStruct((64, 512), "float32")
+        programs.append(strategy.compile_step(model, (shape, shape)))
+    whole, divided = programs
+    # Weights and two slots, over two cores, and then over eight replicas.
+    assert whole.argument_bytes > 3 * kernels / 2
+    assert divided.bytes_per_chip < 3 * kernels / 16 + 0.1e6
+    # A core's half; weights as bfloat16, in which a TPU multiplies.
+    sent = divided.collective_bytes
+    assert sent["all-gather"] <= kernels / 4 + 0.05e6
+    assert sent["reduce-scatter"] <= kernels / 2 + 0.05e6
+
+
+@pytest.mark.parametrize(
+    ("shape", "shards", "hosts"), [((2, 1), 2, 1), ((2, 2), 2, 2)]
+)
+def test_groups_keep_a_replicas_cores_together(shape, shards, hosts):
+    strategy = ks.TPUStrategy.for_topology(
+        "v5e:4x4",
+        computation_shape=[*shape, 1, 1],
+        variable_partitioner=ks.experimental.FullySharded(shards),
+    )
+    groups = strategy.mesh.mesh.devices
+    cores = int(np.prod(shape))
+    assert groups.shape == (16 // shards // cores, shards, cores)
+    for group in groups:
+        assert len({device.process_index for device in group.flat}) == hosts
+        for replica in group:
+            places = np.array([device.coords for device in replica])
+            assert tuple(np.ptp(places, axis=0) + 1)[:2] == shape
+
+
 def test_it_says_that_it_cannot_run():
     strategy = ks.TPUStrategy.for_topology("v5e:16x16")
     assert "256 replicas" in repr(strategy)

@@ -12,7 +12,7 @@ References:
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -30,32 +30,44 @@ _REMATERIALIZED = ("remat2", "remat", "checkpoint")
 _CALLS = ("jit", "pjit", "closed_call", "core_call")
 
 
+class Exchange(Protocol):
+    """How replicas that divide values exchange what they hold of them."""
+
+    def gather(self, shard: Any, spec: Divided) -> Any:
+        """The whole value, of this replica's shard."""
+        ...
+
+    def scatter(self, value: Any, spec: Divided) -> Any:
+        """This replica's shard of the replicas' values, summed."""
+        ...
+
+    def cut(self, whole: Any, spec: Divided) -> Any:
+        """This replica's shard of a value that all have."""
+        ...
+
+
 class Values:
     """The values of a traced function's variables on one replica.
 
     Args:
       jaxpr: The function.
-      axis: The axis that values are divided along.
-      group_axes: Further axes that gradients are summed over.
+      exchange: Gathers and scatters.
     """
 
-    def __init__(
-        self, jaxpr: Jaxpr, axis: str, group_axes: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, jaxpr: Jaxpr, exchange: Exchange) -> None:
         self._jaxpr = jaxpr
-        self._axis = axis
-        self._group_axes = group_axes
+        self._exchange = exchange
         self._whole: dict[Var, Any] = {}
-        self._shards: dict[Var, tuple[Any, int]] = {}
+        self._shards: dict[Var, tuple[Any, Divided]] = {}
         self._sums: dict[Var, Any] = {}
 
     def set_whole(self, variable: Var, value: Any) -> None:
         """Sets a value that this replica holds whole."""
         self._whole[variable] = value
 
-    def set_shard(self, variable: Var, shard: Any, dim: int) -> None:
+    def set_shard(self, variable: Var, shard: Any, spec: Divided) -> None:
         """Sets a value by this replica's shard of it."""
-        self._shards[variable] = shard, dim
+        self._shards[variable] = shard, spec
 
     def is_divided(self, variable: Any) -> bool:
         """Whether a value is known by its shard alone."""
@@ -70,37 +82,23 @@ class Values:
         if isinstance(variable, Literal):
             return variable.val
         if self.is_divided(variable):
-            shard, dim = self._shards[variable]
-            self._whole[variable] = jax.lax.all_gather(
-                shard, self._axis, axis=dim, tiled=True
-            )
+            shard, spec = self._shards[variable]
+            self._whole[variable] = self._exchange.gather(shard, spec)
         return self._whole[variable]
 
-    def shard(self, variable: Any, dim: int) -> Any:
-        """This replica's shard of a value along a dimension."""
+    def shard(self, variable: Any, spec: Divided) -> Any:
+        """This replica's shard of a value."""
         if not isinstance(variable, Literal) and variable in self._shards:
-            shard, divided = self._shards[variable]
-            if divided == dim:
+            shard, held = self._shards[variable]
+            if held.dim == spec.dim:
                 return shard
-        whole = jnp.asarray(self.whole(variable))
-        size = whole.shape[dim] // jax.lax.axis_size(self._axis)
-        start = jax.lax.axis_index(self._axis) * size
-        return jax.lax.dynamic_slice_in_dim(whole, start, size, dim)
+        return self._exchange.cut(jnp.asarray(self.whole(variable)), spec)
 
     def sum(self, variable: Any, spec: Divided) -> Any:
         """This replica's shard of the replicas' values, summed."""
         if not isinstance(variable, Literal) and variable in self._sums:
             return self._sums[variable]
-        return self._scattered(jnp.asarray(self.whole(variable)), spec)
-
-    def _scattered(self, value: jax.Array, spec: Divided) -> jax.Array:
-        sent = value.astype(spec.sum_dtype or value.dtype)
-        shard = jax.lax.psum_scatter(
-            sent, self._axis, scatter_dimension=spec.dim, tiled=True
-        )
-        if self._group_axes:
-            shard = jax.lax.psum(shard, self._group_axes)
-        return shard.astype(value.dtype)
+        return self._exchange.scatter(jnp.asarray(self.whole(variable)), spec)
 
     def compute(
         self,
@@ -171,9 +169,9 @@ class Values:
         )
 
     def _cast(self, equation: Any) -> None:
-        shard, dim = self._shards[equation.invars[0]]
+        shard, spec = self._shards[equation.invars[0]]
         cast = jax.lax.convert_element_type(shard, equation.params["new_dtype"])
-        self.set_shard(equation.outvars[0], cast, dim)
+        self.set_shard(equation.outvars[0], cast, spec)
 
     def _is_entered(self, equation: Any, places: dict[Var, Divided]) -> bool:
         """Whether an equation is a function to be computed on shards."""
@@ -200,11 +198,11 @@ class Values:
                 given.append(self._shards[variable])
             else:
                 given.append((self.whole(variable), None))
-        dims = [dim for _, dim in given]
+        specs = [spec for _, spec in given]
         wanted = [places.get(v) for v in equation.outvars]
 
         def inner(*operands: Any) -> list[Any]:
-            return self._called(equation, operands, dims, wanted)
+            return self._called(equation, operands, specs, wanted)
 
         operands = [value for value, _ in given]
         if not _is_rematerialized(equation):
@@ -231,22 +229,22 @@ class Values:
         self,
         equation: Any,
         operands: Sequence[Any],
-        dims: Sequence[int | None],
+        specs: Sequence[Divided | None],
         wanted: Sequence[Divided | None],
     ) -> list[Any]:
         jaxpr = equation.params.get("jaxpr") or equation.params["call_jaxpr"]
         consts = getattr(jaxpr, "consts", ())
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-        values = Values(jaxpr, self._axis, self._group_axes)
+        values = Values(jaxpr, self._exchange)
         for variable, value in zip(jaxpr.constvars, consts, strict=True):
             values.set_whole(variable, value)
-        for variable, value, dim in zip(
-            jaxpr.invars, operands, dims, strict=True
+        for variable, value, spec in zip(
+            jaxpr.invars, operands, specs, strict=True
         ):
-            if dim is None:
+            if spec is None:
                 values.set_whole(variable, value)
             else:
-                values.set_shard(variable, value, dim)
+                values.set_shard(variable, value, spec)
         scattered = {
             v: spec
             for v, spec in zip(jaxpr.outvars, wanted, strict=True)

@@ -9,11 +9,28 @@ Axis = str | tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
+class OverCores:
+    """Where a value lies that each replica holds, divided over its cores.
+
+    Attributes:
+      sharding: Its sharding.
+    """
+
+    sharding: NamedSharding
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """What of it a function that is mapped over the replicas is given."""
+        return PartitionSpec()
+
+
+@dataclasses.dataclass(frozen=True)
 class Divided:
     """Where a value lies that is whole to a replica's function.
 
     Attributes:
-      sharding: Its sharding.
+      sharding: Its sharding, which may also divide another dimension over a
+        replica's cores.
       dim: The dimension that is divided over replicas.
       sum_dtype: The dtype in which the replicas' values are summed; None for
         their own.
@@ -30,5 +47,8 @@ class Divided:
         return PartitionSpec(*[None] * self.dim, axis)
 
 
-Spec = PartitionSpec | Divided
-"""As in `replica_map`, or of a divided value."""
+Placed = OverCores | Divided
+"""Of a value that some device does not hold whole."""
+
+Spec = PartitionSpec | Placed
+"""As in `replica_map`, or of a value that is placed in another way."""

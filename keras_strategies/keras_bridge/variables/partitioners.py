@@ -10,7 +10,7 @@ References:
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -31,7 +31,8 @@ class FullySharded:
     For `variable_partitioner` of a strategy: ZeRO-3, or fully sharded data
     parallelism. A step gathers a weight where a layer reads it, and the
     numbers are those of whole variables. A variable is divided along its first
-    dimension that `shards` divides.
+    dimension that `shards` divides, and that a `layout_map` does not divide
+    over a replica's cores.
 
     Args:
       shards: How many replicas divide the variables: they are divided in
@@ -155,14 +156,25 @@ class Partitioning:
         )
 
     def dimension(
-        self, path: str, shape: tuple[int, ...], dtype: str
+        self,
+        path: str,
+        shape: tuple[int, ...],
+        dtype: str,
+        over_cores: Sequence[str | None] = (),
     ) -> Dimension:
         """The dimension of a variable that is divided; None: whole.
 
+        Args:
+          path: The variable's path.
+          shape: Its shape, of any rank.
+          dtype: Its dtype.
+          over_cores: For each dimension (or for the first ones) the axis of a
+            replica's cores that divide it, or None.
+
         Raises:
           TypeError: the partitioner returned something else.
-          ValueError: a dimension that is not there or that the shards do not
-            divide.
+          ValueError: a dimension that is not there, that the shards do not
+            divide, or that a replica's cores divide.
         """
         if self.shards == 1 or not shape:
             return None
@@ -170,12 +182,20 @@ class Partitioning:
         if isinstance(partitioner, FullySharded):
             if math.prod(shape) < partitioner.min_size:
                 return None
-            return self._first(shape)
+            return self._first(shape, over_cores)
         if self._is_named:
             answer = partitioner(shape=shape, dtype=dtype)
         else:
             answer = partitioner(path, shape, dtype)
-        return self._checked(answer, path, shape)
+        dim = self._checked(answer, path, shape)
+        if dim is not None and any(over_cores[dim : dim + 1]):
+            raise ValueError(
+                "A dimension is divided over the replicas, or over a replica's "
+                f"cores. Received: {answer!r} for variable {path!r} of shape "
+                f"{shape}, whose dimension {dim} `layout_map` divides over "
+                f"{over_cores[dim]!r}. Return another dimension, or None."
+            )
+        return dim
 
     @property
     def name(self) -> str:
@@ -189,11 +209,14 @@ class Partitioning:
             return name + ")"
         return getattr(partitioner, "__name__", type(partitioner).__name__)
 
-    def why_whole(self, shape: tuple[int, ...]) -> tuple[str, str] | None:
-        """Why a variable stays whole, in a word and in a line.
+    def why_whole(
+        self, shape: tuple[int, ...], over_cores: Sequence[Any] = ()
+    ) -> tuple[str, str] | None:
+        """Why no replicas divide a variable, in a word and in a line.
 
         Args:
           shape: Its shape, of any rank; nothing is to be said of a scalar.
+          over_cores: See `dimension`.
         """
         partitioner = self._partitioner
         if not shape:
@@ -210,13 +233,25 @@ class Partitioning:
                 "indivisible",
                 f"No dimension is a multiple of the {self.shards} shards.",
             )
+        if self._first(shape, over_cores) is None:
+            return (
+                "over cores",
+                "Cores divide the one dimension that is a multiple of the "
+                f"{self.shards} shards.",
+            )
         if self.has_whole_weights:
             return "weight", "Slots alone are divided."
         return None
 
-    def _first(self, shape: tuple[int, ...]) -> Dimension:
-        dims = range(len(shape))
-        return next((d for d in dims if self._fits(shape[d])), None)
+    def _first(
+        self, shape: tuple[int, ...], over_cores: Sequence[Any] = ()
+    ) -> Dimension:
+        free = (
+            dim
+            for dim, size in enumerate(shape)
+            if self._fits(size) and not any(over_cores[dim : dim + 1])
+        )
+        return next(free, None)
 
     def _fits(self, size: int) -> bool:
         return size > 0 and size % self.shards == 0

@@ -1,8 +1,9 @@
-"""Shardings of variables: replicated, or divided over a replica's cores.
+"""Shardings of variables: replicated, or divided over cores and replicas.
 
 A replica of several cores may divide its variables over them. Which ones is
 said by paths, as `keras.distribution.LayoutMap` does; XLA divides the work
-that uses them.
+that uses them. What a partitioner says is divided over the replicas, along
+another dimension.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ import jax
 import keras
 from jax.sharding import NamedSharding, PartitionSpec
 
-from keras_strategies._core.jaxprs.specs import Divided, Spec
+from keras_strategies._core.jaxprs.specs import Divided, OverCores, Spec
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import whole_spec
 from keras_strategies.keras_bridge.variables.divided_variable import (
@@ -22,6 +23,9 @@ from keras_strategies.keras_bridge.variables.divided_variable import (
     undivide,
 )
 from keras_strategies.keras_bridge.variables.partitioners import Partitioning
+
+Axes = tuple[str | None, ...]
+"""What each dimension of a variable is divided over; None: it is not."""
 
 _PLACEMENT = "_ks_placement"
 _UPDATED_WHOLE = "_ks_updated_whole"
@@ -93,7 +97,7 @@ def _spec(sharding: NamedSharding, mesh: ReplicaMesh) -> Spec:
     for dim, axis in enumerate(sharding.spec):
         if axis == mesh.axis:
             return Divided(sharding, dim)
-    return whole_spec()
+    return OverCores(sharding) if any(sharding.spec) else whole_spec()
 
 
 def note_whole_update(variables: Iterable[keras.Variable]) -> None:
@@ -121,20 +125,21 @@ def shapes_of(
 
 
 class Partitions:
-    """Which variables a replica divides over its cores.
+    """Which variables replicas divide, and a replica over its cores.
 
     Args:
       mesh: The replicas.
       layout_map: Maps paths of variables, or regular expressions that match a
         whole path, to the axes of their dimensions: the mesh's model axis or
         None. A `keras.distribution.LayoutMap`, of whose layouts only the axes
-        count, or a dict of tuples.
-      partitioning: Which variables the replicas divide among them.
+        count, or a dict of tuples, and of functions of a shape that return
+        them.
+      partitioning: Which variables the replicas divide among them, along
+        other dimensions than their cores.
 
     Raises:
       TypeError: `layout_map` is something else.
-      ValueError: it names another axis, or one twice; it is given together
-        with a partitioning.
+      ValueError: it names another axis, or one twice.
     """
 
     def __init__(
@@ -143,15 +148,9 @@ class Partitions:
         layout_map: Mapping[str, Any] | None = None,
         partitioning: Partitioning | None = None,
     ) -> None:
-        if layout_map and partitioning is not None:
-            raise ValueError(
-                "A strategy divides variables over a replica's cores, or over "
-                "its replicas. Received: `layout_map` and "
-                "`variable_partitioner`. Give one of them."
-            )
         self._mesh = mesh
         self._partitioning = partitioning
-        self._map = keras.distribution.LayoutMap(None)
+        self._map: dict[str, Any] = {}
         if layout_map is None:
             layout_map = {}
         if not isinstance(layout_map, Mapping):
@@ -162,8 +161,13 @@ class Partitions:
             )
         for path in layout_map:
             _check_path(path)
-            self._map[path] = self._axes_of(path, layout_map[path])
-        self._shardings: dict[tuple[str | None, ...], NamedSharding] = {}
+            layout = layout_map[path]
+            is_function = callable(layout) and not hasattr(layout, "axes")
+            self._map[path] = (
+                layout if is_function else self._axes_of(path, layout)
+            )
+        self._has_cores = self._mesh.cores_per_replica > 1
+        self._shardings: dict[Axes, NamedSharding] = {}
 
     @property
     def partitioning(self) -> Partitioning | None:
@@ -179,28 +183,37 @@ class Partitions:
         Raises:
           ValueError: a layout that a variable cannot have, or two for one.
         """
-        has_map = self._map and self._mesh.cores_per_replica > 1
+        has_map = bool(self._map) and self._has_cores
         if not has_map and self._partitioning is None:
             return
         variables = list(variables)
         for variable in variables:
             self._assign_one(variable)
+        # Of a map, slots have no entry of their own as a rule.
+        alone = self._mesh.model_axis if has_map else self._mesh.axis
         for variable in variables:
-            if sharding_of(variable, self._mesh) is self._mesh.whole:
+            if alone not in sharding_of(variable, self._mesh).spec:
                 self._follow_by_name(variable, variables)
 
     def _assign_one(self, variable: keras.Variable) -> None:
         shape = variable.shape
         if variable.synchronization == "on_read" or shape is None:
             return
+        axes = self._axes_over_cores(variable)
         if self._partitioning is not None:
-            self._divide(variable, self._partitioning)
-            return
-        layout = self._map[variable.path]
-        if layout is None:
-            return
-        axes = tuple(layout.axes)
-        cores = self._mesh.cores_per_replica
+            self._divide(variable, axes, self._partitioning)
+        elif any(axes):
+            self._place(variable, self._sharding(axes))
+
+    def _axes_over_cores(self, variable: keras.Variable) -> Axes:
+        """What a variable's dimensions are divided over by the layout map."""
+        shape, cores = variable.shape, self._mesh.cores_per_replica
+        path = self._pattern_of(variable.path) if self._has_cores else None
+        if path is None:
+            return (None,) * len(shape)
+        axes = self._map[path]
+        if callable(axes):
+            axes = self._axes_of(path, axes(tuple(shape)))
         is_possible = len(axes) == len(shape) and all(
             axis is None or size % cores == 0
             for axis, size in zip(axes, shape, strict=True)
@@ -213,8 +226,19 @@ class Partitions:
                 f"{variable.path!r} of shape {tuple(shape)}, "
                 f"{cores} cores. Change its entry in `layout_map`."
             )
-        if any(axes):
-            self._place(variable, self._sharding(axes))
+        return axes
+
+    def _pattern_of(self, path: str) -> str | None:
+        """The map's key for a variable; None if there is none."""
+        if path in self._map:
+            return path
+        found = [key for key in self._map if re.fullmatch(key, path)]
+        if len(found) > 1:
+            raise ValueError(
+                "A variable has one entry in `layout_map`. Received: variable "
+                f"{path!r}, which {found} match. Change one of them."
+            )
+        return found[0] if found else None
 
     def _place(
         self,
@@ -232,7 +256,9 @@ class Partitions:
         setattr(variable, _PLACEMENT, placement)
         divide(variable, self._mesh)
 
-    def _sharding(self, axes: tuple[str | None, ...]) -> NamedSharding:
+    def _sharding(self, axes: Axes) -> NamedSharding:
+        if not any(axes):
+            return self._mesh.whole
         if axes not in self._shardings:
             self._shardings[axes] = NamedSharding(
                 self._mesh.mesh, PartitionSpec(*axes)
@@ -240,7 +266,7 @@ class Partitions:
         return self._shardings[axes]
 
     def _divide(
-        self, variable: keras.Variable, partitioning: Partitioning
+        self, variable: keras.Variable, axes: Axes, partitioning: Partitioning
     ) -> None:
         """Lets the replicas divide a variable, as the partitioner says."""
         held = placement_of(variable)
@@ -248,12 +274,21 @@ class Partitions:
         if is_known or variable.name == _SEED:
             return
         shape = tuple(variable.shape)
-        dim = partitioning.dimension(variable.path, shape, variable.dtype)
+        dim = partitioning.dimension(variable.path, shape, variable.dtype, axes)
+        if dim is None and not any(axes):
+            return
+        of_slots = axes
         if dim is not None:
-            divided = self._sharding((*[None] * dim, self._mesh.axis))
-            whole = partitioning.has_whole_weights
-            sharding = self._mesh.whole if whole else divided
-            self._place(variable, sharding, divided, partitioning.sum_dtype)
+            of_slots = _without_end(
+                (*axes[:dim], self._mesh.axis, *axes[dim + 1 :])
+            )
+        whole = partitioning.has_whole_weights
+        self._place(
+            variable,
+            self._sharding(axes if whole else of_slots),
+            self._sharding(of_slots),
+            partitioning.sum_dtype,
+        )
 
     def _follow_by_name(
         self, slot: keras.Variable, variables: list[keras.Variable]
@@ -263,7 +298,7 @@ class Partitions:
             if slot.name.startswith(prefix):
                 follow(slot, weight)
 
-    def _axes_of(self, path: str, layout: Any) -> tuple[str | None, ...]:
+    def _axes_of(self, path: str, layout: Any) -> Axes:
         axes = tuple(getattr(layout, "axes", layout))
         model = self._mesh.model_axis
         named = [axis for axis in axes if axis is not None]
@@ -274,6 +309,12 @@ class Partitions:
                 f"entries are None, and {model!r} once at most."
             )
         return axes
+
+
+def _without_end(axes: Axes) -> Axes:
+    """Axes without None at the end, as JAX writes them."""
+    last = max(i for i, axis in enumerate(axes) if axis is not None)
+    return axes[: last + 1]
 
 
 def _check_path(path: Any) -> None:

@@ -116,9 +116,10 @@ def _remark(
             "replicas that do different things: each gathers it to update it."
         )
     held = placement_of(variable)
-    if held is not None and not held.sharding.is_fully_replicated:
+    axes = () if held is None else tuple(held.sharding.spec)
+    if held is not None and held.mesh.axis in axes:
         return None
-    return partitioning.why_whole(tuple(variable.shape))
+    return partitioning.why_whole(tuple(variable.shape), axes)
 
 
 def draw_mesh(

@@ -1,0 +1,238 @@
+"""Models of keras-hub, divided over cores and replicas, against one device.
+
+Their weights are random: nothing is downloaded.
+"""
+
+import functools
+
+import jax
+import keras
+import numpy as np
+import pytest
+
+import keras_strategies as ks
+from keras_strategies.keras_bridge.variables.model_variables import (
+    all_variables,
+)
+from keras_strategies.testing import assert_replicated
+from tests.parity.one_device import of_cores
+
+pytestmark = [
+    pytest.mark.keras_hub,
+    # Of its own, and of what it imports.
+    pytest.mark.filterwarnings("ignore"),
+]
+FullySharded = ks.experimental.FullySharded
+VOCABULARY, LENGTH, ROWS = 32, 8, 26
+_random = np.random.default_rng(0)
+TOKENS = _random.integers(1, VOCABULARY, (ROWS, LENGTH + 1))
+MASK = np.arange(LENGTH) < _random.integers(3, LENGTH + 1, (ROWS, 1))
+LABELS = _random.integers(0, 3, ROWS)
+
+
+def hub():
+    return pytest.importorskip("keras_hub", reason="./run test -m keras_hub")
+
+
+SIZES = {
+    "vocabulary_size": VOCABULARY,
+    "num_layers": 2,
+    "hidden_dim": 16,
+    "intermediate_dim": 64,
+}
+
+
+def gemma(lora=False):
+    models = hub().models
+    backbone = models.GemmaBackbone(
+        **SIZES, num_query_heads=4, num_key_value_heads=1, head_dim=4
+    )
+    if lora:
+        backbone.enable_lora(4)
+    return models.GemmaCausalLM(backbone)
+
+
+def llama(lora=False):
+    models = hub().models
+    backbone = models.LlamaBackbone(
+        **SIZES, num_query_heads=4, num_key_value_heads=2
+    )
+    if lora:
+        backbone.enable_lora(4)
+    return models.LlamaCausalLM(backbone)
+
+
+def bert():
+    models = hub().models
+    backbone = models.BertBackbone(
+        **SIZES, num_heads=4, max_sequence_length=LENGTH, dropout=0.0
+    )
+    return models.BertTextClassifier(backbone, num_classes=3, dropout=0.0)
+
+
+def words():
+    x = {"token_ids": TOKENS[:, :-1], "padding_mask": MASK}
+    return x, TOKENS[:, 1:], MASK.astype("float32")
+
+
+def texts():
+    x = {"token_ids": TOKENS[:, :-1], "padding_mask": MASK}
+    return x | {"segment_ids": np.zeros((ROWS, LENGTH), int)}, LABELS, None
+
+
+MODELS = {
+    "gemma": (gemma, words, 1),
+    "llama": (llama, words, 2),
+    "bert": (bert, texts, 4),
+    "gemma-lora": (functools.partial(gemma, lora=True), words, 1),
+    "llama-lora": (functools.partial(llama, lora=True), words, 2),
+}
+"""What makes one, its data, and its heads of keys."""
+
+
+def sgd():
+    return keras.optimizers.SGD(0.1, momentum=0.9)
+
+
+def fast_sgd():
+    return keras.optimizers.SGD(0.5, momentum=0.9)
+
+
+def adam():
+    return keras.optimizers.Adam(0.01, epsilon=0.01)
+
+
+def trained(strategy, make, data, optimizer=sgd):
+    """The model, and the losses of two epochs; batches of 8, 8, 8 and 2."""
+    keras.utils.set_random_seed(7)
+    with strategy.scope():
+        model = make()
+        model.preprocessor = None
+        model.compile(
+            optimizer(),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        )
+    x, y, weights = data()
+    history = model.fit(
+        x,
+        y,
+        sample_weight=weights,
+        batch_size=8,
+        epochs=2,
+        shuffle=False,
+        verbose=0,
+    ).history
+    assert_replicated(model)
+    return model, history["loss"]
+
+
+@functools.cache
+def on_one_device(name, optimizer):
+    make, data, _ = MODELS[name]
+    return trained(ks.OneDeviceStrategy("cpu:0"), make, data, optimizer)
+
+
+def assert_same(found, expected):
+    """Two trained models and their losses."""
+    np.testing.assert_allclose(found[1], expected[1], rtol=2e-5)
+    for ours, plain in zip(
+        found[0].get_weights(), expected[0].get_weights(), strict=True
+    ):
+        np.testing.assert_allclose(ours, plain, rtol=2e-5, atol=2e-5)
+
+
+def axes_of(variable):
+    return {axis for axis in variable.value.sharding.spec if axis}
+
+
+def of_attention_and_mlp(model, cores, key_heads):
+    """The kernels of all blocks that the cores can divide."""
+    names = ("query", "attention_output", "feedforward", "ffw")
+    if key_heads % cores == 0:
+        names += ("key", "value")
+    found = [
+        v
+        for v in model.backbone.variables
+        if v.name == "kernel" and any(n in v.path for n in names)
+    ]
+    assert len(found) >= 2 * SIZES["num_layers"]
+    return found
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adam])
+@pytest.mark.parametrize("name", ["gemma", "llama", "bert"])
+def test_heads_and_dense_layers_are_divided_over_cores(name, optimizer):
+    make, data, key_heads = MODELS[name]
+    layout_map = ks.experimental.transformer_layout(make().backbone, 4)
+    expected = on_one_device(name, optimizer)
+    found = trained(of_cores(2, 4, layout_map), make, data, optimizer)
+    assert_same(found, expected)
+    kernels = of_attention_and_mlp(found[0], 4, key_heads)
+    for kernel in kernels:
+        assert axes_of(kernel) == {"model"}, kernel.path
+    tables = [v for v in found[0].variables if "embeddings" in v.name]
+    assert axes_of(tables[0]) == {"model"}
+
+
+@pytest.mark.parametrize("name", ["gemma", "bert"])
+def test_cores_and_replicas_divide_them(name):
+    make, data, key_heads = MODELS[name]
+    layout_map = ks.experimental.transformer_layout(make().backbone, 2)
+    strategy = of_cores(4, 2, layout_map, FullySharded(2, min_size=1))
+    found = trained(strategy, make, data, adam)
+    expected = on_one_device(name, adam)
+    assert_same(found, expected)
+    for kernel in of_attention_and_mlp(found[0], 2, key_heads):
+        assert axes_of(kernel) == {"model", "replica"}, kernel.path
+        shard = kernel.value.addressable_shards[0].data
+        assert shard.size * 4 == kernel.value.size
+
+
+def dividing(name):
+    """A strategy that divides frozen weights, and the axes they lie on."""
+    if name == "replicas":
+        partitioner = FullySharded(min_size=1)
+        devices = jax.devices()[:4]
+        return ks.MirroredStrategy(devices, variable_partitioner=partitioner), {
+            "replica"
+        }
+    layout_map = {
+        pattern: layout
+        for make in (gemma, llama)
+        for pattern, layout in ks.experimental.transformer_layout(
+            make(lora=True).backbone, 2
+        ).items()
+    }
+    if name == "cores":
+        return of_cores(2, 2, layout_map), {"model"}
+    both = of_cores(2, 2, layout_map, FullySharded(min_size=1))
+    return both, {"model", "replica"}
+
+
+@pytest.mark.parametrize("name", ["gemma", "llama"])
+@pytest.mark.parametrize("over", ["replicas", "cores", "both"])
+def test_lora_leaves_divided_frozen_weights_as_they_were(over, name):
+    with_lora, data, key_heads = MODELS[f"{name}-lora"]
+    expected = on_one_device(f"{name}-lora", fast_sgd)
+    strategy, axes = dividing(over)
+    keras.utils.set_random_seed(7)
+    with strategy.scope():
+        untrained = with_lora()
+    before = {v.path: np.asarray(v) for v in untrained.non_trainable_variables}
+    assert before
+    found = trained(strategy, with_lora, data, fast_sgd)
+    assert_same(found, expected)
+    model = found[0]
+    after = {v.path: np.asarray(v) for v in model.non_trainable_variables}
+    assert after.keys() == before.keys()
+    for path, value in after.items():
+        np.testing.assert_array_equal(value, before[path], err_msg=path)
+    frozen = of_attention_and_mlp(model, 2, key_heads)
+    assert not any(v.trainable for v in frozen)
+    for kernel in frozen:
+        assert axes_of(kernel) == axes, kernel.path
+    # What is trained has moved, and its momenta are divided with it.
+    assert abs(found[1][0] - found[1][1]) > 1e-3
+    lora = [v for v in all_variables(model) if "lora" in v.path]
+    assert len(lora) == 2 * len(model.trainable_variables)
+    assert any(axes_of(v) for v in lora)
