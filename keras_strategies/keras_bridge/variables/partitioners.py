@@ -161,6 +161,7 @@ class Partitioning:
 
         Raises:
           TypeError: the partitioner returned something else.
+          Exception: what a function of the caller's raises.
           ValueError: a dimension that is not there or that the shards do not
             divide.
         """
@@ -171,11 +172,23 @@ class Partitioning:
             if math.prod(shape) < partitioner.min_size:
                 return None
             return self._first(shape)
-        if self._is_named:
-            answer = partitioner(shape=shape, dtype=dtype)
-        else:
-            answer = partitioner(path, shape, dtype)
+        try:
+            if self._is_named:
+                answer = partitioner(shape=shape, dtype=dtype)
+            else:
+                answer = partitioner(path, shape, dtype)
+        except Exception as error:
+            error.add_note(
+                f"`variable_partitioner` was asked about variable {path!r} of "
+                f"shape {shape}."
+            )
+            raise
         return self._checked(answer, path, shape)
+
+    @property
+    def is_function(self) -> bool:
+        """Whether a function of the caller's says what is divided."""
+        return not isinstance(self._partitioner, FullySharded)
 
     @property
     def name(self) -> str:

@@ -17,6 +17,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from keras_strategies._core.jaxprs.specs import Divided, Spec
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import whole_spec
+from keras_strategies.keras_bridge.variables.agreed_dimensions import (
+    agreed_dimensions,
+    dimensions_of,
+)
 from keras_strategies.keras_bridge.variables.divided_variable import (
     divide,
     undivide,
@@ -25,6 +29,8 @@ from keras_strategies.keras_bridge.variables.partitioners import Partitioning
 
 _PLACEMENT = "_ks_placement"
 _UPDATED_WHOLE = "_ks_updated_whole"
+# The mesh whose partitioner was asked about a variable.
+_ASKED = "_ks_asked_by"
 # The state of a `keras.random.SeedGenerator`.
 _SEED = "seed_generator_state"
 
@@ -53,6 +59,7 @@ def placement_of(variable: keras.Variable) -> Placement | None:
 
 def forget_placement(variable: keras.Variable) -> None:
     """Makes a variable whole again for `sharding_of`."""
+    variable.__dict__.pop(_ASKED, None)
     if hasattr(variable, _PLACEMENT):
         delattr(variable, _PLACEMENT)
         variable.__dict__.pop(_UPDATED_WHOLE, None)
@@ -151,6 +158,7 @@ class Partitions:
             )
         self._mesh = mesh
         self._partitioning = partitioning
+        self._is_compared = False
         self._map = keras.distribution.LayoutMap(None)
         if layout_map is None:
             layout_map = {}
@@ -170,21 +178,32 @@ class Partitions:
         """Which variables the replicas divide among them; None: none."""
         return self._partitioning
 
+    @property
+    def are_any(self) -> bool:
+        """Whether variables may be divided."""
+        has_map = bool(self._map) and self._mesh.cores_per_replica > 1
+        return has_map or self._partitioning is not None
+
     def assign(self, variables: Iterable[keras.Variable]) -> None:
         """Notes where variables lie, for `sharding_of`.
 
         A slot that an optimizer made before follows its weight by its name,
         as one that is made in the strategy's scope does (`follow`).
+        Collective, where replicas of several processes divide variables.
 
         Raises:
-          ValueError: a layout that a variable cannot have, or two for one.
+          ValueError: a layout that a variable cannot have, or two for one;
+            processes that divide a variable differently.
+          RuntimeError: another process could not divide a variable.
         """
-        has_map = self._map and self._mesh.cores_per_replica > 1
-        if not has_map and self._partitioning is None:
+        if not self.are_any:
             return
         variables = list(variables)
-        for variable in variables:
-            self._assign_one(variable)
+        if self._partitioning is not None:
+            self._divide(variables, self._partitioning)
+        else:
+            for variable in variables:
+                self._assign_one(variable)
         for variable in variables:
             if sharding_of(variable, self._mesh) is self._mesh.whole:
                 self._follow_by_name(variable, variables)
@@ -192,9 +211,6 @@ class Partitions:
     def _assign_one(self, variable: keras.Variable) -> None:
         shape = variable.shape
         if variable.synchronization == "on_read" or shape is None:
-            return
-        if self._partitioning is not None:
-            self._divide(variable, self._partitioning)
             return
         layout = self._map[variable.path]
         if layout is None:
@@ -240,20 +256,48 @@ class Partitions:
         return self._shardings[axes]
 
     def _divide(
-        self, variable: keras.Variable, partitioning: Partitioning
+        self, variables: list[keras.Variable], partitioning: Partitioning
     ) -> None:
-        """Lets the replicas divide a variable, as the partitioner says."""
+        """Lets the replicas divide variables, as the partitioner says.
+
+        It is asked once about each, so that a variable stays where it lies.
+        """
+        asked = [v for v in variables if self._is_to_ask(v)]
+        dims = self._dimensions(partitioning, asked)
+        is_whole = partitioning.has_whole_weights
+        for variable, dim in zip(asked, dims, strict=True):
+            setattr(variable, _ASKED, self._mesh)
+            if dim is not None:
+                divided = self._sharding((*[None] * dim, self._mesh.axis))
+                sharding = self._mesh.whole if is_whole else divided
+                self._place(
+                    variable, sharding, divided, partitioning.sum_dtype
+                )
+
+    def _dimensions(
+        self, partitioning: Partitioning, variables: list[keras.Variable]
+    ) -> list[int | None]:
+        """What the partitioner says; compared between processes.
+
+        A rule is compared once; a function may say anything each time.
+        """
+        mesh = self._mesh
+        is_alone = mesh.num_processes == 1 or mesh.is_abstract
+        is_known = self._is_compared and not partitioning.is_function
+        # Of scalars there is nothing to ask.
+        if is_alone or is_known or not any(tuple(v.shape) for v in variables):
+            return dimensions_of(partitioning, variables)
+        dims = agreed_dimensions(partitioning, mesh, variables)
+        self._is_compared = True
+        return dims
+
+    def _is_to_ask(self, variable: keras.Variable) -> bool:
+        if variable.synchronization == "on_read" or variable.shape is None:
+            return False
         held = placement_of(variable)
-        is_known = held is not None and held.mesh is self._mesh
-        if is_known or variable.name == _SEED:
-            return
-        shape = tuple(variable.shape)
-        dim = partitioning.dimension(variable.path, shape, variable.dtype)
-        if dim is not None:
-            divided = self._sharding((*[None] * dim, self._mesh.axis))
-            whole = partitioning.has_whole_weights
-            sharding = self._mesh.whole if whole else divided
-            self._place(variable, sharding, divided, partitioning.sum_dtype)
+        is_placed = held is not None and held.mesh is self._mesh
+        is_asked = getattr(variable, _ASKED, None) is self._mesh
+        return not (is_placed or is_asked or variable.name == _SEED)
 
     def _follow_by_name(
         self, slot: keras.Variable, variables: list[keras.Variable]

@@ -74,6 +74,11 @@ class ReplicaDistribution(Distribution):
         self._mesh = mesh
         self._registry = registry
         self.partitions = partitions
+        if partitions.are_any:
+            # An optimizer may be built outside of the scope.
+            held = contextlib.ExitStack()
+            held.enter_context(_slots_registered.held())
+            weakref.finalize(self, held.close)
 
     @property
     def num_model_replicas(self) -> int:
@@ -138,10 +143,10 @@ def _registering(
     ) -> keras.Variable:
         with _with_layout_of_slots(reference_variable):
             slot = make_slot(optimizer, reference_variable, *args, **kwargs)
+        follow(slot, reference_variable)
         # The calling thread's, if any.
         distribution = keras.distribution.distribution()
         if isinstance(distribution, ReplicaDistribution):
-            follow(slot, reference_variable)
             distribution.get_variable_layout(slot)
         return slot
 
@@ -183,6 +188,10 @@ def adopt(
         strategy or distribution, or cannot have its layout.
     """
     variables = list(variables)
+    for variable in variables:
+        held = placement_of(variable)
+        if held is not None and held.mesh is not mesh:
+            forget_placement(variable)
     partitions.assign(variables)
     if mesh.is_abstract:
         return
