@@ -94,6 +94,7 @@ def compare(act, optimizer=adam):
 # Layers that change.
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Layer InputLayer:UserWarning")
 def test_quantized():
     def act(model):
@@ -110,6 +111,7 @@ def test_quantized():
     assert divided(ours) >= {"one/kernel", "two/kernel"}
 
 
+@pytest.mark.slow
 def test_lora_before_compile():
     plain, ours = built(None, None), built(dividing(), None)
     for model in (plain, ours):
@@ -128,6 +130,7 @@ def test_lora_before_compile():
     assert {"one/lora_kernel_a", "one/lora_kernel_b"} <= divided(ours)
 
 
+@pytest.mark.slow
 def test_lora_of_a_trained_model(tmp_path):
     plain, ours = built(), built(dividing())
     for model in (plain, ours):
@@ -156,6 +159,7 @@ def test_lora_of_a_trained_model(tmp_path):
     assert_same(wanted, loaded.predict(X, verbose=0))
 
 
+@pytest.mark.slow
 def test_frozen_and_unfrozen_between_fits():
     kernels = []
 
@@ -177,7 +181,9 @@ def test_frozen_and_unfrozen_between_fits():
     assert all((a != b).any() for a, b in kernels)
 
 
-@pytest.mark.parametrize("frequency", [2, None])
+@pytest.mark.parametrize(
+    "frequency", [2, pytest.param(None, marks=pytest.mark.slow)]
+)
 def test_averages_that_overwrite(frequency):
     def optimizer():
         return adam(
@@ -294,6 +300,7 @@ def test_a_plain_models_weights_in_a_divided_one(tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_an_exported_model(trained, tmp_path):
@@ -359,6 +366,7 @@ def test_callbacks_of_keras(tmp_path):
     assert divided(ours) == ALL | SLOTS
 
 
+@pytest.mark.slow
 def test_averages_are_swapped_in_for_evaluation():
     class Seen(keras.callbacks.Callback):
         def __init__(self):
