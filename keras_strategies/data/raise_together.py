@@ -19,6 +19,8 @@ def raise_together(
     what: str,
     received: list[dict[str, Any]],
     error: Exception | None,
+    *,
+    cure: str = "Mend what the named process reads.",
 ) -> None:
     """Raises if a process has sent that it had an error.
 
@@ -27,6 +29,7 @@ def raise_together(
       what: What was done, to begin a sentence with.
       received: The message of each process; with "error" if it had one.
       error: This process's own, which is raised itself.
+      cure: What to do, where another process had it.
 
     Raises:
       RuntimeError: another process had one.
@@ -44,5 +47,5 @@ def raise_together(
         raise error
     raise RuntimeError(
         f"{what} failed in another process, so all processes stop. Received: "
-        f"{'; '.join(failed)}. Mend what the named process reads."
+        f"{'; '.join(failed)}. {cure}"
     )

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -218,7 +219,13 @@ class Runner:
             is_update=call.is_update,
         )
         with self._strategy.scope():
-            program.prepare(_arrays(given), self._strategy._runtime.registry)
+            try:
+                program.prepare(
+                    _arrays(given), self._strategy._runtime.registry
+                )
+            except ValueError as error:
+                _note_captured(error, call.fn)
+                raise
         return program
 
     def _scope_of(self, call: "_Call") -> ReplicaScope:
@@ -257,6 +264,32 @@ class _Call(NamedTuple):
     def __call__(self, leaves: Iterable[Any]) -> Any:
         args, kwargs = jax.tree.unflatten(self.structure, leaves)
         return self.fn(*args, **kwargs)
+
+
+def _note_captured(error: ValueError, fn: Any) -> None:
+    """Adds to an error what the function has captured of the devices' arrays.
+
+    JAX does not index those in a function that is mapped: their mesh is not
+    that of the trace.
+    """
+    if not inspect.isfunction(fn):
+        return
+    seen = inspect.getclosurevars(fn)
+    names = [
+        f"`{name}`"
+        for name, value in {**seen.globals, **seen.nonlocals}.items()
+        if any(
+            isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1
+            for leaf in jax.tree.leaves(value)
+        )
+    ]
+    if names:
+        error.add_note(
+            "The function has captured arrays that lie on several devices: "
+            f"{', '.join(names)}. JAX does not index such arrays (`array[0]`) "
+            "in a replica's function. Pass them to `run` in `args`, or keep "
+            "them in a `keras.Variable`."
+        )
 
 
 def _arrays(given: list[_Argument]) -> list[Any]:

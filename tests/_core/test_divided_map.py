@@ -1,9 +1,12 @@
 """A function mapped over replicas that divide values: that of whole values."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import Var
 from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_strategies._core.divided_map import divided_map
@@ -238,3 +241,84 @@ def test_prints_and_inputs_that_are_returned():
     np.testing.assert_array_equal(whole, weight)
     np.testing.assert_array_equal(rows, x)
     assert sorted(seen) == [3.0, 12.0]
+
+
+def chain(weights, x, dtype=None):
+    """Layers, one after the other."""
+    for weight in weights:
+        x = jnp.tanh(x @ (weight if dtype is None else weight.astype(dtype)))
+    return x
+
+
+def products_before_gathers(traced):
+    """For each gather of a mapped function, how many products it waits for."""
+    (mapped,) = [
+        e for e in traced.jaxpr.eqns if e.primitive.name == "shard_map"
+    ]
+    waits, found = {}, []
+    jaxpr = mapped.params["jaxpr"]
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        name = equation.primitive.name
+        read = [v for v in equation.invars if isinstance(v, Var)]
+        products = set().union(*(waits.get(v, set()) for v in read))
+        if name == "all_gather":
+            found.append(len(products))
+        if name == "dot_general":
+            products = products | {len(products)}
+        waits |= dict.fromkeys(equation.outvars, products)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+def test_a_layers_weights_are_gathered_while_the_one_before_is_computed(dtype):
+    mesh, depth, width = mesh_of(4), 5, 16
+    specs = [divided(mesh)] * depth
+    random = np.random.default_rng(0)
+    weights = [
+        (random.normal(size=(width, width)) / 4).astype("float32")
+        for _ in range(depth)
+    ]
+    batches = random.normal(size=(3, 4, width)).astype(dtype or "float32")
+
+    def step(weights, x):
+        return chain(weights, x, dtype)
+
+    rows = split_spec(mesh)
+    one = divided_map(step, mesh, in_specs=(specs, rows), out_specs=rows)
+    traced = jax.make_jaxpr(one)(weights, batches[0])
+    # The first two at once: there is nothing that they could wait for.
+    assert products_before_gathers(traced) == [0, 0, 1, 2, 3]
+
+    def many(weights, batches):
+        return jax.lax.map(lambda batch: one(weights, batch), batches)
+
+    compiled = jax.jit(many).lower(weights, batches).compile()
+    (entry,) = re.findall(r"\nENTRY .*?\n\}", compiled.as_text(), re.S)
+    # None is taken out of the loop, so that all would be whole in it.
+    assert compiled.as_text().count("all-gather(") >= depth
+    assert "all-gather(" not in entry
+    wanted = [chain(weights, batch, dtype) for batch in batches]
+    np.testing.assert_allclose(
+        np.asarray(compiled(weights, batches), "float32"),
+        np.asarray(wanted, "float32"),
+        atol=1e-5 if dtype is None else 0.05,
+    )
+
+
+def test_what_is_read_again_is_gathered_once():
+    mesh = mesh_of(2)
+    specs = [divided(mesh)] * 3
+    weights = [np.eye(4, dtype="float32")] * 3
+
+    def step(weights, x):
+        return jax.grad(lambda x: jnp.sum(chain(weights, x)))(x)
+
+    mapped = divided_map(
+        step,
+        mesh,
+        in_specs=(specs, split_spec(mesh)),
+        out_specs=split_spec(mesh),
+    )
+    traced = jax.make_jaxpr(mapped)(weights, np.ones((2, 4), "float32"))
+    assert str(traced).count("all_gather[") == 3
+    assert "optimization_barrier" not in str(traced)

@@ -1,6 +1,7 @@
 """Training with divided variables that saves at every step, or is killed."""
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 import jax
 import keras
 import numpy as np
+from jax.experimental import multihost_utils
 
 import keras_strategies as ks
 from keras_strategies.keras_bridge.variables.model_variables import (
@@ -106,3 +108,53 @@ def _kill(folder, step):
     ):
         time.sleep(0.0001)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def refused(folder, names):
+    """What a job says of checkpoints in which a shard's file is damaged."""
+    model, folder = built("job"), Path(folder)
+    model.optimizer.build(model.trainable_variables)
+    checkpoint = ks.checkpoint.Checkpoint(model=model)
+    whole = folder / "whole"
+    with ks.checkpoint.CheckpointManager(checkpoint, whole) as manager:
+        for step in (1, 2):
+            fill(model, step)
+            manager.save(step)
+    told = {}
+    for name in names:
+        _in_chief(name, lambda name=name: _damage(folder, name))
+        fill(model, 5)
+        with ks.checkpoint.CheckpointManager(
+            checkpoint, folder / name
+        ) as manager:
+            try:
+                manager.restore(2)
+                error = None
+            except Exception as raised:
+                error = f"{type(raised).__name__}: {raised}"
+            untouched = all((v == 5).all() for v in values_of(model))
+            step = manager.restore_or_initialize()
+            restored = all((v == 1).all() for v in values_of(model))
+        told[name] = [error, untouched, step, restored]
+    files = (whole / "2" / "state").glob("ocdbt.process_*/d/*")
+    told["writers"] = sorted({file.parts[-3] for file in files})
+    return told
+
+
+def _in_chief(name, work):
+    """Does something in the chief; the others wait until it is done."""
+    if jax.process_index() == 0:
+        work()
+    multihost_utils.sync_global_devices(name)
+
+
+def _damage(folder, name):
+    """`missing-1`: a shard's file of process 1 is not there."""
+    shutil.copytree(folder / "whole", folder / name)
+    kind, process = name.split("-")
+    step = folder / name / "2"
+    file = sorted(step.glob(f"state/ocdbt.process_{process}/d/*"))[0]
+    if kind == "missing":
+        file.unlink()
+    else:
+        os.truncate(file, file.stat().st_size // 2)

@@ -132,3 +132,23 @@ def test_a_damaged_checkpoint_is_refused(damage, pristine, of_four, tmp_path):
         with pytest.raises(error, match="step 2"):
             manager.restore(2)
     assert all((v == 1).all() for v in sharded.values_of(of_four))
+
+
+@pytest.mark.slow
+def test_a_shards_file_that_is_damaged_ends_all_processes(tmp_path):
+    names = ["missing-0", "missing-1", "cut-0", "cut-1"]
+    first, second = run_processes(
+        "tests.checkpoint.sharded:refused",
+        2,
+        args=[str(tmp_path), names],
+        devices_per_process=2,
+    )
+    assert first.value["writers"] == ["ocdbt.process_0", "ocdbt.process_1"]
+    for told in (first.value, second.value):
+        for name in names:
+            error, is_untouched, step, is_restored = told[name]
+            file = f"state/ocdbt.process_{name[-1]}/d/"
+            for part in (f"{name}/2 is damaged", file, "Use an earlier step"):
+                assert part in error, error
+            assert is_untouched
+            assert (step, is_restored) == (1, True)

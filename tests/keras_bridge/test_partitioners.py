@@ -268,3 +268,138 @@ def test_each_replica_has_a_whole_copy(shards):
     assert len({device for c in copies for device in c.devices()}) == 4
     for copy in copies:
         np.testing.assert_array_equal(copy, np.asarray(layer.kernel))
+
+
+# What a partitioner says, and of whose model.
+
+
+def two_layers(units=6):
+    return keras.Sequential(
+        [keras.Input((8,)), keras.layers.Dense(8), keras.layers.Dense(units)]
+    )
+
+
+def trained(model):
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    x = np.ones((8, 8), "float32")
+    model.fit(x, np.ones((8, 1)), verbose=0)
+    return model
+
+
+def last_dimension(path, shape, dtype):
+    """Right for a layer of 8 units, and wrong for one of 6."""
+    del path, dtype
+    return len(shape) - 1
+
+
+def failing(path, shape, dtype):
+    if shape == (8, 6):
+        raise LookupError("no rule")
+    return last_dimension(path, shape, dtype)
+
+
+@pytest.mark.parametrize(
+    ("partitioner", "error", "text"),
+    [
+        (last_dimension, ValueError, "multiple of the shards"),
+        (failing, LookupError, "no rule"),
+    ],
+)
+def test_a_partitioner_fails_before_a_step_and_does_no_harm(
+    partitioner, error, text
+):
+    strategy = strategy_of(partitioner)
+    with strategy.scope(), pytest.raises(error, match=text) as caught:
+        two_layers()
+    told = [str(caught.value), *getattr(caught.value, "__notes__", ())]
+    assert "/kernel" in " ".join(told)
+    assert "(8, 6)" in " ".join(told)
+    model = trained(two_layers())
+    before = model.get_weights()
+    with pytest.raises(error, match=text):
+        strategy.attach(model)
+    with strategy.scope(), pytest.raises(error, match=text):
+        model.compile("sgd", "mse")
+    # It is as it was, and may be another strategy's.
+    for variable in model.variables:
+        assert type(variable) is keras.Variable
+        assert len(variable.value.sharding.device_set) == 1
+    for got, want in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(got, want)
+    strategy_of(FullySharded(min_size=1)).attach(model)
+    trained(model)
+
+
+def test_a_partitioner_is_asked_once_about_a_variable():
+    asked = []
+
+    def changing(path, shape, dtype):
+        asked.append(path)
+        # First each kernel is divided, and the biases are not.
+        return None if len(asked) % 2 == 0 else len(shape) - 1
+
+    strategy = strategy_of(changing)
+    with strategy.scope():
+        model = two_layers(8)
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    first = [v.value.sharding for v in model.variables]
+    for _ in range(2):
+        trained(model)
+        assert [v.value.sharding for v in model.variables] == first
+    names = [path for path in asked if "kernel" in path or "bias" in path]
+    assert len(names) == len(set(names)) == 4
+    strategy.detach(model)
+    strategy.attach(model)
+    assert len(asked) > 4
+
+
+@pytest.mark.parametrize(
+    "partitioner", [None, SlotsOnly(min_size=1), FullySharded(2, min_size=1)]
+)
+def test_a_model_that_was_made_in_another_strategys_scope(partitioner):
+    # On the same devices, and bound to none: it is taken over.
+    with strategy_of(FullySharded(min_size=1)).scope():
+        model = two_layers(8)
+    before = [np.array(v) for v in model.variables]
+    other = strategy_of(partitioner)
+    other.attach(model)
+    for variable, value in zip(model.variables, before, strict=True):
+        np.testing.assert_array_equal(variable, value)
+        shards = {s.data.shape for s in variable.value.addressable_shards}
+        is_whole = getattr(partitioner, "shards", None) != 2
+        assert (shards == {value.shape}) == is_whole
+    kernel = model.layers[0].kernel
+    other.run(lambda: kernel.assign(kernel * 2.0))
+    np.testing.assert_array_equal(kernel, 2 * before[0])
+    trained(model)
+
+
+def test_a_variable_of_another_partitioner_is_not_written_in_run():
+    with strategy_of(FullySharded(min_size=1)).scope():
+        model = two_layers(8)
+    kernel = model.layers[0].kernel
+    before = np.array(kernel)
+    other = strategy_of(FullySharded(2, min_size=1))
+    with pytest.raises(RuntimeError, match="which divides it") as caught:
+        other.run(lambda: kernel.assign(kernel * 2.0))
+    assert "Call its own strategy's `run`" in str(caught.value)
+    np.testing.assert_array_equal(kernel, before)
+    # Read it may be.
+    total = other.run(lambda: keras.ops.sum(kernel))
+    np.testing.assert_allclose(total.values[3], before.sum(), rtol=1e-5)
+
+
+def test_checkpoints_of_another_strategys_model(tmp_path):
+    models = []
+    for partitioner in (FullySharded(min_size=1), SlotsOnly(min_size=1)):
+        with strategy_of(partitioner).scope():
+            models.append(trained(two_layers(8)))
+    first, second = models
+    checkpoint = ks.checkpoint.Checkpoint(model=first)
+    path = checkpoint.save(tmp_path / "one")
+    placed = [v.value.sharding for v in second.variables]
+    ks.checkpoint.Checkpoint(model=second).restore(path)
+    for got, want in zip(second.variables, first.variables, strict=True):
+        np.testing.assert_array_equal(got, want)
+    assert [v.value.sharding for v in second.variables] == placed
+    trained(second)

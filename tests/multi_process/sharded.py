@@ -163,3 +163,102 @@ def looped(shards):
     ]
     assert_replicated(model, *model.optimizer.variables)
     return losses, [weight.tolist() for weight in model.get_weights()]
+
+
+def refused():
+    """What processes are told that do not divide alike, or capture parts."""
+    told = {}
+
+    def tell(name, act):
+        try:
+            act()
+            told[name] = None
+        except Exception as error:
+            told[name] = f"{type(error).__name__}: {error}"
+
+    me = jax.process_index()
+
+    def raises(path, shape, dtype):
+        if me == 1 and shape == (24, 24):
+            raise LookupError("no rule here")
+        return len(shape) - 1 if shape[-1] % 2 == 0 else None
+
+    def differs(path, shape, dtype):
+        return me if shape == (24, 24) else None
+
+    def is_whole_in_one(path, shape, dtype):
+        return 0 if me == 1 and len(shape) == 2 else None
+
+    def partitioner_of(name):
+        if name == "shards":
+            return ks.experimental.FullySharded(2 if me else 4, min_size=1)
+        functions = {f.__name__: f for f in (raises, differs, is_whole_in_one)}
+        return functions[name]
+
+    for name in ("raises", "differs", "is_whole_in_one", "shards"):
+        strategy = ks.MultiWorkerMirroredStrategy(
+            variable_partitioner=partitioner_of(name)
+        )
+
+        def create(strategy=strategy):
+            with strategy.scope():
+                compiled()
+
+        plain = compiled()
+        plain.build((None, 6))
+        tell(f"{name}, created", create)
+        tell(f"{name}, attached", lambda s=strategy, m=plain: s.attach(m))
+        assert len(plain.weights[0].value.sharding.device_set) == 1
+    strategy = made(4)
+    with strategy.scope():
+        model = compiled()
+    model.set_weights(first_weights(model))
+    before = model.get_weights()
+    kernel = model.weights[0]
+    array = kernel.value
+
+    def step(given=None):
+        value = keras.ops.sum(kernel * (array if given is None else given))
+        kernel.assign(kernel * 2.0)
+        return value
+
+    tell("captured", lambda: strategy.run(step))
+    _assert_same(model.get_weights(), before)
+    total = strategy.reduce("mean", strategy.run(step, (array,)), axis=None)
+    told["passed"] = float(total) - float(np.sum(before[0] ** 2))
+    model.fit(X, Y, batch_size=8, verbose=0)
+    assert_replicated(model)
+    return told
+
+
+def building(num_layers, width):
+    """The most that a device holds while a model is built; its megabytes."""
+    held = []
+
+    def watched(shape, dtype=None):
+        held.append(_held())
+        return keras.initializers.GlorotUniform(1)(shape, dtype)
+
+    with made(None).scope():
+        layers = [
+            keras.layers.Dense(
+                width, use_bias=False, kernel_initializer=watched
+            )
+            for _ in range(num_layers)
+        ]
+        model = keras.Sequential([keras.Input((width,)), *layers])
+        model.compile("adam", "mse")
+    model.optimizer.build(model.trainable_variables)
+    held.append(_held())
+    return max(held), held[-1]
+
+
+def _held():
+    """Megabytes of the arrays on this process's first device."""
+    first, found = jax.local_devices()[0], {}
+    for array in jax.live_arrays():
+        for shard in array.addressable_shards:
+            if shard.device == first:
+                place = shard.data.unsafe_buffer_pointer()
+                found[place] = shard.data.nbytes
+    return sum(found.values()) / 1e6

@@ -96,3 +96,55 @@ def test_large_variables_are_equal_in_all_processes():
     # Keras compiles their initializers, in each process for itself.
     first, second = run_processes("tests.multi_process.sharded:large", 2)
     assert first.value == second.value
+
+
+def test_what_processes_do_not_divide_alike_is_refused_in_all():
+    first, second = run_processes(
+        "tests.multi_process.sharded:refused", 2, devices_per_process=2
+    )
+    assert first.value.keys() == second.value.keys()
+    for name, told in first.value.items():
+        other = second.value[name]
+        if name.startswith("raises"):
+            for part in (
+                "RuntimeError: Asking `variable_partitioner` failed in another",
+                "process 1: LookupError: no rule here",
+                "Give all processes the same `variable_partitioner`",
+            ):
+                assert part in told
+            assert other == "LookupError: no rule here"
+        elif name == "passed":
+            assert abs(told) < 1e-4
+        elif name == "captured":
+            assert told == other
+            for part in (
+                "takes arrays",
+                "float32[6, 24]",
+                "to `run` in `args`",
+            ):
+                assert part in told
+        else:
+            assert told == other
+            assert "All processes must divide variables alike" in told
+    told = first.value
+    assert "dimension 0 of" in told["differs, created"]
+    assert "(24, 24) (process 0), dimension 1" in told["differs, attached"]
+    assert "whole of" in told["is_whole_in_one, attached"]
+    assert "over 4 (process 0), FullySharded" in told["shards, created"]
+
+
+@pytest.mark.slow
+def test_no_process_holds_a_whole_model_while_it_is_built():
+    # Twelve variables of 4.2 MB, with two slots each: 151 MB.
+    results = run_processes(
+        "tests.multi_process.sharded:building",
+        2,
+        args=[12, 1024],
+        devices_per_process=2,
+    )
+    for result in results:
+        most, held = result.value
+        # What was sent last is held until more is sent.
+        assert held < 151 / 2 + 4.2 + 1, result.value
+        # A variable, and its copy on its way from the chief.
+        assert most < held + 2 * 4.2, result.value

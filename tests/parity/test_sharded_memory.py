@@ -85,24 +85,52 @@ print(json.dumps(report))
 """
 
 
+GATHERED = """
+import json
+import jax, keras
+import keras_strategies as ks
+from keras_strategies._core.batches import Segment
+from keras_strategies.keras_bridge.steps import step_functions
+from keras_strategies.keras_bridge.variables import shardings
+
+WIDTH, DEPTH = 512, 16
+strategy = ks.MirroredStrategy(
+    variable_partitioner=ks.experimental.FullySharded()
+)
+with strategy.scope():
+    layers = [keras.layers.Dense(WIDTH, "tanh") for _ in range(DEPTH)]
+    model = keras.Sequential([keras.Input((WIDTH,)), *layers])
+    model.compile("adam", "mse")
+mesh = strategy.mesh
+
+def temporary(kind, steps):
+    # MB on a device, of a program of so many steps.
+    shape = (16, WIDTH) if steps == 1 else (steps, 16, WIDTH)
+    rows = mesh.split if steps == 1 else mesh.stacked
+    x = jax.ShapeDtypeStruct(shape, "float32", sharding=rows)
+    variables = step_functions.step_variables(model, kind)
+    state = tuple(shardings.shapes_of(group, mesh) for group in variables)
+    program = step_functions.make_program(model, mesh, kind, variables)
+    data = (x,) if kind == "predict" else (x, x, None)
+    segment = Segment(data=data, rows=16, steps=steps)
+    compiled = program.lower(state, segment).compile()
+    return compiled.memory_analysis().temp_size_in_bytes / 1e6
+
+print(json.dumps({
+    f"{kind} of {steps}": temporary(kind, steps)
+    for kind in ("test", "predict")
+    for steps in (1, 4)
+}))
+"""
+
+
 @pytest.mark.slow
 def test_building_saving_and_restoring():
-    env = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}",
-        "MALLOC_MMAP_THRESHOLD_": "1000000",
-        "MALLOC_TRIM_THRESHOLD_": "1000000",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+    report = run(
+        PROGRAM,
+        MALLOC_MMAP_THRESHOLD_="1000000",
+        MALLOC_TRIM_THRESHOLD_="1000000",
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    report = json.loads(done.stdout.splitlines()[-1])
     share = STATE_MB / DEVICES
     for name in ("build", "save", "restore"):
         growth, held = report[name]
@@ -111,3 +139,34 @@ def test_building_saving_and_restoring():
     # A batch of 16 rows, and biases that are whole.
     assert report["arguments"] <= share + 1
     assert report["outputs"] <= 1
+
+
+@pytest.mark.slow
+def test_evaluation_and_prediction_gather_one_layer_after_the_other():
+    # As compilers for accelerators do it: on CPU XLA starts early what can be
+    # started, and holds all weights.
+    flag = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
+    report = run(GATHERED, flags=flag)
+    # Of 16 layers of a megabyte.
+    assert len(report) == 4
+    assert all(megabytes < 3.2 for megabytes in report.values()), report
+
+
+def run(program, flags="", **env):
+    """What a program prints last, in a process of its own."""
+    count = f"--xla_force_host_platform_device_count={DEVICES}"
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"{count} {flags}",
+        **env,
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])

@@ -24,6 +24,7 @@ from jax.extend.core import (
     jaxpr_as_fun,
 )
 
+from keras_strategies._core.jaxprs.gather_order import Gathered, gathers_of
 from keras_strategies._core.jaxprs.specs import Divided
 
 _REMATERIALIZED = ("remat2", "remat", "checkpoint")
@@ -124,8 +125,23 @@ class Values:
             if not isinstance(v, Literal)
         )
         places = _sunk(equations, scattered, uses)
+        gathers = gathers_of(
+            equations,
+            {v for v in self._shards if v not in self._whole},
+            casts=_casts,
+            gathers_again=_is_rematerialized,
+        )
+        following = list(gathers.values())
+        # What may still be gathered at any time.
+        free = [*following[0]] if following else []
         pending: list[Any] = []
-        for equation in equations:
+        for place, equation in enumerate(equations):
+            if place in gathers:
+                self._flush(pending, uses)
+                del following[0]
+                free += following[0] if following else []
+                if self._tie(equation, free):
+                    free = []
             if self._casts(equation):
                 self._cast(equation)
             elif self._is_entered(equation, places):
@@ -162,11 +178,38 @@ class Values:
         self._whole.update(zip(made, results, strict=True))
         equations.clear()
 
-    def _casts(self, equation: Any) -> bool:
-        return (
-            equation.primitive.name == "convert_element_type"
-            and self.is_divided(equation.invars[0])
+    def _tie(self, equation: Any, gathered: list[Gathered]) -> bool:
+        """Has values gathered no sooner than an equation can be computed.
+
+        Returns:
+          Whether it could be done: the equation reads something else.
+        """
+        read = [v for v in equation.invars if not isinstance(v, Literal)]
+        others = [
+            v
+            for v in dict.fromkeys(read)
+            if v in self._whole and v not in self._shards and _is_plain(v)
+        ]
+        shards = [
+            next(v for v in origins if v in self._shards)
+            for origins in gathered
+        ]
+        shards = list(dict.fromkeys(shards))
+        if not others or not shards:
+            return not shards
+        tied, parts = jax.lax.optimization_barrier(
+            (
+                [self._whole[v] for v in others],
+                [self._shards[v][0] for v in shards],
+            )
         )
+        self._whole.update(zip(others, tied, strict=True))
+        for variable, part in zip(shards, parts, strict=True):
+            self.set_shard(variable, part, self._shards[variable][1])
+        return True
+
+    def _casts(self, equation: Any) -> bool:
+        return _casts(equation) and self.is_divided(equation.invars[0])
 
     def _cast(self, equation: Any) -> None:
         shard, spec = self._shards[equation.invars[0]]
@@ -264,6 +307,15 @@ def _is_rematerialized(equation: Any) -> bool:
 def _is_called(equation: Any) -> bool:
     """Whether an equation is a function that can be computed on shards."""
     return equation.primitive.name in (*_REMATERIALIZED, *_CALLS)
+
+
+def _casts(equation: Any) -> bool:
+    return equation.primitive.name == "convert_element_type"
+
+
+def _is_plain(variable: Var) -> bool:
+    """Whether a value is an array of numbers, and no key of random ones."""
+    return not jnp.issubdtype(variable.aval.dtype, jax.dtypes.extended)
 
 
 def _adds(equation: Any) -> bool:

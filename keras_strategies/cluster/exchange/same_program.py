@@ -58,6 +58,10 @@ def traced(program: Any, args: tuple[Any, ...]) -> Traced | None:
     Args:
       program: A function made by `jax.jit`; another one is not compared.
       args: Its arguments.
+
+    Raises:
+      ValueError: it has captured an array that no process holds whole, which
+        JAX could not make a constant.
     """
     if not hasattr(program, "trace"):
         return None
@@ -65,7 +69,10 @@ def traced(program: Any, args: tuple[Any, ...]) -> Traced | None:
     key = (structure, *map(_signature, leaves))
     if key in _compared.setdefault(program, set()):
         return None
-    text = _text(program.trace(*args).jaxpr)
+    closed = program.trace(*args).jaxpr
+    for value in _constants(closed):
+        _check_captured(value)
+    text = _text(closed)
     return Traced(program=program, key=key, text=text)
 
 
@@ -91,6 +98,19 @@ def compare(processes: tuple[int, ...], traced: Traced) -> None:
         raise RuntimeError(_difference(agreement, processes, digests, text))
     agreement.end()
     _compared[traced.program].add(traced.key)
+
+
+def _check_captured(value: Any) -> None:
+    is_whole = getattr(value, "is_fully_replicated", True)
+    if is_whole or value.is_fully_addressable:
+        return
+    raise ValueError(
+        "A function that is compiled for several processes takes arrays that "
+        "are divided over them as arguments. Received: one that has captured "
+        f"{value.dtype}{list(value.shape)}, such as a `variable.value`. Pass "
+        "it to `run` in `args`, read the variable inside of the function, or "
+        "keep a copy in a `keras.Variable`."
+    )
 
 
 def _signature(leaf: Any) -> Any:

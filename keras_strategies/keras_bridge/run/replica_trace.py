@@ -233,10 +233,13 @@ def refuse_foreign(variable: keras.Variable, mesh: ReplicaMesh) -> None:
     if devices is None or (devices == set(mesh.devices) and not is_divided):
         return
     theirs = sorted(devices, key=lambda device: device.id)
+    shown = shown_devices(theirs)
+    if is_divided:
+        shown += ", which divides it"
     raise RuntimeError(
         "Mixing strategies: in `run` a variable is written by the strategy in "
         f"whose scope it was made. Received: {variable.path!r} of a strategy "
-        f"on {shown_devices(theirs)}, written in `run` of one on "
+        f"on {shown}, written in `run` of one on "
         f"{shown_devices(mesh.devices)}. Call its own strategy's `run`, or "
         "return the value and `assign` it afterwards."
     )

@@ -142,6 +142,7 @@ class RunProgram:
         with deferred(), scope:
             jax.eval_shape(mapped, *shapes)
         self.lifted = list(scope.variables.values())
+        shardings.follow_by_names(self.lifted, self._mesh)
         known = {id(v): v for v in (*others, *self.lifted)}
         self._trainable = [
             (weakref.ref(v), v.trainable) for v in known.values()

@@ -173,6 +173,7 @@ class Partitioning:
 
         Raises:
           TypeError: the partitioner returned something else.
+          Exception: what a function of the caller's raises.
           ValueError: a dimension that is not there, that the shards do not
             divide, or that a replica's cores divide.
         """
@@ -183,10 +184,17 @@ class Partitioning:
             if math.prod(shape) < partitioner.min_size:
                 return None
             return self._first(shape, over_cores)
-        if self._is_named:
-            answer = partitioner(shape=shape, dtype=dtype)
-        else:
-            answer = partitioner(path, shape, dtype)
+        try:
+            if self._is_named:
+                answer = partitioner(shape=shape, dtype=dtype)
+            else:
+                answer = partitioner(path, shape, dtype)
+        except Exception as error:
+            error.add_note(
+                f"`variable_partitioner` was asked about variable {path!r} of "
+                f"shape {shape}."
+            )
+            raise
         dim = self._checked(answer, path, shape)
         if dim is not None and any(over_cores[dim : dim + 1]):
             raise ValueError(
@@ -196,6 +204,11 @@ class Partitioning:
                 f"{over_cores[dim]!r}. Return another dimension, or None."
             )
         return dim
+
+    @property
+    def is_function(self) -> bool:
+        """Whether a function of the caller's says what is divided."""
+        return not isinstance(self._partitioner, FullySharded)
 
     @property
     def name(self) -> str:

@@ -18,6 +18,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from keras_strategies._core.jaxprs.specs import Divided, OverCores, Spec
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import whole_spec
+from keras_strategies.keras_bridge.variables.agreed_dimensions import (
+    agreed_dimensions,
+    dimensions_of,
+)
 from keras_strategies.keras_bridge.variables.divided_variable import (
     divide,
     undivide,
@@ -29,6 +33,8 @@ Axes = tuple[str | None, ...]
 
 _PLACEMENT = "_ks_placement"
 _UPDATED_WHOLE = "_ks_updated_whole"
+# The mesh whose partitioner was asked about a variable.
+_ASKED = "_ks_asked_by"
 # The state of a `keras.random.SeedGenerator`.
 _SEED = "seed_generator_state"
 
@@ -57,6 +63,7 @@ def placement_of(variable: keras.Variable) -> Placement | None:
 
 def forget_placement(variable: keras.Variable) -> None:
     """Makes a variable whole again for `sharding_of`."""
+    variable.__dict__.pop(_ASKED, None)
     if hasattr(variable, _PLACEMENT):
         delattr(variable, _PLACEMENT)
         variable.__dict__.pop(_UPDATED_WHOLE, None)
@@ -150,6 +157,7 @@ class Partitions:
     ) -> None:
         self._mesh = mesh
         self._partitioning = partitioning
+        self._is_compared = False
         self._map: dict[str, Any] = {}
         if layout_map is None:
             layout_map = {}
@@ -166,7 +174,7 @@ class Partitions:
             self._map[path] = (
                 layout if is_function else self._axes_of(path, layout)
             )
-        self._has_cores = self._mesh.cores_per_replica > 1
+        self._has_map = bool(self._map) and mesh.cores_per_replica > 1
         self._shardings: dict[Axes, NamedSharding] = {}
 
     @property
@@ -174,41 +182,45 @@ class Partitions:
         """Which variables the replicas divide among them; None: none."""
         return self._partitioning
 
+    @property
+    def are_any(self) -> bool:
+        """Whether variables may be divided."""
+        return self._has_map or self._partitioning is not None
+
     def assign(self, variables: Iterable[keras.Variable]) -> None:
         """Notes where variables lie, for `sharding_of`.
 
         A slot that an optimizer made before follows its weight by its name,
         as one that is made in the strategy's scope does (`follow`).
+        Collective, where replicas of several processes divide variables.
 
         Raises:
-          ValueError: a layout that a variable cannot have, or two for one.
+          ValueError: a layout that a variable cannot have, or two for one;
+            processes that divide a variable differently.
+          RuntimeError: another process could not divide a variable.
         """
-        has_map = bool(self._map) and self._has_cores
-        if not has_map and self._partitioning is None:
+        if not self.are_any:
             return
         variables = list(variables)
-        for variable in variables:
-            self._assign_one(variable)
-        # Of a map, slots have no entry of their own as a rule.
-        alone = self._mesh.model_axis if has_map else self._mesh.axis
-        for variable in variables:
-            if alone not in sharding_of(variable, self._mesh).spec:
-                self._follow_by_name(variable, variables)
+        if self._partitioning is not None:
+            self._divide(variables, self._partitioning)
+        else:
+            for variable in variables:
+                self._assign_one(variable)
+        follow_by_names(variables, self._mesh)
 
     def _assign_one(self, variable: keras.Variable) -> None:
         shape = variable.shape
         if variable.synchronization == "on_read" or shape is None:
             return
         axes = self._axes_over_cores(variable)
-        if self._partitioning is not None:
-            self._divide(variable, axes, self._partitioning)
-        elif any(axes):
+        if any(axes):
             self._place(variable, self._sharding(axes))
 
     def _axes_over_cores(self, variable: keras.Variable) -> Axes:
         """What a variable's dimensions are divided over by the layout map."""
         shape, cores = variable.shape, self._mesh.cores_per_replica
-        path = self._pattern_of(variable.path) if self._has_cores else None
+        path = self._pattern_of(variable.path) if self._has_map else None
         if path is None:
             return (None,) * len(shape)
         axes = self._map[path]
@@ -266,37 +278,59 @@ class Partitions:
         return self._shardings[axes]
 
     def _divide(
-        self, variable: keras.Variable, axes: Axes, partitioning: Partitioning
+        self, variables: list[keras.Variable], partitioning: Partitioning
     ) -> None:
-        """Lets the replicas divide a variable, as the partitioner says."""
-        held = placement_of(variable)
-        is_known = held is not None and held.mesh is self._mesh
-        if is_known or variable.name == _SEED:
-            return
-        shape = tuple(variable.shape)
-        dim = partitioning.dimension(variable.path, shape, variable.dtype, axes)
-        if dim is None and not any(axes):
-            return
-        of_slots = axes
-        if dim is not None:
-            of_slots = _without_end(
-                (*axes[:dim], self._mesh.axis, *axes[dim + 1 :])
-            )
-        whole = partitioning.has_whole_weights
-        self._place(
-            variable,
-            self._sharding(axes if whole else of_slots),
-            self._sharding(of_slots),
-            partitioning.sum_dtype,
-        )
+        """Lets the replicas divide variables, as the partitioner says.
 
-    def _follow_by_name(
-        self, slot: keras.Variable, variables: list[keras.Variable]
-    ) -> None:
-        for weight in variables:
-            prefix = weight.path.replace("/", "_") + "_"
-            if slot.name.startswith(prefix):
-                follow(slot, weight)
+        It is asked once about each, so that a variable stays where it lies.
+        """
+        asked = [v for v in variables if self._is_to_ask(v)]
+        over_cores = list(map(self._axes_over_cores, asked))
+        dims = self._dimensions(partitioning, asked, over_cores)
+        is_whole = partitioning.has_whole_weights
+        for variable, axes, dim in zip(asked, over_cores, dims, strict=True):
+            setattr(variable, _ASKED, self._mesh)
+            if dim is None and not any(axes):
+                continue
+            of_slots = axes
+            if dim is not None:
+                of_slots = _without_end(
+                    (*axes[:dim], self._mesh.axis, *axes[dim + 1 :])
+                )
+            self._place(
+                variable,
+                self._sharding(axes if is_whole else of_slots),
+                self._sharding(of_slots),
+                partitioning.sum_dtype,
+            )
+
+    def _dimensions(
+        self,
+        partitioning: Partitioning,
+        variables: list[keras.Variable],
+        over_cores: list[Axes],
+    ) -> list[int | None]:
+        """What the partitioner says; compared between processes.
+
+        A rule is compared once; a function may say anything each time.
+        """
+        mesh = self._mesh
+        is_alone = mesh.num_processes == 1 or mesh.is_abstract
+        is_known = self._is_compared and not partitioning.is_function
+        # Of scalars there is nothing to ask.
+        if is_alone or is_known or not any(tuple(v.shape) for v in variables):
+            return dimensions_of(partitioning, variables, over_cores)
+        dims = agreed_dimensions(partitioning, mesh, variables, over_cores)
+        self._is_compared = True
+        return dims
+
+    def _is_to_ask(self, variable: keras.Variable) -> bool:
+        if variable.synchronization == "on_read" or variable.shape is None:
+            return False
+        held = placement_of(variable)
+        is_placed = held is not None and held.mesh is self._mesh
+        is_asked = getattr(variable, _ASKED, None) is self._mesh
+        return not (is_placed or is_asked or variable.name == _SEED)
 
     def _axes_of(self, path: str, layout: Any) -> Axes:
         axes = tuple(getattr(layout, "axes", layout))
@@ -335,3 +369,29 @@ def follow(slot: keras.Variable, weight: keras.Variable) -> None:
         placement = dataclasses.replace(held, sharding=held.of_slots)
         setattr(slot, _PLACEMENT, placement)
         divide(slot, held.mesh)
+
+
+def follow_by_names(
+    variables: Iterable[keras.Variable], mesh: ReplicaMesh
+) -> None:
+    """Lays slots that were made outside of the scope where their weights' lie.
+
+    Args:
+      variables: Weights, and slots with the names that optimizers give them.
+      mesh: The replicas.
+    """
+    variables = list(variables)
+    axes_of_slots: dict[str, tuple[keras.Variable, set[Any]]] = {}
+    for weight in variables:
+        held = placement_of(weight)
+        if held is not None and held.mesh is mesh:
+            prefix = weight.path.replace("/", "_") + "_"
+            axes_of_slots[prefix] = weight, set(held.of_slots.spec)
+    if not axes_of_slots:
+        return
+    for slot in variables:
+        ends = (i + 1 for i, letter in enumerate(slot.name) if letter == "_")
+        for end in ends:
+            weight, axes = axes_of_slots.get(slot.name[:end], (slot, set()))
+            if axes - set(sharding_of(slot, mesh).spec) - {None}:
+                follow(slot, weight)

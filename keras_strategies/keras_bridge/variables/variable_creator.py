@@ -183,6 +183,10 @@ def adopt(
         strategy or distribution, or cannot have its layout.
     """
     variables = list(variables)
+    for variable in variables:
+        held = placement_of(variable)
+        if held is not None and held.mesh is not mesh:
+            forget_placement(variable)
     partitions.assign(variables)
     if mesh.is_abstract:
         return
