@@ -24,7 +24,11 @@ from keras_strategies._core.jaxprs.marked_updates import (
     update_of,
 )
 from keras_strategies._core.jaxprs.specs import Divided, Placed, Spec
-from keras_strategies._core.jaxprs.stages import acts, has_references
+from keras_strategies._core.jaxprs.stages import (
+    acts,
+    has_references,
+    references,
+)
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import (
     ShardExchange,
@@ -191,7 +195,7 @@ class _Cut:
         ]
         plans = self._plans(outputs)
         for k, plan in enumerate(plans):
-            if plan:
+            if plan or any(map(acts, self._sections[k])):
                 self._compute_section(k, plan)
             for equation, update in self._updates_after[k]:
                 self._apply(equation, update)
@@ -238,7 +242,8 @@ class _Cut:
         needed = {v for v, _ in plan.values() if not isinstance(v, Literal)}
         found = []
         for equation in reversed(self._sections[k]):
-            if acts(equation) or not needed.isdisjoint(equation.outvars):
+            made = [*equation.outvars, *references(equation)]
+            if acts(equation) or not needed.isdisjoint(made):
                 found.append(equation)
                 needed |= set(_variables(equation.invars))
         return found[::-1]

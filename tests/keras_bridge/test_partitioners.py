@@ -85,6 +85,36 @@ def test_slots_only():
     assert all(n.endswith(("_momentum", "_velocity")) for n in divided)
 
 
+def test_slots_that_are_made_in_run():
+    strategy = strategy_of(SlotsOnly(min_size=1))
+    made = []
+
+    def step():
+        if not made:
+            layer, optimizer = keras.layers.Dense(8), keras.optimizers.Adam()
+            layer.build((None, 4))
+            optimizer.build(layer.trainable_variables)
+            made.extend((layer, optimizer))
+
+    strategy.run(step)
+    layer, optimizer = made
+    assert layer.kernel.value.sharding.is_fully_replicated
+    slots = optimizer._momentums
+    assert len(slots) == 2
+    for slot in slots:
+        assert not slot.value.sharding.is_fully_replicated
+
+
+def test_slots_of_a_whole_weight():
+    def of_slots(path, shape, dtype):
+        del shape, dtype
+        return 1 if path.endswith("one_kernel_momentum") else None
+
+    found = specs_of(of_slots)
+    divided = {name for name, spec in found.items() if spec}
+    assert divided == {"net_one_kernel_momentum"}
+
+
 def test_functions():
     asked = []
 

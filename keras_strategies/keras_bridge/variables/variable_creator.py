@@ -136,26 +136,46 @@ def _registering(
     def make(
         optimizer: Any, reference_variable: Any, *args: Any, **kwargs: Any
     ) -> keras.Variable:
-        with _with_layout_of_slots(reference_variable):
-            slot = make_slot(optimizer, reference_variable, *args, **kwargs)
         # The calling thread's, if any.
         distribution = keras.distribution.distribution()
-        if isinstance(distribution, ReplicaDistribution):
-            follow(slot, reference_variable)
-            distribution.get_variable_layout(slot)
+        if not isinstance(distribution, ReplicaDistribution):
+            return make_slot(optimizer, reference_variable, *args, **kwargs)
+        if _is_made_later(reference_variable):
+            distribution.get_variable_layout(reference_variable)
+        with _with_layout_of_slots(reference_variable, distribution):
+            slot = make_slot(optimizer, reference_variable, *args, **kwargs)
+        follow(slot, reference_variable)
+        distribution.get_variable_layout(slot)
         return slot
 
     return make
 
 
+def _is_made_later(weight: Any) -> bool:
+    """Whether a weight is placed after its slots: both are made in a trace."""
+    has_nothing = getattr(weight, "_value", None) is None
+    return has_nothing and getattr(weight, "_layout", None) is None
+
+
 @contextlib.contextmanager
-def _with_layout_of_slots(weight: Any) -> Iterator[None]:
-    """Shows Keras the layout of a weight's slots, where it is another one."""
+def _with_layout_of_slots(
+    weight: Any, distribution: ReplicaDistribution
+) -> Iterator[None]:
+    """Shows Keras the layout of a weight's slots, where it is another one.
+
+    None, where the replicas divide variables and not this weight: then the
+    distribution is asked for the slot's own.
+    """
     held = placement_of(weight)
-    if held is None or held.sharding is held.of_slots or held.mesh.is_abstract:
+    if held is None and distribution.partitions.partitioning is None:
         yield
         return
-    before, weight._layout = weight._layout, held.of_slots
+    layout = None if held is None else held.of_slots
+    is_same = layout is getattr(weight, "_layout", None)
+    if is_same or (held is not None and held.mesh.is_abstract):
+        yield
+        return
+    before, weight._layout = weight._layout, layout
     try:
         yield
     finally:

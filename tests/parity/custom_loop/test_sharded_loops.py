@@ -207,6 +207,15 @@ def rematerialized(model, optimizer, x, y):
     return loss
 
 
+def through_a_reference(model, optimizer, x, y):
+    loss, grads = gradients_of(model, x, y)
+    factor = jax.new_ref(jnp.ones(()))
+    factor[...] = 0.5 * factor[...]
+    grads = [g * factor[...] for g in grads]
+    optimizer.apply(grads, model.trainable_variables)
+    return loss
+
+
 STEPS = {
     fn.__name__: fn
     for fn in (
@@ -223,6 +232,7 @@ STEPS = {
         in_a_branch,
         compiled_inside,
         rematerialized,
+        through_a_reference,
     )
 }
 # Of a replica's own gradients: no step of one device does the same.
@@ -241,8 +251,7 @@ def train(name, step, optimizer, rows=(GLOBAL,), debug=False):
         count = rows[k % len(rows)]
         x = rng.normal(size=(GLOBAL, 6)).astype("float32")[:count]
         y = np.tanh(x[:, :3])
-        own = strategy.experimental_distribute_values_from_function
-        batch = _batch(strategy, own, x, y)
+        batch = _batch_of(strategy, x, y)
         with strategy.debug() if debug else contextlib.nullcontext():
             per_replica = strategy.run(
                 lambda x, y: STEPS[step](model, optimizer, x, y), batch
@@ -255,7 +264,8 @@ def train(name, step, optimizer, rows=(GLOBAL,), debug=False):
     return losses, [np.asarray(v.value) for v in variables]
 
 
-def _batch(strategy, make, x, y):
+def _batch_of(strategy, x, y):
+    make = strategy.experimental_distribute_values_from_function
     count = strategy.num_replicas_in_sync
     own = [np.array_split(a, count) for a in (x, y)]
     return tuple(
@@ -291,6 +301,26 @@ def test_other_rows_on_each_replica(step):
     assert_same(
         train("sharded4", step, "sgd", rows), train("one", step, "sgd", rows)
     )
+
+
+def test_calls_of_python_after_the_update():
+    strategy = make_strategy("sharded4")
+    with strategy.scope():
+        optimizer = sgd()
+        model = make_model(optimizer)
+    seen = []
+
+    def step(x, y):
+        loss = plain(model, optimizer, x, y)
+        kernel = model.layers[0].kernel
+        jax.debug.callback(lambda v: seen.append(float(v)), ops.sum(kernel))
+        return loss
+
+    rows = np.ones((GLOBAL, 6), "float32")
+    strategy.run(step, _batch_of(strategy, rows, rows[:, :3]))
+    jax.effects_barrier()
+    wanted = float(np.sum(model.layers[0].kernel.numpy()))
+    np.testing.assert_allclose(seen, [wanted] * 4, rtol=1e-5)
 
 
 def test_debug():
