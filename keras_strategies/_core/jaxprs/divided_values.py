@@ -28,6 +28,9 @@ from keras_strategies._core.jaxprs.specs import Divided
 
 _REMATERIALIZED = ("remat2", "remat", "checkpoint")
 _CALLS = ("jit", "pjit", "closed_call", "core_call")
+# Of a shard: the rows of a TPU's tile, and the columns of eight.
+_TILE_ROWS = 8
+_TILE_COLUMNS = 1024
 
 
 class Values:
@@ -95,8 +98,12 @@ class Values:
 
     def _scattered(self, value: jax.Array, spec: Divided) -> jax.Array:
         sent = value.astype(spec.sum_dtype or value.dtype)
+        count = jax.lax.axis_size(self._axis)
+        is_tiled = not _is_of_blocks(sent.shape, spec.dim, count)
+        if not is_tiled:
+            sent = sent.reshape(count, -1, sent.shape[1])
         shard = jax.lax.psum_scatter(
-            sent, self._axis, scatter_dimension=spec.dim, tiled=True
+            sent, self._axis, scatter_dimension=spec.dim, tiled=is_tiled
         )
         if self._group_axes:
             shard = jax.lax.psum(shard, self._group_axes)
@@ -257,6 +264,19 @@ class Values:
             values.whole(v) if spec is None else values.sum(v, spec)
             for v, spec in zip(jaxpr.outvars, wanted, strict=True)
         ]
+
+
+def _is_of_blocks(shape: tuple[int, ...], dim: int, count: int) -> bool:
+    """Whether a sum is scattered as an array of blocks, one for each replica.
+
+    XLA for TPUs (libtpu 0.0.42) scatters some matrices by rows as an
+    all-reduce of the whole matrix, and the same as blocks of whole tiles as a
+    reduce-scatter; others the other way round (docs/sharding.md).
+    """
+    if len(shape) != 2 or dim != 0:
+        return False
+    rows, columns = shape[0] // count, shape[1]
+    return rows % _TILE_ROWS == 0 and columns % _TILE_COLUMNS == 0
 
 
 def _is_rematerialized(equation: Any) -> bool:

@@ -24,6 +24,11 @@ from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.mesh import ReplicaMesh, copied, shown_devices
 from keras_strategies.keras_bridge.patches import Patches
 from keras_strategies.keras_bridge.variables import initial_values
+from keras_strategies.keras_bridge.variables.abstract_variables import (
+    creating,
+    is_abstract,
+    make_abstract,
+)
 from keras_strategies.keras_bridge.variables.shardings import (
     Partitions,
     follow,
@@ -136,8 +141,15 @@ def _registering(
     def make(
         optimizer: Any, reference_variable: Any, *args: Any, **kwargs: Any
     ) -> keras.Variable:
-        with _with_layout_of_slots(reference_variable):
+        abstract = is_abstract(reference_variable)
+        with (
+            _with_layout_of_slots(reference_variable),
+            creating(abstract=abstract),
+        ):
             slot = make_slot(optimizer, reference_variable, *args, **kwargs)
+        if abstract and slot._value is None and not is_abstract(slot):
+            # Keras would give it a value where a trace ends.
+            make_abstract(slot, slot._initializer)
         # The calling thread's, if any.
         distribution = keras.distribution.distribution()
         if isinstance(distribution, ReplicaDistribution):
