@@ -3,6 +3,7 @@
     ./run bench sharded
     ./run bench sharded --devices 4 --models mlp --repeats 5
     ./run bench sharded --quick
+    ./run bench sharded --tpu --help    # large decoders: sharded_tpu.py
 
 Each peer is a process of its own on virtual CPU devices, and they take turns
 (turns.py). Compared are medians of the ratios of neighbouring turns.
@@ -15,6 +16,7 @@ scatters by hand, and an optimizer on shards).
 
 import argparse
 import statistics
+import sys
 
 import turns
 
@@ -250,6 +252,11 @@ def report(options):
 
 
 def main():
+    if "--tpu" in sys.argv:
+        import sharded_tpu
+
+        sharded_tpu.main()
+        return
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--devices", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)

@@ -50,6 +50,7 @@ _MODULES = {
     "StrategyExtended": "strategy.extended",
     "TPUStrategy": "strategy.tpu",
     "ValueContext": "strategy.replica_context",
+    "abstract": "keras_bridge.variables.abstract_models",
     "compute_average_loss": "strategy.losses",
     "experimental_set_strategy": "strategy.default",
     "function": "strategy.tf_compat.function",

@@ -38,6 +38,9 @@ from keras_strategies.keras_bridge.hooks.gradients import (
     value_and_grad as value_and_grad,
 )
 from keras_strategies.keras_bridge.hooks.merge import merge as merge
+from keras_strategies.keras_bridge.variables.abstract_models import (
+    abstract as abstract,
+)
 from keras_strategies.keras_bridge.variables.variable_creator import (
     variable_creator_scope as variable_creator_scope,
 )

@@ -16,6 +16,7 @@ from keras_strategies._core.names import versions
 
 ROOT = str(pathlib.Path(__file__).parents[1])
 PUBLIC_NAMES = {
+    "abstract",
     "CompiledProgram",
     "MirroredStrategy",
     "OneDeviceStrategy",

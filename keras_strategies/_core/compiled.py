@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -118,7 +118,10 @@ class CompiledProgram:
 
 
 def compile_program(
-    lower: Callable[[], Any], mesh: ReplicaMesh, name: str
+    lower: Callable[[], Any],
+    mesh: ReplicaMesh,
+    name: str,
+    options: Mapping[str, Any] | None = None,
 ) -> CompiledProgram:
     """Lowers and compiles a program, with the time both take.
 
@@ -126,12 +129,13 @@ def compile_program(
       lower: Returns the lowered program.
       mesh: The replicas it is for.
       name: What it is.
+      options: XLA's, by their names; None: as the program would be run.
     """
     start = time.perf_counter()
     lowered = lower()
     middle = time.perf_counter()
     with _unwritten() if mesh.is_abstract else contextlib.nullcontext():
-        executable = lowered.compile()
+        executable = lowered.compile(compiler_options=options and dict(options))
     return CompiledProgram(
         name=name,
         num_replicas=mesh.num_replicas,

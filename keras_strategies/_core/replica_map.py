@@ -21,6 +21,9 @@ from keras_strategies._core.jaxprs.specs import Axis, Divided
 from keras_strategies._core.mesh import ReplicaMesh
 
 Tree = Any
+# Of a shard: the rows of a TPU's tile, and the columns of eight.
+_TILE_ROWS = 8
+_TILE_COLUMNS = 1024
 
 
 def replica_map(
@@ -69,8 +72,12 @@ class ShardExchange:
 
         def scatter(part: jax.Array) -> jax.Array:
             sent = part.astype(spec.sum_dtype or part.dtype)
+            count = jax.lax.axis_size(axis)
+            is_tiled = not _is_of_blocks(sent.shape, spec.dim, count)
+            if not is_tiled:
+                sent = sent.reshape(count, -1, sent.shape[1])
             shard = jax.lax.psum_scatter(
-                sent, axis, scatter_dimension=spec.dim, tiled=True
+                sent, axis, scatter_dimension=spec.dim, tiled=is_tiled
             )
             if groups:
                 shard = jax.lax.psum(shard, tuple(groups))
@@ -105,6 +112,19 @@ class ShardExchange:
             out_specs=cores,
             check_vma=False,
         )
+
+
+def _is_of_blocks(shape: tuple[int, ...], dim: int, count: int) -> bool:
+    """Whether a sum is scattered as an array of blocks, one for each replica.
+
+    XLA for TPUs (libtpu 0.0.42) scatters some matrices by rows as an
+    all-reduce of the whole matrix, and the same as blocks of whole tiles as a
+    reduce-scatter; others the other way round (docs/sharding.md).
+    """
+    if len(shape) != 2 or dim != 0:
+        return False
+    rows, columns = shape[0] // count, shape[1]
+    return rows % _TILE_ROWS == 0 and columns % _TILE_COLUMNS == 0
 
 
 def whole_spec() -> PartitionSpec:

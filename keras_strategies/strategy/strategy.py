@@ -11,6 +11,9 @@ from keras_strategies._core.compiled import CompiledProgram, compile_program
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.keras_bridge.loops import binding as binding_lib
 from keras_strategies.keras_bridge.steps.lower_step import lower_step
+from keras_strategies.keras_bridge.variables.abstract_models import (
+    materialize,
+)
 from keras_strategies.keras_bridge.variables.model_variables import (
     all_variables,
 )
@@ -148,7 +151,12 @@ class Strategy(CustomLoops):
         return model
 
     def compile_step(
-        self, model: keras.Model, batch: Any, *, kind: str = "train"
+        self,
+        model: keras.Model,
+        batch: Any,
+        *,
+        kind: str = "train",
+        compiler_options: Mapping[str, Any] | None = None,
     ) -> CompiledProgram:
         """Compiles a step of a model, without running it.
 
@@ -163,6 +171,10 @@ class Strategy(CustomLoops):
             `jax.ShapeDtypeStruct`. Its rows are those of the GLOBAL batch.
           kind: `"train"`, `"test"` or `"predict"`; `"predict"` looks at x
             alone.
+          compiler_options: XLA's, by their names. With
+            `{"exec_time_optimization_effort": -1.0}` a large program for
+            TPUs compiles up to twelve times as fast, with nearly the same
+            memory, and without the overlap of collectives.
 
         Returns:
           The program: its collectives, bytes per chip and text.
@@ -181,13 +193,15 @@ class Strategy(CustomLoops):
         binding = self._binding_of("compile_step", model)
         mesh, build = self._runtime.mesh, binding.build_for_shapes
         lower = functools.partial(lower_step, model, mesh, kind, batch, build)
-        return compile_program(lower, mesh, f"{kind} step")
+        return compile_program(lower, mesh, f"{kind} step", compiler_options)
 
     def compile_run(
         self,
         fn: Callable[..., Any],
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
+        *,
+        compiler_options: Mapping[str, Any] | None = None,
     ) -> CompiledProgram:
         """Compiles the program of `run(fn, args, kwargs)`; runs nothing.
 
@@ -202,6 +216,7 @@ class Strategy(CustomLoops):
             multiple of the replicas. Scalars, and arrays within
             `ks.Mirrored`, are passed whole; anything else as it is.
           kwargs: Keyword arguments, likewise.
+          compiler_options: See `compile_step`.
 
         Returns:
           The program: its collectives, bytes per chip and text.
@@ -218,7 +233,43 @@ class Strategy(CustomLoops):
         current.check_outside("compile_run")
         lower = functools.partial(self._runner.lower, fn, args, kwargs or {})
         name = f"run of {getattr(fn, '__name__', 'a function')}"
-        return compile_program(lower, self._runtime.mesh, name)
+        mesh = self._runtime.mesh
+        return compile_program(lower, mesh, name, compiler_options)
+
+    def materialize(self, model: keras.Model) -> keras.Model:
+        """Gives a model of `ks.abstract()` its initial values.
+
+        Each variable's initializer runs, and divided variables are created
+        divided; what the optimizer holds starts as ever. A model with values
+        is left as it is. Collective. Not in tf.
+
+        Args:
+          model: A model of this strategy.
+
+        Returns:
+          The model.
+
+        Raises:
+          ValueError: the model is not this strategy's, or a layer assigned a
+            value that was not kept.
+          RuntimeError: the devices can only be compiled for.
+
+        Example:
+          ```python
+          with strategy.scope(), ks.abstract():
+              model = make_model()
+              model.compile("adam", "mse")
+          if strategy.compile_step(model, (x, y)).bytes_per_chip < 16e9:
+              strategy.materialize(model)
+              model.fit(x, y)
+          ```
+        """
+        self._binding_of("materialize", model)
+        mesh = self._runtime.mesh
+        mesh.check_can_run()
+        variables = all_variables(model)
+        materialize(model, variables, mesh, self._runtime.distribution)
+        return model
 
     def describe(self, model: keras.Model | None = None) -> None:
         """Prints the mesh and a table of variables.

@@ -195,6 +195,46 @@ def test_rematerialized_parts_gather_again():
     assert texts[True].count("stablehlo.reduce_scatter") == 2
 
 
+@pytest.mark.parametrize(
+    ("shape", "scattered"),
+    # The second has no whole tiles of a TPU.
+    [((32, 1024), "4x8x1024"), ((28, 1024), "28x1024")],
+)
+def test_sums_of_matrices_are_scattered_as_blocks_of_tiles(shape, scattered):
+    mesh = mesh_of(4)
+    spec = divided(mesh)
+    random = np.random.default_rng(0)
+    weight, x = (
+        random.normal(size=size).astype("float32")
+        for size in (shape, (8, shape[0]))
+    )
+
+    def step(weight, x):
+        grad = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(weight)
+        return marked_update(
+            lambda g, w: [w[0] - 0.1 * g[0]],
+            lambda g: all_sum(g, mesh.axis),
+            [grad],
+            [weight],
+            reductions=[spec],
+            specs=[spec],
+            divisor=1,
+            on_whole=lambda: None,
+        )[0]
+
+    inputs = (spec, split_spec(mesh))
+    cut = jax.jit(divided_map(step, mesh, in_specs=inputs, out_specs=spec))
+    grad = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(weight)
+    np.testing.assert_allclose(
+        cut(weight, x), weight - 0.1 * grad, rtol=1e-4, atol=1e-5
+    )
+    text = cut.lower(weight, x).as_text()
+    (sent,) = re.findall(
+        r"stablehlo\.reduce_scatter.*?: \(tensor<(\w+)xf32>\)", text, re.S
+    )
+    assert sent == scattered
+
+
 def test_what_takes_a_variables_place_is_a_maximum():
     mesh = mesh_of(4)
     weights, x = data()

@@ -23,8 +23,9 @@ STRATEGIES = ("sharded2", "sharded3", "sharded8", "sharded8x2", "sharded8x4")
 _QUICK = ((15, 4),)
 # What Keras 3.15 cannot rematerialize, on one device neither: losses and state
 # that a call leaves on its layer, and layers that ask whether they train or are
-# masked, which are tracers then.
+# masked, which are tracers then. Masks that a layer computes it loses.
 NOT_REMATERIALIZED = {
+    *("mask", "mask_and_weight", "mask_sum", "masked"),
     *("activity_regularizer", "add_loss", "counters"),
     *("synchronized", "synchronized_masked", "synchronized_renorm"),
     *("lstm", "transformer"),

@@ -42,6 +42,10 @@ from keras_strategies.keras_bridge.loops.scope_hooks import (
 )
 from keras_strategies.keras_bridge.steps.step_functions import Functions
 from keras_strategies.keras_bridge.variables import variable_creator
+from keras_strategies.keras_bridge.variables.abstract_models import as_made
+from keras_strategies.keras_bridge.variables.abstract_variables import (
+    inferring_shapes,
+)
 from keras_strategies.keras_bridge.variables.model_variables import (
     all_variables,
 )
@@ -266,7 +270,10 @@ class Binding:
         self._build(iterator=EpochIterator(feed))
 
     def _build(self, **data: Any) -> None:
-        with variable_creator.distribution_scope(self._distribution):
+        with (
+            variable_creator.distribution_scope(self._distribution),
+            as_made(self.model),
+        ):
             type(self.model)._symbolic_build(self.model, **data)
         self._adopt()
 
@@ -317,6 +324,8 @@ class Binding:
         if not scope_hooks.is_built(self.model):
             with (
                 variable_creator.distribution_scope(self._distribution),
+                as_made(self.model),
+                inferring_shapes(),
                 keras.StatelessScope(),
             ):
                 jax.eval_shape(self.model, data[0])

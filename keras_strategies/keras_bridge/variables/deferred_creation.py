@@ -9,6 +9,9 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
+from keras_strategies.keras_bridge.variables.abstract_variables import (
+    refuse_abstract,
+)
 from keras_strategies.keras_bridge.variables.variable_creator import (
     variable_creator_scope,
 )
@@ -44,9 +47,14 @@ def deferred() -> Iterator[None]:
 
 
 def sync_fits(variables: Sequence[keras.Variable]) -> None:
-    """Gives variables the values that a running fit has taken from them."""
+    """Gives variables the values that a running fit has taken from them.
+
+    Raises:
+      RuntimeError: one has none, as it was made in `ks.abstract()`.
+    """
     if any(v._value is None for v in variables):
         sync_all_fits()
+        refuse_abstract(variables)
 
 
 def sync_all_fits() -> None:

@@ -40,12 +40,8 @@ def create(
     Raises:
       ValueError: a number or an array that differs from the chief's.
     """
-    initializer = kwargs.get("initializer")
-    if mesh.num_processes > 1 and kwargs.get("layout") is None:
-        if isinstance(initializer, str):
-            initializer = keras.initializers.get(initializer)
-        if callable(initializer) and not isinstance(initializer, _CONSTANTS):
-            kwargs |= {"initializer": _FromChief(initializer, mesh)}
+    if kwargs.get("layout") is None:
+        kwargs |= {"initializer": alike(kwargs.get("initializer"), mesh)}
     try:
         return next_creator(**kwargs)
     except AssertionError as error:
@@ -60,6 +56,24 @@ def create(
             "learning rate, for example) everywhere, or a function of "
             "(shape, dtype): the chief's result is sent to all."
         ) from error
+
+
+def alike(initializer: Any, mesh: ReplicaMesh) -> Any:
+    """An initializer that gives the chief's value on all processes.
+
+    Args:
+      initializer: A function, a name of Keras's, or a value, which stays.
+      mesh: The replicas.
+    """
+    if mesh.num_processes == 1:
+        return initializer
+    if isinstance(initializer, str):
+        initializer = keras.initializers.get(initializer)
+    if not callable(initializer) or isinstance(
+        initializer, (*_CONSTANTS, _FromChief)
+    ):
+        return initializer
+    return _FromChief(initializer, mesh)
 
 
 class _FromChief:

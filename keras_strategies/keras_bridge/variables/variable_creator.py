@@ -24,6 +24,11 @@ from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.mesh import ReplicaMesh, copied, shown_devices
 from keras_strategies.keras_bridge.patches import Patches
 from keras_strategies.keras_bridge.variables import initial_values
+from keras_strategies.keras_bridge.variables.abstract_variables import (
+    creating,
+    is_abstract,
+    make_abstract,
+)
 from keras_strategies.keras_bridge.variables.shardings import (
     Partitions,
     follow,
@@ -138,14 +143,20 @@ def _registering(
     ) -> keras.Variable:
         # The calling thread's, if any.
         distribution = keras.distribution.distribution()
-        if not isinstance(distribution, ReplicaDistribution):
-            return make_slot(optimizer, reference_variable, *args, **kwargs)
-        if _is_made_later(reference_variable):
-            distribution.get_variable_layout(reference_variable)
-        with _with_layout_of_slots(reference_variable, distribution):
+        layouts = contextlib.nullcontext()
+        if isinstance(distribution, ReplicaDistribution):
+            if _is_made_later(reference_variable):
+                distribution.get_variable_layout(reference_variable)
+            layouts = _with_layout_of_slots(reference_variable, distribution)
+        abstract = is_abstract(reference_variable)
+        with layouts, creating(abstract=abstract):
             slot = make_slot(optimizer, reference_variable, *args, **kwargs)
-        follow(slot, reference_variable)
-        distribution.get_variable_layout(slot)
+        if abstract and slot._value is None and not is_abstract(slot):
+            # Keras would give it a value where a trace ends.
+            make_abstract(slot, slot._initializer)
+        if isinstance(distribution, ReplicaDistribution):
+            follow(slot, reference_variable)
+            distribution.get_variable_layout(slot)
         return slot
 
     return make

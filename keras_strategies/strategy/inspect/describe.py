@@ -17,6 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.keras_bridge.variables.abstract_variables import (
+    is_abstract,
+)
 from keras_strategies.keras_bridge.variables.partitioners import Partitioning
 from keras_strategies.keras_bridge.variables.shardings import (
     is_updated_whole,
@@ -179,8 +182,8 @@ def tabulate_variables(
     Args:
       devices: The devices of the mesh.
       variables: The variables; one given twice is listed once.
-      mesh: The mesh, where it is only compiled for: then variables are listed
-        as they would lie on it.
+      mesh: The mesh. Where it is only compiled for, variables are listed as
+        they would lie on it, and so are always those that have no values.
       partitioning: Which of them the replicas divide among them.
 
     Returns:
@@ -188,9 +191,12 @@ def tabulate_variables(
       that take most memory on a device.
     """
     distinct = {id(variable): variable for variable in variables}.values()
-    planned = mesh if mesh is not None and mesh.is_abstract else None
+    of_all = mesh if mesh is not None and mesh.is_abstract else None
     rows = [
-        describe_variable(v, devices, planned, partitioning) for v in distinct
+        describe_variable(
+            v, devices, mesh if is_abstract(v) else of_all, partitioning
+        )
+        for v in distinct
     ]
     shown = rows
     if len(rows) > MAX_VARIABLES:
@@ -257,13 +263,13 @@ def describe_variable(
     shape = None if variable.shape is None else tuple(variable.shape)
     dtype = keras.backend.standardize_dtype(variable.dtype)
     sharding, num_bytes = "not built", 0
-    if array is not None:
-        held = array.sharding
-        if planned is not None:
-            held = sharding_of(variable, planned)
+    held = None if array is None else array.sharding
+    if planned is not None and (array is not None or is_abstract(variable)):
+        held = sharding_of(variable, planned)
+    if held is not None and shape is not None:
         sharding = describe_sharding(held, devices)
-        part = held.shard_shape(array.shape)
-        num_bytes = math.prod(part) * array.dtype.itemsize
+        size = jax.dtypes.canonicalize_dtype(dtype).itemsize
+        num_bytes = math.prod(held.shard_shape(shape)) * size
     return VariableRow(
         path=variable.path,
         shape=shape,

@@ -1,0 +1,249 @@
+"""Variables without values, of models that are only compiled.
+
+A variable that is made from an initializer stays uninitialized, as Keras's own
+are in a StatelessScope. Keras reads zeros of it while it infers shapes, in
+traces, where they cost nothing; and the value that a step's state has. Any
+other read raises: in a trace it would be a constant of zeros.
+"""
+
+import contextlib
+import functools
+import math
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+from jax.core import Tracer
+from keras.src.backend.common import global_state
+from keras.src.backend.common.stateless_scope import get_stateless_scope
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+
+from keras_strategies._core.attributes import attribute_set
+from keras_strategies.keras_bridge.patches import Patch, Patches
+from keras_strategies.keras_bridge.variables.divided_variable import (
+    divide,
+    undivide,
+)
+from keras_strategies.keras_bridge.variables.shardings import placement_of
+
+MAX_REAL_SIZE = 64
+"""Entries of the largest variables that have values as ever: seeds, counters,
+learning rates."""
+
+MAX_GIVEN_BYTES = 2**20
+"""Bytes of the largest values that are kept where a layer computes them."""
+
+_LAYER = "_ks_layer"
+_LOST = "_ks_lost_value"
+
+
+class _Thread(threading.local):
+    is_abstract = False
+    # Whether no variable is real, not even a small one.
+    is_shapes_alone = False
+    is_inferring = False
+
+
+_thread = _Thread()
+
+
+class AbstractVariable(keras.Variable):
+    """A variable that has a shape and no value; made by `make_abstract`."""
+
+    @property
+    def value(self) -> Any:
+        """The value that a step's state has; zeros for Keras's shapes."""
+        scope = get_stateless_scope()
+        if scope is not None:
+            value = scope.get_current_value(self)
+            if value is not None:
+                return self._maybe_autocast(value)
+        if in_symbolic_scope() or _thread.is_inferring:
+            zeros = keras.ops.zeros(self.shape, self._dtype)
+            return self._maybe_autocast(zeros)
+        raise RuntimeError(_message(self, in_step=scope is not None))
+
+    def __array__(self, dtype: Any = None) -> np.ndarray:
+        """The value; zeros that take no memory where shapes alone count."""
+        if not _thread.is_shapes_alone:
+            return super().__array__(dtype)
+        zero = np.zeros((), dtype or jax.numpy.dtype(self._dtype))
+        return np.broadcast_to(zero, self.shape)
+
+    def assign(self, value: Any) -> Any:
+        """Writes in a step's state, or what a layer that is built computes."""
+        if get_stateless_scope() is not None:
+            return super().assign(value)
+        if not _thread.is_abstract:
+            raise RuntimeError(_message(self, in_step=False))
+        value = self._convert_to_tensor(value, dtype=self._dtype)
+        is_known = not isinstance(value, Tracer)
+        is_known = is_known and not _thread.is_shapes_alone
+        if not is_known or value.nbytes > MAX_GIVEN_BYTES:
+            setattr(self, _LOST, True)
+            return value
+        make_real(self)
+        return super().assign(value)
+
+    def _deferred_initialize(self) -> None:
+        """Keras's StatelessScope has ended: there is still no value."""
+        self._initialize_layout()
+
+
+def is_abstract(variable: Any) -> bool:
+    """Whether a variable has no value."""
+    return isinstance(variable, AbstractVariable)
+
+
+def has_lost_value(variable: Any) -> bool:
+    """Whether an abstract variable was given a value that was not kept."""
+    return getattr(variable, _LOST, False)
+
+
+def is_creating_abstract() -> bool:
+    """Whether variables that are created now have no values."""
+    return _thread.is_abstract
+
+
+def make_abstract(variable: keras.Variable, initializer: Any) -> None:
+    """Makes a variable one without a value.
+
+    Args:
+      variable: One that is new.
+      initializer: What gives it a value where it is made real.
+    """
+    undivide(variable)
+    variable._value, variable._initializer = None, initializer
+    variable.__class__ = AbstractVariable
+
+
+def lose_value(variable: keras.Variable) -> None:
+    """Makes a variable one without a value, which it was given."""
+    make_abstract(variable, None)
+    setattr(variable, _LOST, True)
+
+
+def make_real(variable: keras.Variable) -> Any:
+    """Makes an abstract variable one of Keras's, which must be given a value.
+
+    Returns:
+      The initializer that it was created with.
+    """
+    initializer, variable._initializer = variable._initializer, None
+    variable.__class__ = keras.Variable
+    for name in (_LAYER, _LOST):
+        variable.__dict__.pop(name, None)
+    held = placement_of(variable)
+    if held is not None:
+        divide(variable, held.mesh)
+    return initializer
+
+
+def refuse_abstract(variables: Any) -> None:
+    """Raises RuntimeError if one of the variables has no value."""
+    for variable in variables:
+        if is_abstract(variable):
+            raise RuntimeError(_message(variable, in_step=False))
+
+
+@contextlib.contextmanager
+def creating(*, abstract: bool) -> Iterator[None]:
+    """In which this thread's variables are created without values, or with.
+
+    Args:
+      abstract: Whether they are without.
+    """
+    patched = _patches.held() if abstract else contextlib.nullcontext()
+    with patched, attribute_set(_thread, "is_abstract", abstract):
+        yield
+
+
+@contextlib.contextmanager
+def inferring_shapes() -> Iterator[None]:
+    """In which abstract variables read as zeros, for a trace of shapes."""
+    with attribute_set(_thread, "is_inferring", True):
+        yield
+
+
+@contextlib.contextmanager
+def shapes_alone() -> Iterator[None]:
+    """In which what a trace computes becomes no variable's value."""
+    with (
+        creating(abstract=True),
+        inferring_shapes(),
+        attribute_set(_thread, "is_shapes_alone", True),
+    ):
+        yield
+
+
+def _message(variable: keras.Variable, *, in_step: bool) -> str:
+    layer = getattr(variable, _LAYER, None)
+    received = f"{variable.path!r} of shape {tuple(variable.shape)}"
+    if layer is not None:
+        received += f", of layer {layer}"
+    if in_step:
+        return (
+            "A variable that was made in `ks.abstract()` has no value but the "
+            "one that a step's state gives it. Received: a step that reads "
+            f"{received}, which is no part of its state, and would be zeros. "
+            "Make its layer an attribute of the model or of one of its "
+            "layers, or create it outside of `ks.abstract()`."
+        )
+    return (
+        "A variable that was made in `ks.abstract()` has a shape and no value. "
+        f"Received: a read or write of {received}. Compile for the model by "
+        "`strategy.compile_step(model, batch)`, which needs no values; or "
+        "give it initial values by `strategy.materialize(model)`."
+    )
+
+
+def _leaving_out(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def initialize(variable: keras.Variable, initializer: Any) -> None:
+        is_small = math.prod(variable.shape) <= MAX_REAL_SIZE
+        is_real = is_small and not _thread.is_shapes_alone
+        if not _thread.is_abstract or is_real:
+            original(variable, initializer)
+            return
+        variable._initialize_layout()
+        make_abstract(variable, initializer)
+        _note_layer(variable)
+
+    return initialize
+
+
+def _keeping_small(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def initialize(variable: keras.Variable, value: Any) -> None:
+        size = math.prod(value.shape) * np.dtype(value.dtype).itemsize
+        is_traced = isinstance(value, Tracer)
+        is_kept = size <= MAX_GIVEN_BYTES and not is_traced
+        if not _thread.is_abstract or is_kept:
+            original(variable, value)
+            return
+        variable._shape = tuple(value.shape)
+        variable._initialize_layout()
+        lose_value(variable)
+        _note_layer(variable)
+
+    return initialize
+
+
+def _note_layer(variable: keras.Variable) -> None:
+    """Notes who is creating a variable, for errors."""
+    stack = global_state.get_global_attribute("name_scope_stack")
+    layer = getattr(stack[-1], "caller", None) if stack else None
+    if layer is not None:
+        name = f"{layer.name!r} ({type(layer).__name__})"
+        setattr(variable, _LAYER, name)
+
+
+def _find() -> Iterator[Patch]:
+    yield keras.Variable, "_initialize_with_initializer", _leaving_out
+    yield keras.Variable, "_initialize", _keeping_small
+
+
+_patches = Patches(_find)

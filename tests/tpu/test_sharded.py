@@ -1,0 +1,61 @@
+"""Divided variables as the TPU compiler sees them: `./run test -m tpu`.
+
+The bounds of docs/benchmarks.md, on a decoder of a few layers.
+"""
+
+import re
+
+import pytest
+
+from benchmarks.sharded_tpu import LOW_EFFORT, Decoder, compile_size
+
+pytestmark = pytest.mark.tpu
+
+SMALL = Decoder(
+    num_layers=2,
+    width=512,
+    heads=4,
+    hidden=2048,
+    vocabulary=4096,
+    length=512,
+)
+
+
+def arrays_of(program, kind):
+    """The shapes that instructions of a kind return, as text."""
+    pattern = rf"= (.*?) {kind}(?:-start)?\("
+    return re.findall(pattern, program.as_text())
+
+
+@pytest.mark.parametrize("shards", [4, 8])
+def test_weights_are_gathered_and_gradients_scattered(shards):
+    count, program = compile_size(SMALL, "v5e:4x4", shards, options=LOW_EFFORT)
+    sent = program.collective_bytes
+    # Six of each block, forward and backward; the embedding and the head once.
+    gathers = 6 * 2 * SMALL.num_layers + 2
+    assert program.collectives["all-gather"] == gathers
+    assert sent["reduce-scatter"] >= 0.6 * 4 * count
+    # Of shards, between the groups; and of what is whole.
+    assert sent["all-reduce"] < 1.2 * 4 * count / shards
+    assert all(
+        "bf16" not in shape for shape in arrays_of(program, "all-reduce")
+    )
+    assert program.collectives["collective-permute"] == 0
+    whole = 4 * 3 * 512 * (2 * SMALL.num_layers + 1)
+    batch = 2 * 4 * SMALL.length
+    state = 12 * count / shards + whole + batch
+    assert program.argument_bytes < 1.01 * state
+    assert program.output_bytes < 1e5
+
+
+def test_blocks_that_are_computed_again_keep_no_weights():
+    _, again = compile_size("dense", "v5e:2x4", rows=2, options=LOW_EFFORT)
+    _, kept = compile_size(
+        "dense", "v5e:2x4", rows=2, remat=False, options=LOW_EFFORT
+    )
+    # Two float32 weights of 16.8 MB at a time, not all twelve.
+    assert again.temporary_bytes < 3 * 16.8e6 < 10 * 16.8e6
+    assert kept.temporary_bytes > 10 * 16.8e6
+    state = 12 * (12 * 2048 * 2048 / 8 + 12 * 2048)
+    assert again.argument_bytes < state + 1e5
+    assert again.output_bytes < 1e5
