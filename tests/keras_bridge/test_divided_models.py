@@ -26,6 +26,7 @@ Y = np.tanh(X[:, :4])
 KINDS = (ks.experimental.FullySharded, ks.experimental.SlotsOnly)
 FIT = {"batch_size": 8, "shuffle": False, "verbose": 0}
 
+
 def dividing(count=4, kind=ks.experimental.FullySharded):
     return ks.MirroredStrategy(
         jax.devices()[:count], variable_partitioner=kind(min_size=1)
@@ -414,6 +415,20 @@ def test_a_fit_is_backed_up_and_restored(tmp_path):
             model.fit(X, Y, epochs=4, callbacks=[backup, Stops()], **FIT)
         model.set_weights([0 * w for w in model.get_weights()])
         return model.fit(X, Y, epochs=4, callbacks=[backup], **FIT).history
+
+    ours = compare(act)
+    assert divided(ours) == ALL | SLOTS
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
+def test_keras_checkpoints_of_orbax(tmp_path):
+    def act(model):
+        folder = str(tmp_path / str(id(model)))
+        callback = keras.callbacks.OrbaxCheckpoint(folder, save_freq=2)
+        losses = model.fit(X, Y, epochs=2, callbacks=[callback], **FIT)
+        loaded = keras.saving.load_model(folder)
+        return losses.history["loss"], values_of(loaded), values_of(model)
 
     ours = compare(act)
     assert divided(ours) == ALL | SLOTS

@@ -225,7 +225,9 @@ def building(num_layers, width):
 
     with made(None).scope():
         layers = [
-            keras.layers.Dense(width, use_bias=False, kernel_initializer=watched)
+            keras.layers.Dense(
+                width, use_bias=False, kernel_initializer=watched
+            )
             for _ in range(num_layers)
         ]
         model = keras.Sequential([keras.Input((width,)), *layers])

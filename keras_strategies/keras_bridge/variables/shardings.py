@@ -270,9 +270,7 @@ class Partitions:
             if dim is not None:
                 divided = self._sharding((*[None] * dim, self._mesh.axis))
                 sharding = self._mesh.whole if is_whole else divided
-                self._place(
-                    variable, sharding, divided, partitioning.sum_dtype
-                )
+                self._place(variable, sharding, divided, partitioning.sum_dtype)
 
     def _dimensions(
         self, partitioning: Partitioning, variables: list[keras.Variable]
