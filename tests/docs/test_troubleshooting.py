@@ -197,6 +197,21 @@ def of_another_strategy(folder):
         model.compile("sgd", "mse")
 
 
+def not_divisible(folder):
+    def last(path, shape, dtype):
+        return len(shape) - 1
+
+    with ks.MirroredStrategy(variable_partitioner=last).scope():
+        one_input()
+
+
+def captured_in_run(folder):
+    strategy = mirrored(2)
+    with strategy.scope():
+        array = keras.Variable(np.ones(4)).value
+    strategy.run(lambda: array[0])
+
+
 def made_outside(folder):
     model = one_input()
     model.compile("sgd", "mse")
@@ -269,6 +284,8 @@ CASES = {
     "This step is run over": run_whole,
     "The model's variables": of_another_strategy,
     "In a strategy's scope": made_outside,
+    "A variable is divided along": not_divisible,
+    "The function has captured": captured_in_run,
     "The checkpoint ...": damaged,
     "One run at a time": second_writer,
     "`run` has compiled": compiled_often,
@@ -283,6 +300,9 @@ OF_SEVERAL = {
     "All processes must give",
     "Process ... did not take part",
     "All processes must run",
+    "All processes must divide",
+    "Asking `variable_partitioner`",
+    "A function that is compiled for several",
     "Every process must see",
     "process 0 ends with",
 }

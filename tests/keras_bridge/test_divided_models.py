@@ -418,3 +418,17 @@ def test_a_fit_is_backed_up_and_restored(tmp_path):
 
     ours = compare(act)
     assert divided(ours) == ALL | SLOTS
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
+def test_keras_checkpoints_of_orbax(tmp_path):
+    def act(model):
+        folder = str(tmp_path / str(id(model)))
+        callback = keras.callbacks.OrbaxCheckpoint(folder, save_freq=2)
+        losses = model.fit(X, Y, epochs=2, callbacks=[callback], **FIT)
+        loaded = keras.saving.load_model(folder)
+        return losses.history["loss"], values_of(loaded), values_of(model)
+
+    ours = compare(act)
+    assert divided(ours) == ALL | SLOTS

@@ -134,17 +134,21 @@ def test_what_processes_do_not_divide_alike_is_refused_in_all():
 
 
 @pytest.mark.slow
-def test_no_process_holds_a_whole_model_while_it_is_built():
-    # Twelve variables of 4.2 MB, with two slots each: 151 MB.
+@pytest.mark.parametrize(("num_processes", "devices"), [(1, 4), (2, 2)])
+def test_no_device_holds_a_whole_model_while_it_is_built(
+    num_processes, devices
+):
+    # Twelve variables of 4.2 MB, with two slots each: 151 MB, which the
+    # devices of a process divide.
     results = run_processes(
         "tests.multi_process.sharded:building",
-        2,
+        num_processes,
         args=[12, 1024],
-        devices_per_process=2,
+        devices_per_process=devices,
     )
     for result in results:
         most, held = result.value
         # What was sent last is held until more is sent.
-        assert held < 151 / 2 + 4.2 + 1, result.value
+        assert held < 151 / devices + 4.2 + 1, result.value
         # A variable, and its copy on its way from the chief.
         assert most < held + 2 * 4.2, result.value

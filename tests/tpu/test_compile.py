@@ -172,6 +172,36 @@ def test_it_says_that_it_cannot_run():
         assert variable.value.sharding.device_set <= set(jax.devices())
 
 
+def test_what_replicas_cannot_divide_is_refused_when_it_is_made():
+    def last(path, shape, dtype):
+        return len(shape) - 1
+
+    strategy = ks.TPUStrategy.for_topology("v5e:2x2", variable_partitioner=last)
+    with strategy.scope():
+        keras.layers.Dense(8).build((None, 6))
+        with pytest.raises(ValueError, match="multiple of the shards"):
+            keras.layers.Dense(6).build((None, 8))
+    with pytest.raises(ValueError, match="shards=3 of slices"):
+        ks.TPUStrategy.for_topology(
+            "v5e:2x2", variable_partitioner=ks.experimental.FullySharded(3)
+        )
+
+
+def test_a_rematerialized_block_is_gathered_when_the_last_is_computed():
+    strategy = ks.TPUStrategy.for_topology(
+        "v5e:2x4", variable_partitioner=ks.experimental.FullySharded()
+    )
+    width, depth = 4096, 4
+    with strategy.scope(), keras.RematScope(mode="full"):
+        layers = [keras.layers.Dense(width, "tanh") for _ in range(depth)]
+        model = keras.Sequential([keras.Input((width,)), *layers])
+        model.compile("sgd", "mse")
+    rows = jax.ShapeDtypeStruct((64, width), "float32")
+    program = strategy.compile_step(model, (rows, rows))
+    # A layer has 67 MB; gathered as XLA multiplies it, in bfloat16, 34.
+    assert program.temporary_bytes < 120e6
+
+
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [

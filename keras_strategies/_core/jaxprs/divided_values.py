@@ -315,8 +315,8 @@ def _casts(equation: Any) -> bool:
 
 def _is_plain(variable: Var) -> bool:
     """Whether a value is an array of numbers, and no key of random ones."""
-    dtype: Any = variable.aval.dtype  # type: ignore[attr-defined]
-    return not jnp.issubdtype(dtype, jax.dtypes.extended)
+    array: Any = variable.aval
+    return not jnp.issubdtype(array.dtype, jax.dtypes.extended)
 
 
 def _adds(equation: Any) -> bool:

@@ -1,4 +1,4 @@
-"""When the equations of a traced function gather divided values.
+"""The order in which a traced function's equations gather divided values.
 
 Nothing but a value's shard is needed to gather it. So a compiler may gather all
 values at the start, or before a loop, and hold them whole at once. What comes
