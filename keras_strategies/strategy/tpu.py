@@ -32,8 +32,8 @@ class TPUStrategy(CompileOnly):
       layout_map: Which variables a replica divides over its cores: a
         `keras.distribution.LayoutMap`, or a dict, from paths of variables or
         regular expressions to tuples of None and "model", or to functions of
-        a shape that return them. Others are whole on every core. See
-        `ks.experimental.transformer_layout`. Not in tf, where
+        a shape that return them; `ks.experimental.transformer_layout` makes
+        one. Others are whole on every core. Not in tf, where
         `experimental_split_to_logical_devices` divides tensors.
       variable_partitioner: Which variables the replicas divide among them,
         along other dimensions than their cores:

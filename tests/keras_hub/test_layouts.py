@@ -159,6 +159,69 @@ def of_attention_and_mlp(model, cores, key_heads):
     return found
 
 
+def laid_out(backbone, cores=2):
+    """What the layout map of a backbone says of each of its variables."""
+    strategy = of_cores(
+        1, cores, ks.experimental.transformer_layout(backbone, cores)
+    )
+    strategy.attach(backbone)
+    return {v.path: tuple(v.value.sharding.spec) for v in backbone.variables}
+
+
+def test_gemma_is_divided_as_keras_hub_divides_it():
+    backbone = hub().models.GemmaBackbone(
+        **SIZES, num_query_heads=4, num_key_value_heads=2, head_dim=4
+    )
+    mesh = keras.distribution.DeviceMesh((4, 2), ["batch", "model"])
+    theirs = type(backbone).get_layout_map(mesh)
+    ours = laid_out(backbone)
+    for variable in backbone.variables:
+        layout = theirs[variable.path]
+        wanted = [] if layout is None else layout.axes
+        assert [a == "model" for a in ours[variable.path]] == [
+            a == "model" for a in wanted
+        ], variable.path
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("GPT2", {"num_heads": 4}),
+        ("Mistral", {"num_query_heads": 4, "num_key_value_heads": 2}),
+        ("Qwen", {"num_query_heads": 4, "num_key_value_heads": 2}),
+        ("T5", {"num_heads": 4}),
+        ("Falcon", {"num_attention_heads": 4}),
+        ("GPTNeoX", {"num_heads": 4}),
+        ("Bart", {"num_heads": 4}),
+        (
+            "Mixtral",
+            {
+                "num_query_heads": 4,
+                "num_key_value_heads": 2,
+                "num_experts": 4,
+                "top_k": 2,
+            },
+        ),
+    ],
+)
+def test_all_kernels_of_other_models_are_divided(name, sizes):
+    sizes = SIZES | sizes
+    backbone = getattr(hub().models, f"{name}Backbone")(**sizes)
+    found = laid_out(backbone)
+    whole = {
+        v.path
+        for v in backbone.variables
+        if len(v.shape) > 1 and "model" not in found[v.path]
+    }
+    # Tables of positions, and what routes to experts.
+    assert not {
+        path
+        for path in whole
+        if not path.endswith("embeddings") and "sparse_feedforward" not in path
+    }
+    assert any("token_embedding" in p and "model" in found[p] for p in found)
+
+
 @pytest.mark.parametrize("optimizer", [sgd, adam])
 @pytest.mark.parametrize("name", ["gemma", "llama", "bert"])
 def test_heads_and_dense_layers_are_divided_over_cores(name, optimizer):

@@ -333,6 +333,32 @@ def test_replicas_that_share_processes_in_part_are_refused():
     assert "[[0], [1], [0, 1]]" in str(error.value)
 
 
+@pytest.mark.parametrize("cores", [[2, 1, 1, 1], [1, 2, 1, 1], [2, 2, 1, 1]])
+def test_replicas_that_divide_variables_are_boxes_of_whole_hosts(cores):
+    num_cores = int(np.prod(cores))
+    topology = Topology.from_devices(make_slice((4, 8, 1)))
+    built = DeviceAssignment.build(
+        topology, cores, num_replicas=32 // num_cores
+    )
+    kind = ks.experimental.FullySharded
+    mesh = mesh_of_assignments(built, kind(8 // num_cores))
+    devices = np.array(mesh.devices, dtype=object)
+    for group in devices.reshape(4, 8):
+        places = np.array([device.coords for device in group])
+        assert sorted(np.ptp(places, axis=0) + 1) == [1, 2, 4]
+        assert len({device.process_index for device in group}) == 2
+    replicas = {frozenset(cores) for cores in devices.reshape(-1, num_cores)}
+    given = mesh_of_assignments(built).devices
+    assert replicas == {
+        frozenset(given[i : i + num_cores]) for i in range(0, 32, num_cores)
+    }
+    # Left out, a group is a slice of at most 64 chips.
+    assert mesh_of_assignments(built, kind()).shards == 32 // num_cores
+    with pytest.raises(ValueError, match="whole hosts") as caught:
+        mesh_of_assignments(built, kind(3))
+    assert f"of slices with {32 // num_cores} replicas" in str(caught.value)
+
+
 def test_an_assignment_of_each_slice():
     slices = [
         make_slice((4, 4, 1), slice_index=i, first_process=4 * i)
