@@ -138,6 +138,8 @@ class Strategy(CustomLoops):
     def detach(self, model: keras.Model) -> keras.Model:
         """Gives a plain Keras model back: one device, Keras's own loops.
 
+        Collective, where several processes divide variables: each gets all.
+
         Args:
           model: A model that is bound to this strategy.
 

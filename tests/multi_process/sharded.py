@@ -5,6 +5,9 @@ import keras
 import numpy as np
 
 import keras_strategies as ks
+from keras_strategies.keras_bridge.variables.model_variables import (
+    all_variables,
+)
 from keras_strategies.testing import assert_replicated
 from tests.plain_keras import dense
 
@@ -129,6 +132,12 @@ def saved(folder, shards):
     _assert_same(resumed.get_weights(), weights)
     resumed.fit(X, Y, epochs=3, callbacks=[own], **fit)
     assert_replicated(resumed)
+    trained = [np.asarray(v) for v in all_variables(resumed)]
+    strategy.detach(resumed)
+    _assert_same(map(np.asarray, all_variables(resumed)), trained)
+    for variable in all_variables(resumed):
+        assert len(variable.value.sharding.device_set) == 1
+    resumed.fit(X, Y, epochs=1, **fit)
     return [weight.tolist() for weight in weights]
 
 

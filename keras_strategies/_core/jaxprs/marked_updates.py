@@ -24,7 +24,8 @@ MAX = "max"
 Reduction = Spec | Literal["max"]
 """How a gradient's sum is divided; or its maximum, whole."""
 
-_PREFIX = "optimizer_update_"
+# With a dot, as no function of a user has it.
+_PREFIX = "ks.optimizer_update_"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ from keras_strategies.keras_bridge.run import (
     uneven_rows,
 )
 from keras_strategies.keras_bridge.step_context import StepContext
+from keras_strategies.keras_bridge.variables import shardings
 from keras_strategies.keras_bridge.variables.deferred_creation import deferred
 
 
@@ -81,7 +82,8 @@ def debug_run(
             copies = stacked([e[2][k] for e in ended], mesh)
             on_read.hold(variable, copies, _whole(values[k], mesh))
         else:
-            variable._value = _whole(values[k], mesh)
+            held = shardings.sharding_of(variable, mesh)
+            variable._value = jax.device_put(values[k], held)
     return _regrouped([e[3] for e in ended], mesh)
 
 

@@ -281,10 +281,17 @@ def check_home(variables: Iterable[keras.Variable], mesh: ReplicaMesh) -> None:
 
 
 def release(variables: Iterable[keras.Variable]) -> None:
-    """Moves variables back to the default device, without a layout."""
+    """Moves variables back to the default device, without a layout.
+
+    Collective, where no process has all shards of one.
+    """
     home = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     for variable in variables:
         value = variable._value
+        if value is not None and not value.is_fully_addressable:
+            # JAX moves nothing from devices of several processes to one.
+            is_whole = value.sharding.is_fully_replicated
+            value = value.addressable_data(0) if is_whole else variable.numpy()
         variable._layout = None
         forget_placement(variable)
         if value is not None:

@@ -245,6 +245,8 @@ def train(name, step, optimizer, rows=(GLOBAL,), debug=False):
     with strategy.scope():
         optimizer = OPTIMIZERS[optimizer]()
         model = make_model(optimizer)
+    variables = [*model.variables, *optimizer.variables]
+    placed = [v.value.sharding for v in variables]
     rng = np.random.default_rng(5)
     losses = []
     for k in range(4):
@@ -257,10 +259,12 @@ def train(name, step, optimizer, rows=(GLOBAL,), debug=False):
                 lambda x, y: STEPS[step](model, optimizer, x, y), batch
             )
         losses.append(float(strategy.reduce("sum", per_replica, axis=None)))
-    variables = [*model.variables, *optimizer.variables]
     assert_replicated(*variables)
     if name.startswith("sharded"):
-        assert any(not v.value.sharding.is_fully_replicated for v in variables)
+        assert any(not sharding.is_fully_replicated for sharding in placed)
+    for variable, sharding in zip(variables, placed, strict=True):
+        value = variable.value
+        assert value.sharding.is_equivalent_to(sharding, value.ndim)
     return losses, [np.asarray(v.value) for v in variables]
 
 
