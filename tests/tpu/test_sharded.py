@@ -3,10 +3,14 @@
 The bounds of docs/benchmarks.md, on a decoder of a few layers.
 """
 
+import contextlib
 import re
 
+import jax
+import keras
 import pytest
 
+import keras_strategies as ks
 from benchmarks.sharded_tpu import LOW_EFFORT, Decoder, compile_size
 
 pytestmark = pytest.mark.tpu
@@ -46,6 +50,26 @@ def test_weights_are_gathered_and_gradients_scattered(shards):
     state = 12 * count / shards + whole + batch
     assert program.argument_bytes < 1.01 * state
     assert program.output_bytes < 1e5
+
+
+def test_programs_of_models_without_values_are_those_of_the_real_ones():
+    texts = []
+    for abstract in (False, True):
+        keras.backend.clear_session()
+        strategy = ks.TPUStrategy.for_topology(
+            "v5e:2x4", variable_partitioner=ks.experimental.FullySharded()
+        )
+        values = ks.abstract() if abstract else contextlib.nullcontext()
+        with strategy.scope(), values:
+            model = keras.Sequential(
+                [keras.Input((256,)), keras.layers.Dense(256, "relu")]
+            )
+            model.compile("adam", "mse")
+        rows = jax.ShapeDtypeStruct((16, 256), "float32")
+        text = strategy.compile_step(model, (rows, rows)).as_text()
+        text = re.sub(r", metadata={[^}]*}", "", text)
+        texts.append([t for t in text.splitlines() if t[:1] in (" ", "%")])
+    assert texts[0] == texts[1]
 
 
 def test_blocks_that_are_computed_again_keep_no_weights():

@@ -6,9 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
 import keras
-from jax.core import Tracer
 
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.keras_bridge.keras_names import TRAINER
@@ -20,7 +18,6 @@ from keras_strategies.keras_bridge.variables.abstract_variables import (
     has_lost_value,
     is_abstract,
     is_creating_abstract,
-    lose_value,
     make_abstract,
     make_real,
     shapes_alone,
@@ -28,6 +25,7 @@ from keras_strategies.keras_bridge.variables.abstract_variables import (
 from keras_strategies.keras_bridge.variables.variable_creator import (
     ReplicaDistribution,
     distribution_scope,
+    slots_follow_weights,
 )
 
 _MARK = "_ks_abstract"
@@ -67,7 +65,7 @@ def abstract() -> Iterator[None]:
       print(strategy.compile_step(model, (rows, rows)))
       ```
     """
-    with _patches.held(), creating(abstract=True):
+    with _patches.held(), slots_follow_weights(), creating(abstract=True):
         yield
 
 
@@ -152,14 +150,8 @@ def _quantizing(
                 "make it without `ks.abstract()`."
             )
 
-        def trace() -> None:
-            quantize(mode=mode, config=config, **kwargs)
-
         with shapes_alone():
-            jax.eval_shape(trace)
-        for variable in model.variables:
-            if isinstance(variable._value, Tracer):
-                lose_value(variable)
+            quantize(mode=mode, config=config, **kwargs)
 
     return quantize_as_made
 

@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import keras
 import numpy as np
-from jax.core import Tracer
 from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
@@ -80,13 +79,12 @@ class AbstractVariable(keras.Variable):
         if not _thread.is_abstract:
             raise RuntimeError(_message(self, in_step=False))
         value = self._convert_to_tensor(value, dtype=self._dtype)
-        is_known = not isinstance(value, Tracer)
-        is_known = is_known and not _thread.is_shapes_alone
-        if not is_known or value.nbytes > MAX_GIVEN_BYTES:
+        if _thread.is_shapes_alone or value.nbytes > MAX_GIVEN_BYTES:
             setattr(self, _LOST, True)
             return value
-        make_real(self)
-        return super().assign(value)
+        if tuple(value.shape) == tuple(self.shape):
+            make_real(self)
+        return keras.Variable.assign(self, value)
 
     def _deferred_initialize(self) -> None:
         """Keras's StatelessScope has ended: there is still no value."""
@@ -118,12 +116,6 @@ def make_abstract(variable: keras.Variable, initializer: Any) -> None:
     undivide(variable)
     variable._value, variable._initializer = None, initializer
     variable.__class__ = AbstractVariable
-
-
-def lose_value(variable: keras.Variable) -> None:
-    """Makes a variable one without a value, which it was given."""
-    make_abstract(variable, None)
-    setattr(variable, _LOST, True)
 
 
 def make_real(variable: keras.Variable) -> Any:
@@ -170,7 +162,8 @@ def inferring_shapes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def shapes_alone() -> Iterator[None]:
-    """In which what a trace computes becomes no variable's value."""
+    """In which abstract variables read as zeros, and what is computed of them
+    becomes no variable's value."""
     with (
         creating(abstract=True),
         inferring_shapes(),
@@ -219,14 +212,14 @@ def _keeping_small(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def initialize(variable: keras.Variable, value: Any) -> None:
         size = math.prod(value.shape) * np.dtype(value.dtype).itemsize
-        is_traced = isinstance(value, Tracer)
-        is_kept = size <= MAX_GIVEN_BYTES and not is_traced
+        is_kept = size <= MAX_GIVEN_BYTES and not _thread.is_shapes_alone
         if not _thread.is_abstract or is_kept:
             original(variable, value)
             return
         variable._shape = tuple(value.shape)
         variable._initialize_layout()
-        lose_value(variable)
+        make_abstract(variable, None)
+        setattr(variable, _LOST, True)
         _note_layer(variable)
 
     return initialize

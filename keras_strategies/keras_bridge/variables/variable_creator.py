@@ -198,6 +198,11 @@ _slots_registered = Patches(
 )
 
 
+def slots_follow_weights() -> contextlib.AbstractContextManager[None]:
+    """In which slots have values, or none, as their weights."""
+    return _slots_registered.held()
+
+
 def adopt(
     variables: Iterable[keras.Variable],
     mesh: ReplicaMesh,
