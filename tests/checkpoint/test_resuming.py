@@ -20,7 +20,8 @@ from tests.checkpoint.runs import (
     assert_equal,
     interrupted_at,
 )
-from tests.parity.test_model_axis import MODELS, data, make_mlp, tpu_strategy
+from tests.parity.one_device import of_cores
+from tests.parity.test_model_axis import MODELS, data, make_mlp
 from tests.plain_keras import mirrored
 
 # What differs most between them; of the others some steps are enough.
@@ -79,15 +80,15 @@ def test_a_run_goes_on_after_every_step(case, tmp_path):
 # From one strategy to another.
 
 
-def of_cores():
-    return tpu_strategy(2, 2, MODELS["mlp"][1])
+def of_two_cores():
+    return of_cores(2, 2, MODELS["mlp"][1])
 
 
 STRATEGIES = {
     "4 replicas": lambda: mirrored(4),
     "3 replicas": lambda: mirrored(3),
     "1 device": lambda: ks.OneDeviceStrategy("cpu:0"),
-    "2 replicas of 2 cores": of_cores,
+    "2 replicas of 2 cores": of_two_cores,
 }
 
 
