@@ -130,7 +130,16 @@ def compile_program(
       mesh: The replicas it is for.
       name: What it is.
       options: XLA's, by their names; None: as the program would be run.
+
+    Raises:
+      TypeError: the options are no mapping.
     """
+    if options is not None and not isinstance(options, Mapping):
+        raise TypeError(
+            "`compiler_options` maps names of XLA's options to their values. "
+            f"Received: {options!r} of type {type(options).__name__}. Pass for "
+            'example {"exec_time_optimization_effort": -1.0}.'
+        )
     start = time.perf_counter()
     lowered = lower()
     middle = time.perf_counter()

@@ -4,6 +4,7 @@ import dataclasses
 import io
 
 import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
@@ -572,3 +573,14 @@ def test_one_replica_of_several_cores_reduces():
     total, rows = strategy.run(reduced, (np.arange(3.0, dtype="float32"),))
     np.testing.assert_array_equal(total, [0, 1, 2])
     np.testing.assert_array_equal(rows, [0, 1, 2])
+
+
+def test_compiler_options_are_a_mapping():
+    strategy = ks.MirroredStrategy(jax.devices()[:2])
+    with pytest.raises(TypeError, match="`compiler_options` maps"):
+        strategy.compile_run(lambda: jnp.ones(2), compiler_options=3)
+    options = {"xla_cpu_enable_fast_math": False}
+    program = strategy.compile_run(
+        lambda: jnp.ones(2), compiler_options=options
+    )
+    assert program.num_replicas == 2
