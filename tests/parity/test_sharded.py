@@ -4,6 +4,7 @@ The invariant: a step with divided variables is the replicated one, rearranged
 (docs/sharding.md). So every case of tests/parity holds, with its tolerance.
 """
 
+import functools
 import re
 
 import jax
@@ -16,8 +17,15 @@ from keras_strategies.keras_bridge.variables.model_variables import (
     all_variables,
 )
 from keras_strategies.testing import assert_replicated
-from tests.parity.cases import CASES, LOSSES, METRICS
-from tests.parity.one_device import PAIRS, check, expected
+from tests.parity.cases import CASES, LOSSES, METRICS, by_optimizer
+from tests.parity.one_device import (
+    PAIRS,
+    Trained,
+    assert_close,
+    check,
+    expected,
+    make_strategy,
+)
 
 STRATEGIES = ("sharded2", "sharded3", "sharded8", "sharded8x2", "sharded8x4")
 _QUICK = ((15, 4),)
@@ -68,6 +76,49 @@ def assert_gathers(name, texts):
 def test_equals_one_device(name, lowered):
     assert_divided(check(name, "sharded4", _QUICK, _seen(name)))
     assert_gathers(name, lowered())
+
+
+def optimizers_of_keras():
+    base = keras.optimizers.Optimizer
+    found = {
+        name: cls
+        for name, cls in vars(keras.optimizers).items()
+        if isinstance(cls, type) and issubclass(cls, base) and cls is not base
+    }
+    options = {
+        "SGD": {"momentum": 0.9, "nesterov": True},
+        "RMSprop": {"momentum": 0.9, "centered": True, "epsilon": 0.01},
+        "Ftrl": {"l1_regularization_strength": 1e-3},
+    }
+    # They divide by a gradient's size, and so enlarge its last bit near zero.
+    for name in ("Adam", "AdamW", "Adamax", "Nadam", "Lamb", "Adagrad"):
+        options[name] = {"epsilon": 0.01}
+    makers = {
+        name: functools.partial(cls, **options.get(name, {}))
+        for name, cls in found.items()
+    }
+    return makers | {
+        "LossScaleOptimizer": lambda: keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.SGD(0.1), initial_scale=64.0
+        ),
+        "MultiOptimizer": lambda: keras.optimizers.MultiOptimizer(
+            keras.optimizers.OptimizerMap(
+                makers["SGD"](), {".*/kernel": makers["Adam"]()}
+            )
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", optimizers_of_keras())
+def test_every_optimizer_equals_one_device(name, lowered):
+    case = by_optimizer(optimizers_of_keras()[name], tolerance=1e-4)
+    wanted = Trained(case).run(15, 4, ())
+    with make_strategy("sharded4").scope():
+        ours = Trained(case)
+    assert_close(ours.run(15, 4, ()), wanted, case.tolerance, (15, 4))
+    assert_divided(ours.model)
+    assert_gathers(name, lowered())
+    assert_replicated(ours.model)
 
 
 @pytest.mark.parametrize("name", ["adam", "sgd", "clipnorm"])
