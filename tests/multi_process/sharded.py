@@ -271,3 +271,23 @@ def _held():
                 place = shard.data.unsafe_buffer_pointer()
                 found[place] = shard.data.nbytes
     return sum(found.values()) / 1e6
+
+
+def of_cases(names, shards):
+    """What cases of tests/parity give, and how many variables are divided."""
+    from tests.parity.cases import CASES
+    from tests.parity.one_device import Trained
+
+    found = {}
+    for name in names:
+        with made(shards).scope():
+            trained = Trained(CASES[name])
+        result = trained.run(15, 4, ("evaluate", "predict"))
+        assert_replicated(trained.model)
+        divided = sum(
+            not v.value.sharding.is_fully_replicated
+            for v in trained.model.variables
+        )
+        leaves = [np.asarray(leaf).tolist() for leaf in jax.tree.leaves(result)]
+        found[name] = {"leaves": leaves, "divided": divided}
+    return found

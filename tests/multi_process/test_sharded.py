@@ -1,11 +1,14 @@
 """Divided variables in several processes: one device's numbers."""
 
+import jax
 import keras
 import numpy as np
 import pytest
 
 from keras_strategies.testing import run_processes
 from tests.multi_process import sharded
+from tests.parity.cases import CASES
+from tests.parity.one_device import expected
 
 
 def check(optimizer, num_processes, devices, shards, cores=1):
@@ -42,7 +45,9 @@ def _same(actual, wanted):
         )
 
 
-@pytest.mark.parametrize("shards", [None, 4])
+@pytest.mark.parametrize(
+    "shards", [4, pytest.param(None, marks=pytest.mark.slow)]
+)
 def test_two_processes_equal_one_device(shards):
     check("sgd", 2, 2, shards)
 
@@ -152,3 +157,40 @@ def test_no_device_holds_a_whole_model_while_it_is_built(
         assert held < 151 / devices + 4.2 + 1, result.value
         # A variable, and its copy on its way from the chief.
         assert most < held + 2 * 4.2, result.value
+
+
+CASES_OF_PARITY = (
+    *("global_clipnorm", "accumulation", "ema", "loss_scale_optimizer"),
+    *("two_optimizers", "dice", "mask_and_weight", "class_weight"),
+    *("keras_binary", "own_apply_gradients", "synchronized", "transformer"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_processes", "devices", "shards"),
+    [(2, 2, 4), (2, 2, None), (3, 1, None)],
+)
+def test_cases_of_parity_equal_one_device(num_processes, devices, shards):
+    results = run_processes(
+        "tests.multi_process.sharded:of_cases",
+        num_processes,
+        args=[CASES_OF_PARITY, shards],
+        devices_per_process=devices,
+        timeout_s=900,
+    )
+    first, *others = (result.value for result in results)
+    assert all(other == first for other in others)
+    for name in CASES_OF_PARITY:
+        assert first[name]["divided"], name
+        wanted = expected(name, 15, 4, ("evaluate", "predict"))
+        for got, want in zip(
+            first[name]["leaves"], jax.tree.leaves(wanted), strict=True
+        ):
+            np.testing.assert_allclose(
+                got,
+                np.asarray(want, "float64"),
+                rtol=CASES[name].tolerance,
+                atol=CASES[name].tolerance,
+                err_msg=name,
+            )

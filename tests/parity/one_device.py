@@ -108,7 +108,8 @@ class Trained:
             verbose=0,
             **case.fit,
         ).history
-        state = [np.asarray(v.value) for v in all_variables(model)]
+        # Of several processes no one has all shards of a divided variable.
+        state = [np.asarray(v) for v in all_variables(model)]
         result = {"history": history, "state": state}
         if "evaluate" in seen:
             result["evaluate"] = model.evaluate(
@@ -130,7 +131,7 @@ class Trained:
         if self._first is None:
             # Metrics are built by the first batch they see.
             type(model)._symbolic_build(model, data_batch=(x, y, weight))
-            self._first = [np.array(v.value) for v in all_variables(model)]
+            self._first = [np.array(v) for v in all_variables(model)]
         for variable, value in zip(
             all_variables(model), self._first, strict=True
         ):
