@@ -77,6 +77,21 @@ def test_a_captured_array_that_is_indexed_is_refused(strategy, kernel):
     np.testing.assert_array_equal(kernel, 2 * before)
 
 
+def test_a_functions_own_error_is_raised_whatever_it_captures(strategy):
+    nest = {1: "keys of two kinds", "a": 2}
+
+    def fn():
+        if not nest:
+            return unassigned
+        raise ValueError("its own")
+
+    with pytest.raises(ValueError, match="its own"):
+        strategy.run(fn)
+    unassigned = None
+    with pytest.raises(ValueError, match="its own"):
+        strategy.run(fn)
+
+
 def test_arguments_that_are_divided_are_whole_to_the_function(strategy, kernel):
     value = np.array(kernel)
 
