@@ -70,7 +70,7 @@ class Steps:
     (`Agreement`): nobody starts one that the others cannot take part in. Of
     data whose length is known, that is done once an epoch. Processes that have
     cores of the same replicas read the same rows (`ReplicaMesh.readers`), and
-    compare checksums of them.
+    compare checksums of them, of every step.
 
     Attributes:
       source: What is read.
@@ -153,7 +153,7 @@ class Steps:
         """
         stop = Stop()
         items = items_of(self.epoch(epoch, start, stop))
-        if self.source.is_planned:
+        if self._needs_no_exchange:
             # Slicing arrays takes less time than a thread's turn.
             return items
 
@@ -163,6 +163,11 @@ class Steps:
 
         needs_thread = self.mesh.num_processes > 1
         return Prefetched(make, num_bytes, is_pause, needs_thread=needs_thread)
+
+    @property
+    def _needs_no_exchange(self) -> bool:
+        """Whether an epoch's steps are known, once the first one is agreed."""
+        return self.source.is_planned and not self.mesh.spans_processes
 
     def _alone(self, epoch: int, start: int) -> Iterator[HostBatch]:
         size = self.source.batch_size
@@ -282,7 +287,7 @@ class Steps:
                 step_checks.check_whole(self.mesh, received, step)
                 assert part is not None
                 yield self._whole(part)
-                if self.source.is_planned:
+                if self._needs_no_exchange:
                     yield from map(self._whole, parts)
                     return
             elif any(h["rows"] for h in received):

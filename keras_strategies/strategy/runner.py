@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from keras_strategies._core import values
 from keras_strategies._core.attributes import attribute_set
@@ -272,17 +273,7 @@ def _note_captured(error: ValueError, fn: Any) -> None:
     JAX does not index those in a function that is mapped: their mesh is not
     that of the trace.
     """
-    if not inspect.isfunction(fn):
-        return
-    seen = inspect.getclosurevars(fn)
-    names = [
-        f"`{name}`"
-        for name, value in {**seen.globals, **seen.nonlocals}.items()
-        if any(
-            isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1
-            for leaf in jax.tree.leaves(value)
-        )
-    ]
+    names = [f"`{name}`" for name, value in _captured(fn) if _is_spread(value)]
     if names:
         error.add_note(
             "The function has captured arrays that lie on several devices: "
@@ -290,6 +281,31 @@ def _note_captured(error: ValueError, fn: Any) -> None:
             "in a replica's function. Pass them to `run` in `args`, or keep "
             "them in a `keras.Variable`."
         )
+
+
+def _captured(fn: Any) -> list[tuple[str, Any]]:
+    """What a function reads of the names around it."""
+    try:
+        seen = inspect.getclosurevars(fn)
+    except (TypeError, ValueError):
+        # No function of Python, or a name that is not assigned yet.
+        return []
+    return list({**seen.globals, **seen.nonlocals}.items())
+
+
+def _is_spread(value: Any) -> bool:
+    """Whether there are arrays in it that lie on several devices."""
+    try:
+        leaves = jax.tree.leaves(value)
+    except Exception:
+        # A nest of somebody's that JAX cannot take apart.
+        return False
+    return any(
+        isinstance(leaf, jax.Array)
+        and not isinstance(leaf, Tracer)
+        and len(leaf.sharding.device_set) > 1
+        for leaf in leaves
+    )
 
 
 def _arrays(given: list[_Argument]) -> list[Any]:

@@ -413,6 +413,39 @@ def test_a_materialized_model_trains():
     assert losses[-1] < losses[0]
 
 
+class Nested(keras.Model):
+    """Its inner model is made with it, and built by its first call."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.Sequential(
+            [layers.Dense(64, activation="tanh"), layers.Dense(96)]
+        )
+
+    def call(self, x):
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+def test_a_materialized_model_of_models_trains(is_built):
+    x = np.random.default_rng(0).normal(size=(32, 96)).astype("float32")
+    strategy, found = divided(), []
+    for scope in (strategy.scope(), None):
+        keras.utils.set_random_seed(1)
+        without_values = ks.abstract() if scope else contextlib.nullcontext()
+        with scope or contextlib.nullcontext(), without_values:
+            model = Nested()
+            model.compile("adam", "mse")
+        if scope and is_built:
+            strategy.compile_step(model, (rows_of(), rows_of()))
+        if scope:
+            strategy.materialize(model)
+        model.fit(x, x, batch_size=16, verbose=0, shuffle=False)
+        found.append(model.get_weights())
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
 def test_what_a_layer_assigns_in_build_is_kept():
     with divided().scope(), ks.abstract():
         layer = Positions()

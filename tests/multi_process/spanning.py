@@ -203,9 +203,15 @@ def errors(width):
                 x[3] += 1
             yield x, Y[:8]
 
+    # In a row of many, none of those by which all processes compare arrays.
+    rows = np.tile(X[:8], (25, 1))
+    rows[123] += me
+    targets = np.tile(Y[:8], (25, 1))
+    arrays = {"batch_size": 40, "shuffle": False, "verbose": 0}
     make = strategy.experimental_distribute_values_from_function
     calls = {
         "generator": lambda: model.fit(batches(), verbose=0),
+        "arrays": lambda: model.fit(rows, targets, **arrays),
         "on_batch": lambda: model.train_on_batch(X[:8] + me, Y[:8]),
         "values": lambda: make(lambda _: random.normal(size=2)),
         "shares": lambda: spanning(width, shares=True),

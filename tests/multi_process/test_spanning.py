@@ -88,8 +88,9 @@ def test_rows_that_differ_within_a_replica_are_refused():
     )
     for result in results:
         found = result.value
-        for name in ("generator", "on_batch", "values"):
+        for name in ("generator", "arrays", "on_batch", "values"):
             assert found[name].startswith("ValueError: Processes that have")
             assert "[0, 1] share replicas" in found[name]
         assert "in step 1 8 rows of checksum" in found["generator"]
+        assert "in step 3 40 rows of checksum" in found["arrays"]
         assert "cores of the same replicas" in found["shares"]

@@ -77,6 +77,21 @@ def test_a_captured_array_that_is_indexed_is_refused(strategy, kernel):
     np.testing.assert_array_equal(kernel, 2 * before)
 
 
+def test_a_functions_own_error_is_raised_whatever_it_captures(strategy):
+    nest = {1: "keys of two kinds", "a": 2}
+
+    def fn():
+        if not nest:
+            return unassigned
+        raise ValueError("its own")
+
+    with pytest.raises(ValueError, match="its own"):
+        strategy.run(fn)
+    unassigned = None
+    with pytest.raises(ValueError, match="its own"):
+        strategy.run(fn)
+
+
 def test_arguments_that_are_divided_are_whole_to_the_function(strategy, kernel):
     value = np.array(kernel)
 
@@ -88,6 +103,20 @@ def test_arguments_that_are_divided_are_whole_to_the_function(strategy, kernel):
     assert mean(strategy, fn, {"kernel": kernel}) == wanted
     with strategy.debug():
         assert mean(strategy, fn, {"kernel": kernel.value}) == wanted
+
+
+def test_a_variable_is_written_to_a_reference(strategy, kernel):
+    with strategy.scope():
+        other = keras.layers.Dense(8)
+        other.build((None, 16))
+
+    def fn():
+        reference = jax.new_ref(jnp.zeros((8, 16)))
+        reference[...] = kernel.value
+        return ops.sum(other.kernel.value @ reference[...])
+
+    wanted = (np.array(other.kernel) @ np.array(kernel)).sum()
+    assert mean(strategy, fn) == pytest.approx(wanted, rel=1e-5, abs=1e-5)
 
 
 def test_a_loss_with_captured_weights_gives_one_devices_gradients(

@@ -26,6 +26,7 @@ from jax.extend.core import (
 
 from keras_strategies._core.jaxprs.gather_order import Gathered, gathers_of
 from keras_strategies._core.jaxprs.specs import Divided
+from keras_strategies._core.jaxprs.stages import is_reference
 
 _REMATERIALIZED = ("remat2", "remat", "checkpoint")
 _CALLS = ("jit", "pjit", "closed_call", "core_call")
@@ -314,9 +315,10 @@ def _casts(equation: Any) -> bool:
 
 
 def _is_plain(variable: Var) -> bool:
-    """Whether a value is an array of numbers, and no key of random ones."""
+    """Whether a value is an array of numbers: no random key, no reference."""
     array: Any = variable.aval
-    return not jnp.issubdtype(array.dtype, jax.dtypes.extended)
+    is_key = jnp.issubdtype(array.dtype, jax.dtypes.extended)
+    return not is_key and not is_reference(variable)
 
 
 def _adds(equation: Any) -> bool:

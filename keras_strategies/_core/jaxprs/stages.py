@@ -129,8 +129,13 @@ def references(equation: Any) -> list[Var]:
     return [
         variable
         for variable in (*equation.invars, *equation.outvars)
-        if type(variable.aval).__name__ == "AbstractRef"
+        if is_reference(variable)
     ]
+
+
+def is_reference(variable: Any) -> bool:
+    """Whether a variable is a reference (`jax.new_ref`), and no value."""
+    return type(variable.aval).__name__ == "AbstractRef"
 
 
 def _is_own(equation: Any) -> bool:

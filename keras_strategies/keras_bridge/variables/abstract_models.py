@@ -101,7 +101,9 @@ def materialize(
             "assigned others: of more than 1 MB, or made of values that are "
             "not there, as `quantize` does. Make it without `ks.abstract()`."
         )
-    model.__dict__.pop(_MARK, None)
+    # A model in a model, too: what it makes from now on has values.
+    for layer in model._flatten_layers():
+        layer.__dict__.pop(_MARK, None)
     with distribution_scope(distribution), creating(abstract=False):
         for variable in waiting:
             initializer = initial_values.alike(make_real(variable), mesh)
