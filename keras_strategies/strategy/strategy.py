@@ -242,8 +242,9 @@ class Strategy(CustomLoops):
         """Gives a model of `ks.abstract()` its initial values.
 
         Each variable's initializer runs, and divided variables are created
-        divided; what the optimizer holds starts as ever. A model with values
-        is left as it is. Collective. Not in tf.
+        divided; what optimizers hold for its weights starts as ever, those of
+        loops of one's own included. A model with values is left as it is.
+        Collective. Not in tf.
 
         Args:
           model: A model of this strategy.

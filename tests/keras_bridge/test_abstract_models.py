@@ -446,6 +446,34 @@ def test_a_materialized_model_of_models_trains(is_built):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+def test_an_optimizer_that_is_not_compiled_is_materialized():
+    strategy, x = divided(), np.ones((16, 96), "float32")
+    with strategy.scope(), ks.abstract():
+        model = keras.Sequential([keras.Input((96,)), layers.Dense(96)])
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        optimizer.build(model.trainable_variables)
+    strategy.attach(model)
+    slot = optimizer.variables[-2]
+    assert is_abstract(slot)
+    strategy.materialize(model)
+    assert not slot.value.sharding.is_fully_replicated
+
+    def step(x):
+        weights = model.trainable_variables
+        loss, grads = ks.value_and_grad(
+            lambda: keras.ops.mean(keras.ops.square(model(x))), weights
+        )()
+        optimizer.apply(grads, weights)
+        return loss
+
+    losses = [
+        float(strategy.reduce("mean", strategy.run(step, (rows,)), axis=None))
+        for rows in strategy.experimental_distribute_dataset(iter([x, x]))
+    ]
+    assert losses[1] < losses[0]
+    assert np.asarray(slot).any()
+
+
 def test_what_a_layer_assigns_in_build_is_kept():
     with divided().scope(), ks.abstract():
         layer = Positions()

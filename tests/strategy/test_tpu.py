@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import re
 
 import jax
 import jax.numpy as jnp
@@ -108,6 +109,7 @@ def test_an_assignment_makes_replicas_of_its_cores(make):
         ({"layout_map": ["kernel"]}, TypeError, ["list", "'model'"]),
         ({"layout_map": {"a": (None, "batch")}}, ValueError, ["'batch'"]),
         ({"layout_map": {"a": ("model", "model")}}, ValueError, ["once"]),
+        ({"layout_map": {"a": None}}, ValueError, ["'a'", "None", "tuple"]),
         ({"layout_map": {"(": ("model",)}}, ValueError, ["'('", "regular"]),
     ],
 )
@@ -167,12 +169,14 @@ def test_a_layout_may_be_a_function_of_the_shape():
     kernel = model.layers[0].kernel.value
     assert kernel.addressable_shards[0].data.shape == (6, 2)
     assert whole.kernel.value.sharding.is_fully_replicated
-    wrong = ks.TPUStrategy(
-        device_assignment=assignment_of(2, 4),
-        layout_map={".*kernel": lambda shape: (None, "batch")},
-    )
-    with wrong.scope(), pytest.raises(ValueError, match="'batch'"):
-        make_model()
+    for answer in ((None, "batch"), "model", None):
+        wrong = ks.TPUStrategy(
+            device_assignment=assignment_of(2, 4),
+            layout_map={".*kernel": lambda shape, answer=answer: answer},
+        )
+        shown = re.escape(f"layout_map['.*kernel'] = {answer!r}")
+        with wrong.scope(), pytest.raises(ValueError, match=shown):
+            make_model()
 
 
 def test_a_layout_map_of_keras_is_taken():

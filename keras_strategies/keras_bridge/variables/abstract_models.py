@@ -21,6 +21,7 @@ from keras_strategies.keras_bridge.variables.abstract_variables import (
     make_abstract,
     make_real,
     shapes_alone,
+    slots_of,
 )
 from keras_strategies.keras_bridge.variables.variable_creator import (
     ReplicaDistribution,
@@ -92,7 +93,10 @@ def materialize(
     Raises:
       ValueError: one was given a value that was not kept.
     """
-    waiting = list(filter(is_abstract, variables))
+    # Of an optimizer of a loop of one's own, too, which is no part of it.
+    slots = [slot for variable in variables for slot in slots_of(variable)]
+    found = {id(variable): variable for variable in (*variables, *slots)}
+    waiting = list(filter(is_abstract, found.values()))
     lost = [v.path for v in waiting if has_lost_value(v)]
     if lost:
         raise ValueError(

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import math
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,6 +38,7 @@ MAX_GIVEN_BYTES = 2**20
 
 _LAYER = "_ks_layer"
 _LOST = "_ks_lost_value"
+_SLOTS = "_ks_abstract_slots"
 
 
 class _Thread(threading.local):
@@ -126,12 +128,24 @@ def make_real(variable: keras.Variable) -> Any:
     """
     initializer, variable._initializer = variable._initializer, None
     variable.__class__ = keras.Variable
-    for name in (_LAYER, _LOST):
+    for name in (_LAYER, _LOST, _SLOTS):
         variable.__dict__.pop(name, None)
     held = placement_of(variable)
     if held is not None:
         divide(variable, held.mesh)
     return initializer
+
+
+def note_slot(weight: keras.Variable, slot: keras.Variable) -> None:
+    """Notes an optimizer's slot that has no value, as its weight has none."""
+    slots = weight.__dict__.setdefault(_SLOTS, [])
+    slots.append(weakref.ref(slot))
+
+
+def slots_of(weight: keras.Variable) -> list[keras.Variable]:
+    """The slots that were noted, of whatever optimizers there still are."""
+    slots = [slot() for slot in weight.__dict__.get(_SLOTS, ())]
+    return [slot for slot in slots if slot is not None]
 
 
 def refuse_abstract(variables: Any) -> None:

@@ -333,14 +333,15 @@ class Partitions:
         return not (is_placed or is_asked or variable.name == _SEED)
 
     def _axes_of(self, path: str, layout: Any) -> Axes:
-        axes = tuple(getattr(layout, "axes", layout))
-        model = self._mesh.model_axis
+        model, given = self._mesh.model_axis, getattr(layout, "axes", layout)
+        is_nest = isinstance(given, Iterable) and not isinstance(given, str)
+        axes: tuple[Any, ...] = tuple(given) if is_nest else ()
         named = [axis for axis in axes if axis is not None]
-        if set(named) - {model} or len(named) > 1:
+        if not is_nest or set(named) - {model} or len(named) > 1:
             raise ValueError(
                 "A variable is divided over a replica's cores, along one "
-                f"dimension. Received: layout_map[{path!r}] = {axes}. Its "
-                f"entries are None, and {model!r} once at most."
+                f"dimension. Received: layout_map[{path!r}] = {given!r}. "
+                f"It is a tuple of None, and {model!r} once at most."
             )
         return axes
 

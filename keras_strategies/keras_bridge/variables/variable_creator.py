@@ -28,6 +28,7 @@ from keras_strategies.keras_bridge.variables.abstract_variables import (
     creating,
     is_abstract,
     make_abstract,
+    note_slot,
 )
 from keras_strategies.keras_bridge.variables.shardings import (
     Partitions,
@@ -154,6 +155,8 @@ def _registering(
         if abstract and slot._value is None and not is_abstract(slot):
             # Keras would give it a value where a trace ends.
             make_abstract(slot, slot._initializer)
+        if is_abstract(slot):
+            note_slot(reference_variable, slot)
         if isinstance(distribution, ReplicaDistribution):
             follow(slot, reference_variable)
             distribution.get_variable_layout(slot)
