@@ -124,7 +124,8 @@ def _is_of_blocks(shape: tuple[int, ...], dim: int, count: int) -> bool:
     if len(shape) != 2 or dim != 0:
         return False
     rows, columns = shape[0] // count, shape[1]
-    return rows % _TILE_ROWS == 0 and columns % _TILE_COLUMNS == 0
+    is_of_tiles = rows % _TILE_ROWS == 0 and columns % _TILE_COLUMNS == 0
+    return is_of_tiles and columns > 0
 
 
 def whole_spec() -> PartitionSpec:

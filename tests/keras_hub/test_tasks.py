@@ -7,11 +7,13 @@ downloaded.
 import functools
 import io
 
+import jax
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+import keras_strategies as ks
 from keras_strategies.testing import assert_replicated
 from tests.plain_keras import mirrored
 
@@ -222,6 +224,28 @@ def test_a_task_is_as_on_one_device(name, given):
             )
     first, *_, last = expected["fit"]
     assert abs(first - last) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["bert", "gemma-lora"])
+def test_a_task_that_was_made_without_values_trains(name):
+    make, x, y = TASKS[name]
+    strategy = ks.MirroredStrategy(
+        jax.devices()[:REPLICAS],
+        variable_partitioner=ks.experimental.FullySharded(min_size=64),
+    )
+    with strategy.scope(), ks.abstract():
+        task, _ = make()
+        task.compile(
+            keras.optimizers.SGD(0.05, momentum=0.9),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        )
+    strategy.materialize(task)
+    first, *_, last = task.fit(x, y, batch_size=8, epochs=3, verbose=0).history[
+        "loss"
+    ]
+    assert last < first
+    assert_replicated(task)
+    assert any(not v.value.sharding.is_fully_replicated for v in task.weights)
 
 
 def used(make, x, y, given):
