@@ -46,6 +46,7 @@ def built(name):
             ]
         )
         model.compile(keras.optimizers.Adam(0.01, epsilon=0.01), "mse")
+        model.optimizer.build(model.trainable_variables)
     return model
 
 
@@ -87,7 +88,6 @@ def fill(model, number):
 def killed_in_a_save(name, folder, last):
     """Saves steps 1 to `last`, and is killed while the last is written."""
     model, folder = built(name), Path(folder)
-    model.optimizer.build(model.trainable_variables)
     checkpoint = ks.checkpoint.Checkpoint(model=model)
     with ks.checkpoint.CheckpointManager(checkpoint, folder) as manager:
         for step in range(1, last + 1):
@@ -113,7 +113,6 @@ def _kill(folder, step):
 def refused(folder, names):
     """What a job says of checkpoints in which a shard's file is damaged."""
     model, folder = built("job"), Path(folder)
-    model.optimizer.build(model.trainable_variables)
     checkpoint = ks.checkpoint.Checkpoint(model=model)
     whole = folder / "whole"
     with ks.checkpoint.CheckpointManager(checkpoint, whole) as manager:

@@ -49,7 +49,6 @@ def manager_of(model, folder):
 
 def built(name, plus=0.0):
     model = sharded.built(name)
-    model.optimizer.build(model.trainable_variables)
     sharded.add(model, plus)
     return model
 

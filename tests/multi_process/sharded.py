@@ -120,6 +120,9 @@ def saved(folder, shards):
     weights = model.get_weights()
     with strategy.scope():
         again = compiled()
+    # Outside of the scope.
+    again.optimizer.build(again.trainable_variables)
+    again.save(f"{folder}/again.keras")
     again.load_weights(f"{folder}/model.weights.h5")
     _assert_same(again.get_weights(), weights)
     with strategy.scope():

@@ -109,7 +109,7 @@ class Binding:
         attributes |= {BINDING: self, STRATEGY: self.owner}
         for name, value in attributes.items():
             object.__setattr__(self.model, name, value)
-        save_together(self.model, self._mesh)
+        save_together(self.model, self._mesh, self._adopt)
         self._functions.reset()
 
     def remove(self) -> None:

@@ -8,6 +8,7 @@ import functools
 import os
 import pathlib
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -17,17 +18,20 @@ from keras_strategies._core.mesh import ReplicaMesh
 SAVERS = ("save", "save_weights")
 
 
-def save_together(model: keras.Model, mesh: ReplicaMesh) -> None:
+def save_together(
+    model: keras.Model, mesh: ReplicaMesh, adopt: Callable[[], None]
+) -> None:
     """Makes `save` and `save_weights` of a model collective, if they must be.
 
     Args:
       model: The model; it gets attributes of these names.
       mesh: Its strategy's replicas.
+      adopt: Places variables that were made outside of the scope.
     """
     if not mesh.spreads_shards:
         return
     for name in SAVERS:
-        save = functools.partial(_save, model, name, mesh)
+        save = functools.partial(_save, model, name, mesh, adopt)
         functools.update_wrapper(save, getattr(type(model), name))
         object.__setattr__(model, name, save)
 
@@ -36,10 +40,12 @@ def _save(
     model: keras.Model,
     name: str,
     mesh: ReplicaMesh,
+    adopt: Callable[[], None],
     filepath: str | os.PathLike[str],
     *args: Any,
     **kwargs: Any,
 ) -> None:
+    adopt()
     save = functools.partial(getattr(type(model), name), model)
     if mesh.is_chief:
         save(filepath, *args, **kwargs)
