@@ -211,10 +211,6 @@ def test_a_rematerialized_block_is_gathered_when_the_last_is_computed():
         ({"name": "v5e:4x4", "computation_shape": [8, 1, 1, 1]}, ["8"]),
         ({"name": "v5e:4x4", "computation_shape": [0, 1, 1, 1]}, ["0"]),
         ({"name": "v5e:4x4", "computation_shape": [2, 2]}, ["[2, 2]"]),
-        (
-            {"name": "v5e:4x4", "computation_shape": [4, 1, 1, 1]},
-            ["one process", "computation_shape"],
-        ),
     ],
 )
 def test_impossible_slices_and_shapes_are_refused(arguments, parts):
