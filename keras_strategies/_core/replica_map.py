@@ -73,7 +73,9 @@ class ShardExchange:
         def scatter(part: jax.Array) -> jax.Array:
             sent = part.astype(spec.sum_dtype or part.dtype)
             count = jax.lax.axis_size(axis)
-            is_tiled = not _is_of_blocks(sent.shape, spec.dim, count)
+            is_tiled = self._mesh.platform != "tpu" or not _is_of_blocks(
+                sent.shape, spec.dim, count
+            )
             if not is_tiled:
                 sent = sent.reshape(count, -1, sent.shape[1])
             shard = jax.lax.psum_scatter(

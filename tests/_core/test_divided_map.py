@@ -196,11 +196,18 @@ def test_rematerialized_parts_gather_again():
 
 
 @pytest.mark.parametrize(
-    ("shape", "scattered"),
+    ("platform", "shape", "scattered"),
     # The second has no whole tiles of a TPU.
-    [((32, 1024), "4x8x1024"), ((28, 1024), "28x1024")],
+    [
+        ("tpu", (32, 1024), "4x8x1024"),
+        ("tpu", (28, 1024), "28x1024"),
+        ("cpu", (32, 1024), "32x1024"),
+    ],
 )
-def test_sums_of_matrices_are_scattered_as_blocks_of_tiles(shape, scattered):
+def test_on_tpus_sums_of_matrices_are_scattered_as_blocks_of_tiles(
+    platform, shape, scattered, monkeypatch
+):
+    monkeypatch.setattr(ReplicaMesh, "platform", platform)
     mesh = mesh_of(4)
     spec = divided(mesh)
     random = np.random.default_rng(0)
