@@ -43,13 +43,13 @@ ROOMS = {
     "estimator": [{"config"}, {"records"}, {""}, {"contrib"}],
     "keras_bridge": [
         {""},
-        {"inputs", "row_checks", "variables"},
+        {"inputs", "models", "row_checks", "variables"},
         {"hooks"},
         {"steps"},
         {"callbacks", "run"},
         {"loops"},
     ],
-    "strategy": [{"inspect", "tf_compat"}, {""}],
+    "strategy": [{"inspect", "planning", "tf_compat"}, {""}],
     "testing": [{""}],
     "tpu": [{""}],
 }

@@ -21,13 +21,14 @@ from keras_strategies.keras_bridge.variables.variable_creator import check_home
 from keras_strategies.strategy import current
 from keras_strategies.strategy.custom_loops import CustomLoops
 from keras_strategies.strategy.extended import StrategyExtended
+from keras_strategies.strategy.plans import Plans
 from keras_strategies.strategy.runner import Runner
 from keras_strategies.strategy.runtime import Runtime
 from keras_strategies.strategy.scope import Scope
 from keras_strategies.strategy.tf_compat import old_names
 
 
-class Strategy(CustomLoops):
+class Strategy(CustomLoops, Plans):
     """Distributes Keras models over devices; the base of all strategies.
 
     A model that is compiled in `scope()` trains, evaluates and predicts on
@@ -70,6 +71,11 @@ class Strategy(CustomLoops):
         )
         self._runner = Runner(self, self._runtime.mesh)
         self._extended = StrategyExtended(self._runtime, self._runner)
+
+    @staticmethod
+    def _over(mesh: ReplicaMesh, **kwargs: Any) -> "Strategy":
+        """A strategy over other devices, which are planned for."""
+        return Strategy(mesh, **kwargs)
 
     @property
     def extended(self) -> StrategyExtended:

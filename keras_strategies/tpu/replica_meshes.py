@@ -78,6 +78,15 @@ def mesh_of_topology(
 ) -> ReplicaMesh:
     """The abstract mesh of slices by their name; see `for_topology`."""
     devices = devices_by_name(name, num_slices=num_slices)
+    return abstract_mesh(devices, computation_shape, partitioner)
+
+
+def abstract_mesh(
+    devices: Sequence[jax.Device],
+    computation_shape: Sequence[int] | None,
+    partitioner: Any = None,
+) -> ReplicaMesh:
+    """The mesh of replicas that fill slices, which is compiled for only."""
     if computation_shape is None:
         return _mesh_of_cores(devices, partitioner, is_abstract=True)
     blocks = [

@@ -1,0 +1,1 @@
+"""Models that are like another one: shorter, or without values."""

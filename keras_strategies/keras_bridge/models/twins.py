@@ -1,0 +1,88 @@
+"""Models like another one, compiled as it is, without a variable of its."""
+
+from typing import Any
+
+import keras
+
+from keras_strategies.keras_bridge.models.equal_blocks import (
+    Blocks,
+    shortened,
+)
+
+_KERAS = ("keras", "keras_hub")
+_OF_A_STEP = ("train_step", "compute_loss", "compute_metrics", "compile")
+
+
+def twin_of(model: keras.Model) -> keras.Model:
+    """A model made from another one's config, compiled likewise.
+
+    Args:
+      model: A model of which Keras knows a config.
+
+    Returns:
+      One with variables of its own, and initial values.
+
+    Raises:
+      ValueError: there is no config, or Keras cannot make a model from it.
+    """
+    try:
+        config = model.get_config()
+        twin: Any = type(model).from_config(config)
+        shape = None if twin.built else model.get_build_config()
+        if shape:
+            twin.build_from_config(shape)
+        _copy_modes(model, twin)
+        if model.compiled:
+            compile_like(twin, model)
+    except Exception as error:
+        raise ValueError(
+            "A model is planned by one that is made from its config. "
+            f"Received: {model.name!r} of type {type(model).__name__}, of "
+            f"which Keras makes none ({type(error).__name__}: {error}). Pass a "
+            "function that makes and compiles the model instead."
+        ) from error
+    return twin
+
+
+def compile_like(twin: keras.Model, model: keras.Model) -> None:
+    """Compiles a model as another one is, with an optimizer of its own.
+
+    Losses and metrics are the same objects.
+    """
+    arguments = dict(model._compile_config.config)
+    optimizer = model.optimizer
+    if optimizer is not None:
+        config = optimizer.get_config()
+        arguments["optimizer"] = type(optimizer).from_config(config)
+    arguments["auto_scale_loss"] = False
+    twin.compile(**arguments)
+
+
+def has_own_step(model: keras.Model) -> bool:
+    """Whether a model's class has methods of a step that are not Keras's."""
+    return any(_has_own(type(model), name) for name in _OF_A_STEP)
+
+
+def shorter_twin(
+    model: keras.Model, blocks: Blocks, number: int
+) -> keras.Model:
+    """A compiled model of the same layers with fewer blocks."""
+    shorter = shortened(model, blocks, number)
+    compile_like(shorter, model)
+    return shorter
+
+
+def _has_own(kind: type, name: str) -> bool:
+    method = getattr(kind, name, None)
+    module = getattr(method, "__module__", None) or ""
+    return method is not None and module.split(".")[0] not in _KERAS
+
+
+def _copy_modes(model: keras.Model, twin: keras.Model) -> None:
+    """Has the layers computed again in the backward pass as the model's are.
+
+    No config says so.
+    """
+    pairs = zip(model._flatten_layers(), twin._flatten_layers(), strict=True)
+    for layer, other in pairs:
+        other._remat_mode = layer._remat_mode

@@ -1,0 +1,1 @@
+"""Plans of training on slices: bytes, collectives and times of candidates."""

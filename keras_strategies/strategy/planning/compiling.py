@@ -1,0 +1,194 @@
+"""A compiler of programs side by side, which keeps their figures.
+
+XLA compiles without Python's lock, so that threads do it at once. Figures are
+kept in files, by the program's text, what it is compiled for and by what.
+"""
+
+import concurrent.futures
+import contextlib
+import hashlib
+import json
+import math
+import os
+import pathlib
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from keras_strategies._core.jaxprs.hlo_text import COLLECTIVES
+from keras_strategies.strategy.planning.figures import (
+    LOW_EFFORT,
+    DoesNotFit,
+    Figures,
+    as_misfit,
+    compilers,
+    figures_of,
+)
+
+_FOLDER = "keras_strategies"
+_VERSION = 1
+_MOST_BYTES = 10_000
+_NUMBERS = (
+    *("argument_bytes", "output_bytes", "temporary_bytes"),
+    *("flops", "optimal_seconds", "compile_seconds"),
+)
+_MAPPINGS = ("counts", "sent")
+
+Outcome = Figures | DoesNotFit
+
+
+class Compiler:
+    """Compiles lowered programs in threads.
+
+    Args:
+      num_threads: How many at once; None: as many as the machine has cores
+        and memory for.
+      folder: Where figures are kept; None: nowhere.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_threads: int | None = None,
+        folder: pathlib.Path | None = None,
+    ) -> None:
+        number = num_threads or _num_threads()
+        self._pool = concurrent.futures.ThreadPoolExecutor(number)
+        self._folder = folder
+
+    def submit(
+        self, lowered: Any, devices: Sequence[Any], *, is_full: bool
+    ) -> "concurrent.futures.Future[Outcome]":
+        """Begins to compile.
+
+        Args:
+          lowered: A lowered program.
+          devices: Those it is for, in the order of its mesh.
+          is_full: Whether at full effort, as it would be run.
+
+        Returns:
+          What becomes its figures, or `DoesNotFit`.
+        """
+        is_tpu = devices[0].platform == "tpu"
+        options = None if is_full or not is_tpu else dict(LOW_EFFORT)
+        path = None
+        if self._folder is not None:
+            path = self._folder / f"{_key(lowered, devices, options)}.json"
+            kept = _read(path)
+            if kept is not None:
+                done: Any = concurrent.futures.Future()
+                done.set_result(kept)
+                return done
+        return self._pool.submit(_compiled, lowered, options, path)
+
+    def close(self) -> None:
+        """Lets running compilations end, and begins no other."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def cache_folder() -> pathlib.Path:
+    """Where figures are kept, of this user."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return pathlib.Path(base).expanduser() / _FOLDER / "plans"
+
+
+@contextlib.contextmanager
+def without_jax_cache() -> Iterator[None]:
+    """In which JAX writes no programs: those of absent devices it cannot read.
+
+    For whole plans: compilations at once would restore it for each other.
+    """
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, 1e9)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
+def _num_threads() -> int:
+    cores = len(os.sched_getaffinity(0))
+    # A large program takes a few GB to compile.
+    pages, size = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    by_memory = int(pages * size // 3e9)
+    return max(min(cores, by_memory, 8), 1)
+
+
+def _compiled(lowered: Any, options: Any, path: pathlib.Path | None) -> Outcome:
+    start = time.perf_counter()
+    try:
+        executable = lowered.compile(compiler_options=options)
+        outcome: Outcome = figures_of(executable, time.perf_counter() - start)
+    except jax.errors.JaxRuntimeError as error:
+        misfit = as_misfit(error)
+        if misfit is None:
+            raise
+        outcome = misfit
+    if path is not None:
+        _write(path, outcome)
+    return outcome
+
+
+def _key(lowered: Any, devices: Sequence[Any], options: Any) -> str:
+    """What a program's figures depend on, as a number in hex."""
+    places = [(d.id, getattr(d, "coords", None)) for d in devices]
+    facts = [devices[0].device_kind, places, options, compilers(), _VERSION]
+    digest = hashlib.sha256(repr(facts).encode())
+    digest.update(lowered.as_text().encode())
+    return digest.hexdigest()
+
+
+def _write(path: pathlib.Path, outcome: Outcome) -> None:
+    if isinstance(outcome, DoesNotFit):
+        kept: Any = {"misfit": str(outcome), "needed": outcome.needed}
+    else:
+        kept = {n: getattr(outcome, n) for n in (*_NUMBERS, *_MAPPINGS)}
+    # A full disk or a read-only home costs time alone.
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(handle, "w") as file:
+            json.dump(kept, file)
+        os.replace(name, path)
+
+
+def _read(path: pathlib.Path) -> Outcome | None:
+    """What was kept; None: nothing, or a file that is not ours."""
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(_MOST_BYTES + 1)
+        if len(raw) > _MOST_BYTES:
+            return None
+        return _parsed(json.loads(raw))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def _parsed(kept: Any) -> Outcome | None:
+    if not isinstance(kept, dict):
+        return None
+    if set(kept) == {"misfit", "needed"}:
+        needed = kept["needed"]
+        is_good = isinstance(kept["misfit"], str) and (
+            needed is None or _is_number(needed)
+        )
+        return DoesNotFit(kept["misfit"], needed) if is_good else None
+    if set(kept) != {*_NUMBERS, *_MAPPINGS}:
+        return None
+    mappings = [kept[name] for name in _MAPPINGS]
+    is_good = all(_is_number(kept[name]) for name in _NUMBERS) and all(
+        isinstance(m, Mapping)
+        and set(m) <= set(COLLECTIVES)
+        and all(map(_is_number, m.values()))
+        for m in mappings
+    )
+    return Figures(**kept) if is_good else None
+
+
+def _is_number(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value) and value >= 0

@@ -1,0 +1,81 @@
+"""Estimates of a step's time, by what a chip computes, moves and sends.
+
+References:
+  - Williams et al., Roofline (2009): https://doi.org/10.1145/1498765.1498785
+  - How to Scale Your Model (2025): https://jax-ml.github.io/scaling-book/
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from keras_strategies.strategy.planning.chips import Chip
+from keras_strategies.strategy.planning.figures import Figures
+
+# How often a chip's links carry an array: a sum goes round twice.
+_PASSES = {"all-reduce": 2.0}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """How long a step takes, and what it cannot be faster than.
+
+    Attributes:
+      seconds: An estimate: XLA's own, or the largest bound.
+      compute_seconds: All operations at the chip's peak.
+      memory_seconds: The state read and written once.
+      link_seconds: What collectives send, over all links of a chip.
+      utilization: Of the chip's peak, by the operations that the model has
+        (without those that are done again); None: unknown.
+      most_utilization: The same, were a step as fast as its largest bound.
+    """
+
+    seconds: float
+    compute_seconds: float
+    memory_seconds: float
+    link_seconds: float
+    utilization: float | None
+    most_utilization: float | None
+
+    @property
+    def bounds(self) -> Mapping[str, float]:
+        """Seconds of each bound, by name."""
+        return {
+            "compute": self.compute_seconds,
+            "memory": self.memory_seconds,
+            "links": self.link_seconds,
+        }
+
+
+def estimate(
+    figures: Figures, chip: Chip, model_flops: float | None
+) -> Estimate:
+    """Estimates a step.
+
+    Args:
+      figures: Of its program, compiled at low effort.
+      chip: What it runs on.
+      model_flops: Operations of the model on a device, forward and backward,
+        none of them twice; None: unknown.
+    """
+    compute = figures.flops / chip.flops
+    # The state is read, and written in place.
+    moved = 2 * figures.argument_bytes + figures.output_bytes
+    memory = moved / chip.memory_bandwidth
+    sent = sum(n * _PASSES.get(k, 1.0) for k, n in figures.sent.items())
+    links = sent / chip.link_bandwidth
+    least = max(compute, memory, links)
+    seconds = max(figures.optimal_seconds, least)
+
+    def utilization(took: float) -> float | None:
+        if model_flops is None or not took:
+            return None
+        return model_flops / chip.flops / took
+
+    return Estimate(
+        seconds=seconds,
+        compute_seconds=compute,
+        memory_seconds=memory,
+        link_seconds=links,
+        utilization=utilization(seconds),
+        most_utilization=utilization(least),
+    )

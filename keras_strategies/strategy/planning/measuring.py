@@ -1,0 +1,138 @@
+"""Figures of a step for any number of rows, from a few compilations.
+
+Bytes and operations of a step are a line in its rows, and in the number of
+its model's equal blocks. Two compilations give a line.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from keras_strategies.strategy.planning.compiling import Compiler, Outcome
+from keras_strategies.strategy.planning.figures import DoesNotFit, Figures
+from keras_strategies.strategy.planning.steps import Step
+
+FEW_BLOCKS = 2
+"""Blocks of the shorter of two models that stand for a deep one."""
+MANY_BLOCKS = 8
+"""The fewest blocks of a model that two short ones stand for."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Line:
+    """Figures of a step for two numbers of rows.
+
+    Attributes:
+      rows: The numbers.
+      figures: What was compiled for each, or that it does not fit.
+      is_full: Whether compiled at full effort.
+      blocks: Of how many blocks the compiled models were, and the model; None:
+        the model itself was compiled.
+    """
+
+    rows: tuple[int, int]
+    figures: tuple[Outcome, Outcome]
+    is_full: bool
+    blocks: tuple[int, int, int] | None
+
+    def most_rows(self, limit: float) -> float | None:
+        """How many rows fit by the line; None: it does not rise, or the
+        compiler did not say what is needed."""
+        first, second = map(bytes_needed, self.figures)
+        if first is None or second is None or second <= first:
+            return None
+        low, high = self.rows
+        return low + (limit - first) * (high - low) / (second - first)
+
+
+def bytes_needed(outcome: Outcome) -> float | None:
+    """Bytes of a device in all; None: the compiler did not say."""
+    if isinstance(outcome, DoesNotFit):
+        return outcome.needed
+    return outcome.bytes_in_all
+
+
+class Measuring:
+    """Compilations of a step that run, and become its figures.
+
+    Args:
+      step: The step.
+      devices: Those it is for, in the order of its mesh.
+      compiler: Compiles.
+      rows: Numbers of rows of the global batch.
+      is_full: Whether at full effort.
+      is_whole: Whether the model is compiled as it is, however deep.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        devices: Sequence[Any],
+        compiler: Compiler,
+        rows: Sequence[int],
+        *,
+        is_full: bool = False,
+        is_whole: bool = False,
+    ) -> None:
+        self._step, self._rows, self._is_full = step, rows, is_full
+        count = 0 if step.blocks is None else len(step.blocks)
+        self.blocks: tuple[int, int, int] | None = None
+        if count >= MANY_BLOCKS and not is_whole:
+            self.blocks = (FEW_BLOCKS, 2 * FEW_BLOCKS, count)
+        variants = self.blocks[:2] if self.blocks else (None,)
+
+        def begin(number: int, blocks: int | None) -> Any:
+            lowered = step.lower(number, blocks)
+            return compiler.submit(lowered, devices, is_full=is_full)
+
+        self._running = [[begin(r, b) for b in variants] for r in rows]
+
+    def outcomes(self) -> list[Outcome]:
+        """The figures for each number of rows, once all is compiled."""
+        found = [[f.result() for f in row] for row in self._running]
+        return [
+            self._whole(rows, outcomes)
+            for rows, outcomes in zip(self._rows, found, strict=True)
+        ]
+
+    def _whole(self, rows: int, outcomes: Sequence[Outcome]) -> Outcome:
+        if self.blocks is None:
+            return outcomes[0]
+        few, many = outcomes
+        each = self._step.block_bytes(rows)
+        if isinstance(few, Figures) and isinstance(many, Figures):
+            return extrapolated(few, many, *self.blocks, each)
+        needed = None
+        first, second = bytes_needed(few), bytes_needed(many)
+        if first is not None and second is not None:
+            num_few, num_many, count = self.blocks
+            slope = max((second - first) / (num_many - num_few), each)
+            needed = second + slope * (count - num_many)
+        return DoesNotFit("A part of the model does not fit.", needed)
+
+
+def extrapolated(
+    few: Figures,
+    many: Figures,
+    num_few: int,
+    num_many: int,
+    count: int,
+    block_bytes: float,
+) -> Figures:
+    """The figures of `count` blocks, by those of fewer ones.
+
+    Args:
+      few: Figures of `num_few` blocks.
+      many: Figures of `num_many` blocks.
+      num_few: See there.
+      num_many: See there.
+      count: The blocks that are asked for.
+      block_bytes: Temporaries that each block adds at least. In short models
+        those of other layers hide them.
+    """
+    share = (count - num_few) / (num_many - num_few)
+    line = few.combined(1 - share, many, share)
+    least = many.temporary_bytes + (count - num_many) * block_bytes
+    return dataclasses.replace(
+        line, temporary_bytes=max(line.temporary_bytes, least)
+    )

@@ -1,0 +1,310 @@
+"""The planner: candidates one after the other, compiled side by side."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from keras_strategies.strategy.planning.advice import advice_on
+from keras_strategies.strategy.planning.chips import chip_of, memory_of
+from keras_strategies.strategy.planning.compiling import Compiler
+from keras_strategies.strategy.planning.estimates import estimate
+from keras_strategies.strategy.planning.figures import DoesNotFit, Figures
+from keras_strategies.strategy.planning.measuring import (
+    Line,
+    Measuring,
+)
+from keras_strategies.strategy.planning.plan import PlannedStep
+from keras_strategies.strategy.planning.steps import Step
+
+_NEAR = 0.25
+"""How near to the limit bytes are verified at full effort, which needs up to
+a quarter fewer."""
+_MOST_TRIES = 12
+_MORE = 3
+"""How many times as many rows the second program has more: bytes of fewer
+are hidden by what the first one needs at other times."""
+_HUGE = 2**20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A slice and a layout, and what makes the step for it.
+
+    Attributes:
+      topology: The slice's name, or the devices' kind.
+      layout: How the model lies on it, in words.
+      devices: The devices, in the order of the mesh.
+      num_replicas: Replicas that they are.
+      make: Makes the step.
+    """
+
+    topology: str
+    layout: str
+    devices: Sequence[Any]
+    num_replicas: int
+    make: Callable[[], Step]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How thoroughly candidates are compiled.
+
+    Attributes:
+      is_full: Always at full effort too; None: where bytes are near the limit.
+      is_verified: Whether the most rows that fit are compiled, and one more.
+      is_whole: Whether deep models are compiled as they are.
+    """
+
+    is_full: bool | None = None
+    is_verified: bool = False
+    is_whole: bool = False
+
+
+def planned(
+    candidates: Sequence[Candidate],
+    compiler: Compiler,
+    effort: Effort,
+    on_stage: Callable[[Candidate, str], None],
+) -> Iterator[PlannedStep]:
+    """Plans candidates, in their order.
+
+    Args:
+      candidates: The candidates.
+      compiler: Compiles.
+      effort: How thoroughly.
+      on_stage: Is told what is done for which candidate.
+
+    Yields:
+      Each one's step. The next one is begun before that, so that its programs
+      are compiled beside.
+    """
+    begun: list[_Planning] = []
+    for candidate in candidates:
+        on_stage(candidate, "tracing")
+        begun.append(_Planning(candidate, compiler, effort, on_stage))
+        if len(begun) > 1:
+            yield begun.pop(0).finish()
+    for planning in begun:
+        yield planning.finish()
+
+
+class _Planning:
+    """One candidate while it is compiled."""
+
+    def __init__(
+        self,
+        candidate: Candidate,
+        compiler: Compiler,
+        effort: Effort,
+        on_stage: Callable[[Candidate, str], None],
+    ) -> None:
+        self._candidate, self._compiler = candidate, compiler
+        self._effort, self._on_stage = effort, on_stage
+        device = candidate.devices[0]
+        num_local = len(candidate.devices)
+        self._limit = memory_of(device, num_local)
+        self._chip = chip_of(device)
+        self._error: str | None = None
+        try:
+            self._step = candidate.make()
+            replicas = candidate.num_replicas
+            rows = self._step.rows
+            each = max(-(-rows // replicas), 1) * replicas
+            self._rows = (rows, rows + _MORE * each)
+            self._low = self._measuring(self._rows)
+        except (ValueError, TypeError, RuntimeError) as error:
+            self._error = str(error)
+
+    def _measuring(self, rows: Sequence[int], **kwargs: Any) -> Measuring:
+        return Measuring(
+            self._step,
+            self._candidate.devices,
+            self._compiler,
+            rows,
+            is_whole=self._effort.is_whole,
+            **kwargs,
+        )
+
+    def finish(self) -> PlannedStep:
+        """Waits for the programs, and looks at them."""
+        if self._error is not None:
+            return self._row(error=self._error)
+        self._on_stage(self._candidate, "compiling")
+        first, second = self._low.outcomes()
+        low = Line(
+            rows=self._rows,
+            figures=(first, second),
+            is_full=False,
+            blocks=self._low.blocks,
+        )
+        line = low
+        if self._is_in_doubt(low):
+            self._on_stage(self._candidate, "compiling at full effort")
+            (full,) = self._measuring(self._rows[:1], is_full=True).outcomes()
+            grown = full
+            if (
+                isinstance(full, Figures)
+                and isinstance(first, Figures)
+                and isinstance(second, Figures)
+            ):
+                grown = full.grown_by(first, second)
+            line = dataclasses.replace(low, figures=(full, grown), is_full=True)
+        return self._looked_at(low, line)
+
+    def _is_in_doubt(self, line: Line) -> bool:
+        if not self._is_tpu or self._effort.is_full is False:
+            return False
+        if self._effort.is_full:
+            return True
+        figures = line.figures[0]
+        if self._limit is None:
+            return False
+        if isinstance(figures, DoesNotFit):
+            needed = figures.needed
+            return needed is not None and needed < self._limit * (1 + _NEAR)
+        return abs(figures.bytes_in_all / self._limit - 1) < _NEAR
+
+    @property
+    def _is_tpu(self) -> bool:
+        return self._candidate.devices[0].platform == "tpu"
+
+    def _looked_at(self, low: Line, line: Line) -> PlannedStep:
+        figures = line.figures[0]
+        took = sum(
+            f.compile_seconds
+            for x in {id(low): low, id(line): line}.values()
+            for f in x.figures
+            if isinstance(f, Figures)
+        )
+        facts: dict[str, Any] = {
+            "is_full_effort": line.is_full or not self._is_tpu,
+            "blocks": line.blocks,
+            "tokens": self._step.tokens,
+            "compile_seconds": took,
+        }
+        most, is_verified = self._most_rows(line)
+        facts |= {"most_rows": most, "is_most_verified": is_verified}
+        if isinstance(figures, DoesNotFit):
+            state = self._step.state_bytes()
+            needed = figures.needed
+            facts["memory"] = _by_kind(state, needed or 0, 0, 0)
+            row = self._row(bytes_in_all=needed, **facts)
+            if needed is None:
+                row = dataclasses.replace(row, error=str(figures))
+            return dataclasses.replace(row, advice=advice_on(row))
+        facts["memory"] = self._memory(line, figures)
+        facts["counts"] = {k: round(n) for k, n in figures.counts.items()}
+        facts["sent"] = dict(figures.sent)
+        fast = low.figures[0]
+        if self._chip is not None and isinstance(fast, Figures):
+            facts["estimate"] = estimate(fast, self._chip, self._flops(low))
+        row = self._row(bytes_in_all=figures.bytes_in_all, **facts)
+        return dataclasses.replace(row, advice=advice_on(row))
+
+    def _flops(self, line: Line) -> float | None:
+        rows = self._rows[0]
+        if line.blocks is None:
+            return self._step.model_flops(rows, None)
+        few, many, count = line.blocks
+        first = self._step.model_flops(rows, few)
+        second = self._step.model_flops(rows, many)
+        if first is None or second is None:
+            return None
+        share = (count - few) / (many - few)
+        return first + share * (second - first)
+
+    def _memory(self, line: Line, figures: Figures) -> Mapping[str, float]:
+        other = line.figures[1]
+        growing = 0.0
+        if isinstance(other, Figures):
+            grown = other.temporary_bytes - figures.temporary_bytes
+            low, high = line.rows
+            growing = max(grown, 0.0) * low / (high - low)
+        return _by_kind(
+            self._step.state_bytes(),
+            figures.argument_bytes + figures.output_bytes,
+            figures.temporary_bytes,
+            growing,
+        )
+
+    def _most_rows(self, line: Line) -> tuple[int | None, bool]:
+        """The most rows of a replica that fit, and whether that was tried."""
+        if self._limit is None:
+            return None, False
+        replicas = self._candidate.num_replicas
+        most = line.most_rows(self._limit)
+        guess = None
+        if most is not None:
+            guess = max(math.floor(most / replicas), 0)
+            if guess > _HUGE:
+                return None, False
+        if not self._effort.is_verified or not self._is_tpu:
+            return guess, False
+        return self._verified(guess if guess is not None else 1)
+
+    def _verified(self, guess: int) -> tuple[int | None, bool]:
+        """The most rows of a replica that fit, found by compiling."""
+        fitting, too_many = 0, _HUGE
+        tried, stride = max(guess, 1), 1
+        for _ in range(_MOST_TRIES):
+            self._on_stage(self._candidate, f"trying {tried} rows a replica")
+            if self._fits(tried):
+                fitting = tried
+            else:
+                too_many = tried
+            if too_many - fitting == 1:
+                return fitting, True
+            if fitting and too_many < _HUGE:
+                tried = (fitting + too_many) // 2
+                continue
+            # Away from the guess, in ever larger strides.
+            tried = tried + stride if fitting else max(tried - stride, 1)
+            stride *= 2
+        return fitting or None, False
+
+    def _fits(self, rows: int) -> bool:
+        lowered = self._step.lower(rows * self._candidate.num_replicas, None)
+        devices = self._candidate.devices
+        outcome = self._compiler.submit(lowered, devices, is_full=True).result()
+        return isinstance(outcome, Figures)
+
+    def _row(self, **facts: Any) -> PlannedStep:
+        candidate = self._candidate
+        rows = getattr(self, "_rows", (0,))[0]
+        return PlannedStep(
+            topology=candidate.topology,
+            layout=candidate.layout,
+            num_devices=len(candidate.devices),
+            num_replicas=candidate.num_replicas,
+            rows=rows,
+            limit_bytes=self._limit,
+            **facts,
+        )
+
+
+def _by_kind(
+    state: Mapping[str, float],
+    standing: float,
+    temporary: float,
+    growing: float,
+) -> Mapping[str, float]:
+    """A device's bytes by kind.
+
+    Args:
+      state: Weights, slots and other state, and all gradients, by arithmetic.
+      standing: Arguments and outputs, as the compiler says.
+      temporary: Temporaries, as the compiler says.
+      growing: Those of them that grow with the rows.
+    """
+    known = state["weights"] + state["slots"]
+    activations = min(growing, temporary)
+    gradients = min(state["gradients"], temporary - activations)
+    return {
+        "weights": state["weights"],
+        "slots": state["slots"],
+        "other": max(standing - known, 0.0),
+        "gradients": gradients,
+        "activations": activations,
+        "temporary": temporary - activations - gradients,
+    }

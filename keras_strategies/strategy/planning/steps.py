@@ -1,0 +1,206 @@
+"""Steps that are planned: what lowers them, for whatever number of rows."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import jax
+import keras
+from keras import tree
+
+from keras_strategies._core.jaxprs.flops import flops_of
+from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.keras_bridge.models.equal_blocks import (
+    Blocks,
+    find_blocks,
+)
+from keras_strategies.keras_bridge.models.twins import (
+    has_own_step,
+    shorter_twin,
+)
+from keras_strategies.keras_bridge.steps.lower_step import (
+    lower_step,
+    shape_of,
+)
+from keras_strategies.keras_bridge.steps.step_functions import step_variables
+from keras_strategies.keras_bridge.variables import shardings
+
+_FORWARD_AND_BACKWARD = 3
+"""Operations of a train step, of one forward pass: the backward pass has a
+product for the inputs and one for the weights."""
+
+
+class Step(Protocol):
+    """A step that is planned.
+
+    Attributes:
+      rows: Of the global batch that it was given.
+      tokens: Tokens of a row; None: its rows are no sequences of them.
+      blocks: Equal blocks of its model, of which fewer can be lowered.
+    """
+
+    rows: int
+    tokens: int | None
+    blocks: Blocks | None
+
+    def lower(self, rows: int, blocks: int | None) -> Any:
+        """Lowers it for a global batch of so many rows, and so many blocks."""
+        ...
+
+    def model_flops(self, rows: int, blocks: int | None) -> float | None:
+        """Operations of a device, none of them twice; None: unknown."""
+        ...
+
+    def state_bytes(self) -> Mapping[str, float]:
+        """Bytes of a device: weights, slots, other and gradients."""
+        ...
+
+    def block_bytes(self, rows: int) -> float:
+        """Bytes of a device that each block adds at least, in between."""
+        ...
+
+
+class FitStep:
+    """The train step of `fit`.
+
+    Args:
+      model: A model of a strategy.
+      mesh: The strategy's replicas.
+      builder_of: What builds a model of the strategy, given a batch's shapes.
+      making: In which other models of the strategy are made and compiled.
+      batch: `(x, y)` or `(x, y, sample_weight)`, of shapes.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        mesh: ReplicaMesh,
+        builder_of: Callable[[keras.Model], Callable[[Any], None]],
+        making: Callable[[], contextlib.AbstractContextManager[None]],
+        batch: Any,
+    ) -> None:
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
+        self._batch = jax.tree.map(shape_of, (x, y, weight))
+        self._mesh = mesh
+        self._builder_of, self._making = builder_of, making
+        self._models: dict[int | None, keras.Model] = {None: model}
+        self.rows = jax.tree.leaves(self._batch)[0].shape[0]
+        self.tokens = _tokens(self._batch[0])
+        builder_of(model)(self._batch)
+        self.blocks = None if has_own_step(model) else find_blocks(model)
+
+    def _model_of(self, blocks: int | None) -> tuple[keras.Model, Any]:
+        if blocks not in self._models:
+            assert self.blocks is not None
+            assert blocks is not None
+            with self._making():
+                self._models[blocks] = shorter_twin(
+                    self._models[None], self.blocks, blocks
+                )
+        model = self._models[blocks]
+        return model, self._builder_of(model)
+
+    def lower(self, rows: int, blocks: int | None) -> Any:
+        """Lowers it for a global batch of so many rows, and so many blocks."""
+        model, build = self._model_of(blocks)
+        batch = self._with_rows(rows)
+        return lower_step(model, self._mesh, "train", batch, build)
+
+    def model_flops(self, rows: int, blocks: int | None) -> float | None:
+        """Operations of a device, none of them twice."""
+        model, build = self._model_of(blocks)
+        batch = self._with_rows(rows)
+        build(batch)
+
+        def shapes(variables: Iterable[Any]) -> list[Any]:
+            return [
+                jax.ShapeDtypeStruct(tuple(v.shape), v.dtype) for v in variables
+            ]
+
+        def forward(weights: Any, others: Any, x: Any) -> Any:
+            # As keras-hub's tasks are, a model may be made for inference.
+            return model.stateless_call(weights, others, x, training=False)[0]
+
+        jaxpr = jax.make_jaxpr(forward)(
+            shapes(model.trainable_variables),
+            shapes(model.non_trainable_variables),
+            batch[0],
+        )
+        flops = flops_of(jaxpr.jaxpr) * _FORWARD_AND_BACKWARD
+        return flops / len(self._mesh.devices)
+
+    def state_bytes(self) -> Mapping[str, float]:
+        """Bytes of a device: weights, slots, other and gradients."""
+        model = self._models[None]
+        weights, others, slots, *rest = step_variables(model, "train")
+        return {
+            "weights": self._bytes([*weights, *others]),
+            "slots": self._bytes(slots),
+            "other": self._bytes([v for group in rest for v in group]),
+            "gradients": _gradient_bytes(weights, self._mesh),
+        }
+
+    def block_bytes(self, rows: int) -> float:
+        """Bytes of a device that each block adds at least, in between.
+
+        What it takes, for the backward pass, and its gradients.
+        """
+        blocks = self.blocks
+        if blocks is None:
+            return 0.0
+        operation, index = blocks.trunks[0]
+        trunk = tree.flatten(operation.output)[index]
+        size = math.prod(trunk.shape[1:]) * rows / self._mesh.num_replicas
+        dtype = jax.dtypes.canonicalize_dtype(trunk.dtype)
+        weights = {
+            id(v): v
+            for x in blocks.segments[0]
+            for v in getattr(x, "trainable_variables", ())
+        }
+        gradients = _gradient_bytes(weights.values(), self._mesh)
+        return size * dtype.itemsize + gradients
+
+    def _bytes(self, variables: Iterable[keras.Variable]) -> float:
+        return sum(
+            map(_bytes_on_device, shardings.shapes_of(variables, self._mesh))
+        )
+
+    def _with_rows(self, rows: int) -> Any:
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(
+                (rows, *leaf.shape[1:]), leaf.dtype
+            ),
+            self._batch,
+        )
+
+
+def _tokens(x: Any) -> int | None:
+    """Tokens of a row, where the inputs are numbers of tokens."""
+    for leaf in jax.tree.leaves(x):
+        is_whole = jax.numpy.issubdtype(leaf.dtype, jax.numpy.integer)
+        if is_whole and len(leaf.shape) == 2:
+            return leaf.shape[1]
+    return None
+
+
+def _bytes_on_device(shape: jax.ShapeDtypeStruct) -> float:
+    sharding: Any = shape.sharding
+    dtype = jax.dtypes.canonicalize_dtype(shape.dtype)
+    return math.prod(sharding.shard_shape(shape.shape)) * dtype.itemsize
+
+
+def _gradient_bytes(
+    weights: Iterable[keras.Variable], mesh: ReplicaMesh
+) -> float:
+    """Bytes of all gradients, where they are summed."""
+    total = 0.0
+    for variable in weights:
+        held = shardings.placement_of(variable)
+        is_held = held is not None and held.mesh is mesh
+        sharding = held.of_slots if held is not None and is_held else mesh.whole
+        shape = jax.ShapeDtypeStruct(
+            tuple(variable.shape), variable.dtype, sharding=sharding
+        )
+        total += _bytes_on_device(shape)
+    return total
