@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras_strategies
+from keras_strategies.cli.plan import command
 
 _LAUNCH = """\
 Starts several local processes of one script: a cluster on this machine.
@@ -50,8 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
       The exit status. `doctor`: 0, or 1 if it found a fault. `launch`: that of
       the process that failed first, else 0. `checkpoints`: 0, or 1 if one is
-      damaged. 2 for wrong arguments; 1 as well if nobody reads the output to
-      its end (`| head`), as rich does.
+      damaged. `plan`: 0, or 1 if nothing could be planned. 2 for wrong
+      arguments; 1 as well if nobody reads the output to its end (`| head`), as
+      rich does.
 
     Raises:
       SystemExit: for `--help`, `--version` and wrong options.
@@ -89,6 +91,8 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
             platform=options.platform,
             has_evaluator=options.evaluator,
         )
+    if options.command == "plan":
+        return command.run(options)
     if options.command == "checkpoints":
         from keras_strategies.cli.checkpoints.checkpoints import checkpoints
 
@@ -113,6 +117,7 @@ def _make_parser() -> argparse.ArgumentParser:
     _add_launch(commands)
     _add_doctor(commands)
     _add_checkpoints(commands)
+    command.add_parser(commands)
     return parser
 
 

@@ -137,10 +137,11 @@ def candidates_of(
     for name, devices in slices:
         layouts = given
         if layouts is None:
-            layouts = lib.layouts_for(len(devices), _default_shards(devices))
-            is_wide = len(devices) >= _MODEL_AXIS**2
-            if is_wide and layout_maps.has(_MODEL_AXIS):
-                layouts.append(lib.Layout(divides="all", cores=_MODEL_AXIS))
+            layouts = [
+                layout
+                for layout in default_layouts(devices)
+                if layout.cores == 1 or layout_maps.has(layout.cores)
+            ]
         for layout in layouts:
 
             def make(mesh: ReplicaMesh, layout: lib.Layout = layout) -> Step:
@@ -156,8 +157,14 @@ def candidates_of(
             yield candidate_of(name, devices, layout, make)
 
 
-def _default_shards(devices: Sequence[Any]) -> int | None:
-    return grouped_device_order(devices, None)[1]
+def default_layouts(devices: Sequence[Any]) -> list[lib.Layout]:
+    """The layouts that suit devices; the last one may be for transformers."""
+    shards = grouped_device_order(devices, None)[1]
+    layouts = lib.layouts_for(len(devices), shards)
+    is_tpu = devices[0].platform == "tpu"
+    if is_tpu and len(devices) >= _MODEL_AXIS**2:
+        layouts.append(lib.Layout(divides="all", cores=_MODEL_AXIS))
+    return layouts
 
 
 class _LayoutMaps:

@@ -91,6 +91,17 @@ class PlannedStep:
             return None
         return self.tokens * self.rows_per_second
 
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> "PlannedStep":
+        """The step of which `to_json` returned this."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        facts = {n: value for n, value in found.items() if n in names}
+        if facts.get("estimate") is not None:
+            facts["estimate"] = Estimate(**facts["estimate"])
+        if facts.get("blocks") is not None:
+            facts["blocks"] = tuple(facts["blocks"])
+        return cls(**facts)
+
     def to_json(self) -> dict[str, Any]:
         """All of it, as `json.dumps` takes it."""
         return {

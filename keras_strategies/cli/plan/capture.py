@@ -1,0 +1,289 @@
+"""The first training step of a script, caught before it runs.
+
+While a script runs here its strategies are over a slice, their models have no
+values, and the first `fit` or `run` ends the script instead.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import keras
+
+import keras_strategies as ks
+from keras_strategies._core import values
+from keras_strategies._core.attributes import attribute_set
+from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.cli.plan.planned_data import PlannedData
+from keras_strategies.data.sources.from_function import InputContext
+from keras_strategies.keras_bridge.inputs import feed as feed_lib
+from keras_strategies.keras_bridge.inputs.choose_source import source_of_dataset
+from keras_strategies.keras_bridge.loops.binding import Binding
+from keras_strategies.keras_bridge.loops.loop_call import Call
+from keras_strategies.keras_bridge.steps.lower_step import shape_of
+from keras_strategies.keras_bridge.variables.abstract_models import abstract
+from keras_strategies.strategy.planning.candidates import Layout
+from keras_strategies.strategy.planning.fit_candidates import mesh_of
+from keras_strategies.strategy.planning.run_step import RunStep
+from keras_strategies.strategy.planning.steps import FitStep, Step
+from keras_strategies.strategy.runner import Runner
+from keras_strategies.strategy.strategy import Strategy
+
+_CLASSES = (
+    *(ks.MirroredStrategy, ks.MultiWorkerMirroredStrategy, ks.TPUStrategy),
+    ks.OneDeviceStrategy,
+)
+_EX, _FROM = "experimental_", "distribute_datasets_from"
+_DATA = ("x", "y", "sample_weight", "class_weight", "batch_size", "shuffle")
+
+
+class Caught(BaseException):
+    """Ends a script whose first step was caught."""
+
+
+class PlanError(Exception):
+    """Why a script cannot be planned, in words for its author."""
+
+
+class Capture:
+    """What a script's strategies are, and its first step.
+
+    Args:
+      devices: Those of the slice.
+      layout: How models lie on them.
+      layout_map: For replicas of several cores.
+      is_per_replica: Whether the script's batches are each replica's; else
+        they are global.
+
+    Attributes:
+      step: The step that was caught.
+      model: Its model; None for that of a loop of one's own.
+    """
+
+    def __init__(
+        self,
+        devices: Any,
+        layout: Layout,
+        *,
+        layout_map: Any = None,
+        is_per_replica: bool = False,
+    ) -> None:
+        self.step: Step | None = None
+        self.model: keras.Model | None = None
+        self._devices, self._layout = devices, layout
+        self._layout_map = layout_map
+        self._is_per_replica = is_per_replica
+        self._host = ReplicaMesh(devices=jax.devices("cpu")[:1])
+        self._thread = threading.get_ident()
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """In which strategies are the slice's, and the first step is caught."""
+        patches: list[tuple[Any, str, Any]] = [
+            (cls, "__init__", self._make) for cls in _CLASSES
+        ]
+        patches += [
+            (Strategy, "scope", functools.partial(_scope, Strategy.scope)),
+            (Strategy, "experimental_distribute_dataset", self._distribute),
+            (
+                Strategy,
+                "distribute_datasets_from_function",
+                self._from_function,
+            ),
+            (Strategy, "experimental_distribute_values_from_function", _values),
+            (Binding, "_fit", self._fit),
+            (Binding, "_train_on_batch", self._train_on_batch),
+            (Binding, "_evaluate", _refuser("evaluate")),
+            (Binding, "_predict", _refuser("predict")),
+            (Runner, "__call__", self._run),
+            (keras.Model, "fit", _refuse_plain),
+            (jax.distributed, "initialize", lambda *args, **kwargs: None),
+            (ks.tpu.experimental, "initialize_tpu_system", self._topology),
+        ]
+        with contextlib.ExitStack() as stack:
+            for owner, name, value in patches:
+                if isinstance(owner, type):
+                    value = _method(value)
+                stack.enter_context(attribute_set(owner, name, value))
+            yield
+
+    # Strategies.
+
+    def _make(self, strategy: Strategy, *args: Any, **kwargs: Any) -> None:
+        layout = self._layout
+        partitioner, layout_map = layout.variable_partitioner, self._layout_map
+        if layout.divides == "own":
+            partitioner = kwargs.get("variable_partitioner")
+        strategy.__dict__["_resolver"] = None
+        Strategy.__init__(
+            strategy,
+            mesh_of(self._devices, layout),
+            layout_map=layout_map,
+            variable_partitioner=partitioner,
+        )
+
+    def _topology(self, *args: Any, **kwargs: Any) -> Any:
+        return ks.tpu.experimental.Topology.from_devices(self._devices)
+
+    # Data.
+
+    def _replicas(self, strategy: Strategy) -> int:
+        return strategy.num_replicas_in_sync if self._is_per_replica else 1
+
+    def _distribute(
+        self, strategy: Strategy, dataset: Any, options: Any = None
+    ) -> PlannedData:
+        source = source_of_dataset(dataset, self._host)
+        factor = self._replicas(strategy)
+        return PlannedData(source, self._host, strategy.mesh, factor)
+
+    def _from_function(
+        self, strategy: Strategy, dataset_fn: Any, options: Any = None
+    ) -> PlannedData:
+        replicas = strategy.num_replicas_in_sync
+        context = InputContext(num_replicas_in_sync=replicas)
+        source = source_of_dataset(dataset_fn(context), self._host)
+        return PlannedData(source, self._host, strategy.mesh, replicas)
+
+    def _batch(self, binding: Binding, call: Call) -> Any:
+        """The shapes of the first batch, of what `fit` was given."""
+        strategy = binding.owner
+        if isinstance(call["x"], PlannedData):
+            return call["x"].first_shapes()
+        feed = feed_lib.make_feed(
+            self._host,
+            **{name: call[name] for name in _DATA},
+            steps_per_epoch=call["steps_per_epoch"],
+            steps_per_execution=1,
+            name="fit",
+        )
+        batch = next(iter(feed.get_numpy_iterator()))
+        return _with_rows(batch, self._replicas(strategy))
+
+    # Steps.
+
+    def _fit(self, binding: Binding, *args: Any, **kwargs: Any) -> None:
+        self._catch_fit(binding, Call(binding.model, "fit", args, kwargs))
+
+    def _train_on_batch(
+        self, binding: Binding, *args: Any, **kwargs: Any
+    ) -> None:
+        call = Call(binding.model, "train_on_batch", args, kwargs)
+        self._catch_fit(binding, call)
+
+    def _catch_fit(self, binding: Binding, call: Call) -> None:
+        strategy, model = binding.owner, binding.model
+        if call.name == "fit":
+            batch = self._batch(binding, call)
+        else:
+            given = (call["x"], call["y"], call["sample_weight"])
+            batch = _with_rows(given, self._replicas(strategy))
+
+        @contextlib.contextmanager
+        def making() -> Iterator[None]:
+            with strategy.scope():
+                yield
+
+        def builder_of(model: keras.Model) -> Callable[[Any], None]:
+            return strategy._binding_of("plan", model).build_for_shapes
+
+        self._check_batch(batch)
+        self.model = model
+        self.step = FitStep(model, strategy.mesh, builder_of, making, batch)
+        raise Caught
+
+    def _run(
+        self,
+        runner: Runner,
+        fn: Any,
+        args: Any,
+        kwargs: Any,
+        *,
+        is_update: bool = False,
+    ) -> None:
+        self.step = RunStep(runner, fn, args, kwargs)
+        raise Caught
+
+    def _check_batch(self, batch: Any) -> None:
+        if not jax.tree.leaves(batch):
+            raise PlanError("`fit` was given no data.")
+
+
+def _with_rows(batch: Any, factor: int) -> Any:
+    """The shapes of a batch, with `factor` times as many rows."""
+
+    def shape(leaf: Any) -> Any:
+        rows, *rest = leaf.shape
+        return jax.ShapeDtypeStruct((rows * factor, *rest), leaf.dtype)
+
+    return jax.tree.map(lambda leaf: shape(shape_of(leaf)), batch)
+
+
+class _AbstractScope:
+    """A strategy's scope in which variables have no values."""
+
+    def __init__(self, scope: Any) -> None:
+        self._scope = scope
+        self._open: list[contextlib.ExitStack] = []
+
+    def __enter__(self) -> Any:
+        with contextlib.ExitStack() as stack:
+            strategy = stack.enter_context(self._scope)
+            stack.enter_context(abstract())
+            self._open.append(stack.pop_all())
+        return strategy
+
+    def __exit__(self, *error: object) -> None:
+        self._open.pop().close()
+
+
+def _scope(original: Any, strategy: Strategy) -> _AbstractScope:
+    return _AbstractScope(original(strategy))
+
+
+def _values(strategy: Strategy, value_fn: Any) -> Any:
+    """One value for each replica, by the shapes of the first one's."""
+    count, mesh = strategy.num_replicas_in_sync, strategy.mesh
+    made = value_fn(ks.ValueContext(0, count))
+
+    def stand_in(leaf: Any) -> Any:
+        shape = shape_of(jax.numpy.asarray(leaf))
+        stacked = jax.ShapeDtypeStruct(
+            (count, *shape.shape), shape.dtype, sharding=mesh.split
+        )
+        return values.PerReplica.of(stacked, values.STACKED)
+
+    return jax.tree.map(stand_in, made)
+
+
+def _refuser(name: str) -> Callable[..., None]:
+    def refuse(binding: Binding, *args: Any, **kwargs: Any) -> None:
+        raise PlanError(
+            f"A plan is for training, up to the first `fit` or `run`. "
+            f"Received: a script that calls `{name}` of "
+            f"{binding.model.name!r} before. Leave it out for the plan, as "
+            "under a flag of the script's."
+        )
+
+    return refuse
+
+
+def _refuse_plain(model: keras.Model, *args: Any, **kwargs: Any) -> None:
+    raise PlanError(
+        "A plan is for models of a strategy. Received: a script that trains "
+        f"{model.name!r}, which no strategy's scope has made or compiled, "
+        "first. Make and compile it in the scope."
+    )
+
+
+def _method(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that a class binds, also one that is bound already."""
+
+    @functools.wraps(function, assigned=("__name__", "__doc__"))
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(self, *args, **kwargs)
+
+    return method

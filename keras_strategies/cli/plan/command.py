@@ -1,0 +1,219 @@
+"""The arguments of `keras-strategies plan`, checked before anything starts."""
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+_WRONG_ARGUMENTS = 2
+_EXAMPLES = """\
+examples:
+  keras-strategies plan --topology v5e:4x4 train.py
+  keras-strategies plan --topology v5e:16x16 --topology v5p:4x4x4 train.py -- \
+--epochs 3
+  keras-strategies plan --topology v5p:8x8x16 --layout sharded:64 \
+--model models:make_7b --batch 1024x4096:int32 --batch 1024x4096:int32
+"""
+_PLAN = """\
+Says whether, how and how fast a script's model trains on TPU slices, without
+one: the slice's compiler compiles its step here. The script runs unchanged up
+to its first `fit` or `strategy.run`; its strategies are the slice's, its models
+have no values, nothing is trained and no checkpoint is opened. Needs libtpu
+(`pip install 'keras-strategies[tpu]'`), on Linux.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to the others."""
+    parser = commands.add_parser(
+        "plan",
+        help="say whether and how fast a script's model trains on TPU slices",
+        usage="keras-strategies plan --topology NAME [OPTIONS] "
+        "(SCRIPT [-- ARGUMENTS] | -m MODULE [-- ARGUMENTS] | --model "
+        "MODULE:FUNCTION --batch SHAPE:DTYPE ...)",
+        description=_PLAN,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--topology",
+        action="append",
+        metavar="NAME",
+        help="a slice, as v5e:16x16; several times for several",
+    )
+    parser.add_argument(
+        "--layout",
+        action="append",
+        metavar="WORDS",
+        help="replicated, slots[:N], sharded[:N], model:N, or with +; several "
+        "times for several; default: those that suit the slice",
+    )
+    parser.add_argument(
+        "--scale",
+        choices=("global", "replica"),
+        default="global",
+        help="whose rows the script's batches have: the default, global, takes "
+        "them as they are; replica has each replica of the slice get as many",
+    )
+    parser.add_argument(
+        "--effort",
+        choices=("auto", "low", "full"),
+        default="auto",
+        help="how programs are compiled; default: fast, and near the limit "
+        "as they would be run, too",
+    )
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="compile the most rows that fit, and one more, at full effort",
+    )
+    parser.add_argument(
+        "--whole",
+        action="store_true",
+        help="compile deep models as they are, not by a few of their blocks",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="MODULE:FUNCTION",
+        help="a function that makes and compiles the model, instead of a "
+        "script",
+    )
+    parser.add_argument(
+        "--batch",
+        action="append",
+        metavar="SHAPE:DTYPE",
+        help="of --model: x, and y with a second one; as 8x2048:int32",
+    )
+    parser.add_argument(
+        "--processes", type=int, metavar="N", help="candidates at once"
+    )
+    parser.add_argument("--no-cache", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    parser.add_argument(
+        "--html", metavar="FILE", help="also write the plan as a page"
+    )
+    parser.add_argument(
+        "-m", dest="module", metavar="MODULE", help="run a module"
+    )
+    parser.add_argument("script", nargs="?", metavar="SCRIPT")
+    parser.add_argument(
+        "arguments",
+        nargs=argparse.REMAINDER,
+        metavar="ARGUMENTS",
+        help="the script's, after --",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the command.
+
+    Returns:
+      The exit status: 0; 1 if no candidate could be planned, 2 for wrong
+      arguments.
+    """
+    try:
+        requests = _requests(options)
+    except (ValueError, TypeError, ImportError) as error:
+        print(f"keras-strategies plan: {error}", file=sys.stderr)
+        return _WRONG_ARGUMENTS
+    from keras_strategies.cli.plan.plan import plan
+
+    return plan(
+        requests,
+        as_json=options.json,
+        html=options.html,
+        num_processes=options.processes,
+    )
+
+
+def _requests(options: argparse.Namespace) -> list[Any]:
+    from keras_strategies.cli.plan.plan import requests_of
+    from keras_strategies.cli.plan.request import shape_and_dtype
+
+    common = _common(options)
+    for text in common["batch"]:
+        shape_and_dtype(text)
+    # Here JAX is needed for the slices' names; it uses no device.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("KERAS_BACKEND", "jax")
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    if importlib.util.find_spec("libtpu") is None:
+        raise ImportError(
+            "Programs for TPUs are compiled by libtpu, which is not installed. "
+            "Run `pip install 'keras-strategies[tpu]'`; it needs no TPU."
+        )
+    from keras_strategies.strategy.planning import candidates
+    from keras_strategies.strategy.planning.fit_candidates import (
+        default_layouts,
+    )
+    from keras_strategies.tpu.topology_devices import devices_by_name
+
+    names = candidates.check_topologies(options.topology or [])
+    devices = {name: devices_by_name(name) for name in names}
+    layouts: Sequence[str] | None = options.layout
+    if layouts is not None:
+        layouts = [str(candidates.layout_of(text)) for text in layouts]
+    return requests_of(
+        names,
+        layouts,
+        lambda name: [str(x) for x in default_layouts(devices[name])],
+        **common,
+    )
+
+
+def _common(options: argparse.Namespace) -> dict[str, Any]:
+    given = [
+        name for name in ("script", "module", "model") if getattr(options, name)
+    ]
+    arguments = list(options.arguments)
+    if options.module and options.script:
+        # The module's first argument is no script.
+        given.remove("script")
+        arguments.insert(0, options.script)
+    if arguments[:1] == ["--"]:
+        arguments.pop(0)
+    if len(given) != 1:
+        raise ValueError(
+            "A plan is for a script, a module (-m) or a function (--model). "
+            f"Received: {', '.join(given) or 'none of them'}. Name one."
+        )
+    if bool(options.model) != bool(options.batch):
+        raise ValueError(
+            "--model and --batch go together: the function makes the model, "
+            "the batch says what it trains on. Received: one of them."
+        )
+    if options.model:
+        module, _, function = options.model.partition(":")
+        if not module or not function.isidentifier():
+            raise ValueError(
+                "--model names a function of a module. Received: "
+                f"{options.model!r}. Write module:function."
+            )
+    if not options.topology:
+        raise ValueError(
+            "A plan is for slices. Received: no --topology. Name one, as "
+            "--topology v5e:4x4. GPUs are not planned for: their programs are "
+            "compiled on a machine that has one."
+        )
+    script = options.script if "script" in given else options.module or ""
+    if "script" in given and not os.path.isfile(script):
+        raise ValueError(
+            f"There is no such script. Received: {script!r}. Give its path."
+        )
+    batch = list(options.batch or [])
+    return {
+        "script": script,
+        "is_module": options.module is not None,
+        "function": options.model or "",
+        "batch": tuple(batch * 2 if len(batch) == 1 else batch),
+        "arguments": tuple(arguments),
+        "scale": options.scale,
+        "effort": options.effort,
+        "verify": options.verify,
+        "whole": options.whole,
+        "cache": not options.no_cache,
+    }

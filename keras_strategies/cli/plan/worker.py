@@ -1,0 +1,177 @@
+"""A process of `keras-strategies plan`: one candidate, from script to figures.
+
+python -m keras_strategies.cli.plan.worker FD REQUEST
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import pathlib
+import runpy
+import sys
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+from keras_strategies.cli.plan.request import Request, shape_and_dtype
+
+_MOST_LINES = 12
+
+
+def main(words: list[str]) -> None:
+    """Plans the candidate, and writes the answer to a file descriptor.
+
+    Args:
+      words: The file descriptor, and the request.
+    """
+    request = Request.from_text(words[1])
+    try:
+        answer = {"step": _planned(request)}
+    except BaseException as error:
+        answer = {"error": _told(error, request)}
+    with os.fdopen(int(words[0]), "w") as file:
+        json.dump(answer, file)
+
+
+def _planned(request: Request) -> dict[str, Any]:
+    from keras_strategies.strategy.planning import compiling, planner
+    from keras_strategies.strategy.planning.candidates import layout_of
+    from keras_strategies.strategy.planning.fit_candidates import candidate_of
+    from keras_strategies.tpu.topology_devices import devices_by_name
+
+    devices = devices_by_name(request.topology)
+    layout = layout_of(request.layout)
+    if request.function:
+        return _of_function(request)
+    capture = _captured(request, devices, layout)
+    step = capture.step
+
+    def make(mesh: Any) -> Any:
+        return step
+
+    is_full = {"auto": None, "low": False, "full": True}[request.effort]
+    effort = planner.Effort(
+        is_full=is_full, is_verified=request.verify, is_whole=request.whole
+    )
+    folder = compiling.cache_folder() if request.cache else None
+    compiler = compiling.Compiler(folder=folder)
+    candidate = candidate_of(request.topology, devices, layout, make)
+    with compiling.without_jax_cache():
+        (planned,) = planner.planned(
+            [candidate], compiler, effort, lambda candidate, stage: None
+        )
+    return planned.to_json()
+
+
+def _of_function(request: Request) -> dict[str, Any]:
+    import jax
+
+    import keras_strategies as ks
+
+    module, name = request.function.split(":")
+    sys.path.insert(0, os.getcwd())
+    maker = getattr(importlib.import_module(module), name)
+    batch = tuple(
+        jax.ShapeDtypeStruct(*shape_and_dtype(text)) for text in request.batch
+    )
+    strategy = ks.MirroredStrategy(jax.devices("cpu")[:1])
+    plan = strategy.plan(
+        maker,
+        batch,
+        [request.topology],
+        [request.layout],
+        scale=request.scale,
+        effort=request.effort,
+        verify=request.verify,
+        whole=request.whole,
+        cache=request.cache,
+        progress=False,
+    )
+    return plan.steps[0].to_json()
+
+
+def _captured(request: Request, devices: Any, layout: Any) -> Any:
+    import dataclasses
+
+    from keras_strategies.cli.plan.capture import Capture, PlanError
+    from keras_strategies.keras_bridge.variables.transformer_layout import (
+        transformer_layout,
+    )
+
+    kwargs: dict[str, Any] = {"is_per_replica": request.scale == "replica"}
+    if layout.cores > 1:
+        # What its cores divide is known from the model.
+        plain = dataclasses.replace(layout, cores=1, shards=None)
+        first = _run_script(Capture(devices, plain, **kwargs), request)
+        if first.model is None:
+            raise PlanError(
+                "A model axis is planned for models that `fit` trains. "
+                "Received: a script with a loop of its own. Leave 'model' out."
+            )
+        layout_map = transformer_layout(first.model, layout.cores)
+        kwargs["layout_map"] = layout_map
+    return _run_script(Capture(devices, layout, **kwargs), request)
+
+
+def _run_script(capture: Any, request: Request) -> Any:
+    from keras_strategies.cli.plan.capture import Caught, PlanError
+
+    with capture.installed(), _as_main(request):
+        try:
+            if request.is_module:
+                runpy.run_module(
+                    request.script, run_name="__main__", alter_sys=True
+                )
+            else:
+                runpy.run_path(request.script, run_name="__main__")
+        except Caught:
+            pass
+        except SystemExit as error:
+            if capture.step is None and error.code not in (None, 0):
+                raise PlanError(
+                    f"The script ended itself with {error.code!r} before it "
+                    "trained a model."
+                ) from error
+    if capture.step is None:
+        raise PlanError(
+            "A plan is for the first training step of a script. Received: "
+            f"{request.script!r}, which ended without `fit` of a strategy's "
+            "model and without `strategy.run`. Does it train under a flag?"
+        )
+    return capture
+
+
+@contextlib.contextmanager
+def _as_main(request: Request) -> Iterator[None]:
+    """In which the script finds its arguments, and modules beside it."""
+    argv, path = sys.argv[:], sys.path[:]
+    sys.argv = [request.script, *request.arguments]
+    folder = pathlib.Path(request.script).resolve().parent
+    sys.path[0] = os.getcwd() if request.is_module else str(folder)
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = argv, path
+
+
+def _told(error: BaseException, request: Request) -> str:
+    """An error in words for the script's author, with its place in it."""
+    from keras_strategies.cli.plan.capture import PlanError
+
+    if isinstance(error, PlanError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if f.filename == request.script]
+    place = f" (line {own[-1].lineno} of {request.script})" if own else ""
+    traceback.print_exception(error)
+    lines = str(error).splitlines()[:_MOST_LINES]
+    return f"{type(error).__name__}{place}: " + "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of the script's would keep the process.
+    os._exit(0)

@@ -1,0 +1,121 @@
+"""A step of a loop of one's own, as `run` is given it."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import jax
+import keras
+import numpy as np
+
+from keras_strategies._core import values
+from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.keras_bridge.models.equal_blocks import Blocks
+from keras_strategies.keras_bridge.variables import shardings
+
+
+class Lowers(Protocol):
+    """What lowers calls of `run`: a strategy's runner."""
+
+    _mesh: ReplicaMesh
+    _strategy: Any
+
+    def lower(self, fn: Any, args: Any, kwargs: Any) -> Any:
+        """Lowers the program of a call."""
+        ...
+
+
+class RunStep:
+    """The program of a call of `run`.
+
+    Args:
+      runner: The strategy's runner.
+      fn: The function.
+      args: Its arguments; of distributed batches what stands for them.
+      kwargs: Its keyword arguments.
+    """
+
+    def __init__(self, runner: Lowers, fn: Any, args: Any, kwargs: Any) -> None:
+        self._runner, self._fn = runner, fn
+        self.blocks: Blocks | None = None
+        self.tokens: int | None = None
+        self._given = jax.tree.map(
+            _as_passed, (tuple(args), dict(kwargs)), is_leaf=_is_leaf
+        )
+        sizes = [
+            leaf.arrays[0].shape[0]
+            for leaf in jax.tree.leaves(self._given, is_leaf=_is_leaf)
+            if _is_rows(leaf)
+        ]
+        self.rows = max(sizes, default=runner._mesh.num_replicas)
+
+    def lower(self, rows: int, blocks: int | None) -> Any:
+        """Lowers it for a global batch of so many rows."""
+
+        def scaled(leaf: Any) -> Any:
+            if not _is_rows(leaf):
+                return leaf
+            array = leaf.arrays[0]
+            shape = (array.shape[0] * rows // self.rows, *array.shape[1:])
+            array = jax.ShapeDtypeStruct(
+                shape, array.dtype, sharding=array.sharding
+            )
+            return values.PerReplica.of(array, values.ROWS)
+
+        args, kwargs = jax.tree.map(scaled, self._given, is_leaf=_is_leaf)
+        return self._runner.lower(self._fn, args, kwargs)
+
+    def model_flops(self, rows: int, blocks: int | None) -> float | None:
+        """Unknown: what of it is done again cannot be told."""
+        return None
+
+    def block_bytes(self, rows: int) -> float:
+        """None: it has no blocks."""
+        return 0.0
+
+    def state_bytes(self) -> Mapping[str, float]:
+        """Bytes of a device: weights, slots, other and gradients.
+
+        Of all variables of the strategy's scope. Those that are not trained
+        and have a trained one's shape count as slots.
+        """
+        variables = list(self._runner._strategy._runtime.registry)
+        trained = [v for v in variables if v.trainable]
+        shapes = {tuple(v.shape) for v in trained}
+        found = {"weights": 0.0, "slots": 0.0, "other": 0.0, "gradients": 0.0}
+        for variable in variables:
+            if variable.shape is None:
+                continue
+            is_slot = math.prod(variable.shape) > 1 and (
+                tuple(variable.shape) in shapes
+            )
+            kind = "slots" if is_slot else "other"
+            if variable.trainable:
+                kind = "weights"
+            size = self._bytes(variable)
+            found[kind] += size
+            if variable.trainable:
+                found["gradients"] += size
+        return found
+
+    def _bytes(self, variable: keras.Variable) -> float:
+        mesh = self._runner._mesh
+        sharding = shardings.sharding_of(variable, mesh)
+        dtype = jax.dtypes.canonicalize_dtype(variable.dtype)
+        size = math.prod(sharding.shard_shape(tuple(variable.shape)))
+        return size * dtype.itemsize
+
+
+def _is_leaf(leaf: Any) -> bool:
+    return leaf is None or values.is_distributed(leaf)
+
+
+def _is_rows(leaf: Any) -> bool:
+    return isinstance(leaf, values.PerReplica) and leaf.layout == values.ROWS
+
+
+def _as_passed(leaf: Any) -> Any:
+    """An argument as a program is lowered with it: arrays are passed whole."""
+    if isinstance(leaf, jax.Array | np.ndarray | np.generic):
+        return values.Mirrored(leaf)
+    return leaf
