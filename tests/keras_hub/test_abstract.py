@@ -1,66 +1,108 @@
 """Models of keras-hub without values, from their configurations."""
 
-import contextlib
-import math
-
 import jax
 import keras
 import pytest
 
-import keras_strategies as ks
+from tests.abstract_pairs import assert_same
 
 pytestmark = [
     pytest.mark.keras_hub,
     # Of its own, and of what it imports.
     pytest.mark.filterwarnings("ignore"),
 ]
-SIZES = {
-    "vocabulary_size": 256,
-    "num_layers": 2,
-    "hidden_dim": 64,
-    "intermediate_dim": 128,
-}
+ROWS, LENGTH = 8, 16
+BLOCKS = {"num_layers": 2, "hidden_dim": 64}
+SIZES = BLOCKS | {"vocabulary_size": 256, "intermediate_dim": 128}
+HEADS = SIZES | {"num_heads": 4}
 GROUPED = SIZES | {"num_query_heads": 4, "num_key_value_heads": 2}
-SHORT = SIZES | {"num_heads": 4, "max_sequence_length": 16}
-CASES = {
-    "LlamaBackbone": GROUPED,
-    "GemmaBackbone": GROUPED | {"head_dim": 16},
-    "BertBackbone": SHORT,
-    "GPT2Backbone": SHORT,
+SHORT = HEADS | {"max_sequence_length": LENGTH}
+PATCHES = BLOCKS | {
+    "image_shape": (16, 16, 3),
+    "patch_size": 4,
+    "num_heads": 4,
 }
+CASES = {
+    "Albert": SHORT | {"embedding_dim": 32},
+    "Bart": SHORT,
+    "Bert": SHORT,
+    "Bloom": HEADS,
+    "DebertaV3": SHORT | {"bucket_size": 8},
+    "DeiT": PATCHES | {"intermediate_dim": 128},
+    "DenseNet": {"stackwise_num_repeats": [2, 2], "image_shape": (32, 32, 3)},
+    "DistilBert": SHORT,
+    "Falcon": SIZES | {"num_attention_heads": 4},
+    "GPT2": SHORT,
+    "GPTNeoX": HEADS,
+    "Gemma": GROUPED | {"head_dim": 16},
+    "Gemma3": GROUPED | {"head_dim": 16, "image_size": 16},
+    "Llama": GROUPED,
+    "Mistral": GROUPED,
+    "Mixtral": GROUPED | {"num_experts": 4, "top_k": 2},
+    "OPT": SHORT,
+    "Phi3": GROUPED,
+    "Qwen": GROUPED,
+    "ResNet": {
+        "input_conv_filters": [16],
+        "input_conv_kernel_sizes": [7],
+        "stackwise_num_filters": [64, 32],
+        "stackwise_num_blocks": [2, 2],
+        "stackwise_num_strides": [1, 2],
+        "block_type": "bottleneck_block",
+        "image_shape": (32, 32, 3),
+    },
+    "Roberta": SHORT,
+    "T5": HEADS,
+    "VGG": {
+        "stackwise_num_repeats": [1, 1],
+        "stackwise_num_filters": [16, 32],
+        "image_shape": (32, 32, 3),
+    },
+    "ViT": PATCHES | {"mlp_dim": 128},
+    "Whisper": HEADS
+    | {
+        "num_mels": 16,
+        "max_encoder_sequence_length": 2 * LENGTH,
+        "max_decoder_sequence_length": LENGTH,
+    },
+}
+COMPILED = ("Bert", "GPT2", "Gemma", "ResNet", "ViT", "Whisper")
+OUTPUTS = "sequence_output", "decoder_sequence_output"
 
 
-def compiled(name, *, abstract):
-    """What a program of a train step is, and the model."""
+def build(name):
     hub = pytest.importorskip("keras_hub", reason="./run test -m keras_hub")
-    keras.backend.clear_session()
-    strategy = ks.MirroredStrategy(
-        variable_partitioner=ks.experimental.FullySharded(min_size=256)
-    )
-    values = ks.abstract() if abstract else contextlib.nullcontext()
-    with strategy.scope(), values:
-        backbone = getattr(hub.models, name)(**CASES[name])
-        output = backbone.output
-        if isinstance(output, dict):
-            output = output["sequence_output"]
-        model = keras.Model(backbone.input, keras.layers.Dense(4)(output))
-        model.compile("adam", "mse")
-    x = jax.tree.map(
-        lambda t: jax.ShapeDtypeStruct((8, 16), t.dtype), backbone.input
-    )
-    y = jax.ShapeDtypeStruct((8, 16, 4), "float32")
-    program = strategy.compile_step(model, (x, y))
-    variables = [*model.variables, *model.optimizer.variables]
-    facts = [(v.path, v.shape, v.dtype) for v in variables]
-    sizes = program.argument_bytes, program.temporary_bytes
-    return variables, (facts, sizes, program.collectives)
+    backbone = getattr(hub.models, f"{name}Backbone")(**CASES[name])
+    output = backbone.output
+    if isinstance(output, dict):
+        output = next(output[key] for key in OUTPUTS if key in output)
+    model = keras.Model(backbone.input, keras.layers.Dense(4)(output))
+    model.compile("adam", "mse", metrics=["mae"])
+    return model
+
+
+def batch_of(name):
+    """The shapes of what a model is given and gives."""
+    model = build(name)
+    # A decoder's tokens and, of Whisper, the sound that it hears.
+    lengths = {"encoder_features": 2 * LENGTH}
+
+    def spec(tensor):
+        length = lengths.get(tensor.name, LENGTH)
+        shape = [length if size is None else size for size in tensor.shape[1:]]
+        return jax.ShapeDtypeStruct((ROWS, *shape), tensor.dtype)
+
+    return jax.tree.map(spec, (model.input, model.output))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_backbones_without_values_are_those_with_values(name):
-    _, wanted = compiled(name, abstract=False)
-    variables, found = compiled(name, abstract=True)
-    assert found == wanted
-    for variable in variables:
-        is_large = math.prod(variable.shape) > 64
-        assert (variable._value is None) == is_large, variable.path
+def test_divided_backbones_are_those_with_values(name):
+    is_compiled = name in COMPILED
+    batch = batch_of(name)
+    assert_same(lambda: build(name), batch, "divided", is_compiled=is_compiled)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_replicated_backbones_are_those_with_values(name):
+    batch = batch_of(name)
+    assert_same(lambda: build(name), batch, "replicated", kinds=["train"])

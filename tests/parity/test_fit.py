@@ -7,7 +7,7 @@ strategy x rows/batch pair.
 
 import pytest
 
-from tests.parity.cases import CASES, LOSSES, METRICS
+from tests.parity.cases import BY_DEFAULT, CASES, LOSSES, METRICS
 from tests.parity.one_device import PAIRS, STRATEGIES, check
 
 # Even batches, and an uneven one at the end.
@@ -15,24 +15,9 @@ _QUICK = ((15, 4),)
 # All uneven, and fewer rows than replicas, too.
 _BASIC_PAIRS = ((64, 16), (13, 5), (3, 8))
 _BASIC = "sgd"
-# What they do is in another case or file of the default run, too.
-_TOLD_ELSEWHERE = {
-    "adamw",
-    "schedule",
-    "clipvalue",
-    "loss_scale_factor",
-    "dice_by_name",
-    "function_of_rows",
-    "tversky",
-    "mask_sum",
-    "keras_regression",
-    "run_eagerly",
-    "jit_compile_false",
-    "synchronized",
-}
 
 
-@pytest.mark.parametrize("name", [c for c in CASES if c not in _TOLD_ELSEWHERE])
+@pytest.mark.parametrize("name", BY_DEFAULT)
 def test_equals_one_device(name):
     check(name, "mirrored2", _QUICK, _seen(name))
 

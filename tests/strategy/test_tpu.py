@@ -474,6 +474,27 @@ def test_a_model_that_was_never_called_is_built(abstract):
     assert model.layers[0].kernel.shape == (5, 3)
 
 
+class OwnStep(keras.Model):
+    """Takes its batch apart by itself, and learns of x alone as well."""
+
+    def train_step(self, state, data):
+        is_pair = isinstance(data, tuple)
+        x, y = data if is_pair else (data, 0.0)
+        trainable, other, *rest = state
+        pred, _ = self.stateless_call(trainable, other, x)
+        loss = keras.ops.mean((pred - y) ** 2)
+        return {"loss": loss}, (trainable, other, *rest)
+
+
+def test_an_own_step_is_given_the_batch_as_a_dataset_yields_it(abstract):
+    with abstract.scope():
+        inputs = keras.Input((6,))
+        model = OwnStep(inputs, keras.layers.Dense(4)(inputs))
+        model.compile("sgd", "mse")
+    for batch in ((spec(8, 6), spec(8, 4)), spec(8, 6)):
+        assert abstract.compile_step(model, batch).num_replicas > 1
+
+
 def test_a_batch_that_cannot_be_shared_evenly_is_compiled(abstract):
     with abstract.scope():
         model = make_model()

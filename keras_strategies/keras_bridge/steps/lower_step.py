@@ -45,11 +45,14 @@ def lower_step(
             "A model has a train, a test and a predict step. Received: "
             f"kind={kind!r}. Pass one of {', '.join(map(repr, KINDS))}."
         )
-    x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
-    data = (x,) if kind == "predict" else (x, y, weight)
-    data = jax.tree.map(shape_of, data)
+    data = tuple(batch) if isinstance(batch, list) else batch
+    parts = keras.utils.unpack_x_y_sample_weight(data)
+    if kind == "predict":
+        data = parts = parts[:1]
+    # An own step is given what it would be in `fit`: `(x, y)`, say.
+    data, parts = jax.tree.map(shape_of, (data, parts))
     rows = _num_rows(data)
-    build(data)
+    build(parts)
     padded = padded_rows(rows, mesh.num_replicas)
     data = trace_checks.with_rows(padded, data, mesh.split)
     variables = step_functions.step_variables(model, kind)
