@@ -97,7 +97,7 @@ class Plans:
             fit_candidates,
             planner,
         )
-        from keras_strategies.strategy.planning.plan import Plan
+        from keras_strategies.strategy.planning.plan import NOTES, Plan
 
         current.check_outside("plan")
         for name, value, values in (
@@ -129,7 +129,6 @@ class Plans:
         folder = compiling.cache_folder() if cache else None
         compiler = compiling.Compiler(folder=folder)
         done: list[PlannedStep] = []
-        notes = _notes(thorough)
         try:
             with (
                 compiling.without_jax_cache(),
@@ -141,17 +140,7 @@ class Plans:
                     done.append(step)
         finally:
             compiler.close()
-        return Plan(steps=tuple(done), notes=notes)
-
-
-def _notes(effort: Any) -> tuple[str, ...]:
-    notes = [
-        "Bytes and collectives are the compiler's; times are estimates, and "
-        "no step is faster than its bounds."
-    ]
-    if effort.is_verified:
-        notes.append("* compiled, as was one row more, which does not fit.")
-    return tuple(notes)
+        return Plan(steps=tuple(done), notes=NOTES)
 
 
 @contextlib.contextmanager

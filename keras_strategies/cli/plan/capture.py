@@ -19,6 +19,7 @@ from keras_strategies._core.attributes import attribute_set
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.cli.plan.planned_data import PlannedData
 from keras_strategies.data.sources.from_function import InputContext
+from keras_strategies.estimator import exporting, train_callback
 from keras_strategies.keras_bridge.inputs import feed as feed_lib
 from keras_strategies.keras_bridge.inputs.choose_source import source_of_dataset
 from keras_strategies.keras_bridge.loops.binding import Binding
@@ -99,8 +100,11 @@ class Capture:
             (Binding, "_evaluate", _refuser("evaluate")),
             (Binding, "_predict", _refuser("predict")),
             (Runner, "__call__", self._run),
-            (keras.Model, "fit", _refuse_plain),
-            (jax.distributed, "initialize", lambda *args, **kwargs: None),
+            (keras.Model, "make_train_function", _refuse_plain),
+            (jax.distributed, "initialize", _do_nothing),
+            # An Estimator neither reads nor writes its `model_dir`.
+            (train_callback, "progress_of_all", _no_progress),
+            (exporting, "note_features", _do_nothing),
             (ks.tpu.experimental, "initialize_tpu_system", self._topology),
         ]
         with contextlib.ExitStack() as stack:
@@ -277,6 +281,14 @@ def _refuse_plain(model: keras.Model, *args: Any, **kwargs: Any) -> None:
         f"{model.name!r}, which no strategy's scope has made or compiled, "
         "first. Make and compile it in the scope."
     )
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def _no_progress(*args: Any) -> train_callback.Progress:
+    return train_callback.Progress()
 
 
 def _method(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,10 +1,11 @@
 """The arguments of `keras-strategies plan`, checked before anything starts."""
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 _WRONG_ARGUMENTS = 2
@@ -153,7 +154,8 @@ def _requests(options: argparse.Namespace) -> list[Any]:
     from keras_strategies.tpu.topology_devices import devices_by_name
 
     names = candidates.check_topologies(options.topology or [])
-    devices = {name: devices_by_name(name) for name in names}
+    with _quiet():
+        devices = {name: devices_by_name(name) for name in names}
     layouts: Sequence[str] | None = options.layout
     if layouts is not None:
         layouts = [str(candidates.layout_of(text)) for text in layouts]
@@ -163,6 +165,20 @@ def _requests(options: argparse.Namespace) -> list[Any]:
         lambda name: [str(x) for x in default_layouts(devices[name])],
         **common,
     )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what libtpu writes where there is no TPU."""
+    sys.stderr.flush()
+    before = os.dup(2)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
 
 
 def _common(options: argparse.Namespace) -> dict[str, Any]:

@@ -102,10 +102,10 @@ def plan(
     """
     from rich.console import Console
 
-    from keras_strategies.strategy.planning.plan import Plan
+    from keras_strategies.strategy.planning.plan import NOTES, Plan
 
     steps = _answers(requests, num_processes or _num_processes(len(requests)))
-    made = Plan(steps=tuple(steps), notes=_NOTES)
+    made = Plan(steps=tuple(steps), notes=NOTES)
     if html is not None:
         pathlib.Path(html).write_text(made.to_html(), "utf-8")
     if as_json:
@@ -113,12 +113,6 @@ def plan(
     else:
         Console().print(made)
     return 0 if any(step.error is None for step in steps) else 1
-
-
-_NOTES = (
-    "Bytes and collectives are the compiler's; times are estimates, and no "
-    "step is faster than its bounds.",
-)
 
 
 def _num_processes(count: int) -> int:

@@ -8,6 +8,8 @@ from keras_strategies.strategy.planning.plan import (
 
 _MUCH = 0.5
 _SLOW = 1.5
+_SECONDS = 1e-3
+"""Of links: fewer are not worth a word."""
 
 
 def advice_on(
@@ -48,7 +50,8 @@ def advice_on(
     if step.estimate is not None:
         bounds = step.estimate.bounds
         links, compute = bounds["links"], bounds["compute"]
-        if links > _SLOW * compute and step.most_rows:
+        is_slow = links > _SLOW * compute and links > _SECONDS
+        if is_slow and step.most_rows:
             rows = step.rows / max(step.num_replicas, 1)
             if step.most_rows > _SLOW * rows:
                 return (

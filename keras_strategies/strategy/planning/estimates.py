@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from keras_strategies.strategy.planning.chips import Chip
 from keras_strategies.strategy.planning.figures import Figures
 
+_LAUNCH_SECONDS = 1e-4
+"""What JAX takes to start a program: no step is faster."""
 # How often a chip's links carry an array: a sum goes round twice.
 _PASSES = {"all-reduce": 2.0}
 
@@ -63,7 +65,7 @@ def estimate(
     memory = moved / chip.memory_bandwidth
     sent = sum(n * _PASSES.get(k, 1.0) for k, n in figures.sent.items())
     links = sent / chip.link_bandwidth
-    least = max(compute, memory, links)
+    least = max(compute, memory, links, _LAUNCH_SECONDS)
     seconds = max(figures.optimal_seconds, least)
 
     def utilization(took: float) -> float | None:

@@ -13,6 +13,13 @@ from rich.text import Text
 from keras_strategies.strategy.planning.estimates import Estimate
 
 BYTES_PER_GB = 1e9
+_MANY = 10_000
+_WIDE = 100
+"""Columns of a terminal that has room for the whole table."""
+NOTES = (
+    "Bytes and collectives are the compiler's; times are estimates, and no "
+    "step is faster than its bounds.",
+)
 KINDS = ("weights", "slots", "other", "gradients", "activations", "temporary")
 """What a device's memory is taken by."""
 
@@ -160,7 +167,7 @@ class Plan:
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> RenderResult:
-        yield from _tables(self)
+        yield from _tables(self, options.max_width)
 
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), record=True, width=120)
@@ -171,60 +178,103 @@ class Plan:
     __repr__ = __str__
 
 
-def _tables(plan: Plan) -> Iterator[Any]:
-    table = Table(box=rich.box.SIMPLE_HEAD)
+def _tables(plan: Plan, width: int) -> Iterator[Any]:
+    is_wide = width >= _WIDE
+    is_of_tokens = any(step.tokens is not None for step in plan.steps)
+    headers = [
+        *("rows", "fits", "GB a\ndevice", "most\nrows"),
+        *("ms a\nstep", f"{'tokens' if is_of_tokens else 'rows'}\na second"),
+        "MFU",
+    ]
+    if is_wide:
+        headers += ["bound\nby", "effort"]
+    table = Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("slice", "layout"):
         table.add_column(name, no_wrap=True)
-    headers = ("rows a\nreplica", "fits", "GB of\na device", "most\nrows")
-    more = ("ms a\nstep", "bound\nby", "a second", "MFU", "effort")
-    for name in (*headers, *more):
-        table.add_column(name, justify="right")
+    for name in headers:
+        table.add_column(name, justify="right", no_wrap=True, overflow="fold")
     for step in plan.steps:
-        table.add_row(*map(Text, _cells(step)))
+        cells = _cells(step, is_of_tokens)
+        table.add_row(*map(Text, cells if is_wide else cells[:-2]))
     yield table
+    said: dict[str, list[str]] = {}
     for step in plan.steps:
-        lines = [x for x in (step.error, step.advice) if x]
-        if lines:
-            yield Text(f"{step.topology} {step.layout}: {' '.join(lines)}")
-    for note in plan.notes:
-        yield Text(note)
+        text = " ".join(x for x in (step.error, step.advice) if x)
+        if text:
+            said.setdefault(text, []).append(f"{step.topology} {step.layout}")
+    for text, names in said.items():
+        is_of_all = len(names) == len(plan.steps) > 1
+        yield Text(f"{'all' if is_of_all else ', '.join(names)}: {text}")
+    yield from map(Text, (*_marks(plan), *plan.notes))
 
 
-def _cells(step: PlannedStep) -> tuple[str, ...]:
+def _marks(plan: Plan) -> Iterator[str]:
+    """What the signs in a table mean."""
+    known = [s for s in plan.steps if s.bytes_in_all is not None]
+    if any(not s.is_full_effort for s in known):
+        yield (
+            "~ compiled at low effort: as it is run, a step may need up to a "
+            "quarter less."
+        )
+    counts = {s.blocks for s in known if s.blocks is not None}
+    for few, many, count in sorted(counts):
+        yield (
+            f"Of the model's {count} equal blocks {few} and {many} were "
+            "compiled; the rest is extrapolated."
+        )
+    if any(s.is_most_verified for s in known):
+        yield "* compiled, and so was one row more, which does not fit."
+
+
+def _cells(step: PlannedStep, is_of_tokens: bool) -> tuple[str, ...]:
+    if step.error is not None:
+        return (step.topology, step.layout, *["-"] * 9)
     rows = step.rows / max(step.num_replicas, 1)
     fits = {True: "yes", False: "no", None: "?"}[step.fits]
-    memory = "-"
+    memory = "?"
     if step.bytes_in_all is not None:
         memory = in_gb(step.bytes_in_all)
+        memory = memory if step.is_full_effort else f"~{memory}"
     if step.limit_bytes is not None:
-        memory += f" of {in_gb(step.limit_bytes)}"
-    most = "-" if step.most_rows is None else f"{step.most_rows:,}"
+        memory += f"/{in_gb(step.limit_bytes)}"
+    most = "-"
+    if step.most_rows is not None:
+        many = step.most_rows >= _MANY
+        most = _large(step.most_rows) if many else str(step.most_rows)
     if step.is_most_verified:
         most += "*"
-    time = bound = rate = mfu = "-"
+    time = bound = mfu = "-"
     if step.estimate is not None:
-        time = f"{step.estimate.seconds * 1e3:,.1f}"
+        time = _milliseconds(step.estimate.seconds)
         bounds = step.estimate.bounds
         bound = max(bounds, key=lambda name: bounds[name])
         if step.estimate.utilization is not None:
             mfu = f"{100 * step.estimate.utilization:.0f} %"
-    if step.tokens_per_second is not None:
-        rate = f"{step.tokens_per_second:,.0f} tokens"
-    elif step.rows_per_second is not None:
-        rate = f"{step.rows_per_second:,.0f} rows"
+    rate = step.tokens_per_second if is_of_tokens else step.rows_per_second
     effort = "full" if step.is_full_effort else "low"
-    if step.error is not None:
-        effort = "-"
     if step.blocks is not None:
         effort += ", blocks"
     return (
-        *(step.topology, step.layout, f"{rows:,.6g}", fits, memory, most),
-        *(time, bound, rate, mfu, effort),
+        *(step.topology, step.layout, f"{rows:,.4g}", fits, memory, most),
+        *(time, "-" if rate is None else _large(rate), mfu, bound, effort),
     )
+
+
+def _milliseconds(seconds: float) -> str:
+    ms = seconds * 1e3
+    return f"{ms:,.0f}" if ms >= 100 else f"{ms:.2g}"
+
+
+def _large(number: float) -> str:
+    """A number with three digits: "2.52M"."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.3g}"
 
 
 def in_gb(size: float) -> str:
     """Bytes as GB, with three digits."""
     gigabytes = size / BYTES_PER_GB
-    digits = 3 if gigabytes < 1 else 2 if gigabytes < 10 else 1
+    digits = 2 if gigabytes < 10 else 1
     return f"{gigabytes:.{digits}f}"

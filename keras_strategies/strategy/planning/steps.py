@@ -69,7 +69,7 @@ class FitStep:
       mesh: The strategy's replicas.
       builder_of: What builds a model of the strategy, given a batch's shapes.
       making: In which other models of the strategy are made and compiled.
-      batch: `(x, y)` or `(x, y, sample_weight)`, of shapes.
+      batch: What a dataset would yield, of shapes.
     """
 
     def __init__(
@@ -80,14 +80,14 @@ class FitStep:
         making: Callable[[], contextlib.AbstractContextManager[None]],
         batch: Any,
     ) -> None:
-        x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
-        self._batch = jax.tree.map(shape_of, (x, y, weight))
+        self._batch = jax.tree.map(shape_of, batch)
         self._mesh = mesh
         self._builder_of, self._making = builder_of, making
         self._models: dict[int | None, keras.Model] = {None: model}
         self.rows = jax.tree.leaves(self._batch)[0].shape[0]
-        self.tokens = _tokens(self._batch[0])
-        builder_of(model)(self._batch)
+        parts = keras.utils.unpack_x_y_sample_weight(self._batch)
+        self.tokens = _tokens(parts[0])
+        builder_of(model)(parts)
         self.blocks = None if has_own_step(model) else find_blocks(model)
 
     def _model_of(self, blocks: int | None) -> tuple[keras.Model, Any]:
@@ -110,8 +110,8 @@ class FitStep:
     def model_flops(self, rows: int, blocks: int | None) -> float | None:
         """Operations of a device, none of them twice."""
         model, build = self._model_of(blocks)
-        batch = self._with_rows(rows)
-        build(batch)
+        parts = keras.utils.unpack_x_y_sample_weight(self._with_rows(rows))
+        build(parts)
 
         def shapes(variables: Iterable[Any]) -> list[Any]:
             return [
@@ -125,7 +125,7 @@ class FitStep:
         jaxpr = jax.make_jaxpr(forward)(
             shapes(model.trainable_variables),
             shapes(model.non_trainable_variables),
-            batch[0],
+            parts[0],
         )
         flops = flops_of(jaxpr.jaxpr) * _FORWARD_AND_BACKWARD
         return flops / len(self._mesh.devices)
