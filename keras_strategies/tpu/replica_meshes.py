@@ -97,7 +97,10 @@ def abstract_mesh(
 
 
 def mesh_of_assignments(
-    assignments: Assignments, partitioner: Any = None
+    assignments: Assignments,
+    partitioner: Any = None,
+    *,
+    is_abstract: bool = False,
 ) -> ReplicaMesh:
     """The mesh of an assignment, or of one for each slice.
 
@@ -108,6 +111,7 @@ def mesh_of_assignments(
     Args:
       assignments: The assignment, or one for each slice.
       partitioner: Says which variables groups of replicas divide, or None.
+      is_abstract: Whether the devices are compiled for only.
 
     Raises:
       ValueError: an assignment without devices, or of other replicas than the
@@ -132,7 +136,8 @@ def mesh_of_assignments(
             f"{[a.num_cores_per_replica for a in assignments]}. Build all "
             "with one `computation_shape`."
         )
-    return _mesh_of_blocks(map(replica_mesh_devices, assignments), partitioner)
+    blocks = map(replica_mesh_devices, assignments)
+    return _mesh_of_blocks(blocks, partitioner, is_abstract=is_abstract)
 
 
 def _mesh_of_blocks(

@@ -6,7 +6,7 @@ values, and the first `fit` or `run` ends the script instead.
 
 import contextlib
 import functools
-import threading
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,12 +26,13 @@ from keras_strategies.keras_bridge.loops.binding import Binding
 from keras_strategies.keras_bridge.loops.loop_call import Call
 from keras_strategies.keras_bridge.steps.lower_step import shape_of
 from keras_strategies.keras_bridge.variables.abstract_models import abstract
-from keras_strategies.strategy.planning.candidates import Layout
+from keras_strategies.strategy.planning.candidates import Layout, layout_of
 from keras_strategies.strategy.planning.fit_candidates import mesh_of
 from keras_strategies.strategy.planning.run_step import RunStep
 from keras_strategies.strategy.planning.steps import FitStep, Step
 from keras_strategies.strategy.runner import Runner
 from keras_strategies.strategy.strategy import Strategy
+from keras_strategies.tpu.replica_meshes import mesh_of_assignments
 
 _CLASSES = (
     *(ks.MirroredStrategy, ks.MultiWorkerMirroredStrategy, ks.TPUStrategy),
@@ -54,7 +55,7 @@ class Capture:
 
     Args:
       devices: Those of the slice.
-      layout: How models lie on them.
+      layout: How models lie on them; None: as the script says.
       layout_map: For replicas of several cores.
       is_per_replica: Whether the script's batches are each replica's; else
         they are global.
@@ -62,29 +63,31 @@ class Capture:
     Attributes:
       step: The step that was caught.
       model: Its model; None for that of a loop of one's own.
+      layout: How models lie on the devices, in words.
     """
 
     def __init__(
         self,
         devices: Any,
-        layout: Layout,
+        layout: Layout | None,
         *,
         layout_map: Any = None,
         is_per_replica: bool = False,
     ) -> None:
         self.step: Step | None = None
         self.model: keras.Model | None = None
+        self.layout = "replicated"
         self._devices, self._layout = devices, layout
         self._layout_map = layout_map
         self._is_per_replica = is_per_replica
         self._host = ReplicaMesh(devices=jax.devices("cpu")[:1])
-        self._thread = threading.get_ident()
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """In which strategies are the slice's, and the first step is caught."""
         patches: list[tuple[Any, str, Any]] = [
-            (cls, "__init__", self._make) for cls in _CLASSES
+            (cls, "__init__", functools.partial(self._make, cls.__init__))
+            for cls in _CLASSES
         ]
         patches += [
             (Strategy, "scope", functools.partial(_scope, Strategy.scope)),
@@ -116,15 +119,39 @@ class Capture:
 
     # Strategies.
 
-    def _make(self, strategy: Strategy, *args: Any, **kwargs: Any) -> None:
-        layout = self._layout
-        partitioner, layout_map = layout.variable_partitioner, self._layout_map
-        if layout.divides == "own":
-            partitioner = kwargs.get("variable_partitioner")
+    def _make(
+        self, original: Any, strategy: Strategy, *args: Any, **kwargs: Any
+    ) -> None:
+        given = inspect.signature(original).bind(strategy, *args, **kwargs)
+        named = given.arguments
+        layout, layout_map = self._layout, self._layout_map
+        assignment = named.get("device_assignment") or named.get(
+            "experimental_device_assignment"
+        )
+        if layout is None:
+            partitioner = named.get("variable_partitioner")
+            layout_map = named.get("layout_map")
+            layout = Layout()
+            if partitioner is not None:
+                layout = layout_of(partitioner)
+        elif assignment is not None and layout.cores == 1:
+            raise PlanError(
+                "A script with a `device_assignment` says how many cores a "
+                f"replica has. Received: the layout '{layout}'. Leave "
+                "--layout out, or name one with 'model:N'."
+            )
+        partitioner = layout.variable_partitioner
+        if assignment is not None and layout.cores == 1:
+            mesh = mesh_of_assignments(
+                assignment, partitioner, is_abstract=True
+            )
+        else:
+            mesh = mesh_of(self._devices, layout)
+        self.layout = str(layout)
         strategy.__dict__["_resolver"] = None
         Strategy.__init__(
             strategy,
-            mesh_of(self._devices, layout),
+            mesh,
             layout_map=layout_map,
             variable_partitioner=partitioner,
         )

@@ -162,8 +162,8 @@ def _step_of(request: Request, answer: Mapping[str, Any]) -> Any:
         if step.error is None or not request.is_default:
             return step
         answer = {"error": step.error}
-    if request.is_default and "model:" in request.layout:
-        # Nobody asked for it, and the model is no transformer.
+    if request.is_default and request.layout != "replicated":
+        # Nobody asked for it. What is wrong with all is said once.
         return None
     return PlannedStep(
         topology=request.topology,

@@ -36,27 +36,30 @@ def main(words: list[str]) -> None:
 
 def _planned(request: Request) -> dict[str, Any]:
     from keras_strategies.strategy.planning import compiling, planner
-    from keras_strategies.strategy.planning.candidates import layout_of
-    from keras_strategies.strategy.planning.fit_candidates import candidate_of
+    from keras_strategies.strategy.planning.candidates import Layout, layout_of
     from keras_strategies.tpu.topology_devices import devices_by_name
 
     devices = devices_by_name(request.topology)
-    layout = layout_of(request.layout)
     if request.function:
         return _of_function(request)
-    capture = _captured(request, devices, layout)
+    layout = layout_of(request.layout)
+    is_own = request.is_default and layout == Layout()
+    capture = _captured(request, devices, None if is_own else layout)
     step = capture.step
-
-    def make(mesh: Any) -> Any:
-        return step
-
+    mesh = step.mesh
+    candidate = planner.Candidate(
+        topology=request.topology,
+        layout=capture.layout,
+        devices=mesh.devices,
+        num_replicas=mesh.num_replicas,
+        make=lambda: step,
+    )
     is_full = {"auto": None, "low": False, "full": True}[request.effort]
     effort = planner.Effort(
         is_full=is_full, is_verified=request.verify, is_whole=request.whole
     )
     folder = compiling.cache_folder() if request.cache else None
     compiler = compiling.Compiler(folder=folder)
-    candidate = candidate_of(request.topology, devices, layout, make)
     with compiling.without_jax_cache():
         (planned,) = planner.planned(
             [candidate], compiler, effort, lambda candidate, stage: None
@@ -100,7 +103,7 @@ def _captured(request: Request, devices: Any, layout: Any) -> Any:
     )
 
     kwargs: dict[str, Any] = {"is_per_replica": request.scale == "replica"}
-    if layout.cores > 1:
+    if layout is not None and layout.cores > 1:
         # What its cores divide is known from the model.
         plain = dataclasses.replace(layout, cores=1, shards=None)
         first = _run_script(Capture(devices, plain, **kwargs), request)

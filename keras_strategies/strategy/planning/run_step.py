@@ -37,6 +37,7 @@ class RunStep:
 
     def __init__(self, runner: Lowers, fn: Any, args: Any, kwargs: Any) -> None:
         self._runner, self._fn = runner, fn
+        self.mesh = runner._mesh
         self.blocks: Blocks | None = None
         self.tokens: int | None = None
         self._given = jax.tree.map(
@@ -47,7 +48,7 @@ class RunStep:
             for leaf in jax.tree.leaves(self._given, is_leaf=_is_leaf)
             if _is_rows(leaf)
         ]
-        self.rows = max(sizes, default=runner._mesh.num_replicas)
+        self.rows = max(sizes, default=self.mesh.num_replicas)
 
     def lower(self, rows: int, blocks: int | None) -> Any:
         """Lowers it for a global batch of so many rows."""
@@ -99,7 +100,7 @@ class RunStep:
         return found
 
     def _bytes(self, variable: keras.Variable) -> float:
-        mesh = self._runner._mesh
+        mesh = self.mesh
         sharding = shardings.sharding_of(variable, mesh)
         dtype = jax.dtypes.canonicalize_dtype(variable.dtype)
         size = math.prod(sharding.shard_shape(tuple(variable.shape)))

@@ -35,11 +35,13 @@ class Step(Protocol):
     """A step that is planned.
 
     Attributes:
+      mesh: The replicas.
       rows: Of the global batch that it was given.
       tokens: Tokens of a row; None: its rows are no sequences of them.
       blocks: Equal blocks of its model, of which fewer can be lowered.
     """
 
+    mesh: ReplicaMesh
     rows: int
     tokens: int | None
     blocks: Blocks | None
@@ -81,7 +83,7 @@ class FitStep:
         batch: Any,
     ) -> None:
         self._batch = jax.tree.map(shape_of, batch)
-        self._mesh = mesh
+        self.mesh = mesh
         self._builder_of, self._making = builder_of, making
         self._models: dict[int | None, keras.Model] = {None: model}
         self.rows = jax.tree.leaves(self._batch)[0].shape[0]
@@ -105,7 +107,7 @@ class FitStep:
         """Lowers it for a global batch of so many rows, and so many blocks."""
         model, build = self._model_of(blocks)
         batch = self._with_rows(rows)
-        return lower_step(model, self._mesh, "train", batch, build)
+        return lower_step(model, self.mesh, "train", batch, build)
 
     def model_flops(self, rows: int, blocks: int | None) -> float | None:
         """Operations of a device, none of them twice."""
@@ -128,7 +130,7 @@ class FitStep:
             parts[0],
         )
         flops = flops_of(jaxpr.jaxpr) * _FORWARD_AND_BACKWARD
-        return flops / len(self._mesh.devices)
+        return flops / len(self.mesh.devices)
 
     def state_bytes(self) -> Mapping[str, float]:
         """Bytes of a device: weights, slots, other and gradients."""
@@ -138,7 +140,7 @@ class FitStep:
             "weights": self._bytes([*weights, *others]),
             "slots": self._bytes(slots),
             "other": self._bytes([v for group in rest for v in group]),
-            "gradients": _gradient_bytes(weights, self._mesh),
+            "gradients": _gradient_bytes(weights, self.mesh),
         }
 
     def block_bytes(self, rows: int) -> float:
@@ -151,19 +153,19 @@ class FitStep:
             return 0.0
         operation, index = blocks.trunks[0]
         trunk = tree.flatten(operation.output)[index]
-        size = math.prod(trunk.shape[1:]) * rows / self._mesh.num_replicas
+        size = math.prod(trunk.shape[1:]) * rows / self.mesh.num_replicas
         dtype = jax.dtypes.canonicalize_dtype(trunk.dtype)
         weights = {
             id(v): v
             for x in blocks.segments[0]
             for v in getattr(x, "trainable_variables", ())
         }
-        gradients = _gradient_bytes(weights.values(), self._mesh)
+        gradients = _gradient_bytes(weights.values(), self.mesh)
         return size * dtype.itemsize + gradients
 
     def _bytes(self, variables: Iterable[keras.Variable]) -> float:
         return sum(
-            map(_bytes_on_device, shardings.shapes_of(variables, self._mesh))
+            map(_bytes_on_device, shardings.shapes_of(variables, self.mesh))
         )
 
     def _with_rows(self, rows: int) -> Any:

@@ -1,0 +1,321 @@
+"""`keras-strategies plan`: scripts are caught at their first training step."""
+
+import json
+import runpy
+import subprocess
+import sys
+
+import jax
+import keras
+import numpy as np
+import pytest
+
+import keras_strategies as ks
+from keras_strategies.cli.main import main
+from keras_strategies.cli.plan import request as request_lib
+from keras_strategies.cli.plan.capture import Capture, Caught, PlanError
+from keras_strategies.cli.plan.request import Request
+from keras_strategies.strategy.planning.candidates import Layout
+
+HEAD = """
+import keras
+import numpy as np
+import keras_strategies as ks
+"""
+MODEL = """
+with strategy.scope():
+    model = keras.Sequential([keras.Input((40,)), keras.layers.Dense(30)])
+    model.compile("adam", "mse")
+x, y = np.zeros((50, 40), "float32"), np.zeros((50, 30), "float32")
+"""
+MIRRORED = HEAD + "strategy = ks.MirroredStrategy()\n" + MODEL
+DIVIDED = "variable_partitioner=ks.experimental."
+LOOP = (
+    MIRRORED
+    + """
+optimizer = keras.optimizers.SGD()
+def step(batch):
+    x, y = batch
+    def loss():
+        return keras.ops.mean((model(x) - y) ** 2)
+    value, grads = ks.value_and_grad(loss, model.trainable_variables)()
+    optimizer.apply(grads, model.trainable_variables)
+    return value
+"""
+)
+
+
+def caught(tmp_path, text, layout=None, **kwargs):
+    """What is caught of a script, on a slice of eight CPU devices."""
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    capture = Capture(jax.devices()[:8], layout, **kwargs)
+    with capture.installed(), pytest.raises(Caught):
+        runpy.run_path(str(script), run_name="__main__")
+    return capture
+
+
+@pytest.mark.parametrize(
+    ("call", "rows"),
+    [
+        ("model.fit(x, y, batch_size=24)", 24),
+        ("model.fit(x, y)", 32),
+        ("model.fit(x[:7], y[:7])", 7),
+        ("model.train_on_batch(x[:16], y[:16])", 16),
+        (
+            "import tensorflow as tf\n"
+            "model.fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(20))",
+            20,
+        ),
+        (
+            "model.fit(strategy.experimental_distribute_dataset("
+            "strategy.experimental_make_numpy_dataset((x, y)).batch(40)))",
+            40,
+        ),
+        (
+            "model.fit(x, y, batch_size=2 * strategy.num_replicas_in_sync, "
+            "callbacks=[keras.callbacks.ModelCheckpoint('/nowhere/a.keras')])",
+            16,
+        ),
+    ],
+)
+def test_a_fit_is_caught_with_its_first_batch(tmp_path, call, rows):
+    capture = caught(tmp_path, MIRRORED + call)
+    step = capture.step
+    assert step.rows == rows
+    assert step.mesh.num_replicas == 8
+    # A batch that the replicas cannot share evenly is divided by XLA.
+    is_even = rows % 8 == 0
+    assert ("all_reduce" in step.lower(rows, None).as_text()) == is_even
+    assert capture.model.built
+
+
+def test_rows_of_each_replica(tmp_path):
+    text = MIRRORED + "model.fit(x, y, batch_size=24)"
+    assert caught(tmp_path, text, is_per_replica=True).step.rows == 24 * 8
+
+
+def test_weights_of_a_caught_model_have_no_values(tmp_path):
+    capture = caught(tmp_path, MIRRORED + "model.fit(x, y)")
+    with pytest.raises(RuntimeError, match="has a shape and no value"):
+        capture.model.get_weights()
+
+
+@pytest.mark.parametrize(
+    ("data", "rows"),
+    [
+        (
+            "strategy.experimental_distribute_dataset("
+            "strategy.experimental_make_numpy_dataset((x, y)).batch(20))",
+            # As many as all replicas share evenly.
+            24,
+        ),
+        (
+            "strategy.distribute_datasets_from_function(lambda context: "
+            "iter([(x[:3], y[:3])]))",
+            24,
+        ),
+        (
+            "strategy.distribute_datasets_from_function(lambda context: "
+            "((x[:n], y[:n]) for n in "
+            "[context.get_per_replica_batch_size(16)]))",
+            16,
+        ),
+    ],
+)
+def test_a_loop_is_caught_at_its_first_run(tmp_path, data, rows):
+    loop = f"\nfor batch in {data}:\n    strategy.run(step, args=(batch,))\n"
+    step = caught(tmp_path, LOOP + loop).step
+    assert step.rows == rows
+    small, large = (step.lower(n, None).as_text() for n in (rows, 2 * rows))
+    assert f"tensor<{rows}x40xf32>" in small
+    assert f"tensor<{2 * rows}x40xf32>" in large
+    assert "all_reduce" in small
+    held = step.state_bytes()
+    assert held["weights"] == 4 * (40 * 30 + 30)
+
+
+def test_arrays_are_passed_whole(tmp_path):
+    call = "\nstrategy.run(step, args=((x[:4], y[:4]),))"
+    text = caught(tmp_path, LOOP + call).step.lower(8, None).as_text()
+    assert "tensor<4x40xf32>" in text
+
+
+@pytest.mark.parametrize(
+    ("layout", "partitioner", "expected"),
+    [
+        (None, "", "replicated"),
+        (
+            None,
+            "variable_partitioner=ks.experimental.FullySharded()",
+            "sharded",
+        ),
+        (
+            None,
+            f"{DIVIDED}FullySharded(min_size=1)",
+            "FullySharded",
+        ),
+        (Layout(divides="slots"), "", "slots"),
+        (
+            Layout(),
+            f"{DIVIDED}FullySharded()",
+            "replicated",
+        ),
+    ],
+)
+def test_the_layout_is_the_scripts_or_the_one_that_is_named(
+    tmp_path, layout, partitioner, expected
+):
+    text = HEAD + f"strategy = ks.MirroredStrategy({partitioner})\n" + MODEL
+    capture = caught(tmp_path, text + "model.fit(x, y)", layout)
+    assert capture.layout == expected
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "ks.MirroredStrategy(['cpu:0'])",
+        "ks.MultiWorkerMirroredStrategy()",
+        "ks.TPUStrategy()",
+        "ks.OneDeviceStrategy('cpu:0')",
+    ],
+)
+def test_every_strategy_becomes_the_slices(tmp_path, strategy, monkeypatch):
+    cluster = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(cluster))
+    text = HEAD + f"strategy = {strategy}\n" + MODEL + "model.fit(x, y)"
+    assert caught(tmp_path, text).step.mesh.num_replicas == 8
+
+
+def test_everything_is_restored_after_the_script(tmp_path):
+    before = ks.MirroredStrategy.__init__, ks.MirroredStrategy.scope
+    caught(tmp_path, MIRRORED + "model.fit(x, y)")
+    assert (ks.MirroredStrategy.__init__, ks.MirroredStrategy.scope) == before
+    strategy = ks.MirroredStrategy(jax.devices()[:2])
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        model.compile("sgd", "mse")
+    model.fit(np.zeros((4, 3)), np.zeros((4, 2)), verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (MIRRORED + "model.evaluate(x, y)", "calls `evaluate`"),
+        (MIRRORED + "model.predict(x)", "calls `predict`"),
+        (
+            HEAD
+            + "model = keras.Sequential([keras.layers.Dense(2)])\n"
+            + "model.compile('sgd', 'mse')\n"
+            + "model.fit(np.zeros((4, 3)), np.zeros((4, 2)))",
+            "no strategy's scope",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_by_name(tmp_path, text, message):
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    capture = Capture(jax.devices()[:8], None)
+    with capture.installed(), pytest.raises(PlanError, match=message):
+        runpy.run_path(str(script), run_name="__main__")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train.py"], "no --topology"),
+        (["--topology", "v5e:4x4"], "none of them"),
+        (["--topology", "v5e:4x4", "nowhere.py"], "no such script"),
+        (["--topology", "v5e:4x4", "--model", "a:b"], "go together"),
+        (
+            ["--topology", "v5e:4x4", "--model", "a", "--batch", "2:int32"],
+            "module:function",
+        ),
+        (
+            ["--topology", "v5e:4x4", "--model", "a:b", "--batch", "x:y"],
+            "sizes and a dtype",
+        ),
+    ],
+)
+def test_wrong_arguments_are_told_at_once(words, message, capsys):
+    assert main(["plan", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_request_is_what_it_was():
+    request = Request(
+        topology="v5e:4x4",
+        layout="sharded",
+        script="a b.py",
+        arguments=("--x", '"'),
+    )
+    assert Request.from_text(request.to_text()) == request
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("8x2048:int32", ((8, 2048), "int32")),
+        ("4:bfloat16", ((4,), "bfloat16")),
+    ],
+)
+def test_shapes_in_words(text, expected):
+    assert request_lib.shape_and_dtype(text) == expected
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"[]", b"{}", b'{"a": 1}', b'{"step": {}, "error": ""}', b"x"]
+)
+def test_answers_that_are_none(raw):
+    assert request_lib.answer_of(raw) is None
+
+
+@pytest.mark.tpu
+def test_a_script_is_planned_from_the_command_line(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        MIRRORED.replace("(30)", "(3000)").replace("(50, 30)", "(50, 3000)")
+        + "import sys\nprint('a line of the script')\n"
+        + "assert sys.argv[1:] == ['--epochs', '3'], sys.argv\n"
+        + "model.fit(x, y)\n"
+    )
+    page = tmp_path / "plan.html"
+    words = [sys.executable, "-m", "keras_strategies.cli", "plan"]
+    words += ["--topology", "v5e:2x2", "--json", "--html", str(page)]
+    words += ["--no-cache", str(script), "--", "--epochs", "3"]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    plan = json.loads(ended.stdout)
+    layouts = [step["layout"] for step in plan["steps"]]
+    assert layouts == ["replicated", "slots", "sharded"]
+    replicated, slots, sharded = (s["memory"] for s in plan["steps"])
+    size = 4 * (40 * 3000 + 3000)
+    assert replicated["weights"] == size
+    assert sharded["weights"] < size / 3
+    assert slots["slots"] < replicated["slots"] / 3
+    assert "v5e:2x2" in page.read_text()
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (HEAD + "ks.MirroredStrategy()", "ended without `fit`"),
+        (HEAD + "np.load('/nowhere/x.npy')", "line 5 of"),
+        (HEAD + "raise SystemExit('usage')", "ended itself with 'usage'"),
+        (
+            MIRRORED.replace("(30)", "(9000)")
+            + "model.set_weights([np.zeros((40, 9000)), np.zeros(9000)])",
+            "set_weights|has a shape and no value",
+        ),
+    ],
+)
+def test_scripts_that_end_before_they_train(tmp_path, text, message, capfd):
+    import re
+
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    words = ["--topology", "v5e:2x2", "--layout", "replicated", "--json"]
+    assert main(["plan", *words, "--no-cache", str(script)]) == 1
+    (step,) = json.loads(capfd.readouterr().out)["steps"]
+    assert re.search(message, step["error"]), step["error"]
