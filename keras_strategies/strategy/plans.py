@@ -80,6 +80,7 @@ class Plans:
           ValueError: no such slice or layout; a batch without rows.
           TypeError: something without shape and dtype in `batch`.
           ImportError: slices by name, and libtpu is not installed.
+          Exception: what the function raises that makes the model.
 
         Example:
           ```python
@@ -138,6 +139,9 @@ class Plans:
                     candidates, compiler, thorough, on_stage
                 ):
                     done.append(step)
+        except fit_candidates.MakingFailed as failed:
+            # The user's own error.
+            raise failed.__cause__ or failed from None
         finally:
             compiler.close()
         return Plan(steps=tuple(done), notes=NOTES)

@@ -64,7 +64,8 @@ def caught(tmp_path, text, layout=None, **kwargs):
         ("model.train_on_batch(x[:16], y[:16])", 16),
         (
             "import tensorflow as tf\n"
-            "model.fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(20))",
+            "data = tf.data.Dataset.from_tensor_slices((x, y)).batch(20)\n"
+            "model.fit(data, shuffle=False)",
             20,
         ),
         (

@@ -23,6 +23,11 @@ from keras_strategies.tpu.replica_meshes import abstract_mesh
 from keras_strategies.tpu.topology import Topology
 from keras_strategies.tpu.topology_devices import devices_by_name
 
+
+class MakingFailed(Exception):  # noqa: N818
+    """The user's function failed, for whatever candidate; see its cause."""
+
+
 Maker = Callable[[], keras.Model]
 StrategyMaker = Callable[..., Any]
 
@@ -267,13 +272,7 @@ def _fit_step(strategy: Any, maker: Maker, batch: Batch) -> Step:
             yield
 
     with making():
-        model = maker()
-    if not isinstance(model, keras.Model) or not model.compiled:
-        raise TypeError(
-            "The function that is planned returns a compiled Keras model. "
-            f"Received: {model!r} of type {type(model).__name__}. Compile "
-            "the model in the function, and return it."
-        )
+        model = _made(maker)
     strategy.attach(model)
     mesh: ReplicaMesh = strategy.mesh
     return FitStep(
@@ -283,3 +282,17 @@ def _fit_step(strategy: Any, maker: Maker, batch: Batch) -> Step:
         making,
         batch.on(mesh.num_replicas),
     )
+
+
+def _made(maker: Maker) -> keras.Model:
+    try:
+        model = maker()
+        if isinstance(model, keras.Model) and model.compiled:
+            return model
+        raise TypeError(
+            "The function that is planned returns a compiled Keras model. "
+            f"Received: {model!r} of type {type(model).__name__}. Compile "
+            "the model in the function, and return it."
+        )
+    except Exception as error:
+        raise MakingFailed(str(error)) from error
