@@ -46,7 +46,8 @@ class Plans:
 
         Bytes and collectives are the compiler's. At low effort, which is
         several times as fast, programs need up to a quarter more than as they
-        are run; near the limit they are compiled as they are run, too. Of
+        are run; near the limit, and a candidate without others, they are
+        compiled as they are run, too. Of
         models of many equal blocks two short ones are compiled, and
         extrapolated. Times are estimates.
 
@@ -125,7 +126,10 @@ class Plans:
         )
         is_full = {"auto": None, "low": False, "full": True}[effort]
         thorough = planner.Effort(
-            is_full=is_full, is_verified=verify, is_whole=whole
+            is_full=is_full,
+            is_alone=len(candidates) == 1,
+            is_verified=verify,
+            is_whole=whole,
         )
         folder = compiling.cache_folder() if cache else None
         compiler = compiling.Compiler(folder=folder)

@@ -228,13 +228,18 @@ def requests_of(
       layouts_for: The layouts of a slice, if none are named.
       **common: What all requests have.
     """
+    pairs = [
+        (name, layout)
+        for name in topologies
+        for layout in (layouts_for(name) if layouts is None else layouts)
+    ]
     return [
         Request(
             topology=name,
             layout=layout,
             is_default=layouts is None,
+            is_alone=len(pairs) == 1,
             **common,
         )
-        for name in topologies
-        for layout in (layouts_for(name) if layouts is None else layouts)
+        for name, layout in pairs
     ]

@@ -24,6 +24,7 @@ class Request:
       topology: The slice's name.
       layout: How the model lies on it, in words.
       is_default: Whether nobody named the layout: it may be left out.
+      is_alone: Whether there is no other candidate.
       scale: "replica" or "global": whose rows the batches have.
       effort: "auto", "low" or "full".
       verify: See `Strategy.plan`.
@@ -39,6 +40,7 @@ class Request:
     topology: str
     layout: str
     is_default: bool = False
+    is_alone: bool = False
     scale: str = "global"
     effort: str = "auto"
     verify: bool = False

@@ -36,27 +36,17 @@ def main(words: list[str]) -> None:
 
 def _planned(request: Request) -> dict[str, Any]:
     from keras_strategies.strategy.planning import compiling, planner
-    from keras_strategies.strategy.planning.candidates import Layout, layout_of
-    from keras_strategies.tpu.topology_devices import devices_by_name
 
-    devices = devices_by_name(request.topology)
     if request.function:
-        return _of_function(request)
-    layout = layout_of(request.layout)
-    is_own = request.is_default and layout == Layout()
-    capture = _captured(request, devices, None if is_own else layout)
-    step = capture.step
-    mesh = step.mesh
-    candidate = planner.Candidate(
-        topology=request.topology,
-        layout=capture.layout,
-        devices=mesh.devices,
-        num_replicas=mesh.num_replicas,
-        make=lambda: step,
-    )
+        candidate = _of_function(request)
+    else:
+        candidate = _of_script(request)
     is_full = {"auto": None, "low": False, "full": True}[request.effort]
     effort = planner.Effort(
-        is_full=is_full, is_verified=request.verify, is_whole=request.whole
+        is_full=is_full,
+        is_alone=request.is_alone,
+        is_verified=request.verify,
+        is_whole=request.whole,
     )
     folder = compiling.cache_folder() if request.cache else None
     compiler = compiling.Compiler(folder=folder)
@@ -67,10 +57,32 @@ def _planned(request: Request) -> dict[str, Any]:
     return planned.to_json()
 
 
-def _of_function(request: Request) -> dict[str, Any]:
+def _of_script(request: Request) -> Any:
+    """The candidate of a script."""
+    from keras_strategies.strategy.planning.candidates import Layout, layout_of
+    from keras_strategies.strategy.planning.planner import Candidate
+    from keras_strategies.tpu.topology_devices import devices_by_name
+
+    devices = devices_by_name(request.topology)
+    layout = layout_of(request.layout)
+    is_own = request.is_default and layout == Layout()
+    capture = _captured(request, devices, None if is_own else layout)
+    step = capture.step
+    return Candidate(
+        topology=request.topology,
+        layout=capture.layout,
+        devices=step.mesh.devices,
+        num_replicas=step.mesh.num_replicas,
+        make=lambda: step,
+    )
+
+
+def _of_function(request: Request) -> Any:
+    """The candidate of a function that makes a model."""
     import jax
 
     import keras_strategies as ks
+    from keras_strategies.strategy.planning import fit_candidates
 
     module, name = request.function.split(":")
     sys.path.insert(0, os.getcwd())
@@ -78,20 +90,17 @@ def _of_function(request: Request) -> dict[str, Any]:
     batch = tuple(
         jax.ShapeDtypeStruct(*shape_and_dtype(text)) for text in request.batch
     )
+    is_global = request.scale == "global"
     strategy = ks.MirroredStrategy(jax.devices("cpu")[:1])
-    plan = strategy.plan(
-        maker,
-        batch,
+    (candidate,) = fit_candidates.candidates_of(
+        strategy.mesh,
+        fit_candidates.maker_of(maker),
+        fit_candidates.Batch(batch, 1, is_global=is_global),
         [request.topology],
         [request.layout],
-        scale=request.scale,
-        effort=request.effort,
-        verify=request.verify,
-        whole=request.whole,
-        cache=request.cache,
-        progress=False,
+        strategy._over,
     )
-    return plan.steps[0].to_json()
+    return candidate
 
 
 def _captured(request: Request, devices: Any, layout: Any) -> Any:
@@ -161,9 +170,12 @@ def _as_main(request: Request) -> Iterator[None]:
 def _told(error: BaseException, request: Request) -> str:
     """An error in words for the script's author, with its place in it."""
     from keras_strategies.cli.plan.capture import PlanError
+    from keras_strategies.strategy.planning.fit_candidates import MakingFailed
 
     if isinstance(error, PlanError):
         return str(error)
+    if isinstance(error, MakingFailed):
+        error = error.__cause__ or error
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if f.filename == request.script]
     place = f" (line {own[-1].lineno} of {request.script})" if own else ""

@@ -52,11 +52,14 @@ class Effort:
 
     Attributes:
       is_full: Always at full effort too; None: where bytes are near the limit.
+      is_alone: Whether there is one candidate: a model that is compiled as it
+        is, is compiled at full effort, too.
       is_verified: Whether the most rows that fit are compiled, and one more.
       is_whole: Whether deep models are compiled as they are.
     """
 
     is_full: bool | None = None
+    is_alone: bool = False
     is_verified: bool = False
     is_whole: bool = False
 
@@ -158,6 +161,8 @@ class _Planning:
         if self._effort.is_full:
             return True
         figures = line.figures[0]
+        if self._effort.is_alone and line.blocks is None:
+            return True
         if self._limit is None:
             return False
         if isinstance(figures, DoesNotFit):
