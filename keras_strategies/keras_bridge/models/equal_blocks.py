@@ -146,11 +146,16 @@ def _kind_of(operation: Any) -> tuple[Any, ...]:
     except Exception:
         # Of somebody's layer: its variables tell most.
         text = ""
+    return type(operation), variables, text, is_computed_again(operation)
+
+
+def is_computed_again(operation: Any) -> bool:
+    """Whether a layer is computed again, by a `keras.RematScope`."""
     remat = getattr(operation, "_remat_mode", None)
-    is_again = remat is not None and (
-        remat.mode != "list_of_layers" or operation.name in remat.layer_names
-    )
-    return type(operation), variables, text, is_again
+    if remat is None or remat.mode is None:
+        return False
+    is_by_name = remat.mode == "list_of_layers"
+    return not is_by_name or operation.name in remat.layer_names
 
 
 def _nameless(config: Any) -> Any:

@@ -1,11 +1,15 @@
 """Models like another one, compiled as it is, without a variable of its."""
 
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
 
+from keras_strategies._core.attributes import attribute_set
 from keras_strategies.keras_bridge.models.equal_blocks import (
     Blocks,
+    is_computed_again,
     shortened,
 )
 
@@ -86,3 +90,19 @@ def _copy_modes(model: keras.Model, twin: keras.Model) -> None:
     pairs = zip(model._flatten_layers(), twin._flatten_layers(), strict=True)
     for layer, other in pairs:
         other._remat_mode = layer._remat_mode
+
+
+def is_rematerialized(model: keras.Model) -> bool:
+    """Whether a layer is computed again, by a `keras.RematScope`."""
+    return any(map(is_computed_again, model._flatten_layers()))
+
+
+@contextlib.contextmanager
+def rematerialized(layers: Iterable[keras.layers.Layer]) -> Iterator[None]:
+    """In which layers are as if made in a `keras.RematScope`."""
+    with keras.RematScope(mode="full"):
+        mode = keras.layers.Identity()._remat_mode
+    with contextlib.ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(attribute_set(layer, "_remat_mode", mode))
+        yield

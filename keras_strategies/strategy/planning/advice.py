@@ -7,6 +7,7 @@ from keras_strategies.strategy.planning.plan import (
 )
 
 _MUCH = 0.5
+_LESS = 0.9
 _SLOW = 1.5
 _SECONDS = 1e-3
 """Of links: fewer are not worth a word."""
@@ -15,22 +16,25 @@ _SECONDS = 1e-3
 def advice_on(
     step: PlannedStep,
     *,
-    with_remat: float | None = None,
+    remat: tuple[float | None, float | None] = (None, None),
     has_remat: bool = False,
 ) -> str:
     """What to do about a step, if anything.
 
     Args:
       step: The step.
-      with_remat: Bytes of a device that it would need with its blocks under
+      remat: Bytes of a device as it is, and with its blocks under
         `keras.RematScope`; None: unknown.
       has_remat: Whether the model has layers that are.
     """
     if step.error is not None or step.bytes_in_all is None:
         return ""
-    if with_remat is not None and with_remat < step.bytes_in_all:
-        before, after = in_gb(step.bytes_in_all), in_gb(with_remat)
-        return f"`keras.RematScope` on your blocks: {before} -> {after} GB."
+    before, after = remat
+    if before is not None and after is not None and after < _LESS * before:
+        return (
+            f"`keras.RematScope` on your blocks: {in_gb(before)} -> "
+            f"{in_gb(after)} GB."
+        )
     memory, total = step.memory, step.bytes_in_all
     state = memory.get("weights", 0) + memory.get("slots", 0)
     if step.fits is False:

@@ -7,12 +7,13 @@ from typing import Any
 
 from keras_strategies.strategy.planning.advice import advice_on
 from keras_strategies.strategy.planning.chips import chip_of, memory_of
-from keras_strategies.strategy.planning.compiling import Compiler
+from keras_strategies.strategy.planning.compiling import Compiler, Outcome
 from keras_strategies.strategy.planning.estimates import estimate
 from keras_strategies.strategy.planning.figures import DoesNotFit, Figures
 from keras_strategies.strategy.planning.measuring import (
     Line,
     Measuring,
+    bytes_needed,
 )
 from keras_strategies.strategy.planning.plan import PlannedStep
 from keras_strategies.strategy.planning.steps import Step
@@ -119,9 +120,11 @@ class _Planning:
         except (ValueError, TypeError, RuntimeError) as error:
             self._error = str(error)
 
-    def _measuring(self, rows: Sequence[int], **kwargs: Any) -> Measuring:
+    def _measuring(
+        self, rows: Sequence[int], *, step: Step | None = None, **kwargs: Any
+    ) -> Measuring:
         return Measuring(
-            self._step,
+            step or self._step,
             self._candidate.devices,
             self._compiler,
             rows,
@@ -197,7 +200,7 @@ class _Planning:
             row = self._row(bytes_in_all=needed, **facts)
             if needed is None:
                 row = dataclasses.replace(row, error=str(figures))
-            return dataclasses.replace(row, advice=advice_on(row))
+            return self._advised(row, low.figures[0])
         facts["memory"] = self._memory(line, figures)
         facts["counts"] = {k: round(n) for k, n in figures.counts.items()}
         facts["sent"] = dict(figures.sent)
@@ -205,7 +208,26 @@ class _Planning:
         if self._chip is not None and isinstance(fast, Figures):
             facts["estimate"] = estimate(fast, self._chip, self._flops(low))
         row = self._row(bytes_in_all=figures.bytes_in_all, **facts)
-        return dataclasses.replace(row, advice=advice_on(row))
+        return self._advised(row, fast)
+
+    def _advised(self, row: PlannedStep, low: Outcome) -> PlannedStep:
+        """The row with advice.
+
+        Where activations are most of it, the same is compiled with them
+        computed again, too: bytes at low effort, as of the other.
+        """
+        again = self._step.with_remat()
+        before, after = bytes_needed(low), None
+        is_much = row.memory.get("activations", 0) > (row.bytes_in_all or 0) / 2
+        if again is not None and (row.fits is False or is_much):
+            self._on_stage(self._candidate, "with keras.RematScope")
+            (outcome,) = self._measuring(self._rows[:1], step=again).outcomes()
+            after = bytes_needed(outcome)
+        has_remat = again is None
+        return dataclasses.replace(
+            row,
+            advice=advice_on(row, remat=(before, after), has_remat=has_remat),
+        )
 
     def _flops(self, line: Line) -> float | None:
         rows = self._rows[0]

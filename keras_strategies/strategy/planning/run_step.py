@@ -66,6 +66,9 @@ class RunStep:
         args, kwargs = jax.tree.map(scaled, self._given, is_leaf=_is_leaf)
         return self._runner.lower(self._fn, args, kwargs)
 
+    def with_remat(self) -> None:
+        """None: it has no blocks."""
+
     def model_flops(self, rows: int, blocks: int | None) -> float | None:
         """Unknown: what of it is done again cannot be told."""
         return None

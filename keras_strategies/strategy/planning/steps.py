@@ -1,6 +1,7 @@
 """Steps that are planned: what lowers them, for whatever number of rows."""
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
@@ -17,6 +18,8 @@ from keras_strategies.keras_bridge.models.equal_blocks import (
 )
 from keras_strategies.keras_bridge.models.twins import (
     has_own_step,
+    is_rematerialized,
+    rematerialized,
     shorter_twin,
 )
 from keras_strategies.keras_bridge.steps.lower_step import (
@@ -48,6 +51,13 @@ class Step(Protocol):
 
     def lower(self, rows: int, blocks: int | None) -> Any:
         """Lowers it for a global batch of so many rows, and so many blocks."""
+        ...
+
+    def with_remat(self) -> "Step | None":
+        """The same with its model's blocks under `keras.RematScope`.
+
+        None: they are, or it has none that are layers.
+        """
         ...
 
     def model_flops(self, rows: int, blocks: int | None) -> float | None:
@@ -85,6 +95,8 @@ class FitStep:
         self._batch = jax.tree.map(shape_of, batch)
         self.mesh = mesh
         self._builder_of, self._making = builder_of, making
+        # Layers that are computed again in the backward pass.
+        self._again: list[keras.layers.Layer] = []
         self._models: dict[int | None, keras.Model] = {None: model}
         self.rows = jax.tree.leaves(self._batch)[0].shape[0]
         parts = keras.utils.unpack_x_y_sample_weight(self._batch)
@@ -103,8 +115,24 @@ class FitStep:
         model = self._models[blocks]
         return model, self._builder_of(model)
 
+    def with_remat(self) -> "FitStep | None":
+        """The same with its model's blocks under `keras.RematScope`.
+
+        None: they are, or it has none that are layers.
+        """
+        layers = None if self.blocks is None else self.blocks.layers
+        if layers is None or is_rematerialized(self._models[None]):
+            return None
+        other = copy.copy(self)
+        other._again = layers
+        return other
+
     def lower(self, rows: int, blocks: int | None) -> Any:
         """Lowers it for a global batch of so many rows, and so many blocks."""
+        with rematerialized(self._again):
+            return self._lower(rows, blocks)
+
+    def _lower(self, rows: int, blocks: int | None) -> Any:
         model, build = self._model_of(blocks)
         batch = self._with_rows(rows)
         return lower_step(model, self.mesh, "train", batch, build)
