@@ -31,6 +31,8 @@ _MODULES = {
     "experimental": "",
     "tpu": "",
     "CompiledProgram": "_core.compiled",
+    "Plan": "strategy.planning.plan",
+    "PlannedStep": "strategy.planning.plan",
     "DistributedDataset": "data.distributed",
     "DistributedIterator": "data.distributed",
     "DistributedValues": "_core.values",

@@ -73,6 +73,10 @@ from keras_strategies.strategy.multi_worker import (
 from keras_strategies.strategy.one_device import (
     OneDeviceStrategy as OneDeviceStrategy,
 )
+from keras_strategies.strategy.planning.plan import Plan as Plan
+from keras_strategies.strategy.planning.plan import (
+    PlannedStep as PlannedStep,
+)
 from keras_strategies.strategy.replica_context import (
     ReplicaContext as ReplicaContext,
 )

@@ -18,6 +18,8 @@ ROOT = str(pathlib.Path(__file__).parents[1])
 PUBLIC_NAMES = {
     "abstract",
     "CompiledProgram",
+    "Plan",
+    "PlannedStep",
     "MirroredStrategy",
     "OneDeviceStrategy",
     "Strategy",
