@@ -18,7 +18,7 @@ from keras_strategies.strategy.planning.measuring import (
     bytes_needed,
     grown,
 )
-from keras_strategies.strategy.planning.plan import PlannedStep
+from keras_strategies.strategy.planning.planned_step import PlannedStep
 from keras_strategies.strategy.planning.steps import Step
 
 _NEAR = 0.25

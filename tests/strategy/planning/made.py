@@ -2,7 +2,7 @@
 
 from keras_strategies.strategy.planning.estimates import Estimate
 from keras_strategies.strategy.planning.figures import Figures
-from keras_strategies.strategy.planning.plan import PlannedStep
+from keras_strategies.strategy.planning.planned_step import PlannedStep
 
 GIB = 2**30
 
