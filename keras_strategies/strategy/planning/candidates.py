@@ -109,7 +109,7 @@ def _unknown(given: str) -> str:
     return (
         "A plan's strategies are 'replicated', or what replicas divide: "
         "'slots' or 'sharded', with the number of replicas that do, and "
-        f"'model' with a number of cores. Received: {given!r}. Pass for "
+        f"'model' with a number of cores. Received: {given!r:.100}. Pass for "
         f"example {_EXAMPLES}."
     )
 

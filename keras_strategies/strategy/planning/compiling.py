@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from keras_strategies._core.jaxprs.hlo_text import COLLECTIVES
+from keras_strategies.cluster.untrusted import load_json
 from keras_strategies.strategy.planning.figures import (
     LOW_EFFORT,
     DoesNotFit,
@@ -174,10 +175,8 @@ def _read(path: pathlib.Path) -> Outcome | None:
     try:
         with open(path, "rb") as file:
             raw = file.read(_MOST_BYTES + 1)
-        if len(raw) > _MOST_BYTES:
-            return None
-        return _parsed(json.loads(raw))
-    except (OSError, ValueError, RecursionError):
+        return _parsed(load_json(raw, max_characters=_MOST_BYTES))
+    except (OSError, ValueError):
         return None
 
 
