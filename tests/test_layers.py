@@ -37,7 +37,7 @@ ROOMS = {
     "_core": [{"jaxprs", "names"}, {""}],
     "callbacks": [{""}],
     "checkpoint": [{"directory"}, {""}],
-    "cli": [{"launch", "checkpoints"}, {"doctor"}, {""}],
+    "cli": [{"launch", "checkpoints", "plan"}, {"doctor"}, {""}],
     "cluster": [{""}, {"exchange", "resolvers"}, {"watchdog"}, {"job"}],
     "data": [{""}, {"grain", "sources", "tfdata"}],
     "estimator": [{"config"}, {"records"}, {""}, {"contrib"}],

@@ -85,9 +85,7 @@ class Plans:
 
         Example:
           ```python
-          strategy = ks.MirroredStrategy()
-          rows = jax.ShapeDtypeStruct((64, 32), "float32")
-          print(strategy.plan(make_model, (rows, rows[:, :1])))
+          print(strategy.plan(model, (x, y)))
           ```
 
         References:

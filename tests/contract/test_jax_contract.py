@@ -10,13 +10,17 @@ import jax
 import numpy as np
 import pytest
 from jax._src import api, distributed
+from jax.sharding import SingleDeviceSharding
 
 from keras_strategies._core.jaxprs.traces import is_traced
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import replica_map, split_spec
 from keras_strategies.cluster.exchange import kv_store
 from keras_strategies.cluster.watchdog import progress
+from keras_strategies.strategy.planning.chips import memory_of
+from keras_strategies.strategy.planning.figures import as_misfit
 from keras_strategies.testing import run_processes
+from keras_strategies.tpu.topology_devices import devices_by_name
 from tests import compiling
 
 
@@ -265,3 +269,28 @@ def test_what_is_traced_to_be_compiled_is_told_apart():
     jax.lax.scan(lambda c, x: (fn(c), x), 1.0, np.ones(2))
     assert seen
     assert all(seen)
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize(
+    ("name", "gib", "available"),
+    [("v5e:2x2", 8, 15.75), ("v5p:2x2x1", 48, 95.74), ("v6e:2x2", 16, 31.25)],
+)
+def test_libtpu_says_what_a_program_needs_that_does_not_fit(
+    name, gib, available
+):
+    """With its arguments and results: figures.py, chips.py."""
+    device = devices_by_name(name)[0]
+    rows = jax.ShapeDtypeStruct(
+        (gib, 2**28), "float32", sharding=SingleDeviceSharding(device)
+    )
+    lowered = jax.jit(lambda x: x + 1).lower(rows)
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        lowered.compile()
+    message = str(caught.value)
+    assert f"temporaries ({2 * gib}.00G) exceeds" in message
+    assert f"available HBM ({available}G)" in message
+    misfit = as_misfit(caught.value)
+    assert misfit is not None
+    assert misfit.needed == 2 * gib * 2**30
+    assert memory_of(device) == int(available * 2**30)

@@ -81,13 +81,17 @@ RELIED_ON = {
     "_value",
     # Models.
     "_assert_compile_called",
+    "_compile_config",
     "_flatten_layers",
+    "_functional",
     "_jax_state",
     "_jax_state_synced",
     "_loss_tracker",
     "_losses_override",
     "_maybe_build",
     "_maybe_symbolic_build",
+    "_nodes_by_depth",
+    "_remat_mode",
     "_symbolic_build",
     "_use_cached_eval_dataset",
     # Callbacks: tests/contract/test_callbacks_contract.py.
@@ -1147,3 +1151,66 @@ def test_an_optimizer_s_rate_is_a_variable_or_computes_it():
         assert isinstance(optimizer._learning_rate, kind)
         assert float(optimizer.learning_rate) == pytest.approx(0.1)
         assert optimizer._iterations is optimizer.variables[0]
+
+
+# Models of fewer blocks: equal_blocks.py, twins.py.
+
+
+def test_what_a_model_was_compiled_with_is_kept_as_it_was_given():
+    def loss(y, found):
+        return (y - found) ** 2
+
+    model = model_of(keras.layers.Dense(1), loss=loss, steps_per_execution=2)
+    kept = dict(model._compile_config.config)
+    assert kept["loss"] is loss
+    assert kept["steps_per_execution"] == 2
+    model_of(keras.layers.Dense(1)).compile(**kept, auto_scale_loss=False)
+
+
+def test_a_sequential_model_has_a_functional_one():
+    model = model_of(keras.layers.Dense(1))
+    assert isinstance(model._functional, keras.Model)
+    assert model._functional.layers[1:] == model.layers
+    assert model._functional.outputs[0] is model.outputs[0]
+    inputs = keras.Input((2,))
+    functional = keras.Model(inputs, keras.layers.Dense(1)(inputs))
+    assert getattr(functional, "_functional", None) is None
+
+
+def test_a_functional_model_has_its_calls_by_their_depths():
+    inputs = keras.Input((2,))
+    dense = keras.layers.Dense(3)
+    outputs = keras.ops.add(dense(inputs), 1.0)
+    nodes = keras.Model(inputs, outputs)._nodes_by_depth
+    assert sorted(nodes) == [0, 1, 2]
+    (last,), (middle,), (first,) = nodes[0], nodes[1], nodes[2]
+    assert first.is_input
+    assert middle.operation is dense
+    assert not middle.is_input
+    assert middle.input_tensors[0] is inputs
+    assert middle.output_tensors[0] is last.input_tensors[0]
+    assert last.output_tensors[0] is outputs
+
+
+def test_a_layer_keeps_how_it_is_computed_again():
+    assert keras.layers.Dense(1)._remat_mode is None
+    names = ["one"]
+    with keras.RematScope(mode="list_of_layers", layer_names=names):
+        mode = keras.layers.Dense(1, name="one")._remat_mode
+    assert (mode.mode, mode.layer_names) == ("list_of_layers", names)
+    with keras.RematScope(mode="larger_than", output_size_threshold=7):
+        mode = keras.layers.Dense(1)._remat_mode
+    assert (mode.mode, mode.output_size_threshold) == ("larger_than", 7)
+    layer = keras.layers.Dense(1)
+    layer.build((None, 2))
+
+    def is_again():
+        values = [v.value for v in layer.weights]
+        program = jax.make_jaxpr(layer.stateless_call)(values, [], X)
+        names = {eqn.primitive.name for eqn in program.eqns}
+        return "checkpoint" in names or "remat2" in names
+
+    assert not is_again()
+    with keras.RematScope(mode="full"):
+        layer._remat_mode = keras.layers.Dense(1)._remat_mode
+    assert is_again()

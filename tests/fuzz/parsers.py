@@ -70,6 +70,8 @@ from keras_strategies.keras_bridge.callbacks.callback_states import (
     resume_writing,
 )
 from keras_strategies.keras_bridge.inputs import agree_source
+from keras_strategies.strategy.planning import compiling
+from keras_strategies.strategy.planning.candidates import layout_of
 from keras_strategies.tpu.topology import Topology
 from tests.checkpoint.written import write_small
 from tests.data.workers import Mesh
@@ -111,6 +113,21 @@ STRUCTURES = [
     batch_spec.spec_of({"a": (_ROWS, [np.ones(2, "int32")]), "b": _ROWS}),
     batch_spec.spec_of(Pair(_ROWS, None)),
     batch_spec.spec_of((_ROWS, {1: np.ones(2, "U5")})),
+]
+FIGURES = [
+    json.dumps(
+        {
+            "argument_bytes": 8,
+            "output_bytes": 0,
+            "temporary_bytes": 12.5,
+            "flops": 1e12,
+            "optimal_seconds": 0.25,
+            "compile_seconds": 3.5,
+            "counts": {"all-reduce": 2},
+            "sent": {"all-reduce": 64.0},
+        }
+    ),
+    json.dumps({"misfit": "RESOURCE_EXHAUSTED: of HBM", "needed": 17e9}),
 ]
 NONCE = job_secret.make_nonce()
 HELLOS = [
@@ -467,6 +484,17 @@ PARSERS: dict[str, Parser] = {
         prepared=lambda folder: lambda _: train_callback.ended_at(str(folder)),
         is_text=False,
         puts=train_callback.MARK,
+    ),
+    "kept figures": Parser(
+        documents=FIGURES,
+        prepared=lambda folder: lambda _: compiling._read(folder / "f.json"),
+        is_text=False,
+        puts="f.json",
+    ),
+    "layouts of a plan": Parser(
+        documents=["sharded:16+model:4", "slots:8", "replicated"],
+        prepared=of(layout_of),
+        errors=(ValueError,),
     ),
     "manifest": Parser(
         documents=[],

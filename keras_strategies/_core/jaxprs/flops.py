@@ -3,14 +3,16 @@
 import math
 from typing import Any
 
+import numpy as np
 from jax.extend.core import jaxprs_in_params
 
 
 def flops_of(jaxpr: Any) -> float:
     """Multiplications and additions of a traced program.
 
-    Of matrix products and convolutions; others are few beside them. Of a
-    branch the most, of a loop whose length is not known one turn.
+    Of matrix products and convolutions, without those of padding; others are
+    few beside them. Of a branch the most, of a loop whose length is not known
+    one turn.
     """
     total = 0.0
     for equation in jaxpr.eqns:
@@ -35,7 +37,24 @@ def _of_product(equation: Any) -> float:
 
 
 def _of_convolution(equation: Any) -> float:
-    kernel = equation.invars[1].aval.shape
-    out_dim = equation.params["dimension_numbers"].rhs_spec[0]
-    summed = math.prod(kernel) // max(kernel[out_dim], 1)
-    return 2.0 * math.prod(equation.outvars[0].aval.shape) * summed
+    numbers, params = equation.params["dimension_numbers"], equation.params
+    taken, kernel = (invar.aval.shape for invar in equation.invars)
+    given = equation.outvars[0].aval.shape
+    total = 2.0 * kernel[numbers.rhs_spec[1]]
+    total *= given[numbers.out_spec[0]] * given[numbers.out_spec[1]]
+    sizes = zip(
+        numbers.lhs_spec[2:],
+        numbers.rhs_spec[2:],
+        numbers.out_spec[2:],
+        params["window_strides"],
+        params["padding"],
+        params["lhs_dilation"],
+        params["rhs_dilation"],
+        strict=True,
+    )
+    for of_lhs, of_rhs, of_out, stride, (before, _), spread, holes in sizes:
+        starts = np.arange(given[of_out])[:, None] * stride - before
+        places = starts + np.arange(kernel[of_rhs]) * holes
+        is_padding = (places < 0) | (places > (taken[of_lhs] - 1) * spread)
+        total *= np.count_nonzero(~is_padding & (places % spread == 0))
+    return total

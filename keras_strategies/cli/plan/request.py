@@ -1,4 +1,4 @@
-"""What one process of `keras-strategies plan` is asked, and what it answers."""
+"""A question to a process of `keras-strategies plan`, and its answer."""
 
 import dataclasses
 import json

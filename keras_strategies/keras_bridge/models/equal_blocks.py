@@ -146,16 +146,31 @@ def _kind_of(operation: Any) -> tuple[Any, ...]:
     except Exception:
         # Of somebody's layer: its variables tell most.
         text = ""
-    return type(operation), variables, text, is_computed_again(operation)
+    modes: tuple[Any, ...] = ()
+    if isinstance(operation, keras.layers.Layer):
+        inner = operation._flatten_layers()
+        modes = tuple(map(_remat_of, inner))
+        # A functional model's config has names in its graph.
+        named = [(x, *getattr(x, "operations", ())) for x in inner]
+        names = dict.fromkeys(x.name for group in named for x in group)
+        for number, name in enumerate(names):
+            text = text.replace(json.dumps(name), f'"part {number}"')
+    return type(operation), variables, text, modes
 
 
-def is_computed_again(operation: Any) -> bool:
+def is_computed_again(layer: keras.layers.Layer) -> bool:
     """Whether a layer is computed again, by a `keras.RematScope`."""
-    remat = getattr(operation, "_remat_mode", None)
+    return _remat_of(layer) not in ((), (False,))
+
+
+def _remat_of(layer: Any) -> tuple[Any, ...]:
+    """How a layer is computed again in the backward pass."""
+    remat = layer._remat_mode
     if remat is None or remat.mode is None:
-        return False
-    is_by_name = remat.mode == "list_of_layers"
-    return not is_by_name or operation.name in remat.layer_names
+        return ()
+    if remat.mode == "list_of_layers":
+        return (layer.name in remat.layer_names,)
+    return remat.mode, remat.output_size_threshold
 
 
 def _nameless(config: Any) -> Any:
@@ -287,21 +302,35 @@ def shortened(model: keras.Model, blocks: Blocks, number: int) -> keras.Model:
 
 def _with_inner(model: Any, blocks: Blocks, number: int) -> Any:
     if isinstance(model, keras.Sequential):
-        return _shorter_sequential(model, blocks, number)
-    inner = {
-        id(layer): _with_inner(layer, blocks, number)
-        for layer in model.layers
-        if layer is not blocks.model and _contains(layer, blocks.model)
-    }
-    if model is not blocks.model:
-        for layer in model.layers:
-            if layer is blocks.model:
-                inner[id(layer)] = _with_inner(layer, blocks, number)
-        return keras.models.clone_model(
+        shorter = _shorter_sequential(model, blocks, number)
+    elif model is blocks.model:
+        shorter = _shorter_functional(model, blocks, number)
+    else:
+        inner = {
+            id(layer): _with_inner(layer, blocks, number)
+            for layer in model.layers
+            if layer is blocks.model or _contains(layer, blocks.model)
+        }
+        shorter = _cloned(
             model,
-            clone_function=lambda layer: inner.get(id(layer), layer),
-            call_function=lambda layer, *args, **kwargs: layer(*args, **kwargs),
+            lambda layer: inner.get(id(layer), layer),
+            lambda layer, *args, **kwargs: layer(*args, **kwargs),
         )
+    # A model may be computed again as a whole. No config says so.
+    shorter._remat_mode = model._remat_mode
+    return shorter
+
+
+def _cloned(model: Any, layer_of: Any, call: Any) -> Any:
+    if model.compiled:
+        # Keras would compile the clone by a config: lambdas have none.
+        model = keras.Model(model.input, model.output, name=model.name)
+    return keras.models.clone_model(
+        model, clone_function=layer_of, call_function=call
+    )
+
+
+def _shorter_functional(model: Any, blocks: Blocks, number: int) -> Any:
     dropped = {id(x) for part in blocks.segments[number:] for x in part}
     last, last_index = blocks.trunks[number - 1]
     end, end_index = blocks.trunks[-1]
@@ -323,9 +352,7 @@ def _with_inner(model: Any, blocks: Blocks, number: int) -> Any:
         leaves[end_index] = trunk[0]
         return tree.pack_sequence_as(outputs, leaves)
 
-    return keras.models.clone_model(
-        model, clone_function=lambda layer: layer, call_function=call
-    )
+    return _cloned(model, lambda layer: layer, call)
 
 
 def _contains(layer: Any, inner: Any) -> bool:

@@ -1,6 +1,6 @@
 """Advice on a planned step, in a sentence."""
 
-from keras_strategies.strategy.planning.plan import (
+from keras_strategies.strategy.planning.planned_step import (
     BYTES_PER_GB,
     PlannedStep,
     in_gb,

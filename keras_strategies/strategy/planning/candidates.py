@@ -87,10 +87,11 @@ def layout_of(given: Any) -> Layout:
     found: dict[str, int | None] = {}
     for word in given.split("+"):
         match = _WORD.fullmatch(word.strip())
-        if match is None or match["name"] not in _NAMES:
+        name = None if match is None else match["name"]
+        if match is None or name not in _NAMES or name in found:
             raise ValueError(_unknown(given))
         number = match["number"]
-        found[match["name"]] = int(number) if number else None
+        found[name] = int(number) if number else None
     divided = [name for name in ("slots", "sharded") if name in found]
     is_alone = "replicated" in found and (divided or found["replicated"])
     cores = found.get("model", 1)
@@ -108,7 +109,7 @@ def _unknown(given: str) -> str:
     return (
         "A plan's strategies are 'replicated', or what replicas divide: "
         "'slots' or 'sharded', with the number of replicas that do, and "
-        f"'model' with a number of cores. Received: {given!r}. Pass for "
+        f"'model' with a number of cores. Received: {given!r:.100}. Pass for "
         f"example {_EXAMPLES}."
     )
 

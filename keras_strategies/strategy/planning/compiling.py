@@ -8,9 +8,9 @@ import concurrent.futures
 import contextlib
 import hashlib
 import json
-import math
 import os
 import pathlib
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from keras_strategies._core.jaxprs.hlo_text import COLLECTIVES
+from keras_strategies.cluster.untrusted import load_json
 from keras_strategies.strategy.planning.figures import (
     LOW_EFFORT,
     DoesNotFit,
@@ -36,6 +37,8 @@ _NUMBERS = (
     *("flops", "optimal_seconds", "compile_seconds"),
 )
 _MAPPINGS = ("counts", "sent")
+_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+"""Variables of the environment that compilers read."""
 
 Outcome = Figures | DoesNotFit
 
@@ -58,6 +61,7 @@ class Compiler:
         number = num_threads or _num_threads()
         self._pool = concurrent.futures.ThreadPoolExecutor(number)
         self._folder = folder
+        self._flags = tuple(map(os.environ.get, _FLAGS))
 
     def submit(
         self, lowered: Any, devices: Sequence[Any], *, is_full: bool
@@ -76,7 +80,8 @@ class Compiler:
         options = None if is_full or not is_tpu else dict(LOW_EFFORT)
         path = None
         if self._folder is not None:
-            path = self._folder / f"{_key(lowered, devices, options)}.json"
+            key = _key(lowered, devices, options, self._flags)
+            path = self._folder / f"{key}.json"
             kept = _read(path)
             if kept is not None:
                 done: Any = concurrent.futures.Future()
@@ -89,10 +94,13 @@ class Compiler:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def cache_folder() -> pathlib.Path:
-    """Where figures are kept, of this user."""
+def cache_folder() -> pathlib.Path | None:
+    """Where figures are kept, of this user; None: who has no home."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return pathlib.Path(base).expanduser() / _FOLDER / "plans"
+    try:
+        return pathlib.Path(base).expanduser() / _FOLDER / "plans"
+    except RuntimeError:
+        return None
 
 
 @contextlib.contextmanager
@@ -111,11 +119,13 @@ def without_jax_cache() -> Iterator[None]:
 
 
 def _num_threads() -> int:
-    cores = len(os.sched_getaffinity(0))
+    try:
+        cores = len(os.sched_getaffinity(0))
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # Not on macOS.
+        return 2
     # A large program takes a few GB to compile.
-    pages, size = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    by_memory = int(pages * size // 3e9)
-    return max(min(cores, by_memory, 8), 1)
+    return max(min(cores, int(free // 3e9), 8), 1)
 
 
 def _compiled(lowered: Any, options: Any, path: pathlib.Path | None) -> Outcome:
@@ -133,10 +143,11 @@ def _compiled(lowered: Any, options: Any, path: pathlib.Path | None) -> Outcome:
     return outcome
 
 
-def _key(lowered: Any, devices: Sequence[Any], options: Any) -> str:
+def _key(lowered: Any, devices: Sequence[Any], options: Any, flags: Any) -> str:
     """What a program's figures depend on, as a number in hex."""
+    kind = devices[0].device_kind
     places = [(d.id, getattr(d, "coords", None)) for d in devices]
-    facts = [devices[0].device_kind, places, options, compilers(), _VERSION]
+    facts = [kind, places, options, flags, compilers(), _VERSION]
     digest = hashlib.sha256(repr(facts).encode())
     digest.update(lowered.as_text().encode())
     return digest.hexdigest()
@@ -151,9 +162,12 @@ def _write(path: pathlib.Path, outcome: Outcome) -> None:
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "w") as file:
-            json.dump(kept, file)
-        os.replace(name, path)
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump(kept, file)
+            os.replace(name, path)
+        except OSError:
+            os.unlink(name)
 
 
 def _read(path: pathlib.Path) -> Outcome | None:
@@ -161,10 +175,8 @@ def _read(path: pathlib.Path) -> Outcome | None:
     try:
         with open(path, "rb") as file:
             raw = file.read(_MOST_BYTES + 1)
-        if len(raw) > _MOST_BYTES:
-            return None
-        return _parsed(json.loads(raw))
-    except (OSError, ValueError, RecursionError):
+        return _parsed(load_json(raw, max_characters=_MOST_BYTES))
+    except (OSError, ValueError):
         return None
 
 
@@ -191,4 +203,5 @@ def _parsed(kept: Any) -> Outcome | None:
 
 def _is_number(value: Any) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and math.isfinite(value) and value >= 0
+    # Whole numbers may be too large for a float.
+    return is_number and 0 <= value <= sys.float_info.max

@@ -52,6 +52,20 @@ def bytes_needed(outcome: Outcome) -> float | None:
     return outcome.bytes_in_all
 
 
+def grown(outcome: Outcome, before: Outcome, after: Outcome) -> Outcome:
+    """An outcome and the bytes by which others grew, as far as is known."""
+    if (
+        isinstance(outcome, Figures)
+        and isinstance(before, Figures)
+        and isinstance(after, Figures)
+    ):
+        return outcome.grown_by(before, after)
+    own, first, second = map(bytes_needed, (outcome, before, after))
+    if own is None or first is None or second is None:
+        return outcome
+    return DoesNotFit("It needs more than others.", own + second - first)
+
+
 class Measuring:
     """Compilations of a step that run, and become its figures.
 

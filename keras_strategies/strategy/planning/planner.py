@@ -5,6 +5,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from keras_strategies.strategy.planning.advice import advice_on
 from keras_strategies.strategy.planning.chips import chip_of, memory_of
 from keras_strategies.strategy.planning.compiling import Compiler, Outcome
@@ -14,8 +16,9 @@ from keras_strategies.strategy.planning.measuring import (
     Line,
     Measuring,
     bytes_needed,
+    grown,
 )
-from keras_strategies.strategy.planning.plan import PlannedStep
+from keras_strategies.strategy.planning.planned_step import PlannedStep
 from keras_strategies.strategy.planning.steps import Step
 
 _NEAR = 0.25
@@ -136,6 +139,13 @@ class _Planning:
         """Waits for the programs, and looks at them."""
         if self._error is not None:
             return self._row(error=self._error)
+        try:
+            return self._finished()
+        except jax.errors.JaxRuntimeError as error:
+            # The compiler's: the other candidates are planned all the same.
+            return self._row(error=str(error).partition("\n")[0])
+
+    def _finished(self) -> PlannedStep:
         self._on_stage(self._candidate, "compiling")
         first, second = self._low.outcomes()
         low = Line(
@@ -148,14 +158,8 @@ class _Planning:
         if self._is_in_doubt(low):
             self._on_stage(self._candidate, "compiling at full effort")
             (full,) = self._measuring(self._rows[:1], is_full=True).outcomes()
-            grown = full
-            if (
-                isinstance(full, Figures)
-                and isinstance(first, Figures)
-                and isinstance(second, Figures)
-            ):
-                grown = full.grown_by(first, second)
-            line = dataclasses.replace(low, figures=(full, grown), is_full=True)
+            figures = (full, grown(full, first, second))
+            line = dataclasses.replace(low, figures=figures, is_full=True)
         return self._looked_at(low, line)
 
     def _is_in_doubt(self, line: Line) -> bool:
@@ -194,14 +198,13 @@ class _Planning:
         most, is_verified = self._most_rows(line)
         facts |= {"most_rows": most, "is_most_verified": is_verified}
         if isinstance(figures, DoesNotFit):
-            state = self._step.state_bytes()
             needed = figures.needed
-            facts["memory"] = _by_kind(state, needed or 0, 0, 0)
+            facts["memory"] = self._memory(line)
             row = self._row(bytes_in_all=needed, **facts)
             if needed is None:
                 row = dataclasses.replace(row, error=str(figures))
             return self._advised(row, low.figures[0])
-        facts["memory"] = self._memory(line, figures)
+        facts["memory"] = self._memory(line)
         facts["counts"] = {k: round(n) for k, n in figures.counts.items()}
         facts["sent"] = dict(figures.sent)
         fast = low.figures[0]
@@ -223,7 +226,7 @@ class _Planning:
             self._on_stage(self._candidate, "with keras.RematScope")
             (outcome,) = self._measuring(self._rows[:1], step=again).outcomes()
             after = bytes_needed(outcome)
-        has_remat = again is None
+        has_remat = again is None and self._step.blocks is not None
         return dataclasses.replace(
             row,
             advice=advice_on(row, remat=(before, after), has_remat=has_remat),
@@ -241,19 +244,27 @@ class _Planning:
         share = (count - few) / (many - few)
         return first + share * (second - first)
 
-    def _memory(self, line: Line, figures: Figures) -> Mapping[str, float]:
-        other = line.figures[1]
+    def _memory(self, line: Line) -> Mapping[str, float]:
+        state = self._step.state_bytes()
+        first, second = line.figures
+        if isinstance(first, Figures):
+            standing = first.argument_bytes + first.output_bytes
+            temporary = first.temporary_bytes
+        elif first.needed is not None:
+            # Of which the compiler says no more.
+            held = state["weights"] + state["slots"] + state["other"]
+            standing = min(held, first.needed)
+            temporary = first.needed - standing
+        else:
+            return {}
         growing = 0.0
-        if isinstance(other, Figures):
-            grown = other.temporary_bytes - figures.temporary_bytes
+        sizes = bytes_needed(first), bytes_needed(second)
+        if isinstance(first, Figures) and isinstance(second, Figures):
+            sizes = first.temporary_bytes, second.temporary_bytes
+        if sizes[0] is not None and sizes[1] is not None:
             low, high = line.rows
-            growing = max(grown, 0.0) * low / (high - low)
-        return _by_kind(
-            self._step.state_bytes(),
-            figures.argument_bytes + figures.output_bytes,
-            figures.temporary_bytes,
-            growing,
-        )
+            growing = max(sizes[1] - sizes[0], 0.0) * low / (high - low)
+        return _by_kind(state, standing, temporary, growing)
 
     def _most_rows(self, line: Line) -> tuple[int | None, bool]:
         """The most rows of a replica that fit, and whether that was tried."""

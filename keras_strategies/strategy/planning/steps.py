@@ -181,7 +181,9 @@ class FitStep:
             return 0.0
         operation, index = blocks.trunks[0]
         trunk = tree.flatten(operation.output)[index]
-        size = math.prod(trunk.shape[1:]) * rows / self.mesh.num_replicas
+        # Of a model for any number of tokens.
+        sizes = [self.tokens or 1 if n is None else n for n in trunk.shape[1:]]
+        size = math.prod(sizes) * rows / self.mesh.num_replicas
         dtype = jax.dtypes.canonicalize_dtype(trunk.dtype)
         weights = {
             id(v): v

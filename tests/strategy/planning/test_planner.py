@@ -1,0 +1,216 @@
+"""Candidates planned, of programs whose bytes are a line in their rows."""
+
+import contextlib
+import dataclasses
+import types
+
+import jax
+import pytest
+
+from keras_strategies.strategy.planning.compiling import Compiler
+from keras_strategies.strategy.planning.planner import (
+    Candidate,
+    Effort,
+    planned,
+)
+from tests.strategy.planning.made import GIB
+from tests.tpu.slices import make_slice
+
+pytestmark = pytest.mark.quick
+
+DEVICES = make_slice((2, 2, 1))
+LIMIT = int(15.75 * GIB)
+
+
+@dataclasses.dataclass
+class Program:
+    """A program that is lowered, compiled and measured."""
+
+    needed: float
+    state: float
+    blocks: int | None
+    error: str | None
+    efforts: list
+
+    def as_text(self):
+        return f"{self.needed}"
+
+    def compile(self, compiler_options=None):
+        self.efforts.append("low" if compiler_options else "full")
+        if self.error is not None:
+            raise jax.errors.JaxRuntimeError(self.error)
+        if not compiler_options:
+            # As it is run, it needs less.
+            self.needed = self.state + 0.9 * (self.needed - self.state)
+        if self.needed > LIMIT:
+            raise jax.errors.JaxRuntimeError(
+                "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total "
+                "memory required for HLO temporaries "
+                f"({self.needed / GIB:.2f}G) exceeds available HBM (15.75G)."
+            )
+        return self
+
+    def memory_analysis(self):
+        return types.SimpleNamespace(
+            argument_size_in_bytes=self.state,
+            output_size_in_bytes=self.state,
+            alias_size_in_bytes=self.state,
+            temp_size_in_bytes=self.needed - self.state,
+        )
+
+    def cost_analysis(self):
+        return {"flops": 1e12, "optimal_seconds": 0.5}
+
+
+class Step:
+    """A step of 3 GiB of state, and of so many GiB for each row a replica."""
+
+    def __init__(self, of_row, rows=4, error=None):
+        self.of_row, self.rows, self._error = of_row, rows, error
+        self.mesh = None
+        self.tokens, self.blocks = 128, None
+        self.efforts, self.remat = [], None
+
+    def lower(self, rows, blocks):
+        needed = 3 * GIB + rows / len(DEVICES) * self.of_row * GIB
+        state = 3 * GIB
+        return Program(needed, state, blocks, self._error, self.efforts)
+
+    def model_flops(self, rows, blocks):
+        return 5e11 * rows
+
+    def state_bytes(self):
+        sizes = {"weights": 1, "slots": 1.5, "other": 0.25, "gradients": 1}
+        return {name: size * GIB for name, size in sizes.items()}
+
+    def block_bytes(self, rows):
+        return 0.0
+
+    def with_remat(self):
+        return self.remat
+
+
+def candidate(make):
+    return Candidate(
+        topology="v5e:2x2",
+        layout="replicated",
+        devices=DEVICES,
+        num_replicas=4,
+        make=make,
+    )
+
+
+def plan(*steps, **effort):
+    stages = []
+    with contextlib.closing(Compiler(num_threads=2)) as compiler:
+        found = planned(
+            [candidate(lambda step=step: step) for step in steps],
+            compiler,
+            Effort(**effort),
+            lambda candidate, stage: stages.append(stage),
+        )
+        return list(found), stages
+
+
+def test_a_step_that_fits_easily_is_compiled_at_low_effort_alone():
+    step = Step(of_row=1)
+    (row,), stages = plan(step)
+    assert stages == ["tracing", "compiling"]
+    assert step.efforts == ["low", "low"]
+    assert row.fits
+    assert row.error is None
+    assert not row.is_full_effort
+    assert row.bytes_in_all == 4 * GIB
+    assert row.most_rows == 12
+    assert row.memory == {
+        "weights": 1 * GIB,
+        "slots": 1.5 * GIB,
+        "other": 0.5 * GIB,
+        "gradients": 0,
+        "activations": 1 * GIB,
+        "temporary": 0,
+    }
+    assert row.estimate.seconds == 0.5
+    assert row.estimate.utilization == pytest.approx(4 * 5e11 / 197e12 / 0.5)
+    assert row.tokens_per_second == 4 * 128 / 0.5
+
+
+def test_near_the_limit_it_is_compiled_as_it_is_run():
+    step = Step(of_row=10)
+    (row,), stages = plan(step)
+    assert stages[-1] == "compiling at full effort"
+    assert sorted(step.efforts) == ["full", "low", "low"]
+    assert row.is_full_effort
+    assert row.bytes_in_all == 12 * GIB
+    assert row.most_rows == 1
+
+
+def test_what_needs_less_as_it_is_run_may_fit():
+    (row,), _ = plan(Step(of_row=13.5))
+    assert row.is_full_effort
+    assert row.fits
+    assert row.bytes_in_all == pytest.approx(15.15 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("effort", "efforts"),
+    [(False, ["low", "low"]), (True, ["full", "low", "low"])],
+)
+def test_effort_is_as_asked_for(effort, efforts):
+    step = Step(of_row=10)
+    (row,), _ = plan(step, is_full=effort)
+    assert sorted(step.efforts) == efforts
+    assert row.is_full_effort is effort
+
+
+@pytest.mark.parametrize("effort", [False, None])
+def test_of_what_does_not_fit_rows_and_kinds_are_known(effort):
+    (row,), _ = plan(Step(of_row=4, rows=16), is_full=effort)
+    assert row.fits is False
+    assert row.error is None
+    size = 19 if effort is False else 17.4
+    assert row.bytes_in_all == pytest.approx(size * GIB, rel=1e-3)
+    assert sum(row.memory.values()) == pytest.approx(row.bytes_in_all)
+    assert row.memory["other"] == 0.25 * GIB
+    assert row.memory["activations"] == pytest.approx(
+        (16 if effort is False else 14.65) * GIB, rel=0.02
+    )
+    assert row.most_rows == 3
+    assert row.advice == "At most 3 rows a replica fit."
+
+
+def test_the_most_rows_are_found_by_compiling():
+    (row,), stages = plan(Step(of_row=1), is_verified=True)
+    # At full effort a row needs 0.9 GiB.
+    assert row.most_rows == 14
+    assert row.is_most_verified
+    assert "trying 15 rows a replica" in stages
+
+
+def test_a_row_that_does_not_fit_is_none():
+    (row,), _ = plan(Step(of_row=90), is_verified=True)
+    assert row.most_rows == 0
+    assert row.is_most_verified
+
+
+def test_a_fault_of_the_compiler_is_a_row_of_its_own():
+    rows, _ = plan(
+        Step(of_row=1, error="INTERNAL: a fault\nof many lines"),
+        Step(of_row=1, error="RESOURCE_EXHAUSTED: somehow"),
+        Step(of_row=1),
+    )
+    assert [row.fits for row in rows] == [False, False, True]
+    assert rows[0].error == "INTERNAL: a fault"
+    assert rows[1].error == "RESOURCE_EXHAUSTED: somehow"
+
+
+def test_a_candidate_that_cannot_be_made_is_a_row_of_its_own():
+    def fail():
+        raise ValueError("It cannot be.")
+
+    with contextlib.closing(Compiler(num_threads=1)) as compiler:
+        given = [candidate(fail), candidate(lambda: Step(of_row=1))]
+        rows = list(planned(given, compiler, Effort(), lambda *_: None))
+    assert [row.error for row in rows] == ["It cannot be.", None]
+    assert rows[0].num_devices == 4
+    assert rows[0].limit_bytes == LIMIT

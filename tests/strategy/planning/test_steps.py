@@ -1,0 +1,38 @@
+"""Steps of models that are planned by shorter ones."""
+
+import jax
+import keras
+import pytest
+from keras import layers
+
+import keras_strategies as ks
+
+
+def make_model():
+    x = tokens = keras.Input((None,), dtype="int32")
+    x = layers.Embedding(16, 8)(x)
+    for _ in range(8):
+        x = layers.Add()([x, layers.Dense(8)(layers.LayerNormalization()(x))])
+    model = keras.Model(tokens, layers.Dense(16)(x))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("sgd", loss)
+    return model
+
+
+def test_a_model_for_any_number_of_tokens_is_planned_by_its_blocks():
+    strategy = ks.MirroredStrategy(jax.devices("cpu")[:1])
+    tokens = jax.ShapeDtypeStruct((4, 32), "int32")
+    given = {"strategies": "replicated", "cache": False}
+    short, whole = (
+        strategy.plan(
+            make_model, (tokens, tokens), whole=is_whole, **given
+        ).steps[0]
+        for is_whole in (False, True)
+    )
+    assert short.error is None
+    assert short.blocks == (2, 4, 8)
+    assert whole.blocks is None
+    assert short.tokens == whole.tokens == 32
+    for kind in ("weights", "slots", "gradients"):
+        assert short.memory[kind] == pytest.approx(whole.memory[kind])
+    assert short.bytes_in_all == pytest.approx(whole.bytes_in_all, rel=0.25)
