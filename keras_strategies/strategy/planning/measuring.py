@@ -115,7 +115,8 @@ class Measuring:
         few, many = outcomes
         each = self._step.block_bytes(rows)
         if isinstance(few, Figures) and isinstance(many, Figures):
-            return extrapolated(few, many, *self.blocks, each)
+            is_all = self._step.keeps_nothing_else
+            return extrapolated(few, many, self.blocks, each, is_all=is_all)
         needed = None
         first, second = bytes_needed(few), bytes_needed(many)
         if first is not None and second is not None:
@@ -128,25 +129,29 @@ class Measuring:
 def extrapolated(
     few: Figures,
     many: Figures,
-    num_few: int,
-    num_many: int,
-    count: int,
+    blocks: tuple[int, int, int],
     block_bytes: float,
+    *,
+    is_all: bool,
 ) -> Figures:
-    """The figures of `count` blocks, by those of fewer ones.
+    """The figures of a deep model, by those of two short ones.
 
     Args:
-      few: Figures of `num_few` blocks.
-      many: Figures of `num_many` blocks.
-      num_few: See there.
-      num_many: See there.
-      count: The blocks that are asked for.
+      few: Figures of the shortest.
+      many: Figures of the other one.
+      blocks: Of how many blocks they are, and the deep model.
       block_bytes: Temporaries that each block adds at least. In short models
         those of other layers hide them.
+      is_all: Whether they are all that a block adds. The line through two
+        models would carry every difference of a few arrays far.
     """
+    num_few, num_many, count = blocks
     share = (count - num_few) / (num_many - num_few)
     line = few.combined(1 - share, many, share)
-    least = many.temporary_bytes + (count - num_many) * block_bytes
-    return dataclasses.replace(
-        line, temporary_bytes=max(line.temporary_bytes, least)
-    )
+    base = many.temporary_bytes
+    if is_all:
+        base = max(base, few.temporary_bytes)
+    temporary = base + (count - num_many) * block_bytes
+    if not is_all:
+        temporary = max(temporary, line.temporary_bytes)
+    return dataclasses.replace(line, temporary_bytes=temporary)

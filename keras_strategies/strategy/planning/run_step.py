@@ -39,6 +39,7 @@ class RunStep:
         self._runner, self._fn = runner, fn
         self.mesh = runner._mesh
         self.blocks: Blocks | None = None
+        self.keeps_nothing_else = False
         self.tokens: int | None = None
         self._given = jax.tree.map(
             _as_passed, (tuple(args), dict(kwargs)), is_leaf=_is_leaf

@@ -15,6 +15,7 @@ from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.keras_bridge.models.equal_blocks import (
     Blocks,
     find_blocks,
+    is_computed_again,
 )
 from keras_strategies.keras_bridge.models.twins import (
     has_own_step,
@@ -42,12 +43,15 @@ class Step(Protocol):
       rows: Of the global batch that it was given.
       tokens: Tokens of a row; None: its rows are no sequences of them.
       blocks: Equal blocks of its model, of which fewer can be lowered.
+      keeps_nothing_else: Whether `block_bytes` are all that a block adds: it
+        is computed again in the backward pass.
     """
 
     mesh: ReplicaMesh
     rows: int
     tokens: int | None
     blocks: Blocks | None
+    keeps_nothing_else: bool
 
     def lower(self, rows: int, blocks: int | None) -> Any:
         """Lowers it for a global batch of so many rows, and so many blocks."""
@@ -103,6 +107,10 @@ class FitStep:
         self.tokens = _tokens(parts[0])
         builder_of(model)(parts)
         self.blocks = None if has_own_step(model) else find_blocks(model)
+        layers = None if self.blocks is None else self.blocks.layers
+        self.keeps_nothing_else = layers is not None and all(
+            map(is_computed_again, layers)
+        )
 
     def _model_of(self, blocks: int | None) -> tuple[keras.Model, Any]:
         if blocks not in self._models:
@@ -124,7 +132,7 @@ class FitStep:
         if layers is None or is_rematerialized(self._models[None]):
             return None
         other = copy.copy(self)
-        other._again = layers
+        other._again, other.keeps_nothing_else = layers, True
         return other
 
     def lower(self, rows: int, blocks: int | None) -> Any:

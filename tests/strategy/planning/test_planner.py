@@ -70,6 +70,7 @@ class Step:
         self.mesh = None
         self.tokens, self.blocks = 128, None
         self.efforts, self.remat = [], None
+        self.keeps_nothing_else = False
 
     def lower(self, rows, blocks):
         needed = 3 * GIB + rows / len(DEVICES) * self.of_row * GIB
