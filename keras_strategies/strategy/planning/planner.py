@@ -10,6 +10,7 @@ import jax
 from keras_strategies.strategy.planning.advice import advice_on
 from keras_strategies.strategy.planning.chips import chip_of, memory_of
 from keras_strategies.strategy.planning.compiling import Compiler, Outcome
+from keras_strategies.strategy.planning.edge import find_edge
 from keras_strategies.strategy.planning.estimates import estimate
 from keras_strategies.strategy.planning.figures import DoesNotFit, Figures
 from keras_strategies.strategy.planning.measuring import (
@@ -24,7 +25,7 @@ from keras_strategies.strategy.planning.steps import Step
 _NEAR = 0.25
 """How near to the limit bytes are verified at full effort, which needs up to
 a quarter fewer."""
-_MOST_TRIES = 12
+_MOST_TRIES = 24
 _MORE = 3
 """How many times as many rows the second program has more: bytes of fewer
 are hidden by what the first one needs at other times."""
@@ -281,31 +282,20 @@ class _Planning:
             return guess, False
         return self._verified(guess if guess is not None else 1)
 
-    def _verified(self, guess: int) -> tuple[int | None, bool]:
+    def _verified(self, guess: int) -> tuple[int, bool]:
         """The most rows of a replica that fit, found by compiling."""
-        fitting, too_many = 0, _HUGE
-        tried, stride = max(guess, 1), 1
-        for _ in range(_MOST_TRIES):
-            self._on_stage(self._candidate, f"trying {tried} rows a replica")
-            if self._fits(tried):
-                fitting = tried
-            else:
-                too_many = tried
-            if too_many - fitting == 1:
-                return fitting, True
-            if fitting and too_many < _HUGE:
-                tried = (fitting + too_many) // 2
-                continue
-            # Away from the guess, in ever larger strides.
-            tried = tried + stride if fitting else max(tried - stride, 1)
-            stride *= 2
-        return fitting or None, False
 
-    def _fits(self, rows: int) -> bool:
-        lowered = self._step.lower(rows * self._candidate.num_replicas, None)
-        devices = self._candidate.devices
-        outcome = self._compiler.submit(lowered, devices, is_full=True).result()
-        return isinstance(outcome, Figures)
+        def fits(rows: int) -> tuple[bool, float | None]:
+            self._on_stage(self._candidate, f"trying {rows} rows a replica")
+            number = rows * self._candidate.num_replicas
+            outcome = self._compiler.submit(
+                self._step.lower(number, None),
+                self._candidate.devices,
+                is_full=True,
+            ).result()
+            return isinstance(outcome, Figures), bytes_needed(outcome)
+
+        return find_edge(guess, self._limit or 0, fits, _MOST_TRIES)
 
     def _row(self, **facts: Any) -> PlannedStep:
         candidate = self._candidate
