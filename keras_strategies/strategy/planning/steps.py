@@ -182,7 +182,8 @@ class FitStep:
     def block_bytes(self, rows: int) -> float:
         """Bytes of a device that each block adds at least, in between.
 
-        What it takes, for the backward pass, and its gradients.
+        What it takes, for the backward pass, and gradients that replicas sum.
+        Of one replica none is kept: each is used up as soon as it is there.
         """
         blocks = self.blocks
         if blocks is None:
@@ -193,6 +194,8 @@ class FitStep:
         sizes = [self.tokens or 1 if n is None else n for n in trunk.shape[1:]]
         size = math.prod(sizes) * rows / self.mesh.num_replicas
         dtype = jax.dtypes.canonicalize_dtype(trunk.dtype)
+        if self._mesh.num_replicas == 1:
+            return size * dtype.itemsize
         weights = {
             id(v): v
             for x in blocks.segments[0]
