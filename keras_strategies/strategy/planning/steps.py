@@ -194,7 +194,7 @@ class FitStep:
         sizes = [self.tokens or 1 if n is None else n for n in trunk.shape[1:]]
         size = math.prod(sizes) * rows / self.mesh.num_replicas
         dtype = jax.dtypes.canonicalize_dtype(trunk.dtype)
-        if self._mesh.num_replicas == 1:
+        if self.mesh.num_replicas == 1:
             return size * dtype.itemsize
         weights = {
             id(v): v
