@@ -59,7 +59,8 @@ def estimate(
       model_flops: Operations of the model on a device, forward and backward,
         none of them twice; None: unknown.
     """
-    compute = figures.flops / chip.flops
+    # XLA counts a loop's body once.
+    compute = max(figures.flops, model_flops or 0.0) / chip.flops
     # The state is read, and written in place.
     moved = 2 * figures.argument_bytes + figures.output_bytes
     memory = moved / chip.memory_bandwidth

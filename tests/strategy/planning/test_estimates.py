@@ -53,9 +53,14 @@ def test_a_model_whose_operations_are_not_known_has_no_utilization():
 
 def test_no_step_is_faster_than_its_launch():
     found = estimate(figures(), CHIP, model_flops=1e-3)
-    assert found.bounds == {"compute": 0.0, "memory": 0.0, "links": 0.0}
+    assert found.bounds == {"compute": 1e-5, "memory": 0.0, "links": 0.0}
     assert found.seconds == 1e-4
     assert found.utilization == pytest.approx(0.1)
+
+
+def test_operations_of_a_loop_are_those_of_all_its_turns():
+    found = estimate(figures(flops=10.0), CHIP, model_flops=1000.0)
+    assert found.compute_seconds == 10.0
 
 
 @pytest.mark.parametrize(
