@@ -16,6 +16,8 @@ from keras_strategies.cli.plan import request as request_lib
 from keras_strategies.cli.plan.capture import Capture, Caught, PlanError
 from keras_strategies.cli.plan.request import Request
 from keras_strategies.strategy.planning.candidates import Layout
+from tests.docs import test_notebooks
+from tests.multi_process import epochs_with_manager
 
 HEAD = """
 import keras
@@ -186,6 +188,49 @@ def test_every_strategy_becomes_the_slices(tmp_path, strategy, monkeypatch):
     monkeypatch.setenv("TF_CONFIG", json.dumps(cluster))
     text = HEAD + f"strategy = {strategy}\n" + MODEL + "model.fit(x, y)"
     assert caught(tmp_path, text).step.mesh.num_replicas == 8
+
+
+def of_processes(folder):
+    sys.argv = ["train.py", json.dumps({"folder": folder, "killed_in": None})]
+    epochs_with_manager.main()
+
+
+@pytest.mark.parametrize(
+    "notebook",
+    [
+        lambda folder: test_notebooks.custom_training(8, folder),
+        lambda folder: test_notebooks.distributed_training(8),
+        lambda folder: test_notebooks.save_and_load(8, folder),
+        of_processes,
+    ],
+    ids=["custom training", "training", "save and load", "own loop"],
+)
+def test_ports_of_tfs_notebooks_are_caught(notebook, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [])
+    capture = Capture(jax.devices()[:8], None)
+    with capture.installed(), pytest.raises(Caught):
+        notebook(str(tmp_path))
+    step = capture.step
+    is_even = step.rows % 8 == 0
+    text = step.lower(step.rows, None).as_text()
+    assert ("all_reduce" in text) == is_even
+    assert not list(tmp_path.rglob("*"))
+
+
+def test_checkpoints_are_neither_read_nor_written(tmp_path):
+    text = (
+        MIRRORED
+        + f"""
+checkpoint = ks.checkpoint.Checkpoint(model=model)
+with ks.checkpoint.CheckpointManager(checkpoint, {str(tmp_path)!r}) as manager:
+    assert manager.restore_or_initialize() is None
+    assert manager.latest_checkpoint is None
+    checkpoint.restore("/nowhere/ckpt").assert_consumed().expect_partial()
+    model.fit(x, y, callbacks=[ks.callbacks.Checkpoint({str(tmp_path)!r})])
+"""
+    )
+    assert caught(tmp_path, text).step.rows == 32
+    assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
 
 
 def test_everything_is_restored_after_the_script(tmp_path):

@@ -17,9 +17,9 @@ import keras_strategies as ks
 from keras_strategies._core import values
 from keras_strategies._core.attributes import attribute_set
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.cli.plan import untouched_files
 from keras_strategies.cli.plan.planned_data import PlannedData
 from keras_strategies.data.sources.from_function import InputContext
-from keras_strategies.estimator import exporting, train_callback
 from keras_strategies.keras_bridge.inputs import feed as feed_lib
 from keras_strategies.keras_bridge.inputs.choose_source import source_of_dataset
 from keras_strategies.keras_bridge.loops.binding import Binding
@@ -104,15 +104,13 @@ class Capture:
             (Binding, "_predict", _refuser("predict")),
             (Runner, "__call__", self._run),
             (keras.Model, "make_train_function", _refuse_plain),
-            (jax.distributed, "initialize", _do_nothing),
-            # An Estimator neither reads nor writes its `model_dir`.
-            (train_callback, "progress_of_all", _no_progress),
-            (exporting, "note_features", _do_nothing),
+            (jax.distributed, "initialize", lambda *args, **kwargs: None),
             (ks.tpu.experimental, "initialize_tpu_system", self._topology),
         ]
+        patches += untouched_files.patches()
         with contextlib.ExitStack() as stack:
             for owner, name, value in patches:
-                if isinstance(owner, type):
+                if isinstance(owner, type) and callable(value):
                     value = _method(value)
                 stack.enter_context(attribute_set(owner, name, value))
             yield
@@ -148,13 +146,22 @@ class Capture:
         else:
             mesh = mesh_of(self._devices, layout)
         self.layout = str(layout)
-        strategy.__dict__["_resolver"] = None
+        self._give_resolver(strategy, named)
         Strategy.__init__(
             strategy,
             mesh,
             layout_map=layout_map,
             variable_partitioner=partitioner,
         )
+
+    def _give_resolver(self, strategy: Strategy, named: Any) -> None:
+        """Gives a strategy the resolver that its script asks for."""
+        given = named.get("cluster_resolver")
+        if isinstance(strategy, ks.MultiWorkerMirroredStrategy):
+            lib = ks.cluster_resolver
+            alone = lib.SimpleClusterResolver(lib.ClusterSpec({}))
+            strategy._cluster_resolver = given or alone
+        strategy.__dict__["_resolver"] = named.get("tpu_cluster_resolver")
 
     def _topology(self, *args: Any, **kwargs: Any) -> Any:
         return ks.tpu.experimental.Topology.from_devices(self._devices)
@@ -308,14 +315,6 @@ def _refuse_plain(model: keras.Model, *args: Any, **kwargs: Any) -> None:
         f"{model.name!r}, which no strategy's scope has made or compiled, "
         "first. Make and compile it in the scope."
     )
-
-
-def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    pass
-
-
-def _no_progress(*args: Any) -> train_callback.Progress:
-    return train_callback.Progress()
 
 
 def _method(function: Callable[..., Any]) -> Callable[..., Any]:
