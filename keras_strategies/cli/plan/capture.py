@@ -22,6 +22,7 @@ from keras_strategies.data.sources.from_function import InputContext
 from keras_strategies.estimator import exporting, train_callback
 from keras_strategies.keras_bridge.inputs import feed as feed_lib
 from keras_strategies.keras_bridge.inputs.choose_source import source_of_dataset
+from keras_strategies.keras_bridge.inputs.loop_data import hold_out
 from keras_strategies.keras_bridge.loops.binding import Binding
 from keras_strategies.keras_bridge.loops.loop_call import Call
 from keras_strategies.keras_bridge.steps.lower_step import shape_of
@@ -182,6 +183,7 @@ class Capture:
     def _batch(self, binding: Binding, call: Call) -> Any:
         """The shapes of the first batch, of what `fit` was given."""
         strategy = binding.owner
+        hold_out(call)
         if isinstance(call["x"], PlannedData):
             return call["x"].first_shapes()
         feed = feed_lib.make_feed(
@@ -206,6 +208,9 @@ class Capture:
         self._catch_fit(binding, call)
 
     def _catch_fit(self, binding: Binding, call: Call) -> None:
+        if self.step is not None:
+            # The script has gone on, by an `except` or `finally` of its own.
+            raise Caught
         strategy, model = binding.owner, binding.model
         if call.name == "fit":
             batch = self._batch(binding, call)
@@ -235,7 +240,8 @@ class Capture:
         *,
         is_update: bool = False,
     ) -> None:
-        self.step = RunStep(runner, fn, args, kwargs)
+        if self.step is None:
+            self.step = RunStep(runner, fn, args, kwargs)
         raise Caught
 
     def _check_batch(self, batch: Any) -> None:
