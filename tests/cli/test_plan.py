@@ -231,12 +231,22 @@ def test_everything_is_restored_after_the_script(tmp_path):
             + "model.fit(np.zeros((4, 3)), np.zeros((4, 2)))",
             "no strategy's scope",
         ),
+        (
+            HEAD
+            + "import jax\n"
+            + "from keras_strategies._core.mesh import ReplicaMesh\n"
+            + "strategy = ks.Strategy(ReplicaMesh(devices=jax.devices()[:2]))\n"
+            + MODEL
+            + "model.fit(x, y)",
+            "of another one, over 2 of 'cpu'",
+        ),
+        (HEAD + "ks.get_strategy().run(lambda: 1)", "over 1 of 'cpu'"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_by_name(tmp_path, text, message):
     script = tmp_path / "script.py"
     script.write_text(text)
-    capture = Capture(jax.devices()[:8], None)
+    capture = Capture(jax.devices()[4:], None)
     with capture.installed(), pytest.raises(PlanError, match=message):
         runpy.run_path(str(script), run_name="__main__")
 

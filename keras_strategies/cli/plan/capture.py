@@ -212,6 +212,7 @@ class Capture:
             # The script has gone on, by an `except` or `finally` of its own.
             raise Caught
         strategy, model = binding.owner, binding.model
+        self._check_devices(strategy.mesh)
         if call.name == "fit":
             batch = self._batch(binding, call)
         else:
@@ -241,8 +242,20 @@ class Capture:
         is_update: bool = False,
     ) -> None:
         if self.step is None:
+            self._check_devices(runner._mesh)
             self.step = RunStep(runner, fn, args, kwargs)
         raise Caught
+
+    def _check_devices(self, mesh: ReplicaMesh) -> None:
+        if not set(mesh.devices) <= set(self._devices):
+            raise PlanError(
+                "The strategies that are planned are "
+                f"{', '.join(cls.__name__ for cls in _CLASSES)}, which become "
+                "the slice's. Received: a step of another one, over "
+                f"{len(mesh.devices)} of {mesh.devices[0].device_kind!r}, as "
+                "of the default strategy or of `TPUStrategy.for_topology`. "
+                "Train in the scope of one of them."
+            )
 
     def _check_batch(self, batch: Any) -> None:
         if not jax.tree.leaves(batch):
