@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 from typing import Any
 
 import keras
@@ -54,7 +55,9 @@ def _kind_of(operation: Any) -> tuple[Any, ...]:
         named = [(x, *getattr(x, "operations", ())) for x in inner]
         names = dict.fromkeys(x.name for group in named for x in group)
         for number, name in enumerate(names):
-            text = text.replace(json.dumps(name), f'"part {number}"')
+            # As a value: a first `Dropout` is called as the key "dropout" is.
+            word = re.escape(json.dumps(name)) + "(?!:)"
+            text = re.sub(word, f'"part {number}"', text)
     return type(operation), variables, text, modes
 
 

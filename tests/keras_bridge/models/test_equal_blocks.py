@@ -411,6 +411,17 @@ def test_numbers_that_operations_compute_with_tell_no_blocks_apart():
     assert len(find_blocks(keras.Model(inputs, x))) == COUNT
 
 
+def test_a_layer_may_have_the_name_of_an_argument():
+    names = ["activation", *map(str, range(COUNT))]
+
+    def make(number):
+        block = Repeated(2)
+        block.inner = layers.Dense(8, name=names[number])
+        return block
+
+    assert len(find_blocks(chained(make))) == COUNT
+
+
 def test_four_repetitions_are_blocks():
     assert len(find_blocks(of_layers(4))) == 4
 
