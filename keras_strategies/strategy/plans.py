@@ -1,6 +1,7 @@
 """`Strategy.plan`: whether, how and how fast a model trains on slices."""
 
 import contextlib
+import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -135,6 +136,7 @@ class Plans:
         try:
             with (
                 compiling.without_jax_cache(),
+                _seeds_kept(),
                 _shown(done, progress) as on_stage,
             ):
                 for step in planner.planned(
@@ -147,6 +149,19 @@ class Plans:
         finally:
             compiler.close()
         return Plan(steps=tuple(done), notes=NOTES)
+
+
+@contextlib.contextmanager
+def _seeds_kept() -> Iterator[None]:
+    """After which Keras draws the seeds that it would have drawn before.
+
+    Of layers that are given none it draws them when models are made.
+    """
+    before = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(before)
 
 
 @contextlib.contextmanager

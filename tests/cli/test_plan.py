@@ -13,6 +13,7 @@ import pytest
 import keras_strategies as ks
 from keras_strategies.cli.main import main
 from keras_strategies.cli.plan import request as request_lib
+from keras_strategies.cli.plan import worker
 from keras_strategies.cli.plan.capture import Capture, Caught, PlanError
 from keras_strategies.cli.plan.request import Request
 from keras_strategies.strategy.planning.candidates import Layout
@@ -63,6 +64,7 @@ def caught(tmp_path, text, layout=None, **kwargs):
         ("model.fit(x, y, batch_size=24)", 24),
         ("model.fit(x, y)", 32),
         ("model.fit(x[:7], y[:7])", 7),
+        ("model.fit(x[:30], y[:30], validation_split=0.5)", 15),
         ("model.train_on_batch(x[:16], y[:16])", 16),
         (
             "import tensorflow as tf\n"
@@ -91,6 +93,24 @@ def test_a_fit_is_caught_with_its_first_batch(tmp_path, call, rows):
     is_even = rows % 8 == 0
     assert ("all_reduce" in step.lower(rows, None).as_text()) == is_even
     assert capture.model.built
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "for size in (24, 16, 8):\n"
+        "    try:\n        model.fit(x, y, batch_size=size)\n"
+        "    except:\n        continue\n",
+        "try:\n    model.fit(x, y, batch_size=24)\n"
+        "finally:\n    model.get_weights()\n",
+    ],
+)
+def test_the_first_step_counts_whatever_the_script_does_after(tmp_path, text):
+    script = tmp_path / "script.py"
+    script.write_text(MIRRORED + text)
+    capture = Capture(jax.devices()[:8], None)
+    request = Request(topology="", layout="replicated", script=str(script))
+    assert worker._run_script(capture, request).step.rows == 24
 
 
 def test_rows_of_each_replica(tmp_path):
@@ -256,12 +276,22 @@ def test_everything_is_restored_after_the_script(tmp_path):
             + "model.fit(np.zeros((4, 3)), np.zeros((4, 2)))",
             "no strategy's scope",
         ),
+        (
+            HEAD
+            + "import jax\n"
+            + "from keras_strategies._core.mesh import ReplicaMesh\n"
+            + "strategy = ks.Strategy(ReplicaMesh(devices=jax.devices()[:2]))\n"
+            + MODEL
+            + "model.fit(x, y)",
+            "of another one, over 2 of 'cpu'",
+        ),
+        (HEAD + "ks.get_strategy().run(lambda: 1)", "over 1 of 'cpu'"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_by_name(tmp_path, text, message):
     script = tmp_path / "script.py"
     script.write_text(text)
-    capture = Capture(jax.devices()[:8], None)
+    capture = Capture(jax.devices()[4:], None)
     with capture.installed(), pytest.raises(PlanError, match=message):
         runpy.run_path(str(script), run_name="__main__")
 

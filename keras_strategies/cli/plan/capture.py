@@ -22,6 +22,7 @@ from keras_strategies.cli.plan.planned_data import PlannedData
 from keras_strategies.data.sources.from_function import InputContext
 from keras_strategies.keras_bridge.inputs import feed as feed_lib
 from keras_strategies.keras_bridge.inputs.choose_source import source_of_dataset
+from keras_strategies.keras_bridge.inputs.loop_data import hold_out
 from keras_strategies.keras_bridge.loops.binding import Binding
 from keras_strategies.keras_bridge.loops.loop_call import Call
 from keras_strategies.keras_bridge.steps.lower_step import shape_of
@@ -189,6 +190,7 @@ class Capture:
     def _batch(self, binding: Binding, call: Call) -> Any:
         """The shapes of the first batch, of what `fit` was given."""
         strategy = binding.owner
+        hold_out(call)
         if isinstance(call["x"], PlannedData):
             return call["x"].first_shapes()
         feed = feed_lib.make_feed(
@@ -213,7 +215,11 @@ class Capture:
         self._catch_fit(binding, call)
 
     def _catch_fit(self, binding: Binding, call: Call) -> None:
+        if self.step is not None:
+            # The script has gone on, by an `except` or `finally` of its own.
+            raise Caught
         strategy, model = binding.owner, binding.model
+        self._check_devices(strategy.mesh)
         if call.name == "fit":
             batch = self._batch(binding, call)
         else:
@@ -242,8 +248,21 @@ class Capture:
         *,
         is_update: bool = False,
     ) -> None:
-        self.step = RunStep(runner, fn, args, kwargs)
+        if self.step is None:
+            self._check_devices(runner._mesh)
+            self.step = RunStep(runner, fn, args, kwargs)
         raise Caught
+
+    def _check_devices(self, mesh: ReplicaMesh) -> None:
+        if not set(mesh.devices) <= set(self._devices):
+            raise PlanError(
+                "The strategies that are planned are "
+                f"{', '.join(cls.__name__ for cls in _CLASSES)}, which become "
+                "the slice's. Received: a step of another one, over "
+                f"{len(mesh.devices)} of {mesh.devices[0].device_kind!r}, as "
+                "of the default strategy or of `TPUStrategy.for_topology`. "
+                "Train in the scope of one of them."
+            )
 
     def _check_batch(self, batch: Any) -> None:
         if not jax.tree.leaves(batch):

@@ -145,6 +145,10 @@ def _run_script(capture: Any, request: Request) -> Any:
                     f"The script ended itself with {error.code!r} before it "
                     "trained a model."
                 ) from error
+        except Exception:
+            # After its first step a script may fail: in a `finally`, say.
+            if capture.step is None:
+                raise
     if capture.step is None:
         raise PlanError(
             "A plan is for the first training step of a script. Received: "

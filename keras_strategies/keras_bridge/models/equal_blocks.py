@@ -7,13 +7,17 @@ one.
 
 import dataclasses
 import itertools
-import json
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
 from keras import tree
+
+from keras_strategies.keras_bridge.models.call_kinds import (
+    is_of_keras,
+    kind_of_call,
+)
 
 MIN_BLOCKS = 4
 """The fewest repetitions that count as blocks."""
@@ -84,10 +88,22 @@ def find_blocks(model: keras.Model) -> Blocks | None:
     return max(blocks, key=lambda b: len(b) * b.num_entries, default=None)
 
 
-def _functional_parts(model: keras.Model) -> Iterator[Any]:
-    for part in model._flatten_layers():
-        if part.built and _graph_of(part) is not None:
-            yield part
+def _functional_parts(model: Any) -> Iterator[Any]:
+    """A model and those in its graph, all of which do what the graph says.
+
+    Others that a layer holds cannot be replaced by shorter ones.
+    """
+    if not model.built or _graph_of(model) is None or _has_own_call(model):
+        return
+    yield model
+    for layer in model.layers:
+        if isinstance(layer, keras.Model):
+            yield from _functional_parts(layer)
+
+
+def _has_own_call(model: Any) -> bool:
+    """Whether a functional or sequential model does something else."""
+    return not is_of_keras(type(model).call)
 
 
 def _graph_of(model: Any) -> Any:
@@ -123,62 +139,8 @@ def _nodes_of(model: Any) -> Iterator[_Node]:
                 operation,
                 tuple(map(id, node.input_tensors)),
                 tuple(map(id, node.output_tensors)),
-                (
-                    _kind_of(operation),
-                    tuple(map(_spec, node.input_tensors)),
-                    tuple(map(_spec, node.output_tensors)),
-                ),
+                kind_of_call(node),
             )
-
-
-def _spec(tensor: Any) -> tuple[Any, ...]:
-    return tuple(tensor.shape), str(tensor.dtype)
-
-
-def _kind_of(operation: Any) -> tuple[Any, ...]:
-    variables = tuple(
-        (tuple(v.shape), str(v.dtype), v.trainable)
-        for v in getattr(operation, "variables", ())
-    )
-    try:
-        config = _nameless(operation.get_config())
-        text = json.dumps(config, sort_keys=True, default=repr)
-    except Exception:
-        # Of somebody's layer: its variables tell most.
-        text = ""
-    modes: tuple[Any, ...] = ()
-    if isinstance(operation, keras.layers.Layer):
-        inner = operation._flatten_layers()
-        modes = tuple(map(_remat_of, inner))
-        # A functional model's config has names in its graph.
-        named = [(x, *getattr(x, "operations", ())) for x in inner]
-        names = dict.fromkeys(x.name for group in named for x in group)
-        for number, name in enumerate(names):
-            text = text.replace(json.dumps(name), f'"part {number}"')
-    return type(operation), variables, text, modes
-
-
-def is_computed_again(layer: keras.layers.Layer) -> bool:
-    """Whether a layer is computed again, by a `keras.RematScope`."""
-    return _remat_of(layer) not in ((), (False,))
-
-
-def _remat_of(layer: Any) -> tuple[Any, ...]:
-    """How a layer is computed again in the backward pass."""
-    remat = layer._remat_mode
-    if remat is None or remat.mode is None:
-        return ()
-    if remat.mode == "list_of_layers":
-        return (layer.name in remat.layer_names,)
-    return remat.mode, remat.output_size_threshold
-
-
-def _nameless(config: Any) -> Any:
-    if isinstance(config, dict):
-        return {k: _nameless(v) for k, v in config.items() if k != "name"}
-    if isinstance(config, list | tuple):
-        return [_nameless(v) for v in config]
-    return config
 
 
 def _repetitions(kinds: Sequence[Any]) -> Iterator[tuple[int, int, int]]:

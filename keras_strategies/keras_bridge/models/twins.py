@@ -7,9 +7,11 @@ from typing import Any
 import keras
 
 from keras_strategies._core.attributes import attribute_set
+from keras_strategies.keras_bridge.models.call_kinds import (
+    is_computed_again,
+)
 from keras_strategies.keras_bridge.models.equal_blocks import (
     Blocks,
-    is_computed_again,
     shortened,
 )
 

@@ -93,13 +93,24 @@ class Measuring:
         self.blocks: tuple[int, int, int] | None = None
         if count >= MANY_BLOCKS and not is_whole:
             self.blocks = (FEW_BLOCKS, 2 * FEW_BLOCKS, count)
-        variants = self.blocks[:2] if self.blocks else (None,)
 
         def begin(number: int, blocks: int | None) -> Any:
             lowered = step.lower(number, blocks)
             return compiler.submit(lowered, devices, is_full=is_full)
 
-        self._running = [[begin(r, b) for b in variants] for r in rows]
+        def begin_all() -> Any:
+            variants = self.blocks[:2] if self.blocks else (None,)
+            return [[begin(r, b) for b in variants] for r in rows]
+
+        try:
+            self._running = begin_all()
+        except Exception:
+            if self.blocks is None:
+                raise
+            # A short model is not to be made: an optimizer has no config, or
+            # a loss has the name of a block. The model itself is there.
+            self.blocks = None
+            self._running = begin_all()
 
     def outcomes(self) -> list[Outcome]:
         """The figures for each number of rows, once all is compiled."""

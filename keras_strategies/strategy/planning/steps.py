@@ -12,10 +12,12 @@ from keras import tree
 
 from keras_strategies._core.jaxprs.flops import flops_of
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.keras_bridge.models.call_kinds import (
+    is_computed_again,
+)
 from keras_strategies.keras_bridge.models.equal_blocks import (
     Blocks,
     find_blocks,
-    is_computed_again,
 )
 from keras_strategies.keras_bridge.models.twins import (
     has_own_step,
@@ -196,12 +198,17 @@ class FitStep:
         dtype = jax.dtypes.canonicalize_dtype(trunk.dtype)
         if self.mesh.num_replicas == 1:
             return size * dtype.itemsize
-        weights = {
-            id(v): v
-            for x in blocks.segments[0]
-            for v in getattr(x, "trainable_variables", ())
-        }
-        gradients = _gradient_bytes(weights.values(), self.mesh)
+        first, second = (
+            {
+                id(v): v
+                for x in segment
+                for v in getattr(x, "trainable_variables", ())
+            }
+            for segment in blocks.segments[:2]
+        )
+        # Weights that blocks share are not another block's, too.
+        weights = [v for key, v in first.items() if key not in second]
+        gradients = _gradient_bytes(weights, self.mesh)
         return size * dtype.itemsize + gradients
 
     def _bytes(self, variables: Iterable[keras.Variable]) -> float:

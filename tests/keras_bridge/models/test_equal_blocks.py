@@ -299,9 +299,96 @@ def subclassed():
     return model
 
 
+class Repeated(layers.Layer):
+    """A layer whose config does not say what it does."""
+
+    def __init__(self, times, function=None, activation=None):
+        super().__init__()
+        self.times, self.function = times, function
+        self.inner = layers.Dense(8, activation=activation)
+
+    def build(self, shape):
+        self.inner.build(shape)
+
+    def call(self, x):
+        for _ in range(self.times):
+            x = self.inner(x)
+        return x
+
+    def get_config(self):
+        return super(layers.Layer, self).get_config()
+
+
+class OwnCall(keras.Model):
+    def call(self, x, training=False):
+        return super().call(x) + keras.ops.sum(x)
+
+
+class Around(layers.Layer):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def call(self, x):
+        return self.model(x)
+
+
+def chained(make, kind=keras.Model):
+    x = inputs = keras.Input((5, 8))
+    for number in range(COUNT):
+        x = make(number)(x)
+    return kind(inputs, x)
+
+
+def of_layers_that_differ_in_an_attribute():
+    return chained(lambda number: Repeated(1 + number))
+
+
+def of_layers_that_differ_inside():
+    names = ("relu", "gelu", "tanh", "silu", "relu", "elu")
+    return chained(lambda number: Repeated(1, activation=names[number]))
+
+
+def of_layers_that_differ_in_a_function():
+    return chained(lambda number: Repeated(1, lambda x: x + number))
+
+
+def of_calls_that_differ():
+    x = inputs = keras.Input((5, 8))
+    for number in range(COUNT):
+        attention = layers.MultiHeadAttention(2, 4)
+        x = attention(x, x, use_causal_mask=number > 2)
+    return keras.Model(inputs, x)
+
+
+def with_a_call_of_its_own():
+    return chained(lambda number: Block(), OwnCall)
+
+
+def in_a_layer():
+    return keras.Sequential([keras.Input((5, 8)), Around(of_layers(8))])
+
+
+def in_python():
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.inner = of_layers(8)
+
+        def call(self, x):
+            return self.inner(x)
+
+    model = Model()
+    model(ROWS)
+    return model
+
+
 @pytest.mark.parametrize(
     "make",
     [
+        *(of_calls_that_differ, of_layers_that_differ_in_a_function),
+        *(of_layers_that_differ_inside, of_layers_that_differ_in_an_attribute),
+        *(with_a_call_of_its_own, in_a_layer, in_python),
         *(of_shared_layers, with_a_shared_part, with_every_output),
         *(with_dense_connections, of_growing_layers, of_different_layers),
         *(without_variables, subclassed, lambda: of_layers(3)),
@@ -310,6 +397,29 @@ def subclassed():
 )
 def test_without_repetitions_there_are_no_blocks(make):
     assert find_blocks(make()) is None
+
+
+def test_layers_without_a_config_are_blocks_if_they_hold_the_same():
+    model = chained(lambda number: Repeated(2, lambda x: x, "relu"))
+    assert len(find_blocks(model)) == COUNT
+
+
+def test_numbers_that_operations_compute_with_tell_no_blocks_apart():
+    x = inputs = keras.Input((5, 8))
+    for number in range(COUNT):
+        x = layers.Dense(8)(x) * (0.5 + number)
+    assert len(find_blocks(keras.Model(inputs, x))) == COUNT
+
+
+def test_a_layer_may_have_the_name_of_an_argument():
+    names = ["activation", *map(str, range(COUNT))]
+
+    def make(number):
+        block = Repeated(2)
+        block.inner = layers.Dense(8, name=names[number])
+        return block
+
+    assert len(find_blocks(chained(make))) == COUNT
 
 
 def test_four_repetitions_are_blocks():

@@ -1,5 +1,7 @@
 """Steps of models that are planned by shorter ones."""
 
+import random
+
 import jax
 import keras
 import pytest
@@ -36,3 +38,35 @@ def test_a_model_for_any_number_of_tokens_is_planned_by_its_blocks():
     for kind in ("weights", "slots", "gradients"):
         assert short.memory[kind] == pytest.approx(whole.memory[kind])
     assert short.bytes_in_all == pytest.approx(whole.bytes_in_all, rel=0.25)
+
+
+def test_models_after_a_plan_have_the_seeds_that_they_would_have_had():
+    def drawn(is_planned):
+        keras.utils.set_random_seed(3)
+        if is_planned:
+            tokens = jax.ShapeDtypeStruct((4, 32), "int32")
+            strategy.plan(make_model, (tokens, tokens), cache=False)
+        return random.random()
+
+    strategy = ks.MirroredStrategy(jax.devices("cpu")[:1])
+    assert drawn(True) == drawn(False)
+
+
+class WithoutConfig(keras.optimizers.SGD):
+    def __init__(self, rate, other):
+        super().__init__(rate)
+        self.other = other
+
+
+def test_a_model_that_cannot_be_made_shorter_is_compiled_whole():
+    def make():
+        model = make_model()
+        model.compile(WithoutConfig(0.1, 2), model.loss)
+        return model
+
+    strategy = ks.MirroredStrategy(jax.devices("cpu")[:1])
+    tokens = jax.ShapeDtypeStruct((4, 32), "int32")
+    given = {"strategies": "replicated", "cache": False}
+    (step,) = strategy.plan(make, (tokens, tokens), **given).steps
+    assert step.error is None
+    assert step.blocks is None
