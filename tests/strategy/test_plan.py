@@ -92,6 +92,15 @@ def test_deep_models_are_extrapolated_from_a_few_blocks():
     assert few.bytes_in_all == pytest.approx(whole.bytes_in_all, rel=0.05)
 
 
+def test_models_whose_gradients_are_accumulated_are_compiled_whole():
+    def make():
+        adam = keras.optimizers.Adam(gradient_accumulation_steps=4)
+        return make_model(depth=12, optimizer=adam)
+
+    (step,) = mirrored(2).plan(make, BATCH, strategies="slots", **QUIET).steps
+    assert step.blocks is None
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

@@ -133,11 +133,12 @@ class Capture:
             layout = Layout()
             if partitioner is not None:
                 layout = layout_of(partitioner)
-        elif assignment is not None and layout.cores == 1:
+        elif layout.cores == 1 and (assignment or named.get("layout_map")):
             raise PlanError(
-                "A script with a `device_assignment` says how many cores a "
-                f"replica has. Received: the layout '{layout}'. Leave "
-                "--layout out, or name one with 'model:N'."
+                "A script with a `device_assignment` or a `layout_map` says "
+                "what the cores of a replica divide. Received: the layout "
+                f"'{layout}', which has none. Leave --layout out, or name one "
+                "with 'model:N'."
             )
         partitioner = layout.variable_partitioner
         if assignment is not None and layout.cores == 1:

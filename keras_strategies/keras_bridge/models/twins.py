@@ -69,6 +69,15 @@ def has_own_step(model: keras.Model) -> bool:
     return any(_has_own(type(model), name) for name in _OF_A_STEP)
 
 
+def accumulates(model: keras.Model) -> bool:
+    """Whether a model's optimizer updates after several steps.
+
+    What its branch needs does not grow as its blocks do.
+    """
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    return bool(getattr(optimizer, "gradient_accumulation_steps", None))
+
+
 def shorter_twin(
     model: keras.Model, blocks: Blocks, number: int
 ) -> keras.Model:

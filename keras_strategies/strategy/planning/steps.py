@@ -20,6 +20,7 @@ from keras_strategies.keras_bridge.models.equal_blocks import (
     find_blocks,
 )
 from keras_strategies.keras_bridge.models.twins import (
+    accumulates,
     has_own_step,
     is_rematerialized,
     rematerialized,
@@ -108,7 +109,8 @@ class FitStep:
         parts = keras.utils.unpack_x_y_sample_weight(self._batch)
         self.tokens = _tokens(parts[0])
         builder_of(model)(parts)
-        self.blocks = None if has_own_step(model) else find_blocks(model)
+        is_whole = has_own_step(model) or accumulates(model)
+        self.blocks = None if is_whole else find_blocks(model)
         layers = None if self.blocks is None else self.blocks.layers
         self.keeps_nothing_else = layers is not None and all(
             map(is_computed_again, layers)
