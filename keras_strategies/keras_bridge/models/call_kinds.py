@@ -1,4 +1,4 @@
-"""What is equal for calls of operations that compute the same."""
+"""Kinds of calls: those of one kind compute the same."""
 
 import inspect
 import json
