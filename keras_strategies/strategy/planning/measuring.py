@@ -132,7 +132,7 @@ class Measuring:
         first, second = bytes_needed(few), bytes_needed(many)
         if first is not None and second is not None:
             num_few, num_many, count = self.blocks
-            slope = max((second - first) / (num_many - num_few), each)
+            slope = max((second - first) / (num_many - num_few), each[0])
             needed = second + slope * (count - num_many)
         return DoesNotFit("A part of the model does not fit.", needed)
 
@@ -141,7 +141,7 @@ def extrapolated(
     few: Figures,
     many: Figures,
     blocks: tuple[int, int, int],
-    block_bytes: float,
+    block_bytes: tuple[float, float],
     *,
     is_all: bool,
 ) -> Figures:
@@ -151,18 +151,18 @@ def extrapolated(
       few: Figures of the shortest.
       many: Figures of the other one.
       blocks: Of how many blocks they are, and the deep model.
-      block_bytes: Temporaries that each block adds at least. In short models
-        those of other layers hide them.
-      is_all: Whether they are all that a block adds. The line through two
-        models would carry every difference of a few arrays far.
+      block_bytes: Temporaries that each block adds at least, and with all of
+        its gradients. In short models those of other layers hide them.
+      is_all: Whether a block adds no others. The line through two models
+        would carry every difference of a few arrays far.
     """
     num_few, num_many, count = blocks
     share = (count - num_few) / (num_many - num_few)
     line = few.combined(1 - share, many, share)
-    base = many.temporary_bytes
+    least, most = block_bytes
+    base, before = many.temporary_bytes, few.temporary_bytes
+    slope = max((base - before) / (num_many - num_few), least)
     if is_all:
-        base = max(base, few.temporary_bytes)
-    temporary = base + (count - num_many) * block_bytes
-    if not is_all:
-        temporary = max(temporary, line.temporary_bytes)
+        base, slope = max(base, before), min(slope, most)
+    temporary = base + (count - num_many) * slope
     return dataclasses.replace(line, temporary_bytes=temporary)

@@ -74,9 +74,9 @@ class RunStep:
         """Unknown: what of it is done again cannot be told."""
         return None
 
-    def block_bytes(self, rows: int) -> float:
+    def block_bytes(self, rows: int) -> tuple[float, float]:
         """None: it has no blocks."""
-        return 0.0
+        return 0.0, 0.0
 
     def state_bytes(self) -> Mapping[str, float]:
         """Bytes of a device: weights, slots, other and gradients.

@@ -75,8 +75,9 @@ class Step(Protocol):
         """Bytes of a device: weights, slots, other and gradients."""
         ...
 
-    def block_bytes(self, rows: int) -> float:
-        """Bytes of a device that each block adds at least, in between."""
+    def block_bytes(self, rows: int) -> tuple[float, float]:
+        """Bytes of a device that each block adds at least, in between, and
+        with all of its gradients."""
         ...
 
 
@@ -183,23 +184,23 @@ class FitStep:
             "gradients": _gradient_bytes(weights, self.mesh),
         }
 
-    def block_bytes(self, rows: int) -> float:
-        """Bytes of a device that each block adds at least, in between.
+    def block_bytes(self, rows: int) -> tuple[float, float]:
+        """Bytes of a device that each block adds at least, in between, and
+        with all of its gradients.
 
-        What it takes, for the backward pass, and gradients that replicas sum.
-        Of one replica none is kept: each is used up as soon as it is there.
+        At least what it takes, for the backward pass, and gradients that
+        replicas divide, which wait for each other. A whole one may be used up
+        as soon as it is there.
         """
         blocks = self.blocks
         if blocks is None:
-            return 0.0
+            return 0.0, 0.0
         operation, index = blocks.trunks[0]
         trunk = tree.flatten(operation.output)[index]
         # Of a model for any number of tokens.
         sizes = [self.tokens or 1 if n is None else n for n in trunk.shape[1:]]
         size = math.prod(sizes) * rows / self.mesh.num_replicas
         dtype = jax.dtypes.canonicalize_dtype(trunk.dtype)
-        if self.mesh.num_replicas == 1:
-            return size * dtype.itemsize
         first, second = (
             {
                 id(v): v
@@ -210,8 +211,12 @@ class FitStep:
         )
         # Weights that blocks share are not another block's, too.
         weights = [v for key, v in first.items() if key not in second]
-        gradients = _gradient_bytes(weights, self.mesh)
-        return size * dtype.itemsize + gradients
+        kept = size * dtype.itemsize
+        divided = [v for v in weights if _is_divided(v, self.mesh)]
+        return (
+            kept + _gradient_bytes(divided, self.mesh),
+            kept + _gradient_bytes(weights, self.mesh),
+        )
 
     def _bytes(self, variables: Iterable[keras.Variable]) -> float:
         return sum(
@@ -256,3 +261,11 @@ def _gradient_bytes(
         )
         total += _bytes_on_device(shape)
     return total
+
+
+def _is_divided(variable: keras.Variable, mesh: ReplicaMesh) -> bool:
+    """Whether replicas divide a weight's gradient."""
+    held = shardings.placement_of(variable)
+    if held is None or held.mesh is not mesh:
+        return False
+    return mesh.axis in held.of_slots.spec

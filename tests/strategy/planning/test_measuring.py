@@ -55,7 +55,7 @@ def test_bytes_of_what_does_not_fit_are_as_the_compiler_says():
 def test_deep_models_are_on_the_line_of_two_short_ones():
     few = figures(argument_bytes=20.0, flops=50.0, counts={"all-gather": 4})
     many = figures(argument_bytes=30.0, flops=90.0, counts={"all-gather": 8})
-    found = extrapolated(few, many, (2, 4, 32), 0.0, is_all=False)
+    found = extrapolated(few, many, (2, 4, 32), (0.0, 0.0), is_all=False)
     assert found.argument_bytes == 20.0 + 30 * 5
     assert found.flops == 50.0 + 30 * 20
     assert found.counts == {"all-gather": 64}
@@ -70,8 +70,9 @@ def test_deep_models_are_on_the_line_of_two_short_ones():
         # Other layers hide what blocks need.
         (10.0, 10.0, 2.0, False, 10.0 + 28 * 2),
         (10.0, 8.0, 0.0, False, 8.0),
-        # All that it adds is known.
-        (10.0, 16.0, 1.0, True, 16.0 + 28),
+        # It adds between 1 and 2.
+        (10.0, 16.0, 1.0, True, 16.0 + 28 * 2),
+        (10.0, 13.0, 1.0, True, 13.0 + 28 * 1.5),
         (10.0, 8.0, 1.0, True, 10.0 + 28),
     ],
 )
@@ -79,7 +80,8 @@ def test_blocks_add_what_they_keep(
     of_few, of_many, block_bytes, is_all, expected
 ):
     few, many = sized(of_few), sized(of_many)
-    found = extrapolated(few, many, (2, 4, 32), block_bytes, is_all=is_all)
+    each = block_bytes, 2 * block_bytes
+    found = extrapolated(few, many, (2, 4, 32), each, is_all=is_all)
     assert found.temporary_bytes == expected
 
 

@@ -85,7 +85,7 @@ class Step:
         return {name: size * GIB for name, size in sizes.items()}
 
     def block_bytes(self, rows):
-        return 0.0
+        return 0.0, 0.0
 
     def with_remat(self):
         return self.remat
