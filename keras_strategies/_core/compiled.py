@@ -143,7 +143,7 @@ def compile_program(
     start = time.perf_counter()
     lowered = lower()
     middle = time.perf_counter()
-    with _unwritten() if mesh.is_abstract else contextlib.nullcontext():
+    with without_jax_cache() if mesh.is_abstract else contextlib.nullcontext():
         executable = lowered.compile(compiler_options=options and dict(options))
     return CompiledProgram(
         name=name,
@@ -156,9 +156,10 @@ def compile_program(
 
 
 @contextlib.contextmanager
-def _unwritten() -> Iterator[None]:
+def without_jax_cache() -> Iterator[None]:
     """Keeps programs out of JAX's cache on disk.
 
+    Held around compilations at once, which would restore it for each other.
     jax 0.10 writes those for devices that are not there, and cannot read them
     again: it warns, and compiles anew.
     """

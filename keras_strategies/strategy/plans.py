@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
+from keras_strategies._core.compiled import without_jax_cache
 from keras_strategies.strategy import current
 from keras_strategies.strategy.runtime import Runtime
 
@@ -135,7 +136,7 @@ class Plans:
         done: list[PlannedStep] = []
         try:
             with (
-                compiling.without_jax_cache(),
+                without_jax_cache(),
                 _seeds_kept(),
                 _shown(done, progress) as on_stage,
             ):

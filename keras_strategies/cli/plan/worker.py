@@ -35,6 +35,7 @@ def main(words: list[str]) -> None:
 
 
 def _planned(request: Request) -> dict[str, Any]:
+    from keras_strategies._core.compiled import without_jax_cache
     from keras_strategies.strategy.planning import compiling, planner
 
     if request.function:
@@ -50,7 +51,7 @@ def _planned(request: Request) -> dict[str, Any]:
     )
     folder = compiling.cache_folder() if request.cache else None
     compiler = compiling.Compiler(folder=folder)
-    with compiling.without_jax_cache():
+    with without_jax_cache():
         (planned,) = planner.planned(
             [candidate], compiler, effort, lambda candidate, stage: None
         )

@@ -9,13 +9,13 @@ import keras
 from keras_strategies._core.attributes import attribute_set
 from keras_strategies.keras_bridge.models.call_kinds import (
     is_computed_again,
+    is_of_keras,
 )
 from keras_strategies.keras_bridge.models.equal_blocks import (
     Blocks,
     shortened,
 )
 
-_KERAS = ("keras", "keras_hub")
 _OF_A_STEP = ("train_step", "compute_loss", "compute_metrics", "compile")
 
 
@@ -89,8 +89,7 @@ def shorter_twin(
 
 def _has_own(kind: type, name: str) -> bool:
     method = getattr(kind, name, None)
-    module = getattr(method, "__module__", None) or ""
-    return method is not None and module.split(".")[0] not in _KERAS
+    return method is not None and not is_of_keras(method)
 
 
 def _copy_modes(model: keras.Model, twin: keras.Model) -> None:

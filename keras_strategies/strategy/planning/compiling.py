@@ -13,7 +13,7 @@ import pathlib
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -101,21 +101,6 @@ def cache_folder() -> pathlib.Path | None:
         return pathlib.Path(base).expanduser() / _FOLDER / "plans"
     except RuntimeError:
         return None
-
-
-@contextlib.contextmanager
-def without_jax_cache() -> Iterator[None]:
-    """In which JAX writes no programs: those of absent devices it cannot read.
-
-    For whole plans: compilations at once would restore it for each other.
-    """
-    name = "jax_persistent_cache_min_compile_time_secs"
-    before = getattr(jax.config, name)
-    jax.config.update(name, 1e9)
-    try:
-        yield
-    finally:
-        jax.config.update(name, before)
 
 
 def _num_threads() -> int:

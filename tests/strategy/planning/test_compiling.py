@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from keras_strategies._core.compiled import without_jax_cache
 from keras_strategies.strategy.planning import compiling
 from keras_strategies.strategy.planning.compiling import Compiler
 from keras_strategies.strategy.planning.figures import DoesNotFit, Figures
@@ -207,6 +208,6 @@ def test_the_folder_is_the_user_s(monkeypatch, tmp_path):
 def test_jax_s_own_cache_is_as_before_afterwards():
     name = "jax_persistent_cache_min_compile_time_secs"
     before = getattr(jax.config, name)
-    with compiling.without_jax_cache():
+    with without_jax_cache():
         assert getattr(jax.config, name) == 1e9
     assert getattr(jax.config, name) == before
