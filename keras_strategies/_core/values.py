@@ -84,6 +84,8 @@ class PerReplica(DistributedValues):
         """The components, on the first device of each; no collective."""
         if self.layout == PARTS:
             return self.arrays
+        if isinstance(self.arrays[0], jax.ShapeDtypeStruct):
+            return self._shapes_of_components(self.arrays[0])
         if self.layout == LOCAL:
             raise RuntimeError(
                 "The components of a value that is being merged are on "
@@ -107,6 +109,16 @@ class PerReplica(DistributedValues):
         for shard in array.addressable_shards:
             shards.setdefault(shard.index[0].start or 0, shard.data)
         return sorted(shards.items(), key=lambda shard: shard[0])
+
+    def _shapes_of_components(
+        self, whole: jax.ShapeDtypeStruct
+    ) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The components of a value that is a shape alone, of all replicas."""
+        sharding: Any = whole.sharding
+        length, *rest = sharding.shard_shape(whole.shape)
+        shape = (length, *rest) if self.layout == ROWS else tuple(rest)
+        component = jax.ShapeDtypeStruct(shape, whole.dtype)
+        return (component,) * (whole.shape[0] // (length or 1))
 
     def __reduce__(self) -> Any:
         # An array over devices comes back from a pickle on one of them.

@@ -127,11 +127,21 @@ class Runner:
         kwargs: dict[str, Any],
     ) -> Any:
         """Lowers the program of a call; see `Strategy.compile_run`."""
+        return self.lowered(fn, args, kwargs)[0]
+
+    def lowered(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> tuple[Any, list[Any]]:
+        """Lowers the program of a call; also returns what it writes."""
         current.check_not_mixing(self._strategy)
         call, leaves = _flattened(fn, args, kwargs)
         given = [run_shapes.argument(leaf, self._mesh) for leaf in leaves]
         with self._lock:
-            return self._make(call, given).lower(_arrays(given))
+            program = self._make(call, given)
+            return program.lower(_arrays(given)), program.written
 
     def debugging(self) -> contextlib.AbstractContextManager[None]:
         """Runs functions eagerly in this thread while the block runs."""

@@ -11,6 +11,7 @@ _MOST_CHIPS = 2**17
 _NAME = re.compile(
     r"[A-Za-z0-9]+:(?P<shape>\d+(x\d+){1,2})(_twisted|_untwisted)?"
 )
+_IN_USE = "libtpu multi-process lockfile"
 _EXAMPLES = "'v5e:4x4', 'v5p:2x2x2', 'v6e:4x4' or 'tpu7x:2x2x1'"
 
 
@@ -43,6 +44,14 @@ def devices_by_name(
         )
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0]
+        if _IN_USE in reason:
+            raise RuntimeError(
+                "libtpu, which compiles for TPUs, serves one process of a "
+                f"machine at a time. Received: name={name!r}, while another "
+                "process has it. Wait for that one, or set the environment "
+                "variable ALLOW_MULTIPLE_LIBTPU_LOAD=1 on a machine that has "
+                "no TPU."
+            ) from error
         raise ValueError(_unknown(name, num_slices, reason)) from error
     except RuntimeError as error:
         raise ImportError(
@@ -59,5 +68,5 @@ def _unknown(name: Any, num_slices: int, reason: str) -> str:
         "There is no such TPU slice to compile for. A name is a generation "
         "and the chips in each dimension, and there is one slice or more. "
         f"Received: {name!r}{slices} ({reason}). "
-        f"Write for example {_EXAMPLES}, in one process at a time."
+        f"Write for example {_EXAMPLES}."
     )

@@ -158,6 +158,88 @@ def test_a_loop_is_caught_at_its_first_run(tmp_path, data, rows):
     assert held["weights"] == 4 * (40 * 30 + 30)
 
 
+def test_components_of_a_planned_batch_are_their_shapes(tmp_path):
+    loop = """
+data = strategy.experimental_make_numpy_dataset((x, y)).batch(20)
+data = strategy.experimental_distribute_dataset(data)
+for batch in data:
+    parts = strategy.experimental_local_results(batch)
+    assert len(parts) == strategy.num_replicas_in_sync
+    assert parts[0][0].shape == batch[0].values[0].shape == (3, 40)
+    strategy.run(step, args=(batch,))
+"""
+    assert caught(tmp_path, LOOP + loop).step.rows == 24
+
+
+def test_a_batch_of_values_that_a_function_makes(tmp_path):
+    loop = """
+def made(context):
+    return x[:5], y[:5], np.float32(0.1)
+values = strategy.experimental_distribute_values_from_function(made)
+assert strategy.experimental_local_results(values)[0][2].shape == ()
+strategy.run(lambda values: step(values[:2]), args=(values,))
+"""
+    step = caught(tmp_path, LOOP + loop).step
+    assert step.rows == 8 * 5
+    assert "tensor<8x5x40xf32>" in step.lower(40, None).as_text()
+    assert "tensor<8x15x40xf32>" in step.lower(120, None).as_text()
+
+
+def test_a_run_that_trains_nothing_is_told(tmp_path):
+    call = "\nstrategy.run(lambda: keras.ops.sum(model.weights[0]))"
+    capture = caught(tmp_path, LOOP + call)
+    capture.step.lower(8, None)
+    assert "'<lambda>', which writes none of" in capture.step.note
+    trained = "\nstrategy.run(step, args=((x[:4], y[:4]),))"
+    capture = caught(tmp_path, LOOP + trained)
+    capture.step.lower(8, None)
+    assert not capture.step.note
+
+
+def test_a_step_is_planned_in_the_contexts_of_its_script(tmp_path):
+    def text_of(call):
+        capture = caught(
+            tmp_path,
+            HEAD + "import jax\n" + MIRRORED + call,
+            plan=lambda step, layout: step.lower(step.rows, None).as_text(),
+        )
+        assert capture.error is None
+        return capture.planned
+
+    highest = "with jax.default_matmul_precision('highest'):\n"
+    assert "HIGHEST" in text_of(f"{highest}    model.fit(x, y)")
+    assert "HIGHEST" not in text_of("model.fit(x, y)")
+
+
+def test_an_error_while_planning_is_not_the_scripts(tmp_path):
+    def fail(step, layout):
+        raise ValueError("of the plan")
+
+    text = "try:\n    model.fit(x, y)\nexcept Exception:\n    print(1 / 0)"
+    capture = caught(tmp_path, MIRRORED + text, plan=fail)
+    assert "of the plan" in str(capture.error)
+
+
+def test_short_twins_of_a_scripts_model_have_no_values(tmp_path):
+    deep = """
+with strategy.scope():
+    model = keras.Sequential(
+        [keras.Input((40,)), *[keras.layers.Dense(40) for _ in range(9)]]
+    )
+    model.compile("sgd", "mse")
+model.fit(x, x)
+"""
+
+    def plan(step, layout):
+        step.lower(step.rows, 2)
+        return step._models[2]
+
+    twin = caught(tmp_path, MIRRORED + deep, plan=plan).planned
+    assert len(twin.layers) == 2
+    with pytest.raises(RuntimeError, match="has a shape and no value"):
+        twin.get_weights()
+
+
 def test_arrays_are_passed_whole(tmp_path):
     call = "\nstrategy.run(step, args=((x[:4], y[:4]),))"
     text = caught(tmp_path, LOOP + call).step.lower(8, None).as_text()

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import keras
@@ -27,6 +27,7 @@ from keras_strategies.keras_bridge.loops.binding import Binding
 from keras_strategies.keras_bridge.loops.loop_call import Call
 from keras_strategies.keras_bridge.steps.lower_step import shape_of
 from keras_strategies.keras_bridge.variables.abstract_models import abstract
+from keras_strategies.strategy import reducing
 from keras_strategies.strategy.planning.candidates import Layout, layout_of
 from keras_strategies.strategy.planning.fit_candidates import mesh_of
 from keras_strategies.strategy.planning.run_step import RunStep
@@ -60,9 +61,14 @@ class Capture:
       layout_map: For replicas of several cores.
       is_per_replica: Whether the script's batches are each replica's; else
         they are global.
+      plan: Called with the step and its layout in words while the script is
+        at it, so that contexts around its `fit` count (a precision of
+        products, say); None: nothing is.
 
     Attributes:
       step: The step that was caught.
+      planned: What `plan` returned; None: it was not called, or raised.
+      error: What it raised.
       model: Its model; None for that of a loop of one's own.
       layout: How models lie on the devices, in words.
     """
@@ -74,8 +80,12 @@ class Capture:
         *,
         layout_map: Any = None,
         is_per_replica: bool = False,
+        plan: Callable[[Step, str], Any] | None = None,
     ) -> None:
         self.step: Step | None = None
+        self.planned: Any = None
+        self.error: BaseException | None = None
+        self._plan = plan
         self.model: keras.Model | None = None
         self.layout = "replicated"
         self._devices, self._layout = devices, layout
@@ -99,6 +109,7 @@ class Capture:
                 self._from_function,
             ),
             (Strategy, "experimental_distribute_values_from_function", _values),
+            (Strategy, "experimental_local_results", _local_results),
             (Binding, "_fit", self._fit),
             (Binding, "_train_on_batch", self._train_on_batch),
             (Binding, "_evaluate", _refuser("evaluate")),
@@ -237,7 +248,19 @@ class Capture:
 
         self._check_batch(batch)
         self.model = model
-        self.step = FitStep(model, strategy.mesh, builder_of, making, batch)
+        self._catch(
+            FitStep(model, strategy.mesh, builder_of, making, batch)
+        )
+
+    def _catch(self, step: Step) -> NoReturn:
+        """Plans a step, and ends the script."""
+        self.step = step
+        if self._plan is not None:
+            try:
+                self.planned = self._plan(step, self.layout)
+            except BaseException as error:
+                # The script's own `except` is not to see it.
+                self.error = error
         raise Caught
 
     def _run(
@@ -249,10 +272,10 @@ class Capture:
         *,
         is_update: bool = False,
     ) -> None:
-        if self.step is None:
-            self._check_devices(runner._mesh)
-            self.step = RunStep(runner, fn, args, kwargs)
-        raise Caught
+        if self.step is not None:
+            raise Caught
+        self._check_devices(runner._mesh)
+        self._catch(RunStep(runner, fn, args, kwargs))
 
     def _check_devices(self, mesh: ReplicaMesh) -> None:
         if not set(mesh.devices) <= set(self._devices):
@@ -315,6 +338,11 @@ def _values(strategy: Strategy, value_fn: Any) -> Any:
         return values.PerReplica.of(stacked, values.STACKED)
 
     return jax.tree.map(stand_in, made)
+
+
+def _local_results(strategy: Strategy, value: Any) -> Any:
+    """The components of all replicas, of batches their shapes."""
+    return reducing.local_results(value, strategy.mesh)
 
 
 def _refuser(name: str) -> Callable[..., None]:

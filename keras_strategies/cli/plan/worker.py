@@ -11,7 +11,7 @@ import pathlib
 import runpy
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from keras_strategies.cli.plan.request import Request, shape_and_dtype
@@ -38,10 +38,6 @@ def _planned(request: Request) -> dict[str, Any]:
     from keras_strategies._core.compiled import without_jax_cache
     from keras_strategies.strategy.planning import compiling, planner
 
-    if request.function:
-        candidate = _of_function(request)
-    else:
-        candidate = _of_script(request)
     is_full = {"auto": None, "low": False, "full": True}[request.effort]
     effort = planner.Effort(
         is_full=is_full,
@@ -51,15 +47,21 @@ def _planned(request: Request) -> dict[str, Any]:
     )
     folder = compiling.cache_folder() if request.cache else None
     compiler = compiling.Compiler(folder=folder)
-    with without_jax_cache():
-        (planned,) = planner.planned(
-            [candidate], compiler, effort, lambda candidate, stage: None
-        )
-    return planned.to_json()
+
+    def plan(candidate: planner.Candidate) -> dict[str, Any]:
+        with without_jax_cache():
+            (planned,) = planner.planned(
+                [candidate], compiler, effort, lambda candidate, stage: None
+            )
+        return planned.to_json()
+
+    if request.function:
+        return plan(_of_function(request))
+    return _of_script(request, plan)
 
 
-def _of_script(request: Request) -> Any:
-    """The candidate of a script."""
+def _of_script(request: Request, plan: Callable[[Any], Any]) -> Any:
+    """Plans the candidate of a script, where the script is caught."""
     from keras_strategies.strategy.planning.candidates import Layout, layout_of
     from keras_strategies.strategy.planning.planner import Candidate
     from keras_strategies.tpu.topology_devices import devices_by_name
@@ -67,15 +69,19 @@ def _of_script(request: Request) -> Any:
     devices = devices_by_name(request.topology)
     layout = layout_of(request.layout)
     is_own = request.is_default and layout == Layout()
-    capture = _captured(request, devices, None if is_own else layout)
-    step = capture.step
-    return Candidate(
-        topology=request.topology,
-        layout=capture.layout,
-        devices=step.mesh.devices,
-        num_replicas=step.mesh.num_replicas,
-        make=lambda: step,
-    )
+
+    def planned(step: Any, words: str) -> Any:
+        return plan(
+            Candidate(
+                topology=request.topology,
+                layout=words,
+                devices=step.mesh.devices,
+                num_replicas=step.mesh.num_replicas,
+                make=lambda: step,
+            )
+        )
+
+    return _captured(request, devices, None if is_own else layout, planned)
 
 
 def _of_function(request: Request) -> Any:
@@ -104,7 +110,9 @@ def _of_function(request: Request) -> Any:
     return candidate
 
 
-def _captured(request: Request, devices: Any, layout: Any) -> Any:
+def _captured(
+    request: Request, devices: Any, layout: Any, plan: Callable[..., Any]
+) -> Any:
     import dataclasses
 
     from keras_strategies.cli.plan.capture import Capture, PlanError
@@ -124,7 +132,11 @@ def _captured(request: Request, devices: Any, layout: Any) -> Any:
             )
         layout_map = transformer_layout(first.model, layout.cores)
         kwargs["layout_map"] = layout_map
-    return _run_script(Capture(devices, layout, **kwargs), request)
+    capture = Capture(devices, layout, plan=plan, **kwargs)
+    _run_script(capture, request)
+    if capture.error is not None:
+        raise capture.error
+    return capture.planned
 
 
 def _run_script(capture: Any, request: Request) -> Any:

@@ -183,6 +183,11 @@ class RunProgram:
         )
 
     @property
+    def written(self) -> list[keras.Variable]:
+        """The variables that the function writes."""
+        return [*self._written, *self._on_read]
+
+    @property
     def is_current(self) -> bool:
         """Whether the variables are as they were when it was traced."""
         return all(

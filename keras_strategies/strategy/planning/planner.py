@@ -228,10 +228,9 @@ class _Planning:
             (outcome,) = self._measuring(self._rows[:1], step=again).outcomes()
             after = bytes_needed(outcome)
         has_remat = again is None and self._step.blocks is not None
-        return dataclasses.replace(
-            row,
-            advice=advice_on(row, remat=(before, after), has_remat=has_remat),
-        )
+        advice = advice_on(row, remat=(before, after), has_remat=has_remat)
+        words = [text for text in (self._step.note, advice) if text]
+        return dataclasses.replace(row, advice=" ".join(words))
 
     def _flops(self, line: Line) -> float | None:
         rows = self._rows[0]

@@ -20,8 +20,8 @@ class Lowers(Protocol):
     _mesh: ReplicaMesh
     _strategy: Any
 
-    def lower(self, fn: Any, args: Any, kwargs: Any) -> Any:
-        """Lowers the program of a call."""
+    def lowered(self, fn: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
+        """Lowers the program of a call; also returns what it writes."""
         ...
 
 
@@ -41,31 +41,54 @@ class RunStep:
         self.blocks: Blocks | None = None
         self.keeps_nothing_else = False
         self.tokens: int | None = None
+        self.note = ""
         self._given = jax.tree.map(
             _as_passed, (tuple(args), dict(kwargs)), is_leaf=_is_leaf
         )
-        sizes = [
-            leaf.arrays[0].shape[0]
-            for leaf in jax.tree.leaves(self._given, is_leaf=_is_leaf)
-            if _is_rows(leaf)
-        ]
-        self.rows = max(sizes, default=self.mesh.num_replicas)
+        leaves = jax.tree.leaves(self._given, is_leaf=_is_leaf)
+        batches = [leaf for leaf in leaves if _is_rows(leaf)]
+        # Values that a function made for each replica may be its batch.
+        own = [leaf for leaf in leaves if _is_of_rows(leaf)]
+        replicas = self.mesh.num_replicas
+        self._own_rows = 0
+        if batches:
+            self.rows = max(leaf.arrays[0].shape[0] for leaf in batches)
+        elif own:
+            largest = max(own, key=lambda leaf: math.prod(leaf.arrays[0].shape))
+            self._own_rows = largest.arrays[0].shape[1]
+            self.rows = self._own_rows * replicas
+        else:
+            self.rows = replicas
 
     def lower(self, rows: int, blocks: int | None) -> Any:
         """Lowers it for a global batch of so many rows."""
 
         def scaled(leaf: Any) -> Any:
-            if not _is_rows(leaf):
+            if _is_rows(leaf):
+                dim = 0
+            elif self._own_rows and _is_of_rows(leaf, self._own_rows):
+                dim = 1
+            else:
                 return leaf
             array = leaf.arrays[0]
-            shape = (array.shape[0] * rows // self.rows, *array.shape[1:])
+            shape = list(array.shape)
+            shape[dim] = max(shape[dim] * rows // self.rows, 1)
             array = jax.ShapeDtypeStruct(
-                shape, array.dtype, sharding=array.sharding
+                tuple(shape), array.dtype, sharding=array.sharding
             )
-            return values.PerReplica.of(array, values.ROWS)
+            return values.PerReplica.of(array, leaf.layout)
 
         args, kwargs = jax.tree.map(scaled, self._given, is_leaf=_is_leaf)
-        return self._runner.lower(self._fn, args, kwargs)
+        lowered, written = self._runner.lowered(self._fn, args, kwargs)
+        trained = self._trained()
+        if trained and not {id(v) for v in written} & set(map(id, trained)):
+            name = getattr(self._fn, "__name__", "a function")
+            self.note = (
+                f"The script's first `run` calls {name!r}, which writes none "
+                "of the variables that are trained: it was planned, and not a "
+                "training step."
+            )
+        return lowered
 
     def with_remat(self) -> None:
         """None: it has no blocks."""
@@ -85,8 +108,7 @@ class RunStep:
         and have a trained one's shape count as slots.
         """
         variables = list(self._runner._strategy._runtime.registry)
-        trained = [v for v in variables if v.trainable]
-        shapes = {tuple(v.shape) for v in trained}
+        shapes = {tuple(v.shape) for v in self._trained()}
         found = {"weights": 0.0, "slots": 0.0, "other": 0.0, "gradients": 0.0}
         for variable in variables:
             if variable.shape is None:
@@ -103,6 +125,10 @@ class RunStep:
                 found["gradients"] += size
         return found
 
+    def _trained(self) -> list[keras.Variable]:
+        registry = self._runner._strategy._runtime.registry
+        return [v for v in registry if v.trainable]
+
     def _bytes(self, variable: keras.Variable) -> float:
         mesh = self.mesh
         sharding = shardings.sharding_of(variable, mesh)
@@ -117,6 +143,16 @@ def _is_leaf(leaf: Any) -> bool:
 
 def _is_rows(leaf: Any) -> bool:
     return isinstance(leaf, values.PerReplica) and leaf.layout == values.ROWS
+
+
+def _is_of_rows(leaf: Any, rows: int | None = None) -> bool:
+    """Whether each replica has its own array, of so many rows."""
+    if not isinstance(leaf, values.PerReplica):
+        return False
+    shape = leaf.arrays[0].shape
+    if leaf.layout != values.STACKED or len(shape) < 2:
+        return False
+    return rows is None or shape[1] == rows
 
 
 def _as_passed(leaf: Any) -> Any:

@@ -55,6 +55,7 @@ class Step(Protocol):
     tokens: int | None
     blocks: Blocks | None
     keeps_nothing_else: bool
+    note: str
 
     def lower(self, rows: int, blocks: int | None) -> Any:
         """Lowers it for a global batch of so many rows, and so many blocks."""
@@ -102,6 +103,7 @@ class FitStep:
     ) -> None:
         self._batch = jax.tree.map(shape_of, batch)
         self.mesh = mesh
+        self.note = ""
         self._builder_of, self._making = builder_of, making
         # Layers that are computed again in the backward pass.
         self._again: list[keras.layers.Layer] = []

@@ -4,6 +4,7 @@ import pytest
 
 from keras_strategies.strategy.planning.figures import DoesNotFit
 from keras_strategies.strategy.planning.measuring import (
+    BLOCK_OVERHEAD,
     Line,
     bytes_needed,
     extrapolated,
@@ -70,8 +71,8 @@ def test_deep_models_are_on_the_line_of_two_short_ones():
         # Other layers hide what blocks need.
         (10.0, 10.0, 2.0, False, 10.0 + 28 * 2),
         (10.0, 8.0, 0.0, False, 8.0),
-        # It adds between 1 and 2.
-        (10.0, 16.0, 1.0, True, 16.0 + 28 * 2),
+        # It adds between 1 and 2 MB, and room for small arrays.
+        (10.0, 26.0, 1.0, True, 26.0 + 28 * (2 + BLOCK_OVERHEAD / 1e6)),
         (10.0, 13.0, 1.0, True, 13.0 + 28 * 1.5),
         (10.0, 8.0, 1.0, True, 10.0 + 28),
     ],
@@ -79,10 +80,11 @@ def test_deep_models_are_on_the_line_of_two_short_ones():
 def test_blocks_add_what_they_keep(
     of_few, of_many, block_bytes, is_all, expected
 ):
-    few, many = sized(of_few), sized(of_many)
-    each = block_bytes, 2 * block_bytes
+    """Sizes in MB."""
+    few, many = sized(of_few * 1e6), sized(of_many * 1e6)
+    each = block_bytes * 1e6, 2 * block_bytes * 1e6
     found = extrapolated(few, many, (2, 4, 32), each, is_all=is_all)
-    assert found.temporary_bytes == expected
+    assert found.temporary_bytes == pytest.approx(expected * 1e6)
 
 
 def test_outcomes_grow_by_the_bytes_that_are_known():

@@ -71,6 +71,7 @@ class Step:
         self.tokens, self.blocks = 128, None
         self.efforts, self.remat = [], None
         self.keeps_nothing_else = False
+        self.note = ""
 
     def lower(self, rows, blocks):
         needed = 3 * GIB + rows / len(DEVICES) * self.of_row * GIB
