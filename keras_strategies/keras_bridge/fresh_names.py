@@ -22,3 +22,15 @@ def fresh_names() -> Iterator[None]:
         yield
     finally:
         global_state.set_global_attribute(_COUNTS, before)
+
+
+@contextlib.contextmanager
+def names_kept() -> Iterator[None]:
+    """After which Keras gives the names that it would have given before."""
+    before = global_state.get_global_attribute(_COUNTS)
+    if before is not None:
+        before = before.copy()
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute(_COUNTS, before)

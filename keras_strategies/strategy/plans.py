@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from keras_strategies._core.compiled import without_jax_cache
+from keras_strategies.keras_bridge.fresh_names import names_kept
 from keras_strategies.strategy import current
 from keras_strategies.strategy.runtime import Runtime
 
@@ -138,6 +139,7 @@ class Plans:
             with (
                 without_jax_cache(),
                 _seeds_kept(),
+                names_kept(),
                 _shown(done, progress) as on_stage,
             ):
                 for step in planner.planned(

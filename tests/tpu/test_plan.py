@@ -89,7 +89,7 @@ def test_deep_models_by_a_few_blocks_are_near_the_whole():
     kwargs["effort"] = "low"
     (few,) = plan(lambda: decoder(16), **kwargs).steps
     (whole,) = plan(lambda: decoder(16), whole=True, **kwargs).steps
-    assert few.blocks == (2, 4, 16)
+    assert few.blocks == (4, 8, 16)
     assert whole.blocks is None
     assert few.memory["weights"] == whole.memory["weights"]
     assert few.counts == whole.counts

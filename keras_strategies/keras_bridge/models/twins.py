@@ -116,3 +116,12 @@ def rematerialized(layers: Iterable[keras.layers.Layer]) -> Iterator[None]:
         for layer in layers:
             stack.enter_context(attribute_set(layer, "_remat_mode", mode))
         yield
+
+
+def embeds_tokens(model: keras.Model) -> bool:
+    """Whether a layer is an embedding, so that integers may be tokens."""
+    return any(
+        isinstance(layer, keras.layers.Embedding)
+        or "embedding" in type(layer).__name__.lower()
+        for layer in model._flatten_layers()
+    )

@@ -23,6 +23,7 @@ def lower_step(
     kind: str,
     batch: Batch,
     build: Callable[[Any], None],
+    steps: int = 1,
 ) -> Any:
     """Lowers a step of a bound model.
 
@@ -34,6 +35,8 @@ def lower_step(
         `(x, y, sample_weight)`, nests of arrays or of what has a shape and a
         dtype.
       build: Builds the model, given the batch's shapes.
+      steps: Of a program, as `steps_per_execution` says; a train step that
+        is not run so is lowered alone.
 
     Raises:
       ValueError: an unknown kind; a batch without rows, or with different
@@ -54,11 +57,30 @@ def lower_step(
     rows = _num_rows(data)
     build(parts)
     padded = padded_rows(rows, mesh.num_replicas)
-    data = trace_checks.with_rows(padded, data, mesh.split)
     variables = step_functions.step_variables(model, kind)
     state = tuple(shardings.shapes_of(group, mesh) for group in variables)
-    program = step_functions.make_program(model, mesh, kind, variables)
-    return program.lower(state, Segment(data=data, rows=rows, steps=1))
+
+    def lowered(steps: int) -> Any:
+        placed = trace_checks.with_rows(padded, data, mesh.split)
+        if steps > 1:
+            placed = _stacked(placed, steps, mesh.stacked)
+        program = step_functions.make_program(model, mesh, kind, variables)
+        segment = Segment(data=placed, rows=rows, steps=steps)
+        return program.lower(state, segment)
+
+    try:
+        return lowered(steps)
+    except trace_checks.StepsNotFused:
+        return lowered(1)
+
+
+def _stacked(data: Batch, steps: int, sharding: Any) -> Batch:
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            (steps, *leaf.shape), leaf.dtype, sharding=sharding
+        ),
+        data,
+    )
 
 
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:

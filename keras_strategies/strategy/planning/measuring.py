@@ -5,6 +5,7 @@ its model's equal blocks. Two compilations give a line.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,11 +13,11 @@ from keras_strategies.strategy.planning.compiling import Compiler, Outcome
 from keras_strategies.strategy.planning.figures import DoesNotFit, Figures
 from keras_strategies.strategy.planning.steps import Step
 
-FEW_BLOCKS = 2
-"""Blocks of the shorter of two models that stand for a deep one."""
-MANY_BLOCKS = 8
+FEW_BLOCKS = {False: 4, True: 2}
+"""Blocks of the shorter of two models that stand for a deep one, at low and at
+full effort. The other one has twice as many."""
+MANY_BLOCKS = {False: 16, True: 8}
 """The fewest blocks of a model that two short ones stand for."""
-
 BLOCK_OVERHEAD = 2.5e6
 """Bytes that a block may add besides what it keeps and its gradients: room
 that XLA leaves around small arrays. Measured for TPUs: 1.1 MB a block of
@@ -81,6 +82,11 @@ class Measuring:
       rows: Numbers of rows of the global batch.
       is_full: Whether at full effort.
       is_whole: Whether the model is compiled as it is, however deep.
+      limit: Bytes that a device has, if they are known.
+
+    Attributes:
+      blocks: Of how many blocks the compiled models are, and the model; None:
+        the model itself is compiled.
     """
 
     def __init__(
@@ -92,12 +98,14 @@ class Measuring:
         *,
         is_full: bool = False,
         is_whole: bool = False,
+        limit: float | None = None,
     ) -> None:
-        self._step, self._rows, self._is_full = step, rows, is_full
+        self._step, self._rows, self._limit = step, rows, limit
         count = 0 if step.blocks is None else len(step.blocks)
         self.blocks: tuple[int, int, int] | None = None
-        if count >= MANY_BLOCKS and not is_whole:
-            self.blocks = (FEW_BLOCKS, 2 * FEW_BLOCKS, count)
+        if count >= MANY_BLOCKS[is_full] and not is_whole:
+            few = FEW_BLOCKS[is_full]
+            self.blocks = (few, 2 * few, count)
 
         def begin(number: int, blocks: int | None) -> Any:
             lowered = step.lower(number, blocks)
@@ -106,6 +114,8 @@ class Measuring:
         def begin_all() -> Any:
             variants = self.blocks[:2] if self.blocks else (None,)
             return [[begin(r, b) for b in variants] for r in rows]
+
+        self._begin = begin
 
         try:
             self._running = begin_all()
@@ -120,24 +130,49 @@ class Measuring:
     def outcomes(self) -> list[Outcome]:
         """The figures for each number of rows, once all is compiled."""
         found = [[f.result() for f in row] for row in self._running]
-        return [
-            self._whole(rows, outcomes)
-            for rows, outcomes in zip(self._rows, found, strict=True)
-        ]
-
-    def _whole(self, rows: int, outcomes: Sequence[Outcome]) -> Outcome:
         if self.blocks is None:
-            return outcomes[0]
+            return [outcome for (outcome,) in found]
+        pairs = list(zip(self._rows, found, strict=True))
+        most = [self._whole(rows, outcomes) for rows, outcomes in pairs]
+        return [self._as_squeezed(most[0], *pairs[0]), *most[1:]]
+
+    def _as_squeezed(
+        self, most: Outcome, rows: int, outcomes: Sequence[Outcome]
+    ) -> Outcome:
+        """The figures of a model that short ones say does not fit.
+
+        XLA keeps more of a short model than it must. Where the least decides,
+        the model itself is compiled.
+        """
+        needed = bytes_needed(most)
+        if self._limit is None or needed is None or needed <= self._limit:
+            return most
+        least = self._whole(rows, outcomes, is_least=True)
+        if (bytes_needed(least) or 0.0) > self._limit:
+            return least
+        outcome: Outcome = self._begin(rows, None).result()
+        self.blocks = None
+        return outcome
+
+    def _whole(
+        self, rows: int, outcomes: Sequence[Outcome], *, is_least: bool = False
+    ) -> Outcome:
+        assert self.blocks is not None
         few, many = outcomes
-        each = self._step.block_bytes(rows)
+        least, most = self._step.block_bytes(rows)
+        if not self._step.keeps_nothing_else:
+            most = math.inf
+        elif is_least:
+            most = least
+        else:
+            most += BLOCK_OVERHEAD
         if isinstance(few, Figures) and isinstance(many, Figures):
-            is_all = self._step.keeps_nothing_else
-            return extrapolated(few, many, self.blocks, each, is_all=is_all)
+            return extrapolated(few, many, self.blocks, (least, most))
         needed = None
         first, second = bytes_needed(few), bytes_needed(many)
         if first is not None and second is not None:
             num_few, num_many, count = self.blocks
-            slope = max((second - first) / (num_many - num_few), each[0])
+            slope = max((second - first) / (num_many - num_few), least)
             needed = second + slope * (count - num_many)
         return DoesNotFit("A part of the model does not fit.", needed)
 
@@ -147,8 +182,6 @@ def extrapolated(
     many: Figures,
     blocks: tuple[int, int, int],
     block_bytes: tuple[float, float],
-    *,
-    is_all: bool,
 ) -> Figures:
     """The figures of a deep model, by those of two short ones.
 
@@ -156,10 +189,10 @@ def extrapolated(
       few: Figures of the shortest.
       many: Figures of the other one.
       blocks: Of how many blocks they are, and the deep model.
-      block_bytes: Temporaries that each block adds at least, and with all of
-        its gradients. In short models those of other layers hide them.
-      is_all: Whether a block adds no others. The line through two models
-        would carry every difference of a few arrays far.
+      block_bytes: Temporaries that each block adds at least, and at most
+        (infinite: unknown). In short models those of other layers hide them,
+        and the line through two models would carry every difference of a few
+        arrays far.
     """
     num_few, num_many, count = blocks
     share = (count - num_few) / (num_many - num_few)
@@ -167,7 +200,7 @@ def extrapolated(
     least, most = block_bytes
     base, before = many.temporary_bytes, few.temporary_bytes
     slope = max((base - before) / (num_many - num_few), least)
-    if is_all:
-        base, slope = max(base, before), min(slope, most + BLOCK_OVERHEAD)
+    if most < math.inf:
+        base, slope = max(base, before), min(slope, most)
     temporary = base + (count - num_many) * slope
     return dataclasses.replace(line, temporary_bytes=temporary)

@@ -25,6 +25,8 @@ from keras_strategies.strategy.planning.steps import Step
 _NEAR = 0.25
 """How near to the limit bytes are verified at full effort, which needs up to
 a quarter fewer."""
+_QUICK_SECONDS = 30.0
+"""To compile a model at low effort, which is up to twelve times as fast."""
 _MOST_TRIES = 24
 _MORE = 3
 """How many times as many rows the second program has more: bytes of fewer
@@ -58,7 +60,7 @@ class Effort:
     Attributes:
       is_full: Always at full effort too; None: where bytes are near the limit.
       is_alone: Whether there is one candidate: a model that is compiled as it
-        is, is compiled at full effort, too.
+        is, within seconds, is compiled at full effort, too.
       is_verified: Whether the most rows that fit are compiled, and one more.
       is_whole: Whether deep models are compiled as they are.
     """
@@ -133,6 +135,7 @@ class _Planning:
             self._compiler,
             rows,
             is_whole=self._effort.is_whole,
+            limit=self._limit,
             **kwargs,
         )
 
@@ -158,9 +161,14 @@ class _Planning:
         line = low
         if self._is_in_doubt(low):
             self._on_stage(self._candidate, "compiling at full effort")
-            (full,) = self._measuring(self._rows[:1], is_full=True).outcomes()
-            figures = (full, grown(full, first, second))
-            line = dataclasses.replace(low, figures=figures, is_full=True)
+            full = self._measuring(self._rows[:1], is_full=True)
+            (outcome,) = full.outcomes()
+            line = Line(
+                rows=self._rows,
+                figures=(outcome, grown(outcome, first, second)),
+                is_full=True,
+                blocks=full.blocks,
+            )
         return self._looked_at(low, line)
 
     def _is_in_doubt(self, line: Line) -> bool:
@@ -169,7 +177,7 @@ class _Planning:
         if self._effort.is_full:
             return True
         figures = line.figures[0]
-        if self._effort.is_alone and line.blocks is None:
+        if self._effort.is_alone and self._is_quick(line):
             return True
         if self._limit is None:
             return False
@@ -177,6 +185,13 @@ class _Planning:
             needed = figures.needed
             return needed is not None and needed < self._limit * (1 + _NEAR)
         return abs(figures.bytes_in_all / self._limit - 1) < _NEAR
+
+    def _is_quick(self, line: Line) -> bool:
+        """Whether the model itself is soon compiled at full effort, too."""
+        took = [
+            f.compile_seconds for f in line.figures if isinstance(f, Figures)
+        ]
+        return line.blocks is None and max(took, default=0.0) < _QUICK_SECONDS
 
     @property
     def _is_tpu(self) -> bool:

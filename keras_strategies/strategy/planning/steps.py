@@ -21,6 +21,7 @@ from keras_strategies.keras_bridge.models.equal_blocks import (
 )
 from keras_strategies.keras_bridge.models.twins import (
     accumulates,
+    embeds_tokens,
     has_own_step,
     is_rematerialized,
     rematerialized,
@@ -110,8 +111,9 @@ class FitStep:
         self._models: dict[int | None, keras.Model] = {None: model}
         self.rows = jax.tree.leaves(self._batch)[0].shape[0]
         parts = keras.utils.unpack_x_y_sample_weight(self._batch)
-        self.tokens = _tokens(parts[0])
         builder_of(model)(parts)
+        self._length = _length(parts[0])
+        self.tokens = _tokens(parts[0]) if embeds_tokens(model) else None
         is_whole = has_own_step(model) or accumulates(model)
         self.blocks = None if is_whole else find_blocks(model)
         layers = None if self.blocks is None else self.blocks.layers
@@ -150,7 +152,8 @@ class FitStep:
     def _lower(self, rows: int, blocks: int | None) -> Any:
         model, build = self._model_of(blocks)
         batch = self._with_rows(rows)
-        return lower_step(model, self.mesh, "train", batch, build)
+        steps = self._models[None].steps_per_execution
+        return lower_step(model, self.mesh, "train", batch, build, steps)
 
     def model_flops(self, rows: int, blocks: int | None) -> float | None:
         """Operations of a device, none of them twice."""
@@ -199,8 +202,8 @@ class FitStep:
             return 0.0, 0.0
         operation, index = blocks.trunks[0]
         trunk = tree.flatten(operation.output)[index]
-        # Of a model for any number of tokens.
-        sizes = [self.tokens or 1 if n is None else n for n in trunk.shape[1:]]
+        # Of a model for any number of tokens, or of time steps.
+        sizes = [self._length if n is None else n for n in trunk.shape[1:]]
         size = math.prod(sizes) * rows / self.mesh.num_replicas
         dtype = jax.dtypes.canonicalize_dtype(trunk.dtype)
         first, second = (
@@ -241,6 +244,12 @@ def _tokens(x: Any) -> int | None:
         if is_whole and len(leaf.shape) == 2:
             return leaf.shape[1]
     return None
+
+
+def _length(x: Any) -> int:
+    """Entries of a row's first dimension; 1 if there is none."""
+    lengths = [s.shape[1] for s in jax.tree.leaves(x) if len(s.shape) > 1]
+    return max(lengths, default=1)
 
 
 def _bytes_on_device(shape: jax.ShapeDtypeStruct) -> float:

@@ -1,11 +1,15 @@
 """Lines through the figures of a few programs."""
 
+import concurrent.futures
+import math
+
 import pytest
 
 from keras_strategies.strategy.planning.figures import DoesNotFit
 from keras_strategies.strategy.planning.measuring import (
     BLOCK_OVERHEAD,
     Line,
+    Measuring,
     bytes_needed,
     extrapolated,
     grown,
@@ -56,35 +60,87 @@ def test_bytes_of_what_does_not_fit_are_as_the_compiler_says():
 def test_deep_models_are_on_the_line_of_two_short_ones():
     few = figures(argument_bytes=20.0, flops=50.0, counts={"all-gather": 4})
     many = figures(argument_bytes=30.0, flops=90.0, counts={"all-gather": 8})
-    found = extrapolated(few, many, (2, 4, 32), (0.0, 0.0), is_all=False)
+    found = extrapolated(few, many, (2, 4, 32), (0.0, math.inf))
     assert found.argument_bytes == 20.0 + 30 * 5
     assert found.flops == 50.0 + 30 * 20
     assert found.counts == {"all-gather": 64}
 
 
 @pytest.mark.parametrize(
-    ("of_few", "of_many", "block_bytes", "is_all", "expected"),
+    ("of_few", "of_many", "block_bytes", "expected"),
     [
         # Each block adds 3, or what it adds at least.
-        (10.0, 16.0, 1.0, False, 16.0 + 28 * 3),
-        (10.0, 16.0, 5.0, False, 16.0 + 28 * 5),
+        (10.0, 16.0, (1.0, math.inf), 16.0 + 28 * 3),
+        (10.0, 16.0, (5.0, math.inf), 16.0 + 28 * 5),
         # Other layers hide what blocks need.
-        (10.0, 10.0, 2.0, False, 10.0 + 28 * 2),
-        (10.0, 8.0, 0.0, False, 8.0),
-        # It adds between 1 and 2 MB, and room for small arrays.
-        (10.0, 26.0, 1.0, True, 26.0 + 28 * (2 + BLOCK_OVERHEAD / 1e6)),
-        (10.0, 13.0, 1.0, True, 13.0 + 28 * 1.5),
-        (10.0, 8.0, 1.0, True, 10.0 + 28),
+        (10.0, 10.0, (2.0, math.inf), 10.0 + 28 * 2),
+        (10.0, 8.0, (0.0, math.inf), 8.0),
+        # It adds between 1 and 2.
+        (10.0, 16.0, (1.0, 2.0), 16.0 + 28 * 2),
+        (10.0, 13.0, (1.0, 2.0), 13.0 + 28 * 1.5),
+        (10.0, 8.0, (1.0, 2.0), 10.0 + 28),
     ],
 )
-def test_blocks_add_what_they_keep(
-    of_few, of_many, block_bytes, is_all, expected
+def test_blocks_add_what_they_keep(of_few, of_many, block_bytes, expected):
+    few, many = sized(of_few), sized(of_many)
+    found = extrapolated(few, many, (2, 4, 32), block_bytes)
+    assert found.temporary_bytes == expected
+
+
+class Blocks:
+    """A step of 32 rematerialized blocks; at once, of what was noted."""
+
+    blocks = range(32)
+    keeps_nothing_else = True
+
+    def __init__(self, sizes):
+        self.sizes = sizes
+
+    def lower(self, rows, blocks):
+        return blocks
+
+    def block_bytes(self, rows):
+        return 1e6, 3e6
+
+    def submit(self, blocks, devices, *, is_full):
+        return _done(sized(self.sizes[blocks]))
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected", "blocks"),
+    [
+        # Of 4 to 8 blocks it grew by 20 MB: at most by 5.5 a block.
+        (None, 40e6 + 24 * 5e6, (4, 8, 32)),
+        (200e6, 40e6 + 24 * 5e6, (4, 8, 32)),
+        # It does not fit if blocks add as little as they can.
+        (50e6, 40e6 + 24e6, (4, 8, 32)),
+        # Between the two the model itself is compiled.
+        (100e6, 90e6, None),
+    ],
+)
+def test_the_least_of_short_models_decides_what_does_not_fit(
+    limit, expected, blocks
 ):
-    """Sizes in MB."""
-    few, many = sized(of_few * 1e6), sized(of_many * 1e6)
-    each = block_bytes * 1e6, 2 * block_bytes * 1e6
-    found = extrapolated(few, many, (2, 4, 32), each, is_all=is_all)
-    assert found.temporary_bytes == pytest.approx(expected * 1e6)
+    step = Blocks({4: 20e6, 8: 40e6, None: 90e6})
+    measuring = Measuring(step, [], step, [4, 16], limit=limit)
+    assert bytes_needed(measuring.outcomes()[0]) == expected
+    assert measuring.blocks == blocks
+
+
+def test_a_part_that_does_not_fit_is_extrapolated_too():
+    step = Blocks({4: 20e6, 8: 40e6})
+    step.submit = lambda blocks, devices, is_full: _done(
+        DoesNotFit("", step.sizes[blocks])
+    )
+    (outcome,) = Measuring(step, [], step, [4], limit=30e6).outcomes()
+    assert outcome.needed == 40e6 + 24 * 5e6
+    assert isinstance(outcome, DoesNotFit)
+
+
+def _done(outcome):
+    done = concurrent.futures.Future()
+    done.set_result(outcome)
+    return done
 
 
 def test_outcomes_grow_by_the_bytes_that_are_known():

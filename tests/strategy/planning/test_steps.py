@@ -13,7 +13,7 @@ import keras_strategies as ks
 def make_model():
     x = tokens = keras.Input((None,), dtype="int32")
     x = layers.Embedding(16, 8)(x)
-    for _ in range(8):
+    for _ in range(16):
         x = layers.Add()([x, layers.Dense(8)(layers.LayerNormalization()(x))])
     model = keras.Model(tokens, layers.Dense(16)(x))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -32,7 +32,7 @@ def test_a_model_for_any_number_of_tokens_is_planned_by_its_blocks():
         for is_whole in (False, True)
     )
     assert short.error is None
-    assert short.blocks == (2, 4, 8)
+    assert short.blocks == (4, 8, 16)
     assert whole.blocks is None
     assert short.tokens == whole.tokens == 32
     for kind in ("weights", "slots", "gradients"):
@@ -50,6 +50,55 @@ def test_models_after_a_plan_have_the_seeds_that_they_would_have_had():
 
     strategy = ks.MirroredStrategy(jax.devices("cpu")[:1])
     assert drawn(True) == drawn(False)
+
+
+def test_layers_after_a_plan_have_the_names_that_they_would_have_had():
+    strategy = ks.MirroredStrategy(jax.devices("cpu")[:1])
+    number = keras.backend.get_uid("dense")
+    tokens = jax.ShapeDtypeStruct((4, 32), "int32")
+    strategy.plan(make_model, (tokens, tokens), cache=False)
+    assert keras.backend.get_uid("dense") == number + 1
+
+
+def test_integers_of_a_model_without_an_embedding_are_no_tokens():
+    def make():
+        model = keras.Sequential(
+            [keras.Input((6,), dtype="int32"), layers.Dense(2)]
+        )
+        model.compile("sgd", "mse")
+        return model
+
+    strategy = ks.MirroredStrategy(jax.devices("cpu")[:1])
+    x = jax.ShapeDtypeStruct((4, 6), "int32")
+    y = jax.ShapeDtypeStruct((4, 2), "float32")
+    (step,) = strategy.plan(make, (x, y), cache=False).steps[:1]
+    assert step.error is None
+    assert step.tokens is None
+
+
+@pytest.mark.parametrize("has_convolution", [False, True])
+def test_steps_of_an_execution_bring_their_batches(has_convolution):
+    def bytes_of(steps):
+        def make():
+            shape = (8, 8, 3)
+            first = layers.Conv2D(4, 3) if has_convolution else layers.Dense(4)
+            model = keras.Sequential(
+                [keras.Input(shape), first, layers.Flatten(), layers.Dense(2)]
+            )
+            model.compile("sgd", "mse", steps_per_execution=steps)
+            return model
+
+        strategy = ks.MirroredStrategy(jax.devices("cpu")[:2])
+        x = jax.ShapeDtypeStruct((32, 8, 8, 3), "float32")
+        y = jax.ShapeDtypeStruct((32, 2), "float32")
+        given = {"strategies": "replicated", "cache": False}
+        (step,) = strategy.plan(make, (x, y), **given).steps
+        assert step.error is None
+        return step.memory["other"]
+
+    # Steps of convolutions are not one program on CPUs.
+    more = 0 if has_convolution else 9 * 4 * 16 * (8 * 8 * 3 + 2)
+    assert bytes_of(10) - bytes_of(1) == pytest.approx(more, abs=100)
 
 
 class WithoutConfig(keras.optimizers.SGD):
