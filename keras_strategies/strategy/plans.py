@@ -48,7 +48,7 @@ class Plans:
         that a machine without memory for them plans the largest. Not in tf.
 
         Bytes and collectives are the compiler's. At low effort, which is
-        several times as fast, programs need up to a quarter more than as they
+        several times as fast, programs need a quarter more or less than as they
         are run; near the limit, and a candidate without others, they are
         compiled as they are run, too. Of
         models of many equal blocks two short ones are compiled, and

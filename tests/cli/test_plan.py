@@ -428,6 +428,15 @@ def test_answers_that_are_none(raw):
     assert request_lib.answer_of(raw) is None
 
 
+def test_of_a_process_the_last_line_counts():
+    raw = b'{"row": {"a": 1}}\n{"step": {"a": 2}}\n'
+    assert request_lib.answer_of(raw) == {"step": {"a": 2}}
+    # One that was killed before its answer has none.
+    cut = b'{"row": {"a": 1}}\n'
+    assert request_lib.answer_of(cut) is None
+    assert request_lib.answer_of(cut, names=("row",)) == {"row": {"a": 1}}
+
+
 @pytest.mark.tpu
 def test_a_script_is_planned_from_the_command_line(tmp_path):
     script = tmp_path / "train.py"

@@ -289,6 +289,7 @@ def test_hostlist_is_expanded(hostlist, expected):
         "a[0-999]b[0-999]c[0-9]",
         "a[0-999999],b[0-999999]",
         "a[٣]",
+        "a" * 250 + "[1-99999]",
     ],
 )
 def test_bad_hostlist_is_refused(hostlist):

@@ -16,11 +16,13 @@ from keras_strategies.cli.plan.request import (
     Request,
     answer_of,
 )
+from keras_strategies.strategy.planning.planned_step import PlannedStep
 
 _WRONG_ARGUMENTS = 2
 _BYTES_OF_PROCESS = 3e9
 _MOST_PROCESSES = 8
 _TAIL_BYTES = 4000
+_MOST_NICE = 10
 _ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "KERAS_BACKEND": "jax",
@@ -65,6 +67,12 @@ class _Process:
         part = os.read(self.file, 65536)
         self.answer += part
         return bool(part) and len(self.answer) <= MAX_ANSWER_BYTES
+
+    def row(self) -> Any:
+        """What it knew of the step before its last answer; None: nothing."""
+        whole, _, _ = self.answer.rpartition(b"\n")
+        answer = answer_of(whole, names=("row",))
+        return None if answer is None else PlannedStep.from_json(answer["row"])
 
     def end(self) -> dict[str, Any]:
         """Ends the process, and returns its answer."""
@@ -137,7 +145,8 @@ def _answers(requests: Sequence[Request], at_once: int) -> list[Any]:
                     process = _Process(request)
                     running[process.file] = index, process
                     selector.register(process.file, selectors.EVENT_READ)
-                shown.update(found, [i for i, _ in running.values()])
+                rows = {i: p.row() for i, p in running.values()}
+                shown.update(found, rows)
                 for key, _ in selector.select(timeout=1.0):
                     index, process = running[key.fd]
                     if process.read():
@@ -155,8 +164,6 @@ def _answers(requests: Sequence[Request], at_once: int) -> list[Any]:
 
 
 def _step_of(request: Request, answer: Mapping[str, Any]) -> Any:
-    from keras_strategies.strategy.planning.plan import PlannedStep
-
     if "step" in answer:
         step = PlannedStep.from_json(answer["step"])
         if step.error is None or not request.is_default:
@@ -196,8 +203,15 @@ class _Shown:
         if self._live is not None:
             self._live.stop()
 
-    def update(self, found: Mapping[int, Any], running: Sequence[int]) -> None:
-        """Shows what is there, and what is compiled."""
+    def update(
+        self, found: Mapping[int, Any], running: Mapping[int, Any]
+    ) -> None:
+        """Shows what is there, and what is compiled.
+
+        Args:
+          found: Finished steps, by their places.
+          running: Those that are compiled, as far as they are known.
+        """
         if self._live is None:
             return
         from rich.console import Group
@@ -210,7 +224,9 @@ class _Shown:
             for i in running
         ]
         text = f"{len(found)} of {len(self._requests)}: {', '.join(names)}"
-        steps = tuple(found[i] for i in sorted(found))
+        known = {i: row for i, row in running.items() if row is not None}
+        known |= found
+        steps = tuple(known[i] for i in sorted(known))
         self._live.update(Group(Plan(steps=steps), Spinner("dots", text)))
 
 
@@ -239,7 +255,8 @@ def requests_of(
             layout=layout,
             is_default=layouts is None,
             is_alone=len(pairs) == 1,
+            niceness=min(index, _MOST_NICE),
             **common,
         )
-        for name, layout in pairs
+        for index, (name, layout) in enumerate(pairs)
     ]

@@ -30,6 +30,7 @@ class Request:
       verify: See `Strategy.plan`.
       whole: See `Strategy.plan`.
       cache: See `Strategy.plan`.
+      niceness: How many candidates the machine computes for first.
     """
 
     script: str = ""
@@ -46,6 +47,7 @@ class Request:
     verify: bool = False
     whole: bool = False
     cache: bool = True
+    niceness: int = 0
 
     def to_text(self) -> str:
         """As the command line of the process has it."""
@@ -76,11 +78,19 @@ def shape_and_dtype(text: str) -> tuple[tuple[int, ...], str]:
     return sizes, match["dtype"]
 
 
-def answer_of(raw: bytes) -> dict[str, Any] | None:
-    """A process's last answer; None: it gave none that is one."""
+def answer_of(
+    raw: bytes, names: tuple[str, ...] = ("step", "error")
+) -> dict[str, Any] | None:
+    """A process's last answer, by its name; None: it gave none that is one.
+
+    Args:
+      raw: Lines of JSON, of which the last one counts.
+      names: Those that it may have.
+    """
+    lines = raw.splitlines()
     try:
-        found = json.loads(raw)
+        found = json.loads(lines[-1]) if lines else None
     except ValueError:
         return None
-    is_good = isinstance(found, dict) and set(found) <= {"step", "error"}
+    is_good = isinstance(found, dict) and set(found) <= set(names)
     return found if is_good and len(found) == 1 else None

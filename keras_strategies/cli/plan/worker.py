@@ -20,21 +20,30 @@ _MOST_LINES = 12
 
 
 def main(words: list[str]) -> None:
-    """Plans the candidate, and writes the answer to a file descriptor.
+    """Plans the candidate, and writes answers to a file descriptor.
+
+    Each is a line of JSON: what is known of it at low effort, then the answer.
 
     Args:
       words: The file descriptor, and the request.
     """
     request = Request.from_text(words[1])
-    try:
-        answer = {"step": _planned(request)}
-    except BaseException as error:
-        answer = {"error": _told(error, request)}
+    os.nice(request.niceness)
     with os.fdopen(int(words[0]), "w") as file:
-        json.dump(answer, file)
+
+        def say(**answer: Any) -> None:
+            file.write(json.dumps(answer) + "\n")
+            file.flush()
+
+        try:
+            say(step=_planned(request, lambda row: say(row=row.to_json())))
+        except BaseException as error:
+            say(error=_told(error, request))
 
 
-def _planned(request: Request) -> dict[str, Any]:
+def _planned(
+    request: Request, on_row: Callable[[Any], None]
+) -> dict[str, Any]:
     from keras_strategies._core.compiled import without_jax_cache
     from keras_strategies.strategy.planning import compiling, planner
 
@@ -51,7 +60,11 @@ def _planned(request: Request) -> dict[str, Any]:
     def plan(candidate: planner.Candidate) -> dict[str, Any]:
         with without_jax_cache():
             (planned,) = planner.planned(
-                [candidate], compiler, effort, lambda candidate, stage: None
+                [candidate],
+                compiler,
+                effort,
+                lambda candidate, stage: None,
+                on_row,
             )
         return planned.to_json()
 

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from keras_strategies.cluster.addresses import shown
 
 _MAX_HOSTS = 100_000
+_LONGEST = 253
+"""Characters of a host's name, as in the DNS."""
 _PARTS = re.compile(r"\[[^\[\]]*\]|[^\[\],]+|,", re.ASCII)
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", re.ASCII)
 _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", re.ASCII)
@@ -34,6 +36,8 @@ def expand_hostlist(hostlist: str) -> list[str]:
         count = math.prod(map(len, choices))
         if len(hosts) + count > _MAX_HOSTS:
             raise _fault(hostlist, "it has too many hosts")
+        if sum(max(map(len, names), default=0) for names in choices) > _LONGEST:
+            raise _fault(hostlist, "a host's name is too long")
         hosts += ["".join(host) for host in itertools.product(*choices)]
     return hosts
 

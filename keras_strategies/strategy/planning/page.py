@@ -208,7 +208,7 @@ def _collectives(step: PlannedStep) -> Iterable[str]:
 def _effort(step: PlannedStep) -> str:
     text = "as it would be run"
     if not step.is_full_effort:
-        text = "at low effort, which needs up to a quarter more"
+        text = "at low effort, which needs a quarter more or less"
     if step.blocks is not None:
         few, many, count = step.blocks
         text += (

@@ -34,7 +34,7 @@ class PlannedStep:
       is_most_verified: Whether they were compiled at full effort, and one row
         more on each replica, which does not fit.
       is_full_effort: Whether bytes are those of a program as it would be run;
-        else of one that was compiled faster, and needs up to a quarter more.
+        else of one that was compiled faster, and needs a quarter more or less.
       blocks: Of how many blocks the two models were that were compiled, and
         the model's own number; None: the model itself was.
       compile_seconds: How long compiling took, all in all.

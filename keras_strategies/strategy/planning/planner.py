@@ -23,8 +23,8 @@ from keras_strategies.strategy.planning.planned_step import PlannedStep
 from keras_strategies.strategy.planning.steps import Step
 
 _NEAR = 0.25
-"""How near to the limit bytes are verified at full effort, which needs up to
-a quarter fewer."""
+"""How near to the limit bytes are verified at full effort, which needs a
+quarter more or fewer."""
 _QUICK_SECONDS = 30.0
 """To compile a model at low effort, which is up to twelve times as fast."""
 _MOST_TRIES = 24
@@ -76,6 +76,7 @@ def planned(
     compiler: Compiler,
     effort: Effort,
     on_stage: Callable[[Candidate, str], None],
+    on_row: Callable[[PlannedStep], None] = lambda row: None,
 ) -> Iterator[PlannedStep]:
     """Plans candidates, in their order.
 
@@ -84,6 +85,8 @@ def planned(
       compiler: Compiles.
       effort: How thoroughly.
       on_stage: Is told what is done for which candidate.
+      on_row: Is given a candidate's step at low effort, before more is
+        compiled for it.
 
     Yields:
       Each one's step. The next one is begun before that, so that its programs
@@ -92,7 +95,7 @@ def planned(
     begun: list[_Planning] = []
     for candidate in candidates:
         on_stage(candidate, "tracing")
-        begun.append(_Planning(candidate, compiler, effort, on_stage))
+        begun.append(_Planning(candidate, compiler, effort, on_stage, on_row))
         if len(begun) > 1:
             yield begun.pop(0).finish()
     for planning in begun:
@@ -108,9 +111,11 @@ class _Planning:
         compiler: Compiler,
         effort: Effort,
         on_stage: Callable[[Candidate, str], None],
+        on_row: Callable[[PlannedStep], None],
     ) -> None:
         self._candidate, self._compiler = candidate, compiler
         self._effort, self._on_stage = effort, on_stage
+        self._on_row = on_row
         device = candidate.devices[0]
         num_local = len(candidate.devices)
         self._limit = memory_of(device, num_local)
@@ -159,6 +164,8 @@ class _Planning:
             blocks=self._low.blocks,
         )
         line = low
+        row = self._row_of(low, low)
+        self._on_row(row)
         if self._is_in_doubt(low):
             self._on_stage(self._candidate, "compiling at full effort")
             full = self._measuring(self._rows[:1], is_full=True)
@@ -169,7 +176,13 @@ class _Planning:
                 is_full=True,
                 blocks=full.blocks,
             )
-        return self._looked_at(low, line)
+            row = self._row_of(low, line)
+        if self._effort.is_verified and self._is_tpu and self._limit:
+            most, is_verified = self._verified(row.most_rows)
+            row = dataclasses.replace(
+                row, most_rows=most, is_most_verified=is_verified
+            )
+        return self._advised(row, first)
 
     def _is_in_doubt(self, line: Line) -> bool:
         if not self._is_tpu or self._effort.is_full is False:
@@ -197,8 +210,14 @@ class _Planning:
     def _is_tpu(self) -> bool:
         return self._candidate.devices[0].platform == "tpu"
 
-    def _looked_at(self, low: Line, line: Line) -> PlannedStep:
-        figures = line.figures[0]
+    def _row_of(self, low: Line, line: Line) -> PlannedStep:
+        """What is known of the step.
+
+        Args:
+          low: Its figures at low effort, which have estimates of time.
+          line: Those of its bytes.
+        """
+        figures, fast = line.figures[0], low.figures[0]
         took = sum(
             f.compile_seconds
             for x in {id(low): low, id(line): line}.values()
@@ -210,24 +229,18 @@ class _Planning:
             "blocks": line.blocks,
             "tokens": self._step.tokens,
             "compile_seconds": took,
+            "memory": self._memory(line),
+            "most_rows": self._most_rows(line),
+            "bytes_in_all": bytes_needed(figures),
         }
-        most, is_verified = self._most_rows(line)
-        facts |= {"most_rows": most, "is_most_verified": is_verified}
         if isinstance(figures, DoesNotFit):
-            needed = figures.needed
-            facts["memory"] = self._memory(line)
-            row = self._row(bytes_in_all=needed, **facts)
-            if needed is None:
-                row = dataclasses.replace(row, error=str(figures))
-            return self._advised(row, low.figures[0])
-        facts["memory"] = self._memory(line)
+            error = str(figures) if figures.needed is None else None
+            return self._row(error=error, **facts)
         facts["counts"] = {k: round(n) for k, n in figures.counts.items()}
         facts["sent"] = dict(figures.sent)
-        fast = low.figures[0]
         if self._chip is not None and isinstance(fast, Figures):
             facts["estimate"] = estimate(fast, self._chip, self._flops(low))
-        row = self._row(bytes_in_all=figures.bytes_in_all, **facts)
-        return self._advised(row, fast)
+        return self._row(**facts)
 
     def _advised(self, row: PlannedStep, low: Outcome) -> PlannedStep:
         """The row with advice.
@@ -281,22 +294,15 @@ class _Planning:
             growing = max(sizes[1] - sizes[0], 0.0) * low / (high - low)
         return _by_kind(state, standing, temporary, growing)
 
-    def _most_rows(self, line: Line) -> tuple[int | None, bool]:
-        """The most rows of a replica that fit, and whether that was tried."""
-        if self._limit is None:
-            return None, False
-        replicas = self._candidate.num_replicas
-        most = line.most_rows(self._limit)
-        guess = None
-        if most is not None:
-            guess = max(math.floor(most / replicas), 0)
-            if guess > _HUGE:
-                return None, False
-        if not self._effort.is_verified or not self._is_tpu:
-            return guess, False
-        return self._verified(guess if guess is not None else 1)
+    def _most_rows(self, line: Line) -> int | None:
+        """The most rows of a replica that fit by a line; None: unknown."""
+        most = None if self._limit is None else line.most_rows(self._limit)
+        if most is None:
+            return None
+        rows = max(math.floor(most / self._candidate.num_replicas), 0)
+        return rows if rows <= _HUGE else None
 
-    def _verified(self, guess: int) -> tuple[int, bool]:
+    def _verified(self, guess: int | None) -> tuple[int, bool]:
         """The most rows of a replica that fit, found by compiling."""
 
         def fits(rows: int) -> tuple[bool, float | None]:
@@ -309,6 +315,7 @@ class _Planning:
             ).result()
             return isinstance(outcome, Figures), bytes_needed(outcome)
 
+        guess = 1 if guess is None else guess
         return find_edge(guess, self._limit or 0, fits, _MOST_TRIES)
 
     def _row(self, **facts: Any) -> PlannedStep:

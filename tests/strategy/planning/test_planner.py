@@ -102,7 +102,7 @@ def candidate(make):
     )
 
 
-def plan(*steps, **effort):
+def plan(*steps, rows=None, **effort):
     stages = []
     with contextlib.closing(Compiler(num_threads=2)) as compiler:
         found = planned(
@@ -110,6 +110,7 @@ def plan(*steps, **effort):
             compiler,
             Effort(**effort),
             lambda candidate, stage: stages.append(stage),
+            [].append if rows is None else rows.append,
         )
         return list(found), stages
 
@@ -145,6 +146,23 @@ def test_near_the_limit_it_is_compiled_as_it_is_run():
     assert row.is_full_effort
     assert row.bytes_in_all == 12 * GIB
     assert row.most_rows == 1
+
+
+def test_what_is_known_at_low_effort_is_said_before():
+    rows = []
+    (row,), _ = plan(Step(of_row=10), rows=rows)
+    (before,) = rows
+    assert before.bytes_in_all == 13 * GIB
+    assert not before.is_full_effort
+    assert before.estimate == row.estimate
+    assert row.is_full_effort
+
+
+def test_a_step_with_a_note_says_it():
+    step = Step(of_row=1)
+    step.note = "It trains nothing."
+    (row,), _ = plan(step)
+    assert row.advice.startswith("It trains nothing.")
 
 
 def test_what_needs_less_as_it_is_run_may_fit():
