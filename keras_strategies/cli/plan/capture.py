@@ -248,9 +248,7 @@ class Capture:
 
         self._check_batch(batch)
         self.model = model
-        self._catch(
-            FitStep(model, strategy.mesh, builder_of, making, batch)
-        )
+        self._catch(FitStep(model, strategy.mesh, builder_of, making, batch))
 
     def _catch(self, step: Step) -> NoReturn:
         """Plans a step, and ends the script."""

@@ -130,6 +130,14 @@ def _num_processes(count: int) -> int:
     return max(min(count, cores, by_memory, _MOST_PROCESSES), 1)
 
 
+def _has_cores_for(at_once: int) -> bool:
+    """Whether candidates do not delay each other: each compiles in threads.
+
+    Else the first line of the table comes before the second one is begun.
+    """
+    return len(os.sched_getaffinity(0)) >= 2 * at_once
+
+
 def _answers(requests: Sequence[Request], at_once: int) -> list[Any]:
     """The steps of all candidates that have one, in their order."""
     waiting = collections.deque(enumerate(requests))
@@ -137,15 +145,17 @@ def _answers(requests: Sequence[Request], at_once: int) -> list[Any]:
     found: dict[int, Any] = {}
     selector = selectors.DefaultSelector()
     shown = _Shown(requests)
+    is_first = not _has_cores_for(at_once)
     try:
         with shown:
             while waiting or running:
-                while waiting and len(running) < at_once:
+                while waiting and len(running) < (1 if is_first else at_once):
                     index, request = waiting.popleft()
                     process = _Process(request)
                     running[process.file] = index, process
                     selector.register(process.file, selectors.EVENT_READ)
                 rows = {i: p.row() for i, p in running.values()}
+                is_first &= not found and not any(rows.values())
                 shown.update(found, rows)
                 for key, _ in selector.select(timeout=1.0):
                     index, process = running[key.fd]

@@ -92,5 +92,6 @@ def answer_of(
         found = json.loads(lines[-1]) if lines else None
     except ValueError:
         return None
-    is_good = isinstance(found, dict) and set(found) <= set(names)
-    return found if is_good and len(found) == 1 else None
+    if not isinstance(found, dict) or len(found) != 1:
+        return None
+    return found if set(found) <= set(names) else None

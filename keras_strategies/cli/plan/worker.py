@@ -41,9 +41,7 @@ def main(words: list[str]) -> None:
             say(error=_told(error, request))
 
 
-def _planned(
-    request: Request, on_row: Callable[[Any], None]
-) -> dict[str, Any]:
+def _planned(request: Request, on_row: Callable[[Any], None]) -> dict[str, Any]:
     from keras_strategies._core.compiled import without_jax_cache
     from keras_strategies.strategy.planning import compiling, planner
 

@@ -7,7 +7,6 @@ import pytest
 
 from keras_strategies.strategy.planning.figures import DoesNotFit
 from keras_strategies.strategy.planning.measuring import (
-    BLOCK_OVERHEAD,
     Line,
     Measuring,
     bytes_needed,
