@@ -428,6 +428,27 @@ def test_answers_that_are_none(raw):
     assert request_lib.answer_of(raw) is None
 
 
+def test_a_process_ends_with_the_command(tmp_path):
+    (tmp_path / "sleeper.py").write_text("import time\ntime.sleep(100)")
+    request = Request(topology="v5e:4x4", layout="", function="sleeper:make")
+    worker_words = [
+        *(sys.executable, "-m", "keras_strategies.cli.plan.worker"),
+        *("1", request.to_text()),
+    ]
+    command = (
+        "import os, subprocess\n"
+        f"subprocess.Popen([*{worker_words!r}, str(os.getpid())])"
+    )
+    # Whoever is left of them would hold the pipe open.
+    subprocess.run(
+        [sys.executable, "-c", command],
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
+
+
 def test_of_a_process_the_last_line_counts():
     raw = b'{"row": {"a": 1}}\n{"step": {"a": 2}}\n'
     assert request_lib.answer_of(raw) == {"step": {"a": 2}}

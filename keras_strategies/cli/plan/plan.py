@@ -48,7 +48,10 @@ class _Process:
             if not name.startswith(_NOT_ENTERED)
         }
         module = "keras_strategies.cli.plan.worker"
-        words = [sys.executable, "-m", module, str(writing), request.to_text()]
+        words = [
+            *(sys.executable, "-m", module),
+            *(str(writing), request.to_text(), str(os.getpid())),
+        ]
         try:
             self._process = subprocess.Popen(
                 words,

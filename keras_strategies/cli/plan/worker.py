@@ -1,6 +1,6 @@
 """A process of `keras-strategies plan`: one candidate, from script to figures.
 
-python -m keras_strategies.cli.plan.worker FD REQUEST
+python -m keras_strategies.cli.plan.worker FD REQUEST PARENT
 """
 
 import contextlib
@@ -10,6 +10,8 @@ import os
 import pathlib
 import runpy
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 from keras_strategies.cli.plan.request import Request, shape_and_dtype
 
 _MOST_LINES = 12
+_SECONDS_BETWEEN = 1.0
 
 
 def main(words: list[str]) -> None:
@@ -25,10 +28,12 @@ def main(words: list[str]) -> None:
     Each is a line of JSON: what is known of it at low effort, then the answer.
 
     Args:
-      words: The file descriptor, and the request.
+      words: The file descriptor, the request, and the command's process id.
     """
     request = Request.from_text(words[1])
     os.nice(request.niceness)
+    parent = int(words[2])
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     with os.fdopen(int(words[0]), "w") as file:
 
         def say(**answer: Any) -> None:
