@@ -46,6 +46,13 @@ def main(words: list[str]) -> None:
             say(error=_told(error, request))
 
 
+def _end_with(parent: int) -> None:
+    """Ends the process once the command has: its terminal was closed, say."""
+    while os.getppid() == parent:
+        time.sleep(_SECONDS_BETWEEN)
+    os._exit(1)
+
+
 def _planned(request: Request, on_row: Callable[[Any], None]) -> dict[str, Any]:
     from keras_strategies._core.compiled import without_jax_cache
     from keras_strategies.strategy.planning import compiling, planner
