@@ -1,9 +1,13 @@
 """`keras-strategies plan`: scripts are caught at their first training step."""
 
 import json
+import os
+import pathlib
 import runpy
+import signal
 import subprocess
 import sys
+import time
 
 import jax
 import keras
@@ -113,6 +117,59 @@ def test_the_first_step_counts_whatever_the_script_does_after(tmp_path, text):
     assert worker._run_script(capture, request).step.rows == 24
 
 
+MANY = MIRRORED.replace('"mse")', '"mse", steps_per_execution=64)')
+
+
+@pytest.mark.parametrize(
+    ("call", "steps"),
+    [
+        ("model.fit(x, y, batch_size=8)", 7),
+        ("model.fit(x, y, batch_size=8, steps_per_epoch=3)", 3),
+        ("model.fit(((x[:8], y[:8]) for _ in range(99)), shuffle=False)", 64),
+        ("model.train_on_batch(x[:8], y[:8])", 1),
+    ],
+)
+def test_steps_of_the_first_program(tmp_path, call, steps):
+    step = caught(tmp_path, MANY + call).step
+    assert step.steps == steps
+    text = step.lower(8, None).as_text()
+    shape = f"{steps}x8x40" if steps > 1 else "8x40"
+    assert f"tensor<{shape}xf32>" in text
+    assert step.batch_bytes(8) == 4 * (40 + 30)
+
+
+def test_a_thread_of_a_script_may_train(tmp_path):
+    text = MIRRORED + (
+        "import threading\n"
+        "def call():\n"
+        "    try:\n        model.fit(x, y, batch_size=24)\n"
+        "    except BaseException:\n        pass\n"
+        "threads = [threading.Thread(target=call) for _ in range(3)]\n"
+        "[thread.start() for thread in threads]\n"
+        "while not seen: pass\n"
+    )
+    seen = []
+
+    def plan(step, layout):
+        seen.append(step)
+        # The script has ended by now, or does so soon.
+        time.sleep(0.5)
+        return step.rows
+
+    script = tmp_path / "script.py"
+    script.write_text(text.replace("seen", "keras.seen"))
+    request = Request(topology="", layout="replicated", script=str(script))
+    capture = Capture(jax.devices()[:8], None, plan=plan)
+    keras.seen = seen
+    try:
+        worker._run_script(capture, request)
+    finally:
+        del keras.seen
+    capture.wait()
+    assert capture.planned == 24
+    assert len(seen) == 1
+
+
 def test_rows_of_each_replica(tmp_path):
     text = MIRRORED + "model.fit(x, y, batch_size=24)"
     assert caught(tmp_path, text, is_per_replica=True).step.rows == 24 * 8
@@ -183,6 +240,44 @@ strategy.run(lambda values: step(values[:2]), args=(values,))
     assert step.rows == 8 * 5
     assert "tensor<8x5x40xf32>" in step.lower(40, None).as_text()
     assert "tensor<8x15x40xf32>" in step.lower(120, None).as_text()
+
+
+def test_values_of_a_function_that_are_no_batch_stay_what_they_are(tmp_path):
+    loop = """
+scale = np.ones(30, "float32")
+table = np.ones((40, 30), "float32")
+def scaled(values):
+    kernel = model.trainable_variables[0]
+    kernel.assign(kernel + values[0] * values[1])
+values = strategy.experimental_distribute_values_from_function(
+    lambda context: (scale, table)
+)
+strategy.run(scaled, args=(values,))
+"""
+    step = caught(tmp_path, LOOP + loop).step
+    text = step.lower(step.rows, None).as_text()
+    # Its rows are its shape's, whatever is asked for.
+    more = step.lower(4 * step.rows, None).as_text()
+    assert "tensor<8x30xf32>" in text
+    assert "tensor<8x40x30xf32>" in text
+    assert more == text
+
+
+def test_two_batches_keep_their_shares(tmp_path):
+    loop = """
+data = strategy.experimental_make_numpy_dataset((x, y))
+one, two = (
+    next(iter(strategy.experimental_distribute_dataset(data.batch(n))))
+    for n in (16, 48)
+)
+strategy.run(lambda one, two: (step(one), step(two)), args=(one, two))
+"""
+    step = caught(tmp_path, LOOP + loop).step
+    assert step.rows == 48
+    text = step.lower(56, None).as_text()
+    # All replicas share each evenly.
+    assert "tensor<56x40xf32>" in text
+    assert "tensor<24x40xf32>" in text
 
 
 def test_a_run_that_trains_nothing_is_told(tmp_path):
@@ -447,6 +542,31 @@ def test_a_process_ends_with_the_command(tmp_path):
         capture_output=True,
         timeout=60,
     )
+
+
+def test_what_a_script_forks_does_not_keep_the_command(
+    tmp_path, monkeypatch, capfd
+):
+    (tmp_path / "forker.py").write_text(
+        "import os, pathlib, time\n"
+        "child = os.fork()\n"
+        "if child == 0:\n    time.sleep(100)\n    os._exit(0)\n"
+        "pathlib.Path('child').write_text(str(child))\n"
+        "raise ValueError('of the module')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    words = ["--model", "forker:make", "--batch", "8x4:float32"]
+    words += ["--topology", "v5e:2x2", "--layout", "replicated", "--json"]
+    try:
+        assert main(["plan", *words]) == 1
+        # It is there, and has the pipe open.
+        os.kill(int(pathlib.Path("child").read_text()), 0)
+    finally:
+        if pathlib.Path("child").exists():
+            child = int(pathlib.Path("child").read_text())
+            os.kill(child, signal.SIGKILL)
+    (step,) = json.loads(capfd.readouterr().out)["steps"]
+    assert "of the module" in step["error"]
 
 
 def test_of_a_process_the_last_line_counts():

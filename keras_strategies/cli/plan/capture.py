@@ -7,6 +7,7 @@ values, and the first `fit` or `run` ends the script instead.
 import contextlib
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -92,6 +93,12 @@ class Capture:
         self._layout_map = layout_map
         self._is_per_replica = is_per_replica
         self._host = ReplicaMesh(devices=jax.devices("cpu")[:1])
+        self._lock, self._done = threading.Lock(), threading.Event()
+
+    def wait(self) -> None:
+        """Waits for the plan of a step that a thread of the script took."""
+        if self.step is not None:
+            self._done.wait()
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -199,12 +206,13 @@ class Capture:
         source = source_of_dataset(dataset_fn(context), self._host)
         return PlannedData(source, self._host, strategy.mesh, replicas)
 
-    def _batch(self, binding: Binding, call: Call) -> Any:
-        """The shapes of the first batch, of what `fit` was given."""
+    def _batch(self, binding: Binding, call: Call) -> tuple[Any, int | None]:
+        """The shapes of the first batch, of what `fit` was given, and how many
+        batches an epoch has, if that is known."""
         strategy = binding.owner
         hold_out(call)
         if isinstance(call["x"], PlannedData):
-            return call["x"].first_shapes()
+            return call["x"].first_shapes(), call["steps_per_epoch"]
         feed = feed_lib.make_feed(
             self._host,
             **{name: call[name] for name in _DATA},
@@ -213,7 +221,8 @@ class Capture:
             name="fit",
         )
         batch = next(iter(feed.get_numpy_iterator()))
-        return _with_rows(batch, self._replicas(strategy))
+        number = call["steps_per_epoch"] or feed.num_batches
+        return _with_rows(batch, self._replicas(strategy)), number
 
     # Steps.
 
@@ -232,11 +241,14 @@ class Capture:
             raise Caught
         strategy, model = binding.owner, binding.model
         self._check_devices(strategy.mesh)
+        steps = model.steps_per_execution
         if call.name == "fit":
-            batch = self._batch(binding, call)
+            batch, number = self._batch(binding, call)
+            # Those of an epoch's end are a program of their own.
+            steps = min(steps, number or steps)
         else:
             given = (call["x"], call["y"], call["sample_weight"])
-            batch = _with_rows(given, self._replicas(strategy))
+            batch, steps = _with_rows(given, self._replicas(strategy)), 1
 
         @contextlib.contextmanager
         def making() -> Iterator[None]:
@@ -247,18 +259,24 @@ class Capture:
             return strategy._binding_of("plan", model).build_for_shapes
 
         self._check_batch(batch)
-        self.model = model
-        self._catch(FitStep(model, strategy.mesh, builder_of, making, batch))
+        step = FitStep(model, strategy.mesh, builder_of, making, batch, steps)
+        self._catch(step, model)
 
-    def _catch(self, step: Step) -> NoReturn:
+    def _catch(self, step: Step, model: keras.Model | None = None) -> NoReturn:
         """Plans a step, and ends the script."""
-        self.step = step
-        if self._plan is not None:
-            try:
+        with self._lock:
+            if self.step is not None:
+                # Another thread of the script was first.
+                raise Caught
+            self.step, self.model = step, model
+        try:
+            if self._plan is not None:
                 self.planned = self._plan(step, self.layout)
-            except BaseException as error:
-                # The script's own `except` is not to see it.
-                self.error = error
+        except BaseException as error:
+            # The script's own `except` is not to see it.
+            self.error = error
+        finally:
+            self._done.set()
         raise Caught
 
     def _run(

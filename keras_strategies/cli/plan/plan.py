@@ -69,7 +69,14 @@ class _Process:
         """Takes in what has come; whether there will be more."""
         part = os.read(self.file, 65536)
         self.answer += part
+        if part.endswith(b"\n") and answer_of(self.answer) is not None:
+            # Processes that the script forked may hold the pipe open.
+            return False
         return bool(part) and len(self.answer) <= MAX_ANSWER_BYTES
+
+    def has_ended(self) -> bool:
+        """Whether it has: what it answered is there to be read."""
+        return self._process.poll() is not None
 
     def row(self) -> Any:
         """What it knew of the step before its last answer; None: nothing."""
@@ -160,12 +167,14 @@ def _answers(requests: Sequence[Request], at_once: int) -> list[Any]:
                 rows = {i: p.row() for i, p in running.values()}
                 is_first &= not found and not any(rows.values())
                 shown.update(found, rows)
-                for key, _ in selector.select(timeout=1.0):
-                    index, process = running[key.fd]
-                    if process.read():
+                ended = {f for f, (_, p) in running.items() if p.has_ended()}
+                ready = {key.fd for key, _ in selector.select(timeout=1.0)}
+                for file in ready | ended:
+                    index, process = running[file]
+                    if file in ready and process.read():
                         continue
-                    selector.unregister(key.fd)
-                    del running[key.fd]
+                    selector.unregister(file)
+                    del running[file]
                     step = _step_of(process.request, process.end())
                     if step is not None:
                         found[index] = step

@@ -157,6 +157,7 @@ def _captured(
         kwargs["layout_map"] = layout_map
     capture = Capture(devices, layout, plan=plan, **kwargs)
     _run_script(capture, request)
+    capture.wait()
     if capture.error is not None:
         raise capture.error
     return capture.planned

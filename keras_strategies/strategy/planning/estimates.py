@@ -49,7 +49,12 @@ class Estimate:
 
 
 def estimate(
-    figures: Figures, chip: Chip, model_flops: float | None
+    figures: Figures,
+    chip: Chip,
+    model_flops: float | None,
+    *,
+    steps: int = 1,
+    batch_bytes: float = 0.0,
 ) -> Estimate:
     """Estimates a step.
 
@@ -58,15 +63,19 @@ def estimate(
       chip: What it runs on.
       model_flops: Operations of the model on a device, forward and backward,
         none of them twice; None: unknown.
+      steps: Of the program, of which XLA counts the operations of one.
+      batch_bytes: Of a step's batch, on a device.
     """
     # XLA counts a loop's body once.
     compute = max(figures.flops, model_flops or 0.0) / chip.flops
-    # The state is read, and written in place.
-    moved = 2 * figures.argument_bytes + figures.output_bytes
+    # The state is read, and written in place. The other steps' batches are not
+    # this one's.
+    own = max(figures.argument_bytes - (steps - 1) * batch_bytes, 0.0)
+    moved = 2 * own + figures.output_bytes
     memory = moved / chip.memory_bandwidth
     sent = sum(n * _PASSES.get(k, 1.0) for k, n in figures.sent.items())
     links = sent / chip.link_bandwidth
-    least = max(compute, memory, links, _LAUNCH_SECONDS)
+    least = max(compute, memory, links, _LAUNCH_SECONDS / steps)
     seconds = max(figures.optimal_seconds, least)
 
     def utilization(took: float) -> float | None:

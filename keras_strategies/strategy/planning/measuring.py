@@ -134,25 +134,20 @@ class Measuring:
             return [outcome for (outcome,) in found]
         pairs = list(zip(self._rows, found, strict=True))
         most = [self._whole(rows, outcomes) for rows, outcomes in pairs]
-        return [self._as_squeezed(most[0], *pairs[0]), *most[1:]]
-
-    def _as_squeezed(
-        self, most: Outcome, rows: int, outcomes: Sequence[Outcome]
-    ) -> Outcome:
-        """The figures of a model that short ones say does not fit.
-
-        XLA keeps more of a short model than it must. Where the least decides,
-        the model itself is compiled.
-        """
-        needed = bytes_needed(most)
+        needed = bytes_needed(most[0])
         if self._limit is None or needed is None or needed <= self._limit:
             return most
-        least = self._whole(rows, outcomes, is_least=True)
-        if (bytes_needed(least) or 0.0) > self._limit:
+        # XLA keeps more of a short model than it must.
+        least = [
+            self._whole(rows, outcomes, is_least=True)
+            for rows, outcomes in pairs
+        ]
+        if (bytes_needed(least[0]) or 0.0) > self._limit:
             return least
-        outcome: Outcome = self._begin(rows, None).result()
+        # The model itself decides.
         self.blocks = None
-        return outcome
+        first = self._begin(self._rows[0], None).result()
+        return [first, *(grown(first, least[0], x) for x in least[1:])]
 
     def _whole(
         self, rows: int, outcomes: Sequence[Outcome], *, is_least: bool = False

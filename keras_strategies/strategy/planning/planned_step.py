@@ -35,6 +35,8 @@ class PlannedStep:
         more on each replica, which does not fit.
       is_full_effort: Whether bytes are those of a program as it would be run;
         else of one that was compiled faster, and needs a quarter more or less.
+      is_accepted: Whether the slice's compiler took the model itself, with its
+        rows: it fits, also where bytes that share room add up to more.
       blocks: Of how many blocks the two models were that were compiled, and
         the model's own number; None: the model itself was.
       compile_seconds: How long compiling took, all in all.
@@ -57,6 +59,7 @@ class PlannedStep:
     most_rows: int | None = None
     is_most_verified: bool = False
     is_full_effort: bool = False
+    is_accepted: bool = False
     blocks: tuple[int, int, int] | None = None
     compile_seconds: float = 0.0
     advice: str = ""
@@ -67,6 +70,8 @@ class PlannedStep:
         """Whether it fits; None: unknown."""
         if self.error is not None:
             return False
+        if self.is_accepted:
+            return True
         if self.bytes_in_all is None or self.limit_bytes is None:
             return None
         return self.bytes_in_all <= self.limit_bytes

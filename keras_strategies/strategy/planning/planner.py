@@ -178,10 +178,7 @@ class _Planning:
             )
             row = self._row_of(low, line)
         if self._effort.is_verified and self._is_tpu and self._limit:
-            most, is_verified = self._verified(row.most_rows)
-            row = dataclasses.replace(
-                row, most_rows=most, is_most_verified=is_verified
-            )
+            row = self._with_verified_rows(row, line)
         return self._advised(row, first)
 
     def _is_in_doubt(self, line: Line) -> bool:
@@ -236,10 +233,17 @@ class _Planning:
         if isinstance(figures, DoesNotFit):
             error = str(figures) if figures.needed is None else None
             return self._row(error=error, **facts)
+        facts["is_accepted"] = self._is_tpu and line.blocks is None
         facts["counts"] = {k: round(n) for k, n in figures.counts.items()}
         facts["sent"] = dict(figures.sent)
         if self._chip is not None and isinstance(fast, Figures):
-            facts["estimate"] = estimate(fast, self._chip, self._flops(low))
+            facts["estimate"] = estimate(
+                fast,
+                self._chip,
+                self._flops(low),
+                steps=self._step.steps,
+                batch_bytes=self._step.batch_bytes(self._rows[0]),
+            )
         return self._row(**facts)
 
     def _advised(self, row: PlannedStep, low: Outcome) -> PlannedStep:
@@ -302,7 +306,25 @@ class _Planning:
         rows = max(math.floor(most / self._candidate.num_replicas), 0)
         return rows if rows <= _HUGE else None
 
-    def _verified(self, guess: int | None) -> tuple[int, bool]:
+    def _with_verified_rows(self, row: PlannedStep, line: Line) -> PlannedStep:
+        """The step with the most rows that fit found by compiling."""
+        most = line.most_rows(self._limit or 0)
+        if row.most_rows is None and most is not None:
+            # More than anybody has.
+            return row
+        guess = 1 if row.most_rows is None else row.most_rows
+        try:
+            found, is_verified = self._verified(guess)
+        except (ValueError, TypeError, RuntimeError) as error:
+            text = str(error).partition("\n")[0]
+            note = f"The most rows were not found by compiling: {text}"
+            self._step.note = f"{self._step.note} {note}".strip()
+            return row
+        return dataclasses.replace(
+            row, most_rows=found, is_most_verified=is_verified
+        )
+
+    def _verified(self, guess: int) -> tuple[int, bool]:
         """The most rows of a replica that fit, found by compiling."""
 
         def fits(rows: int) -> tuple[bool, float | None]:
@@ -315,7 +337,6 @@ class _Planning:
             ).result()
             return isinstance(outcome, Figures), bytes_needed(outcome)
 
-        guess = 1 if guess is None else guess
         return find_edge(guess, self._limit or 0, fits, _MOST_TRIES)
 
     def _row(self, **facts: Any) -> PlannedStep:

@@ -41,27 +41,39 @@ class RunStep:
         self.blocks: Blocks | None = None
         self.keeps_nothing_else = False
         self.tokens: int | None = None
-        self.note = ""
+        self.steps, self.note = 1, ""
         self._given = jax.tree.map(
             _as_passed, (tuple(args), dict(kwargs)), is_leaf=_is_leaf
         )
         leaves = jax.tree.leaves(self._given, is_leaf=_is_leaf)
         batches = [leaf for leaf in leaves if _is_rows(leaf)]
-        # Values that a function made for each replica may be its batch.
+        # Of values that a function made for each replica the first matrices
+        # may be its batch.
         own = [leaf for leaf in leaves if _is_of_rows(leaf)]
+        own = [leaf for leaf in own if len(leaf.arrays[0].shape) > 2]
         replicas = self.mesh.num_replicas
         self._own_rows = 0
         if batches:
             self.rows = max(leaf.arrays[0].shape[0] for leaf in batches)
         elif own:
-            largest = max(own, key=lambda leaf: math.prod(leaf.arrays[0].shape))
-            self._own_rows = largest.arrays[0].shape[1]
+            self._own_rows = own[0].arrays[0].shape[1]
             self.rows = self._own_rows * replicas
         else:
             self.rows = replicas
 
     def lower(self, rows: int, blocks: int | None) -> Any:
         """Lowers it for a global batch of so many rows."""
+
+        if rows != self.rows and self._own_rows:
+            try:
+                return self._lower(rows)
+            except Exception:
+                # They were no batch: the step is what it is.
+                rows = self.rows
+        return self._lower(rows)
+
+    def _lower(self, rows: int) -> Any:
+        replicas = self.mesh.num_replicas
 
         def scaled(leaf: Any) -> Any:
             if _is_rows(leaf):
@@ -72,7 +84,11 @@ class RunStep:
                 return leaf
             array = leaf.arrays[0]
             shape = list(array.shape)
-            shape[dim] = max(shape[dim] * rows // self.rows, 1)
+            number = -(-shape[dim] * rows // self.rows)
+            if dim == 0:
+                # All replicas share it evenly.
+                number = -(-number // replicas) * replicas
+            shape[dim] = number
             array = jax.ShapeDtypeStruct(
                 tuple(shape), array.dtype, sharding=array.sharding
             )
@@ -96,6 +112,10 @@ class RunStep:
     def model_flops(self, rows: int, blocks: int | None) -> float | None:
         """Unknown: what of it is done again cannot be told."""
         return None
+
+    def batch_bytes(self, rows: int) -> float:
+        """Of one step: what it is given is not counted apart."""
+        return 0.0
 
     def block_bytes(self, rows: int) -> tuple[float, float]:
         """None: it has no blocks."""

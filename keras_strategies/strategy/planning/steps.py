@@ -49,6 +49,9 @@ class Step(Protocol):
       blocks: Equal blocks of its model, of which fewer can be lowered.
       keeps_nothing_else: Whether `block_bytes` are all that a block adds: it
         is computed again in the backward pass.
+      steps: Of its program, as `steps_per_execution` says.
+      note: What to know of it once it is lowered, in a sentence; "" for
+        nothing.
     """
 
     mesh: ReplicaMesh
@@ -56,6 +59,7 @@ class Step(Protocol):
     tokens: int | None
     blocks: Blocks | None
     keeps_nothing_else: bool
+    steps: int
     note: str
 
     def lower(self, rows: int, blocks: int | None) -> Any:
@@ -77,6 +81,10 @@ class Step(Protocol):
         """Bytes of a device: weights, slots, other and gradients."""
         ...
 
+    def batch_bytes(self, rows: int) -> float:
+        """Bytes of a step's batch, on a device."""
+        ...
+
     def block_bytes(self, rows: int) -> tuple[float, float]:
         """Bytes of a device that each block adds at least, in between, and
         with all of its gradients."""
@@ -92,6 +100,7 @@ class FitStep:
       builder_of: What builds a model of the strategy, given a batch's shapes.
       making: In which other models of the strategy are made and compiled.
       batch: What a dataset would yield, of shapes.
+      steps: Of its program; None: as the model is compiled.
     """
 
     def __init__(
@@ -101,7 +110,9 @@ class FitStep:
         builder_of: Callable[[keras.Model], Callable[[Any], None]],
         making: Callable[[], contextlib.AbstractContextManager[None]],
         batch: Any,
+        steps: int | None = None,
     ) -> None:
+        self.steps = steps or model.steps_per_execution
         self._batch = jax.tree.map(shape_of, batch)
         self.mesh = mesh
         self.note = ""
@@ -152,8 +163,7 @@ class FitStep:
     def _lower(self, rows: int, blocks: int | None) -> Any:
         model, build = self._model_of(blocks)
         batch = self._with_rows(rows)
-        steps = self._models[None].steps_per_execution
-        return lower_step(model, self.mesh, "train", batch, build, steps)
+        return lower_step(model, self.mesh, "train", batch, build, self.steps)
 
     def model_flops(self, rows: int, blocks: int | None) -> float | None:
         """Operations of a device, none of them twice."""
@@ -188,6 +198,14 @@ class FitStep:
             "other": self._bytes([v for group in rest for v in group]),
             "gradients": _gradient_bytes(weights, self.mesh),
         }
+
+    def batch_bytes(self, rows: int) -> float:
+        """Bytes of a step's batch, on a device."""
+        sizes = [
+            math.prod(leaf.shape) * leaf.dtype.itemsize
+            for leaf in jax.tree.leaves(self._with_rows(rows))
+        ]
+        return sum(sizes) / self.mesh.num_replicas
 
     def block_bytes(self, rows: int) -> tuple[float, float]:
         """Bytes of a device that each block adds at least, in between, and

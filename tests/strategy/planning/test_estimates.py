@@ -58,6 +58,15 @@ def test_no_step_is_faster_than_its_launch():
     assert found.utilization == pytest.approx(0.1)
 
 
+def test_a_step_of_an_execution_does_not_wait_for_the_others_batches():
+    many = dataclasses.replace(FIGURES, argument_bytes=8.0 + 63 * 2.0)
+    found = estimate(many, CHIP, 150.0, steps=64, batch_bytes=2.0)
+    assert found == estimate(FIGURES, CHIP, 150.0)
+    # They are launched at once.
+    found = estimate(figures(), CHIP, 1e-3, steps=4)
+    assert found.seconds == 1e-4 / 4
+
+
 def test_operations_of_a_loop_are_those_of_all_its_turns():
     found = estimate(figures(flops=10.0), CHIP, model_flops=1000.0)
     assert found.compute_seconds == 10.0

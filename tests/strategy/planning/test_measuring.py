@@ -126,6 +126,29 @@ def test_the_least_of_short_models_decides_what_does_not_fit(
     assert measuring.blocks == blocks
 
 
+@pytest.mark.parametrize(
+    ("limit", "sizes"),
+    [
+        # By what blocks add at most both fit.
+        (1200e6, (70e6 + 24 * 12.5e6, 140e6 + 24 * 16.5e6)),
+        # The first one does not, and blocks are to add the least in both.
+        (80e6, (70e6 + 24e6, 140e6 + 4 * 24e6)),
+        # Between the two the model itself is compiled, and grows by the least.
+        (100e6, (90e6, 90e6 + 70e6 + 3 * 24e6)),
+    ],
+)
+def test_both_numbers_of_rows_are_by_one_rule(limit, sizes):
+    step = Blocks({4: 20e6, 8: 70e6, None: 90e6})
+    step.lower = lambda rows, blocks: (rows, blocks)
+    step.submit = lambda program, devices, is_full: _done(
+        # Four times the rows need twice as much, and more of each block.
+        sized(step.sizes[program[1]] * (2 if program[0] == 16 else 1))
+    )
+    step.block_bytes = lambda rows: (rows / 4 * 1e6, 10e6 + rows / 4 * 1e6)
+    outcomes = Measuring(step, [], step, [4, 16], limit=limit).outcomes()
+    assert tuple(map(bytes_needed, outcomes)) == sizes
+
+
 def test_a_part_that_does_not_fit_is_extrapolated_too():
     step = Blocks({4: 20e6, 8: 40e6})
     step.submit = lambda blocks, devices, is_full: _done(

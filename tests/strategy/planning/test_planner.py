@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import types
 
 import jax
@@ -31,6 +32,7 @@ class Program:
     blocks: int | None
     error: str | None
     efforts: list
+    shared: float = 0.0
 
     def as_text(self):
         return f"{self.needed}"
@@ -55,7 +57,7 @@ class Program:
             argument_size_in_bytes=self.state,
             output_size_in_bytes=self.state,
             alias_size_in_bytes=self.state,
-            temp_size_in_bytes=self.needed - self.state,
+            temp_size_in_bytes=self.needed + self.shared - self.state,
         )
 
     def cost_analysis(self):
@@ -71,12 +73,17 @@ class Step:
         self.tokens, self.blocks = 128, None
         self.efforts, self.remat = [], None
         self.keeps_nothing_else = False
-        self.note = ""
+        self.note, self.steps = "", 1
+        self.shared, self.most_rows = 0.0, math.inf
 
     def lower(self, rows, blocks):
+        if rows > self.most_rows:
+            raise ValueError("It is of so many rows.")
         needed = 3 * GIB + rows / len(DEVICES) * self.of_row * GIB
-        state = 3 * GIB
-        return Program(needed, state, blocks, self._error, self.efforts)
+        return Program(
+            *(needed, 3 * GIB, blocks, self._error, self.efforts),
+            shared=self.shared,
+        )
 
     def model_flops(self, rows, blocks):
         return 5e11 * rows
@@ -87,6 +94,9 @@ class Step:
 
     def block_bytes(self, rows):
         return 0.0, 0.0
+
+    def batch_bytes(self, rows):
+        return 0.0
 
     def with_remat(self):
         return self.remat
@@ -211,6 +221,34 @@ def test_a_row_that_does_not_fit_is_none():
     (row,), _ = plan(Step(of_row=90), is_verified=True)
     assert row.most_rows == 0
     assert row.is_most_verified
+
+
+def test_a_program_that_the_compiler_takes_fits():
+    step = Step(of_row=12)
+    # Of which some lie where others do.
+    step.shared = 3 * GIB
+    (row,), _ = plan(step)
+    assert row.is_full_effort
+    assert row.bytes_in_all > row.limit_bytes
+    assert row.fits
+    assert "does not fit" not in row.advice
+
+
+def test_more_rows_than_anybody_has_are_not_compiled():
+    (row,), stages = plan(Step(of_row=1e-7), is_verified=True)
+    assert row.most_rows is None
+    assert not any(stage.startswith("trying") for stage in stages)
+    assert row.error is None
+
+
+def test_a_step_that_cannot_have_more_rows_keeps_its_figures():
+    step = Step(of_row=1)
+    step.most_rows = 20
+    (row,), _ = plan(step, is_verified=True)
+    assert row.bytes_in_all == 4 * GIB
+    assert row.most_rows == 12
+    assert not row.is_most_verified
+    assert "not found by compiling: It is of so many rows." in row.advice
 
 
 def test_a_fault_of_the_compiler_is_a_row_of_its_own():
