@@ -19,6 +19,7 @@ from keras_strategies._core.replica_map import all_max, all_min, as_number
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.hooks import on_read, variables_used
 from keras_strategies.keras_bridge.hooks.trace_hooks import trace_hooks
+from keras_strategies.keras_bridge.models.attention import attention_for
 from keras_strategies.keras_bridge.run import run_results
 from keras_strategies.keras_bridge.run.uneven_rows import Called
 from keras_strategies.keras_bridge.step_context import (
@@ -50,6 +51,7 @@ def replica_tracing(
     """What is in place while a user's function runs on a replica."""
     with (
         trace_hooks(),
+        attention_for(step.facts.mesh),
         variables_used.scopes_ask_outwards(),
         step_scope(step),
         replica_scope(step),

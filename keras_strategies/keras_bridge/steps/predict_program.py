@@ -23,6 +23,7 @@ from keras_strategies._core.step_types import Batch
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.hooks import seeds
 from keras_strategies.keras_bridge.hooks.trace_hooks import trace_hooks
+from keras_strategies.keras_bridge.models.attention import attention_for
 from keras_strategies.keras_bridge.step_context import (
     StepContext,
     StepFacts,
@@ -183,7 +184,8 @@ class PredictProgram:
     def _predict(
         self, step: StepContext, trainable: Any, state: Any, data: Batch
     ) -> tuple[Any, Any]:
-        with trace_hooks(), step_scope(step):
+        attention = attention_for(self._mesh)
+        with trace_hooks(), attention, step_scope(step):
             return self._step((list(trainable), list(state)), data)
 
     def _has_known_outputs(self) -> bool:
@@ -202,7 +204,8 @@ class PredictProgram:
     def _whole_body(
         self, trainable: list[Any], old: list[Any], data: Batch
     ) -> Any:
-        outputs, new = self._step((list(trainable), list(old)), data)
+        with attention_for(self._mesh):
+            outputs, new = self._step((list(trainable), list(old)), data)
         return outputs, merge_lib.changed_values(old, new)
 
 

@@ -19,6 +19,7 @@ from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.step_types import Batch
 from keras_strategies.keras_bridge import keras_names
 from keras_strategies.keras_bridge.inputs import feed
+from keras_strategies.keras_bridge.models.attention import attention_for
 from keras_strategies.keras_bridge.steps.predict_program import PredictProgram
 from keras_strategies.keras_bridge.steps.train_program import StepProgram
 from keras_strategies.keras_bridge.variables import deferred_creation, ownership
@@ -227,7 +228,8 @@ class Functions:
             data = true_rows(_on_all(segment.data, mesh), segment.shape)
             steps, done = segment.steps, []
             for batch in [data] if steps == 1 else unstacked(data, steps):
-                outputs, new = step(state, batch)
+                with attention_for(mesh):
+                    outputs, new = step(state, batch)
                 state = (state[0], new) if kind == "predict" else new
                 done.append(outputs)
             outputs = _concatenated(done) if kind == "predict" else done[-1]

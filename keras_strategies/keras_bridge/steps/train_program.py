@@ -25,6 +25,7 @@ from keras_strategies._core.step_types import Batch, Group, Logs, State
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.hooks import seeds
 from keras_strategies.keras_bridge.hooks.trace_hooks import trace_hooks
+from keras_strategies.keras_bridge.models.attention import attention_for
 from keras_strategies.keras_bridge.step_context import (
     StepContext,
     StepFacts,
@@ -225,7 +226,8 @@ class StepProgram:
         step.notes.before = IdentityMap(
             zip(metrics, folded[self._metrics], strict=True)
         )
-        with trace_hooks(), step_scope(step):
+        attention = attention_for(self._mesh)
+        with trace_hooks(), attention, step_scope(step):
             logs, new = self._step(tuple(map(list, folded)), data)
         if step.facts.is_probe:
             # Metrics have no rules in it, and nothing is merged.
@@ -294,7 +296,8 @@ class StepProgram:
 
     def _whole_body(self, written: Group, read: Group, data: Batch) -> Any:
         old = self._ordered(written, read)
-        logs, new = self._step(tuple(map(list, old)), data)
+        with attention_for(self._mesh):
+            logs, new = self._step(tuple(map(list, old)), data)
         return logs, *self._output(old, new)
 
     def _scanned(self, body: Step) -> Step:

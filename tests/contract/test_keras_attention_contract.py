@@ -1,0 +1,69 @@
+"""What Keras does with attention on TPUs: keras_bridge/models/attention.py.
+
+The kernel is interpreted here. When a test fails, Keras may call it as it
+should, and steps for TPUs may take it again.
+"""
+
+import inspect
+import types
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from keras.src.backend.jax import nn as keras_nn
+
+LENGTH, DEPTH = 128, 128
+
+
+@pytest.fixture(scope="module")
+def arrays():
+    rng = np.random.default_rng(0)
+    shape = (3, 1, LENGTH, 1, DEPTH)
+    return tuple(rng.normal(size=shape).astype("float32"))
+
+
+def on_tpu(monkeypatch, arrays, **given):
+    class Jax:
+        def __getattr__(self, name):
+            return getattr(jax, name)
+
+        def devices(self):
+            return [types.SimpleNamespace(platform="tpu")]
+
+    def attention(query, key, value):
+        return keras_nn.dot_product_attention(query, key, value, **given)
+
+    with monkeypatch.context() as patch, pltpu.force_tpu_interpret_mode():
+        patch.setattr(keras_nn, "jax", Jax())
+        return np.asarray(jax.jit(attention)(*arrays))
+
+
+def own(arrays, **given):
+    return np.asarray(keras_nn.dot_product_attention(*arrays, **given))
+
+
+def test_the_arguments_are_those_that_are_replaced():
+    names = list(inspect.signature(keras_nn.dot_product_attention).parameters)
+    assert names == [
+        *("query", "key", "value", "bias", "mask", "scale", "is_causal"),
+        *("flash_attention", "attn_logits_soft_cap"),
+    ]
+
+
+def test_attention_without_a_mask_is_causal_and_not_scaled(monkeypatch, arrays):
+    found = on_tpu(monkeypatch, arrays)
+    assert np.abs(found - own(arrays)).max() > 1
+    wanted = own(arrays, is_causal=True, scale=1.0)
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+def test_causal_attention_has_no_cap_of_its_scores(monkeypatch, arrays):
+    given = {"is_causal": True, "attn_logits_soft_cap": 0.01}
+    found = on_tpu(monkeypatch, arrays, **given)
+    np.testing.assert_allclose(found, own(arrays, is_causal=True), atol=1e-5)
+
+
+def test_without_the_kernel_it_is_what_its_arguments_say(monkeypatch, arrays):
+    found = on_tpu(monkeypatch, arrays, flash_attention=False)
+    np.testing.assert_allclose(found, own(arrays), atol=1e-5)

@@ -1,0 +1,148 @@
+"""Attention in steps for TPUs, by the formula in NumPy."""
+
+import threading
+import types
+
+import jax
+import keras
+import numpy as np
+import pytest
+from keras.src.backend.jax import nn as keras_nn
+
+from keras_strategies.keras_bridge.models.attention import attention_for
+
+TPUS = types.SimpleNamespace(platform="tpu")
+CPUS = types.SimpleNamespace(platform="cpu")
+BATCH, LENGTH, HEADS, DEPTH = 2, 128, 2, 8
+RNG = np.random.default_rng(0)
+
+
+def drawn(*shape):
+    return RNG.normal(size=shape).astype("float32")
+
+
+QUERY = drawn(BATCH, LENGTH, HEADS, DEPTH)
+KEY, VALUE = drawn(2, BATCH, LENGTH, HEADS, DEPTH)
+MASK = RNG.random((BATCH, 1, 1, LENGTH)) > 0.2
+BIAS = drawn(1, HEADS, LENGTH, LENGTH)
+
+
+@pytest.fixture
+def on_tpu(monkeypatch):
+    """In which Keras takes the machine for a TPU's."""
+
+    class Jax:
+        def __getattr__(self, name):
+            return getattr(jax, name)
+
+        def devices(self):
+            return [TPUS]
+
+    monkeypatch.setattr(keras_nn, "jax", Jax())
+
+
+def expected(
+    query, key, value, bias=0.0, mask=True, scale=None, is_causal=False, cap=0
+):
+    repeats = query.shape[2] // key.shape[2]
+    key, value = (np.repeat(x, repeats, axis=2) for x in (key, value))
+    scores = np.einsum("bthd,bshd->bhts", query, key)
+    scores *= DEPTH**-0.5 if scale is None else scale
+    if cap:
+        scores = cap * np.tanh(scores / cap)
+    scores = np.where(mask, scores + bias, -np.inf)
+    if is_causal:
+        later = np.triu(np.ones(scores.shape[-2:], bool), 1)
+        scores[..., later] = -np.inf
+    shares = np.exp(scores - scores.max(-1, keepdims=True))
+    shares /= shares.sum(-1, keepdims=True)
+    return np.einsum("bhts,bshd->bthd", shares, value)
+
+
+def attend(cap=None, **given):
+    # Keras's public function refuses caps where there is no TPU.
+    def attention(query, key, value):
+        return keras_nn.dot_product_attention(
+            query, key, value, attn_logits_soft_cap=cap, **kwargs
+        )
+
+    arrays = [given.pop(name) for name in ("query", "key", "value")]
+    kwargs = given
+    return np.asarray(jax.jit(attention)(*arrays))
+
+
+@pytest.mark.parametrize("cap", [None, 0.5])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"scale": 0.7},
+        {"is_causal": True},
+        {"mask": MASK},
+        {"mask": MASK, "is_causal": True, "scale": 0.3},
+        {"mask": MASK, "bias": BIAS},
+        {"key": KEY[:, :, :1], "value": VALUE[:, :, :1]},
+        {"flash_attention": True},
+    ],
+    ids=lambda given: "-".join(given) or "plain",
+)
+def test_attention_for_tpus_is_what_its_arguments_say(on_tpu, given, cap):
+    given = {"query": QUERY, "key": KEY, "value": VALUE} | given
+    with attention_for(TPUS):
+        found = attend(cap, **given)
+    given.pop("flash_attention", None)
+    wanted = expected(**given, cap=cap or 0)
+    np.testing.assert_allclose(found, wanted, atol=2e-5)
+
+
+def test_dtypes_stay(on_tpu):
+    query, key, value = (
+        x.astype("bfloat16")
+        for x in map(jax.numpy.asarray, (QUERY, KEY, VALUE))
+    )
+    for cap in (None, 0.5):
+        with attention_for(TPUS):
+            found = keras_nn.dot_product_attention(
+                query, key, value, attn_logits_soft_cap=cap
+            )
+        assert found.dtype == "bfloat16"
+        wanted = expected(QUERY, KEY, VALUE, cap=cap or 0)
+        np.testing.assert_allclose(found.astype("float32"), wanted, atol=0.05)
+
+
+def test_layers_ask_for_it(on_tpu):
+    layer = keras.layers.MultiHeadAttention(HEADS, DEPTH)
+    x = drawn(BATCH, LENGTH, HEADS * DEPTH)
+    keras_nn.jax, seen = jax, keras_nn.jax
+    wanted = layer(x, x)
+    keras_nn.jax = seen
+    with attention_for(TPUS):
+        found = jax.jit(lambda x: layer(x, x))(x)
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("mesh", [CPUS, types.SimpleNamespace(platform="gpu")])
+def test_elsewhere_keras_is_untouched(mesh):
+    own = keras_nn.dot_product_attention
+    with attention_for(mesh):
+        assert keras_nn.dot_product_attention is own
+    with attention_for(TPUS):
+        assert keras_nn.dot_product_attention is not own
+    assert keras_nn.dot_product_attention is own
+
+
+def test_other_threads_have_keras_s_own(on_tpu, monkeypatch):
+    seen = []
+
+    def kernel(query, *args, **kwargs):
+        seen.append(threading.current_thread())
+        return query
+
+    monkeypatch.setattr(keras_nn, "wrap_flash_attention", kernel)
+    given = {"query": QUERY, "key": KEY, "value": VALUE}
+    thread = threading.Thread(target=lambda: attend(**given))
+    with attention_for(TPUS):
+        attend(**given)
+        thread.start()
+        thread.join()
+    assert seen == [thread]
