@@ -208,7 +208,10 @@ def _collectives(step: PlannedStep) -> Iterable[str]:
 def _effort(step: PlannedStep) -> str:
     text = "as it would be run"
     if not step.is_full_effort:
-        text = "at low effort, which needs a quarter more or less"
+        text = (
+            "at low effort: as it is run it needs up to a tenth less or half "
+            "more"
+        )
     if step.blocks is not None:
         few, many, count = step.blocks
         text += (

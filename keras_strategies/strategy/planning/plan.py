@@ -135,8 +135,8 @@ def _marks(plan: Plan) -> Iterator[str]:
     known = [s for s in plan.steps if s.bytes_in_all is not None]
     if any(not s.is_full_effort for s in known):
         yield (
-            "~ compiled at low effort: as it is run, a step may need a quarter "
-            "more or less."
+            "~ compiled at low effort: as it is run, a step needs up to a "
+            "tenth less or half more."
         )
     counts = {s.blocks for s in known if s.blocks is not None}
     for few, many, count in sorted(counts):

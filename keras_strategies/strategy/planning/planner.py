@@ -22,9 +22,9 @@ from keras_strategies.strategy.planning.measuring import (
 from keras_strategies.strategy.planning.planned_step import PlannedStep
 from keras_strategies.strategy.planning.steps import Step
 
-_NEAR = 0.25
-"""How near to the limit bytes are verified at full effort, which needs a
-quarter more or fewer."""
+_NEAR = (0.65, 1.25)
+"""Between which shares of the limit bytes are verified at full effort, which
+was seen to need up to a tenth less and up to half more."""
 _QUICK_SECONDS = 30.0
 """To compile a model at low effort, which is up to twelve times as fast."""
 _MOST_TRIES = 24
@@ -193,8 +193,8 @@ class _Planning:
             return False
         if isinstance(figures, DoesNotFit):
             needed = figures.needed
-            return needed is not None and needed < self._limit * (1 + _NEAR)
-        return abs(figures.bytes_in_all / self._limit - 1) < _NEAR
+            return needed is not None and needed < self._limit * _NEAR[1]
+        return _NEAR[0] < figures.bytes_in_all / self._limit < _NEAR[1]
 
     def _is_quick(self, line: Line) -> bool:
         """Whether the model itself is soon compiled at full effort, too."""

@@ -86,7 +86,7 @@ def test_a_page_says_all_of_every_candidate():
         "40 % (50 % if no slower than the largest bound)",
         "12 all-gather, of 3.00 GB",
         "extrapolated to 80 equal blocks, from models of 2 and 4",
-        "at low effort, which needs a quarter more or less",
+        "at low effort: as it is run it needs up to a tenth less or half more",
         "Take a larger group ( shards ), or a larger slice.",
         "The cores of a replica are a box [of the slice].",
         "does not fit",

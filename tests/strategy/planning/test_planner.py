@@ -158,6 +158,12 @@ def test_near_the_limit_it_is_compiled_as_it_is_run():
     assert row.most_rows == 1
 
 
+@pytest.mark.parametrize(("of_row", "is_full"), [(7, False), (7.5, True)])
+def test_from_two_thirds_of_the_limit_on_it_is_near(of_row, is_full):
+    (row,), _ = plan(Step(of_row=of_row))
+    assert row.is_full_effort is is_full
+
+
 def test_what_is_known_at_low_effort_is_said_before():
     rows = []
     (row,), _ = plan(Step(of_row=10), rows=rows)
