@@ -16,6 +16,7 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.cli.main import main
+from keras_strategies.cli.plan import plan as plan_lib
 from keras_strategies.cli.plan import request as request_lib
 from keras_strategies.cli.plan import worker
 from keras_strategies.cli.plan.capture import Capture, Caught, PlanError
@@ -555,10 +556,11 @@ def test_what_a_script_forks_does_not_keep_the_command(
         "raise ValueError('of the module')\n"
     )
     monkeypatch.chdir(tmp_path)
-    words = ["--model", "forker:make", "--batch", "8x4:float32"]
-    words += ["--topology", "v5e:2x2", "--layout", "replicated", "--json"]
+    request = Request(
+        topology="v5e:2x2", layout="replicated", function="forker:make"
+    )
     try:
-        assert main(["plan", *words]) == 1
+        assert plan_lib.plan([request], as_json=True, html=None) == 1
         # It is there, and has the pipe open.
         os.kill(int(pathlib.Path("child").read_text()), 0)
     finally:
