@@ -4,7 +4,6 @@ import json
 import os
 import pathlib
 import runpy
-import signal
 import subprocess
 import sys
 import time
@@ -16,7 +15,6 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.cli.main import main
-from keras_strategies.cli.plan import plan as plan_lib
 from keras_strategies.cli.plan import request as request_lib
 from keras_strategies.cli.plan import worker
 from keras_strategies.cli.plan.capture import Capture, Caught, PlanError
@@ -128,6 +126,11 @@ MANY = MIRRORED.replace('"mse")', '"mse", steps_per_execution=64)')
         ("model.fit(x, y, batch_size=8, steps_per_epoch=3)", 3),
         ("model.fit(((x[:8], y[:8]) for _ in range(99)), shuffle=False)", 64),
         ("model.train_on_batch(x[:8], y[:8])", 1),
+        (
+            "model.fit(strategy.experimental_distribute_dataset("
+            "strategy.experimental_make_numpy_dataset((x, y)).batch(8)))",
+            7,
+        ),
     ],
 )
 def test_steps_of_the_first_program(tmp_path, call, steps):
@@ -166,7 +169,6 @@ def test_a_thread_of_a_script_may_train(tmp_path):
         worker._run_script(capture, request)
     finally:
         del keras.seen
-    capture.wait()
     assert capture.planned == 24
     assert len(seen) == 1
 
@@ -262,6 +264,21 @@ strategy.run(scaled, args=(values,))
     assert "tensor<8x30xf32>" in text
     assert "tensor<8x40x30xf32>" in text
     assert more == text
+
+
+def test_the_batch_of_a_function_has_the_rows_of_most_arrays(tmp_path):
+    loop = """
+made = np.ones((90, 40), "float32"), x[:5], y[:5]
+values = strategy.experimental_distribute_values_from_function(
+    lambda context: made
+)
+strategy.run(lambda table, x, y: step((x, y)), args=values)
+"""
+    step = caught(tmp_path, LOOP + loop).step
+    assert step.rows == 8 * 5
+    text = step.lower(8 * 15, None).as_text()
+    assert "tensor<8x15x40xf32>" in text
+    assert "x270x" not in text
 
 
 def test_two_batches_keep_their_shares(tmp_path):
@@ -545,30 +562,115 @@ def test_a_process_ends_with_the_command(tmp_path):
     )
 
 
-def test_what_a_script_forks_does_not_keep_the_command(
-    tmp_path, monkeypatch, capfd
-):
-    (tmp_path / "forker.py").write_text(
+def answers_of(tmp_path, text, **given):
+    """What the process of a script answers, which ends in time."""
+    (tmp_path / "script.py").write_text(text)
+    command = (
+        "import sys\n"
+        "from keras_strategies.cli.plan import plan\n"
+        "from keras_strategies.cli.plan.request import Request\n"
+        "request = Request.from_text(sys.argv[1])\n"
+        "sys.exit(plan.plan([request], as_json=True, html=None))\n"
+    )
+    request = Request(topology="v5e:2x2", layout="replicated", **given)
+    words = [sys.executable, "-c", command, request.to_text()]
+    ended = subprocess.run(
+        words, cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    (step,) = json.loads(ended.stdout)["steps"]
+    return step
+
+
+def test_what_a_script_forks_ends_with_it(tmp_path):
+    text = (
         "import os, pathlib, time\n"
         "child = os.fork()\n"
-        "if child == 0:\n    time.sleep(100)\n    os._exit(0)\n"
+        "if child == 0:\n    time.sleep(600)\n    os._exit(0)\n"
         "pathlib.Path('child').write_text(str(child))\n"
         "raise ValueError('of the module')\n"
     )
-    monkeypatch.chdir(tmp_path)
-    request = Request(
-        topology="v5e:2x2", layout="replicated", function="forker:make"
-    )
-    try:
-        assert plan_lib.plan([request], as_json=True, html=None) == 1
-        # It is there, and has the pipe open.
-        os.kill(int(pathlib.Path("child").read_text()), 0)
-    finally:
-        if pathlib.Path("child").exists():
-            child = int(pathlib.Path("child").read_text())
-            os.kill(child, signal.SIGKILL)
-    (step,) = json.loads(capfd.readouterr().out)["steps"]
+    step = answers_of(tmp_path, text, function="script:make")
     assert "of the module" in step["error"]
+    child = pathlib.Path(f"/proc/{(tmp_path / 'child').read_text()}/stat")
+    # A zombie has ended, and waits for who has started it.
+    assert not child.exists() or child.read_text().split()[2] == "Z"
+
+
+THREADS = (
+    HEAD
+    + """
+import queue, threading, time
+def fit():
+    {first}
+    strategy = ks.MirroredStrategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+        model.compile("sgd", "mse")
+    results.put(model.fit(np.zeros((8, 4)), np.zeros((8, 3))))
+results = queue.Queue()
+threading.Thread(target=fit).start()
+{last}
+"""
+)
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [
+        # The main thread waits for what is not to come.
+        ("", "results.get()"),
+        # The script ends before its thread trains.
+        ("time.sleep(1)", ""),
+    ],
+)
+def test_scripts_that_train_in_a_thread_are_planned(tmp_path, first, last):
+    text = THREADS.format(first=first, last=last)
+    step = answers_of(tmp_path, text, script="script.py", cache=False)
+    assert step["error"] is None
+    assert step["rows"] == 8
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("code", ["raise SystemExit(3)", "print(1 / 0)", ""])
+def test_a_child_of_the_script_answers_nothing(tmp_path, code):
+    text = (
+        HEAD
+        + "import os\nchild = os.fork()\n"
+        + f"if not child:\n    {code or 'model = None'}\n"
+        + "else:\n"
+        + "    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])\n"
+        + f"    assert ended == {len(code) and 3 - 2 * ('/' in code)}\n"
+        + "    strategy = ks.MirroredStrategy()\n"
+        + MODEL.replace("\n", "\n    ")
+        + "\n    model.fit(x, y)\n"
+    )
+    step = answers_of(tmp_path, text, script="script.py", cache=False)
+    assert step["error"] is None
+    assert step["rows"] == 32
+
+
+@pytest.mark.tpu
+def test_an_error_of_a_thread_is_told(tmp_path):
+    text = THREADS.format(first="raise ValueError('of the thread')", last="")
+    step = answers_of(tmp_path, text, script="script.py")
+    assert "ValueError (line 8 of script.py): of the thread" in step["error"]
+
+
+@pytest.mark.tpu
+def test_a_model_axis_is_for_scripts_without_threads(tmp_path):
+    text = THREADS.format(first="", last="results.get()")
+    (tmp_path / "script.py").write_text(text)
+    request = Request(topology="v5e:2x2", layout="model:2", script="script.py")
+    words = [*(sys.executable, "-m", "keras_strategies.cli.plan.worker"), "1"]
+    ended = subprocess.run(
+        [*words, request.to_text(), str(os.getpid())],
+        cwd=tmp_path,
+        capture_output=True,
+        timeout=120,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"},
+    )
+    assert b"scripts that train in their main thread" in ended.stdout
 
 
 def test_of_a_process_the_last_line_counts():

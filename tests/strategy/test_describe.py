@@ -191,7 +191,7 @@ def shardings_shown(strategy, model, capsys):
 
 
 def test_groups_and_reasons_of_whole_variables(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("COLUMNS", "160")
     partitioner = ks.experimental.FullySharded(shards=4, min_size=64)
     strategy, model = divided_model(partitioner)
     cells, text = shardings_shown(strategy, model, capsys)
@@ -210,7 +210,7 @@ def test_groups_and_reasons_of_whole_variables(capsys, monkeypatch):
 
 
 def test_reasons_of_slots_only(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("COLUMNS", "160")
     partitioner = ks.experimental.SlotsOnly(min_size=64)
     strategy, model = divided_model(partitioner)
     cells, text = shardings_shown(strategy, model, capsys)
@@ -223,7 +223,7 @@ def test_reasons_of_slots_only(capsys, monkeypatch):
 
 
 def test_reasons_of_a_function(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("COLUMNS", "160")
 
     def first_of_matrices(path, shape, dtype):
         return 0 if len(shape) == 2 and shape[0] == 24 else None
@@ -240,7 +240,7 @@ def test_reasons_of_a_function(capsys, monkeypatch):
 def test_an_optimizer_in_a_branch_updates_whole(
     is_in_branch, capsys, monkeypatch
 ):
-    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("COLUMNS", "160")
     partitioner = ks.experimental.FullySharded(min_size=1)
     strategy, model = divided_model(partitioner, [(8, 16)])
     weights, slots = model.trainable_variables, model.optimizer.variables

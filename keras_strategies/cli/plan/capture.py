@@ -212,7 +212,9 @@ class Capture:
         strategy = binding.owner
         hold_out(call)
         if isinstance(call["x"], PlannedData):
-            return call["x"].first_shapes(), call["steps_per_epoch"]
+            data = call["x"]
+            number = call["steps_per_epoch"] or data.source.num_batches
+            return data.first_shapes(), number
         feed = feed_lib.make_feed(
             self._host,
             **{name: call[name] for name in _DATA},

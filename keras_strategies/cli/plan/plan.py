@@ -1,10 +1,12 @@
 """`keras-strategies plan`: candidates in processes of their own, as a table."""
 
 import collections
+import contextlib
 import json
 import os
 import pathlib
 import selectors
+import signal
 import subprocess
 import sys
 import tempfile
@@ -60,6 +62,8 @@ class _Process:
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
                 pass_fds=[writing],
+                # What the script starts ends with it.
+                start_new_session=True,
             )
         finally:
             os.close(writing)
@@ -87,7 +91,8 @@ class _Process:
     def end(self) -> dict[str, Any]:
         """Ends the process, and returns its answer."""
         os.close(self.file)
-        self._process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         code = self._process.wait()
         with self._log as log:
             size = log.seek(0, os.SEEK_END)

@@ -14,9 +14,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from keras_strategies.cli.plan.request import Request, shape_and_dtype
+from keras_strategies.cli.plan.script_threads import ScriptThreads
+
+Say = Callable[..., None]
+"""Writes an answer: its name and what it says."""
 
 _MOST_LINES = 12
 _SECONDS_BETWEEN = 1.0
@@ -40,10 +44,21 @@ def main(words: list[str]) -> None:
             file.write(json.dumps(answer) + "\n")
             file.flush()
 
-        try:
-            say(step=_planned(request, lambda row: say(row=row.to_json())))
-        except BaseException as error:
-            say(error=_told(error, request))
+        _answer(lambda: _planned(request, say), request, say)
+
+
+def _answer(plan: Callable[[], Any], request: Request, say: Say) -> None:
+    try:
+        say(step=plan())
+    except BaseException as error:
+        say(error=_told(error, request))
+
+
+def _end(status: int = 0) -> NoReturn:
+    """Ends the process: threads of the script's would keep it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _end_with(parent: int) -> None:
@@ -53,7 +68,7 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def _planned(request: Request, on_row: Callable[[Any], None]) -> dict[str, Any]:
+def _planned(request: Request, say: Say) -> dict[str, Any]:
     from keras_strategies._core.compiled import without_jax_cache
     from keras_strategies.strategy.planning import compiling, planner
 
@@ -74,16 +89,16 @@ def _planned(request: Request, on_row: Callable[[Any], None]) -> dict[str, Any]:
                 compiler,
                 effort,
                 lambda candidate, stage: None,
-                on_row,
+                lambda row: say(row=row.to_json()),
             )
         return planned.to_json()
 
     if request.function:
         return plan(_of_function(request))
-    return _of_script(request, plan)
+    return _of_script(request, plan, say)
 
 
-def _of_script(request: Request, plan: Callable[[Any], Any]) -> Any:
+def _of_script(request: Request, plan: Callable[[Any], Any], say: Say) -> Any:
     """Plans the candidate of a script, where the script is caught."""
     from keras_strategies.strategy.planning.candidates import Layout, layout_of
     from keras_strategies.strategy.planning.planner import Candidate
@@ -104,7 +119,35 @@ def _of_script(request: Request, plan: Callable[[Any], Any]) -> Any:
             )
         )
 
-    return _captured(request, devices, None if is_own else layout, planned)
+    own_layout = None if is_own else layout
+    return _captured(request, devices, own_layout, planned, say)
+
+
+def _from_any_thread(
+    plan: Callable[..., Any], request: Request, say: Say
+) -> Callable[..., Any]:
+    """A plan that answers at once where a script trains in a thread.
+
+    Its main thread may wait for what the step gives, for ever.
+    """
+
+    def planned(*args: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            return plan(*args)
+        _answer(lambda: plan(*args), request, say)
+        _end()
+
+    return planned
+
+
+def _check_thread(*args: Any) -> None:
+    from keras_strategies.cli.plan.capture import PlanError
+
+    if threading.current_thread() is not threading.main_thread():
+        raise PlanError(
+            "A model axis is planned for scripts that train in their main "
+            "thread. Received: one that trains in another. Leave 'model' out."
+        )
 
 
 def _of_function(request: Request) -> Any:
@@ -134,7 +177,11 @@ def _of_function(request: Request) -> Any:
 
 
 def _captured(
-    request: Request, devices: Any, layout: Any, plan: Callable[..., Any]
+    request: Request,
+    devices: Any,
+    layout: Any,
+    plan: Callable[..., Any],
+    say: Say,
 ) -> Any:
     import dataclasses
 
@@ -147,7 +194,9 @@ def _captured(
     if layout is not None and layout.cores > 1:
         # What its cores divide is known from the model.
         plain = dataclasses.replace(layout, cores=1, shards=None)
-        first = _run_script(Capture(devices, plain, **kwargs), request)
+        check = _from_any_thread(_check_thread, request, say)
+        capture = Capture(devices, plain, plan=check, **kwargs)
+        first = _run_script(capture, request)
         if first.model is None:
             raise PlanError(
                 "A model axis is planned for models that `fit` trains. "
@@ -155,9 +204,9 @@ def _captured(
             )
         layout_map = transformer_layout(first.model, layout.cores)
         kwargs["layout_map"] = layout_map
+    plan = _from_any_thread(plan, request, say)
     capture = Capture(devices, layout, plan=plan, **kwargs)
     _run_script(capture, request)
-    capture.wait()
     if capture.error is not None:
         raise capture.error
     return capture.planned
@@ -166,7 +215,8 @@ def _captured(
 def _run_script(capture: Any, request: Request) -> Any:
     from keras_strategies.cli.plan.capture import Caught, PlanError
 
-    with capture.installed(), _as_main(request):
+    process, threads = os.getpid(), ScriptThreads()
+    with capture.installed(), _as_main(request), threads.watched():
         try:
             if request.is_module:
                 runpy.run_module(
@@ -177,16 +227,29 @@ def _run_script(capture: Any, request: Request) -> Any:
         except Caught:
             pass
         except SystemExit as error:
+            if os.getpid() != process:
+                # The script has forked itself.
+                code = error.code
+                _end(code if isinstance(code, int) else int(code is not None))
             if capture.step is None and error.code not in (None, 0):
                 raise PlanError(
                     f"The script ended itself with {error.code!r} before it "
                     "trained a model."
                 ) from error
         except Exception:
+            if os.getpid() != process:
+                traceback.print_exc()
+                _end(1)
             # After its first step a script may fail: in a `finally`, say.
             if capture.step is None:
                 raise
+        if os.getpid() != process:
+            _end()
+        threads.finish(lambda: capture.step is not None)
+        capture.wait()
     if capture.step is None:
+        if threads.error is not None:
+            raise threads.error
         raise PlanError(
             "A plan is for the first training step of a script. Received: "
             f"{request.script!r}, which ended without `fit` of a strategy's "
@@ -227,7 +290,4 @@ def _told(error: BaseException, request: Request) -> str:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Threads of the script's would keep the process.
-    os._exit(0)
+    _end()

@@ -63,6 +63,8 @@ def advice_on(
                     f"(up to {step.most_rows} fit) cost little."
                 )
     spare = (step.limit_bytes or 0) - total
+    if step.is_accepted and spare < 0:
+        return "Nothing is left: some arrays lie where others do."
     if spare < 0.05 * (step.limit_bytes or 0) and step.limit_bytes:
         return f"{spare / BYTES_PER_GB:.2f} GB are left: little for changes."
     return ""

@@ -6,6 +6,7 @@ References:
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 from keras_strategies.strategy.planning.chips import Chip
@@ -54,7 +55,7 @@ def estimate(
     model_flops: float | None,
     *,
     steps: int = 1,
-    batch_bytes: float = 0.0,
+    step_bytes: float = math.inf,
 ) -> Estimate:
     """Estimates a step.
 
@@ -64,13 +65,13 @@ def estimate(
       model_flops: Operations of the model on a device, forward and backward,
         none of them twice; None: unknown.
       steps: Of the program, of which XLA counts the operations of one.
-      batch_bytes: Of a step's batch, on a device.
+      step_bytes: Of the state and a step's batch, on a device.
     """
     # XLA counts a loop's body once.
     compute = max(figures.flops, model_flops or 0.0) / chip.flops
     # The state is read, and written in place. The other steps' batches are not
     # this one's.
-    own = max(figures.argument_bytes - (steps - 1) * batch_bytes, 0.0)
+    own = min(figures.argument_bytes, step_bytes)
     moved = 2 * own + figures.output_bytes
     memory = moved / chip.memory_bandwidth
     sent = sum(n * _PASSES.get(k, 1.0) for k, n in figures.sent.items())

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from keras_strategies.strategy.planning.compiling import Compiler, Outcome
 from keras_strategies.strategy.planning.edge import find_edge
 from keras_strategies.strategy.planning.estimates import estimate
 from keras_strategies.strategy.planning.figures import DoesNotFit, Figures
+from keras_strategies.strategy.planning.kinds import by_kind
 from keras_strategies.strategy.planning.measuring import (
     Line,
     Measuring,
@@ -126,10 +127,23 @@ class _Planning:
             replicas = candidate.num_replicas
             rows = self._step.rows
             each = max(-(-rows // replicas), 1) * replicas
-            self._rows = (rows, rows + _MORE * each)
-            self._low = self._measuring(self._rows)
+            self._low = self._begun(rows, rows + _MORE * each)
         except (ValueError, TypeError, RuntimeError) as error:
             self._error = str(error)
+
+    def _begun(self, rows: int, more: int) -> Measuring:
+        self._rows = (rows, more)
+        try:
+            return self._measuring(self._rows)
+        except Exception as error:
+            # With more rows it may be another one, or none.
+            self._rows = (rows, rows)
+            begun = self._measuring(self._rows)
+            self._note(f"The most rows are not known: {_first_line(error)}")
+            return begun
+
+    def _note(self, text: str) -> None:
+        self._step.note = f"{self._step.note} {text}".strip()
 
     def _measuring(
         self, rows: Sequence[int], *, step: Step | None = None, **kwargs: Any
@@ -194,7 +208,9 @@ class _Planning:
         if isinstance(figures, DoesNotFit):
             needed = figures.needed
             return needed is not None and needed < self._limit * _NEAR[1]
-        return _NEAR[0] < figures.bytes_in_all / self._limit < _NEAR[1]
+        # Whether the model's own program fits is for the compiler to say.
+        least, most = _NEAR if line.blocks else (_NEAR[0], math.inf)
+        return least < figures.bytes_in_all / self._limit < most
 
     def _is_quick(self, line: Line) -> bool:
         """Whether the model itself is soon compiled at full effort, too."""
@@ -221,19 +237,24 @@ class _Planning:
             for f in x.figures
             if isinstance(f, Figures)
         )
+        most = self._most_rows(line)
         facts: dict[str, Any] = {
             "is_full_effort": line.is_full or not self._is_tpu,
             "blocks": line.blocks,
             "tokens": self._step.tokens,
             "compile_seconds": took,
-            "memory": self._memory(line),
-            "most_rows": self._most_rows(line),
+            "memory": by_kind(self._step.state_bytes(), line),
+            "most_rows": most,
             "bytes_in_all": bytes_needed(figures),
         }
         if isinstance(figures, DoesNotFit):
             error = str(figures) if figures.needed is None else None
             return self._row(error=error, **facts)
-        facts["is_accepted"] = self._is_tpu and line.blocks is None
+        if self._is_tpu and line.is_full and line.blocks is None:
+            facts["is_accepted"] = True
+            own = self._rows[0] // self._candidate.num_replicas
+            if most is not None:
+                facts["most_rows"] = max(most, own)
         facts["counts"] = {k: round(n) for k, n in figures.counts.items()}
         facts["sent"] = dict(figures.sent)
         if self._chip is not None and isinstance(fast, Figures):
@@ -242,9 +263,17 @@ class _Planning:
                 self._chip,
                 self._flops(low),
                 steps=self._step.steps,
-                batch_bytes=self._step.batch_bytes(self._rows[0]),
+                step_bytes=self._step_bytes(),
             )
         return self._row(**facts)
+
+    def _step_bytes(self) -> float:
+        """Bytes of the state and a step's batch, where others' are there."""
+        if self._step.steps == 1:
+            return math.inf
+        state = self._step.state_bytes()
+        held = state["weights"] + state["slots"] + state["other"]
+        return held + self._step.batch_bytes(self._rows[0])
 
     def _advised(self, row: PlannedStep, low: Outcome) -> PlannedStep:
         """The row with advice.
@@ -276,28 +305,6 @@ class _Planning:
         share = (count - few) / (many - few)
         return first + share * (second - first)
 
-    def _memory(self, line: Line) -> Mapping[str, float]:
-        state = self._step.state_bytes()
-        first, second = line.figures
-        if isinstance(first, Figures):
-            standing = first.argument_bytes + first.output_bytes
-            temporary = first.temporary_bytes
-        elif first.needed is not None:
-            # Of which the compiler says no more.
-            held = state["weights"] + state["slots"] + state["other"]
-            standing = min(held, first.needed)
-            temporary = first.needed - standing
-        else:
-            return {}
-        growing = 0.0
-        sizes = bytes_needed(first), bytes_needed(second)
-        if isinstance(first, Figures) and isinstance(second, Figures):
-            sizes = first.temporary_bytes, second.temporary_bytes
-        if sizes[0] is not None and sizes[1] is not None:
-            low, high = line.rows
-            growing = max(sizes[1] - sizes[0], 0.0) * low / (high - low)
-        return _by_kind(state, standing, temporary, growing)
-
     def _most_rows(self, line: Line) -> int | None:
         """The most rows of a replica that fit by a line; None: unknown."""
         most = None if self._limit is None else line.most_rows(self._limit)
@@ -308,17 +315,16 @@ class _Planning:
 
     def _with_verified_rows(self, row: PlannedStep, line: Line) -> PlannedStep:
         """The step with the most rows that fit found by compiling."""
-        most = line.most_rows(self._limit or 0)
-        if row.most_rows is None and most is not None:
-            # More than anybody has.
+        first, second = map(bytes_needed, line.figures)
+        if row.most_rows is None and first is not None and second is not None:
+            # More than anybody has, or its bytes are not its rows'.
             return row
         guess = 1 if row.most_rows is None else row.most_rows
         try:
             found, is_verified = self._verified(guess)
-        except (ValueError, TypeError, RuntimeError) as error:
-            text = str(error).partition("\n")[0]
-            note = f"The most rows were not found by compiling: {text}"
-            self._step.note = f"{self._step.note} {note}".strip()
+        except Exception as error:
+            text = _first_line(error)
+            self._note(f"The most rows were not found by compiling: {text}")
             return row
         return dataclasses.replace(
             row, most_rows=found, is_most_verified=is_verified
@@ -353,28 +359,6 @@ class _Planning:
         )
 
 
-def _by_kind(
-    state: Mapping[str, float],
-    standing: float,
-    temporary: float,
-    growing: float,
-) -> Mapping[str, float]:
-    """A device's bytes by kind.
-
-    Args:
-      state: Weights, slots and other state, and all gradients, by arithmetic.
-      standing: Arguments and outputs, as the compiler says.
-      temporary: Temporaries, as the compiler says.
-      growing: Those of them that grow with the rows.
-    """
-    known = state["weights"] + state["slots"]
-    activations = min(growing, temporary)
-    gradients = min(state["gradients"], temporary - activations)
-    return {
-        "weights": state["weights"],
-        "slots": state["slots"],
-        "other": max(standing - known, 0.0),
-        "gradients": gradients,
-        "activations": activations,
-        "temporary": temporary - activations - gradients,
-    }
+def _first_line(error: Exception) -> str:
+    text = str(error).partition("\n")[0]
+    return text or type(error).__name__

@@ -1,7 +1,8 @@
 """A step of a loop of one's own, as `run` is given it."""
 
+import collections
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -47,16 +48,12 @@ class RunStep:
         )
         leaves = jax.tree.leaves(self._given, is_leaf=_is_leaf)
         batches = [leaf for leaf in leaves if _is_rows(leaf)]
-        # Of values that a function made for each replica the first matrices
-        # may be its batch.
-        own = [leaf for leaf in leaves if _is_of_rows(leaf)]
-        own = [leaf for leaf in own if len(leaf.arrays[0].shape) > 2]
+        own = [leaf.arrays[0].shape[1:] for leaf in leaves if _is_of_rows(leaf)]
         replicas = self.mesh.num_replicas
-        self._own_rows = 0
+        self._own_rows = 0 if batches else _shared_rows(own)
         if batches:
             self.rows = max(leaf.arrays[0].shape[0] for leaf in batches)
-        elif own:
-            self._own_rows = own[0].arrays[0].shape[1]
+        elif self._own_rows:
             self.rows = self._own_rows * replicas
         else:
             self.rows = replicas
@@ -180,3 +177,16 @@ def _as_passed(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array | np.ndarray | np.generic):
         return values.Mirrored(leaf)
     return leaf
+
+
+def _shared_rows(shapes: Sequence[tuple[int, ...]]) -> int:
+    """The rows of what may be a batch, of values that a function made.
+
+    It is the first dimension that most arrays have, and of as many the largest
+    one's; 0: none has rows of several entries.
+    """
+    counts = collections.Counter(shape[0] for shape in shapes)
+    matrices = [shape for shape in shapes if len(shape) > 1]
+    if not matrices:
+        return 0
+    return max(matrices, key=lambda s: (counts[s[0]], math.prod(s)))[0]

@@ -59,8 +59,9 @@ def test_no_step_is_faster_than_its_launch():
 
 
 def test_a_step_of_an_execution_does_not_wait_for_the_others_batches():
-    many = dataclasses.replace(FIGURES, argument_bytes=8.0 + 63 * 2.0)
-    found = estimate(many, CHIP, 150.0, steps=64, batch_bytes=2.0)
+    # Those have room around them, too, as the chip lays them out.
+    many = dataclasses.replace(FIGURES, argument_bytes=8.0 + 63 * 5.0)
+    found = estimate(many, CHIP, 150.0, steps=64, step_bytes=8.0)
     assert found == estimate(FIGURES, CHIP, 150.0)
     # They are launched at once.
     found = estimate(figures(), CHIP, 1e-3, steps=4)

@@ -8,6 +8,7 @@ import types
 import jax
 import pytest
 
+from keras_strategies.strategy.planning.chips import chip_of
 from keras_strategies.strategy.planning.compiling import Compiler
 from keras_strategies.strategy.planning.planner import (
     Candidate,
@@ -78,7 +79,7 @@ class Step:
 
     def lower(self, rows, blocks):
         if rows > self.most_rows:
-            raise ValueError("It is of so many rows.")
+            raise AssertionError("It is of so many rows.")
         needed = 3 * GIB + rows / len(DEVICES) * self.of_row * GIB
         return Program(
             *(needed, 3 * GIB, blocks, self._error, self.efforts),
@@ -237,7 +238,18 @@ def test_a_program_that_the_compiler_takes_fits():
     assert row.is_full_effort
     assert row.bytes_in_all > row.limit_bytes
     assert row.fits
-    assert "does not fit" not in row.advice
+    assert row.most_rows == 1
+    assert row.advice == "Nothing is left: some arrays lie where others do."
+
+
+@pytest.mark.parametrize("effort", [None, False])
+def test_low_effort_alone_takes_no_program_beyond_the_limit(effort):
+    step = Step(of_row=12)
+    # More than a quarter more than there is.
+    step.shared = 8 * GIB
+    (row,), _ = plan(step, is_full=effort)
+    assert row.is_full_effort is (effort is None)
+    assert row.fits is (effort is None)
 
 
 def test_more_rows_than_anybody_has_are_not_compiled():
@@ -247,14 +259,43 @@ def test_more_rows_than_anybody_has_are_not_compiled():
     assert row.error is None
 
 
-def test_a_step_that_cannot_have_more_rows_keeps_its_figures():
+@pytest.mark.parametrize("is_verified", [False, True])
+@pytest.mark.parametrize(
+    ("most", "found", "note"),
+    [
+        (20, 12, "not found by compiling: It is of so many rows."),
+        (4, None, "not known: It is of so many rows."),
+    ],
+)
+def test_a_step_that_cannot_have_more_rows_keeps_its_figures(
+    most, found, note, is_verified
+):
     step = Step(of_row=1)
-    step.most_rows = 20
-    (row,), _ = plan(step, is_verified=True)
+    step.most_rows = most
+    (row,), _ = plan(step, is_verified=is_verified)
     assert row.bytes_in_all == 4 * GIB
-    assert row.most_rows == 12
+    assert row.most_rows == found
     assert not row.is_most_verified
-    assert "not found by compiling: It is of so many rows." in row.advice
+    assert row.estimate.seconds == 0.5
+    assert (note in row.advice) == (is_verified or found is None)
+
+
+def test_rows_that_need_no_bytes_are_not_compiled():
+    (row,), stages = plan(Step(of_row=0), is_verified=True)
+    assert row.most_rows is None
+    assert not any(stage.startswith("trying") for stage in stages)
+
+
+def test_a_step_of_an_execution_moves_its_own_batch():
+    step = Step(of_row=1)
+    step.steps = 64
+    step.batch_bytes = lambda rows: rows * 1e6
+    (row,), _ = plan(step)
+    # The program's arguments are 3 GiB, a step's own less.
+    own = 2.75 * GIB + 4e6
+    assert row.estimate.memory_seconds == pytest.approx(
+        (2 * own + 0) / chip_of(DEVICES[0]).memory_bandwidth
+    )
 
 
 def test_a_fault_of_the_compiler_is_a_row_of_its_own():
