@@ -48,10 +48,10 @@ class Plans:
         that a machine without memory for them plans the largest. Not in tf.
 
         Bytes and collectives are the compiler's. At low effort, which is
-        several times as fast, programs need a tenth more to half less than as
-        they are run; near the limit, and a candidate without others, they are
-        compiled as they are run, too. Of models of many equal blocks two short
-        ones are compiled, and extrapolated. Times are estimates.
+        several times as fast, programs need a tenth more to a third less than
+        as they are run; near the limit, and a candidate without others, they
+        are compiled as they are run, too. Of models of many equal blocks two
+        short ones are compiled, and extrapolated. Times are estimates.
 
         Args:
           model: A function that makes and compiles the model, called in the

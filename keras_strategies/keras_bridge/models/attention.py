@@ -4,8 +4,8 @@ On a TPU, Keras 3.15 gives attention without a mask to a kernel (JAX's splash
 attention). It calls the kernel as if each entry saw those before it alone, and
 without the scale of the scores; with a mask, or of causal attention, a traced
 step takes XLA's attention instead, without the cap of the scores that was
-asked for. So in a step for TPUs attention is XLA's, with the cap. Steps that
-are planned without a TPU are the same ones.
+asked for. So in a step for TPUs attention is XLA's, with the cap, and the same
+where the step is planned without a TPU.
 """
 
 import contextlib
@@ -81,18 +81,20 @@ def capped_attention(
       key: Of shape (batch, S, heads or a divisor of them, depth).
       value: As the key.
       bias: What is added to the scores; broadcast to (batch, heads, T, S).
-      mask: Which of them count; broadcast as the bias.
+      mask: Which of them count; broadcast as the bias, or (batch, T, S) if
+        the batch is not as many as the heads.
       scale: Of the scores; None: 1 / sqrt(depth).
       is_causal: Whether an entry sees none that is after it.
       attn_logits_soft_cap: The cap.
 
     Returns:
-      Of the query's shape and dtype.
+      Of the query's shape, and of the dtype that the three have in common.
 
     References:
       - Gemma Team, Gemma 2 (2024), section 2: https://arxiv.org/abs/2408.00118
     """
-    query, key, value = map(jnp.asarray, (query, key, value))
+    dtype = jnp.result_type(query, key, value)
+    query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
     heads, depth = query.shape[-2:]
     key, value = (
         jnp.repeat(x, heads // x.shape[2], axis=2) for x in (key, value)
@@ -108,7 +110,10 @@ def capped_attention(
     if is_causal:
         counts = jnp.tril(counts)
     if mask is not None:
-        counts = counts & jnp.asarray(mask, bool)
+        mask = jnp.asarray(mask, bool)
+        if mask.ndim == 3 and mask.shape[0] not in (1, heads):
+            mask = mask[:, None]
+        counts = counts & mask
     scores = jnp.where(counts, scores, 0.7 * jnp.finfo(scores.dtype).min)
     shares = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     return jnp.einsum("bhts,bshd->bthd", shares, value)

@@ -34,8 +34,8 @@ class PlannedStep:
       is_most_verified: Whether they were compiled at full effort, and one row
         more on each replica, which does not fit.
       is_full_effort: Whether bytes are those of a program as it would be run;
-        else of one that was compiled faster, and needs a tenth more or half
-        less.
+        else of one that was compiled faster, and needs a tenth more or a
+        third less.
       is_accepted: Whether the slice's compiler took the model itself, with its
         rows: it fits, also where bytes that share room add up to more.
       blocks: Of how many blocks the two models were that were compiled, and

@@ -13,7 +13,7 @@ from keras_strategies.keras_bridge.models.attention import attention_for
 
 TPUS = types.SimpleNamespace(platform="tpu")
 CPUS = types.SimpleNamespace(platform="cpu")
-BATCH, LENGTH, HEADS, DEPTH = 2, 128, 2, 8
+BATCH, LENGTH, HEADS, DEPTH = 3, 128, 2, 8
 RNG = np.random.default_rng(0)
 
 
@@ -81,6 +81,8 @@ def attend(cap=None, **given):
         {"mask": MASK},
         {"mask": MASK, "is_causal": True, "scale": 0.3},
         {"mask": MASK, "bias": BIAS},
+        {"mask": np.broadcast_to(MASK[:, 0], (BATCH, LENGTH, LENGTH))},
+        {"mask": MASK[0, 0]},
         {"key": KEY[:, :, :1], "value": VALUE[:, :, :1]},
         {"flash_attention": True},
     ],
@@ -91,8 +93,26 @@ def test_attention_for_tpus_is_what_its_arguments_say(on_tpu, given, cap):
     with attention_for(TPUS):
         found = attend(cap, **given)
     given.pop("flash_attention", None)
+    mask = given.get("mask", np.ones((1, 1, 1, 1), bool))
+    given["mask"] = mask[:, None] if mask.ndim == 3 else mask
     wanted = expected(**given, cap=cap or 0)
     np.testing.assert_allclose(found, wanted, atol=2e-5)
+
+
+@pytest.mark.parametrize("cap", [None, 0.5])
+@pytest.mark.parametrize("which", range(3))
+def test_the_dtype_is_a_common_one(on_tpu, cap, which):
+    dtypes = ["bfloat16"] * 3
+    dtypes[which] = "float32"
+    arrays = [
+        jax.numpy.asarray(x, dtype)
+        for x, dtype in zip((QUERY, KEY, VALUE), dtypes, strict=True)
+    ]
+    with attention_for(TPUS):
+        found = keras_nn.dot_product_attention(
+            *arrays, attn_logits_soft_cap=cap
+        )
+    assert found.dtype == "float32"
 
 
 def test_dtypes_stay(on_tpu):
