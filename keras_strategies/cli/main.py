@@ -59,7 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
       SystemExit: for `--help`, `--version` and wrong options.
     """
     parser = _make_parser()
-    options = parser.parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["plan"]:
+        options = command.parsed(parser, words)
+    else:
+        options = parser.parse_args(words)
     try:
         status = _run(parser, options)
         sys.stdout.flush()

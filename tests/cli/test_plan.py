@@ -15,8 +15,8 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.cli.main import main
+from keras_strategies.cli.plan import command, worker
 from keras_strategies.cli.plan import request as request_lib
-from keras_strategies.cli.plan import worker
 from keras_strategies.cli.plan.capture import Capture, Caught, PlanError
 from keras_strategies.cli.plan.request import Request
 from keras_strategies.strategy.planning.candidates import Layout
@@ -511,6 +511,35 @@ def test_what_cannot_be_planned_is_refused_by_name(tmp_path, text, message):
 def test_wrong_arguments_are_told_at_once(words, message, capsys):
     assert main(["plan", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train.py", "--topology", "v5e:4x4", "--", "--topology", "x"],
+        ["--topology", "v5e:4x4", "train.py", "--", "--topology", "x"],
+        ["--topology=v5e:4x4", "train.py", "--", "--topology", "x"],
+    ],
+)
+def test_the_script_may_come_first(words, monkeypatch):
+    seen = []
+    monkeypatch.setattr(command, "run", seen.append)
+    main(["plan", *words])
+    (options,) = seen
+    assert options.script == "train.py"
+    assert options.topology == ["v5e:4x4"]
+    assert options.arguments == ["--topology", "x"]
+
+
+@pytest.mark.parametrize(
+    "words", [["--epochs", "3"], ["3"], ["-m", "a", "--epochs", "3"]]
+)
+def test_arguments_of_the_script_come_after_dashes(words, capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "train.py", "--topology", "v5e:4x4", *words])
+    error = capsys.readouterr().err
+    assert "unrecognized arguments" in error
+    assert "come after --" in error
 
 
 def test_a_request_is_what_it_was():

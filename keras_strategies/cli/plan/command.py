@@ -11,8 +11,8 @@ from typing import Any
 _WRONG_ARGUMENTS = 2
 _EXAMPLES = """\
 examples:
-  keras-strategies plan --topology v5e:4x4 train.py
-  keras-strategies plan --topology v5e:16x16 --topology v5p:4x4x4 train.py -- \
+  keras-strategies plan train.py --topology v5e:4x4
+  keras-strategies plan train.py --topology v5e:16x16 --topology v5p:4x4x4 -- \
 --epochs 3
   keras-strategies plan --topology v5p:8x8x16 --layout sharded:64 \
 --model models:make_7b --batch 1024x4096:int32 --batch 1024x4096:int32
@@ -31,9 +31,10 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
         help="say whether and how fast a script's model trains on TPU slices",
-        usage="keras-strategies plan --topology NAME [OPTIONS] "
-        "(SCRIPT [-- ARGUMENTS] | -m MODULE [-- ARGUMENTS] | --model "
-        "MODULE:FUNCTION --batch SHAPE:DTYPE ...)",
+        usage="keras-strategies plan (SCRIPT | -m MODULE) --topology NAME "
+        "[OPTIONS] [-- ARGUMENTS]\n"
+        "       keras-strategies plan --model MODULE:FUNCTION --batch "
+        "SHAPE:DTYPE ... --topology NAME [OPTIONS]",
         description=_PLAN,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -99,13 +100,32 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "-m", dest="module", metavar="MODULE", help="run a module"
     )
-    parser.add_argument("script", nargs="?", metavar="SCRIPT")
     parser.add_argument(
-        "arguments",
-        nargs=argparse.REMAINDER,
-        metavar="ARGUMENTS",
-        help="the script's, after --",
+        "script",
+        nargs="?",
+        metavar="SCRIPT",
+        help="the script; its own arguments come after --",
     )
+
+
+def parsed(
+    parser: argparse.ArgumentParser, words: list[str]
+) -> argparse.Namespace:
+    """The options of the command, and the script's arguments after `--`.
+
+    Args:
+      parser: That of all commands.
+      words: Those of the command line, from "plan" on.
+    """
+    end = words.index("--") if "--" in words else len(words)
+    options, unknown = parser.parse_known_args(words[:end])
+    if unknown:
+        parser.error(
+            f"unrecognized arguments: {' '.join(unknown)}. The script's own "
+            "come after --"
+        )
+    options.arguments = words[end + 1 :]
+    return options
 
 
 def run(options: argparse.Namespace) -> int:
@@ -185,13 +205,6 @@ def _common(options: argparse.Namespace) -> dict[str, Any]:
     given = [
         name for name in ("script", "module", "model") if getattr(options, name)
     ]
-    arguments = list(options.arguments)
-    if options.module and options.script:
-        # The module's first argument is no script.
-        given.remove("script")
-        arguments.insert(0, options.script)
-    if arguments[:1] == ["--"]:
-        arguments.pop(0)
     if len(given) != 1:
         raise ValueError(
             "A plan is for a script, a module (-m) or a function (--model). "
@@ -215,7 +228,7 @@ def _common(options: argparse.Namespace) -> dict[str, Any]:
             "--topology v5e:4x4. GPUs are not planned for: their programs are "
             "compiled on a machine that has one."
         )
-    script = options.script if "script" in given else options.module or ""
+    script = options.script or options.module or ""
     if "script" in given and not os.path.isfile(script):
         raise ValueError(
             f"There is no such script. Received: {script!r}. Give its path."
@@ -226,7 +239,7 @@ def _common(options: argparse.Namespace) -> dict[str, Any]:
         "is_module": options.module is not None,
         "function": options.model or "",
         "batch": tuple(batch * 2 if len(batch) == 1 else batch),
-        "arguments": tuple(arguments),
+        "arguments": tuple(options.arguments),
         "scale": options.scale,
         "effort": options.effort,
         "verify": options.verify,
