@@ -138,6 +138,16 @@ def _marks(plan: Plan) -> Iterator[str]:
             "~ compiled at low effort: as it is run, a step needs up to a "
             "tenth less or half more."
         )
+    uneven = {
+        (s.rows, s.num_replicas)
+        for s in known
+        if s.rows % max(s.num_replicas, 1)
+    }
+    for rows, replicas in sorted(uneven):
+        yield (
+            f"{rows:,} rows are no multiple of {replicas:,} replicas: they are "
+            "computed as one batch, with more memory and time. Take a multiple."
+        )
     counts = {s.blocks for s in known if s.blocks is not None}
     for few, many, count in sorted(counts):
         yield (

@@ -81,6 +81,13 @@ def test_the_cells_of_a_table():
     assert repr(PLAN) == str(PLAN)
 
 
+def test_rows_that_replicas_cannot_share_evenly_are_told_once():
+    steps = [step(rows=3686, layout=x) for x in ("replicated", "slots")]
+    text = printed(Plan(steps=(*steps, step())), 200)
+    told = "3,686 rows are no multiple of 16 replicas"
+    assert text.count(told) == text.count("multiple of") == 1
+
+
 def test_a_plan_of_nothing_prints_its_notes():
     assert "Nothing." in str(Plan(steps=(), notes=("Nothing.",)))
 
