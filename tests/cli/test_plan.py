@@ -745,6 +745,11 @@ def test_a_script_is_planned_from_the_command_line(tmp_path):
         (HEAD + "np.load('/nowhere/x.npy')", "line 5 of"),
         (HEAD + "raise SystemExit('usage')", "ended itself with 'usage'"),
         (
+            HEAD
+            + "import argparse\nargparse.ArgumentParser().parse_args(['a'])",
+            r"ended itself with 2 .* It wrote last: '.*arguments: a'",
+        ),
+        (
             MIRRORED.replace("(30)", "(9000)")
             + "model.set_weights([np.zeros((40, 9000)), np.zeros(9000)])",
             "set_weights|has a shape and no value",

@@ -53,6 +53,10 @@ class PlanError(Exception):
     """Why a script cannot be planned, in words for its author."""
 
 
+class ScriptEnded(PlanError):
+    """A script that ended itself before it trained."""
+
+
 class Capture:
     """What a script's strategies are, and its first step.
 

@@ -102,6 +102,11 @@ class _Process:
         if found is None:
             lines = "\n".join(tail.splitlines()[-12:])
             found = {"error": f"The process ended ({code}).\n{lines}"}
+        elif "ended" in found:
+            # Why is in what the script wrote.
+            last = [line for line in tail.splitlines() if line.strip()][-1:]
+            wrote = "".join(f" It wrote last: {line!r}." for line in last)
+            found = {"error": f"{found['ended']}{wrote}"}
         return found
 
 

@@ -79,7 +79,7 @@ def shape_and_dtype(text: str) -> tuple[tuple[int, ...], str]:
 
 
 def answer_of(
-    raw: bytes, names: tuple[str, ...] = ("step", "error")
+    raw: bytes, names: tuple[str, ...] = ("step", "error", "ended")
 ) -> dict[str, Any] | None:
     """A process's last answer, by its name; None: it gave none that is one.
 

@@ -51,7 +51,11 @@ def _answer(plan: Callable[[], Any], request: Request, say: Say) -> None:
     try:
         say(step=plan())
     except BaseException as error:
-        say(error=_told(error, request))
+        from keras_strategies.cli.plan.capture import ScriptEnded
+
+        sys.stdout.flush()
+        is_end = isinstance(error, ScriptEnded)
+        say(**{"ended" if is_end else "error": _told(error, request)})
 
 
 def _end(status: int = 0) -> NoReturn:
@@ -213,7 +217,11 @@ def _captured(
 
 
 def _run_script(capture: Any, request: Request) -> Any:
-    from keras_strategies.cli.plan.capture import Caught, PlanError
+    from keras_strategies.cli.plan.capture import (
+        Caught,
+        PlanError,
+        ScriptEnded,
+    )
 
     process, threads = os.getpid(), ScriptThreads()
     with capture.installed(), _as_main(request), threads.watched():
@@ -232,7 +240,7 @@ def _run_script(capture: Any, request: Request) -> Any:
                 code = error.code
                 _end(code if isinstance(code, int) else int(code is not None))
             if capture.step is None and error.code not in (None, 0):
-                raise PlanError(
+                raise ScriptEnded(
                     f"The script ended itself with {error.code!r} before it "
                     "trained a model."
                 ) from error
