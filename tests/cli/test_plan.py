@@ -570,16 +570,23 @@ def test_answers_that_are_none(raw):
     assert request_lib.answer_of(raw) is None
 
 
-def test_a_process_ends_with_the_command(tmp_path):
-    (tmp_path / "sleeper.py").write_text("import time\ntime.sleep(100)")
+@pytest.mark.parametrize("first", ["", "os.fork()"])
+def test_a_process_ends_with_the_command(tmp_path, first):
+    # In a session of its own with what its script starts.
+    own = {"start_new_session": bool(first)}
+    (tmp_path / "sleeper.py").write_text(
+        "import os, pathlib, time\n"
+        f"{first}\npathlib.Path('started').touch()\ntime.sleep(600)"
+    )
     request = Request(topology="v5e:4x4", layout="", function="sleeper:make")
     worker_words = [
         *(sys.executable, "-m", "keras_strategies.cli.plan.worker"),
         *("1", request.to_text()),
     ]
     command = (
-        "import os, subprocess\n"
-        f"subprocess.Popen([*{worker_words!r}, str(os.getpid())])"
+        "import os, subprocess, time\n"
+        f"subprocess.Popen([*{worker_words!r}, str(os.getpid())], **{own})\n"
+        "while not os.path.exists('started'): time.sleep(0.1)"
     )
     # Whoever is left of them would hold the pipe open.
     subprocess.run(
@@ -589,6 +596,29 @@ def test_a_process_ends_with_the_command(tmp_path):
         capture_output=True,
         timeout=60,
     )
+
+
+def test_a_child_of_the_process_says_nothing():
+    code = """
+import os, sys
+from keras_strategies.cli.plan import worker
+from keras_strategies.cli.plan.request import Request
+def planned(request, say):
+    child = os.fork()
+    if not child:
+        say(row={"of": "the child"})
+        os._exit(0)
+    os.waitpid(child, 0)
+    return {"of": "the process"}
+worker._planned = planned
+request = Request(topology="", layout="")
+worker.main(["1", request.to_text(), str(os.getppid())])
+os._exit(0)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True
+    )
+    assert json.loads(ended.stdout) == {"step": {"of": "the process"}}
 
 
 def answers_of(tmp_path, text, **given):

@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import runpy
+import signal
 import sys
 import threading
 import time
@@ -39,8 +40,12 @@ def main(words: list[str]) -> None:
     parent = int(words[2])
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     with os.fdopen(int(words[0]), "w") as file:
+        process = os.getpid()
 
         def say(**answer: Any) -> None:
+            if os.getpid() != process:
+                # Of a child that the script has forked.
+                return
             file.write(json.dumps(answer) + "\n")
             file.flush()
 
@@ -69,6 +74,9 @@ def _end_with(parent: int) -> None:
     """Ends the process once the command has: its terminal was closed, say."""
     while os.getppid() == parent:
         time.sleep(_SECONDS_BETWEEN)
+    if os.getpgrp() == os.getpid():
+        # With what the script has started.
+        os.killpg(0, signal.SIGKILL)
     os._exit(1)
 
 

@@ -122,6 +122,7 @@ class _Planning:
         self._limit = memory_of(device, num_local)
         self._chip = chip_of(device)
         self._error: str | None = None
+        self._notes: list[str] = []
         try:
             self._step = candidate.make()
             replicas = candidate.num_replicas
@@ -139,11 +140,9 @@ class _Planning:
             # With more rows it may be another one, or none.
             self._rows = (rows, rows)
             begun = self._measuring(self._rows)
-            self._note(f"The most rows are not known: {_first_line(error)}")
+            text = _first_line(error)
+            self._notes.append(f"The most rows are not known: {text}")
             return begun
-
-    def _note(self, text: str) -> None:
-        self._step.note = f"{self._step.note} {text}".strip()
 
     def _measuring(
         self, rows: Sequence[int], *, step: Step | None = None, **kwargs: Any
@@ -290,7 +289,7 @@ class _Planning:
             after = bytes_needed(outcome)
         has_remat = again is None and self._step.blocks is not None
         advice = advice_on(row, remat=(before, after), has_remat=has_remat)
-        words = [text for text in (self._step.note, advice) if text]
+        words = filter(None, (self._step.note, *self._notes, advice))
         return dataclasses.replace(row, advice=" ".join(words))
 
     def _flops(self, line: Line) -> float | None:
@@ -324,7 +323,9 @@ class _Planning:
             found, is_verified = self._verified(guess)
         except Exception as error:
             text = _first_line(error)
-            self._note(f"The most rows were not found by compiling: {text}")
+            self._notes.append(
+                f"The most rows were not found by compiling: {text}"
+            )
             return row
         return dataclasses.replace(
             row, most_rows=found, is_most_verified=is_verified

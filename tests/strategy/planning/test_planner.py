@@ -280,6 +280,19 @@ def test_a_step_that_cannot_have_more_rows_keeps_its_figures(
     assert (note in row.advice) == (is_verified or found is None)
 
 
+def test_a_note_is_kept_when_the_step_is_lowered_again():
+    class Noted(Step):
+        def lower(self, rows, blocks):
+            self.note = "It trains nothing."
+            return super().lower(rows, blocks)
+
+    step = Noted(of_row=1)
+    step.most_rows = 4
+    (row,), _ = plan(step, is_full=True)
+    assert row.is_full_effort
+    assert row.advice.startswith("It trains nothing. The most rows are not")
+
+
 def test_rows_that_need_no_bytes_are_not_compiled():
     (row,), stages = plan(Step(of_row=0), is_verified=True)
     assert row.most_rows is None
