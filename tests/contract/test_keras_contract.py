@@ -87,6 +87,8 @@ RELIED_ON = {
     "_jax_state",
     "_jax_state_synced",
     "_loss_tracker",
+    "_loss_ids",
+    "_losses",
     "_losses_override",
     "_maybe_build",
     "_maybe_symbolic_build",
@@ -835,6 +837,21 @@ def test_mask_gives_kept_entries_the_weight_total_by_kept():
         reduction="sum_over_batch_size",
     )
     np.testing.assert_allclose(weight, [2, 2, 0, 0])
+
+
+def test_layers_hold_ids_of_losses_in_a_scope_and_losses_without():
+    layer = keras.layers.ActivityRegularization(l2=1.0)
+    with keras.StatelessScope(collect_losses=True) as scope:
+        layer(X)
+        assert layer._loss_ids == {id(loss) for loss in scope.losses}
+        assert len(layer.losses) == 1
+        layer._loss_ids.clear()
+        assert layer.losses == []
+    assert "_loss_ids" in vars(layer)
+    assert layer._losses == []
+    layer(X)
+    assert layer.losses == layer._losses
+    assert len(layer._losses) == 1
 
 
 def test_losses_reduce_once_whatever_call_they_have(monkeypatch):

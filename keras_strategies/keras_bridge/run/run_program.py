@@ -29,7 +29,10 @@ from keras_strategies._core.replica_map import (
 )
 from keras_strategies._core.values import PADDED, STACKED, PerReplica, stacked
 from keras_strategies.keras_bridge.hooks import on_read, seeds
-from keras_strategies.keras_bridge.hooks.variables_used import LiftingScope
+from keras_strategies.keras_bridge.hooks.variables_used import (
+    CollectingScope,
+    LiftingScope,
+)
 from keras_strategies.keras_bridge.run import replica_trace
 from keras_strategies.keras_bridge.run.run_results import (
     Note,
@@ -339,10 +342,8 @@ class RunProgram:
         step = step.with_facts(rows_of_all=rows_of_all(own, self._variant_of))
         step.notes.own_seeds.update(filter(seeds.is_seed, variables))
         step.notes.before = IdentityMap(zip(variables, folded, strict=True))
-        scope = keras.StatelessScope(
-            state_mapping=list(zip(variables, folded, strict=True)),
-            initialize_variables=False,
-        )
+        mapping = zip(variables, folded, strict=True)
+        scope = CollectingScope(mapping, initialize_variables=False)
         with replica_trace.replica_tracing(step, self._replica_scope), scope:
             results = self._fn(leaves)
         return replica_trace.called_in(step, scope, results, variables, folded)
