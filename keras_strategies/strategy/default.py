@@ -31,10 +31,12 @@ class DefaultScope(Scope):
         """Checks that no other strategy's scope is open."""
         strategy = cast(Strategy, self._strategy)
         strategy._check_context()
+        current.stack.num_default_scopes += 1
         return strategy
 
     def __exit__(self, *error: object) -> None:
-        """Nothing to undo."""
+        """Lets variables be made in another strategy's scope again."""
+        current.stack.num_default_scopes -= 1
 
 
 @functools.cache
@@ -57,6 +59,12 @@ def get_strategy() -> Strategy:
     """
     entered = current.entered_strategy()
     return cast(Strategy, entered or default_strategy())
+
+
+def has_strategy() -> bool:
+    """Returns whether the current strategy is another than the default one."""
+    entered = current.entered_strategy()
+    return entered is not None and not isinstance(entered, DefaultStrategy)
 
 
 def get_replica_context() -> ReplicaContext | None:
