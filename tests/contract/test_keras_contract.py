@@ -5,6 +5,7 @@ at in keras_strategies/keras_bridge.
 """
 
 import ast
+import dataclasses
 import inspect
 import pathlib
 import re
@@ -20,6 +21,7 @@ from keras.src.backend.common.variables import Variable as KerasVariable
 from keras.src.distribution.distribution_lib import Distribution
 from keras.src.losses import loss as loss_module
 from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.trainers import data_adapters
 from keras.src.trainers.compile_utils import (
     CompileLoss,
     CompileMetrics,
@@ -59,6 +61,7 @@ from keras.src.utils import file_utils
 from keras.src.utils.python_utils import pythonify_logs
 
 from keras_strategies.keras_bridge.fresh_names import fresh_names
+from keras_strategies.keras_bridge.inputs.loop_data import LoopData
 from keras_strategies.keras_bridge.keras_names import (
     BUILDS_FIRST,
     MAYBE_BUILD,
@@ -671,6 +674,20 @@ def test_data_adapter_passes_through_untouched():
     adapter = Adapter()
     assert get_data_adapter(x=adapter) is adapter
     assert EpochIterator(adapter).data_adapter is adapter
+
+
+def test_a_loop_asks_the_module_for_its_adapter(monkeypatch):
+    given = {}
+
+    def get_data_adapter(x, **kwargs):
+        given.update(kwargs)
+        return x
+
+    monkeypatch.setattr(data_adapters, "get_data_adapter", get_data_adapter)
+    iterator = EpochIterator(Adapter(), class_weight={0: 1.0})
+    assert isinstance(iterator.data_adapter, Adapter)
+    fields = {field.name for field in dataclasses.fields(LoopData)}
+    assert fields == {"x", *given}
 
 
 def test_fit_reads_a_data_adapter_given_as_x():

@@ -86,7 +86,7 @@ class Feed(DataAdapter):
                 # Keras draws an order for each of its iterators.
                 self._source.order.skip()
             has_rows = True
-            yield batch_spec.with_rows(batch.data, max(batch.rows, 1))
+            yield batch_spec.with_rows(batch.data, sum(batch.parts) or 1)
         if not has_rows:
             raise ValueError(_NO_ROWS)
 
