@@ -21,6 +21,7 @@ from keras_strategies.keras_bridge.run.function_keys import (
     function_key,
     value_key,
 )
+from keras_strategies.keras_bridge.run.mappings import is_closed, opened
 from keras_strategies.keras_bridge.run.replica_trace import ReplicaScope
 from keras_strategies.keras_bridge.run.run_program import RunProgram
 from keras_strategies.keras_bridge.step_context import StepContext
@@ -348,10 +349,16 @@ def _flattened(
             f"dict `kwargs`. Received: args of type {type(args).__name__}, "
             f"kwargs of type {type(kwargs).__name__}. Write `args=(x,)`."
         )
-    leaves, structure = jax.tree.flatten(
-        (tuple(args), kwargs),
-        is_leaf=lambda leaf: leaf is None or values.is_distributed(leaf),
-    )
+
+    def is_leaf(value: Any) -> bool:
+        return value is None or values.is_distributed(value)
+
+    nest: Any = (tuple(args), kwargs)
+    leaves, structure = jax.tree.flatten(nest, is_leaf=is_leaf)
+    if any(map(is_closed, leaves)):
+        # Other objects of such classes are handed on as they are.
+        nest = opened(nest, is_leaf, having=values.is_distributed)
+        leaves, structure = jax.tree.flatten(nest, is_leaf=is_leaf)
     return _Call(fn, structure, is_update), leaves
 
 
