@@ -230,14 +230,17 @@ class Runner:
             replica_scope=self._scope_of(call),
             is_update=call.is_update,
         )
+        runtime = self._strategy._runtime
         with self._strategy.scope():
             try:
-                program.prepare(
-                    _arrays(given), self._strategy._runtime.registry
-                )
+                program.prepare(_arrays(given), runtime.registry)
             except ValueError as error:
                 _note_captured(error, call.fn)
                 raise
+        if any(v.trainable for v in program.lifted):
+            runtime.distribution.partitions.check_keys(
+                [*program.lifted, *runtime.registry]
+            )
         return program
 
     def _scope_of(self, call: "_Call") -> ReplicaScope:
