@@ -1248,3 +1248,12 @@ def test_a_layer_keeps_how_it_is_computed_again():
     with keras.RematScope(mode="full"):
         layer._remat_mode = keras.layers.Dense(1)._remat_mode
     assert is_again()
+
+
+def test_averages_of_weights_are_named_by_the_weights():
+    layer = keras.layers.Dense(1, name="layer")
+    layer.build((None, 2))
+    optimizer = keras.optimizers.SGD(use_ema=True, name="sgd")
+    optimizer.build(layer.trainable_variables)
+    paths = [v.path for v in optimizer.variables]
+    assert paths[2:] == ["sgd/layer_kernel_average", "sgd/layer_bias_average"]
