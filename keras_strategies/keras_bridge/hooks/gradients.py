@@ -53,8 +53,9 @@ def value_and_grad(
     if not variables:
         raise ValueError(
             "Gradients are taken with respect to variables. Received: none, "
-            "as a model has them before it is built. Build it first, with "
-            "`model.build(input_shape)`, a `keras.Input` or a call."
+            "as of a model that has no variables yet. Call it on one batch "
+            "first, or begin it with `keras.Input`. `model.build` makes none "
+            "for a class that has no `build` of its own."
         )
     for variable in variables:
         if not isinstance(variable, keras.Variable):
