@@ -283,7 +283,7 @@ def _warn_of_slices(dataset: Any, count: int, process_index: int) -> None:
 def _warn_of_lost_rows(dataset: Any) -> None:
     """Warns of a `DataLoader` whose shards together lack rows."""
     options = getattr(dataset, "_shard_options", None)
-    sampler = getattr(dataset, "_sampler", None)
+    sampler: Any = getattr(dataset, "_sampler", None)
     if options is None or options.drop_remainder or options.shard_count == 1:
         return
     rows = len(sampler) if hasattr(sampler, "__len__") else 0
