@@ -60,7 +60,7 @@ _MODULES = {
     "get_strategy": "strategy.default",
     "global_batch_loss": "keras_bridge.hooks.global_batch_loss",
     "grad": "keras_bridge.hooks.gradients",
-    "has_strategy": "strategy.current",
+    "has_strategy": "strategy.default",
     "in_cross_replica_context": "strategy.default",
     "merge": "keras_bridge.hooks.merge",
     "scale_regularization_loss": "strategy.losses",

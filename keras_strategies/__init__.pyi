@@ -44,7 +44,6 @@ from keras_strategies.keras_bridge.variables.abstract_models import (
 from keras_strategies.keras_bridge.variables.variable_creator import (
     variable_creator_scope as variable_creator_scope,
 )
-from keras_strategies.strategy.current import has_strategy as has_strategy
 from keras_strategies.strategy.default import (
     experimental_set_strategy as experimental_set_strategy,
 )
@@ -52,6 +51,7 @@ from keras_strategies.strategy.default import (
     get_replica_context as get_replica_context,
 )
 from keras_strategies.strategy.default import get_strategy as get_strategy
+from keras_strategies.strategy.default import has_strategy as has_strategy
 from keras_strategies.strategy.default import (
     in_cross_replica_context as in_cross_replica_context,
 )

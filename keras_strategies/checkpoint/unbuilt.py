@@ -24,8 +24,8 @@ def check_models(objects: Objects) -> None:
                 raise ValueError(
                     "A checkpoint is restored into a model that has its "
                     f"variables. Received: {name}={model.name!r}, which is "
-                    "not built. Call it on a batch, begin it with "
-                    "`keras.Input`, or call `build(shape)`."
+                    "not built. Call it on one batch, or begin it with "
+                    "`keras.Input`."
                 )
 
 

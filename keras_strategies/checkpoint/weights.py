@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 from keras_strategies.checkpoint import contents
+from keras_strategies.checkpoint.averages import with_averages
 from keras_strategies.checkpoint.directory.format import find_steps
 from keras_strategies.checkpoint.directory.names import step_of
 from keras_strategies.checkpoint.directory.retention import Keep
@@ -31,6 +32,8 @@ def load_weights(
     path: str | os.PathLike[str],
     step: int | None = None,
     name: str | None = None,
+    *,
+    averages: bool = True,
 ) -> int:
     """Gives a model the weights of a checkpoint, and nothing else.
 
@@ -45,6 +48,10 @@ def load_weights(
       step: Which one; None for the newest that is good.
       name: Of a manager's checkpoint, what the model is called in it
         (`Checkpoint(generator=model)`); None where only one fits.
+      averages: Of a fit whose optimizer has `use_ema=True`: whether weights
+        get their averages, which `fit` gives the model when it ends, or the
+        values that were trained. A manager's checkpoint has the weights that
+        the model had.
 
     Returns:
       Its step.
@@ -87,7 +94,8 @@ def load_weights(
     where = str(storage.path(chosen))
     contents.check_version(document, where)
     saved = document["variables"]
-    if not _is_of_fit(document):
+    is_of_fit, of_all = _is_of_fit(document), document
+    if not is_of_fit:
         saved, groups = _of_object(model, groups, saved, name, where)
     document = document | {
         "variables": {k: saved[k] for k in (*groups, *_WEIGHTS) if k in saved}
@@ -102,6 +110,8 @@ def load_weights(
             f"{model.name!r}, which is not built. Call it on a batch, or begin "
             "it with `keras.Input`."
         ) from None
+    if is_of_fit and averages:
+        found = with_averages(found, of_all, where)
     wanted = contents.targets(found, document, None)
     contents.assign(found, storage.restore(chosen, wanted, is_part=True))
     storage.close()

@@ -79,13 +79,16 @@ def rows_kind(batch: Tree) -> Any:
     return nest, [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
 
 
-def with_a_row(batch: Tree) -> Tree:
-    """A batch to build a model on: the rows are of no interest."""
-    if all(len(leaf) for leaf in jax.tree.leaves(batch)):
-        return batch
-    return jax.tree.map(
-        lambda leaf: np.zeros((1, *leaf.shape[1:]), leaf.dtype), batch
-    )
+def with_rows(batch: Tree, rows: int) -> Tree:
+    """Returns a batch of `rows` rows to build a model on: only shapes count."""
+
+    def with_them(leaf: Any) -> Any:
+        if len(leaf) == rows:
+            return leaf
+        row = leaf[0] if len(leaf) else np.zeros(leaf.shape[1:], leaf.dtype)
+        return np.broadcast_to(row, (rows, *leaf.shape[1:]))
+
+    return jax.tree.map(with_them, batch)
 
 
 def summary(batch: Tree) -> str:

@@ -33,7 +33,9 @@ class Patches:
             if self._holders == 0:
                 for owner, name, wrap in self._find(*args):
                     own = vars(owner).get(name)
-                    wrapper = wrap(getattr(owner, name) if own is None else own)
+                    wrapper = wrap(
+                        getattr(owner, name, None) if own is None else own
+                    )
                     setattr(owner, name, wrapper)
                     self._patched.append((owner, name, wrapper, own))
             self._holders += 1

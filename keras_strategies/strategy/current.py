@@ -4,7 +4,7 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from keras_strategies.strategy.runtime import Runtime
 
@@ -41,6 +41,8 @@ class _Stack(threading.local):
         self.set_globally: contextlib.ExitStack | None = None
         # The replica whose function runs, None in a function that merges.
         self.replicas: list[Any] = []
+        # Those of the default strategy, which are not among the entered.
+        self.num_default_scopes = 0
 
 
 stack = _Stack()
@@ -50,11 +52,6 @@ stack = _Stack()
 def entered_strategy() -> AnyStrategy | None:
     """The strategy whose scope this thread is in, or None."""
     return stack.entered[-1] if stack.entered else None
-
-
-def has_strategy() -> bool:
-    """Whether this thread is in the scope of a strategy (not the default)."""
-    return entered_strategy() is not None
 
 
 def check_cross_replica(name: str) -> None:
@@ -103,12 +100,17 @@ def check_not_mixing(strategy: Any) -> None:
     """
     entered = entered_strategy()
     if entered is not None and entered is not strategy:
-        raise RuntimeError(
-            "Mixing different tf.distribute.Strategy objects. A strategy and "
-            "the models compiled in its scope are used in its scope or "
-            f"outside of all scopes. Received: {strategy!r} in the scope of "
-            f"{entered!r}. Leave that scope first."
-        )
+        refuse_mixing(strategy, repr(entered))
+
+
+def refuse_mixing(strategy: Any, other: str) -> NoReturn:
+    """Raises RuntimeError: `strategy` is used in the scope of another one."""
+    raise RuntimeError(
+        "Mixing different tf.distribute.Strategy objects. A strategy and "
+        "the models compiled in its scope are used in its scope or "
+        f"outside of all scopes. Received: {strategy!r} in the scope of "
+        f"{other}. Leave that scope first."
+    )
 
 
 _warned: set[str] = set()

@@ -15,13 +15,17 @@ from keras_strategies.data.options import (
     InputReplicationMode,
     check_input_options,
 )
+from keras_strategies.data.source import Source
 from keras_strategies.data.sources.from_function import (
     FunctionSource,
     InputContext,
 )
 from keras_strategies.data.sources.numpy_dataset import NumpyDataset
 from keras_strategies.keras_bridge.inputs import agree_source
-from keras_strategies.keras_bridge.inputs.choose_source import source_of_dataset
+from keras_strategies.keras_bridge.inputs.choose_source import (
+    dense,
+    source_of_dataset,
+)
 from keras_strategies.strategy import current, reducing
 from keras_strategies.strategy.replica_context import ValueContext
 from keras_strategies.strategy.runner import Runner
@@ -250,8 +254,9 @@ class CustomLoops:
                 )
             if options.distribute is not None:
                 policy = options.distribute.policy
-        source = source_of_dataset(dataset, mesh, policy=policy)
-        return DistributedDataset(source, mesh)
+        return self._distributed(
+            source_of_dataset(dataset, mesh, policy=policy)
+        )
 
     def experimental_make_numpy_dataset(self, arrays: Any) -> NumpyDataset:
         """Makes a dataset of the rows of arrays; `.batch(B)` batches it.
@@ -299,10 +304,13 @@ class CustomLoops:
             mesh,
             "`distribute_datasets_from_function`",
             lambda _: FunctionSource(
-                dataset_fn, mesh, is_per_replica=is_per_replica
+                dataset_fn, mesh, is_per_replica=is_per_replica, prepare=dense
             ),
         )
-        return DistributedDataset(source, mesh)
+        return self._distributed(source)
+
+    def _distributed(self, source: Source) -> DistributedDataset:
+        return DistributedDataset(source, self._runtime.mesh)
 
     def experimental_distribute_datasets_from_function(
         self,

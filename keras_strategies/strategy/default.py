@@ -7,6 +7,9 @@ from typing import cast
 import jax
 
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.data.distributed import DistributedDataset
+from keras_strategies.data.source import Source
+from keras_strategies.keras_bridge.inputs.plain_feed import in_plain_loops
 from keras_strategies.strategy import current
 from keras_strategies.strategy.replica_context import ReplicaContext
 from keras_strategies.strategy.scope import Scope
@@ -23,6 +26,9 @@ class DefaultStrategy(Strategy):
         """Returns a scope in which Keras is as it is."""
         return DefaultScope(self)
 
+    def _distributed(self, source: Source) -> DistributedDataset:
+        return in_plain_loops(super()._distributed(source), self.mesh)
+
 
 class DefaultScope(Scope):
     """The scope of the default strategy."""
@@ -31,10 +37,12 @@ class DefaultScope(Scope):
         """Checks that no other strategy's scope is open."""
         strategy = cast(Strategy, self._strategy)
         strategy._check_context()
+        current.stack.num_default_scopes += 1
         return strategy
 
     def __exit__(self, *error: object) -> None:
-        """Nothing to undo."""
+        """Lets variables be made in another strategy's scope again."""
+        current.stack.num_default_scopes -= 1
 
 
 @functools.cache
@@ -57,6 +65,12 @@ def get_strategy() -> Strategy:
     """
     entered = current.entered_strategy()
     return cast(Strategy, entered or default_strategy())
+
+
+def has_strategy() -> bool:
+    """Returns whether the current strategy is another than the default one."""
+    entered = current.entered_strategy()
+    return entered is not None and not isinstance(entered, DefaultStrategy)
 
 
 def get_replica_context() -> ReplicaContext | None:

@@ -22,11 +22,19 @@ class StrategyExtended:
     Args:
       runtime: The strategy's fact sheet.
       runner: What its `run` calls.
+      is_multi_worker: Whether it is one for several processes.
     """
 
-    def __init__(self, runtime: Runtime, runner: Runner) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        runner: Runner,
+        *,
+        is_multi_worker: bool = False,
+    ) -> None:
         self._runtime = runtime
         self._runner = runner
+        self._is_multi_worker = is_multi_worker
 
     @property
     def worker_devices(self) -> tuple[jax.Device, ...]:
@@ -52,8 +60,11 @@ class StrategyExtended:
 
     @property
     def experimental_between_graph(self) -> bool:
-        """False: there are no graphs of several processes."""
-        return False
+        """Whether each process runs its own copy of the script.
+
+        True for `MultiWorkerMirroredStrategy`, also with one process.
+        """
+        return self._is_multi_worker
 
     @property
     def experimental_should_init(self) -> bool:

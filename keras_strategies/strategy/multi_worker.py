@@ -59,6 +59,8 @@ class MultiWorkerMirroredStrategy(Strategy):
       ```
     """
 
+    _is_multi_worker = True
+
     def __init__(
         self,
         cluster_resolver: Any = None,

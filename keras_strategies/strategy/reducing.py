@@ -14,6 +14,7 @@ from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.reduce_op import ReduceOp, as_reduce_op
 from keras_strategies._core.replica_map import all_sum, as_number
 from keras_strategies.keras_bridge.hooks import on_read
+from keras_strategies.keras_bridge.run.mappings import opened
 
 
 def reduce(op: Any, value: Any, axis: Any, mesh: ReplicaMesh) -> Any:
@@ -21,7 +22,7 @@ def reduce(op: Any, value: Any, axis: Any, mesh: ReplicaMesh) -> Any:
     op = as_reduce_op(op)
     return jax.tree.map(
         lambda leaf: _reduce_one(op, leaf, axis, mesh),
-        value,
+        opened(value, values.is_distributed),
         is_leaf=values.is_distributed,
     )
 
@@ -210,6 +211,7 @@ def gather(value: Any, axis: int, mesh: ReplicaMesh) -> Any:
         values.check_home(leaf, mesh)
         return _with_components(leaf, mesh, _gathered, axis)
 
+    value = opened(value, values.is_distributed)
     return jax.tree.map(one, value, is_leaf=values.is_distributed)
 
 
@@ -242,7 +244,8 @@ def _check_gathered(axis: Any, part: Any, parts: list[Any]) -> None:
 
 def local_results(value: Any, mesh: ReplicaMesh) -> tuple[Any, ...]:
     """See `Strategy.experimental_local_results`."""
-    leaves, structure = jax.tree.flatten(value, is_leaf=values.is_distributed)
+    nest = opened(value, values.is_distributed)
+    leaves, structure = jax.tree.flatten(nest, is_leaf=values.is_distributed)
     leaves = [_read(leaf, mesh) for leaf in leaves]
     counts = {
         len(leaf.values) for leaf in leaves if values.is_distributed(leaf)

@@ -21,8 +21,10 @@ from keras_strategies.keras_bridge.run.function_keys import (
     function_key,
     value_key,
 )
+from keras_strategies.keras_bridge.run.mappings import is_closed, opened
 from keras_strategies.keras_bridge.run.replica_trace import ReplicaScope
 from keras_strategies.keras_bridge.run.run_program import RunProgram
+from keras_strategies.keras_bridge.run.uneven_rows import Variant
 from keras_strategies.keras_bridge.step_context import StepContext
 from keras_strategies.keras_bridge.variables import deferred_creation
 from keras_strategies.strategy import current, run_shapes
@@ -190,25 +192,22 @@ class Runner:
 
     def _one_array(
         self, value: values.PerReplica
-    ) -> tuple[str, Any, tuple[int, ...] | None]:
-        """The layout, the array, and each replica's rows if they differ."""
+    ) -> tuple[str, Any, Variant | None]:
+        """The layout, the array, and how each replica's differs."""
         values.check_home(value, self._mesh)
         if value.layout == values.PADDED:
-            shapes = value.shapes or ()
-            _check_rows(shapes)
-            return values.STACKED, value.arrays[0], tuple(s[0] for s in shapes)
+            return values.STACKED, value.arrays[0], _sizes(value.shapes or ())
         if value.layout != values.PARTS:
             return value.layout, value.arrays[0], None
         parts = value.arrays
         shapes = [np.shape(part) for part in parts]
         dtypes = [str(jax.numpy.result_type(part)) for part in parts]
-        _check_rows(shapes, dtypes)
+        sizes = _sizes(shapes, dtypes)
         if len(set(shapes)) == 1:
             return values.STACKED, values.stacked(parts, self._mesh), None
-        rows = tuple(shape[0] for shape in shapes)
-        most = (max(rows), *shapes[0][1:])
+        most = tuple(map(max, zip(*shapes, strict=True)))
         equal = [values.padded(jax.numpy.asarray(part), most) for part in parts]
-        return values.STACKED, values.stacked(equal, self._mesh), rows
+        return values.STACKED, values.stacked(equal, self._mesh), sizes
 
     def _make(self, call: "_Call", given: list[_Argument]) -> RunProgram:
         kinds = [kind for kind, _ in given]
@@ -229,14 +228,17 @@ class Runner:
             replica_scope=self._scope_of(call),
             is_update=call.is_update,
         )
+        runtime = self._strategy._runtime
         with self._strategy.scope():
             try:
-                program.prepare(
-                    _arrays(given), self._strategy._runtime.registry
-                )
+                program.prepare(_arrays(given), runtime.registry)
             except ValueError as error:
                 _note_captured(error, call.fn)
                 raise
+        if any(v.trainable for v in program.lifted):
+            runtime.distribution.partitions.check_keys(
+                [*program.lifted, *runtime.registry]
+            )
         return program
 
     def _scope_of(self, call: "_Call") -> ReplicaScope:
@@ -322,15 +324,22 @@ def _arrays(given: list[_Argument]) -> list[Any]:
     return [array for _, array in given if array is not None]
 
 
-def _check_rows(shapes: Sequence[Any], dtypes: Sequence[str] = ()) -> None:
-    """Raises ValueError for components that differ in more than their rows."""
-    if len({(len(s), s[1:]) for s in shapes}) > 1 or len(set(dtypes)) > 1:
+def _sizes(shapes: Sequence[Any], dtypes: Sequence[str] = ()) -> Variant:
+    """Each component's number of rows, or shape where more differs.
+
+    Raises:
+      ValueError: they have different ranks or dtypes.
+    """
+    if len(set(map(len, shapes))) > 1 or len(set(dtypes)) > 1:
         of_dtypes = f", dtypes {dtypes}" if dtypes else ""
         raise ValueError(
-            "The components of a PerReplica given to `run` may differ in "
-            "their number of rows only, the first dimension. Received: "
-            f"shapes {list(shapes)}{of_dtypes}. Pad them to one shape."
+            "The components of a PerReplica given to `run` must have one "
+            f"rank and dtype. Received: shapes {list(shapes)}{of_dtypes}. "
+            "Reshape or cast them."
         )
+    if len({shape[1:] for shape in shapes}) > 1:
+        return tuple(map(tuple, shapes))
+    return tuple(shape[0] if shape else 0 for shape in shapes)
 
 
 def _flattened(
@@ -348,10 +357,16 @@ def _flattened(
             f"dict `kwargs`. Received: args of type {type(args).__name__}, "
             f"kwargs of type {type(kwargs).__name__}. Write `args=(x,)`."
         )
-    leaves, structure = jax.tree.flatten(
-        (tuple(args), kwargs),
-        is_leaf=lambda leaf: leaf is None or values.is_distributed(leaf),
-    )
+
+    def is_leaf(value: Any) -> bool:
+        return value is None or values.is_distributed(value)
+
+    nest: Any = (tuple(args), kwargs)
+    leaves, structure = jax.tree.flatten(nest, is_leaf=is_leaf)
+    if any(map(is_closed, leaves)):
+        # Other objects of such classes are handed on as they are.
+        nest = opened(nest, is_leaf, having=values.is_distributed)
+        leaves, structure = jax.tree.flatten(nest, is_leaf=is_leaf)
     return _Call(fn, structure, is_update), leaves
 
 

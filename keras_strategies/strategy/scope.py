@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from typing import Any
 
 import keras
 
@@ -17,7 +18,8 @@ class Scope:
 
     def __init__(self, strategy: current.AnyStrategy) -> None:
         self._strategy = strategy
-        self._open: list[contextlib.ExitStack] = []
+        # Of each open `with`: what is to be left, and the innermost creator.
+        self._open: list[tuple[contextlib.ExitStack, Any]] = []
 
     def __enter__(self) -> current.AnyStrategy:
         strategy, runtime = self._strategy, self._strategy._runtime
@@ -33,11 +35,29 @@ class Scope:
             ownership.note_devices(runtime.mesh)
             enter(variable_creator.variable_creator_scope(create))
             enter(scope_hooks.keras_hooks(*hooks))
-            self._open.append(stack.pop_all())
+            if current.stack.num_default_scopes:
+                enter(variable_creator.variable_creator_scope(self._refuse))
+            innermost = variable_creator.innermost_creator()
+            self._open.append((stack.pop_all(), innermost))
         return strategy
 
     def __exit__(self, *error: object) -> None:
-        self._open.pop().close()
+        if not self._open:
+            raise RuntimeError(
+                "A scope must be left as often as it was entered. Received: "
+                f"another exit of a scope of {self._strategy!r}. Use `with`."
+            )
+        if variable_creator.innermost_creator() is not self._open[-1][1]:
+            raise RuntimeError(
+                "Variable creator scope nesting error: scopes must be left in "
+                "the reverse order of their entry. Received: the exit of a "
+                f"scope of {self._strategy!r}, in which another scope or a "
+                "`variable_creator_scope` is open. Leave that first."
+            )
+        self._open.pop()[0].close()
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        current.refuse_mixing(self._strategy, "the default strategy")
 
 
 def _check(model: keras.Model) -> None:

@@ -46,6 +46,8 @@ class Strategy(CustomLoops, Plans):
       TypeError: `mesh` is not a `ReplicaMesh`.
     """
 
+    _is_multi_worker = False
+
     def __init__(
         self,
         mesh: ReplicaMesh,
@@ -70,7 +72,9 @@ class Strategy(CustomLoops, Plans):
             outputs_on_chief=outputs_on_chief,
         )
         self._runner = Runner(self, self._runtime.mesh)
-        self._extended = StrategyExtended(self._runtime, self._runner)
+        self._extended = StrategyExtended(
+            self._runtime, self._runner, is_multi_worker=self._is_multi_worker
+        )
 
     @staticmethod
     def _over(mesh: ReplicaMesh, **kwargs: Any) -> "Strategy":

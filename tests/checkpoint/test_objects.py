@@ -148,7 +148,7 @@ def test_a_compiled_model_that_is_not_built(tmp_path, wrap):
     path = ks.checkpoint.Checkpoint(model=wrap(model)).save(tmp_path / "a")
     new = keras.Sequential([dense(4), dense(1)])
     new.compile("adam", "mse")
-    with pytest.raises(ValueError, match="which is not built. Call it on a"):
+    with pytest.raises(ValueError, match="which is not built. Call it on one"):
         ks.checkpoint.Checkpoint(model=wrap(new)).restore(path)
 
 
@@ -225,7 +225,7 @@ def test_no_path_restores_nothing(tmp_path):
 def test_a_model_that_is_not_built(tmp_path):
     ks.checkpoint.Checkpoint(model=model_of()).save(tmp_path / "a")
     new = keras.Sequential([dense(4), dense(1)])
-    with pytest.raises(ValueError, match="which is not built. Call it on a"):
+    with pytest.raises(ValueError, match="which is not built. Call it on one"):
         ks.checkpoint.Checkpoint(model=new).restore(tmp_path)
 
 

@@ -27,6 +27,7 @@ def test_a_loader_of_grain_tells_its_shard_and_operations():
     found = loader(options, [operation])
     assert found._shard_options.shard_index == 1
     assert found._shard_options.shard_count == 3
+    assert len(found._sampler) > 0
     assert list(found._operations) == [operation]
     assert operation.batch_size == 2
     none = loader(grain.sharding.NoSharding())

@@ -5,6 +5,7 @@ at in keras_strategies/keras_bridge.
 """
 
 import ast
+import dataclasses
 import inspect
 import pathlib
 import re
@@ -20,6 +21,7 @@ from keras.src.backend.common.variables import Variable as KerasVariable
 from keras.src.distribution.distribution_lib import Distribution
 from keras.src.losses import loss as loss_module
 from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.trainers import data_adapters
 from keras.src.trainers.compile_utils import (
     CompileLoss,
     CompileMetrics,
@@ -59,6 +61,7 @@ from keras.src.utils import file_utils
 from keras.src.utils.python_utils import pythonify_logs
 
 from keras_strategies.keras_bridge.fresh_names import fresh_names
+from keras_strategies.keras_bridge.inputs.loop_data import LoopData
 from keras_strategies.keras_bridge.keras_names import (
     BUILDS_FIRST,
     MAYBE_BUILD,
@@ -87,6 +90,8 @@ RELIED_ON = {
     "_jax_state",
     "_jax_state_synced",
     "_loss_tracker",
+    "_loss_ids",
+    "_losses",
     "_losses_override",
     "_maybe_build",
     "_maybe_symbolic_build",
@@ -671,6 +676,20 @@ def test_data_adapter_passes_through_untouched():
     assert EpochIterator(adapter).data_adapter is adapter
 
 
+def test_a_loop_asks_the_module_for_its_adapter(monkeypatch):
+    given = {}
+
+    def get_data_adapter(x, **kwargs):
+        given.update(kwargs)
+        return x
+
+    monkeypatch.setattr(data_adapters, "get_data_adapter", get_data_adapter)
+    iterator = EpochIterator(Adapter(), class_weight={0: 1.0})
+    assert isinstance(iterator.data_adapter, Adapter)
+    fields = {field.name for field in dataclasses.fields(LoopData)}
+    assert fields == {"x", *given}
+
+
 def test_fit_reads_a_data_adapter_given_as_x():
     model = model_of(keras.layers.Dense(1))
     history = model.fit(Adapter(), verbose=0)
@@ -835,6 +854,21 @@ def test_mask_gives_kept_entries_the_weight_total_by_kept():
         reduction="sum_over_batch_size",
     )
     np.testing.assert_allclose(weight, [2, 2, 0, 0])
+
+
+def test_layers_hold_ids_of_losses_in_a_scope_and_losses_without():
+    layer = keras.layers.ActivityRegularization(l2=1.0)
+    with keras.StatelessScope(collect_losses=True) as scope:
+        layer(X)
+        assert layer._loss_ids == {id(loss) for loss in scope.losses}
+        assert len(layer.losses) == 1
+        layer._loss_ids.clear()
+        assert layer.losses == []
+    assert "_loss_ids" in vars(layer)
+    assert layer._losses == []
+    layer(X)
+    assert layer.losses == layer._losses
+    assert len(layer._losses) == 1
 
 
 def test_losses_reduce_once_whatever_call_they_have(monkeypatch):
@@ -1214,3 +1248,12 @@ def test_a_layer_keeps_how_it_is_computed_again():
     with keras.RematScope(mode="full"):
         layer._remat_mode = keras.layers.Dense(1)._remat_mode
     assert is_again()
+
+
+def test_averages_of_weights_are_named_by_the_weights():
+    layer = keras.layers.Dense(1, name="layer")
+    layer.build((None, 2))
+    optimizer = keras.optimizers.SGD(use_ema=True, name="sgd")
+    optimizer.build(layer.trainable_variables)
+    paths = [v.path for v in optimizer.variables]
+    assert paths[2:] == ["sgd/layer_kernel_average", "sgd/layer_bias_average"]

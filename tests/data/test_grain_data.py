@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import warnings
 
 import jax
 import keras
@@ -11,7 +12,11 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.data.grain import grain_rows
-from keras_strategies.data.grain.grain_data import GrainSource, is_grain
+from keras_strategies.data.grain.grain_data import (
+    GrainSource,
+    _loses_remainders,
+    is_grain,
+)
 from keras_strategies.data.grain.grain_rows import stacked_rows
 from keras_strategies.data.options import AutoShardPolicy
 from tests.data.parts import (
@@ -55,6 +60,69 @@ class Double(grain.transforms.Map):
 
 def pairs(rows):
     return grain.MapDataset.source(Counted(rows))
+
+
+def sharded(rows, index=0, count=3, *, epochs=1, drop_remainder=False):
+    """A loader of a shard of some rows, in batches of two."""
+    options = grain.sharding.ShardOptions(index, count, drop_remainder)
+    return grain.DataLoader(
+        data_source=Counted(rows),
+        sampler=grain.samplers.IndexSampler(
+            rows, shard_options=options, num_epochs=epochs
+        ),
+        operations=[grain.transforms.Batch(2)],
+    )
+
+
+def rows_in(shards):
+    return sum(len(labels) for loader in shards for _, labels in loader)
+
+
+@pytest.mark.parametrize(
+    "policy", [AutoShardPolicy.AUTO, AutoShardPolicy.DATA, AutoShardPolicy.OFF]
+)
+def test_rows_that_a_loader_loses_are_told(policy):
+    """Of grain 0.2.18; nothing is said where a later one reads all rows."""
+    read = rows_in(sharded(11, index) for index in range(3))
+    loses = read < 11
+    assert loses == (_loses_remainders() is True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        GrainSource(
+            sharded(11, 1), num_processes=3, process_index=1, policy=policy
+        )
+    told = [str(w.message) for w in caught]
+    if loses:
+        assert [t for t in told if f"{11 - read} rows are read by no" in t]
+    else:
+        assert told == []
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: sharded(12, 1),
+        lambda: sharded(11, 1, epochs=3),
+        lambda: sharded(11, 1, epochs=None),
+        lambda: sharded(11, 1, drop_remainder=True),
+        lambda: sharded(11, 0, 1),
+        lambda: pairs(11).batch(2),
+    ],
+    ids=["even", "even epochs", "endless", "dropped", "one", "map"],
+)
+def test_loaders_that_lose_nothing_are_quiet(make):
+    source = make()
+    is_one = getattr(source, "_shard_options", None) is None
+    count = 1 if is_one or source._shard_options.shard_count == 1 else 3
+    GrainSource(source, num_processes=count, process_index=min(1, count - 1))
+
+
+def test_a_distributed_loader_tells_of_lost_rows_once():
+    strategy = ks.get_strategy()
+    if not _loses_remainders():
+        pytest.skip("this grain reads all rows")
+    with pytest.warns(UserWarning, match="rows are read by no process"):
+        strategy.experimental_distribute_dataset(sharded(11))
 
 
 sources = functools.partial(sources_of, GrainSource)

@@ -141,3 +141,44 @@ def loops(names, cases):
                 "weights": [w.tolist() for w in model.get_weights()],
             }
     return results
+
+
+def stateful():
+    """A recurrent layer that keeps each row's state, built in its loops."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = build_stateful()
+    found = fit_stateful(model, from_tf_data=False)
+    with strategy.scope():
+        model = build_stateful()
+    return [found, fit_stateful(model, from_tf_data=True)]
+
+
+def build_stateful():
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(
+        [
+            keras.Input((2, 3), batch_size=8),
+            keras.layers.SimpleRNN(2, stateful=True, unroll=True),
+            keras.layers.Dense(1),
+        ]
+    )
+    model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
+    return model
+
+
+def fit_stateful(model, *, from_tf_data):
+    random = np.random.default_rng(0)
+    x = random.normal(size=(16, 2, 3)).astype("float32")
+    y = random.normal(size=(16, 1)).astype("float32")
+    given = {"x": x, "y": y, "batch_size": 8}
+    if from_tf_data:
+        import tensorflow as tf
+
+        given = {"x": tf.data.Dataset.from_tensor_slices((x, y)).batch(8)}
+    history = model.fit(**given, shuffle=False, verbose=0).history
+    evaluated = model.evaluate(**given, verbose=0)
+    model.predict(x, batch_size=8, verbose=0)
+    model.train_on_batch(x[:8], y[:8])
+    weights = [weight.tolist() for weight in model.get_weights()]
+    return [history, evaluated, weights]

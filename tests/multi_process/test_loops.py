@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from keras_strategies.testing import run_processes
+from tests.multi_process import scenarios
 from tests.optional import without_torch
 
 CASES = [(16, 8, 1), (20, 8, 1), (30, 8, 1), (5, 8, 1), (30, 8, 3), (9, 1, 1)]
@@ -28,6 +29,18 @@ def assert_close(actual, expected):
 def test_loops_equal_those_of_one_process():
     # tests/test_sharded_files_example.py has tf.data on two processes.
     check(["arrays", "generator"], CASES[2:3], 2, 1)
+
+
+def test_a_model_is_built_for_the_rows_of_all_processes():
+    """One whose states are as many as a batch's rows takes no others."""
+    results = run_processes(
+        "tests.multi_process.scenarios:stateful", 2, devices_per_process=1
+    )
+    plain = scenarios.fit_stateful(
+        scenarios.build_stateful(), from_tf_data=False
+    )
+    for result in results:
+        assert_close(dict(enumerate(result.value)), {0: plain, 1: plain})
 
 
 @pytest.mark.slow

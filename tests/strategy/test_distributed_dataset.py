@@ -135,6 +135,33 @@ def test_an_unbatched_dataset_is_refused():
         mirrored(2).experimental_distribute_dataset(scalars)
 
 
+def test_rows_without_batches_are_as_docs_parity_has_them():
+    """As recorded of tf 2.21, but for scalars, which its functions give."""
+    tf = pytest.importorskip("tensorflow")
+    strategy = mirrored(2)
+    local = strategy.experimental_local_results
+
+    def rows(_=None):
+        return tf.data.Dataset.from_tensor_slices([[0.0, 1.0], [2.0, 3.0]])
+
+    def scalars(_=None):
+        return tf.data.Dataset.range(2)
+
+    of_dataset = strategy.experimental_distribute_dataset(rows())
+    assert [[v.tolist() for v in local(x)] for x in of_dataset] == [
+        [[0.0], [1.0]],
+        [[2.0], [3.0]],
+    ]
+    of_function = strategy.distribute_datasets_from_function(rows)
+    assert [[v.tolist() for v in local(x)] for x in of_function] == [
+        [[0.0, 1.0], [2.0, 3.0]]
+    ]
+    with pytest.raises(ValueError, match="Call `.batch"):
+        strategy.experimental_distribute_dataset(scalars())
+    with pytest.raises(ValueError, match="needs a first dimension"):
+        next(iter(strategy.distribute_datasets_from_function(scalars)))
+
+
 def test_batches_lie_on_the_devices():
     strategy = mirrored(2)
     (x, _), *_ = strategy.experimental_distribute_dataset(NUMPY.batch(8))

@@ -107,9 +107,12 @@ def test_a_result_that_is_no_array_is_refused():
 
 def test_components_of_different_kinds_are_refused():
     strategy = mirrored(2)
-    uneven = by_replica(strategy, lambda i: np.zeros((2, i + 1), "float32"))
-    with pytest.raises(ValueError, match="number of rows only"):
-        strategy.run(lambda x: x, args=(uneven,))
+    for wrong in (
+        ks.PerReplica((np.zeros((2, 1)), np.zeros(2))),
+        ks.PerReplica((np.zeros(2, "float32"), np.zeros(2, "int32"))),
+    ):
+        with pytest.raises(ValueError, match="one rank and dtype"):
+            strategy.run(lambda x: x, args=(wrong,))
     wrong = ks.PerReplica((np.zeros(1),) * 3)
     with pytest.raises(ValueError, match="3 components, 2 replicas"):
         strategy.run(lambda x: x, args=(wrong,))

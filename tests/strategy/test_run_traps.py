@@ -526,10 +526,24 @@ def test_variables_of_no_strategy_and_of_equal_devices_are_written():
         assert float(variable.value) == 2.0
 
 
-def test_a_model_that_is_not_built_has_no_gradients():
+class Subclassed(keras.Model):
+    """Without a `build` of its own: Keras's makes no variables."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = dense(1)
+
+    def call(self, x):
+        return self.dense(x)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: keras.Sequential([dense(1)]), Subclassed]
+)
+def test_a_model_that_is_not_built_has_no_gradients(make):
     strategy = mirrored(2)
     with strategy.scope():
-        model = keras.Sequential([dense(1)])
+        model = make()
 
     def step(x):
         def loss():
@@ -538,9 +552,10 @@ def test_a_model_that_is_not_built_has_no_gradients():
         return ks.value_and_grad(loss, model.trainable_variables)()[0]
 
     x = np.ones((4, 3), "float32")
-    with pytest.raises(ValueError, match="Build it first"):
+    with pytest.raises(ValueError, match="Call it on one batch"):
         strategy.run(step, args=(x,))
-    model.build((None, 3))
+    with strategy.scope():
+        model(x)
     strategy.run(step, args=(x,))
     model.trainable = False
     with pytest.raises(ValueError, match="Received: none"):

@@ -261,6 +261,46 @@ def test_scope_of_another_strategy_inside_is_refused():
     assert rows_seen(fit, model) == 4
 
 
+def test_variables_of_another_strategy_in_the_default_scope_are_refused():
+    strategy = mirrored(2)
+    default = ks.get_strategy().scope()
+    for _ in range(2):
+        with default, default, strategy.scope():
+            with pytest.raises(RuntimeError, match="Mixing different"):
+                keras.Variable(1.0)
+            with pytest.raises(RuntimeError, match="Mixing different"):
+                sequential()
+    with strategy.scope():
+        keras.Variable(1.0)
+
+
+def same(next_creator, **kwargs):
+    return next_creator(**kwargs)
+
+
+def test_leaving_a_scope_while_one_in_it_is_open_is_refused():
+    strategy = mirrored(1)
+    scope, inner = strategy.scope(), strategy.scope()
+    scope.__enter__()
+    for other in (ks.variable_creator_scope(same), inner):
+        with other, pytest.raises(RuntimeError, match="nesting error"):
+            scope.__exit__(None, None, None)
+    scope.__exit__(None, None, None)
+    with pytest.raises(RuntimeError, match="as often as it was entered"):
+        scope.__exit__(None, None, None)
+
+
+def test_leaving_a_creator_while_a_scope_in_it_is_open_is_refused():
+    with ks.variable_creator_scope(same), ks.variable_creator_scope(same):
+        creator = ks.variable_creator_scope(same)
+        creator.__enter__()
+        with (
+            mirrored(1).scope(),
+            pytest.raises(RuntimeError, match="without proper nesting"),
+        ):
+            creator.__exit__(None, None, None)
+
+
 @pytest.mark.parametrize("loop", ["fit", "predict", "train_on_batch"])
 def test_loops_in_the_scope_of_another_strategy_are_refused(loop):
     strategy, other = mirrored(2), mirrored(3)
@@ -287,6 +327,13 @@ def test_default_strategy():
         assert not ks.has_strategy()
         model = compile_(sequential())
     assert binding_of(model) is None
+    seen = []
+    ks.get_replica_context().merge_call(
+        lambda strategy: seen.append((strategy, ks.has_strategy()))
+    )
+    with ks.get_replica_context():
+        assert not ks.has_strategy()
+    assert seen == [(default, False)]
 
 
 def test_scope_of_the_default_strategy_inside_another_is_refused():

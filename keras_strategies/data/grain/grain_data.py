@@ -3,6 +3,7 @@
 import collections
 import concurrent.futures
 import copy
+import functools
 import itertools
 import sys
 import warnings
@@ -78,6 +79,7 @@ class GrainSource(LoadedSource):
         if num_processes > 1 and not is_own(num_processes, policy):
             is_divided = _is_divided(dataset, num_processes, process_index)
             _warn_of_slices(dataset, num_processes, process_index)
+        _warn_of_lost_rows(dataset)
         is_map = _is_a(dataset, "MapDataset")
         batches = _MapBatches(dataset) if is_map else _IteratedBatches(dataset)
         super().__init__(batches, num_processes, policy, is_divided=is_divided)
@@ -276,6 +278,39 @@ def _warn_of_slices(dataset: Any, count: int, process_index: int) -> None:
                 stacklevel=4,
             )
             return
+
+
+def _warn_of_lost_rows(dataset: Any) -> None:
+    """Warns of a `DataLoader` whose shards together lack rows."""
+    options = getattr(dataset, "_shard_options", None)
+    sampler: Any = getattr(dataset, "_sampler", None)
+    if options is None or options.drop_remainder or options.shard_count == 1:
+        return
+    rows = len(sampler) if hasattr(sampler, "__len__") else 0
+    lost = rows % options.shard_count
+    if lost and rows < _ENDLESS and _loses_remainders():
+        grain = sys.modules["grain"]
+        warnings.warn(
+            "This version of grain loses rows of a `DataLoader` that its "
+            "shards cannot share evenly, also with `drop_remainder=False`. "
+            f"Received: grain {grain.__version__}, {rows} rows and "
+            f"{options.shard_count} shards: {lost} rows are read by no "
+            "process. Leave the division to the strategy "
+            "(`grain.sharding.NoSharding()`), or install a later grain.",
+            stacklevel=4,
+        )
+
+
+@functools.cache
+def _loses_remainders() -> bool:
+    """Returns whether grain's loaders do so, as those of grain 0.2.18."""
+    grain = sys.modules["grain"]
+    options = grain.sharding.ShardOptions(shard_index=0, shard_count=2)
+    sampler = grain.samplers.SequentialSampler(3, shard_options=options)
+    loader = grain.DataLoader(
+        data_source=range(3), sampler=sampler, shard_options=options
+    )
+    return len(list(loader)) < 2
 
 
 def _rows_of_first(batch: Tree) -> int:

@@ -61,6 +61,7 @@ class FunctionSource(Source):
       dataset_fn: Makes the dataset.
       mesh: The replicas.
       is_per_replica: Whether it makes one for each replica.
+      prepare: Makes of each dataset the one that is read.
 
     Raises:
       TypeError: `dataset_fn` cannot be called, or what it returns does not
@@ -76,6 +77,7 @@ class FunctionSource(Source):
         mesh: ReplicaMesh,
         *,
         is_per_replica: bool = False,
+        prepare: Callable[[Any], Any] = lambda dataset: dataset,
     ) -> None:
         if not callable(dataset_fn):
             raise TypeError(
@@ -100,7 +102,9 @@ class FunctionSource(Source):
             num_input_pipelines=count, num_replicas_in_sync=mesh.num_replicas
         )
         self._datasets = [
-            dataset_fn(dataclasses.replace(context, input_pipeline_id=i))
+            prepare(
+                dataset_fn(dataclasses.replace(context, input_pipeline_id=i))
+            )
             for i in pipelines
         ]
         for dataset in self._datasets:

@@ -15,6 +15,7 @@ import keras
 import numpy as np
 
 from keras_strategies.checkpoint import contents
+from keras_strategies.checkpoint.averages import with_averages
 from keras_strategies.checkpoint.directory import format as format_lib
 from keras_strategies.checkpoint.directory.documents import read_document
 from keras_strategies.keras_bridge.hooks.seeds import is_seed
@@ -109,6 +110,7 @@ def check(path: str) -> None:
 def restore(model: keras.Model, path: str) -> None:
     """Gives a built model the weights and seeds of a checkpoint.
 
+    Weights that the optimizer has averaged (`use_ema=True`) get their averages.
     Optimizers and metrics keep what they have. Every process that calls it
     reads for itself.
 
@@ -128,8 +130,12 @@ def restore(model: keras.Model, path: str) -> None:
     }
     document = saved | {"variables": known}
     found = contents.matched(groups, document, path)
-    arrays = read_arrays(path, known)
-    contents.assign(found, arrays)
+    found = with_averages(found, saved, path)
+    wanted = {
+        group: {name: saved["variables"][group][name] for name in entries}
+        for group, entries in found.items()
+    }
+    contents.assign(found, read_arrays(path, wanted))
 
 
 def copy_weights(source: keras.Model, target: keras.Model) -> None:

@@ -62,6 +62,22 @@ def set_states(callbacks: Iterable[Any], states: dict[str, State]) -> None:
             _set_state(callback, states[name])
 
 
+def has_swapped_averages(states: Any) -> bool:
+    """Returns whether weights and averages are swapped (`SwapEMAWeights`).
+
+    Args:
+      states: What `states_of` returned, maybe of a file.
+    """
+    if not isinstance(states, dict):
+        return False
+    return any(
+        name.partition("/")[0] == keras.callbacks.SwapEMAWeights.__name__
+        and isinstance(state, dict)
+        and state.get("_ema_weights_in_model") is True
+        for name, state in states.items()
+    )
+
+
 def resume_writing(
     callbacks: Iterable[Any], states: dict[str, State]
 ) -> list[tuple[Any, bool]]:

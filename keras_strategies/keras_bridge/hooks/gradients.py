@@ -53,8 +53,9 @@ def value_and_grad(
     if not variables:
         raise ValueError(
             "Gradients are taken with respect to variables. Received: none, "
-            "as a model has them before it is built. Build it first, with "
-            "`model.build(input_shape)`, a `keras.Input` or a call."
+            "as of a model that has no variables yet. Call it on one batch "
+            "first, or begin it with `keras.Input`. `model.build` makes none "
+            "for a class that has no `build` of its own."
         )
     for variable in variables:
         if not isinstance(variable, keras.Variable):
@@ -67,7 +68,7 @@ def value_and_grad(
     def with_gradients(*args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
         written: list[keras.Variable] = []
         equal: list[bool] = []
-        outer: list[Any] = []
+        inner: list[InnerScope] = []
         step = current_step()
 
         def pure(values: list[Any]) -> Any:
@@ -78,19 +79,20 @@ def value_and_grad(
             written[:] = list(scope.written.values())
             new = [scope.get_current_value(v) for v in written]
             equal[:] = [step is not None and n in step.notes.equal for n in new]
-            outer[:] = [scope.original_scope]
-            return value, (aux, new)
+            inner[:] = [scope]
+            return value, (aux, new, scope.outputs())
 
         start = [v.value for v in variables]
-        (value, (aux, new)), grads = jax.value_and_grad(pure, has_aux=True)(
-            start
-        )
+        differentiated = jax.value_and_grad(pure, has_aux=True)
+        (value, (aux, new, losses)), grads = differentiated(start)
+        (scope,) = inner
+        scope.hand_out(losses)
         for variable, after, is_equal in zip(written, new, equal, strict=True):
-            if outer[0] is None:
+            if scope.original_scope is None:
                 variable.assign(after)
                 continue
             # Not `assign`: what `fn` wrote was combined when it wrote it.
-            outer[0].add_update((variable, after))
+            scope.original_scope.add_update((variable, after))
             if step is not None and is_equal:
                 step.notes.equal.add(after)
         return ((value, aux) if has_aux else value), grads

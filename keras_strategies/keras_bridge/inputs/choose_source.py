@@ -120,7 +120,7 @@ def local_source(
     }
     if is_tf_dataset(dataset):
         copy = mesh.place_among_readers if mesh.spans_processes else None
-        return TfDataSource(dataset, policy=policy, copy=copy, **places)
+        return TfDataSource(dense(dataset), policy=policy, copy=copy, **places)
     chosen = AutoShardPolicy.AUTO if policy is None else policy
     if isinstance(dataset, Source):
         if chosen is not AutoShardPolicy.AUTO:
@@ -176,7 +176,7 @@ def _of_loop(mesh: ReplicaMesh, seed: int, *, given: LoopData) -> Source:
     if isinstance(adapter, PyDatasetAdapter):
         return PyDatasetSource(adapter, has_checksums=mesh.num_processes > 1)
     if isinstance(adapter, TFDatasetAdapter):
-        source = local_source(_dense(given.x), mesh, seed)
+        source = local_source(given.x, mesh, seed)
         source.passes = _passes_of(given.x)
         _check_ends(source, given.steps_per_epoch)
         return _weighted(source, given.class_weight)
@@ -263,14 +263,14 @@ def _check_ends(source: Source, steps_per_epoch: int | None) -> None:
         )
 
 
-def _dense(dataset: Any) -> Any:
-    """A dataset of tf.data with its sparse elements made dense."""
+def dense(dataset: Any) -> Any:
+    """Returns a dataset; one of tf.data with its sparse elements made dense."""
     if not is_tf_dataset(dataset):
         return dataset
     tensorflow = sys.modules["tensorflow"]
     nest, sparse = tensorflow.nest, tensorflow.SparseTensor
 
-    def dense(*element: Any) -> Any:
+    def made_dense(*element: Any) -> Any:
         made = [
             tensorflow.sparse.to_dense(leaf)
             if isinstance(leaf, sparse)
@@ -282,7 +282,7 @@ def _dense(dataset: Any) -> Any:
 
     specs = nest.flatten(dataset.element_spec)
     if any(isinstance(s, tensorflow.SparseTensorSpec) for s in specs):
-        return dataset.map(dense)
+        return dataset.map(made_dense)
     return dataset
 
 

@@ -78,7 +78,7 @@ class Feed(DataAdapter):
         self._done: list[Execution] = []
 
     def get_numpy_iterator(self) -> Iterator[Tree]:
-        """Host batches; used to build a model that is not built yet."""
+        """Host batches with the rows of all processes, to build a model on."""
         has_rows = False
         self._source.is_peeked = True
         for batch in self._steps.epoch(*self._at.next):
@@ -86,7 +86,7 @@ class Feed(DataAdapter):
                 # Keras draws an order for each of its iterators.
                 self._source.order.skip()
             has_rows = True
-            yield batch_spec.with_a_row(batch.data)
+            yield batch_spec.with_rows(batch.data, sum(batch.parts) or 1)
         if not has_rows:
             raise ValueError(_NO_ROWS)
 

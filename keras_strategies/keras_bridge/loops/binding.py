@@ -78,6 +78,7 @@ class Binding:
         self.owner = owner
         self._mesh: ReplicaMesh = mesh
         self._distribution = runtime.distribution
+        self._registry = runtime.registry
         self.check_context = check_context
         self.is_chief = mesh.is_chief
         keeps_outputs = mesh.is_chief or not runtime.outputs_on_chief
@@ -275,7 +276,7 @@ class Binding:
             as_made(self.model),
         ):
             type(self.model)._symbolic_build(self.model, **data)
-        self._adopt()
+        self._adopt_built()
 
     def _build_for_others(
         self, iterator: Any = None, data_batch: Any = None
@@ -329,7 +330,7 @@ class Binding:
                 keras.StatelessScope(),
             ):
                 jax.eval_shape(self.model, data[0])
-        self._adopt()
+        self._adopt_built()
 
     def _build_for_call(self, iterator: Any) -> None:
         """Builds a model that was never called, on its first batch."""
@@ -345,7 +346,12 @@ class Binding:
             if isinstance(iterator, EpochIterator):
                 # Tells the data that this epoch is over.
                 iterator.reset()
+        self._adopt_built()
+
+    def _adopt_built(self) -> None:
         self._adopt()
+        variables = [*all_variables(self.model), *self._registry]
+        self._distribution.partitions.check_keys(variables)
 
     def _adopt(self) -> None:
         variable_creator.adopt(

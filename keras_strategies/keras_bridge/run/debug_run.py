@@ -19,6 +19,7 @@ from keras_strategies._core.jaxprs.replay import current_side
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.values import STACKED, PerReplica, stacked
 from keras_strategies.keras_bridge.hooks import on_read, seeds
+from keras_strategies.keras_bridge.hooks.variables_used import CollectingScope
 from keras_strategies.keras_bridge.run import (
     replica_trace,
     run_results,
@@ -123,7 +124,7 @@ def _ended(
     )
 
 
-class _SeenScope(keras.StatelessScope):
+class _SeenScope(CollectingScope):
     """Keeps writes, and what variables were when they were first met.
 
     Args:

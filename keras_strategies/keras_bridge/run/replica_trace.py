@@ -21,6 +21,7 @@ from keras_strategies.keras_bridge.hooks import on_read, variables_used
 from keras_strategies.keras_bridge.hooks.trace_hooks import trace_hooks
 from keras_strategies.keras_bridge.models.attention import attention_for
 from keras_strategies.keras_bridge.run import run_results
+from keras_strategies.keras_bridge.run.mappings import opened
 from keras_strategies.keras_bridge.run.uneven_rows import Called
 from keras_strategies.keras_bridge.step_context import (
     StepContext,
@@ -76,9 +77,12 @@ def called_in(
       folded: Their values before it.
     """
     new = [scope.get_current_value(v) for v in variables]
-    leaves, structure = jax.tree.flatten(
-        results, is_leaf=lambda leaf: leaf is None
-    )
+
+    def is_none(value: Any) -> bool:
+        return value is None
+
+    nest = opened(results, is_none)
+    leaves, structure = jax.tree.flatten(nest, is_leaf=is_none)
     constants = [run_results.constant_of(leaf) for leaf in leaves]
     start = [step.notes.before[v] for v in variables]
     return Called(

@@ -29,7 +29,10 @@ from keras_strategies._core.replica_map import (
 )
 from keras_strategies._core.values import PADDED, STACKED, PerReplica, stacked
 from keras_strategies.keras_bridge.hooks import on_read, seeds
-from keras_strategies.keras_bridge.hooks.variables_used import LiftingScope
+from keras_strategies.keras_bridge.hooks.variables_used import (
+    CollectingScope,
+    LiftingScope,
+)
 from keras_strategies.keras_bridge.run import replica_trace
 from keras_strategies.keras_bridge.run.run_results import (
     Note,
@@ -38,6 +41,7 @@ from keras_strategies.keras_bridge.run.run_results import (
 )
 from keras_strategies.keras_bridge.run.uneven_rows import (
     Called,
+    Variant,
     call_unevenly,
     rows_of_all,
     shares_of,
@@ -59,8 +63,8 @@ class RunProgram:
         are arrays, one component each.
       is_split: For each of them, whether it is split over the replicas (else
         every replica gets it whole).
-      rows: For each of them None, or each replica's number of rows, where
-        they differ: the array is padded to the most.
+      rows: For each of them None, or each replica's number of rows, or its
+        shape, where they differ: the array is padded to the most.
       mesh: The replicas.
       replica_scope: Makes a replica context of a step for a block.
       is_update: Whether the function writes the same to every copy of a
@@ -74,7 +78,7 @@ class RunProgram:
         self,
         fn: Callable[[list[Any]], Any],
         is_split: list[bool],
-        rows: list[tuple[int, ...] | None],
+        rows: list[Variant | None],
         *,
         mesh: ReplicaMesh,
         replica_scope: replica_trace.ReplicaScope,
@@ -89,7 +93,7 @@ class RunProgram:
             split_spec(mesh) if split else whole_spec() for split in is_split
         ]
         self._is_uneven = [counts is not None for counts in rows]
-        # Each replica's numbers of rows, of all uneven arguments.
+        # Each replica's numbers of rows, or shapes, of all uneven arguments.
         self._variant_of = list(
             zip(*[counts for counts in rows if counts is not None], strict=True)
         )
@@ -336,13 +340,13 @@ class RunProgram:
             for leaf, uneven in zip(leaves, self._is_uneven, strict=True)
             if uneven
         ]
-        step = step.with_facts(rows_of_all=rows_of_all(own, self._variant_of))
+        step = step.with_facts(
+            rows_of_all=rows_of_all(tuple(own), self._variant_of)
+        )
         step.notes.own_seeds.update(filter(seeds.is_seed, variables))
         step.notes.before = IdentityMap(zip(variables, folded, strict=True))
-        scope = keras.StatelessScope(
-            state_mapping=list(zip(variables, folded, strict=True)),
-            initialize_variables=False,
-        )
+        mapping = zip(variables, folded, strict=True)
+        scope = CollectingScope(mapping, initialize_variables=False)
         with replica_trace.replica_tracing(step, self._replica_scope), scope:
             results = self._fn(leaves)
         return replica_trace.called_in(step, scope, results, variables, folded)

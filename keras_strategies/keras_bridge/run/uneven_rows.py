@@ -15,10 +15,10 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from keras_strategies._core.jaxprs import replay as replay_lib
 from keras_strategies._core.jaxprs import stages
 from keras_strategies._core.jaxprs.value_numbers import ValueNumbers
-from keras_strategies._core.values import padded
+from keras_strategies._core.values import cut, padded
 
-Variant = tuple[int, ...]
-"""Rows of each uneven argument."""
+Variant = tuple[int | tuple[int, ...], ...]
+"""Rows of each uneven argument; shapes of those that differ beyond rows."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,9 +45,16 @@ def with_rows(
     variant: Variant, is_uneven: list[bool], leaves: list[Any]
 ) -> list[Any]:
     """The arguments with the rows of one variant; see `call_unevenly`."""
-    rows = iter(variant)
+    sizes = iter(variant)
+
+    def own(leaf: Any) -> Any:
+        size = next(sizes)
+        if isinstance(size, int):
+            return leaf[:, :size]
+        return cut(leaf, (1, *size))
+
     return [
-        leaf[:, : next(rows)] if uneven else leaf
+        own(leaf) if uneven else leaf
         for leaf, uneven in zip(leaves, is_uneven, strict=True)
     ]
 
@@ -320,14 +327,14 @@ def shares_of(rows: Sequence[Variant]) -> list[float] | None:
     Returns:
       The weights, or None where all have the same.
     """
-    has_rows = [any(variant) for variant in rows]
+    has_rows = [any(map(_rows_in, variant)) for variant in rows]
     if all(has_rows) or not any(has_rows):
         return None
     return [is_full / sum(has_rows) for is_full in has_rows]
 
 
 def rows_of_all(
-    own: Sequence[int], rows: Sequence[Variant]
+    own: Variant, rows: Sequence[Variant]
 ) -> dict[int, set[tuple[int, ...]]]:
     """By a replica's own number of rows, those of all replicas.
 
@@ -336,9 +343,14 @@ def rows_of_all(
       rows: Those of each replica.
     """
     columns: dict[int, set[tuple[int, ...]]] = {}
-    for count, column in zip(own, zip(*rows, strict=True), strict=True):
-        columns.setdefault(count, set()).add(column)
+    for size, sizes in zip(own, zip(*rows, strict=True), strict=True):
+        column = tuple(map(_rows_in, sizes))
+        columns.setdefault(_rows_in(size), set()).add(column)
     return columns
+
+
+def _rows_in(size: int | tuple[int, ...]) -> int:
+    return size if isinstance(size, int) else size[0]
 
 
 def _padded(array: Any, most: jax.ShapeDtypeStruct) -> Any:

@@ -129,12 +129,20 @@ class Partitioning:
                 "function of a variable's path, shape and dtype that returns "
                 "a dimension or None."
             )
-        if type(partitioner).__module__.startswith("tensorflow"):
+        is_class = isinstance(partitioner, type)
+        cls = partitioner if is_class else type(partitioner)
+        if cls.__module__.startswith("tensorflow"):
             raise TypeError(
                 "Partitioners are those of `ks.experimental`. Received: "
-                f"tf's {type(partitioner).__name__}, which counts shards of "
+                f"tf's {cls.__name__}, which counts shards of "
                 "parameter servers. Pass `ks.experimental.FullySharded()`, "
                 "with `min_size` in entries."
+            )
+        if is_class:
+            raise TypeError(
+                "`variable_partitioner` must be an object or a function. "
+                f"Received: the class {cls.__name__}. Write "
+                f"`{cls.__name__}()`, with parentheses."
             )
         self._partitioner = partitioner
         self.has_whole_weights = isinstance(partitioner, SlotsOnly)

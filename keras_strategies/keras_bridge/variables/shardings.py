@@ -26,6 +26,7 @@ from keras_strategies.keras_bridge.variables.divided_variable import (
     divide,
     undivide,
 )
+from keras_strategies.keras_bridge.variables.layout_keys import LayoutKeys
 from keras_strategies.keras_bridge.variables.partitioners import Partitioning
 
 Axes = tuple[str | None, ...]
@@ -167,14 +168,15 @@ class Partitions:
                 f"object of type {type(layout_map).__name__}. Pass for "
                 f"example {{'.*/kernel': (None, {mesh.model_axis!r})}}."
             )
+        keys = LayoutKeys(layout_map)
         for path in layout_map:
-            _check_path(path)
             layout = layout_map[path]
             is_function = callable(layout) and not hasattr(layout, "axes")
             self._map[path] = (
                 layout if is_function else self._axes_of(path, layout)
             )
         self._has_map = bool(self._map) and mesh.cores_per_replica > 1
+        self._keys = keys if self._has_map else None
         self._shardings: dict[Axes, NamedSharding] = {}
 
     @property
@@ -186,6 +188,15 @@ class Partitions:
     def are_any(self) -> bool:
         """Whether variables may be divided."""
         return self._has_map or self._partitioning is not None
+
+    def check_keys(self, variables: Iterable[keras.Variable]) -> None:
+        """Warns of keys of the layout map that match no variable.
+
+        Raises:
+          ValueError: none matches any.
+        """
+        if self._keys is not None:
+            self._keys.check(variables)
 
     def assign(self, variables: Iterable[keras.Variable]) -> None:
         """Notes where variables lie, for `sharding_of`.
@@ -350,17 +361,6 @@ def _without_end(axes: Axes) -> Axes:
     """Axes without None at the end, as JAX writes them."""
     last = max(i for i, axis in enumerate(axes) if axis is not None)
     return axes[: last + 1]
-
-
-def _check_path(path: Any) -> None:
-    try:
-        re.compile(path)
-    except (TypeError, re.error) as error:
-        raise ValueError(
-            "A key of `layout_map` is a variable's path or a regular "
-            f"expression. Received: {path!r} ({error}). Write for example "
-            "'.*/kernel'."
-        ) from error
 
 
 def follow(slot: keras.Variable, weight: keras.Variable) -> None:

@@ -121,8 +121,8 @@ def _check_model(model: Any) -> None:
     if not model.built or not model.variables:
         raise ValueError(
             "A transformer's layout is that of a built model. Received: the "
-            f"model {model.name!r} without variables. Call it on a batch "
-            "first, or `build` it."
+            f"model {model.name!r} without variables. Call it on one batch "
+            "first, or begin it with `keras.Input`."
         )
 
 

@@ -308,7 +308,7 @@ def release(variables: Iterable[keras.Variable]) -> None:
 
 class _Creators(threading.local):
     def __init__(self) -> None:
-        self.stack: list[VariableCreator] = []
+        self.stack: list[functools.partial[keras.Variable]] = []
 
 
 _creators = _Creators()
@@ -340,12 +340,26 @@ def variable_creator_scope(creator: VariableCreator) -> Iterator[None]:
           layer.build((None, 2))
       ```
     """
-    _creators.stack.append(creator)
+    # An object of its own, since a creator may be entered again.
+    entered = functools.partial(creator)
+    _creators.stack.append(entered)
     try:
         with _creation.held():
             yield
     finally:
-        _creators.stack.pop()
+        is_nested = innermost_creator() is entered
+        _creators.stack.remove(entered)
+        if not is_nested:
+            raise RuntimeError(
+                "Exiting variable_creator_scope without proper nesting: scopes "
+                "must be left in the reverse order of their entry. Received: "
+                "an exit while another scope is open in it. Leave that first."
+            )
+
+
+def innermost_creator() -> object:
+    """Returns what stands for the innermost open creator of this thread."""
+    return _creators.stack[-1] if _creators.stack else None
 
 
 def _creating_init(original: Callable[..., None]) -> Callable[..., None]:
@@ -372,7 +386,7 @@ def _creating_init(original: Callable[..., None]) -> Callable[..., None]:
             raise ValueError(
                 "A variable creator must return the variable that its "
                 "`next_creator` returned. Received: another object from "
-                f"{_creators.stack[-1]!r}. Change the keywords passed to "
+                f"{_creators.stack[-1].func!r}. Change the keywords passed to "
                 "`next_creator` instead of the variable."
             )
 

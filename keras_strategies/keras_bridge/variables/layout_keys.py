@@ -1,0 +1,99 @@
+"""Keys of a `layout_map`, and whether each matches a variable."""
+
+import difflib
+import re
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+
+_MAX_NEAR = 3
+
+
+class LayoutKeys:
+    """The keys of a strategy's `layout_map` that have matched nothing yet.
+
+    Args:
+      keys: Paths of variables, or regular expressions for whole paths.
+
+    Raises:
+      ValueError: a key is neither.
+    """
+
+    def __init__(self, keys: Iterable[Any]) -> None:
+        self._unmatched: list[str] = []
+        self._has_matched = False
+        for key in keys:
+            _check_key(key)
+            self._unmatched.append(key)
+
+    def check(self, variables: Iterable[keras.Variable]) -> None:
+        """Warns once about each key that no variable has matched so far.
+
+        Args:
+          variables: All of the strategy's, before a step.
+
+        Raises:
+          ValueError: no key has matched a path, or a part of one.
+        """
+        divisible = [v for v in variables if v.shape]
+        paths = [v.path for v in divisible]
+        if not self._unmatched or not paths:
+            return
+        unmatched = [k for k in self._unmatched if not _is_key_of(k, paths)]
+        self._has_matched |= len(unmatched) < len(self._unmatched)
+        has_part = any(_with_part(key, paths) for key in unmatched)
+        # Of a weight's slots the weight is enough.
+        weights = [v.path for v in divisible if v.trainable] or paths
+        shown = _shown(unmatched, list(dict.fromkeys(weights)))
+        if not self._has_matched and not has_part:
+            raise ValueError(
+                "A key of `layout_map` must match the whole path of a "
+                "variable. Received: keys that match none, so that the cores "
+                f"would divide no variable: {shown}. Change the keys, or "
+                "leave `layout_map` out."
+            )
+        self._unmatched = []
+        if unmatched:
+            warnings.warn(
+                "A key of `layout_map` must match the whole path of a "
+                "variable. Received: keys that match none, and have no "
+                f"effect: {shown}. Change or remove them.",
+                UserWarning,
+                stacklevel=2,
+            )
+
+
+def _is_key_of(key: str, paths: list[str]) -> bool:
+    return any(key == path or re.fullmatch(key, path) for path in paths)
+
+
+def _with_part(key: str, paths: list[str]) -> list[str]:
+    """The paths of which a key matches a part, as Keras's own maps do."""
+    return [path for path in paths if re.search(key, path)]
+
+
+def _shown(keys: list[str], paths: list[str]) -> str:
+    """The keys, each with the paths that are most like it."""
+    shown = []
+    for key in keys:
+        # Without what regular expressions have and paths have not.
+        words = re.sub(r"[^\w/]+", "", key)
+        near = _with_part(key, paths) or difflib.get_close_matches(
+            words, paths, _MAX_NEAR, 0.0
+        )
+        names = ", ".join(map(repr, near[:_MAX_NEAR]))
+        shown.append(f"{key!r} (nearest: {names})")
+    return ", ".join(shown)
+
+
+def _check_key(key: Any) -> None:
+    try:
+        re.compile(key)
+    except (TypeError, re.error) as error:
+        raise ValueError(
+            "A key of `layout_map` is a variable's path or a regular "
+            f"expression. Received: {key!r} ({error}). Write for example "
+            "'.*/kernel'."
+        ) from error
