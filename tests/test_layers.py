@@ -34,7 +34,7 @@ RANKS = {
 # those of the floors below. "" are the package's own modules; its `__init__`
 # and `experimental` are what users see of it, above all others.
 ROOMS = {
-    "_core": [{"jaxprs", "names"}, {""}],
+    "_core": [{"jaxprs", "names", "row_kinds"}, {""}],
     "callbacks": [{""}],
     "checkpoint": [{"directory"}, {""}],
     "cli": [{"launch", "checkpoints", "plan"}, {"doctor"}, {""}],
@@ -43,7 +43,7 @@ ROOMS = {
     "estimator": [{"config"}, {"records"}, {""}, {"contrib"}],
     "keras_bridge": [
         {""},
-        {"inputs", "models", "row_checks", "variables"},
+        {"inputs", "models", "variables"},
         {"hooks"},
         {"steps"},
         {"callbacks", "run"},

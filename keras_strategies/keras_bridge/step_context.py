@@ -9,8 +9,6 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from jax.extend.core import get_opaque_trace_state
-
 from keras_strategies._core import current_step as _current
 from keras_strategies._core.attributes import attribute_set
 from keras_strategies._core.buffers import Buffering, buffering_of
@@ -101,8 +99,6 @@ class StepNotes:
         replicas that differ.
       sizes: What was taken for a number of rows, or not, in the order of the
         trace: the size, whether it was, and what it was given to.
-      losses: What Keras's own step gave the loss tracker, in the trace that
-        `note_losses` began in.
       whole_reason: Why the step cannot be mapped over the replicas, if it
         cannot; set by `demand_whole`.
     """
@@ -119,9 +115,7 @@ class StepNotes:
     sizes: list[tuple[float, bool, str]] = dataclasses.field(
         default_factory=list
     )
-    losses: list[Any] = dataclasses.field(default_factory=list)
     whole_reason: str | None = None
-    trace_state: Any = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,16 +162,6 @@ class StepContext:
         """A new trace of the same step with another number of rows."""
         facts = StepFacts(mesh=self.facts.mesh, rows=rows, is_probe=True)
         return StepContext(facts=facts)
-
-    def note_losses(self) -> None:
-        """Notes the losses of the trace that begins, from here."""
-        self.notes.losses = []
-        self.notes.trace_state = get_opaque_trace_state()
-
-    def note_loss(self, value: Any) -> None:
-        """Notes a loss, unless it is one of an inner trace."""
-        if get_opaque_trace_state() == self.notes.trace_state:
-            self.notes.losses.append(value)
 
     def took_for_rows(self, size: float, is_rows: bool, of: str) -> None:
         """Notes a size that a probe is to confirm (trace_checks.py).

@@ -16,7 +16,7 @@ Y = _random.normal(size=(ROWS, 1)).astype("float32")
 LABELS = _random.integers(0, 3, ROWS)
 TOKENS = _random.integers(1, 9, (ROWS, 6))
 IMAGES = _random.random((ROWS, 8, 8, 2)).astype("float32")
-WORDS = "its loss is no mean over the rows"
+WORDS = "its loss is not a mean over the batch's rows"
 
 
 class Adds(layers.Layer):
@@ -88,14 +88,17 @@ NO_MEANS = {
     "running_sum": lambda: with_loss(
         lambda x: 0.01 * ops.mean(ops.square(ops.cumsum(x, axis=0)))
     ),
+    "experts": lambda: keras.Sequential(
+        [keras.Input((4,)), dense(4), Experts(), dense(1)]
+    ),
+    "weighted_mean": lambda: with_loss(
+        lambda x: ops.sum(x * ops.abs(x)) / (ops.sum(ops.abs(x)) + 1e-7)
+    ),
     "gram": lambda: with_loss(
         lambda x: ops.mean(ops.matmul(ops.transpose(x), x))
     ),
 }
 MEANS = {
-    "experts": lambda: keras.Sequential(
-        [keras.Input((4,)), dense(4), Experts(), dense(1)]
-    ),
     "running_sums_within_rows": lambda: with_loss(
         lambda x: ops.mean(ops.square(ops.cumsum(x, axis=1)))
     ),
@@ -105,9 +108,6 @@ MEANS = {
         lambda x: ops.sum(x**2) / ops.cast(ops.shape(x)[0], x.dtype)
     ),
     "mean_of_maxima": lambda: with_loss(lambda x: ops.mean(ops.max(x, 1))),
-    "weighted_mean": lambda: with_loss(
-        lambda x: ops.sum(x * ops.abs(x)) / (ops.sum(ops.abs(x)) + 1e-7)
-    ),
     "regularized": lambda: keras.Sequential(
         [
             keras.Input((4,)),
@@ -173,7 +173,7 @@ def test_a_loss_that_is_no_mean_is_exact_and_said_once(name, replicas):
 def test_of_means_nothing_is_said(name):
     found, said = fitted(MEANS[name], replicas=2)
     assert not said
-    if name in ("norms", "weighted_mean"):
+    if name == "norms":
         # Of each replica's own rows, as documented.
         return
     assert_close(found, fitted(MEANS[name]))

@@ -19,7 +19,11 @@ import keras
 from keras import ops
 
 from keras_strategies._core.replica_map import all_mean
-from keras_strategies.keras_bridge.step_context import current_step
+from keras_strategies._core.row_kinds import losses
+from keras_strategies.keras_bridge.step_context import (
+    StepContext,
+    current_step,
+)
 
 
 def accepting_init(
@@ -96,3 +100,20 @@ def global_moments(
     mean = weighted_mean(inputs, weight)
     variance = weighted_mean(ops.square(inputs - mean), weight)
     return ops.squeeze(mean, axes), ops.squeeze(variance, axes)
+
+
+def call_layer(
+    step: StepContext,
+    original: Callable[..., Any],
+    layer: keras.layers.BatchNormalization,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Marks rows that were normalized with statistics of a replica's rows.
+
+    They are the replica's by definition, so a loss of them mixes no rows.
+    """
+    normalized = original(layer, *args, **kwargs)
+    if step.facts.is_local:
+        return normalized
+    return losses.mark(normalized, losses.NORMALIZED)

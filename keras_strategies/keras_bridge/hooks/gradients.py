@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import keras
 
+from keras_strategies.keras_bridge.hooks import loss_hooks
 from keras_strategies.keras_bridge.hooks.variables_used import (
     InnerScope,
     scopes_ask_outwards,
@@ -87,6 +88,8 @@ def value_and_grad(
         (value, (aux, new, losses)), grads = differentiated(start)
         (scope,) = inner
         scope.hand_out(losses)
+        if step is not None:
+            value = loss_hooks.mark_loss(step, value)
         for variable, after, is_equal in zip(written, new, equal, strict=True):
             if scope.original_scope is None:
                 variable.assign(after)

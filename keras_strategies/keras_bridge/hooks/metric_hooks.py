@@ -10,7 +10,11 @@ import keras
 
 from keras_strategies._core.identity import IdentitySet
 from keras_strategies._core.replica_map import all_rows
-from keras_strategies.keras_bridge.hooks import gather_rows, metric_rules
+from keras_strategies.keras_bridge.hooks import (
+    gather_rows,
+    loss_hooks,
+    metric_rules,
+)
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.hooks.variables_used import InnerScope
 from keras_strategies.keras_bridge.step_context import StepContext
@@ -40,8 +44,9 @@ def update_state(
     """Updates with this replica's rows, or with all, by the metric's rule."""
     if step.flags.in_metric:
         return original(metric, *args, **kwargs)
-    if metric is step.facts.loss_tracker and args:
-        step.note_loss(args[0])
+    if args:
+        # A `Mean` takes a scalar for a mean over the replica's rows.
+        args = (loss_hooks.mark_loss(step, args[0]), *args[1:])
     if not step.flags.is_whole and metric is not step.facts.loss_tracker:
         metric_rules.note_sizes(step, metric, args, kwargs)
     if step.facts.is_probe:

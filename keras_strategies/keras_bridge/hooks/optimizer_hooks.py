@@ -24,6 +24,7 @@ from keras_strategies._core.jaxprs.marked_updates import (
 )
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import all_max, all_sum
+from keras_strategies.keras_bridge.hooks import loss_hooks
 from keras_strategies.keras_bridge.hooks.variables_used import (
     InnerScope,
     scopes_ask_outwards,
@@ -252,6 +253,8 @@ def scale_loss(
     step: StepContext, original: _Method, optimizer: Any, loss: Any
 ) -> Any:
     """The loss as an optimizer scales it, divided by the replicas, too."""
+    if not step.flags.in_scaling:
+        loss = loss_hooks.mark_loss(step, loss)
     scales = (
         isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         or getattr(optimizer, "loss_scale_factor", None) is not None

@@ -22,6 +22,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers.compile_utils import CompileMetrics, MetricsList
 
 from keras_strategies.keras_bridge.hooks import (
+    batch_norm,
     loss_hooks,
     metric_hooks,
     optimizer_hooks,
@@ -32,6 +33,7 @@ from keras_strategies.keras_bridge.patches import Patch, Patches
 from keras_strategies.keras_bridge.step_context import current_step
 
 _OF_LOSSES = {"__call__": loss_hooks.call_loss}
+_OF_MODELS = {"compute_loss": loss_hooks.compute_loss}
 _OF_OPTIMIZERS = {
     "apply": optimizer_hooks.apply,
     "stateless_apply": optimizer_hooks.stateless_apply,
@@ -55,6 +57,10 @@ def _find() -> Iterator[Patch]:
     yield loss_module, "apply_mask", _hook(loss_hooks.apply_mask)
     for cls in _classes(keras.losses.Loss):
         yield from _of_class(cls, _OF_LOSSES)
+    for cls in dict.fromkeys((*keras.Model.__mro__, *_classes(keras.Model))):
+        yield from _of_class(cls, _OF_MODELS)
+    normalization = keras.layers.BatchNormalization
+    yield normalization, "call", _hook(batch_norm.call_layer)
     for cls in _classes(BaseOptimizer):
         yield from _of_class(cls, _OF_OPTIMIZERS)
     for cls in _classes(keras.metrics.Metric):

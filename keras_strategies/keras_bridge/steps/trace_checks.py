@@ -9,16 +9,19 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 
 from keras_strategies._core.batches import RowShape, sharded_rows, true_rows
+from keras_strategies._core.jaxprs import traces
 from keras_strategies._core.jaxprs.combined_sums import with_combined_sums
+from keras_strategies._core.jaxprs.marked_updates import collected_updates
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import (
     all_sum,
     has_unsafe_scatters,
     has_unsure_collectives,
 )
+from keras_strategies._core.row_kinds import losses
+from keras_strategies._core.row_kinds.losses import Finding, Verdict
 from keras_strategies._core.step_types import Batch
-from keras_strategies.keras_bridge.row_checks import row_degrees, suspect_loss
-from keras_strategies.keras_bridge.step_context import StepContext
+from keras_strategies.keras_bridge.step_context import StepContext, StepFacts
 
 
 class StepsNotFused(Exception):
@@ -67,7 +70,7 @@ def traced_once(
         something was taken for the batch's rows, or not, by its size alone.
     """
     args = (*state, data)
-    traced = Traced(functools.partial(_with_losses, step, body), *args)
+    traced = Traced(functools.partial(body, step), *args)
     if has_unsure_collectives(traced.jaxpr):
         step.demand_whole(
             "gradients or metrics are reduced over the replicas inside of a "
@@ -76,12 +79,10 @@ def traced_once(
         )
     if step.notes.sizes:
         _check_sizes(step, body, state, data)
-    if step.notes.losses:
-        _check_losses(step, body, state, data, traced.jaxpr)
+    _check_losses(step, body, state, data, traced.jaxpr)
     if _are_sums_expensive(step):
         traced.combine_sums(step)
-    outputs, _ = traced(*args)
-    return outputs
+    return traced(*args)
 
 
 def sums_combined(fn: Callable[..., Any], step: StepContext) -> Any:
@@ -102,14 +103,6 @@ def _are_sums_expensive(step: StepContext) -> bool:
     mesh = step.facts.mesh
     is_between = mesh.num_processes > 1 and mesh.num_replicas > 1
     return mesh.platform == "cpu" and is_between
-
-
-def _with_losses(
-    step: StepContext, body: Callable[..., Any], *args: Any
-) -> Any:
-    step.note_losses()
-    outputs = body(step, *args)
-    return outputs, list(step.notes.losses)
 
 
 def whole_batch(
@@ -158,45 +151,62 @@ def _check_losses(
     data: Batch,
     jaxpr: Any,
 ) -> None:
-    """Looks whether the loss is a mean over the rows, where it may be none."""
-    places = _loss_and_rows(jaxpr, data)
-    if not suspect_loss.is_suspect(jaxpr, *places, step.facts.rows):
-        return
-    try:
-        small, large = (
-            _probed(step, body, state, data, rows)
-            for rows in (step.facts.rows, 2 * step.facts.rows)
-        )
-    except Exception:
-        # It has shapes of its own, which is no fault of the loss.
-        return
-    if row_degrees.is_no_mean(small, large, *_loss_and_rows(small, data)):
-        step.demand_whole(
-            "its loss is no mean over the rows, so the mean of the replicas' "
-            "losses is another one: `add_loss` is given a sum over rows, or a "
-            "layer or loss adds rows up. Take means over rows (`ops.mean`), "
-            "and sums within each alone"
-        )
+    """Checks that the losses are means over the rows; traces again if need be.
 
-
-def _loss_and_rows(closed: Any, data: Batch) -> tuple[int, range]:
-    """Which output of a trace the loss is, and which inputs have rows."""
-    inputs = len(closed.jaxpr.invars)
+    The second trace has twice the rows, which tells constants that are made
+    of their number. Of one row a replica, both traces have more.
+    """
+    inputs = len(jaxpr.jaxpr.invars)
     of_rows = range(inputs - len(jax.tree.leaves(data)), inputs)
-    return len(closed.jaxpr.outvars) - 1, of_rows
+    rows = step.facts.rows
+    finding = losses.losses_in(jaxpr, of_rows, rows)
+    is_unsure = finding.verdict is Verdict.UNSURE
+    if is_unsure or (rows == 1 and finding.verdict is Verdict.MIXED):
+        try:
+            if rows == 1:
+                rows = 2
+                jaxpr = _traced_with(step, body, state, data, rows)
+            twin = _traced_with(step, body, state, data, 2 * rows)
+            finding = losses.losses_in(jaxpr, of_rows, rows, twin)
+        except Exception:
+            # Its shapes are those of this batch, so nothing more is known.
+            finding = Finding(verdict=Verdict.MIXED)
+    if finding.verdict is not Verdict.MEAN:
+        step.demand_whole(_LOSS_REASON.format(place=_shown(finding.why)))
 
 
-def _probed(
+_LOSS_REASON = (
+    "its loss is not a mean over the batch's rows{place}, so the mean of the "
+    "replicas' losses would be another number. To let every replica compute "
+    "its own rows, compute the loss of each row and return `ops.mean` of that, "
+    "or combine the replicas' values with "
+    "`ks.get_replica_context().all_reduce`"
+)
+
+
+def _shown(why: Any) -> str:
+    """Describes the equation that mixes rows, for messages."""
+    if why is None:
+        return ""
+    place = traces.place_of(why)
+    operation = f"`{why.primitive.name}` combines rows"
+    return f" ({operation}{f' at {place}' if place else ''})"
+
+
+def _traced_with(
     step: StepContext,
     body: Callable[..., Any],
     state: Any,
     data: Batch,
     rows: int,
 ) -> Any:
-    """A trace with some number of rows; its last output is the loss."""
-    probe = step.probe(rows)
-    fn = functools.partial(_with_losses, probe, body)
-    return jax.make_jaxpr(fn)(*state, with_rows(rows, data))
+    """Traces the step with another number of rows."""
+    twin = StepContext(facts=StepFacts(mesh=step.facts.mesh, rows=rows))
+    with collected_updates(), warnings.catch_warnings():
+        # What there is to say was said in the first trace.
+        warnings.simplefilter("ignore")
+        fn = functools.partial(body, twin)
+        return jax.make_jaxpr(fn)(*state, with_rows(rows, data))
 
 
 def with_rows(rows: int, data: Batch, sharding: Any = None) -> Any:

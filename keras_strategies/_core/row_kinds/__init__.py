@@ -1,0 +1,1 @@
+"""Kinds of traced values, by how they depend on the rows of a batch."""

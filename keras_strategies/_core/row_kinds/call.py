@@ -1,0 +1,124 @@
+"""An equation with the kinds of its operands, and what all rules share."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from keras_strategies._core.row_kinds.kinds import (
+    CONST,
+    PLAIN,
+    ROWS,
+    SUM,
+    Kind,
+    joined,
+    joined_constants,
+    mixed,
+    uniform,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """An equation with the kinds of its operands.
+
+    Attributes:
+      equation: The equation.
+      twin: The same of a trace with twice the rows; None with one trace.
+      kinds: The kinds of its operands.
+      num_rows: The number of rows.
+    """
+
+    equation: Any
+    twin: Any
+    kinds: list[Kind]
+    num_rows: int
+
+    @property
+    def name(self) -> str:
+        """The primitive's name."""
+        return self.equation.primitive.name
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The primitive's parameters."""
+        return self.equation.params
+
+    @property
+    def equations(self) -> list[Any]:
+        """The equation in each trace."""
+        return [e for e in (self.equation, self.twin) if e is not None]
+
+    def shape(self, k: int = 0) -> tuple[int, ...]:
+        """The shape of operand `k`."""
+        return self.equation.invars[k].aval.shape
+
+    def out_shape(self, k: int = 0) -> tuple[int, ...]:
+        """The shape of result `k`."""
+        return self.equation.outvars[k].aval.shape
+
+    def mixed(self) -> Kind:
+        """The kind of a result that mixes rows here."""
+        return mixed(self.equation)
+
+    def inner(self, kind: Kind, k: int = 0) -> int:
+        """How many entries of the rows' dimension a row has in a block."""
+        return self.shape(k)[kind.axis] // (kind.outer * self.num_rows)
+
+
+def joined_plain(kinds: Sequence[Kind]) -> Kind:
+    """The kind of a constant that is made of constants in any way."""
+    is_random = any(kind.is_random for kind in kinds)
+    powers = {kind.power for kind in kinds if kind.power}
+    power = powers.pop() if len(powers) == 1 else math.nan if powers else 0.0
+    return dataclasses.replace(PLAIN, is_random=is_random, power=power)
+
+
+def joined_all(kinds: Sequence[Kind], call: Call) -> Kind:
+    result = kinds[0]
+    for kind in kinds[1:]:
+        result = joined(result, kind, call.out_shape(), call.equation)
+    return result
+
+
+def moved(
+    call: Call,
+    to: Callable[[int], int | None],
+    kind: Kind | None = None,
+    out: int = 0,
+) -> Kind:
+    """A kind whose dimensions go to others (None: they are gone)."""
+    kind = call.kinds[0] if kind is None else kind
+    if kind.form == ROWS:
+        axis = to(kind.axis)
+        return call.mixed() if axis is None else at_axis(kind, axis)
+    if kind.form == SUM:
+        return dataclasses.replace(kind, count=0)
+    if kind.values is not None:
+        return uniform(kind.values, call.out_shape(out))
+    moved = {to(axis): size for axis, size in kind.blocks.items()}
+    index_of = None if kind.index_of is None else to(kind.index_of)
+    return dataclasses.replace(
+        kind,
+        blocks={axis: s for axis, s in moved.items() if axis is not None},
+        index_of=index_of,
+    )
+
+
+def at_axis(kind: Kind, axis: int, outer: int | None = None) -> Kind:
+    outer = kind.outer if outer is None else outer
+    return dataclasses.replace(
+        kind, axis=axis, outer=outer, columns=frozenset()
+    )
+
+
+def kind_of_entries(call: Call) -> Kind:
+    """Operands of one shape, of which each row makes its own results."""
+    if all(kind.form == CONST for kind in call.kinds):
+        return joined_constants(call.kinds)
+    found = joined_all(call.kinds, call)
+    return dataclasses.replace(found, count=0, columns=frozenset())
+
+
+def names_in(*groups: str) -> tuple[str, ...]:
+    return tuple(name for group in groups for name in group.split())

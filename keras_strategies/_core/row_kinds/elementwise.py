@@ -1,0 +1,245 @@
+"""Rules for primitives that compute entry by entry."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from keras_strategies._core.row_kinds.call import (
+    Call,
+    joined_all,
+)
+from keras_strategies._core.row_kinds.kinds import (
+    CONST,
+    ROWS,
+    SUM,
+    Kind,
+    is_constant,
+    joined_constants,
+    power_of,
+    same_power,
+    scaled_power,
+    summed,
+    uniform,
+)
+
+
+def elementwise(call: Call) -> Kind:
+    forms = {kind.form for kind in call.kinds}
+    if forms == {CONST}:
+        return _constant(call)
+    if SUM in forms:
+        return call.mixed() if ROWS in forms else _of_sums(call)
+    return _of_rows(call)
+
+
+def _constant(call: Call) -> Kind:
+    kinds, shape = call.kinds, call.out_shape()
+    if all(kind.values is not None for kind in kinds):
+        return uniform(_computed(call), shape)
+    first = kinds[0]
+    is_index = first.index_of is not None and kinds[-1].is_zero
+    if call.name in ("lt", "ge") and is_index:
+        # An index is never negative, as indexing makes sure of.
+        return uniform((call.name == "ge",) * len(call.equations), shape)
+    if call.name == "convert_element_type":
+        return first
+    spread = [
+        _spread(kind, call.shape(k), shape) for k, kind in enumerate(kinds)
+    ]
+    return dataclasses.replace(
+        joined_constants(spread), power=_power_of_constants(call)
+    )
+
+
+def _spread(kind: Kind, before: Any, after: Any) -> Kind:
+    """A constant operand as large as the result."""
+    if kind.values is not None or len(before) < len(after):
+        return uniform(kind.values, after)
+    spread = {
+        axis: size
+        for axis, size in enumerate(after)
+        if before[axis] == 1 or kind.blocks.get(axis) == size
+    }
+    return dataclasses.replace(kind, blocks={**kind.blocks, **spread})
+
+
+def _power_of_constants(call: Call) -> float:
+    """The power of the number of rows in a constant; NaN if it is none.
+
+    With one trace alone nothing is known of it, and it is taken for none.
+    """
+    if call.twin is None:
+        return 0.0
+    powers = [
+        kind.power or 0.0
+        if kind.values is None
+        else power_of(kind.values) or 0.0
+        for kind in call.kinds
+    ]
+    if not any(powers):
+        return 0.0
+    if call.name in ("mul", "div"):
+        one, two = powers
+        return one + two if call.name == "mul" else one - two
+    is_alike = len(set(powers)) == 1
+    is_kept = call.name in ("add", "sub", "neg", "add_any", "copy")
+    return powers[0] if is_alike and is_kept else math.nan
+
+
+def _computed(call: Call) -> tuple[Any, ...] | None:
+    """The result of equal entries, in each trace; None if it is not known."""
+    compute = _NUMPY.get(call.name)
+    if compute is None:
+        return None
+    results = []
+    for k, equation in enumerate(call.equations):
+        operands = [
+            np.asarray((kind.values or ())[k], variable.aval.dtype)
+            for kind, variable in zip(call.kinds, equation.invars, strict=True)
+        ]
+        with np.errstate(all="ignore"):
+            found = compute(equation.params, *operands)
+        dtype = equation.outvars[0].aval.dtype
+        results.append(np.asarray(found).astype(dtype).item())
+    return tuple(results)
+
+
+def _divided(params: Any, one: Any, two: Any) -> Any:
+    if np.issubdtype(one.dtype, np.integer):
+        return np.trunc(np.divide(one, two))
+    return np.divide(one, two)
+
+
+def _numpy(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda params, *operands: fn(*operands)
+
+
+_NUMPY: dict[str, Callable[..., Any]] = {
+    name: _numpy(fn)
+    for name, fn in {
+        "abs": np.abs,
+        "add": np.add,
+        "and": np.bitwise_and,
+        "ceil": np.ceil,
+        "convert_element_type": np.asarray,
+        "copy": np.asarray,
+        "eq": np.equal,
+        "exp": np.exp,
+        "floor": np.floor,
+        "ge": np.greater_equal,
+        "gt": np.greater,
+        "le": np.less_equal,
+        "log": np.log,
+        "lt": np.less,
+        "max": np.maximum,
+        "min": np.minimum,
+        "mul": np.multiply,
+        "ne": np.not_equal,
+        "neg": np.negative,
+        "not": np.invert,
+        "or": np.bitwise_or,
+        "pow": np.power,
+        "rsqrt": lambda x: 1 / np.sqrt(x),
+        "select_n": lambda which, *cases: cases[int(which)],
+        "sign": np.sign,
+        "sqrt": np.sqrt,
+        "square": np.square,
+        "sub": np.subtract,
+    }.items()
+} | {
+    "div": _divided,
+    "integer_pow": lambda params, x: x ** float(params["y"]),
+}
+"""Primitives of known numbers, as numpy computes them."""
+
+
+def _of_sums(call: Call) -> Kind:
+    name, kinds = call.name, call.kinds
+    if name in ("add", "sub", "add_any"):
+        return joined_all(kinds, call)
+    if name == "select_n" and kinds[0].form == CONST:
+        return joined_all(kinds[1:], call)
+    of = next(k for k, kind in enumerate(kinds) if kind.form == SUM)
+    kind, others = kinds[of], [k for i, k in enumerate(kinds) if i != of]
+    if name == "convert_element_type":
+        is_float = jnp.issubdtype(call.params["new_dtype"], jnp.floating)
+        was_float = jnp.issubdtype(call.equation.invars[0].aval.dtype, float)
+        return kind if is_float or not was_float else call.mixed()
+    if name in ("neg", "copy", "copy_p", "reduce_precision", "real", "imag"):
+        return kind
+    is_scaled = name == "mul" or (name == "div" and of == 0)
+    if is_scaled and others[0].form == CONST:
+        inverse = name == "div"
+        return summed(
+            scaled_power(kind.power, others[0], call.num_rows, inverse=inverse)
+        )
+    return call.mixed()
+
+
+def _of_rows(call: Call) -> Kind:
+    kinds = call.kinds
+    of_rows = [(k, kind) for k, kind in enumerate(kinds) if kind.form == ROWS]
+    k, first = of_rows[0]
+    if any(
+        (kind.axis, kind.outer) != (first.axis, first.outer)
+        for _, kind in of_rows
+    ):
+        return call.mixed()
+    size = call.shape(k)[first.axis] // first.outer
+    for other, kind in enumerate(kinds):
+        shape = call.shape(other)
+        is_spread = kind.form == ROWS or not shape or shape[first.axis] == 1
+        if not is_spread and not kind.is_flat(first.axis, size):
+            return call.mixed()
+    is_power, power = _power_of_rows(call, [kind for _, kind in of_rows])
+    if not is_power:
+        return call.mixed()
+    keeps = call.name == "convert_element_type"
+    return dataclasses.replace(
+        first,
+        power=power,
+        columns=first.columns if keeps else frozenset(),
+        count=first.count if keeps else 0,
+    )
+
+
+def _power_of_rows(
+    call: Call, of_rows: list[Kind]
+) -> tuple[bool, float | None]:
+    """Whether an operation on rows has a power of their number, and which."""
+    name, kinds = call.name, call.kinds
+    first = of_rows[0]
+    constants = [kind for kind in kinds if kind.form == CONST]
+    if name in ("neg", "copy", "copy_p", "convert_element_type"):
+        return True, first.power
+    if name in ("mul", "div") and len(kinds) == 2:
+        if len(of_rows) == 1:
+            (by,) = constants
+            is_inverse = name == "div"
+            if is_inverse and kinds[0].form == CONST:
+                return first.power in (0.0, None), 0.0
+            if is_inverse and by.values and by.values[0] == first.count:
+                return True, first.power
+            return True, scaled_power(
+                first.power, by, call.num_rows, inverse=is_inverse
+            )
+        one, two = (kind.power or 0.0 for kind in kinds)
+        return True, one + two if name == "mul" else one - two
+    if name in ("add", "sub", "add_any", "select_n") and len(of_rows) > 1:
+        given = of_rows if name != "select_n" else of_rows[-2:]
+        return same_power(given[0].power, given[-1].power)
+    is_plain = all(kind.power in (0.0, None) for kind in of_rows)
+    return is_plain and all(is_constant(c) for c in constants), 0.0
+
+
+def select(call: Call) -> Kind:
+    which, *cases = call.kinds
+    if which.form == CONST and which.values is not None:
+        chosen = {int(value) for value in which.values}
+        if len(chosen) == 1:
+            return cases[chosen.pop()]
+    return elementwise(call)

@@ -1,0 +1,189 @@
+"""Rules for gathers and scatters."""
+
+import dataclasses
+from typing import Any
+
+from keras_strategies._core.row_kinds.call import (
+    Call,
+    at_axis,
+    joined_plain,
+)
+from keras_strategies._core.row_kinds.kinds import (
+    CONST,
+    ROWS,
+    SUM,
+    Kind,
+    rows,
+    summed,
+)
+
+
+def gather(call: Call) -> Kind:
+    operand, index = call.kinds
+    numbers = call.params["dimension_numbers"]
+    places = [
+        dim
+        for dim in range(len(call.out_shape()))
+        if dim not in numbers.offset_dims
+    ]
+    if operand.form == CONST and index.form == CONST:
+        shape = call.shape(1)[:-1]
+        blocks = {
+            places[dim]: size if index.values else index.blocks.get(dim, 1)
+            for dim, size in enumerate(shape)
+        }
+        return dataclasses.replace(joined_plain(call.kinds), blocks=blocks)
+    if operand.form == SUM or index.form == SUM:
+        is_fixed = operand.form == SUM and index.form == CONST
+        return operand if is_fixed else call.mixed()
+    if operand.form == CONST:
+        is_row = index.axis < len(call.shape(1)) - 1
+        return at_axis(index, places[index.axis]) if is_row else call.mixed()
+    return _gathered_rows(call, operand, index, numbers, places)
+
+
+def _gathered_rows(
+    call: Call, operand: Kind, index: Kind, numbers: Any, places: list[int]
+) -> Kind:
+    axis, shape = operand.axis, call.shape()
+    operand = dataclasses.replace(operand, count=0)
+    batching = tuple(numbers.operand_batching_dims)
+    if axis in batching:
+        dim = numbers.start_indices_batching_dims[batching.index(axis)]
+        size = shape[axis] // operand.outer
+        if index.form == ROWS:
+            fits = (index.axis, index.outer) == (dim, operand.outer)
+        else:
+            fits = index.is_flat(dim, size)
+        return at_axis(operand, places[dim]) if fits else call.mixed()
+    if axis not in numbers.collapsed_slice_dims:
+        is_all = call.params["slice_sizes"][axis] == shape[axis]
+        if index.form != CONST or not is_all:
+            return call.mixed()
+        gone = (*numbers.collapsed_slice_dims, *batching)
+        kept = [d for d in range(len(shape)) if d not in gone]
+        return at_axis(operand, numbers.offset_dims[kept.index(axis)])
+    column = tuple(numbers.start_index_map).index(axis)
+    if index.form == ROWS and column in index.columns:
+        return at_axis(operand, places[index.axis])
+    if index.is_random:
+        # Rows in a random order, which is a replica's own by definition.
+        sizes = [call.out_shape()[place] for place in places]
+        for place, size in zip(places, sizes, strict=True):
+            if size == shape[axis]:
+                return at_axis(operand, place)
+    return call.mixed()
+
+
+def scatter(call: Call) -> Kind:
+    operand, index, _ = call.kinds
+    forms = [kind.form for kind in call.kinds]
+    if forms == [CONST] * 3:
+        return _scattered_constants(call)
+    if SUM in forms:
+        return call.mixed()
+    numbers = call.params["dimension_numbers"]
+    if operand.form == CONST:
+        return _scattered_into_constant(call, numbers)
+    axis, shape = operand.axis, call.shape()
+    batching = tuple(numbers.operand_batching_dims)
+    gone = (*numbers.inserted_window_dims, *batching)
+    if axis in batching:
+        dim = numbers.scatter_indices_batching_dims[batching.index(axis)]
+        return _if_rows_meet(call, operand, dim, _place_of_index(call, dim))
+    if axis in numbers.inserted_window_dims:
+        mapped = tuple(numbers.scatter_dims_to_operand_dims)
+        is_own = index.form == ROWS and mapped.index(axis) in index.columns
+        if not is_own:
+            return call.mixed()
+        place = _place_of_index(call, index.axis)
+        return _if_rows_meet(call, operand, index.axis, place)
+    kept = [d for d in range(len(shape)) if d not in gone]
+    place = numbers.update_window_dims[kept.index(axis)]
+    is_all = call.shape(2)[place] == shape[axis]
+    if index.form != CONST or not is_all:
+        return call.mixed()
+    return _if_rows_meet(call, operand, None, place)
+
+
+def _scattered_constants(call: Call) -> Kind:
+    """Constants, flat along dimensions that are written as a whole."""
+    operand, _, update = call.kinds
+    numbers = call.params["dimension_numbers"]
+    gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    shape = call.shape()
+    kept = [d for d in range(len(shape)) if d not in gone]
+    blocks = {}
+    for dim, place in zip(kept, numbers.update_window_dims, strict=True):
+        is_all = call.shape(2)[place] == shape[dim]
+        if is_all and update.is_flat(place, shape[dim]):
+            known = operand.values is not None
+            blocks[dim] = shape[dim] if known else operand.blocks.get(dim, 1)
+    return dataclasses.replace(joined_plain(call.kinds), blocks=blocks)
+
+
+def _place_of_index(call: Call, dim: int) -> int:
+    """The dimension of the updates that an index's dimension has."""
+    window = call.params["dimension_numbers"].update_window_dims
+    dims = range(len(call.shape(2)))
+    return [d for d in dims if d not in window][dim]
+
+
+def _if_rows_meet(
+    call: Call, operand: Kind, dim: int | None, place: int
+) -> Kind:
+    """The operand's kind, if each row is updated by its own."""
+    _, index, update = call.kinds
+    size = call.shape()[operand.axis] // operand.outer
+    fits = True
+    if dim is not None and index.form == ROWS:
+        fits = (index.axis, index.outer) == (dim, operand.outer)
+    elif dim is not None:
+        fits = index.is_flat(dim, size)
+    if update.form == ROWS:
+        fits &= (update.axis, update.outer) == (place, operand.outer)
+    elif call.shape(2):
+        fits &= update.is_flat(place, size)
+    return dataclasses.replace(operand, count=0) if fits else call.mixed()
+
+
+def _scattered_into_constant(call: Call, numbers: Any) -> Kind:
+    """Rows that are added up in places, or each put into its own."""
+    operand, index, update = call.kinds
+    of_index = index.form == ROWS
+    if of_index and index.axis < len(call.shape(1)) - 1:
+        place = _place_of_index(call, index.axis)
+        mapped = tuple(numbers.scatter_dims_to_operand_dims)
+        own = [mapped[c] for c in index.columns if c < len(mapped)]
+        batching = tuple(numbers.scatter_indices_batching_dims)
+        if index.axis in batching:
+            at = batching.index(index.axis)
+            own = [numbers.operand_batching_dims[at]]
+        size = call.shape(1)[index.axis] // index.outer
+        if own and operand.is_flat(own[0], size):
+            as_rows = rows(own[0], index.outer)
+            return _if_rows_meet(call, as_rows, index.axis, place)
+        fits = update.form == CONST or update.axis == place
+    else:
+        window = numbers.update_window_dims
+        fits = not of_index and update.axis not in window
+        if not of_index and update.axis in window:
+            return _window_of_rows(call, numbers)
+    is_sum = call.name in ("scatter-add", "scatter_add") and operand.is_zero
+    power = update.power if update.form == ROWS else 0.0
+    return summed(power) if fits and is_sum else call.mixed()
+
+
+def _window_of_rows(call: Call, numbers: Any) -> Kind:
+    operand, _, update = call.kinds
+    gone = (
+        *numbers.inserted_window_dims,
+        *numbers.operand_batching_dims,
+    )
+    kept = [d for d in range(len(call.shape())) if d not in gone]
+    axis = kept[tuple(numbers.update_window_dims).index(update.axis)]
+    is_all = call.shape(2)[update.axis] == call.shape()[axis]
+    size = call.shape()[axis] // update.outer
+    if not is_all or not operand.is_flat(axis, size):
+        return call.mixed()
+    return at_axis(dataclasses.replace(update, count=0), axis)

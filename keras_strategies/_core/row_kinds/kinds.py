@@ -1,0 +1,212 @@
+"""Kinds of traced values: how they depend on the rows of a replica's batch.
+
+A value is one of four forms. `CONST` does not depend on the rows' contents.
+`ROWS` has an entry (or a block of entries) for each row that depends on that
+row alone. `SUM` is linear in sums over the rows of terms that depend on one
+row each. `MIXED` is anything else. With the power of the number of rows by
+which it is scaled, this decides whether the mean of the replicas' values is
+the value of the global batch: it is for constants, and for sums over rows that
+are divided by their number.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+CONST, ROWS, SUM, MIXED = "const", "rows", "sum", "mixed"
+
+MEAN_POWER = -1.0
+"""The power of a mean over rows."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What is known of a value.
+
+    Attributes:
+      form: `CONST`, `ROWS`, `SUM` or `MIXED`.
+      axis: Of `ROWS`: the dimension that holds the rows.
+      outer: Of `ROWS`: the number of blocks in that dimension that each hold
+        all rows, as after concatenating two batches.
+      power: The power of the number of rows by which the
+        value is scaled. None: a constant that may be such a number is in it.
+      count: Of `ROWS` and `SUM`: the number of entries that the last sum added
+        within a row; dividing by it makes a mean.
+      columns: Of `ROWS`: the entries of the last dimension that are the row's
+        own index.
+      blocks: Of `CONST`: by dimension, the size of the blocks within which the
+        value does not change along it.
+      values: Of `CONST` of equal entries: the entry in each of the traces.
+      index_of: Of `CONST`: the dimension along which the value is the index.
+      is_random: Of `CONST`: it is made of random bits, which are each
+        replica's own by definition.
+      why: Of `MIXED`: the equation that mixes rows.
+    """
+
+    form: str
+    axis: int = -1
+    outer: int = 1
+    power: float | None = 0.0
+    count: int = 0
+    columns: frozenset[int] = frozenset()
+    blocks: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    values: tuple[Any, ...] | None = None
+    index_of: int | None = None
+    is_random: bool = False
+    why: Any = None
+
+    def is_flat(self, axis: int, size: int) -> bool:
+        """Whether a constant is the same in each block of `size` entries."""
+        if self.is_random or self.values is not None:
+            return True
+        return self.blocks.get(axis, 1) % size == 0
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether it is a constant of zeros."""
+        return self.values is not None and not any(self.values)
+
+
+PLAIN = Kind(form=CONST)
+
+
+def mixed(why: Any) -> Kind:
+    """The kind of a value that mixes rows at the equation `why`."""
+    return Kind(form=MIXED, why=why)
+
+
+def rows(axis: int, outer: int = 1, power: float | None = 0.0) -> Kind:
+    """The kind of a value with an entry for each row."""
+    return Kind(form=ROWS, axis=axis, outer=outer, power=power)
+
+
+def summed(power: float | None) -> Kind:
+    """The kind of a sum over rows."""
+    return Kind(form=SUM, power=power)
+
+
+def uniform(values: tuple[Any, ...] | None, shape: Sequence[int]) -> Kind:
+    """The kind of a constant whose entries are all equal."""
+    blocks = dict(enumerate(shape))
+    return Kind(form=CONST, values=values, blocks=blocks)
+
+
+def first_mixed(kinds: Sequence[Kind]) -> Kind | None:
+    """The first value that mixes rows, or None."""
+    return next((kind for kind in kinds if kind.form == MIXED), None)
+
+
+def power_of(values: tuple[Any, ...] | None) -> float | None:
+    """The power of the number of rows in a number of each of two traces.
+
+    Args:
+      values: The number in each trace; the second has twice the rows.
+
+    Returns:
+      The power; None if it is no power, or with one trace alone.
+    """
+    if values is None:
+        return 0.0
+    if len(values) == 1:
+        return None
+    small, large = map(float, values)
+    if small == large or not (math.isfinite(small) and math.isfinite(large)):
+        return 0.0
+    if small * large <= 0:
+        return math.nan
+    return math.log2(large / small)
+
+
+def may_count(value: Any, num_rows: int) -> bool:
+    """Whether a number, or its inverse, may be made of a number of rows."""
+    number = abs(float(value))
+    if not math.isfinite(number) or number in (0.0, 1.0):
+        return False
+    number = max(number, 1 / number)
+    count = round(number)
+    if not math.isclose(number, count, rel_tol=1e-4):
+        # A root of it, for example.
+        number = number**2
+        count = round(number)
+        if not math.isclose(number, count, rel_tol=1e-4):
+            return False
+        return count >= num_rows and count % num_rows == 0
+    rest = count % num_rows
+    return count >= num_rows - 1 and rest in (0, 1, num_rows - 1)
+
+
+def scaled_power(
+    power: float | None, by: Kind, num_rows: int, *, inverse: bool = False
+) -> float | None:
+    """The power of a value times a constant (or divided by it)."""
+    if power is None:
+        return power
+    change = by.power if by.values is None else power_of(by.values)
+    if change is None:
+        value = by.values[0] if by.values else 1.0
+        return None if may_count(value, num_rows) else power
+    return power - change if inverse else power + change
+
+
+def same_power(
+    one: float | None, two: float | None
+) -> tuple[bool, float | None]:
+    """Whether two powers may be equal, and the one that they then are."""
+    if one is None or two is None:
+        return True, None
+    return one == two or math.isclose(one, two), one
+
+
+def is_constant(kind: Kind) -> bool:
+    """Whether a constant does not depend on the number of rows."""
+    if kind.values is None:
+        return kind.power == 0.0
+    return power_of(kind.values) in (0.0, None)
+
+
+def joined(one: Kind, two: Kind, shape: Sequence[int], why: Any) -> Kind:
+    """The kind of a value that is one or the other.
+
+    Args:
+      one: A kind.
+      two: Another.
+      shape: The value's shape.
+      why: The equation that chooses.
+    """
+    if one == two:
+        return one
+    wrong = first_mixed((one, two))
+    if wrong is not None:
+        return wrong
+    if one.form == CONST and two.form == CONST:
+        return joined_constants((one, two))
+    if one.form == CONST:
+        one, two = two, one
+    if two.form == CONST:
+        if one.form == SUM:
+            is_offset = one.power in (MEAN_POWER, None) and is_constant(two)
+            fits = two.is_zero or is_offset
+            return one if fits else mixed(why)
+        size = shape[one.axis] // one.outer
+        fits = two.is_zero or (one.power in (0.0, None) and is_constant(two))
+        is_flat = two.is_flat(one.axis, size)
+        return one if fits and is_flat else mixed(why)
+    is_same, power = same_power(one.power, two.power)
+    if not is_same or one.form != two.form:
+        return mixed(why)
+    if (one.axis, one.outer) != (two.axis, two.outer):
+        return mixed(why)
+    return dataclasses.replace(one, power=power, columns=frozenset(), count=0)
+
+
+def joined_constants(kinds: Sequence[Kind]) -> Kind:
+    """The kind of a constant that is made of constants, entry by entry."""
+    axes = set.intersection(*(set(kind.blocks) for kind in kinds))
+    blocks = {
+        axis: math.gcd(*(kind.blocks[axis] for kind in kinds)) for axis in axes
+    }
+    is_random = any(kind.is_random for kind in kinds)
+    powers = {kind.power for kind in kinds}
+    power = powers.pop() if len(powers) == 1 else math.nan
+    return Kind(form=CONST, blocks=blocks, is_random=is_random, power=power)

@@ -1,0 +1,387 @@
+"""Decides whether losses in a traced step are means over the batch's rows.
+
+The mean of the replicas' losses, and of their gradients, is that of the global
+batch where a loss is a mean over rows, plus what does not depend on them. The
+traced step is interpreted with `kinds` in the place of arrays; `rules` has a
+rule for each primitive. What has none mixes rows, so
+a loss that passes is a mean. Whether a constant is made of the number of rows
+shows only beside a second trace with twice the rows.
+
+Code that traces a step marks values in it by name (`mark`), which costs
+nothing in the compiled program.
+"""
+
+import contextlib
+import dataclasses
+import enum
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
+from jax.extend.core import Literal
+
+from keras_strategies._core.row_kinds.call import Call
+from keras_strategies._core.row_kinds.kinds import (
+    CONST,
+    MEAN_POWER,
+    PLAIN,
+    ROWS,
+    SUM,
+    Kind,
+    is_constant,
+    joined,
+    mixed,
+    rows,
+    summed,
+    uniform,
+)
+from keras_strategies._core.row_kinds.rules import kinds_of_results
+
+LOSS = "ks.loss"
+"""Marks a scalar whose mean over the replicas is taken."""
+VALUES = "ks.values"
+"""Marks values of rows that a reduction of ours is about to reduce."""
+REDUCED = "ks.reduced"
+"""Marks what that made of them: the mean over the replicas is the batch's."""
+NORMALIZED = "ks.normalized"
+"""Marks values of rows that were normalized with a replica's own statistics."""
+
+_MOST_ENTRIES = 1 << 20
+"""Of captured arrays with more entries it is not looked at the values."""
+
+
+class Verdict(enum.Enum):
+    """Whether the mean of the replicas' losses is the global batch's."""
+
+    MEAN = "mean"
+    UNSURE = "unsure"
+    MIXED = "mixed"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What was found of a step's losses.
+
+    Attributes:
+      verdict: The worst verdict of all losses. `UNSURE`: a trace with twice
+        the rows is needed.
+      why: Of `MIXED`: the equation that mixes rows, if there is one.
+    """
+
+    verdict: Verdict
+    why: Any = None
+
+
+def mark(value: Any, name: str) -> Any:
+    """Marks an array in the trace under way; see the names above."""
+    return checkpoint_name(value, name)
+
+
+def losses_in(
+    traced: Any, data: Sequence[int], num_rows: int, twin: Any = None
+) -> Finding:
+    """Decides whether the losses that are marked in a trace are means.
+
+    Args:
+      traced: The closed jaxpr of a step.
+      data: The positions of its inputs that have rows, in dimension 0.
+      num_rows: The number of rows.
+      twin: The same with twice the rows. With one trace alone, a constant
+        that may be made of the number of rows leaves the verdict `UNSURE`.
+    """
+    jaxprs = [traced] if twin is None else [traced, twin]
+    inner = traced.jaxpr
+    inputs = [rows(0) if k in data else PLAIN for k in range(len(inner.invars))]
+    walk = _Walk(num_rows)
+    try:
+        walk.closed(jaxprs, inputs)
+    except _Different:
+        return Finding(verdict=Verdict.MIXED)
+    return walk.finding()
+
+
+class _Different(Exception):
+    """Raised where the traces are not of the same equations."""
+
+
+class _Walk:
+    """Interprets a trace, or two of the same equations.
+
+    Args:
+      num_rows: The number of rows in the first.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self._losses: list[Kind] = []
+        self._is_noting = True
+        self._marked: dict[str, Kind] = {}
+
+    def finding(self) -> Finding:
+        """What was found of the marked losses."""
+        worst = Finding(verdict=Verdict.MEAN)
+        for kind in self._losses:
+            verdict = _verdict(kind)
+            if verdict is Verdict.MIXED:
+                return Finding(verdict=verdict, why=kind.why)
+            if verdict is Verdict.UNSURE:
+                worst = Finding(verdict=verdict)
+        return worst
+
+    def closed(self, jaxprs: list[Any], inputs: list[Kind]) -> list[Kind]:
+        """The kinds of the results of closed jaxprs."""
+        consts = [
+            _of_arrays(pair)
+            for pair in zip(*(j.consts for j in jaxprs), strict=True)
+        ]
+        return self._open([j.jaxpr for j in jaxprs], consts, inputs)
+
+    def _open(
+        self, jaxprs: list[Any], consts: list[Kind], inputs: list[Kind]
+    ) -> list[Kind]:
+        first = jaxprs[0]
+        if len({len(j.eqns) for j in jaxprs}) > 1:
+            raise _Different
+        env: dict[Any, Kind] = dict(zip(first.constvars, consts, strict=True))
+        env |= dict(zip(first.invars, inputs, strict=True))
+
+        def read(*variables: Any) -> Kind:
+            if isinstance(variables[0], Literal):
+                if not all(isinstance(v, Literal) for v in variables):
+                    raise _Different
+                return _of_arrays([v.val for v in variables])
+            return env[variables[0]]
+
+        for equations in zip(*(j.eqns for j in jaxprs), strict=True):
+            if len({e.primitive.name for e in equations}) > 1:
+                raise _Different
+            operands = zip(*(e.invars for e in equations), strict=True)
+            kinds = [read(*pair) for pair in operands]
+            found = self._results(list(equations), kinds)
+            env |= dict(zip(equations[0].outvars, found, strict=True))
+        outputs = zip(*(j.outvars for j in jaxprs), strict=True)
+        return [read(*pair) for pair in outputs]
+
+    def _results(self, equations: list[Any], kinds: list[Kind]) -> list[Kind]:
+        equation = equations[0]
+        name = equation.primitive.name
+        if name == "name":
+            return [self._marked_value(equation, kinds[0])]
+        if name == "scan":
+            return self._scan(equations, kinds)
+        if name == "while":
+            return self._while(equations, kinds)
+        if name == "cond":
+            return self._cond(equations, kinds)
+        inner = [_called(e) for e in equations]
+        if None not in inner:
+            return self._call(inner, kinds)
+        call = Call(
+            equation=equation,
+            twin=equations[-1] if len(equations) > 1 else None,
+            kinds=kinds,
+            num_rows=self._num_rows,
+        )
+        return kinds_of_results(call)
+
+    def _marked_value(self, equation: Any, kind: Kind) -> Kind:
+        name = equation.params["name"]
+        if (
+            name == LOSS
+            and self._is_noting
+            and not equation.outvars[0].aval.shape
+        ):
+            self._losses.append(kind)
+        elif name == VALUES:
+            self._marked[name] = kind
+        elif name == REDUCED and kind.form == SUM:
+            values = self._marked.get(VALUES, kind)
+            power = values.power
+            return summed(None if power is None else power + MEAN_POWER)
+        elif name == NORMALIZED and equation.outvars[0].aval.shape:
+            return rows(0)
+        return kind
+
+    def _call(self, inner: list[Any], kinds: list[Kind]) -> list[Kind]:
+        consts = [
+            _of_arrays(pair)
+            for pair in zip(*(consts for _, consts in inner), strict=True)
+        ]
+        return self._open([jaxpr for jaxpr, _ in inner], consts, kinds)
+
+    @contextlib.contextmanager
+    def _not_noting(self) -> Iterator[None]:
+        before, self._is_noting = self._is_noting, False
+        try:
+            yield
+        finally:
+            self._is_noting = before
+
+    def _settled(
+        self, carry: list[Kind], shapes: Sequence[Any], body: Any, why: Any
+    ) -> list[Kind]:
+        """The kinds of a loop's carry, whatever the number of turns."""
+        with self._not_noting():
+            # A kind changes a few times at most: const, rows or sum, mixed.
+            for _ in range(2 + 2 * len(carry)):
+                after = body(carry)
+                new = [
+                    joined(one, two, shape, why)
+                    for one, two, shape in zip(
+                        carry, after, shapes, strict=True
+                    )
+                ]
+                if new == carry:
+                    return carry
+                carry = new
+        return [mixed(why)] * len(carry)
+
+    def _scan(self, equations: list[Any], kinds: list[Kind]) -> list[Kind]:
+        equation = equations[0]
+        num_consts = equation.params["num_consts"]
+        num_carry = equation.params["num_carry"]
+        jaxprs = [e.params["jaxpr"] for e in equations]
+        consts = kinds[:num_consts]
+        carry = kinds[num_consts : num_consts + num_carry]
+        slices = [
+            _slice_of(k, equation) for k in kinds[num_consts + num_carry :]
+        ]
+
+        def body(carry: list[Kind]) -> list[Kind]:
+            return self.closed(jaxprs, [*consts, *carry, *slices])[:num_carry]
+
+        shapes = [v.aval.shape for v in equation.outvars]
+        carry = self._settled(carry, shapes[:num_carry], body, equation)
+        found = self.closed(jaxprs, [*consts, *carry, *slices])
+        return [*carry, *map(_stacked, found[num_carry:])]
+
+    def _while(self, equations: list[Any], kinds: list[Kind]) -> list[Kind]:
+        params = equations[0].params
+        split = params["cond_nconsts"]
+        start = split + params["body_nconsts"]
+        of_cond, of_body, carry = (
+            kinds[:split],
+            kinds[split:start],
+            kinds[start:],
+        )
+        tests = [e.params["cond_jaxpr"] for e in equations]
+        bodies = [e.params["body_jaxpr"] for e in equations]
+        shapes = [v.aval.shape for v in equations[0].outvars]
+        carry = self._settled(
+            carry,
+            shapes,
+            lambda carry: self.closed(bodies, [*of_body, *carry]),
+            equations[0],
+        )
+        (test,) = self.closed(tests, [*of_cond, *carry])
+        if test.form != CONST:
+            return [mixed(equations[0])] * len(carry)
+        self.closed(bodies, [*of_body, *carry])
+        return carry
+
+    def _cond(self, equations: list[Any], kinds: list[Kind]) -> list[Kind]:
+        which, *operands = kinds
+        columns = zip(*(e.params["branches"] for e in equations), strict=True)
+        branches = [self.closed(list(pair), operands) for pair in columns]
+        shapes = [v.aval.shape for v in equations[0].outvars]
+        if which.form != CONST:
+            return [mixed(equations[0])] * len(shapes)
+        found = branches[0]
+        for other in branches[1:]:
+            found = [
+                joined(one, two, shape, equations[0])
+                for one, two, shape in zip(found, other, shapes, strict=True)
+            ]
+        return found
+
+
+def _verdict(kind: Kind) -> Verdict:
+    if kind.form == CONST:
+        return Verdict.MEAN if is_constant(kind) else Verdict.MIXED
+    if kind.form == SUM and kind.power is None:
+        return Verdict.UNSURE
+    is_mean = kind.form == SUM and kind.power == MEAN_POWER
+    return Verdict.MEAN if is_mean else Verdict.MIXED
+
+
+def _of_arrays(arrays: Sequence[Any]) -> Kind:
+    """The kind of a constant, by its value in each trace."""
+    shape = np.shape(arrays[0])
+    if any(
+        isinstance(a, Tracer)
+        or jnp.issubdtype(jnp.result_type(a), jax.dtypes.extended)
+        or not 0 < np.size(a) <= _MOST_ENTRIES
+        for a in arrays
+    ):
+        return PLAIN
+    if isinstance(arrays[0], jax.Array) and not arrays[0].is_fully_addressable:
+        return PLAIN
+    values = [np.asarray(a) for a in arrays]
+    firsts = [v.ravel()[0] for v in values]
+    if all(
+        np.all((v == f) | (f != f)) for v, f in zip(values, firsts, strict=True)
+    ):
+        return uniform(tuple(f.item() for f in firsts), shape)
+    blocks = {}
+    for axis, size in enumerate(shape):
+        moved = np.moveaxis(values[0], axis, 0)
+        if np.array_equal(moved, np.broadcast_to(moved[:1], moved.shape)):
+            blocks[axis] = size
+    return dataclasses.replace(PLAIN, blocks=blocks)
+
+
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_lin": "call_jaxpr",
+}
+"""Primitives that call a jaxpr on their operands, and its parameter."""
+
+
+def _called(equation: Any) -> tuple[Any, list[Any]] | None:
+    """Returns the jaxpr that an equation calls and its constants, or None."""
+    called = equation.params.get(_CALLS.get(equation.primitive.name))
+    if called is None:
+        return None
+    inner = getattr(called, "jaxpr", called)
+    consts = list(getattr(called, "consts", ()))
+    is_known = len(consts) == len(inner.constvars)
+    if not is_known or len(inner.invars) != len(equation.invars):
+        return None
+    return inner, consts
+
+
+def _slice_of(kind: Kind, why: Any) -> Kind:
+    """The kind of the entries along dimension 0."""
+    if kind.form == ROWS:
+        if kind.axis == 0:
+            return mixed(why)
+        return dataclasses.replace(
+            kind, axis=kind.axis - 1, columns=frozenset()
+        )
+    blocks = {axis - 1: s for axis, s in kind.blocks.items() if axis}
+    index_of = kind.index_of - 1 if kind.index_of else None
+    return dataclasses.replace(kind, blocks=blocks, index_of=index_of)
+
+
+def _stacked(kind: Kind) -> Kind:
+    """The kind of values of several turns, in a new dimension 0."""
+    if kind.form == ROWS:
+        return dataclasses.replace(
+            kind, axis=kind.axis + 1, columns=frozenset()
+        )
+    blocks = {axis + 1: size for axis, size in kind.blocks.items()}
+    index_of = None if kind.index_of is None else kind.index_of + 1
+    return dataclasses.replace(
+        kind, blocks=blocks, index_of=index_of, values=None
+    )

@@ -1,0 +1,253 @@
+"""Rules for primitives that move, join or cut arrays."""
+
+import dataclasses
+import math
+
+from keras_strategies._core.row_kinds.call import (
+    Call,
+    at_axis,
+    joined_all,
+    joined_plain,
+    kind_of_entries,
+    moved,
+)
+from keras_strategies._core.row_kinds.kinds import (
+    CONST,
+    ROWS,
+    SUM,
+    Kind,
+    joined,
+    joined_constants,
+    same_power,
+    uniform,
+)
+
+
+def broadcast(call: Call) -> Kind:
+    places = call.params["broadcast_dimensions"]
+    before, after = call.shape(), call.out_shape()
+    kind = call.kinds[0]
+    if kind.form == ROWS and before[kind.axis] != after[places[kind.axis]]:
+        # One row, which is spread over what need not be rows.
+        return call.mixed()
+    found = moved(call, lambda axis: places[axis])
+    if found.form == ROWS and places == tuple(range(len(before))):
+        return dataclasses.replace(found, columns=kind.columns)
+    if found.form != CONST or found.values is not None:
+        return found
+    blocks = dict(found.blocks)
+    for axis, size in enumerate(after):
+        if axis not in places or before[places.index(axis)] != size:
+            blocks[axis] = size
+    return dataclasses.replace(found, blocks=blocks)
+
+
+def reshape(call: Call) -> Kind:
+    before, after = call.shape(), call.out_shape()
+    kind = call.kinds[0]
+    if kind.form != ROWS:
+        starts = {}
+        for axis, size in enumerate(after):
+            starts.setdefault((math.prod(after[:axis]), size), axis)
+        return moved(
+            call,
+            lambda axis: starts.get((math.prod(before[:axis]), before[axis])),
+        )
+    # Where in row-major order the rows' index counts, which a reshape keeps.
+    outer = math.prod(before[: kind.axis]) * kind.outer
+    found = []
+    for axis, size in enumerate(after):
+        ahead = math.prod(after[:axis])
+        if ahead and outer % ahead == 0:
+            within = outer // ahead
+            if size % (within * call.num_rows) == 0 and size:
+                found.append((axis, within))
+    if call.num_rows > 1:
+        found = found[:1]
+    if len(found) != 1:
+        return call.mixed()
+    return at_axis(kind, *found[0])
+
+
+def transpose(call: Call) -> Kind:
+    order = call.params["permutation"]
+    return moved(call, order.index)
+
+
+def squeeze(call: Call) -> Kind:
+    gone = call.params["dimensions"]
+
+    def to(axis: int) -> int | None:
+        if axis in gone:
+            return None
+        return axis - sum(dim < axis for dim in gone)
+
+    return moved(call, to)
+
+
+def expand_dims(call: Call) -> Kind:
+    made = call.params["dimensions"]
+    kept = [a for a in range(len(call.out_shape())) if a not in made]
+    return moved(call, lambda axis: kept[axis])
+
+
+def stack(call: Call) -> Kind:
+    dim = call.params["axis"]
+    alike = kind_of_entries(call)
+    if alike.form == CONST:
+        alike = dataclasses.replace(alike, values=None)
+    return moved(call, lambda axis: axis + (axis >= dim), alike)
+
+
+def slice_(call: Call) -> Kind:
+    params, kind = call.params, call.kinds[0]
+    if kind.form != ROWS:
+        return _part_of_constant(call)
+    start, stop = (
+        params[n][kind.axis] for n in ("start_indices", "limit_indices")
+    )
+    strides = params["strides"]
+    step = 1 if strides is None else strides[kind.axis]
+    return _part(call, kind, start, stop, step)
+
+
+def _part(call: Call, kind: Kind, start: int, stop: int, step: int) -> Kind:
+    """Blocks of rows out of several, or all."""
+    size = call.shape()[kind.axis]
+    if (start, stop, step) == (0, size, 1):
+        return kind
+    block = size // kind.outer
+    if step == 1 and start % block == 0 and stop % block == 0 and stop > start:
+        return at_axis(kind, kind.axis, (stop - start) // block)
+    return call.mixed()
+
+
+def _part_of_constant(call: Call, out: int = 0) -> Kind:
+    """A constant, or a sum, of which a part is taken."""
+    kind, before = call.kinds[0], call.shape()
+    after = call.out_shape(out)
+    found = moved(call, lambda axis: axis, out=out)
+    if found.form != CONST or found.values is not None:
+        return found
+    blocks = {
+        axis: after[axis] if size == before[axis] else 1
+        for axis, size in kind.blocks.items()
+    }
+    return dataclasses.replace(found, blocks=blocks)
+
+
+def split(call: Call) -> list[Kind]:
+    axis, sizes = call.params["axis"], call.params["sizes"]
+    kind, found, start = call.kinds[0], [], 0
+    for k, size in enumerate(sizes):
+        if kind.form != ROWS:
+            found.append(_part_of_constant(call, k))
+        elif kind.axis != axis:
+            found.append(kind)
+        else:
+            found.append(_part(call, kind, start, start + size, 1))
+        start += size
+    return found
+
+
+def concatenate(call: Call) -> Kind:
+    dim, kinds = call.params["dimension"], call.kinds
+    forms = {kind.form for kind in kinds}
+    if SUM in forms:
+        return call.mixed() if ROWS in forms else joined_all(kinds, call)
+    sizes = [call.shape(k)[dim] for k in range(len(kinds))]
+    if ROWS not in forms:
+        return _concatenated_constants(call, dim, sizes)
+    k, first = next((k, f) for k, f in enumerate(kinds) if f.form == ROWS)
+    same = [same_power(first.power, f.power)[0] for f in kinds]
+    if first.axis != dim:
+        return _beside_each_other(call, first, all(same))
+    inner = call.inner(first, k)
+    block = inner * call.num_rows
+    fits = all(
+        (f.axis == dim and size == f.outer * block)
+        if f.form == ROWS
+        else size % block == 0 and f.is_flat(dim, block)
+        for f, size in zip(kinds, sizes, strict=True)
+    )
+    if not fits or not all(same):
+        return call.mixed()
+    return at_axis(first, dim, sum(sizes) // block)
+
+
+def _concatenated_constants(call: Call, dim: int, sizes: list[int]) -> Kind:
+    joint = joined_constants(call.kinds)
+    blocks = dict(joint.blocks)
+    if all(
+        kind.values is not None or dim in kind.blocks for kind in call.kinds
+    ):
+        within = [
+            size if kind.values is not None else kind.blocks[dim]
+            for kind, size in zip(call.kinds, sizes, strict=True)
+        ]
+        blocks[dim] = math.gcd(*within)
+    values = {kind.values for kind in call.kinds}
+    if len(values) == 1 and None not in values:
+        return uniform(values.pop(), call.out_shape())
+    return dataclasses.replace(joint, blocks=blocks)
+
+
+def _beside_each_other(call: Call, first: Kind, same: bool) -> Kind:
+    """Rows concatenated along another dimension than that of the rows."""
+    axis, columns, start = first.axis, set(), 0
+    is_last = call.params["dimension"] == len(call.out_shape()) - 1
+    for k, kind in enumerate(call.kinds):
+        size = call.shape(k)[axis] // first.outer
+        is_index = kind.index_of == axis and first.outer == 1
+        if kind.form == ROWS:
+            same &= (kind.axis, kind.outer) == (axis, first.outer)
+            columns |= {start + column for column in kind.columns}
+        elif is_index and is_last and call.shape(k)[-1] == 1:
+            columns.add(start)
+        else:
+            same &= kind.is_flat(axis, size)
+        start += call.shape(k)[-1] if call.shape(k) else 0
+    if not same:
+        return call.mixed()
+    found = frozenset(columns) if is_last else frozenset()
+    return dataclasses.replace(first, columns=found, count=0)
+
+
+def pad(call: Call) -> Kind:
+    kind, fill = call.kinds
+    if kind.form == CONST:
+        return joined_plain(call.kinds)
+    if kind.form == SUM:
+        return kind if fill.is_zero else call.mixed()
+    if call.params["padding_config"][kind.axis] != (0, 0, 0):
+        return call.mixed()
+    is_fine = fill.form == CONST
+    return dataclasses.replace(kind, count=0) if is_fine else call.mixed()
+
+
+def iota(call: Call) -> Kind:
+    dim, shape = call.params["dimension"], call.out_shape()
+    blocks = {a: s for a, s in enumerate(shape) if a != dim}
+    return Kind(form=CONST, blocks=blocks, index_of=dim)
+
+
+def dynamic_slice(call: Call) -> Kind:
+    kind, *starts = call.kinds
+    if any(start.form != CONST for start in starts):
+        return call.mixed()
+    if kind.form == ROWS:
+        is_all = call.out_shape()[kind.axis] == call.shape()[kind.axis]
+        return dataclasses.replace(kind, count=0) if is_all else call.mixed()
+    return _part_of_constant(call)
+
+
+def dynamic_update_slice(call: Call) -> Kind:
+    kind, update, *starts = call.kinds
+    if any(start.form != CONST for start in starts):
+        return call.mixed()
+    if kind.form == CONST and update.form == CONST:
+        return joined_constants((kind, update))
+    of = kind if kind.form == ROWS else update
+    if of.form == ROWS and call.shape(1)[of.axis] != call.shape()[of.axis]:
+        return call.mixed()
+    return joined(kind, update, call.out_shape(), call.equation)

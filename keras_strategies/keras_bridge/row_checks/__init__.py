@@ -1,1 +1,0 @@
-"""Checks whether a step's loss is a mean over the batch's rows."""
