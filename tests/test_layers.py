@@ -34,7 +34,7 @@ RANKS = {
 # those of the floors below. "" are the package's own modules; its `__init__`
 # and `experimental` are what users see of it, above all others.
 ROOMS = {
-    "_core": [{"jaxprs", "names", "row_kinds"}, {""}],
+    "_core": [{"jaxprs", "names"}, {"row_kinds"}, {""}],
     "callbacks": [{""}],
     "checkpoint": [{"directory"}, {""}],
     "cli": [{"launch", "checkpoints", "plan"}, {"doctor"}, {""}],

@@ -143,7 +143,7 @@ def split_spec(mesh: ReplicaMesh, *, dim: int = 0) -> PartitionSpec:
 def replica_id(axis: Axis) -> Any:
     """The id of the calling replica: traced int32, an int in lockstep."""
     side = replay.current_side()
-    if isinstance(side, Turn):
+    if isinstance(side, Turn | replay.Alone):
         return side.replica
     return jax.lax.axis_index(axis)
 

@@ -6,19 +6,34 @@ are installed while a step is traced do nothing in other threads.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from keras_strategies._core import current_step as _current
 from keras_strategies._core.attributes import attribute_set
 from keras_strategies._core.buffers import Buffering, buffering_of
 from keras_strategies._core.identity import IdentityMap, IdentitySet
+from keras_strategies._core.jaxprs import replay
 from keras_strategies._core.jaxprs.specs import Axis
 from keras_strategies._core.mesh import ReplicaMesh
 
 
 class WholeBatchNeeded(Exception):
     """Raised by a trace that must see the whole batch at once."""
+
+
+class ReplicaNeeded(BaseException):
+    """Ends a trace over the global batch that asks for a replica's own.
+
+    No `Exception`: user code and Keras's layers let it pass.
+
+    Attributes:
+      name: What the trace asked its replica context for.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +50,10 @@ class StepFacts:
         numbers of rows differ.
       rows_of_all: Of uneven arguments, by this replica's number of rows, those
         of all replicas; several where arguments differ.
+      total_rows: The rows of all replicas, where these run a model's step on
+        different numbers of rows.
+      num_with_rows: The number of replicas that have rows then.
+      is_global_batch: The trace is not a replica's: it sees the global batch.
       share: This replica's weight in averages of states, where some have no
         rows and so no say; a number or a traced scalar. None where all weigh
         the same.
@@ -50,6 +69,9 @@ class StepFacts:
     rows_of_all: Mapping[int, set[tuple[int, ...]]] = dataclasses.field(
         default_factory=dict
     )
+    total_rows: int | None = None
+    num_with_rows: int | None = None
+    is_global_batch: bool = False
     share: Any = None
     loss_tracker: Any = None
 
@@ -66,6 +88,7 @@ class StepFlags:
       in_scaling: A loss is being scaled.
       in_assign: A variable is being written with a value of all replicas.
       in_update: The function writes the same to all copies of a variable.
+      in_loss: A model's loss is being computed; nested ones are its parts.
       in_compiled: Losses and metrics that were given to `compile` are being
         called: with rows.
     """
@@ -76,6 +99,7 @@ class StepFlags:
     in_scaling: bool = False
     in_assign: bool = False
     in_update: bool = False
+    in_loss: bool = False
     in_compiled: bool = False
 
 
@@ -99,6 +123,7 @@ class StepNotes:
         replicas that differ.
       sizes: What was taken for a number of rows, or not, in the order of the
         trace: the size, whether it was, and what it was given to.
+      replica_uses: What the step has asked its replica context for.
       whole_reason: Why the step cannot be mapped over the replicas, if it
         cannot; set by `demand_whole`.
     """
@@ -115,6 +140,7 @@ class StepNotes:
     sizes: list[tuple[float, bool, str]] = dataclasses.field(
         default_factory=list
     )
+    replica_uses: list[str] = dataclasses.field(default_factory=list)
     whole_reason: str | None = None
 
 
@@ -141,6 +167,18 @@ class StepContext:
     def num_replicas(self) -> int:
         """Number of replicas."""
         return self.facts.mesh.num_replicas
+
+    @property
+    def num_sharing(self) -> int:
+        """Number of replicas that have rows: a mean of losses is over these."""
+        return self.facts.num_with_rows or self.num_replicas
+
+    @property
+    def weight(self) -> float:
+        """The weight of this replica's mean over rows, of all; 1 if shared."""
+        if self.facts.total_rows is None:
+            return 1.0
+        return self.facts.rows * self.num_sharing / self.facts.total_rows
 
     @property
     def is_empty(self) -> bool:
@@ -190,13 +228,43 @@ class StepContext:
         self.notes.whole_reason = reason
         raise WholeBatchNeeded(reason)
 
+    def note_replica_use(self, name: str) -> None:
+        """Notes that the step asked for what one replica alone has.
+
+        Raises:
+          ReplicaNeeded: the trace sees the global batch.
+        """
+        if self.facts.is_global_batch:
+            raise ReplicaNeeded(name)
+        self.notes.replica_uses.append(name)
+
     def flag(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Sets one of the flags while the block runs."""
         return attribute_set(self.flags, name, True)
 
+
+ReplicaScope = Callable[
+    [StepContext | None], contextlib.AbstractContextManager[Any]
+]
+"""Makes a step's replica context current for a block; None: that of one
+replica, which is alone."""
 
 current_step: Callable[[], StepContext | None] = _current.current_step
 """The step that this thread is tracing for one of several replicas."""
 
 step_scope = _current.step_scope
 """Makes a step this thread's step while a block runs."""
+
+
+@contextlib.contextmanager
+def building(mesh: ReplicaMesh, replica_scope: ReplicaScope) -> Iterator[None]:
+    """Lets a model be built with the shapes that a replica's step has.
+
+    Args:
+      mesh: The replicas.
+      replica_scope: Makes a step's replica context current.
+    """
+    step = StepContext(facts=StepFacts(mesh=mesh, rows=1))
+    alone = replay.Alone(mesh.num_replicas)
+    with replay.replay_scope(alone), replica_scope(step):
+        yield

@@ -16,7 +16,10 @@ from keras_strategies._core.replica_map import (
     replica_id,
 )
 from keras_strategies._core.values import LOCAL, PerReplica, own_components
-from keras_strategies.keras_bridge.step_context import StepContext
+from keras_strategies.keras_bridge.step_context import (
+    ReplicaScope,
+    StepContext,
+)
 from keras_strategies.strategy import current
 from keras_strategies.strategy.reducing import summable
 
@@ -176,6 +179,8 @@ class ReplicaContext:
         current.stack.entered.pop()
 
     def _check_current(self, name: str) -> None:
+        if self._step is not None:
+            self._step.note_replica_use(name)
         if self._step is None and not current.stack.replicas:
             return
         if current.stack.replicas[-1:] == [self]:
@@ -185,6 +190,16 @@ class ReplicaContext:
             f"for, in its replica context. Received: `{name}` elsewhere. Call "
             "`get_replica_context()` where it is used."
         )
+
+
+def replica_scope(strategy: current.AnyStrategy) -> ReplicaScope:
+    """Returns what makes a step's replica context current for a block."""
+
+    def scope(step: StepContext | None) -> Any:
+        context = ReplicaContext(strategy, step)
+        return current.replica_context(strategy, context)
+
+    return scope
 
 
 def checked_dim(axis: Any, array: Any, name: str) -> int:

@@ -22,13 +22,16 @@ from keras_strategies.keras_bridge.run.function_keys import (
     value_key,
 )
 from keras_strategies.keras_bridge.run.mappings import is_closed, opened
-from keras_strategies.keras_bridge.run.replica_trace import ReplicaScope
 from keras_strategies.keras_bridge.run.run_program import RunProgram
-from keras_strategies.keras_bridge.run.uneven_rows import Variant
-from keras_strategies.keras_bridge.step_context import StepContext
+from keras_strategies.keras_bridge.step_context import (
+    ReplicaScope,
+)
+from keras_strategies.keras_bridge.steps.variants import (
+    Variant,
+)
 from keras_strategies.keras_bridge.variables import deferred_creation
 from keras_strategies.strategy import current, run_shapes
-from keras_strategies.strategy.replica_context import ReplicaContext
+from keras_strategies.strategy.replica_context import replica_scope
 from keras_strategies.strategy.run_shapes import STATIC, WHOLE
 
 _Argument = tuple[tuple[Any, ...], Any]
@@ -243,13 +246,9 @@ class Runner:
 
     def _scope_of(self, call: "_Call") -> ReplicaScope:
         """What makes the context that a call has current, for a block."""
-
-        def scope(step: StepContext) -> Any:
-            replica = ReplicaContext(self._strategy, step)
-            context = None if call.is_update else replica
-            return current.replica_context(self._strategy, context)
-
-        return scope
+        if not call.is_update:
+            return replica_scope(self._strategy)
+        return lambda step: current.replica_context(self._strategy, None)
 
     def _count(self, fn: Any) -> None:
         code = getattr(fn, "__code__", None)

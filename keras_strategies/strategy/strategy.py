@@ -22,6 +22,7 @@ from keras_strategies.strategy import current
 from keras_strategies.strategy.custom_loops import CustomLoops
 from keras_strategies.strategy.extended import StrategyExtended
 from keras_strategies.strategy.plans import Plans
+from keras_strategies.strategy.replica_context import replica_scope
 from keras_strategies.strategy.runner import Runner
 from keras_strategies.strategy.runtime import Runtime
 from keras_strategies.strategy.scope import Scope
@@ -140,7 +141,11 @@ class Strategy(CustomLoops, Plans):
         self._check_free(model)
         existing = binding_lib.binding_of(model)
         binding = existing or binding_lib.Binding(
-            model, self, self._runtime, self._check_context
+            model,
+            self,
+            self._runtime,
+            self._check_context,
+            replica_scope(self),
         )
         binding.install()
         return model
@@ -204,7 +209,15 @@ class Strategy(CustomLoops, Plans):
         """
         binding = self._binding_of("compile_step", model)
         mesh, build = self._runtime.mesh, binding.build_for_shapes
-        lower = functools.partial(lower_step, model, mesh, kind, batch, build)
+        lower = functools.partial(
+            lower_step,
+            model,
+            mesh,
+            kind,
+            batch,
+            build,
+            replica_scope=binding.replica_scope,
+        )
         return compile_program(lower, mesh, f"{kind} step", compiler_options)
 
     def compile_run(

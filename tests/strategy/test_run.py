@@ -699,17 +699,48 @@ def test_training_on_uneven_rows_is_that_of_one_device(replicas, rows):
     assert_replicated(ours[0])
 
 
-def test_a_collective_under_a_gradient_needs_even_rows():
+def test_collectives_under_a_gradient_of_uneven_rows():
+    strategy = mirrored(3)
+    x = by_replica(
+        strategy, lambda i: np.arange(1, 4 - i)[:, None].astype("float32")
+    )
+
+    def fn(x, compiled):
+        def loss(x):
+            ctx = ks.get_replica_context()
+            total = ctx.all_reduce("sum", jnp.sum(x))
+
+            def gather(x):
+                return ctx.all_gather(x, axis=0)
+
+            every = (jax.jit(gather) if compiled else gather)(x)
+            return total * jnp.sum(x**2) + jnp.sum(jnp.cumsum(every) * total)
+
+        return jax.value_and_grad(loss)(x)
+
+    with strategy.debug():
+        expected = strategy.run(fn, args=(x, False))
+    found = strategy.run(fn, args=(x, True))
+    for one, other in zip(found, expected, strict=True):
+        for a, b in zip(
+            strategy.experimental_local_results(one),
+            strategy.experimental_local_results(other),
+            strict=True,
+        ):
+            np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_a_collective_in_a_loop_needs_even_rows():
     strategy = mirrored(2)
     x = by_replica(strategy, lambda i: np.ones((2 - i, 1), "float32"))
 
     def fn(x):
-        def loss(x):
-            return ks.get_replica_context().all_reduce("sum", jnp.sum(x))
+        def add(_, total):
+            return total + ks.get_replica_context().all_reduce("sum", x.sum())
 
-        return jax.grad(loss)(x)
+        return jax.lax.fori_loop(0, 3, add, 0.0)
 
-    with pytest.raises(RuntimeError, match="under a transformation of JAX"):
+    with pytest.raises(RuntimeError, match="inside of a loop or a branch"):
         strategy.run(fn, args=(x,))
 
 

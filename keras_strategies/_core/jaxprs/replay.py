@@ -1,10 +1,10 @@
 """Collectives of a function whose replicas take different branches.
 
 Replicas with different numbers of rows run different branches of one program,
-and a collective in a branch would wait for ever for the others. So the
-function is traced again and again: each time it runs up to its next
-collective, whose operand leaves the branch; it is reduced outside, and the
-function is replayed with the result known.
+and a collective in a branch would wait for ever for the others. A collective's
+result depends on the shapes of all replicas' arrays, so the function is traced
+again and again, each time up to its next collective. The whole trace is then
+cut at its collectives (`collective_cut`), those of gradients included.
 """
 
 import contextlib
@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import get_opaque_trace_state
 
 from keras_strategies._core.jaxprs.specs import Axis
 
@@ -77,57 +76,76 @@ class Concatenation:
         return jnp.pad(array, missing)
 
 
+def uneven_concatenation(
+    axis: Axis, dim: int, sizes: tuple[int, ...]
+) -> Reduce:
+    """Makes a concatenation of arrays that differ in size along `dim`.
+
+    A sum of arrays that are zero but for a replica's own part, so that a
+    program of each replica has the same collective.
+
+    Args:
+      axis: The replica axis.
+      dim: The dimension, not negative.
+      sizes: Each replica's size there.
+    """
+    starts = [sum(sizes[:k]) for k in range(len(sizes))]
+
+    def concatenate(operands: list[Any]) -> list[Any]:
+        (array,) = operands
+        shape = list(array.shape)
+        shape[dim] = sum(sizes)
+        is_bool = array.dtype == bool
+        part = array.astype("int8") if is_bool else array
+        start = jnp.array(starts)[jax.lax.axis_index(axis)]
+        whole = jnp.zeros(shape, part.dtype)
+        whole = jax.lax.dynamic_update_slice_in_dim(whole, part, start, dim)
+        whole = jax.lax.psum(whole, axis)
+        return [whole.astype(bool) if is_bool else whole]
+
+    return concatenate
+
+
 class Reached(BaseException):
-    """Ends a replay at a collective whose result is not known yet.
+    """Ends a replay at a collective that is not known yet.
 
     No `Exception`: user code and Keras's layers let it pass.
 
     Attributes:
       reduce: The collective.
-      operands: This replica's arrays.
+      shapes: The shapes of this replica's arrays.
     """
 
-    def __init__(self, reduce: Reduce, operands: list[Any]) -> None:
+    def __init__(
+        self, reduce: Reduce, shapes: list[jax.ShapeDtypeStruct]
+    ) -> None:
         super().__init__()
         self.reduce = reduce
-        self.operands = operands
+        self.shapes = shapes
 
 
 class Replay:
-    """One replay, with the results of the collectives before.
+    """One replay, with the collectives that earlier ones have reached.
 
     Args:
-      known: The results, in the order of the calls.
-
-    Attributes:
-      operands: This replica's arrays of those collectives.
+      known: The collectives for the shapes of all replicas, in the order of
+        the calls.
     """
 
-    def __init__(self, known: list[list[Any]]) -> None:
+    def __init__(self, known: list[Reduce]) -> None:
         self._known = known
-        self.operands: list[list[Any]] = []
         self._position = 0
         self._has_ended = False
-        self._state = get_opaque_trace_state()
 
     def collective(self, reduce: Reduce, operands: list[Any]) -> list[Any]:
         """The result of the next collective, or the end of this replay."""
-        if get_opaque_trace_state() != self._state:
-            raise RuntimeError(
-                "Replicas with different numbers of rows cannot communicate "
-                "under a transformation of JAX (a gradient, a loop, a "
-                "branch, `jit`). Received: a collective inside of one, in a "
-                "function given to `run` with an uneven batch. Call it outside "
-                "of the transformation, or make the batch even "
-                "(`drop_remainder`)."
-            )
         position = self._position
         self._position += 1
         if position < len(self._known):
-            self.operands.append(list(operands))
-            return list(self._known[position])
+            return self._known[position](operands)
         self._has_ended = True
-        raise Reached(reduce, list(operands))
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in operands]
+        raise Reached(reduce, shapes)
 
     def check_not_swallowed(self) -> None:
         """Raises RuntimeError if the function went on after the end."""
@@ -138,6 +156,29 @@ class Replay:
                 "a function that caught it (`except:` or `except "
                 "BaseException:`). Catch `Exception` instead."
             )
+
+
+class Alone:
+    """A replica's side of collectives that nobody else joins.
+
+    They return what has the shapes that they would return: a model is built
+    with it, where values are of no interest.
+
+    Args:
+      num_replicas: Number of replicas.
+    """
+
+    replica = 0
+
+    def __init__(self, num_replicas: int) -> None:
+        self._num_replicas = num_replicas
+
+    def collective(self, reduce: Reduce, operands: list[Any]) -> list[Any]:
+        """The operands, or copies of them where they are concatenated."""
+        if isinstance(reduce, Concatenation):
+            copies = operands * self._num_replicas
+            return [jnp.concatenate(copies, reduce.dim)]
+        return list(operands)
 
 
 class Side(Protocol):

@@ -24,6 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jax.extend.core import Literal
 
+from keras_strategies._core.jaxprs.collective_cut import trace_called
 from keras_strategies._core.row_kinds.call import Call
 from keras_strategies._core.row_kinds.kinds import (
     CONST,
@@ -177,7 +178,7 @@ class _Walk:
             return self._while(equations, kinds)
         if name == "cond":
             return self._cond(equations, kinds)
-        inner = [_called(e) for e in equations]
+        inner = [trace_called(e) for e in equations]
         if None not in inner:
             return self._call(inner, kinds)
         call = Call(
@@ -332,33 +333,6 @@ def _of_arrays(arrays: Sequence[Any]) -> Kind:
         if np.array_equal(moved, np.broadcast_to(moved[:1], moved.shape)):
             blocks[axis] = size
     return dataclasses.replace(PLAIN, blocks=blocks)
-
-
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_lin": "call_jaxpr",
-}
-"""Primitives that call a jaxpr on their operands, and its parameter."""
-
-
-def _called(equation: Any) -> tuple[Any, list[Any]] | None:
-    """Returns the jaxpr that an equation calls and its constants, or None."""
-    called = equation.params.get(_CALLS.get(equation.primitive.name))
-    if called is None:
-        return None
-    inner = getattr(called, "jaxpr", called)
-    consts = list(getattr(called, "consts", ()))
-    is_known = len(consts) == len(inner.constvars)
-    if not is_known or len(inner.invars) != len(equation.invars):
-        return None
-    return inner, consts
 
 
 def _slice_of(kind: Kind, why: Any) -> Kind:

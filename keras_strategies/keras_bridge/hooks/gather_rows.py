@@ -12,8 +12,9 @@ from keras_strategies.keras_bridge.step_context import StepContext
 
 def has_rows(value: Any, rows: int) -> bool:
     """Whether an array has entries for each of `rows` rows."""
-    shape = getattr(value, "shape", ())
-    return len(shape) > 0 and shape[0] % rows == 0
+    for size in tuple(getattr(value, "shape", ()))[:1]:
+        return size % rows == 0 if rows else not size
+    return False
 
 
 def note_rows(step: StepContext, values: Any, of: str) -> None:

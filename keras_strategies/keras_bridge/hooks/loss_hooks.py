@@ -29,20 +29,24 @@ def reduce_values(
     reduction: str | None = "sum_over_batch_size",
 ) -> Any:
     """A loss's values reduced with the denominator of all replicas' rows."""
+    is_own = not (step.flags.is_whole or step.flags.in_metric)
+    if is_own and step.is_empty and reduction not in (None, "none"):
+        # Keras would return the values, which are none.
+        return jnp.sum(values)
     if (
-        step.flags.is_whole
-        or step.flags.in_metric
+        not is_own
         or reduction in (None, "none")
         or tuple(values.shape) in ((), (0,))
     ):
         return original(values, sample_weight, reduction)
     values = losses.mark(values, losses.VALUES)
     if reduction == "sum":
-        reduced = jnp.sum(values) * step.num_replicas
+        reduced = _exact(step, jnp.sum(values) * step.num_sharing)
     elif reduction == "mean_with_sample_weight" and sample_weight is not None:
         total = jnp.sum(values)
         weight = jnp.sum(sample_weight).astype(total.dtype)
-        reduced = ops.divide_no_nan(total, all_mean(weight, step.axis))
+        reduced = ops.divide_no_nan(total, _mean(step, weight))
+        reduced = _exact(step, reduced)
     else:
         reduced = original(values, sample_weight, reduction)
     return losses.mark(reduced, losses.REDUCED)
@@ -70,8 +74,8 @@ def apply_mask(
     # Keras gives each kept entry the weight total / kept, of its own rows;
     # dividing by the mean of `kept` over the replicas makes it the batch's.
     kept = jnp.sum(jnp.asarray(mask, dtype=weighted.dtype))
-    mean_kept = all_mean(kept, step.axis)
-    weighted = weighted * ops.divide_no_nan(kept, mean_kept)
+    weighted = weighted * ops.divide_no_nan(kept, _mean(step, kept))
+    weighted = _exact(step, weighted)
     return losses.mark(weighted, losses.NORMALIZED)
 
 
@@ -87,9 +91,9 @@ def call_loss(
         return original(loss, *args, **kwargs)
     if isinstance(loss, CompileLoss):
         with step.flag("in_compiled"):
-            return mark_loss(step, original(loss, *args, **kwargs))
+            return _whole_loss(step, original, loss, *args, **kwargs)
     if not metric_rules.mixes_rows(loss, metric_rules.rank((args, kwargs))):
-        return mark_loss(step, original(loss, *args, **kwargs))
+        return _whole_loss(step, original, loss, *args, **kwargs)
     note_rows(step, (args, kwargs), f"loss {type(loss).__name__!r}")
     args, kwargs = gathered(step, (args, kwargs))
     with step.flag("is_whole"):
@@ -100,7 +104,40 @@ def compute_loss(
     step: StepContext, original: _Method, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Marks a model's loss, to be looked at once the step is traced."""
-    return mark_loss(step, original(model, *args, **kwargs))
+    return _whole_loss(step, original, model, *args, **kwargs)
+
+
+def _whole_loss(
+    step: StepContext, original: _Method, *args: Any, **kwargs: Any
+) -> Any:
+    """A loss that is not part of another one: weighted by the rows, marked."""
+    if step.flags.in_loss:
+        return original(*args, **kwargs)
+    num_uses = len(step.notes.replica_uses)
+    with step.flag("in_loss"):
+        loss = original(*args, **kwargs)
+    is_scalar = isinstance(loss, jax.Array) and not loss.ndim
+    if not is_scalar or step.facts.total_rows is None:
+        return mark_loss(step, loss)
+    if step.is_empty:
+        # Nothing; but its gradient meets those of others.
+        return jnp.where(jnp.isnan(loss), 0.0, loss) * 0.0
+    # Its author has said how replicas meet, where it asks for others.
+    is_own = len(step.notes.replica_uses) == num_uses
+    return loss * step.weight if is_own else loss
+
+
+def _mean(step: StepContext, value: Any) -> Any:
+    """The mean over the replicas that have rows."""
+    mean = all_mean(value, step.axis)
+    if step.num_sharing == step.num_replicas:
+        return mean
+    return mean * (step.num_replicas / step.num_sharing)
+
+
+def _exact(step: StepContext, value: Any) -> Any:
+    """A value that is exact as it is: not to be weighted by the rows."""
+    return value if step.weight in (0.0, 1.0) else value / step.weight
 
 
 def mark_loss(step: StepContext, value: Any) -> Any:

@@ -158,10 +158,10 @@ def _finisher(
         place = plan.add(new - old)
         return lambda sums: old + sums[place]
     if rule == metric_rules.MEAN and is_metric:
-        place = plan.add((new - old) / step.num_replicas)
+        place = plan.add(share_of_mean(new - old, step))
         return lambda sums: old + sums[place]
     if rule == "mean":
-        place = plan.add(_shared(new, step))
+        place = plan.add(share_of_mean(new, step))
         return lambda sums: sums[place]
     return _of_first(plan, number)
 
@@ -172,8 +172,8 @@ def _of_first(plan: Merge, value: Any) -> Any:
     return lambda sums: sums[place]
 
 
-def _shared(value: Any, step: StepContext) -> Any:
-    """This replica's part of the average over the replicas."""
+def share_of_mean(value: Any, step: StepContext) -> Any:
+    """Returns this replica's part of the average over the replicas."""
     if step.facts.share is None:
         return value / step.num_replicas
     share = jnp.asarray(step.facts.share, value.dtype)

@@ -46,7 +46,11 @@ def update_state(
         return original(metric, *args, **kwargs)
     if args:
         # A `Mean` takes a scalar for a mean over the replica's rows.
-        args = (loss_hooks.mark_loss(step, args[0]), *args[1:])
+        value = loss_hooks.mark_loss(step, args[0])
+        if metric is step.facts.loss_tracker and step.weight not in (0.0, 1.0):
+            # It weights the loss by the replica's rows.
+            value = value / step.weight
+        args = (value, *args[1:])
     if not step.flags.is_whole and metric is not step.facts.loss_tracker:
         metric_rules.note_sizes(step, metric, args, kwargs)
     if step.facts.is_probe:

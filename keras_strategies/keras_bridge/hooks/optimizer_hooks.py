@@ -199,7 +199,7 @@ def _divisor(step: StepContext, optimizer: Any) -> int:
     replica's gradients overflow where one device's would.
     """
     is_sum = step.facts.is_local or optimizer in step.notes.scaled_losses
-    return 1 if is_sum else step.num_replicas
+    return 1 if is_sum else step.num_sharing
 
 
 def _apply_purely(
@@ -263,4 +263,4 @@ def scale_loss(
         return original(optimizer, loss)
     step.notes.scaled_losses.add(optimizer)
     with step.flag("in_scaling"):
-        return original(optimizer, loss) / step.num_replicas
+        return original(optimizer, loss) / step.num_sharing

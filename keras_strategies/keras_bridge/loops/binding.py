@@ -40,6 +40,10 @@ from keras_strategies.keras_bridge.loops.scope_hooks import (
     ON_USE,
     STRATEGY,
 )
+from keras_strategies.keras_bridge.step_context import (
+    ReplicaScope,
+    building,
+)
 from keras_strategies.keras_bridge.steps.step_functions import Functions
 from keras_strategies.keras_bridge.variables import variable_creator
 from keras_strategies.keras_bridge.variables.abstract_models import as_made
@@ -64,6 +68,7 @@ class Binding:
       owner: The strategy, for `binding_of` to tell.
       runtime: The strategy's fact sheet.
       check_context: Raises when another strategy's scope is open.
+      replica_scope: Makes a step's replica context current for a block.
     """
 
     def __init__(
@@ -72,7 +77,9 @@ class Binding:
         owner: Any,
         runtime: Any,
         check_context: Callable[[], None],
+        replica_scope: ReplicaScope,
     ) -> None:
+        self.replica_scope = replica_scope
         mesh = runtime.mesh
         self.model = model
         self.owner = owner
@@ -82,7 +89,12 @@ class Binding:
         self.check_context = check_context
         self.is_chief = mesh.is_chief
         keeps_outputs = mesh.is_chief or not runtime.outputs_on_chief
-        self._functions = Functions(model, mesh, keeps_outputs=keeps_outputs)
+        self._functions = Functions(
+            model,
+            mesh,
+            keeps_outputs=keeps_outputs,
+            replica_scope=replica_scope,
+        )
         self.trained = self._functions.trained
         self._is_in_session = False
         # The data that a fit validates on, for a class's own `evaluate`.
@@ -274,6 +286,7 @@ class Binding:
         with (
             variable_creator.distribution_scope(self._distribution),
             as_made(self.model),
+            building(self._mesh, self.replica_scope),
         ):
             type(self.model)._symbolic_build(self.model, **data)
         self._adopt_built()
@@ -326,6 +339,7 @@ class Binding:
             with (
                 variable_creator.distribution_scope(self._distribution),
                 as_made(self.model),
+                building(self._mesh, self.replica_scope),
                 inferring_shapes(),
                 keras.StatelessScope(),
             ):
@@ -339,6 +353,7 @@ class Binding:
                 x = keras.utils.unpack_x_y_sample_weight(batches[0])[0]
                 with (
                     variable_creator.distribution_scope(self._distribution),
+                    building(self._mesh, self.replica_scope),
                     keras.StatelessScope(),
                 ):
                     self.model(x)

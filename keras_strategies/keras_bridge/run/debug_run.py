@@ -23,9 +23,16 @@ from keras_strategies.keras_bridge.hooks.variables_used import CollectingScope
 from keras_strategies.keras_bridge.run import (
     replica_trace,
     run_results,
-    uneven_rows,
 )
-from keras_strategies.keras_bridge.step_context import StepContext
+from keras_strategies.keras_bridge.step_context import (
+    ReplicaScope,
+    StepContext,
+)
+from keras_strategies.keras_bridge.steps import (
+    replica_merge,
+    uneven_rows,
+    variants,
+)
 from keras_strategies.keras_bridge.variables import shardings
 from keras_strategies.keras_bridge.variables.deferred_creation import deferred
 
@@ -35,8 +42,8 @@ def debug_run(
     *,
     mesh: ReplicaMesh,
     scope: Callable[[], contextlib.AbstractContextManager[Any]],
-    replica_scope: replica_trace.ReplicaScope,
-    rows: Sequence[uneven_rows.Variant] = (),
+    replica_scope: ReplicaScope,
+    rows: Sequence[variants.Variant] = (),
     is_update: bool = False,
 ) -> Any:
     """Calls `fn(replica)` eagerly for each replica; as a `RunProgram` would.
@@ -50,7 +57,7 @@ def debug_run(
       is_update: Whether it writes the same to every copy.
     """
     keras_state = dict(vars(global_state.GLOBAL_STATE_TRACKER))
-    shares = uneven_rows.shares_of(rows)
+    shares = variants.shares_of(rows)
     lockstep = Lockstep(mesh.num_replicas, mesh.all_replicas)
 
     def replica(index: int) -> Any:
@@ -63,7 +70,7 @@ def debug_run(
         )
         step = replica_trace.new_step(mesh, is_update=is_update)
         if rows:
-            own = uneven_rows.rows_of_all(rows[index], rows)
+            own = variants.rows_of_all(rows[index], rows)
             step = step.with_facts(rows_of_all=own)
         seen = _SeenScope(step, mesh, index)
         with scope(), deferred(), seen:
@@ -98,7 +105,7 @@ def _ended(
     variables = list({id(v): v for each in of_all for v in each}.values())
     folded = [seen.get_current_value_before(v) for v in variables]
     called = replica_trace.called_in(step, seen, results, variables, folded)
-    notes: list[run_results.Note] = turn.meet(called.note)
+    notes: list[replica_merge.Note] = turn.meet(called.note)
     unchecked = replica_trace.unaggregated(notes)
     for k in unchecked:
         if not bool(replica_trace.is_same(called.new[k], step.axis)):
@@ -109,7 +116,7 @@ def _ended(
         for k, v in enumerate(variables)
         if on_read.is_on_read(v) or any(n.is_changed[k] for n in notes)
     ]
-    values, copies, _ = replica_trace.merged_state(
+    values, copies, _ = replica_merge.merged_state(
         merging, variables, old, folded, called, notes, []
     )
     places = [k for k in written if on_read.is_on_read(variables[k])]

@@ -6,7 +6,7 @@ debug mode.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,25 +16,24 @@ import keras
 from keras_strategies._core.jaxprs.specs import Axis
 from keras_strategies._core.mesh import ReplicaMesh, shown_devices
 from keras_strategies._core.replica_map import all_max, all_min, as_number
-from keras_strategies.keras_bridge.hooks import merge as merge_lib
-from keras_strategies.keras_bridge.hooks import on_read, variables_used
+from keras_strategies.keras_bridge.hooks import variables_used
 from keras_strategies.keras_bridge.hooks.trace_hooks import trace_hooks
 from keras_strategies.keras_bridge.models.attention import attention_for
 from keras_strategies.keras_bridge.run import run_results
 from keras_strategies.keras_bridge.run.mappings import opened
-from keras_strategies.keras_bridge.run.uneven_rows import Called
 from keras_strategies.keras_bridge.step_context import (
+    ReplicaScope,
     StepContext,
     StepFacts,
     StepFlags,
     step_scope,
 )
+from keras_strategies.keras_bridge.steps import replica_merge
+from keras_strategies.keras_bridge.steps.uneven_rows import Called
 from keras_strategies.keras_bridge.variables.shardings import placement_of
 
 _SUMMED = 64
 """Results of up to so many entries are summed in the program."""
-
-ReplicaScope = Callable[[StepContext], contextlib.AbstractContextManager[Any]]
 
 
 def new_step(mesh: ReplicaMesh, *, is_update: bool = False) -> StepContext:
@@ -93,80 +92,16 @@ def called_in(
         ],
         new=new,
         start=start,
-        note=run_results.Note(
-            structure=(structure, constants),
-            is_changed=[
-                n is not f or s is not f
-                for n, f, s in zip(new, folded, start, strict=True)
-            ],
-            is_equal=[n in step.notes.equal for n in new],
-            rules=[step.notes.metric_rules.get(v) for v in variables],
-            is_unaggregated=[v in step.notes.unaggregated for v in variables],
+        note=replica_merge.note_of(
+            step, variables, folded, start, new, (structure, constants)
         ),
     )
-
-
-def merged_state(
-    step: StepContext,
-    variables: list[keras.Variable],
-    old: list[Any],
-    folded: list[Any],
-    called: Called,
-    notes: list[run_results.Note],
-    summands: list[Any],
-) -> tuple[list[Any], list[Any], list[Any]]:
-    """The variables' values after a call, those of all replicas.
-
-    Args:
-      step: The step of the merge.
-      variables: The variables.
-      old: Their values before the call.
-      folded: As `old`, with the seeds that the replica used.
-      called: What the call computed.
-      notes: Of every variant of the call.
-      summands: Arrays to be summed over the replicas beside.
-
-    Returns:
-      The values, aggregated ones for variables with a copy on each replica;
-      the copies of those, in their order; the sums.
-    """
-    new, start = list(called.new), list(called.start)
-    for k, variable in enumerate(variables):
-        if not any(note.is_changed[k] for note in notes):
-            new[k], start[k] = folded[k], old[k]
-        elif notes[0].rules[k] is None:
-            start[k] = old[k]
-        if all(note.is_equal[k] for note in notes):
-            step.notes.equal.add(new[k])
-        rule = notes[0].rules[k]
-        if rule is not None:
-            step.notes.metric_rules[variable] = rule
-    plan = merge_lib.Merge(step=step)
-    finishers, copies = [], []
-    values = zip(variables, start, folded, new, strict=True)
-    for k, (v, s, f, n) in enumerate(values):
-        if on_read.is_on_read(v):
-            copy = merge_lib.as_type_of(n, f)
-            copies.append(copy)
-            finishers.append(on_read.plan_aggregate(plan, v, copy))
-            continue
-        if called.is_alike and called.is_alike[k] and n in step.notes.equal:
-            finishers.append(lambda sums, n=n, s=s: merge_lib.as_type_of(n, s))
-            continue
-        finish = merge_lib.plan_merge(
-            plan, [v], [s], [f], [n], are_metrics=v in step.notes.metric_rules
-        )
-        finishers.append(lambda sums, finish=finish: finish(sums)[0])
-    places = [plan.add(summand) for summand in summands]
-    sums = plan.sums()
-    values = [finish(sums) for finish in finishers]
-    return values, copies, [sums[place] for place in places]
 
 
 def report_of(
     mesh: ReplicaMesh,
     outputs: list[Any],
-    notes: list[run_results.Note],
+    notes: list[replica_merge.Note],
     shapes: list[list[tuple[int, ...]]] | None,
     num_written: int,
 ) -> run_results.TraceReport:
@@ -208,7 +143,7 @@ def is_same(value: Any, axis: Axis) -> Any:
     return jnp.all((highest == lowest) & same_nans)
 
 
-def unaggregated(notes: list[run_results.Note]) -> list[int]:
+def unaggregated(notes: list[replica_merge.Note]) -> list[int]:
     """Positions of the variables that all replicas must have written alike."""
     return [
         k

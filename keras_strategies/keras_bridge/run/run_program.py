@@ -35,22 +35,25 @@ from keras_strategies.keras_bridge.hooks.variables_used import (
 )
 from keras_strategies.keras_bridge.run import replica_trace
 from keras_strategies.keras_bridge.run.run_results import (
-    Note,
     TraceReport,
     nest_of,
 )
-from keras_strategies.keras_bridge.run.uneven_rows import (
+from keras_strategies.keras_bridge.step_context import ReplicaScope
+from keras_strategies.keras_bridge.steps import output_shardings, replica_merge
+from keras_strategies.keras_bridge.steps.mapped_program import jitted
+from keras_strategies.keras_bridge.steps.replica_merge import Note
+from keras_strategies.keras_bridge.steps.trace_checks import sums_combined
+from keras_strategies.keras_bridge.steps.uneven_rows import (
     Called,
-    Variant,
     call_unevenly,
+)
+from keras_strategies.keras_bridge.steps.variants import (
+    Variant,
     rows_of_all,
     shares_of,
     variants_of,
     with_rows,
 )
-from keras_strategies.keras_bridge.steps import output_shardings
-from keras_strategies.keras_bridge.steps.mapped_program import jitted
-from keras_strategies.keras_bridge.steps.trace_checks import sums_combined
 from keras_strategies.keras_bridge.variables import ownership, shardings
 from keras_strategies.keras_bridge.variables.deferred_creation import deferred
 
@@ -81,7 +84,7 @@ class RunProgram:
         rows: list[Variant | None],
         *,
         mesh: ReplicaMesh,
-        replica_scope: replica_trace.ReplicaScope,
+        replica_scope: ReplicaScope,
         is_update: bool = False,
     ) -> None:
         self._fn = fn
@@ -304,7 +307,7 @@ class RunProgram:
         report = replica_trace.report_of(
             self._mesh, called.outputs, notes, shapes, len(self._written)
         )
-        values, new_copies, sums = replica_trace.merged_state(
+        values, new_copies, sums = replica_merge.merged_state(
             step,
             variables,
             old,

@@ -9,25 +9,6 @@ import keras
 import numpy as np
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Note:
-    """What is known of a call when it is traced.
-
-    Attributes:
-      structure: The results', and those of them that are no arrays.
-      is_changed: Whether each variable was written.
-      is_equal: Whether it was written the same on every replica.
-      rules: How the variables of metrics are merged; None of others.
-      is_unaggregated: Whether the replicas must have written the same value.
-    """
-
-    structure: Any
-    is_changed: list[bool]
-    is_equal: list[bool]
-    rules: list[str | None]
-    is_unaggregated: list[bool]
-
-
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TraceReport:

@@ -11,6 +11,7 @@ from keras_strategies._core.batches import Segment
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.rows import padded_rows
 from keras_strategies._core.step_types import Batch
+from keras_strategies.keras_bridge.step_context import ReplicaScope
 from keras_strategies.keras_bridge.steps import step_functions, trace_checks
 from keras_strategies.keras_bridge.variables import shardings
 
@@ -24,6 +25,7 @@ def lower_step(
     batch: Batch,
     build: Callable[[Any], None],
     steps: int = 1,
+    replica_scope: ReplicaScope | None = None,
 ) -> Any:
     """Lowers a step of a bound model.
 
@@ -37,6 +39,7 @@ def lower_step(
       build: Builds the model, given the batch's shapes.
       steps: Of a program, as `steps_per_execution` says; a train step that
         is not run so is lowered alone.
+      replica_scope: Makes a step's replica context current for a block.
 
     Raises:
       ValueError: an unknown kind; a batch without rows, or with different
@@ -64,7 +67,9 @@ def lower_step(
         placed = trace_checks.with_rows(padded, data, mesh.split)
         if steps > 1:
             placed = _stacked(placed, steps, mesh.stacked)
-        program = step_functions.make_program(model, mesh, kind, variables)
+        program = step_functions.make_program(
+            model, mesh, kind, variables, replica_scope
+        )
         segment = Segment(data=placed, rows=rows, steps=steps)
         return program.lower(state, segment)
 

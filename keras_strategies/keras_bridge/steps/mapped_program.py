@@ -1,6 +1,7 @@
 """A model's step as compiled programs: mapped over the replicas, or whole."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax
 
 from keras_strategies._core.batches import RowShape, Segment
 from keras_strategies._core.divided_map import divided_map
+from keras_strategies._core.jaxprs.specs import Divided
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import (
     replica_map,
@@ -15,8 +17,15 @@ from keras_strategies._core.replica_map import (
     whole_spec,
 )
 from keras_strategies._core.step_types import Batch
-from keras_strategies.keras_bridge.step_context import StepContext
+from keras_strategies.keras_bridge.models.attention import attention_for
+from keras_strategies.keras_bridge.step_context import (
+    ReplicaNeeded,
+    ReplicaScope,
+    StepContext,
+    StepFacts,
+)
 from keras_strategies.keras_bridge.steps import trace_checks
+from keras_strategies.keras_bridge.steps.uneven_step import UnevenRows
 
 Body = Callable[[Any, Any, Any], Any]
 """A step as a pure function: two parts of a state, and data."""
@@ -66,16 +75,21 @@ class MappedProgram:
       many: The same of several stacked batches.
       whole: The same over all rows, of one or several batches; it takes their
         `RowShape`, too.
+      uneven: As `whole`, with each replica's rows for itself.
       is_whole: Whether the step must see the whole batch at once.
 
     Attributes:
       is_whole: The same, or whether it turned out so.
+      is_uneven: Whether indivisible batches run with each replica's rows.
     """
 
     def __init__(
-        self, *, one: Any, many: Any, whole: Any, is_whole: bool
+        self, *, one: Any, many: Any, whole: Any, uneven: Any, is_whole: bool
     ) -> None:
         self.is_whole = is_whole
+        self.is_uneven = False
+        self._uneven = uneven
+        self._reason = "the model's state is that of the global batch"
         self._one = one
         self._many = many
         self._whole = whole
@@ -102,7 +116,9 @@ class MappedProgram:
                 return call(program, *args)
             except NotMapped as error:
                 reason = error.reason
-            self._whole.trace(*args, segment.shape)
+            self._reason = reason or self._reason
+            with self._needing_no_replica():
+                self._whole.trace(*args, segment.shape)
             # Before the step takes its state, should warnings be errors.
             if reason is not None:
                 trace_checks.warn_of_whole(reason)
@@ -115,8 +131,33 @@ class MappedProgram:
         args: tuple[Any, Any, Any],
         segment: Segment,
     ) -> Any:
-        """As `start`, with the program over all rows."""
-        return call(self._whole, *args, segment.shape)
+        """As `start`, with the program over all rows.
+
+        Raises:
+          RuntimeError: the step must see the global batch, and asks for what
+            one replica alone has.
+        """
+        if self.is_whole:
+            with self._needing_no_replica():
+                return call(self._whole, *args, segment.shape)
+        if not self.is_uneven:
+            try:
+                return call(self._whole, *args, segment.shape)
+            except ReplicaNeeded:
+                self.is_uneven = True
+        return call(self._uneven, *args, segment.shape)
+
+    @contextlib.contextmanager
+    def _needing_no_replica(self) -> Iterator[None]:
+        try:
+            yield
+        except ReplicaNeeded as needed:
+            raise RuntimeError(
+                "A step that runs over the global batch has no replica "
+                f"context. Received: `{needed.name}` of one, in a step that "
+                f"must run over the global batch: {self._reason}. Remove one "
+                "of the two."
+            ) from None
 
 
 def over_replicas(
@@ -169,6 +210,103 @@ def over_whole_batch(
         return trace_checks.whole_batch(fn, (first, second), data, shape, mesh)
 
     return step
+
+
+def mapper(
+    mesh: ReplicaMesh,
+    specs: tuple[Any, Any],
+    results: Callable[[Any], Any],
+    scanned: Callable[[Body], Body],
+    *,
+    splits_results: bool,
+) -> Callable[[Body, bool], Body]:
+    """Returns what maps a step over the replicas: `mapped(step, stacked)`.
+
+    Args:
+      mesh: The replicas.
+      specs: Of the two parts of the state.
+      results: Makes the results' specs, where variables are divided.
+      scanned: Makes a step of several batches of one of one.
+      splits_results: See `over_replicas`.
+    """
+    is_divided = any(isinstance(s, Divided) for s in jax.tree.leaves(specs))
+
+    def mapped(step: Body, stacked: bool) -> Body:
+        if is_divided:
+            one = over_dividing_replicas(step, mesh, specs, results)
+            return scanned(one) if stacked else one
+        step = scanned(step) if stacked else step
+        return over_replicas(
+            step, mesh, stacked=stacked, splits_results=splits_results
+        )
+
+    return mapped
+
+
+def over_uneven_replicas(
+    mapped: Callable[[Body, bool], Body],
+    step: Callable[..., Any],
+    mesh: ReplicaMesh,
+    *,
+    returns_rows: bool,
+) -> Callable[[Any, Any, Any, RowShape], Any]:
+    """A step of which each replica runs its own rows of a padded batch.
+
+    Args:
+      mapped: Maps a step over the replicas, of one batch or of several.
+      step: A replica's step; takes each replica's number of rows first.
+      mesh: The replicas.
+      returns_rows: Whether the first result has rows, like the data.
+    """
+
+    def program(first: Any, second: Any, data: Batch, shape: RowShape) -> Any:
+        axis = int(shape.steps > 1)
+        padded = jax.tree.leaves(data)[0].shape[axis]
+        rows = UnevenRows.of(shape, padded, mesh.num_replicas)
+        of_counts = functools.partial(step, rows.counts)
+        body = mapped(of_counts, shape.steps > 1)
+        results = body(first, second, rows.take(data, axis, mesh))
+        if not returns_rows:
+            return results
+        outputs, *others = results
+        return rows.put_back(outputs, axis, mesh), *others
+
+    return program
+
+
+@contextlib.contextmanager
+def whole_trace(
+    mesh: ReplicaMesh,
+    replica_scope: ReplicaScope | None,
+    model_step: Callable[..., Any],
+    step: StepContext | None = None,
+) -> Iterator[None]:
+    """What is in place while a step is traced over the global batch.
+
+    Args:
+      mesh: The replicas.
+      replica_scope: Makes a step's replica context current.
+      model_step: The model's step that is traced.
+      step: The trace of the one replica, where that is mapped.
+    """
+    if mesh.num_replicas > 1:
+        facts = StepFacts(mesh=mesh, rows=1, is_global_batch=True)
+        step = StepContext(facts=facts)
+    try:
+        with attention_for(mesh), in_replica(replica_scope, step):
+            yield
+    except BaseException:
+        trace_checks.forget_losses(model_step)
+        raise
+
+
+def in_replica(
+    replica_scope: ReplicaScope | None, step: StepContext | None
+) -> contextlib.AbstractContextManager[Any]:
+    """Makes a step's replica context current for a block."""
+    if replica_scope is None:
+        return contextlib.nullcontext()
+    return replica_scope(step)
 
 
 def jitted(fn: Callable[..., Any], name: str, **options: Any) -> Any:

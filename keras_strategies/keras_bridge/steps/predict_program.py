@@ -25,6 +25,7 @@ from keras_strategies.keras_bridge.hooks import seeds
 from keras_strategies.keras_bridge.hooks.trace_hooks import trace_hooks
 from keras_strategies.keras_bridge.models.attention import attention_for
 from keras_strategies.keras_bridge.step_context import (
+    ReplicaScope,
     StepContext,
     StepFacts,
     step_scope,
@@ -34,13 +35,16 @@ from keras_strategies.keras_bridge.steps.mapped_program import (
     Body,
     MappedProgram,
     NotMapped,
+    in_replica,
     jitted,
     mapped_trace,
-    over_dividing_replicas,
-    over_replicas,
+    mapper,
+    over_uneven_replicas,
     over_whole_batch,
+    whole_trace,
 )
 from keras_strategies.keras_bridge.steps.trace_checks import eval_with_rows
+from keras_strategies.keras_bridge.steps.uneven_step import call_step
 from keras_strategies.keras_bridge.variables.shardings import divides, spec_of
 
 PredictState = tuple[list[Any], list[Any]]
@@ -54,6 +58,7 @@ class PredictProgram:
       variables: The model's trainable and non-trainable variables.
       mesh: The replicas.
       is_whole: Whether the step must see the whole batch at once.
+      replica_scope: Makes a step's replica context current for a block.
     """
 
     def __init__(
@@ -63,27 +68,32 @@ class PredictProgram:
         *,
         mesh: ReplicaMesh,
         is_whole: bool = False,
+        replica_scope: ReplicaScope | None = None,
     ) -> None:
         self._step = step
+        self._replica_scope = replica_scope
+        self._groups = variables
         self._variables = variables[1]
         self._mesh = mesh
         placed = functools.partial(
             output_shardings.prediction, variables=self._variables, mesh=mesh
         )
         is_divided = divides([v for g in variables for v in g], mesh)
-        if is_divided:
-            specs = [[spec_of(v, mesh) for v in group] for group in variables]
-            results = functools.partial(_result_specs, mesh, specs[1])
-            one = over_dividing_replicas(
-                self._replica_step, mesh, (specs[0], specs[1]), results
-            )
-            many = _scanned(one)
-        else:
-            mapped = functools.partial(
-                over_replicas, mesh=mesh, splits_results=True
-            )
-            one = mapped(self._replica_step, stacked=False)
-            many = mapped(_scanned(self._replica_step), stacked=True)
+        specs = [[spec_of(v, mesh) for v in group] for group in variables]
+        results = functools.partial(_result_specs, mesh, specs[1])
+        mapped = mapper(
+            mesh,
+            (specs[0], specs[1]),
+            results,
+            _scanned,
+            splits_results=True,
+        )
+
+        one = mapped(self._replica_step, False)
+        many = mapped(self._replica_step, True)
+        each = over_uneven_replicas(
+            mapped, self._uneven_step, mesh, returns_rows=True
+        )
         whole = over_whole_batch(self._whole_body, _scanned, mesh)
         self._programs = MappedProgram(
             one=jitted(placed(one, sharding=mesh.split), "predict_step"),
@@ -98,6 +108,7 @@ class PredictProgram:
                     else mesh.whole
                 ),
             ),
+            uneven=jitted(each, "predict_step_uneven", static_argnums=3),
             is_whole=is_whole,
         )
         # Each of several processes returns all rows.
@@ -107,11 +118,8 @@ class PredictProgram:
         self, state: PredictState, segment: Segment
     ) -> Iterator[tuple[Any, PredictState]]:
         """Predicts the segment's rows; yields outputs, rows first, state."""
-        outputs, changed = self._programs.start(
-            functools.partial(dispatch, self._mesh),
-            (*state, segment.data),
-            segment,
-        )
+        call = functools.partial(dispatch, self._mesh)
+        outputs, changed = self._start(call, state, segment)
         if changed:
             state = (state[0], merge_lib.with_changes(state[1], changed))
         yield self._rows(outputs, segment), state
@@ -136,11 +144,21 @@ class PredictProgram:
 
     def lower(self, state: PredictState, segment: Segment) -> Any:
         """Lowers the program that a call would run; of abstract arrays, too."""
-        return self._programs.start(
-            lambda program, *args: program.lower(*args),
-            (*state, segment.data),
-            segment,
+        return self._start(
+            lambda program, *args: program.lower(*args), state, segment
         )
+
+    def _start(
+        self, call: Callable[..., Any], state: PredictState, segment: Segment
+    ) -> Any:
+        args = (*state, segment.data)
+        programs = self._programs
+        if not (segment.is_padded and programs.is_uneven):
+            result = programs.start(call, args, segment)
+            if not (segment.is_padded and programs.is_uneven):
+                return result
+        # A replica must not meet others with its padding.
+        return programs.start_whole(call, args, segment)
 
     def _replica_step(
         self, trainable: list[Any], old: list[Any], data: Batch
@@ -148,7 +166,7 @@ class PredictProgram:
         rows = jax.tree.leaves(data)[0].shape[0]
         step = StepContext(facts=StepFacts(mesh=self._mesh, rows=rows))
         if step.num_replicas == 1:
-            return self._whole_body(trainable, old, data)
+            return self._whole_body(trainable, old, data, step)
         with mapped_trace(step, self._step):
             return self._mapped_body(step, trainable, old, data)
 
@@ -170,6 +188,8 @@ class PredictProgram:
             if not _is_by_rows(more, 2 * rows):
                 raise NotMapped(None)
         outputs, new = self._predict(step, trainable, folded, data)
+        if step.notes.replica_uses:
+            self._programs.is_uneven = True
         if not _is_by_rows(outputs, rows):
             raise NotMapped(None)
         plan = merge_lib.Merge(step=step)
@@ -184,9 +204,47 @@ class PredictProgram:
     def _predict(
         self, step: StepContext, trainable: Any, state: Any, data: Batch
     ) -> tuple[Any, Any]:
-        attention = attention_for(self._mesh)
-        with trace_hooks(), attention, step_scope(step):
+        with (
+            trace_hooks(),
+            attention_for(self._mesh),
+            step_scope(step),
+            in_replica(self._replica_scope, step),
+        ):
             return self._step((list(trainable), list(state)), data)
+
+    def _uneven_step(
+        self,
+        counts: tuple[int, ...],
+        trainable: list[Any],
+        old: list[Any],
+        data: Batch,
+    ) -> Any:
+        """The step of a replica, which may have fewer rows than others."""
+
+        def step_fn(step: StepContext, state: Any, data: Batch) -> Any:
+            outputs, new = self._predict(step, state[0], state[1], data)
+            if not _is_by_rows(outputs, step.facts.rows):
+                raise RuntimeError(
+                    "A predict step that asks its replica context for other "
+                    "replicas must return one entry for each row. Received: "
+                    f"shapes {jax.tree.map(np.shape, outputs)} of "
+                    f"{step.facts.rows} rows. Return rows, or make the "
+                    "batches divisible by the replicas."
+                )
+            return outputs, (state[0], new)
+
+        called = call_step(
+            step_fn,
+            self._groups,
+            [trainable, old],
+            data,
+            mesh=self._mesh,
+            counts=counts,
+            metrics=None,
+            averages=False,
+        )
+        outputs = jax.tree.unflatten(called.structure, called.outputs)
+        return outputs, merge_lib.changed_values(old, called.state[1])
 
     def _has_known_outputs(self) -> bool:
         """Whether Keras says that all outputs have rows: a functional model."""
@@ -202,9 +260,14 @@ class PredictProgram:
         return bool(outputs) and all(o.shape[:1] == (None,) for o in outputs)
 
     def _whole_body(
-        self, trainable: list[Any], old: list[Any], data: Batch
+        self,
+        trainable: list[Any],
+        old: list[Any],
+        data: Batch,
+        step: StepContext | None = None,
     ) -> Any:
-        with attention_for(self._mesh):
+        scope = self._replica_scope
+        with whole_trace(self._mesh, scope, self._step, step):
             outputs, new = self._step((list(trainable), list(old)), data)
         return outputs, merge_lib.changed_values(old, new)
 

@@ -19,7 +19,8 @@ from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.step_types import Batch
 from keras_strategies.keras_bridge import keras_names
 from keras_strategies.keras_bridge.inputs import feed
-from keras_strategies.keras_bridge.models.attention import attention_for
+from keras_strategies.keras_bridge.step_context import ReplicaScope
+from keras_strategies.keras_bridge.steps.mapped_program import whole_trace
 from keras_strategies.keras_bridge.steps.predict_program import PredictProgram
 from keras_strategies.keras_bridge.steps.train_program import StepProgram
 from keras_strategies.keras_bridge.variables import deferred_creation, ownership
@@ -82,6 +83,7 @@ class Functions:
       model: A compiled or plain Keras model.
       mesh: The replicas.
       keeps_outputs: Whether this process returns what `predict` computes.
+      replica_scope: Makes a step's replica context current for a block.
 
     Attributes:
       trained: What the train functions have done.
@@ -94,7 +96,9 @@ class Functions:
         mesh: ReplicaMesh,
         *,
         keeps_outputs: bool = True,
+        replica_scope: ReplicaScope | None = None,
     ) -> None:
+        self.replica_scope = replica_scope
         self.trained = Trained()
         self.model = model
         self._keeps_outputs = keeps_outputs
@@ -218,7 +222,8 @@ class Functions:
                 UserWarning,
                 stacklevel=2,
             )
-        return make_program(model, mesh, kind, variables)
+        scope = self.replica_scope
+        return make_program(model, mesh, kind, variables, scope)
 
     def _eager(self, kind: str) -> Program:
         step = getattr(self.model, f"{kind}_step")
@@ -228,7 +233,7 @@ class Functions:
             data = true_rows(_on_all(segment.data, mesh), segment.shape)
             steps, done = segment.steps, []
             for batch in [data] if steps == 1 else unstacked(data, steps):
-                with attention_for(mesh):
+                with whole_trace(mesh, self.replica_scope, step):
                     outputs, new = step(state, batch)
                 state = (state[0], new) if kind == "predict" else new
                 done.append(outputs)
@@ -243,6 +248,7 @@ def make_program(
     mesh: ReplicaMesh,
     kind: str = "train",
     variables: tuple[list[keras.Variable], ...] | None = None,
+    replica_scope: ReplicaScope | None = None,
 ) -> Any:
     """The compiled program of a built model's train, test or predict step."""
     if variables is None:
@@ -250,7 +256,13 @@ def make_program(
     step = getattr(model, f"{kind}_step")
     is_whole = _has_fixed_batch(model)
     if kind == "predict":
-        return PredictProgram(step, variables, mesh=mesh, is_whole=is_whole)
+        return PredictProgram(
+            step,
+            variables,
+            mesh=mesh,
+            is_whole=is_whole,
+            replica_scope=replica_scope,
+        )
     return StepProgram(
         step,
         f"{kind}_step",
@@ -259,6 +271,7 @@ def make_program(
         written=_DONATED[kind],
         mesh=mesh,
         is_whole=is_whole,
+        replica_scope=replica_scope,
     )
 
 

@@ -71,7 +71,9 @@ def traced_once(
     """
     args = (*state, data)
     traced = Traced(functools.partial(body, step), *args)
-    if has_unsure_collectives(traced.jaxpr):
+    # Where replicas meet is said by who asks for others in a step.
+    is_own = not step.notes.replica_uses
+    if is_own and has_unsure_collectives(traced.jaxpr):
         step.demand_whole(
             "gradients or metrics are reduced over the replicas inside of a "
             "`cond`, `switch` or `while_loop`, which not every replica may "
@@ -79,7 +81,8 @@ def traced_once(
         )
     if step.notes.sizes:
         _check_sizes(step, body, state, data)
-    _check_losses(step, body, state, data, traced.jaxpr)
+    if is_own:
+        _check_losses(step, body, state, data, traced.jaxpr)
     if _are_sums_expensive(step):
         traced.combine_sums(step)
     return traced(*args)

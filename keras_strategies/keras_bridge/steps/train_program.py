@@ -17,7 +17,7 @@ import keras
 
 from keras_strategies._core.batches import Segment, unstacked
 from keras_strategies._core.dispatch import dispatch
-from keras_strategies._core.identity import IdentityMap, IdentitySet
+from keras_strategies._core.identity import IdentityMap
 from keras_strategies._core.jaxprs.specs import Divided, Spec
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import has_convolutions, whole_spec
@@ -27,24 +27,28 @@ from keras_strategies.keras_bridge.hooks import seeds
 from keras_strategies.keras_bridge.hooks.trace_hooks import trace_hooks
 from keras_strategies.keras_bridge.models.attention import attention_for
 from keras_strategies.keras_bridge.step_context import (
+    ReplicaScope,
     StepContext,
     StepFacts,
     step_scope,
 )
-from keras_strategies.keras_bridge.steps import output_shardings
+from keras_strategies.keras_bridge.steps import output_shardings, step_logs
 from keras_strategies.keras_bridge.steps.mapped_program import (
     MappedProgram,
+    in_replica,
     jitted,
     mapped_trace,
-    over_dividing_replicas,
-    over_replicas,
+    mapper,
+    over_uneven_replicas,
     over_whole_batch,
+    whole_trace,
 )
 from keras_strategies.keras_bridge.steps.trace_checks import (
     StepsNotFused,
     Traced,
     traced_once,
 )
+from keras_strategies.keras_bridge.steps.uneven_step import call_step
 from keras_strategies.keras_bridge.variables.shardings import spec_of
 
 Step = Callable[..., Any]
@@ -62,6 +66,7 @@ class StepProgram:
         donated. Of other groups only what changed is returned.
       mesh: The replicas.
       is_whole: Whether the step must see the whole batch at once.
+      replica_scope: Makes a step's replica context current for a block.
     """
 
     def __init__(
@@ -74,8 +79,10 @@ class StepProgram:
         written: tuple[int, ...],
         mesh: ReplicaMesh,
         is_whole: bool = False,
+        replica_scope: ReplicaScope | None = None,
     ) -> None:
         self._step = step
+        self._replica_scope = replica_scope
         self._variables = variables
         self._metrics = metrics
         self._written = written
@@ -88,7 +95,7 @@ class StepProgram:
         self._is_fused = True
 
     def _made(self, name: str, is_whole: bool) -> MappedProgram:
-        mesh, step = self._mesh, self._replica_step
+        mesh = self._mesh
         placed = functools.partial(
             output_shardings.step,
             written=[self._variables[i] for i in self._written],
@@ -97,33 +104,34 @@ class StepProgram:
         )
         specs = [[spec_of(v, mesh) for v in group] for group in self._variables]
         is_divided = any(isinstance(s, Divided) for g in specs for s in g)
-        if is_divided:
-            results = functools.partial(self._result_specs, specs)
-            one = over_dividing_replicas(
-                step, mesh, self._divide(specs), results
-            )
-            many = self._scanned(one)
-        else:
-            mapped = functools.partial(
-                over_replicas, mesh=mesh, splits_results=False
-            )
-            one = mapped(step, stacked=False)
-            many = mapped(self._scanned(step), stacked=True)
+        results = functools.partial(self._result_specs, specs)
+        mapped = mapper(
+            mesh,
+            self._divide(specs),
+            results,
+            self._scanned,
+            splits_results=False,
+        )
+
+        one = mapped(self._replica_step, False)
+        many = mapped(self._replica_step, True)
         whole = over_whole_batch(self._whole_body, self._scanned, mesh)
+        is_placed = is_divided or mesh.cores_per_replica > 1
+        each = over_uneven_replicas(
+            mapped, self._uneven_step, mesh, returns_rows=False
+        )
+        of_shapes = functools.partial(
+            jitted, donate_argnums=0, static_argnums=3
+        )
         return MappedProgram(
             one=jitted(placed(one), name, donate_argnums=0),
             many=jitted(placed(many), f"{name}s", donate_argnums=0),
-            whole=jitted(
+            whole=of_shapes(
                 placed(whole),
                 f"{name}_whole",
-                donate_argnums=0,
-                static_argnums=3,
-                out_shardings=(
-                    None
-                    if is_divided or mesh.cores_per_replica > 1
-                    else mesh.whole
-                ),
+                out_shardings=None if is_placed else mesh.whole,
             ),
+            uneven=of_shapes(placed(each), f"{name}_uneven"),
             is_whole=is_whole,
         )
 
@@ -207,7 +215,7 @@ class StepProgram:
         rows = jax.tree.leaves(data)[0].shape[0]
         step = StepContext(facts=StepFacts(mesh=self._mesh, rows=rows))
         if step.num_replicas == 1:
-            return self._whole_body(written, read, data)
+            return self._whole_body(written, read, data, step)
         with mapped_trace(step, self._step):
             return traced_once(step, self._replica_body, (written, read), data)
 
@@ -226,15 +234,58 @@ class StepProgram:
         step.notes.before = IdentityMap(
             zip(metrics, folded[self._metrics], strict=True)
         )
-        attention = attention_for(self._mesh)
-        with trace_hooks(), attention, step_scope(step):
-            logs, new = self._step(tuple(map(list, folded)), data)
+        logs, new = self._traced(step, folded, data)
         if step.facts.is_probe:
             # Metrics have no rules in it, and nothing is merged.
             return logs
         # A metric that the step has reset started anew.
         folded[self._metrics] = [step.notes.before[v] for v in metrics]
         return self._merged(step, old, folded, new, logs)
+
+    def _traced(self, step: StepContext, state: Any, data: Batch) -> Any:
+        """The model's step in a replica's trace."""
+        with (
+            trace_hooks(),
+            attention_for(self._mesh),
+            step_scope(step),
+            in_replica(self._replica_scope, step),
+        ):
+            return self._step(tuple(map(list, state)), data)
+
+    def _uneven_step(
+        self,
+        counts: tuple[int, ...],
+        written: Group,
+        read: Group,
+        data: Batch,
+    ) -> Any:
+        """The step of a replica, which may have fewer rows than others."""
+        old = self._ordered(written, read)
+        model = getattr(self._step, "__self__", None)
+        tracker = getattr(model, "_loss_tracker", None)
+
+        def step_fn(step: StepContext, state: Any, data: Batch) -> Any:
+            return self._traced(
+                step.with_facts(loss_tracker=tracker), state, data
+            )
+
+        called = call_step(
+            step_fn,
+            self._variables,
+            old,
+            data,
+            mesh=self._mesh,
+            counts=counts,
+            metrics=self._metrics,
+            averages=True,
+        )
+        metrics = zip(
+            self._variables[self._metrics],
+            called.state[self._metrics],
+            strict=True,
+        )
+        logs = called.logs(list(metrics))
+        return logs, *self._output(old, called.state)
 
     def _merged(
         self, step: StepContext, old: Any, folded: Any, new: Any, logs: Logs
@@ -253,50 +304,31 @@ class StepProgram:
         ]
         places = [
             (v, plan.add(v / step.num_replicas))
-            for v in _averaged_logs(step, logs)
+            for v in step_logs.averaged_logs(step, logs)
         ]
         sums = plan.sums()
         merged = [finish(sums) for finish in finishers]
         means = IdentityMap((v, sums[place]) for v, place in places)
-        logs = self._merged_logs(step, logs, new, merged, means)
+        metrics = self._variables[self._metrics]
+        logs = step_logs.merged_logs(
+            step,
+            logs,
+            metrics,
+            (new[self._metrics], merged[self._metrics]),
+            means,
+        )
         return logs, *self._output(old, merged)
 
-    def _merged_logs(
+    def _whole_body(
         self,
-        step: StepContext,
-        logs: Logs,
-        new: Any,
-        merged: Any,
-        means: IdentityMap[Any],
+        written: Group,
+        read: Group,
+        data: Batch,
+        step: StepContext | None = None,
     ) -> Any:
-        """Logs of the whole batch: results read from the merged metrics."""
-        metrics = self._variables[self._metrics]
-        new = IdentityMap(zip(metrics, new[self._metrics], strict=True))
-        mapping = list(zip(metrics, merged[self._metrics], strict=True))
-        cache: IdentityMap[Any] = IdentityMap()
-
-        def whole(value: Any) -> Any:
-            if value in means:
-                return merge_lib.as_type_of(means[value], value)
-            result = step.notes.results.get(value)
-            if result is None or any(
-                new[v] is not mine
-                for v, mine in zip(result.variables, result.state, strict=True)
-            ):
-                # Read before a later update: it was merged on the spot.
-                return value
-            metric = result.metric
-            if metric not in cache:
-                cache[metric] = metric.result()
-            whole_result = cache[metric]
-            return whole_result[result.key] if result.key else whole_result
-
-        with keras.StatelessScope(state_mapping=mapping):
-            return jax.tree.map(whole, logs)
-
-    def _whole_body(self, written: Group, read: Group, data: Batch) -> Any:
         old = self._ordered(written, read)
-        with attention_for(self._mesh):
+        scope = self._replica_scope
+        with whole_trace(self._mesh, scope, self._step, step):
             logs, new = self._step(tuple(map(list, old)), data)
         return logs, *self._output(old, new)
 
@@ -348,11 +380,3 @@ class StepProgram:
 
 def _lower(program: Any, *args: Any) -> Any:
     return program.lower(*args)
-
-
-def _averaged_logs(step: StepContext, logs: Logs) -> IdentitySet:
-    return IdentitySet(
-        leaf
-        for leaf in jax.tree.leaves(logs)
-        if isinstance(leaf, jax.Array) and leaf not in step.notes.results
-    )

@@ -12,6 +12,7 @@ from keras import tree
 
 from keras_strategies._core.jaxprs.flops import flops_of
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.keras_bridge.loops.binding import binding_of
 from keras_strategies.keras_bridge.models.call_kinds import (
     is_computed_again,
 )
@@ -163,7 +164,11 @@ class FitStep:
     def _lower(self, rows: int, blocks: int | None) -> Any:
         model, build = self._model_of(blocks)
         batch = self._with_rows(rows)
-        return lower_step(model, self.mesh, "train", batch, build, self.steps)
+        binding = binding_of(model)
+        scope = None if binding is None else binding.replica_scope
+        return lower_step(
+            model, self.mesh, "train", batch, build, self.steps, scope
+        )
 
     def model_flops(self, rows: int, blocks: int | None) -> float | None:
         """Operations of a device, none of them twice."""

@@ -6,19 +6,17 @@ rows; see `_core/jaxprs/replay.py` for the collectives in it.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from keras_strategies._core.jaxprs import collective_cut, stages
 from keras_strategies._core.jaxprs import replay as replay_lib
-from keras_strategies._core.jaxprs import stages
 from keras_strategies._core.jaxprs.value_numbers import ValueNumbers
-from keras_strategies._core.values import cut, padded
-
-Variant = tuple[int | tuple[int, ...], ...]
-"""Rows of each uneven argument; shapes of those that differ beyond rows."""
+from keras_strategies._core.values import padded
+from keras_strategies.keras_bridge.steps.variants import Variant, with_rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,24 +37,6 @@ class Called:
     start: list[Any]
     note: Any
     is_alike: list[bool] = dataclasses.field(default_factory=list)
-
-
-def with_rows(
-    variant: Variant, is_uneven: list[bool], leaves: list[Any]
-) -> list[Any]:
-    """The arguments with the rows of one variant; see `call_unevenly`."""
-    sizes = iter(variant)
-
-    def own(leaf: Any) -> Any:
-        size = next(sizes)
-        if isinstance(size, int):
-            return leaf[:, :size]
-        return cut(leaf, (1, *size))
-
-    return [
-        own(leaf) if uneven else leaf
-        for leaf, uneven in zip(leaves, is_uneven, strict=True)
-    ]
 
 
 def call_unevenly(
@@ -98,27 +78,25 @@ def call_unevenly(
     """
     index = jnp.array(places)[replica]
     reduces: list[Any] = []
-    # Of each collective's result.
-    expected: list[list[jax.ShapeDtypeStruct]] = []
     while True:
         traces = [
-            _Trace(call, variant, is_uneven, (state, leaves, expected))
+            _Trace(call, variant, is_uneven, (state, leaves), reduces)
             for variant in variants
         ]
         _check_alike(traces)
         reached = [trace.reached for trace in traces]
-        if not isinstance(reached[0], replay_lib.Reached):
+        if reached[0] is None:
             break
-        operands = [trace.shapes[0][-1] for trace in traces]
-        reduce = _of_shapes(reached[0].reduce, operands, places)
-        reduces.append(reduce)
-        expected.append(jax.eval_shape(reduce, _largest(operands)))
-    staged = _Stages(traces, (state, leaves, expected), are_own)
+        operands = [r.shapes for r in reached if r is not None]
+        reduces.append(_of_shapes(reached[0].reduce, operands, places))
+    collectives = _cut(traces)
+    staged = _Stages(traces, (state, leaves), are_own)
     known: list[list[Any]] = []
-    for reduce in [*reduces, None]:
+    for collective in [*collectives, None]:
         staged.compute(index, (state, leaves, known))
-        if reduce is not None:
-            known.append(reduce(staged.operands(len(known))))
+        if collective is not None:
+            operands = staged.operands(len(known))
+            known.append(collective_cut.reduce(collective, operands))
     outputs, new, start = staged.results()
     called = Called(
         outputs=outputs,
@@ -138,15 +116,16 @@ class _Trace:
       call: The function; see `call_unevenly`.
       variant: The numbers of rows.
       is_uneven: Which arguments are uneven.
-      inputs: The values of variables, the arguments, and the shapes of the
-        results of the collectives before.
+      inputs: The values of variables, and the arguments.
+      known: The collectives that all variants have reached before.
 
     Attributes:
       reached: The collective that it ended at, or None.
       called: What was computed, if it did not.
-      jaxpr: The program: of the state, the arguments and the collectives'
-        results; its outputs are the collectives' operands, and the results'
-        arrays, the new values and those that changes are counted from.
+      jaxpr: The program: of the state and the arguments, and once it is cut
+        of the collectives' results; its outputs are the collectives' operands
+        then, and the results' arrays, the new values and those that changes
+        are counted from.
       shapes: The outputs' shapes, in the same structure.
     """
 
@@ -155,12 +134,14 @@ class _Trace:
         call: Callable[[list[Any], list[Any]], Called],
         variant: Variant,
         is_uneven: list[bool],
-        inputs: tuple[list[Any], list[Any], list[Any]],
+        inputs: tuple[list[Any], list[Any]],
+        known: list[Any],
     ) -> None:
         self.reached: replay_lib.Reached | None = None
         self.called: Any = None
+        self.cut: Any = None
 
-        def traced(state: Any, leaves: Any, known: Any) -> Any:
+        def traced(state: Any, leaves: Any) -> Any:
             own = with_rows(variant, is_uneven, leaves)
             replay = replay_lib.Replay(known)
             try:
@@ -169,12 +150,32 @@ class _Trace:
                 replay.check_not_swallowed()
             except replay_lib.Reached as reached:
                 self.reached = reached
-                return [*replay.operands, reached.operands], [], [], []
+                return [], [], [], []
             self.called = called
-            return replay.operands, called.outputs, called.new, called.start
+            return [], called.outputs, called.new, called.start
 
         tracing = jax.make_jaxpr(traced, return_shape=True)
         self.jaxpr, self.shapes = tracing(*inputs)
+
+    def cut_at_collectives(self) -> list[Any]:
+        """Makes the collectives' results inputs; returns the collectives."""
+        self.cut = collective_cut.cut_at_collectives(self.jaxpr)
+        self.jaxpr = self.cut.jaxpr
+        self.shapes = (self.cut.operands, *self.shapes[1:])
+        return self.cut.collectives
+
+
+def _cut(traces: list[_Trace]) -> list[Any]:
+    """Cuts the variants' programs at the collectives that all of them have."""
+    first, *others = [trace.cut_at_collectives() for trace in traces]
+    operands = [trace.cut.operands for trace in traces]
+    is_alike = all(
+        [e.primitive.name for e in other] == [e.primitive.name for e in first]
+        for other in others
+    )
+    if not is_alike or any(shapes != operands[0] for shapes in operands):
+        _refuse()
+    return first
 
 
 class _Stages:
@@ -182,7 +183,7 @@ class _Stages:
 
     Args:
       traces: The variants' whole traces.
-      inputs: Their inputs; of the collectives' results the shapes.
+      inputs: Their inputs.
       are_own: See `call_unevenly`.
     """
 
@@ -190,7 +191,8 @@ class _Stages:
         self, traces: list[_Trace], inputs: Any, are_own: list[bool]
     ) -> None:
         self._traces = traces
-        state, leaves, self._expected = inputs
+        state, leaves = inputs
+        self._expected = traces[0].cut.results
         self._inputs = [0] * len(jax.tree.leaves((state, leaves)))
         for stage, results in enumerate(self._expected, 1):
             self._inputs += [stage] * len(results)
@@ -304,53 +306,16 @@ def _of_shapes(
     if all(s == shapes[0] for s in shapes):
         return reduce
     if isinstance(reduce, replay_lib.Concatenation):
-        return reduce.of_shapes([shapes[k][0] for k in places])
+        whole = reduce.of_shapes([shapes[k][0] for k in places])
+        return replay_lib.uneven_concatenation(
+            whole.axis, whole.dim, whole.sizes or ()
+        )
     raise ValueError(
         "A collective's value must have one shape on all replicas. "
         f"Received: shapes {shapes} in a function given to `run` "
         "with an uneven batch. Reduce over the rows first, or make "
         "the batch even (`drop_remainder`)."
     )
-
-
-def variants_of(rows: Sequence[Variant]) -> list[Variant]:
-    """The different numbers of rows, each once; the largest first."""
-    return sorted(set(rows), reverse=True)
-
-
-def shares_of(rows: Sequence[Variant]) -> list[float] | None:
-    """Each replica's weight in averages: none without rows.
-
-    Args:
-      rows: Each replica's numbers of rows, of all uneven arguments.
-
-    Returns:
-      The weights, or None where all have the same.
-    """
-    has_rows = [any(map(_rows_in, variant)) for variant in rows]
-    if all(has_rows) or not any(has_rows):
-        return None
-    return [is_full / sum(has_rows) for is_full in has_rows]
-
-
-def rows_of_all(
-    own: Variant, rows: Sequence[Variant]
-) -> dict[int, set[tuple[int, ...]]]:
-    """By a replica's own number of rows, those of all replicas.
-
-    Args:
-      own: The replica's numbers of rows, of all uneven arguments.
-      rows: Those of each replica.
-    """
-    columns: dict[int, set[tuple[int, ...]]] = {}
-    for size, sizes in zip(own, zip(*rows, strict=True), strict=True):
-        column = tuple(map(_rows_in, sizes))
-        columns.setdefault(_rows_in(size), set()).add(column)
-    return columns
-
-
-def _rows_in(size: int | tuple[int, ...]) -> int:
-    return size if isinstance(size, int) else size[0]
 
 
 def _padded(array: Any, most: jax.ShapeDtypeStruct) -> Any:
@@ -364,14 +329,22 @@ def _check_alike(traces: list[_Trace]) -> None:
     ranks = {
         tuple(
             (len(leaf.shape), leaf.dtype)
-            for leaf in jax.tree.leaves(trace.shapes[:2])
+            for leaf in (
+                trace.reached.shapes
+                if trace.reached is not None
+                else jax.tree.leaves(trace.shapes[1])
+            )
         )
         for trace in traces
     }
     if len(kinds) > 1 or len(ranks) > 1:
-        raise ValueError(
-            "All replicas must call the same collectives in the same order, "
-            "and return results of one structure. Received: a function given "
-            "to `run` that does something else for another number of rows. "
-            "Make the batch even (`drop_remainder`), or treat all alike."
-        )
+        _refuse()
+
+
+def _refuse() -> NoReturn:
+    raise ValueError(
+        "All replicas must call the same collectives in the same order, "
+        "and return results of one structure. Received: a function that does "
+        "something else for another number of rows. Make the batch even "
+        "(`drop_remainder`), or treat all alike."
+    )

@@ -1,0 +1,186 @@
+"""A traced program whose collectives' results are inputs.
+
+Replicas that take different branches cannot meet inside of them. So each
+branch's program is cut at its collectives: what it gives to them becomes an
+output, and what they return becomes an input.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, DropVar, Literal, jaxpr_as_fun
+
+from keras_strategies._core.jaxprs.stages import equations_in
+
+_NAMES = ("psum", "pmax", "pmin", "all_gather", "reduce_scatter", "ppermute")
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_lin": "call_jaxpr",
+}
+"""Primitives that call a jaxpr on their operands, and its parameter."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cut:
+    """A program that was cut at its collectives.
+
+    Attributes:
+      jaxpr: The program: of its inputs and then of the collectives' results;
+        it returns the collectives' operands and then its outputs.
+      collectives: The equations that it was cut at, in their order.
+    """
+
+    jaxpr: ClosedJaxpr
+    collectives: list[Any]
+
+    @property
+    def operands(self) -> list[list[jax.ShapeDtypeStruct]]:
+        """The shapes of each collective's operands."""
+        return [_shapes(e.invars) for e in self.collectives]
+
+    @property
+    def results(self) -> list[list[jax.ShapeDtypeStruct]]:
+        """The shapes of each collective's results."""
+        return [_shapes(e.outvars) for e in self.collectives]
+
+
+def cut_at_collectives(traced: ClosedJaxpr) -> Cut:
+    """Cuts a program at its collectives.
+
+    Args:
+      traced: The program; of collectives in functions that it calls, these
+        are opened.
+
+    Raises:
+      RuntimeError: a collective in a loop or a branch.
+    """
+    collectives = list(_collectives_in(traced.jaxpr))
+
+    def program(inputs: list[Any], known: list[Any]) -> Any:
+        operands: list[list[Any]] = []
+        results = iter(known)
+
+        def meet(given: list[Any]) -> list[Any]:
+            operands.append(given)
+            return next(results)
+
+        outputs = _evaluated(traced.jaxpr, traced.consts, inputs, meet)
+        return operands, outputs
+
+    inputs = _shapes(traced.jaxpr.invars)
+    known = [_shapes(e.outvars) for e in collectives]
+    return Cut(
+        jaxpr=jax.make_jaxpr(program)(inputs, known), collectives=collectives
+    )
+
+
+def reduce(collective: Any, operands: Sequence[Any]) -> list[Any]:
+    """Computes a collective that a program was cut at."""
+    results = collective.primitive.bind(*operands, **collective.params)
+    return list(results) if collective.primitive.multiple_results else [results]
+
+
+def trace_called(equation: Any) -> tuple[Any, list[Any]] | None:
+    """Returns the jaxpr that an equation calls and its constants, or None."""
+    called = equation.params.get(_CALLS.get(equation.primitive.name))
+    if called is None:
+        return None
+    inner = getattr(called, "jaxpr", called)
+    consts = list(getattr(called, "consts", ()))
+    is_known = len(consts) == len(inner.constvars)
+    if not is_known or len(inner.invars) != len(equation.invars):
+        return None
+    return inner, consts
+
+
+def _collectives_in(jaxpr: Any) -> Iterator[Any]:
+    for equation in jaxpr.eqns:
+        if _is_collective(equation):
+            yield equation
+        elif any(map(_is_collective, equations_in(equation))):
+            called = trace_called(equation)
+            if called is None:
+                raise RuntimeError(
+                    "Replicas with different numbers of rows cannot "
+                    "communicate inside of a loop or a branch of JAX. "
+                    f"Received: a collective in `{equation.primitive.name}`, "
+                    "with an uneven batch. Call it outside, or make the batch "
+                    "even (`drop_remainder`)."
+                )
+            yield from _collectives_in(called[0])
+
+
+def _is_collective(equation: Any) -> bool:
+    return equation.primitive.name.startswith(_NAMES)
+
+
+def _evaluated(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    inputs: Sequence[Any],
+    meet: Callable[[list[Any]], list[Any]],
+) -> list[Any]:
+    """The outputs of a program whose collectives are calls of `meet`."""
+    values = dict(zip(jaxpr.constvars, consts, strict=True))
+    values |= dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def read(variable: Any) -> Any:
+        is_literal = isinstance(variable, Literal)
+        return variable.val if is_literal else values[variable]
+
+    pending: list[Any] = []
+    for equation in jaxpr.eqns:
+        is_cut = _is_collective(equation)
+        if not is_cut and not any(map(_is_collective, equations_in(equation))):
+            pending.append(equation)
+            continue
+        _compute(jaxpr, pending, values)
+        pending = []
+        operands = list(map(read, equation.invars))
+        called = None if is_cut else trace_called(equation)
+        if called is None:
+            results = meet(operands)
+        else:
+            results = _evaluated(*called, operands, meet)
+        values.update(zip(equation.outvars, results, strict=True))
+    _compute(jaxpr, pending, values)
+    return list(map(read, jaxpr.outvars))
+
+
+def _compute(jaxpr: Any, equations: list[Any], values: dict[Any, Any]) -> None:
+    """Computes equations, in their order; adds what they make to `values`."""
+    if not equations:
+        return
+    made = [
+        v for e in equations for v in e.outvars if not isinstance(v, DropVar)
+    ]
+    own = set(made)
+    used = [v for e in equations for v in e.invars]
+    given = dict.fromkeys(
+        v for v in used if not isinstance(v, Literal) and v not in own
+    )
+    part = jaxpr.replace(
+        constvars=[], invars=list(given), outvars=made, eqns=equations
+    )
+    results = jaxpr_as_fun(ClosedJaxpr(part, []))(*[values[v] for v in given])
+    values.update(zip(made, results, strict=True))
+
+
+def _shapes(variables: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    return [
+        jax.ShapeDtypeStruct(
+            v.aval.shape,
+            v.aval.dtype,
+            weak_type=getattr(v.aval, "weak_type", False),
+        )
+        for v in variables
+    ]

@@ -1,0 +1,271 @@
+"""A model's step whose replicas hold different numbers of rows.
+
+A batch that the replicas cannot share evenly runs over all rows at once, unless
+the step asks its replica context for what one replica alone has: then each
+replica runs the step on its own rows, in one program (`uneven_rows`). A
+replica's loss is weighted by its rows, and one without rows counts nothing.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from keras_strategies._core.batches import RowShape
+from keras_strategies._core.identity import IdentityMap
+from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.replica_map import replica_id
+from keras_strategies._core.rows import rows_of_replicas
+from keras_strategies._core.step_types import Batch
+from keras_strategies.keras_bridge.hooks import merge as merge_lib
+from keras_strategies.keras_bridge.hooks import metric_rules, seeds
+from keras_strategies.keras_bridge.step_context import StepContext, StepFacts
+from keras_strategies.keras_bridge.steps import replica_merge
+from keras_strategies.keras_bridge.steps.uneven_rows import (
+    Called,
+    call_unevenly,
+)
+from keras_strategies.keras_bridge.steps.variants import (
+    rows_of_all,
+    shares_of,
+    variants_of,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UnevenRows:
+    """How the rows of an indivisible batch go to the replicas.
+
+    Attributes:
+      counts: Each replica's number of rows.
+      taken: Where in the padded batch each replica's rows are, all padded to
+        the most rows of a replica.
+      returned: Where among those each row of the padded batch is.
+    """
+
+    counts: tuple[int, ...]
+    taken: np.ndarray
+    returned: np.ndarray
+
+    @classmethod
+    def of(
+        cls, shape: RowShape, padded: int, num_replicas: int
+    ) -> "UnevenRows":
+        """Shares a batch's rows as evenly as possible.
+
+        Args:
+          shape: The batch; each process's rows stay with its replicas.
+          padded: The number of rows with the padding.
+          num_replicas: Number of replicas.
+        """
+        parts = shape.parts or (shape.rows,)
+        block, share = padded // len(parts), num_replicas // len(parts)
+        counts = [c for p in parts for c in rows_of_replicas(p, p, share)]
+        most = max(counts)
+        places = [
+            p * block + k for p, part in enumerate(parts) for k in range(part)
+        ]
+        taken, returned, start = [], np.zeros(padded, int), 0
+        for replica, count in enumerate(counts):
+            own = places[start : start + count]
+            returned[own] = replica * most + np.arange(count)
+            taken += own + [own[-1] if own else 0] * (most - count)
+            start += count
+        return cls(
+            counts=tuple(counts), taken=np.asarray(taken), returned=returned
+        )
+
+    def take(self, data: Batch, axis: int, mesh: ReplicaMesh) -> Batch:
+        """Moves each replica's rows to it; to be compiled."""
+        sharding = mesh.stacked if axis else mesh.split
+        moved = jax.tree.map(lambda a: jnp.take(a, self.taken, axis), data)
+        return jax.lax.with_sharding_constraint(moved, sharding)
+
+    def put_back(self, outputs: Any, axis: int, mesh: ReplicaMesh) -> Any:
+        """Puts the replicas' outputs where the batch's rows were."""
+        sharding = mesh.stacked if axis else mesh.split
+        moved = jax.tree.map(
+            lambda a: jnp.take(a, self.returned, axis), outputs
+        )
+        return jax.lax.with_sharding_constraint(moved, sharding)
+
+
+Step = Callable[[StepContext, list[list[Any]], Batch], tuple[Any, Any]]
+"""A model's step in its trace: (step, state, data) -> (outputs, new state)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UnevenCall:
+    """What the replicas computed, and the state that it was merged into.
+
+    Attributes:
+      outputs: The step's arrays, padded to one shape; of its own structure.
+      structure: That structure.
+      results: Of each output the metric's result that it is, if it is one.
+      state: The groups' new values.
+      means: Each output's mean over the replicas that have rows; of outputs
+        that are numbers.
+    """
+
+    outputs: list[Any]
+    structure: Any
+    results: list[Any]
+    state: list[list[Any]]
+    means: list[Any]
+
+    def logs(self, metrics: list[tuple[keras.Variable, Any]]) -> Any:
+        """Returns the outputs as the logs of all rows.
+
+        Args:
+          metrics: Variables and their merged values, which metrics' results
+            are read from.
+        """
+        cache: IdentityMap[Any] = IdentityMap()
+
+        def log(mean: Any, output: Any, result: Any) -> Any:
+            if result is None:
+                return merge_lib.as_type_of(mean, output)
+            metric, key = result
+            if metric not in cache:
+                cache[metric] = metric.result()
+            return cache[metric][key] if key else cache[metric]
+
+        with keras.StatelessScope(state_mapping=metrics):
+            columns = zip(self.means, self.outputs, self.results, strict=True)
+            leaves = [log(*column) for column in columns]
+        return jax.tree.unflatten(self.structure, leaves)
+
+
+def call_step(
+    step_fn: Step,
+    variables: tuple[list[keras.Variable], ...],
+    old: list[list[Any]],
+    data: Batch,
+    *,
+    mesh: ReplicaMesh,
+    counts: tuple[int, ...],
+    metrics: int | None,
+    averages: bool,
+) -> UnevenCall:
+    """Calls a model's step on each replica's own rows; in a mapped function.
+
+    Args:
+      step_fn: The step.
+      variables: The groups of variables.
+      old: Their values.
+      data: A replica's rows, padded to the most.
+      mesh: The replicas.
+      counts: Each replica's number of rows.
+      metrics: Which group holds metrics, or None.
+      averages: Whether the outputs are numbers to be averaged.
+    """
+    leaves, structure = jax.tree.flatten(data)
+    rows = [(count,) * len(leaves) for count in counts]
+    facts = StepFacts(
+        mesh=mesh,
+        rows=max(counts),
+        is_uneven=True,
+        total_rows=sum(counts),
+        num_with_rows=sum(count > 0 for count in counts),
+    )
+    step = StepContext(facts=facts)
+    shares = shares_of(rows)
+    if shares is not None:
+        share = jnp.array(shares)[replica_id(step.axis)]
+        step = step.with_facts(share=share)
+    folded = [
+        seeds.fold_seeds(group, values, step)
+        for group, values in zip(variables, old, strict=True)
+    ]
+    sizes = [len(group) for group in variables]
+    flat = [v for group in variables for v in group]
+    measured = [] if metrics is None else variables[metrics]
+
+    def call(state: list[Any], own: list[Any]) -> Called:
+        count = own[0].shape[1]
+        of_all = rows_of_all((count,) * len(own), rows)
+        inner = StepContext(
+            facts=dataclasses.replace(facts, rows=count, rows_of_all=of_all)
+        )
+        inner.notes.own_seeds.update(filter(seeds.is_seed, flat))
+        inner.notes.before = IdentityMap(zip(flat, state, strict=True))
+        batch = jax.tree.unflatten(structure, [leaf[0] for leaf in own])
+        outputs, new = step_fn(inner, _grouped(state, sizes), batch)
+        return _called(inner, flat, measured, state, outputs, new)
+
+    variants = variants_of(rows)
+    called, notes, _ = call_unevenly(
+        call,
+        variants,
+        [True] * len(leaves),
+        [variants.index(of) for of in rows],
+        replica_id(mesh.all_replicas),
+        [value for group in folded for value in group],
+        [leaf[None] for leaf in leaves],
+        [seeds.is_seed(v) for v in flat] + [True] * len(leaves),
+    )
+    averaged = called.outputs if averages else []
+    values, _, means = replica_merge.merged_state(
+        step,
+        flat,
+        [value for group in old for value in group],
+        [value for group in folded for value in group],
+        called,
+        notes,
+        [merge_lib.share_of_mean(output, step) for output in averaged],
+    )
+    found, results = notes[0].structure
+    return UnevenCall(
+        outputs=called.outputs,
+        structure=found,
+        results=results,
+        state=_grouped(values, sizes),
+        means=means,
+    )
+
+
+def _called(
+    step: StepContext,
+    variables: list[keras.Variable],
+    metrics: list[keras.Variable],
+    state: list[Any],
+    outputs: Any,
+    new: Any,
+) -> Called:
+    """What a variant's step left behind."""
+    flat = [value for group in new for value in group]
+    flat = [s if n is None else n for n, s in zip(flat, state, strict=True)]
+    after = IdentityMap(zip(variables, flat, strict=True))
+    for variable in metrics:
+        # By default what the replicas added to a metric is added up.
+        if variable not in step.notes.metric_rules:
+            step.notes.metric_rules[variable] = metric_rules.SUM
+    leaves, structure = jax.tree.flatten(outputs)
+    results = []
+    for leaf in leaves:
+        result = step.notes.results.get(leaf)
+        if result is None or any(
+            after[v] is not mine
+            for v, mine in zip(result.variables, result.state, strict=True)
+        ):
+            results.append(None)
+        else:
+            results.append((result.metric, result.key))
+    start = [step.notes.before[v] for v in variables]
+    return Called(
+        outputs=list(map(jnp.asarray, leaves)),
+        new=flat,
+        start=start,
+        note=replica_merge.note_of(
+            step, variables, state, start, flat, (structure, results)
+        ),
+    )
+
+
+def _grouped(values: list[Any], sizes: list[int]) -> list[list[Any]]:
+    rest = iter(values)
+    return [[next(rest) for _ in range(size)] for size in sizes]
