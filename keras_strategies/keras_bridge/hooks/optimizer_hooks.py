@@ -249,6 +249,14 @@ def _without_nan(array: Any) -> Any:
     return jnp.where(jnp.isnan(array), jnp.zeros_like(array), array)
 
 
+def _keeps_gradients(optimizer: Any) -> bool:
+    """Whether sizes of gradients are kept, as float8's scales are."""
+    return any(
+        getattr(variable, "overwrite_with_gradient", False)
+        for variable in _known_variables(optimizer)
+    )
+
+
 def scale_loss(
     step: StepContext, original: _Method, optimizer: Any, loss: Any
 ) -> Any:
@@ -258,6 +266,7 @@ def scale_loss(
     scales = (
         isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         or getattr(optimizer, "loss_scale_factor", None) is not None
+        or _keeps_gradients(optimizer)
     )
     if not scales or step.flags.in_scaling or step.facts.is_local:
         return original(optimizer, loss)
