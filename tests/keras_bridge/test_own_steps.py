@@ -89,7 +89,7 @@ def check_own(model_class, *, warns=None, replicas=2, **compile_args):
             model_class, fit_own, replicas=replicas, **compile_args
         )
     assert_same(plain, ours)
-    told = [w for w in caught if "whole batch" in str(w.message)]
+    told = [w for w in caught if "global batch" in str(w.message)]
     assert len(told) == (1 if warns else 0)
     assert not warns or warns in str(told[0].message)
 
@@ -316,7 +316,7 @@ def test_added_losses_survive_a_step_that_is_run_whole():
         history = model.fit(X, Y, epochs=2, shuffle=False, **options).history
         return history, model.evaluate(X, Y, **options)
 
-    with pytest.warns(UserWarning, match="whole batch"):
+    with pytest.warns(UserWarning, match="global batch"):
         check_same(
             lambda: keras.Sequential([keras.Input((3,)), dense(2), AddsLoss()]),
             act,
@@ -620,7 +620,7 @@ def test_a_model_that_is_tied_to_its_batch_size_is_run_whole():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         check_same(fixed, train_and_predict, optimizer="sgd", loss="mse")
-    told = [str(w.message) for w in caught if "whole batch" in str(w.message)]
+    told = [str(w.message) for w in caught if "global batch" in str(w.message)]
     assert len(told) == 3  # fit, evaluate, predict
     assert all("Leave the batch size out" in text for text in told)
 

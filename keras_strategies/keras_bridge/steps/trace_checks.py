@@ -180,10 +180,9 @@ def _check_losses(
 
 _LOSS_REASON = (
     "its loss is not a mean over the batch's rows{place}, so the mean of the "
-    "replicas' losses would be another number. To let every replica compute "
-    "its own rows, compute the loss of each row and return `ops.mean` of that, "
-    "or combine the replicas' values with "
-    "`ks.get_replica_context().all_reduce`"
+    "replicas' losses would be a different number. To run it replica by "
+    "replica, compute a loss for each row and return `ops.mean` of these, or "
+    "mark the loss with `ks.global_batch_loss`, which gathers the rows"
 )
 
 
@@ -246,8 +245,8 @@ def forget_losses(step: Callable[..., Any]) -> None:
 def warn_of_whole(reason: str) -> None:
     """Warns that a step is not mapped over the replicas, and why."""
     warnings.warn(
-        "This step is run over the whole batch instead of replica by "
-        f"replica, which is exact and may be slower: {reason}.",
+        "This step runs over the global batch instead of replica by replica, "
+        f"which is exact and may be slower: {reason}.",
         UserWarning,
         stacklevel=2,
     )
