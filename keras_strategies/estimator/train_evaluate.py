@@ -41,7 +41,7 @@ def train_and_evaluate(
     ks.MultiWorkerMirroredStrategy()`), and an evaluator, which is none of the
     cluster, evaluates what the chief saves until the training is over. All
     need the same `model_dir`. Without an evaluator nothing is evaluated, as
-    in tf.
+    in tf; the chief logs a warning.
 
     Called again, it resumes from the last checkpoint; nothing is trained
     where `max_steps` are done.
@@ -86,8 +86,25 @@ def train_and_evaluate(
             "worker and evaluator; all that train have all variables."
         )
     _logger.info("Training as %s %d.", config.task_type, config.task_id)
+    jobs = config.cluster_spec.jobs if config.is_chief else [EVALUATOR]
+    if not {CHIEF, EVALUATOR} & {*jobs}:
+        _warn_without_evaluator(estimator)
     _train(estimator, train_spec, None)
+    # One that is none of the cluster may follow a "chief".
+    may_be = CHIEF in jobs and EVALUATOR not in jobs
+    if may_be and not os.path.isdir(estimator.eval_dir(eval_spec.name)):
+        _warn_without_evaluator(estimator)
     return _NOTHING
+
+
+def _warn_without_evaluator(estimator: Estimator) -> None:
+    _logger.warning(
+        "No evaluator is known, so no checkpoint in %s is evaluated or "
+        "exported. Start one more process of the script, whose task in "
+        'TF_CONFIG is {"type": "evaluator", "index": 0} (`keras-strategies '
+        "launch --evaluator`).",
+        estimator.model_dir,
+    )
 
 
 def _check(estimator: Any, train_spec: Any, eval_spec: Any) -> None:

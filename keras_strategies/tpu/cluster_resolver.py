@@ -34,6 +34,7 @@ _HOSTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
 _TASK_ID = "TPU_WORKER_ID"
 _NUM_SLICES = "MEGASCALE_NUM_SLICES"
 _SLICE_ID = "MEGASCALE_SLICE_ID"
+_COORDINATOR = "MEGASCALE_COORDINATOR_ADDRESS"
 _PORT = "JAX_COORDINATOR_PORT"
 # Where JAX's first process on a TPU listens (jax 0.10).
 _DEFAULT_PORT = 8482
@@ -142,12 +143,16 @@ class TPUClusterResolver(ClusterResolver):
         """
         if self._tpu == LOCAL or jax.distributed.is_initialized():
             return
+        # JAX's errors do not name the variables of slices.
+        self._slice_id()
         num_hosts = self.num_processes
         if num_hosts == 1:
             return
         # It would take a tenth of the time of importing this package.
+        from keras_strategies.cluster.job import bootstrap
         from keras_strategies.cluster.watchdog import watchdog
 
+        bootstrap.check_main_guard()
         try:
             jax.distributed.initialize(**watchdog.INITIALIZE_ARGUMENTS)
         except ValueError:
@@ -171,7 +176,8 @@ class TPUClusterResolver(ClusterResolver):
         """The addresses of the TPU's hosts, as far as variables give them.
 
         Empty for "local" and where none are set: JAX asks Cloud TPU then. Of
-        a job of several slices those of this one.
+        a job of several slices those of this one, and the first one's if
+        MEGASCALE_COORDINATOR_ADDRESS gives it.
         """
         if self._tpu == LOCAL:
             return ClusterSpec({})
@@ -180,6 +186,8 @@ class TPUClusterResolver(ClusterResolver):
         if addresses:
             first = self._slice_id() * len(addresses)
             tasks = dict(enumerate(addresses, first))
+            if first:
+                tasks = self._coordinator() | tasks
             jobs[self.get_job_name()] = tasks if first else addresses
         if self._coordinator_name and self._coordinator_address:
             jobs[self._coordinator_name] = [self._coordinator_address]
@@ -288,18 +296,29 @@ class TPUClusterResolver(ClusterResolver):
         texts = [environ[name] for name in _HOSTS if environ.get(name)]
         if not texts:
             return []
+        hosts = enumerate(texts[0].split(","))
+        owner = f"({' or '.join(_HOSTS)})"
+        return [
+            self._address_of(host, f"host {i} {owner}") for i, host in hosts
+        ]
+
+    def _coordinator(self) -> dict[int, str]:
+        """The address of host 0 of the first of several slices, if known."""
+        host = environ_or_own(self._environ).get(_COORDINATOR)
+        return {0: self._address_of(host, _COORDINATOR)} if host else {}
+
+    def _address_of(self, host: str, owner: str) -> str:
+        environ = environ_or_own(self._environ)
         port = _DEFAULT_PORT
         if environ.get(_PORT):
             port = check_port(read_number(environ, _PORT, "you"), _PORT)
-        addresses = []
-        for i, host in enumerate(texts[0].split(",")):
-            # libtpu's own port may be there; JAX meets at another.
-            with_port = _WITH_PORT.fullmatch(host.strip())
-            name = with_port[1] if with_port else host.strip()
-            address = join_address(name, port)
-            check_address(address, f"host {i} ({' or '.join(_HOSTS)})")
-            addresses.append(address)
-        return addresses
+        # libtpu's own port may be there; JAX meets at another.
+        with_port = _WITH_PORT.fullmatch(host.strip())
+        address = join_address(
+            with_port[1] if with_port else host.strip(), port
+        )
+        check_address(address, owner)
+        return address
 
     def _num_slices(self) -> int:
         environ = environ_or_own(self._environ)
@@ -308,11 +327,16 @@ class TPUClusterResolver(ClusterResolver):
         return read_number(environ, _NUM_SLICES, _SETTER, least=1)
 
     def _slice_id(self) -> int:
-        environ = environ_or_own(self._environ)
-        if not environ.get(_SLICE_ID):
+        environ, count = environ_or_own(self._environ), self._num_slices()
+        if not environ.get(_SLICE_ID) and count == 1:
             return 0
-        most = self._num_slices() - 1
-        return read_number(environ, _SLICE_ID, _SETTER, most=most)
+        try:
+            return read_number(environ, _SLICE_ID, _SETTER, most=count - 1)
+        except (ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"{error} {_NUM_SLICES} gives {count} slices: correct the one "
+                "that is wrong."
+            ) from error
 
     def __repr__(self) -> str:
         return f"<TPUClusterResolver of {self._tpu or 'this host'!r}>"

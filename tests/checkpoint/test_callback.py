@@ -23,6 +23,7 @@ from keras_strategies.checkpoint.directory.format import (
 )
 from keras_strategies.checkpoint.directory.lock import DirectoryLock
 from keras_strategies.cluster.exchange.exit_codes import Preempted
+from keras_strategies.cluster.watchdog import preemption
 from tests.checkpoint import cases
 from tests.checkpoint.cases import Batches, of, unnumbered
 from tests.checkpoint.damages import DAMAGES
@@ -182,11 +183,25 @@ def test_the_progress_bar_goes_on_where_it_was(runner, whole, tmp_path, capsys):
     assert "1/4" not in out
 
 
-def test_on_sigterm_it_saves_and_raises(runner, whole, tmp_path):
-    before = signal.getsignal(signal.SIGTERM)
+def test_on_sigterm_it_saves_and_raises(
+    runner, whole, tmp_path, monkeypatch, request
+):
+    calls = []
+
+    def own(*_):
+        calls.append(1)
+        if len(calls) == 3:
+            raise Interrupted
+
+    before = signal.signal(signal.SIGTERM, own)
+    request.addfinalizer(lambda: signal.signal(signal.SIGTERM, before))
     with pytest.raises(Preempted):
         runner.run(tmp_path, stop=6, where="SIGTERM", save_every_steps=5)
-    assert signal.getsignal(signal.SIGTERM) is before
+    # Ignored while the process ends, and as before the fit if it does not.
+    signal.raise_signal(signal.SIGTERM)
+    monkeypatch.setattr(preemption, "_ENDING_S", 0.0)
+    with pytest.raises(Interrupted):
+        signal.raise_signal(signal.SIGTERM)
     assert find_steps(tmp_path / "kept") == [5, 6]
     ours, _ = runner.run(tmp_path, seed=5)
     assert_equal(ours, whole[1])

@@ -28,6 +28,7 @@ from keras_strategies.cli.doctor import (
 from keras_strategies.cli.doctor.findings import Level, Part
 from keras_strategies.cluster.job.free_ports import free_ports
 from keras_strategies.cluster.spec import TaskInfo
+from tests.cli import strangers
 
 ROOT = pathlib.Path(__file__).parents[2]
 NOT_OF_CHILDREN = ("KERAS_", "JAX_", "XLA_", "TF_")
@@ -175,6 +176,16 @@ def test_what_jax_refuses_is_a_finding(environ, expected):
     ]
     assert expected in f"{found['text']} {found['fix']}"
     assert report["summary"] == "1 fault"
+
+
+def test_modules_of_the_current_folder_are_not_imported(tmp_path, monkeypatch):
+    imported = strangers.write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    environ = os.environ | {"XLA_FLAGS": "--xla_nothing=1"}
+    assert "--xla_nothing=1" in next(run_probe.check_flags(environ)).text
+    answers, _ = run_probe._probe(["jax"], None, 60.0, os.environ)
+    assert answers["jax"]["version"]
+    assert not imported.exists()
 
 
 def test_page_that_cannot_be_written_is_refused_at_once(capsys, tmp_path):

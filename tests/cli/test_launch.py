@@ -40,13 +40,12 @@ sys.exit(main(["launch", *sys.argv[1:]]))
     environ = {**os.environ, "PYTHONPATH": str(ROOT), **(environ or {})}
     return subprocess.Popen(
         [sys.executable, "-c", code, *words],
-        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
         text=True,
         env=environ,
         cwd=ROOT,
-        **options,
+        **{"stdout": subprocess.PIPE} | options,
     )
 
 
@@ -332,6 +331,47 @@ def test_processes_end_with_a_launcher_that_is_killed():
     process.kill()
     assert all(is_gone(pid) for pid in pids)
     finish(process)
+
+
+def test_a_slow_reader_of_a_non_blocking_output_loses_nothing(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, pathlib, sys\n"
+        "for i in range(100):\n    print(f'{i:01000}')\n"
+        "pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))\n"
+    )
+    told = tmp_path / "pid"
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    process = start(
+        *("--processes", "1", str(script), str(told)),
+        prepare="local_job._SHOW_S = 0.01",
+        stdout=writing,
+    )
+    os.close(writing)
+    try:
+        end = time.monotonic() + TIME_LIMIT_S
+        # More than what the pipe takes is written before somebody reads.
+        while not (told.exists() and told.read_text()):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert is_gone(int(told.read_text()))
+        with os.fdopen(reading) as file:
+            lines = file.read().splitlines()
+    finally:
+        _, err, code = finish(process)
+    assert code == 0, err
+    assert [int(line) for line in lines] == list(range(100))
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has it.")
+@pytest.mark.parametrize("word", ["chatty", "0"])
+def test_an_output_that_cannot_be_written_is_named(word):
+    with open("/dev/full", "w") as full:
+        _, err, code = run("--processes", "1", *LAUNCHED, word, stdout=full)
+    assert code == 74, err
+    assert "stdout cannot be written: No space left on device" in err[-1]
 
 
 def test_reader_that_goes_away_ends_the_job():

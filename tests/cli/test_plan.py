@@ -16,10 +16,18 @@ import pytest
 import keras_strategies as ks
 from keras_strategies.cli.main import main
 from keras_strategies.cli.plan import command, worker
+from keras_strategies.cli.plan import plan as plan_lib
 from keras_strategies.cli.plan import request as request_lib
-from keras_strategies.cli.plan.capture import Capture, Caught, PlanError
+from keras_strategies.cli.plan.capture import (
+    Capture,
+    Caught,
+    PlanError,
+    ScriptEnded,
+)
+from keras_strategies.cli.plan.child_program import command_line
 from keras_strategies.cli.plan.request import Request
 from keras_strategies.strategy.planning.candidates import Layout
+from tests.cli import strangers
 from tests.docs import test_notebooks
 from tests.multi_process import epochs_with_manager
 
@@ -580,8 +588,7 @@ def test_a_process_ends_with_the_command(tmp_path, first):
     )
     request = Request(topology="v5e:4x4", layout="", function="sleeper:make")
     worker_words = [
-        *(sys.executable, "-m", "keras_strategies.cli.plan.worker"),
-        *("1", request.to_text()),
+        *command_line(worker.__name__, "1", request.to_text()),
     ]
     command = (
         "import os, subprocess, time\n"
@@ -612,8 +619,7 @@ def planned(request, say):
     return {"of": "the process"}
 worker._planned = planned
 request = Request(topology="", layout="")
-worker.main(["1", request.to_text(), str(os.getppid())])
-os._exit(0)
+worker.main("1", request.to_text(), str(os.getppid()))
 """
     ended = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True
@@ -653,6 +659,44 @@ def test_what_a_script_forks_ends_with_it(tmp_path):
     child = pathlib.Path(f"/proc/{(tmp_path / 'child').read_text()}/stat")
     # A zombie has ended, and waits for who has started it.
     assert not child.exists() or child.read_text().split()[2] == "Z"
+
+
+def test_modules_of_the_current_folder_are_not_imported(
+    tmp_path, monkeypatch, capsys
+):
+    imported = strangers.write(tmp_path)
+    (tmp_path / "models.py").write_text("raise ValueError('of the module')")
+    monkeypatch.chdir(tmp_path)
+    given = {"topology": "v5e:2x2", "layout": "replicated"}
+    request = Request(**given, function="models:make")
+    assert plan_lib.plan([request], as_json=True, html=None) == 1
+    (step,) = json.loads(capsys.readouterr().out)["steps"]
+    assert "of the module" in step["error"]
+    assert not imported.exists()
+
+
+@pytest.mark.parametrize("is_module", [False, True])
+def test_a_planned_script_imports_what_python_would(
+    tmp_path, monkeypatch, is_module
+):
+    folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere"
+    for one in (folder, elsewhere):
+        one.mkdir()
+        (one / "beside_it.py").write_text(f"IN = {one.name!r}")
+        (one / "train_it.py").write_text(
+            "import sys\nimport beside_it\nraise SystemExit(beside_it.IN)"
+        )
+    monkeypatch.chdir(folder)
+    before = sys.path[:]
+    script = "train_it" if is_module else str(elsewhere / "train_it.py")
+    request = Request(
+        topology="", layout="", script=script, is_module=is_module
+    )
+    expected = "folder" if is_module else "elsewhere"
+    with pytest.raises(ScriptEnded, match=expected):
+        worker._run_script(Capture(jax.devices()[:8], None), request)
+    assert sys.path == before
+    del sys.modules["beside_it"]
 
 
 THREADS = (
@@ -721,9 +765,9 @@ def test_a_model_axis_is_for_scripts_without_threads(tmp_path):
     text = THREADS.format(first="", last="results.get()")
     (tmp_path / "script.py").write_text(text)
     request = Request(topology="v5e:2x2", layout="model:2", script="script.py")
-    words = [*(sys.executable, "-m", "keras_strategies.cli.plan.worker"), "1"]
+    words = ["1", request.to_text(), str(os.getpid())]
     ended = subprocess.run(
-        [*words, request.to_text(), str(os.getpid())],
+        command_line(worker.__name__, *words),
         cwd=tmp_path,
         capture_output=True,
         timeout=120,
@@ -765,6 +809,29 @@ def test_a_script_is_planned_from_the_command_line(tmp_path):
     assert sharded["weights"] < size / 3
     assert slots["slots"] < replicated["slots"] / 3
     assert "v5e:2x2" in page.read_text()
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("is_module", [False, True])
+def test_a_script_of_another_folder_is_planned(
+    tmp_path, monkeypatch, capsys, is_module
+):
+    """With modules beside it, and none of the current folder."""
+    imported = strangers.write(tmp_path / "here")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "sizes.py").write_text("ROWS = 16")
+    script = elsewhere / "train.py"
+    script.write_text(
+        MIRRORED + "import sizes\nmodel.fit(x, y, batch_size=sizes.ROWS)"
+    )
+    monkeypatch.chdir(elsewhere if is_module else tmp_path / "here")
+    words = ["--topology", "v5e:2x2", "--layout", "replicated", "--no-cache"]
+    words += ["-m", "train"] if is_module else [str(script)]
+    assert main(["plan", "--json", *words]) == 0
+    (step,) = json.loads(capsys.readouterr().out)["steps"]
+    assert step["rows"] == 16
+    assert not imported.exists()
 
 
 @pytest.mark.tpu

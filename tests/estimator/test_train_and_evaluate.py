@@ -308,6 +308,30 @@ def test_an_evaluator_waits_no_longer_than_asked_for(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("cluster", "is_evaluated", "count"),
+    [
+        ({"worker": ["a:1"]}, False, 1),
+        ({"chief": ["a:1"]}, False, 1),
+        # As by an evaluator that is none of the cluster.
+        ({"chief": ["a:1"]}, True, 0),
+        ({"worker": ["a:1"], "evaluator": ["b:1"]}, False, 0),
+    ],
+)
+def test_a_cluster_without_an_evaluator_is_told_once(
+    tmp_path, monkeypatch, caplog, cluster, is_evaluated, count
+):
+    task = {"type": next(iter(cluster)), "index": 0}
+    text = json.dumps({"cluster": cluster, "task": task})
+    monkeypatch.setenv("TF_CONFIG", text)
+    strategy = ks.MultiWorkerMirroredStrategy()
+    estimator = estimator_of(tmp_path, train_distribute=strategy)
+    if is_evaluated:
+        pathlib.Path(estimator.eval_dir()).mkdir(parents=True)
+    assert run(estimator, max_steps=1) == (None, [])
+    assert caplog.text.count("No evaluator is known") == count
+
+
+@pytest.mark.parametrize(
     ("kind", "index", "text"),
     [
         ("evaluator", 1, "only be one `evaluator`"),

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import pathlib
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -20,19 +19,13 @@ from keras_strategies.cli.doctor.findings import (
 )
 from keras_strategies.cli.doctor.installed import DEVICE_COUNT, split_flags
 from keras_strategies.cli.launch.local_job import described
+from keras_strategies.cli.plan.child_program import command_line, python
 from keras_strategies.cluster.exchange.message_forms import fault_of
 from keras_strategies.cluster.exchange.rendezvous import RendezvousError
 from keras_strategies.cluster.untrusted import load_json
 from keras_strategies.cluster.watchdog.launcher_pipe import LAUNCHER_FD
 
-_FOLDER = str(pathlib.Path(__file__).parents[3])
-# At the end of the path: the folder may be one of many packages.
-_PROGRAM = f"""
-import sys
-sys.path.append({_FOLDER!r})
-from keras_strategies.cli.doctor.probe import main
-sys.exit(main(*sys.argv[1:]))
-"""
+_PROBE = "keras_strategies.cli.doctor.probe"
 # To start JAX's devices, which takes long on a large slice.
 _DEVICES_S = 90.0
 _FLAG_S = 30.0
@@ -152,10 +145,8 @@ def _probe(
     question = {"stages": stages, "join": join, "timeout_s": timeout_s}
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "told"
-        words = [sys.executable, "-c", _PROGRAM, str(path)]
-        code, text = _run(
-            [*words, json.dumps(question)], timeout_s + _DEVICES_S, environ
-        )
+        words = command_line(_PROBE, str(path), json.dumps(question))
+        code, text = _run(words, timeout_s + _DEVICES_S, environ)
         answers = _answers_in(path.read_bytes() if path.exists() else b"")
     return answers, (code, text)
 
@@ -199,9 +190,7 @@ def _run(
 
 def _is_known(flags: str, environ: Mapping[str, str]) -> bool:
     own = {"XLA_FLAGS": flags}
-    code, _ = _run(
-        [sys.executable, "-c", _MAKE_CLIENT], _FLAG_S, dict(environ) | own
-    )
+    code, _ = _run(python(_MAKE_CLIENT), _FLAG_S, dict(environ) | own)
     return code == 0
 
 

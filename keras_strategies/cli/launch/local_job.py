@@ -19,6 +19,7 @@ from keras_strategies.cluster.exchange.exit_codes import ExitCode
 # Exit codes of processes that ended by themselves, though asked to end.
 _SELF_MADE = (ExitCode.FAILED, ExitCode.STALLED, ExitCode.PEER_FAILED)
 _CLOSED_OUTPUT = 141
+_FAILED_OUTPUT = 74  # EX_IOERR
 _POLL_S = 0.02
 _SHOW_S = 2.0
 # Survivors hear of a failure at once, and have this long to say it and go.
@@ -265,12 +266,14 @@ class _Job:
 
     def _conclude(self) -> int:
         """Says how it ended, in one line if something failed."""
-        cause = first_cause(self._endings)
+        cause, fault = first_cause(self._endings), self._output.fault
         if self._is_interrupted:
             self._print_line("interrupted; all processes have ended.")
             return ExitCode.INTERRUPTED
-        if self._is_unread:
-            return _CLOSED_OUTPUT
+        if fault:
+            self._print_line(f"{fault}; the job has ended.")
+        if self._is_unread or (fault and cause is None):
+            return _FAILED_OUTPUT if fault else _CLOSED_OUTPUT
         if cause is None:
             return 0
         if cause.code == ExitCode.PREEMPTED:

@@ -2,7 +2,9 @@
 
 import contextlib
 import ctypes
+import errno
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -17,6 +19,7 @@ _CHUNK = 65536
 _LONGEST_LINE = 1 << 20
 _PR_SET_PDEATHSIG = 1
 _STDOUT, _STDERR = 1, 2
+_NAMES = {_STDOUT: "stdout", _STDERR: "stderr"}
 
 
 class Output:
@@ -24,21 +27,44 @@ class Output:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.is_closed = False
+        self._errors: dict[int, OSError] = {}
+        self.num_lines = 0
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether stdout or stderr takes nothing any more."""
+        return bool(self._errors)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a line is being written, whose reader may be slow."""
+        return self._lock.locked()
+
+    @property
+    def fault(self) -> str:
+        """Why one of them takes nothing; "" if its reader is just gone."""
+        for file, error in self._errors.items():
+            if error.errno != errno.EPIPE:
+                return f"{_NAMES[file]} cannot be written: {error.strerror}"
+        return ""
 
     def write(self, file: int, line: bytes) -> None:
         """Writes a line to stdout (1) or stderr (2).
 
-        Once the reader of one of them is gone, what comes is dropped and
+        Once that is not possible, what comes for it is dropped and
         `is_closed` is true.
         """
         with self._lock:
+            self.num_lines += 1
             view = memoryview(line)
-            while view and not self.is_closed:
+            while view and file not in self._errors:
                 try:
                     view = view[os.write(file, view) :]
-                except OSError:
-                    self.is_closed = True
+                except BlockingIOError:
+                    # Another process has made it non-blocking.
+                    select.select([], [file], [])
+                except OSError as error:
+                    self._errors[file] = error
 
 
 class Child:
@@ -148,13 +174,19 @@ class Child:
         """Ends what it has left behind, and shows the rest of its output.
 
         Args:
-          timeout_s: How long to wait for that, in seconds.
+          timeout_s: How long to wait for more of it, in seconds.
         """
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
         for thread in self._threads:
-            thread.join(timeout_s)
+            before = -1
+            while thread.is_alive() and (
+                self._output.is_writing or self._output.num_lines != before
+            ):
+                # The reader of our output may be slow.
+                before = self._output.num_lines
+                thread.join(timeout_s)
         os.close(self._news)
 
     def _pump(self, stream: BinaryIO, file: int) -> None:

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from keras_strategies.cli.plan.child_program import command_line
 from keras_strategies.cli.plan.request import (
     MAX_ANSWER_BYTES,
     Request,
@@ -20,6 +21,7 @@ from keras_strategies.cli.plan.request import (
 )
 from keras_strategies.strategy.planning.planned_step import PlannedStep
 
+_WORKER = "keras_strategies.cli.plan.worker"
 _WRONG_ARGUMENTS = 2
 _BYTES_OF_PROCESS = 3e9
 _MOST_PROCESSES = 8
@@ -49,11 +51,9 @@ class _Process:
             for name, value in os.environ.items()
             if not name.startswith(_NOT_ENTERED)
         }
-        module = "keras_strategies.cli.plan.worker"
-        words = [
-            *(sys.executable, "-m", module),
-            *(str(writing), request.to_text(), str(os.getpid())),
-        ]
+        words = command_line(
+            _WORKER, str(writing), request.to_text(), str(os.getpid())
+        )
         try:
             self._process = subprocess.Popen(
                 words,

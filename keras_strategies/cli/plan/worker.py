@@ -1,6 +1,6 @@
 """A process of `keras-strategies plan`: one candidate, from script to figures.
 
-python -m keras_strategies.cli.plan.worker FD REQUEST PARENT
+It has the current folder on its path only where a module is planned.
 """
 
 import contextlib
@@ -27,19 +27,23 @@ _MOST_LINES = 12
 _SECONDS_BETWEEN = 1.0
 
 
-def main(words: list[str]) -> None:
+def main(descriptor: str, words: str, parent: str) -> NoReturn:
     """Plans the candidate, and writes answers to a file descriptor.
 
     Each is a line of JSON: what is known of it at low effort, then the answer.
 
     Args:
-      words: The file descriptor, the request, and the command's process id.
+      descriptor: The number of the file descriptor.
+      words: The request.
+      parent: The command's process id.
     """
-    request = Request.from_text(words[1])
+    request = Request.from_text(words)
     os.nice(request.niceness)
-    parent = int(words[2])
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    with os.fdopen(int(words[0]), "w") as file:
+    watching = threading.Thread(
+        target=_end_with, args=(int(parent),), daemon=True
+    )
+    watching.start()
+    with os.fdopen(int(descriptor), "w") as file:
         process = os.getpid()
 
         def say(**answer: Any) -> None:
@@ -50,6 +54,7 @@ def main(words: list[str]) -> None:
             file.flush()
 
         _answer(lambda: _planned(request, say), request, say)
+    _end()
 
 
 def _answer(plan: Callable[[], Any], request: Request, say: Say) -> None:
@@ -170,13 +175,14 @@ def _of_function(request: Request) -> Any:
     from keras_strategies.strategy.planning import fit_candidates
 
     module, name = request.function.split(":")
-    sys.path.insert(0, os.getcwd())
-    maker = getattr(importlib.import_module(module), name)
     batch = tuple(
         jax.ShapeDtypeStruct(*shape_and_dtype(text)) for text in request.batch
     )
     is_global = request.scale == "global"
     strategy = ks.MirroredStrategy(jax.devices("cpu")[:1])
+    # After what is imported here: files there may have the names of modules.
+    sys.path.insert(0, os.getcwd())
+    maker = getattr(importlib.import_module(module), name)
     (candidate,) = fit_candidates.candidates_of(
         strategy.mesh,
         fit_candidates.maker_of(maker),
@@ -280,7 +286,7 @@ def _as_main(request: Request) -> Iterator[None]:
     argv, path = sys.argv[:], sys.path[:]
     sys.argv = [request.script, *request.arguments]
     folder = pathlib.Path(request.script).resolve().parent
-    sys.path[0] = os.getcwd() if request.is_module else str(folder)
+    sys.path.insert(0, os.getcwd() if request.is_module else str(folder))
     try:
         yield
     finally:
@@ -302,8 +308,3 @@ def _told(error: BaseException, request: Request) -> str:
     traceback.print_exception(error)
     lines = str(error).splitlines()[:_MOST_LINES]
     return f"{type(error).__name__}{place}: " + "\n".join(lines)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
-    _end()

@@ -1,16 +1,24 @@
 """The start of JAX's job, from a process's place in a cluster."""
 
+import contextlib
 import importlib.metadata
 import ipaddress
+import multiprocessing
 import os
 import platform
 import warnings
+from collections.abc import Iterator
+from typing import NoReturn
 
 import jax
 
-from keras_strategies.cluster.addresses import check_address
+from keras_strategies.cluster.addresses import check_address, shown
 from keras_strategies.cluster.exchange.job_secret import read_secret
-from keras_strategies.cluster.exchange.rendezvous import meet, split
+from keras_strategies.cluster.exchange.rendezvous import (
+    RendezvousError,
+    meet,
+    split,
+)
 from keras_strategies.cluster.spec import TaskInfo
 from keras_strategies.cluster.watchdog import watchdog
 
@@ -19,6 +27,7 @@ BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
 
 # So much longer than the meeting may JAX take for what it does itself.
 _JAX_TIMEOUT_S = 60
+_NUM_SLICES = "MEGASCALE_NUM_SLICES"
 _PACKAGES = ("keras_strategies", "keras", "jax", "jaxlib")
 
 
@@ -41,9 +50,10 @@ def join(
 
     Raises:
       RuntimeError: the processes did not meet in time or differ; or one uses
-        JAX's devices already.
+        JAX's devices already; or a child that was spawned imports its script.
       ValueError: this process is part of another job; the time is no
-        positive number; the job's secret is too short.
+        positive number; the job's secret is too short; the address of
+        process 0 is not known.
     """
     if not timeout_s > 0:
         raise ValueError(
@@ -55,23 +65,25 @@ def join(
     if jax.distributed.is_initialized():
         _check_joined(task)
         return
+    check_main_guard()
     secret = read_secret(os.environ)
-    address = str(task.coordinator_address)
+    address = task.coordinator_address or _fail_without_address(task)
     bind_address = os.environ.get(BIND_ADDRESS) or address
     check_address(bind_address, f"process 0, which {BIND_ADDRESS} may give,")
     if task.process_id == 0:
         _warn_of_strangers(bind_address)
-    meet(
-        address,
-        process_id=task.process_id,
-        num_processes=task.num_processes,
-        facts={**_versions(), "strategy": strategy},
-        problem=_problem(),
-        timeout_s=timeout_s,
-        bind_address=bind_address,
-        names=_names(task),
-        secret=secret,
-    )
+    with _named_slices():
+        meet(
+            address,
+            process_id=task.process_id,
+            num_processes=task.num_processes,
+            facts={**_versions(), "strategy": strategy},
+            problem=_problem(),
+            timeout_s=timeout_s,
+            bind_address=bind_address,
+            names=_names(task),
+            secret=secret,
+        )
     jax.distributed.initialize(
         address,
         task.num_processes,
@@ -80,6 +92,49 @@ def join(
         initialization_timeout=_JAX_TIMEOUT_S,
         **watchdog.INITIALIZE_ARGUMENTS,
     )
+
+
+def check_main_guard() -> None:
+    """Raises where a spawned child of `multiprocessing` imports its script.
+
+    It would join the job in its parent's place.
+
+    Raises:
+      RuntimeError: it does.
+    """
+    # As `multiprocessing` itself finds that a script has no guard.
+    if not getattr(multiprocessing.current_process(), "_inheriting", False):
+        return
+    raise RuntimeError(
+        "A process of a job must not join it again in its children. Received: "
+        "a strategy made while a child that `multiprocessing` has spawned "
+        "imports the script. Put the script's code under "
+        "`if __name__ == '__main__':`."
+    )
+
+
+def _fail_without_address(task: TaskInfo) -> NoReturn:
+    raise ValueError(
+        "Processes of a job must know the address of process 0. Received: "
+        f"none, in process {task.process_id} of {task.num_processes}. Of "
+        "several TPU slices MEGASCALE_COORDINATOR_ADDRESS gives it: set that, "
+        "or call `TPUClusterResolver.connect()` first, by which JAX finds it."
+    )
+
+
+@contextlib.contextmanager
+def _named_slices() -> Iterator[None]:
+    """Adds the number of TPU slices, if given, to what is wrong in a job."""
+    try:
+        yield
+    except RendezvousError as error:
+        text = os.environ.get(_NUM_SLICES)
+        if not text:
+            raise
+        raise RendezvousError(
+            f"{error} {_NUM_SLICES} is {shown(text)} here: it must be the "
+            "number of slices that were started."
+        ) from error
 
 
 def _check_joined(task: TaskInfo) -> None:

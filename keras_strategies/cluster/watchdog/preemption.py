@@ -1,11 +1,20 @@
 """The notice of preemption (SIGTERM), for what saves before the end."""
 
+import atexit
+import functools
+import os
 import signal
 import threading
+import time
 import types
 from typing import Any
 
 from keras_strategies.cluster.watchdog.progress import Progress
+
+# Schedulers send SIGTERM again, and kill 30 seconds after the first.
+_ENDING_S = 30.0
+
+_masks = threading.local()
 
 
 class PreemptionNotice:
@@ -13,7 +22,9 @@ class PreemptionNotice:
 
     A process of a job learns it together with all others: `came` turns
     true in all before the same program, and so between the same steps. One
-    that is alone has a handler of SIGTERM, if this is its main thread.
+    that is alone has a handler of SIGTERM, if this is its main thread. If
+    SIGTERM came, the handler stays for 30 seconds after the context, so that
+    another one does not cut short what follows (`finally`, `atexit`).
 
     Args:
       progress: The programs of this process of a job; None where there are
@@ -25,11 +36,13 @@ class PreemptionNotice:
         self._came = False
         self._previous: Any = None
         self._is_installed = False
+        self._closed_at: float | None = None
 
     def __enter__(self) -> "PreemptionNotice":
         if self._progress is not None:
             self._progress.num_savers += 1
         elif threading.current_thread() is threading.main_thread():
+            reset_in_children()
             self._previous = signal.signal(signal.SIGTERM, self._on_signal)
             self._is_installed = True
         return self
@@ -37,18 +50,81 @@ class PreemptionNotice:
     def __exit__(self, *error: Any) -> None:
         if self._progress is not None:
             self._progress.num_savers -= 1
+        elif self._is_installed and self._came:
+            self._closed_at = time.monotonic()
+            atexit.register(self._ignore_at_exit)
         elif self._is_installed:
-            signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, self.previous)
             self._is_installed = False
 
     @property
     def came(self) -> bool:
-        """Whether to save, and to raise `exits.Preempted`."""
+        """Whether to save, and to raise `exit_codes.Preempted`."""
         if self._progress is not None:
             return self._progress.was_preempted
         return self._came
 
+    @property
+    def previous(self) -> Any:
+        """The handler that this one has replaced."""
+        return self._previous or signal.SIG_DFL
+
     def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
+        if self._is_left_over() and not self._is_ending():
+            # `Preempted` was caught, and the process has continued.
+            signal.signal(number, self.previous)
+            signal.raise_signal(number)
+            return
         self._came = True
         if callable(self._previous):
             self._previous(number, frame)
+
+    def _is_left_over(self) -> bool:
+        is_current = signal.getsignal(signal.SIGTERM) == self._on_signal
+        return self._closed_at is not None and is_current
+
+    def _is_ending(self) -> bool:
+        closed_at = self._closed_at or 0.0
+        return time.monotonic() - closed_at < _ENDING_S
+
+    def _ignore_at_exit(self) -> None:
+        # Python removes handlers while modules are still being torn down.
+        if self._is_left_over() and self._is_ending():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+@functools.cache
+def reset_in_children() -> None:
+    """Undoes this process's handling of SIGTERM in children that it forks.
+
+    They inherit the handlers of notices, and JAX's of a job, which end
+    nothing. A child has what was there before: a user's handler, or none.
+    """
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(
+            before=_hold_sigterm,
+            after_in_parent=_release_sigterm,
+            after_in_child=_reset_sigterm,
+        )
+
+
+def _hold_sigterm() -> None:
+    # One that comes before the child has reset its handler would be lost.
+    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
+
+
+def _release_sigterm() -> None:
+    if signal.SIGTERM not in _masks.before:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
+
+
+def _reset_sigterm() -> None:
+    handler = signal.getsignal(signal.SIGTERM)
+    while isinstance(
+        notice := getattr(handler, "__self__", None), PreemptionNotice
+    ):
+        handler = notice.previous
+    # JAX's is one of C++, which Python does not know; None is another's.
+    if handler is not None:
+        signal.signal(signal.SIGTERM, handler)
+    _release_sigterm()

@@ -29,6 +29,7 @@ from keras_strategies.cluster.watchdog.launcher_pipe import (
     LauncherPipe,
     find_pipe,
 )
+from keras_strategies.cluster.watchdog.preemption import reset_in_children
 from keras_strategies.cluster.watchdog.progress import Progress
 
 HEARTBEAT_S = 10
@@ -96,6 +97,8 @@ def start(timeout_s: float | None = None) -> Progress:
             _watchdog = Watchdog(seconds, find_pipe(os.environ))
             _watchdog.start()
             exit_hooks.install(_watchdog)
+            # JAX's service has a handler since the job was joined.
+            reset_in_children()
         elif timeout_s is not None:
             _watchdog.set_timeout(timeout_s)
         return _watchdog.progress
