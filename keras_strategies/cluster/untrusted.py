@@ -1,4 +1,4 @@
-"""JSON from files, the environment and sockets, which is not trusted."""
+"""Input from files, the environment and sockets, which is not trusted."""
 
 import json
 import math
@@ -58,6 +58,18 @@ def load_json(
             return value
         fault = _TOO_DEEP
     raise ValueError(fault)
+
+
+def printable(text: str, *, keeps: str = "") -> str:
+    """Returns a text with its control characters escaped, as `ascii` does.
+
+    Args:
+      text: What is to be printed on a terminal.
+      keeps: Characters that stay: "\\n" where a text has lines.
+    """
+    return "".join(
+        c if c.isprintable() or c in keeps else ascii(c)[1:-1] for c in text
+    )
 
 
 _TOO_DEEP = "it is nested too deeply"
