@@ -246,7 +246,7 @@ class Storage:
         import orbax.checkpoint as ocp
 
         path = self.path(step)
-        with format_lib.reading(path):
+        with format_lib.restoring(path, wanted):
             restored = self._orbax().restore(
                 path,
                 args=ocp.args.Composite(
