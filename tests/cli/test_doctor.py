@@ -230,13 +230,22 @@ def test_versions_are_those_of_the_project():
         ({"jax": "0.12.0.1"}, (3, 13), []),
         ({"jax": "0.13.0"}, (3, 13), ["jax 0.13.0 is newer than those"]),
         ({"jaxlib": None}, (3, 11), ["jaxlib is not installed"]),
+        (
+            {"orbax-checkpoint": "0.12.4", "rich": "16.0.0"},
+            (3, 11),
+            [
+                "orbax-checkpoint 0.12.4 is older than 0.12.5,",
+                "rich 16.0.0 is newer than those",
+            ],
+        ),
         ({"numpy": "1.26.4"}, (3, 11), ["numpy 1.26.4 is older than 2,"]),
         ({}, (3, 10), ["Python 3.10 is older than 3.11"]),
     ],
 )
 def test_packages_of_other_versions_are_found(changed, python, expected):
     present = {"keras": "3.15.1", "jax": "0.10.2", "jaxlib": "0.10.2"}
-    present |= {"numpy": "2.0.0"} | changed
+    present |= {"numpy": "2.0.0", "orbax-checkpoint": "0.12.5"}
+    present |= {"rich": "15.0.0"} | changed
     found = wrong(installed.check_packages(present.get, python))
     assert len(found) == len(expected)
     for text, part in zip(found, expected, strict=True):
