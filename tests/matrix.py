@@ -82,7 +82,11 @@ ROWS = (
     Row(5, "3.13", "3.15.1", "0.11.2", PART),
     Row(6, "3.12", "3.15.1", "0.12.0.1", PART),
     Row(7, "3.13", "3.15.1", "0.12.0.1", NEW, NEWEST),
-    Row(8, "3.14", "3.15.1", "0.12.0.1", NEW, NEWEST, has_tensorflow=False),
+    # Named, a file is read even if it imports TensorFlow, as the first does.
+    Row(
+        *(8, "3.14", "3.15.1", "0.12.0.1", NEW[1:], NEWEST),
+        has_tensorflow=False,
+    ),
 )
 
 
