@@ -7,11 +7,12 @@ import re
 import shutil
 import sys
 import tempfile
+import traceback
 
 import pytest
 
 from tests import compiling
-from tests.optional import HAS_TORCH
+from tests.optional import HAS_TENSORFLOW, HAS_TORCH
 
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
@@ -48,10 +49,35 @@ def pytest_configure(config):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Of the quick tests: leaves out the files that have none, unread."""
-    if _is_quick(config) and collection_path.name.startswith("test_"):
+    """Leaves out files unread: those without quick tests, if these are asked
+    for; and those that import TensorFlow, if it is not installed."""
+    if not collection_path.name.startswith("test_"):
+        return None
+    if _is_quick(config):
         return "pytest.mark.quick" not in collection_path.read_text() or None
+    if not HAS_TENSORFLOW:
+        return _imports_tensorflow(collection_path.read_text()) or None
     return None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Skips a test that needs TensorFlow where it is not installed; what the
+    project imports without being asked for it still fails."""
+    try:
+        return (yield)
+    except ModuleNotFoundError as error:
+        is_missing = (error.name or "").split(".")[0] == "tensorflow"
+        frames = [f for f, _ in traceback.walk_tb(error.__traceback__)]
+        names = [frame.f_globals.get("__name__", "") for frame in frames]
+        importer = [n for n in names if not n.startswith("importlib")][-1]
+        if not is_missing or importer.startswith("keras_strategies."):
+            raise
+        pytest.skip("TensorFlow is not installed")
+
+
+def _imports_tensorflow(text):
+    return bool(re.search(r"^(import|from) tensorflow\b", text, re.MULTILINE))
 
 
 def _is_quick(config):

@@ -2,12 +2,14 @@
 
     ./run matrix                     # the rows whose Python is here
     ./run matrix --row 2             # one of them; may be given again
-    ./run matrix --root DIR          # with a newer Python in a Debian's folder
+    ./run matrix --root DIR          # with a newer Python in a Debian's folder;
+                                     # may be given again
     ./run matrix --table             # what is kept of former runs
 
 Each row makes a fresh environment of the committed files, with the exact
 versions of tests/matrix_constraints.txt, and runs its tests. Results are kept
-in .matrix/results.jsonl, by commit and constraints. docs/versions.md has them.
+in .matrix/results.jsonl, by commit and constraints. docs/versions.md has them,
+and says how to get another Python. A row whose Python is not here is left out.
 """
 
 import argparse
@@ -20,7 +22,9 @@ import shutil
 import subprocess
 import sys
 import time
+import tomllib
 import xml.etree.ElementTree
+from collections.abc import Mapping
 
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDER = ROOT / ".matrix"
@@ -33,21 +37,34 @@ WHOLE = (
     *("tests/data", "tests/multi_process"),
 )
 PART = ("tests/test_import.py", "tests/contract", "tests/strategy")
+NEW = (*PART, "tests/parity")
+NEWEST = {"numpy": "2.5.5", "scipy": "1.18.1", "h5py": "3.16.0"}
+DEBIANS = {"3.13": "trixie", "3.14": "forky"}
 VERSIONS = """
-import json, sys, jax, keras
+import json, os, sys
+os.environ["KERAS_BACKEND"] = "jax"
+import jax, keras
 print(json.dumps([sys.version.split()[0], keras.__version__, jax.__version__]))
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Versions, and the tests that are run on them."""
+    """Versions, and the tests that are run on them.
+
+    Attributes:
+      others: Versions in place of those in tests/matrix_constraints.txt.
+      has_tensorflow: Whether TensorFlow is installed; files of tests that
+        import it are left out else.
+    """
 
     number: int
     python: str
     keras: str
     jax: str
     tests: tuple[str, ...] = WHOLE
+    others: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    has_tensorflow: bool = True
 
     @property
     def is_nightly(self):
@@ -64,6 +81,12 @@ ROWS = (
     Row(4, "3.13", NIGHTLY, "0.12.0.1"),
     Row(5, "3.13", "3.15.1", "0.11.2", PART),
     Row(6, "3.12", "3.15.1", "0.12.0.1", PART),
+    Row(7, "3.13", "3.15.1", "0.12.0.1", NEW, NEWEST),
+    # Named, a file is read even if it imports TensorFlow, as the first does.
+    Row(
+        *(8, "3.14", "3.15.1", "0.12.0.1", NEW[1:], NEWEST),
+        has_tensorflow=False,
+    ),
 )
 
 
@@ -107,14 +130,16 @@ def install(place, row):
     shutil.rmtree(folder, ignore_errors=True)
     words = ["git", "clone", "--quiet", str(ROOT), str(folder)]
     subprocess.run(words, check=True)
-    shutil.copy(CONSTRAINTS, folder / "constraints.txt")
-    with (folder / "constraints.txt").open("a") as file:
-        file.write(f"jax=={row.jax}\njaxlib=={row.jax}\n")
+    (folder / "constraints.txt").write_text(constraints_of(row))
     check = {"check": True}
     place.run(row, f"python{row.python}", "-m", "venv", ".venv", **check)
     pip = (".venv/bin/python", "-m", "pip", "--disable-pip-version-check")
-    words = ("install", "--quiet", "-c", "constraints.txt", "-e", ".[test]")
-    place.run(row, *pip, *words, **check)
+    words = ("install", "--quiet", "-c", "constraints.txt", "-e", ".")
+    place.run(row, *pip, *words, *packages_of(row), **check)
+    if row.others:
+        # TensorFlow 2.21 asks for an older h5py, and works with a newer one.
+        words = ("install", "--quiet", "--no-deps", *pins(row.others))
+        place.run(row, *pip, *words, **check)
     if row.is_nightly:
         # It lies in the folder of `keras`: one must go before the other comes.
         place.run(row, *pip, "uninstall", "--quiet", "-y", "keras", **check)
@@ -129,6 +154,39 @@ def install(place, row):
     if not all(same):
         raise SystemExit(f"matrix: asked for {expected}, installed {found}")
     return found
+
+
+def constraints_of(row):
+    """The text of the row's constraints file."""
+    lines = CONSTRAINTS.read_text().splitlines()
+    lines = [line for line in lines if line.split("==")[0] not in row.others]
+    return "\n".join([*lines, *pins({"jax": row.jax, "jaxlib": row.jax}), ""])
+
+
+def pins(versions):
+    return [f"{name}=={version}" for name, version in versions.items()]
+
+
+def packages_of(row):
+    """What the row's tests need beside the project."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    packages = project["optional-dependencies"]["test"]
+    return [p for p in packages if row.has_tensorflow or "tensorflow" not in p]
+
+
+def left_out(row):
+    """Says that a row's Python is not here, and how to get it."""
+    text = f"{row}: left out, no Python {row.python}."
+    debian = DEBIANS.get(row.python)
+    if debian is None:
+        return f"{text} Install it, with its venv module."
+    packages = f"python{row.python},python{row.python}-venv"
+    return (
+        f"{text} Debian's {debian} has it: as root, `debootstrap --variant="
+        f"minbase --include={packages},git,ca-certificates,procps {debian} "
+        "DIR MIRROR /usr/share/debootstrap/scripts/sid`, mount /proc and /dev "
+        "in DIR, and give `--root DIR` (docs/versions.md)."
+    )
 
 
 def measure(place, row):
@@ -209,21 +267,23 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     numbers = [row.number for row in ROWS]
     parser.add_argument("--row", type=int, action="append", choices=numbers)
-    parser.add_argument("--root", type=pathlib.Path, help="a Debian's folder")
+    parser.add_argument(
+        "--root", type=pathlib.Path, action="append", help="a Debian's folder"
+    )
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     FOLDER.mkdir(exist_ok=True)
     places = [Place()]
-    if options.root is not None:
-        if not (options.root / "usr" / "bin").is_dir():
-            parser.error(f"--root: no Debian in {options.root} (no usr/bin)")
-        places.append(Place(options.root.resolve()))
+    for root in options.root or ():
+        if not (root / "usr" / "bin").is_dir():
+            parser.error(f"--root: no Debian in {root} (no usr/bin)")
+        places.append(Place(root.resolve()))
     wanted = [r for r in ROWS if r.number in (options.row or numbers)]
     is_green = True
     for row in [] if options.table else wanted:
         place = next((p for p in places if p.has(row.python)), None)
         if place is None:
-            print(f"{row}: left out, no Python {row.python}", flush=True)
+            print(left_out(row), flush=True)
             is_green &= not options.row
             continue
         print(row, flush=True)

@@ -2,6 +2,7 @@
 
 import importlib.util
 
+HAS_TENSORFLOW = importlib.util.find_spec("tensorflow") is not None
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
 

@@ -110,10 +110,14 @@ class Storage:
             )
 
     def _take(self) -> None:
+        from keras_strategies.checkpoint.directory.lock import DirectoryLock
+
         format_lib.check_name(self.directory)
         format_lib.check_writable(self.directory)
         format_lib.make_directory(self.directory)
-        self._lock = _lock(self.directory)
+        lock = DirectoryLock(self.directory)
+        lock.acquire()
+        self._lock = lock
         delete_partial_saves(self.directory)
         # A script may continue without asking for the newest one.
         self._note_good()
@@ -242,7 +246,7 @@ class Storage:
         import orbax.checkpoint as ocp
 
         path = self.path(step)
-        with format_lib.reading(path):
+        with format_lib.restoring(path, wanted):
             restored = self._orbax().restore(
                 path,
                 args=ocp.args.Composite(
@@ -271,10 +275,13 @@ class Storage:
         Raises:
           OSError: it does not fit on the disk; or the last one could not be
             written.
+          RuntimeError: another run has taken the directory meanwhile.
         """
         import orbax.checkpoint as ocp
 
         self.wait()
+        if self._lock is not None:
+            self._lock.renew()
         if self.is_chief:
             leaves = jax.tree.leaves(arrays)
             num_bytes = sum(leaf.nbytes for leaf in leaves)
@@ -390,11 +397,3 @@ class Storage:
             return agreement.exchange(text)
         finally:
             agreement.end()
-
-
-def _lock(directory: pathlib.Path) -> Any:
-    from keras_strategies.checkpoint.directory.lock import DirectoryLock
-
-    lock = DirectoryLock(directory)
-    lock.acquire()
-    return lock

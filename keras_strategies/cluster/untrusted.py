@@ -1,7 +1,11 @@
-"""JSON from files, the environment and sockets, which is not trusted."""
+"""Input from files, the environment and sockets, which is not trusted."""
 
+import errno
+import io
 import json
 import math
+import os
+import stat
 from typing import Any, NoReturn
 
 from keras_strategies.cluster.addresses import shown
@@ -58,6 +62,37 @@ def load_json(
             return value
         fault = _TOO_DEEP
     raise ValueError(fault)
+
+
+def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
+    """Opens a file for reading, if it is a file or a link to one.
+
+    A pipe is not waited for, and of a device nothing is read.
+
+    Raises:
+      OSError: it is something else, or cannot be opened.
+    """
+    return open(path, "rb", opener=_open_if_regular)
+
+
+def _open_if_regular(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "it must be a file", path)
+
+
+def printable(text: str, *, keeps: str = "") -> str:
+    """Returns a text with its control characters escaped, as `ascii` does.
+
+    Args:
+      text: What is to be printed on a terminal.
+      keeps: Characters that stay: "\\n" where a text has lines.
+    """
+    return "".join(
+        c if c.isprintable() or c in keeps else ascii(c)[1:-1] for c in text
+    )
 
 
 _TOO_DEEP = "it is nested too deeply"

@@ -4,8 +4,8 @@ import importlib.util
 import logging
 import os
 import pathlib
+import secrets
 import shutil
-import tempfile
 import time
 import warnings
 from collections.abc import Mapping
@@ -15,6 +15,7 @@ import keras
 import numpy as np
 
 from keras_strategies.cluster.addresses import shown
+from keras_strategies.cluster.untrusted import open_regular
 from keras_strategies.data import batch_spec
 from keras_strategies.estimator.estimator_spec import MODES
 from keras_strategies.estimator.exporters import check_serving, exports_in
@@ -75,7 +76,9 @@ def export(
             f"Received: {base!r}, which is a file or in one. Give another "
             "path; it need not exist."
         ) from None
-    made = tempfile.mkdtemp(prefix="temp-", dir=base)
+    made = os.path.join(base, f"temp-{secrets.token_hex(8)}")
+    # As other folders are, and no more open than the umask has them.
+    os.mkdir(made, 0o755)
     try:
         if has_tensorflow if saved_model is None else saved_model:
             _write_saved_model(model, made)
@@ -135,7 +138,7 @@ def noted_features(model_dir: str) -> Tree:
 def _bytes_of(path: pathlib.Path) -> bytes | None:
     """What is in a file, up to a limit; None if it cannot be read."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             return file.read(_MAX_BYTES + 1)
     except OSError:
         return None
@@ -202,7 +205,6 @@ def _checked_files(files: Any) -> dict[str, str]:
 
 def _put_in_place(made: str, base: str) -> str:
     """Gives a complete export its name: the time, but one of its own."""
-    os.chmod(made, 0o755)
     version = max([int(time.time()), *(v + 1 for v in exports_in(base))])
     while True:
         path = os.path.join(base, str(version))

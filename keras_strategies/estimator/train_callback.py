@@ -29,7 +29,7 @@ from keras_strategies.cluster.exchange.message_forms import (
     is_count,
     read_messages,
 )
-from keras_strategies.cluster.untrusted import load_json
+from keras_strategies.cluster.untrusted import load_json, open_regular
 from keras_strategies.estimator.config.run_config import RunConfig
 from keras_strategies.estimator.records import checkpoint_reading
 from keras_strategies.keras_bridge.callbacks.resumable_fit import Loop
@@ -99,7 +99,7 @@ def is_done_at(model_dir: str, step: int, state: dict[str, Any]) -> bool:
 def ended_at(model_dir: str) -> int | None:
     """The step at which the last call of `train` came to its end."""
     try:
-        with open(pathlib.Path(model_dir, MARK), "rb") as file:
+        with open_regular(pathlib.Path(model_dir, MARK)) as file:
             text = file.read(_MAX_MARK_BYTES + 1)
         mark = load_json(text, max_characters=_MAX_MARK_BYTES)
     except (OSError, ValueError):

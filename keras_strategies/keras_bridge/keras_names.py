@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import keras
 import numpy as np
+from keras.src.backend import jax as jax_backend
 from keras.src.trainers import trainer as trainer_lib
 from keras.src.trainers.data_adapters import data_adapter_utils
 from keras.src.trainers.data_adapters.array_data_adapter import (
@@ -23,6 +24,10 @@ TRAINER: Any = (
     getattr(trainer_lib, "BaseTrainer", None) or vars(trainer_lib)["Trainer"]
 )
 """The class that has `compile`: `Trainer`, in 3.16 `BaseTrainer`."""
+
+NN: Any = getattr(jax_backend, "nn", None) or vars(jax_backend)["ops"].nn
+"""The backend's module that has `dot_product_attention`: `nn`, in 3.16
+`ops.nn`."""
 
 MAYBE_BUILD = "_maybe_symbolic_build"
 BUILDS_FIRST = hasattr(keras.Model, MAYBE_BUILD)

@@ -1,5 +1,6 @@
 """One writer for a directory, also where the first is killed."""
 
+import fcntl
 import os
 import pathlib
 import signal
@@ -73,6 +74,79 @@ def test_killed_writer_frees_the_directory(tmp_path, other):
     other.send_signal(signal.SIGKILL)
     with DirectoryLock(tmp_path):
         assert writer_of(tmp_path).process_id == os.getpid()
+
+
+def test_a_deleted_file_lets_nobody_else_write(tmp_path, other):
+    (tmp_path / LOCK).unlink()
+    assert writer_of(tmp_path) is not None
+    with pytest.raises(RuntimeError, match="where process writes"):
+        DirectoryLock(tmp_path).acquire(timeout_seconds=0)
+    assert not (tmp_path / LOCK).exists()
+
+
+def test_a_deleted_file_is_written_again(tmp_path):
+    with DirectoryLock(tmp_path) as lock:
+        (tmp_path / LOCK).unlink()
+        lock.renew()
+        number = (tmp_path / LOCK).stat().st_ino
+        lock.renew()
+        assert (tmp_path / LOCK).stat().st_ino == number
+        assert writer_of(tmp_path).process_id == os.getpid()
+    assert writer_of(tmp_path) is None
+
+
+def test_where_folders_cannot_be_locked_a_taken_file_is_found(
+    tmp_path, monkeypatch
+):
+    class WithoutFolders:
+        """NFS's: it wants a descriptor that can be written to."""
+
+        LOCK_EX, LOCK_NB = fcntl.LOCK_EX, fcntl.LOCK_NB
+        LOCK_SH, LOCK_UN = fcntl.LOCK_SH, fcntl.LOCK_UN
+
+        @staticmethod
+        def flock(descriptor, kind):
+            if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+                raise OSError(9, "Bad file descriptor")
+            fcntl.flock(descriptor, kind)
+
+    monkeypatch.setattr(lock_module, "fcntl", WithoutFolders)
+    with DirectoryLock(tmp_path) as first:
+        with pytest.raises(RuntimeError, match="One run at a time"):
+            DirectoryLock(tmp_path).acquire(timeout_seconds=0)
+        (tmp_path / LOCK).unlink()
+        with DirectoryLock(tmp_path):
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match="One run at a time"):
+                    first.renew()
+        first.renew()
+        assert writer_of(tmp_path).process_id == os.getpid()
+
+
+def test_a_file_deleted_while_it_is_locked_is_made_again(tmp_path, monkeypatch):
+    original, times = lock_module._open, []
+
+    def open_once_late(path, flags):
+        descriptor = original(path, flags)
+        if not times:
+            times.append(path.unlink())
+        return descriptor
+
+    monkeypatch.setattr(lock_module, "_open", open_once_late)
+    with DirectoryLock(tmp_path):
+        assert (tmp_path / LOCK).exists()
+
+
+def test_a_hard_link_is_refused_and_its_file_left_whole(tmp_path):
+    text = "What somebody wrote. " * 20
+    (tmp_path / "notes").write_text(text)
+    directory = tmp_path / "checkpoints"
+    directory.mkdir()
+    os.link(tmp_path / "notes", directory / LOCK)
+    with pytest.raises(OSError, match="must be a file with one name.*2 names"):
+        DirectoryLock(directory).acquire(timeout_seconds=0)
+    assert writer_of(directory) is None
+    assert (tmp_path / "notes").read_text() == text
 
 
 def test_second_object_of_a_process_is_refused(tmp_path):

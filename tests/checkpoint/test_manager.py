@@ -14,6 +14,7 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.checkpoint.directory.format import find_steps
+from keras_strategies.checkpoint.directory.lock import LOCK
 from keras_strategies.testing import assert_replicated
 from tests.checkpoint import damages
 from tests.plain_keras import mirrored
@@ -262,6 +263,13 @@ def test_one_manager_at_a_time(tmp_path):
         with pytest.raises(RuntimeError, match="One run at a time"):
             ks.checkpoint.CheckpointManager(checkpoint, tmp_path)
     manager_of(tmp_path, found).close()
+
+
+def test_a_save_writes_a_deleted_lock_again(tmp_path):
+    with manager_of(tmp_path, parts(1)) as manager:
+        (tmp_path / LOCK).unlink()
+        manager.save(1)
+        assert (tmp_path / LOCK).exists()
 
 
 def test_an_error_in_the_background_is_raised_at_the_next_call(tmp_path):

@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import html.parser
+import io
 import json
 import os
 import pathlib
@@ -13,6 +14,7 @@ import sys
 import tomllib
 
 import pytest
+from rich.console import Console
 
 import keras_strategies as ks
 from keras_strategies._core.names import versions
@@ -23,6 +25,7 @@ from keras_strategies.cli.doctor import (
     findings,
     installed,
     report_html,
+    report_text,
     run_probe,
 )
 from keras_strategies.cli.doctor.findings import Level, Part
@@ -238,13 +241,22 @@ def test_versions_are_those_of_the_project():
         ({"jax": "0.12.0.1"}, (3, 13), []),
         ({"jax": "0.13.0"}, (3, 13), ["jax 0.13.0 is newer than those"]),
         ({"jaxlib": None}, (3, 11), ["jaxlib is not installed"]),
+        (
+            {"orbax-checkpoint": "0.12.4", "rich": "16.0.0"},
+            (3, 11),
+            [
+                "orbax-checkpoint 0.12.4 is older than 0.12.5,",
+                "rich 16.0.0 is newer than those",
+            ],
+        ),
         ({"numpy": "1.26.4"}, (3, 11), ["numpy 1.26.4 is older than 2,"]),
         ({}, (3, 10), ["Python 3.10 is older than 3.11"]),
     ],
 )
 def test_packages_of_other_versions_are_found(changed, python, expected):
     present = {"keras": "3.15.1", "jax": "0.10.2", "jaxlib": "0.10.2"}
-    present |= {"numpy": "2.0.0"} | changed
+    present |= {"numpy": "2.0.0", "orbax-checkpoint": "0.12.5"}
+    present |= {"rich": "15.0.0"} | changed
     found = wrong(installed.check_packages(present.get, python))
     assert len(found) == len(expected)
     for text, part in zip(found, expected, strict=True):
@@ -658,6 +670,46 @@ def test_worst_is_told_first():
     assert [finding.text for finding in report.findings] == list("fwvg")
     assert report.summary == "1 fault, 2 warnings"
     assert report.has_faults
+
+
+ORDERS = "\x1b[31m\x07\x9b2J\u202e\x08\udcff"
+
+
+@pytest.mark.parametrize(
+    ("environ", "shown"),
+    [
+        ({"XLA_FLAGS": f"--xla_a={ORDERS}"}, "--xla_a=\\x1b[31m"),
+        ({"JAX_PLATFORMS": ORDERS}, "\\x1b[31m"),
+        ({"KERAS_BACKEND": ORDERS}, "\\x1b[31m"),
+        (TORCHRUN | {"MASTER_ADDR": f"a{ORDERS}"}, ""),
+        (TORCHRUN | {"RANK": ORDERS}, ""),
+        (SLURM | {"SLURM_STEP_NODELIST": f"n{ORDERS}[1-2]"}, ""),
+        (POD | {"JAX_COORDINATOR_ADDRESS": f"a{ORDERS}:1"}, ""),
+        (
+            {
+                "TF_CONFIG": tf_config(["127.0.0.1:1", "b:1"], 0),
+                "JAX_COORDINATOR_BIND_ADDRESS": f"a{ORDERS}:1",
+            },
+            "",
+        ),
+        ({"TF_CONFIG": tf_config([f"a{ORDERS}:1", "b:1"], 0)}, ""),
+        ({"TF_CONFIG": ORDERS}, ""),
+    ],
+)
+def test_a_terminal_gets_no_orders_from_the_environment(environ, shown):
+    report = doctor.examine(environ, quick=True, timeout_s=1)
+    file = io.StringIO()
+    report_text.print_report(report, Console(file=file, width=200))
+    page = report_html.as_html(report)
+    assert shown in file.getvalue()
+    for text in (file.getvalue(), page):
+        assert not [c for c in text if not c.isprintable() and c != "\n"]
+        text.encode()
+
+
+def test_a_terminal_gets_no_orders_from_a_child():
+    finding = findings.fault(f"Its last line: {ORDERS}", ORDERS)
+    assert (finding.text + finding.fix).isprintable()
 
 
 # The command.

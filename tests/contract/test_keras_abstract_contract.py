@@ -9,6 +9,8 @@ from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
+VERSION = tuple(map(int, keras.__version__.split(".")[:2]))
+
 
 class Watched(keras.Variable):
     """Notes by which methods it gets its value, and who reads it."""
@@ -115,7 +117,8 @@ def test_a_model_is_built_by_these_methods_of_its_own():
     model = keras.Sequential([keras.layers.Dense(2)])
     # What sets attributes of the one model counts on both.
     assert "build" in vars(model)
-    assert "quantize" in vars(model)
+    # Wrapped for each model, up to Keras 3.15 (keras#23345).
+    assert ("quantize" in vars(model)) == (VERSION < (3, 16))
     calls = []
 
     def noting(name, own):

@@ -11,7 +11,8 @@ import jax
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from keras.src.backend.jax import nn as keras_nn
+
+from keras_strategies.keras_bridge.keras_names import NN as keras_nn
 
 LENGTH, DEPTH = 128, 128
 

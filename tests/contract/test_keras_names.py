@@ -11,6 +11,7 @@ import warnings
 import keras
 import numpy as np
 import pytest
+from keras.src.backend import jax as jax_backend
 from keras.src.backend.jax.trainer import JAXEpochIterator
 from keras.src.trainers import trainer as trainer_lib
 from keras.src.trainers.data_adapters import data_adapter_utils
@@ -31,12 +32,14 @@ def test_each_version_has_its_names():
     assert VERSION in ((3, 15), (3, 16)), "see what differs in a new version"
     found = {
         "the trainer": keras_names.TRAINER.__name__,
+        "attention": keras_names.NN.__name__,
         "builds first": keras_names.BUILDS_FIRST,
         "numbers orders": keras_names.ORDERS_ARE_NUMBERED,
         "stacks batches": keras_names.SUPER_BATCHES,
     }
     assert found == {
         "the trainer": "BaseTrainer" if IN_3_16 else "Trainer",
+        "attention": f"keras.src.backend.jax.{'ops.' * IN_3_16}nn",
         "builds first": IN_3_16,
         "numbers orders": IN_3_16,
         "stacks batches": IN_3_16,
@@ -49,6 +52,17 @@ def test_the_trainer_is_where_compile_and_the_constructor_are():
     assert keras_names.TRAINER in keras.Model.__mro__
     assert keras_names.TRAINER in vars(trainer_lib).values()
     assert keras.Model.compile is keras_names.TRAINER.compile
+
+
+def test_attention_is_looked_up_in_its_module(monkeypatch):
+    assert hasattr(jax_backend, "nn") != IN_3_16
+
+    def attention(*args, **kwargs):
+        return "replaced"
+
+    monkeypatch.setattr(keras_names.NN, "dot_product_attention", attention)
+    rows = np.ones((1, 2, 1, 4), "float32")
+    assert keras.ops.dot_product_attention(rows, rows, rows) == "replaced"
 
 
 # Building.

@@ -11,6 +11,7 @@ import pytest
 import keras_strategies as ks
 from keras_strategies.estimator import exporters, exporting, train_callback
 from keras_strategies.estimator.records import eval_results
+from tests.pipes import read_a_pipe
 
 pytestmark = pytest.mark.quick
 
@@ -516,6 +517,29 @@ def test_files_that_others_wrote_are_left_out(tmp_path, caplog, text):
     assert eval_results.read(folder) == {}
     eval_results.append(folder, 3, {"loss": 0.5})
     assert eval_results.read(folder) == {3: {"loss": 0.5}}
+
+
+def test_pipes_in_the_place_of_files_are_not_waited_for(tmp_path):
+    folder = str(tmp_path)
+
+    def noted():
+        return exporting.noted_features(folder)
+
+    def ended():
+        return train_callback.ended_at(folder)
+
+    def evaluated():
+        with pytest.raises(OSError, match="must be a file"):
+            eval_results.read(folder)
+
+    for name, read in (
+        (exporting.FEATURES, noted),
+        (train_callback.MARK, ended),
+        (eval_results.FILE, evaluated),
+    ):
+        assert read_a_pipe(tmp_path / name, read) is None
+    exporting.note_features(folder, {"x": keras.Input((3,))})
+    assert noted()["x"].shape == (0, 3)
 
 
 @pytest.mark.parametrize("text", [b"\xff\xfe", b"", b"[" * 9999])

@@ -162,7 +162,29 @@ def test_exports_are_models_that_keras_loads(tmp_path):
     np.testing.assert_allclose(found, rows, atol=1e-6)
     # Another process knows no data.
     fresh = estimator_of(tmp_path / "model")
-    assert fresh.export_saved_model(base, saved_model=False)
+    for mask in (0o077, 0o027, 0):
+        before = os.umask(mask)
+        try:
+            path = fresh.export_saved_model(
+                base, saved_model=False, assets_extra={"x/a": str(labels)}
+            )
+        finally:
+            os.umask(before)
+        assert modes_of(path) == {
+            "": 0o755 & ~mask,
+            "model.keras": 0o666 & ~mask,
+            "assets.extra": 0o777 & ~mask,
+            "assets.extra/x": 0o777 & ~mask,
+            "assets.extra/x/a": 0o666 & ~mask,
+        }
+
+
+def modes_of(folder):
+    found = {"": folder} | {
+        os.path.relpath(path, folder): path
+        for path in pathlib.Path(folder).rglob("*")
+    }
+    return {name: os.stat(path).st_mode & 0o777 for name, path in found.items()}
 
 
 @pytest.mark.parametrize(
@@ -206,7 +228,12 @@ def test_a_saved_model_is_served_by_tensorflow(tmp_path):
     tensorflow = pytest.importorskip("tensorflow")
     estimator = estimator_of(tmp_path)
     estimator.train(endless, steps=2)
-    path = estimator.export_saved_model(tmp_path / "export")
+    before = os.umask(0o077)
+    try:
+        path = estimator.export_saved_model(tmp_path / "export")
+    finally:
+        os.umask(before)
+    assert not [mode for mode in modes_of(path).values() if mode & 0o077]
     served = tensorflow.saved_model.load(path)
     rows = np.stack(list(estimator.predict(arrays)))
     np.testing.assert_allclose(served.serve({"a": X}), rows, atol=1e-6)

@@ -21,6 +21,7 @@ from keras_strategies.checkpoint.directory import lock
 from keras_strategies.checkpoint.directory.corruption import DamagedCheckpoint
 from keras_strategies.checkpoint.directory.documents import read_document
 from keras_strategies.checkpoint.directory.manifest import read_manifest
+from keras_strategies.checkpoint.directory.orbax_files import restoring
 from keras_strategies.checkpoint.storage import Storage
 from keras_strategies.cli.checkpoints.checkpoint_list import look_at
 from keras_strategies.cli.checkpoints.checkpoint_table import (
@@ -277,6 +278,31 @@ def _document(folder: Any) -> Parse:
     return lambda text: read_document(folder / "7")
 
 
+ORBAX_TREE = (
+    """{"tree_metadata": {"('m', 'a')": {"key_metadata": [{"key": "m", """
+    """"key_type": 2}, {"key": "a", "key_type": 2}], "value_metadata": """
+    """{"value_type": "jax.Array", "skip_deserialize": false}}}, """
+    """"use_ocdbt": true, "use_zarr3": false, "custom_metadata": null}"""
+)
+
+
+def _restoring(name: str) -> Callable[[Any], Parse]:
+    """What is looked at before Orbax reads a checkpoint."""
+
+    def prepared(folder: Any) -> Parse:
+        tree = folder / "7/state/_METADATA"
+        (folder / "7" / name).parent.mkdir(parents=True)
+        tree.write_text(ORBAX_TREE)
+
+        def parse(text: bytes) -> object:
+            with restoring(folder / "7", {"m": ["a"]}):
+                return None
+
+        return parse
+
+    return prepared
+
+
 def _writer(folder: Any) -> Parse:
     def parse(text: bytes) -> object:
         descriptor = os.open(folder / ".lock", os.O_RDONLY)
@@ -524,6 +550,23 @@ PARSERS: dict[str, Parser] = {
         errors=(DamagedCheckpoint,),
         is_text=False,
         puts="7/run/metadata",
+    ),
+    "Orbax's tree": Parser(
+        documents=[ORBAX_TREE],
+        prepared=_restoring("state/_METADATA"),
+        errors=(DamagedCheckpoint,),
+        is_text=False,
+        puts="7/state/_METADATA",
+    ),
+    "Orbax's arrays": Parser(
+        documents=[
+            '{"array_metadatas": [{"array_metadata": {"param_name": "m.a", '
+            '"write_shape": [4], "chunk_shape": [4], "ext_metadata": null}}]}'
+        ],
+        prepared=_restoring("state/array_metadatas/process_0"),
+        errors=(DamagedCheckpoint,),
+        is_text=False,
+        puts="7/state/array_metadatas/process_0",
     ),
     "lock": Parser(
         documents=['{"host": "a", "pid": 3, "since": 1.7e9}'],

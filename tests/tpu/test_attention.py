@@ -5,9 +5,9 @@ import types
 import jax
 import keras
 import pytest
-from keras.src.backend.jax import nn as keras_nn
 
 import keras_strategies as ks
+from keras_strategies.keras_bridge.keras_names import NN as keras_nn
 from keras_strategies.keras_bridge.models import attention
 
 pytestmark = pytest.mark.tpu

@@ -12,10 +12,23 @@ import re
 import sys
 import warnings
 
-LEAST = {"keras": (3, 15), "jax": (0, 10), "jaxlib": (0, 10), "numpy": (2,)}
+LEAST = {
+    "keras": (3, 15),
+    "jax": (0, 10),
+    "jaxlib": (0, 10),
+    "numpy": (2,),
+    "orbax-checkpoint": (0, 12, 5),
+    "rich": (14, 3),
+}
 """The oldest versions that work; pyproject.toml asks for the same."""
 
-BELOW = {"keras": (3, 16), "jax": (0, 13), "jaxlib": (0, 13)}
+BELOW = {
+    "keras": (3, 16),
+    "jax": (0, 13),
+    "jaxlib": (0, 13),
+    "orbax-checkpoint": (0, 13),
+    "rich": (16,),
+}
 """The first versions that nobody has tested; as in pyproject.toml."""
 
 TESTED = {"keras": "3.15.1", "jax": "0.10.2 and 0.12.0.1"}

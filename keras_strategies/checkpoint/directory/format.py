@@ -43,6 +43,9 @@ from keras_strategies.checkpoint.directory.names import (
 )
 from keras_strategies.checkpoint.directory.names import step_of as step_of
 from keras_strategies.checkpoint.directory.names import step_path as step_path
+from keras_strategies.checkpoint.directory.orbax_files import (
+    restoring as restoring,
+)
 from keras_strategies.checkpoint.directory.verify import (
     newest_good as newest_good,
 )

@@ -14,7 +14,10 @@ import time
 import weakref
 
 from keras_strategies.checkpoint.directory.corruption import shown
-from keras_strategies.checkpoint.directory.names import make_directory
+from keras_strategies.checkpoint.directory.names import (
+    kind_of,
+    make_directory,
+)
 from keras_strategies.cluster.untrusted import load_json
 
 try:
@@ -70,6 +73,10 @@ class DirectoryLock:
     then to be released as often. Of a cluster's processes the chief alone
     acquires it.
 
+    The directory itself is locked beside the file, so that deleting the file
+    frees nothing. NFS locks no directories: there `renew` finds that the file
+    was deleted.
+
         with DirectoryLock(directory):
             ...
 
@@ -79,7 +86,9 @@ class DirectoryLock:
 
     def __init__(self, directory: str | os.PathLike[str]):
         self._directory = pathlib.Path(directory)
-        self._descriptor: int | None = None
+        # Locked, or where nothing can be locked; None: not held.
+        self._folder: int | None = None
+        self._file: int | None = None
         self._depth = 0
 
     @property
@@ -99,11 +108,26 @@ class DirectoryLock:
 
         Raises:
           RuntimeError: another process, or another object of this one, has it.
-          OSError: the file cannot be written, or is a link or a pipe.
+          OSError: the file cannot be written, is a link or a pipe, or has a
+            second name.
         """
         if not self._depth:
             self._lock(timeout_seconds)
         self._depth += 1
+
+    def renew(self) -> None:
+        """Locks the file again if it was deleted or replaced while held.
+
+        Raises:
+          RuntimeError: another process has it now.
+          OSError: the file cannot be written.
+        """
+        if self._file is not None:
+            if _is_at(self._file, self._directory / LOCK):
+                return
+            os.close(self._file)
+            self._file = None
+        self._lock(0.0)
 
     def release(self) -> None:
         """Releases it; once for each time that it was acquired.
@@ -117,13 +141,17 @@ class DirectoryLock:
                 f"one more for {str(self._directory)!r}. Leave out a release."
             )
         self._depth -= 1
-        if not self._depth and self._descriptor is not None:
+        if self._depth:
+            return
+        if self._file is not None:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._descriptor, 0)
-                if fcntl is not None:
+                os.ftruncate(self._file, 0)
+        for descriptor in (self._file, self._folder):
+            if descriptor is not None and fcntl is not None:
+                with contextlib.suppress(OSError):
                     # A child that was not forked by Python has a copy.
-                    fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-            self._close()
+                    fcntl.flock(descriptor, fcntl.LOCK_UN)
+        self._close()
 
     def __enter__(self) -> "DirectoryLock":
         self.acquire()
@@ -134,27 +162,42 @@ class DirectoryLock:
 
     def _lock(self, timeout_seconds: float) -> None:
         make_directory(self._directory)
-        descriptor = _open(self._directory / LOCK, os.O_RDWR | os.O_CREAT)
+        deadline = time.monotonic() + timeout_seconds
         try:
-            deadline = time.monotonic() + timeout_seconds
-            is_locked = _try_lock(descriptor, self._directory)
-            while is_locked is False and time.monotonic() < deadline:
+            while not self._is_locked():
+                if time.monotonic() >= deadline:
+                    raise _taken(self._directory)
                 time.sleep(_POLL_SECONDS)
-                is_locked = _try_lock(descriptor, self._directory)
-            if is_locked is False:
-                raise _taken(self._directory, _read(descriptor))
-            _write(descriptor)
+            assert self._file is not None
+            _write(self._file)
         except BaseException:
-            os.close(descriptor)
+            self._close()
             raise
-        self._descriptor = descriptor
         _held.add(self)
 
+    def _is_locked(self) -> bool:
+        """Tries once to lock the directory, then the file."""
+        if self._folder is None and fcntl is not None:
+            folder = _open_folder(self._directory, os.O_RDONLY)
+            if _try_lock(folder, None) is False:
+                os.close(folder)
+                return False
+            self._folder = folder
+        path = self._directory / LOCK
+        self._file = _open(path, os.O_RDWR | os.O_CREAT)
+        is_taken = _try_lock(self._file, self._directory) is False
+        # It may have been deleted between its opening and its lock.
+        if not is_taken and _is_at(self._file, path):
+            return True
+        self._close()
+        return False
+
     def _close(self) -> None:
-        """Lets go of the file. In a fork's child the parent still holds it."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-        self._descriptor = None
+        """Closes the descriptors. After a fork the parent keeps its locks."""
+        for descriptor in (self._file, self._folder):
+            if descriptor is not None:
+                os.close(descriptor)
+        self._file = self._folder = None
         _held.discard(self)
 
     def _forget(self) -> None:
@@ -163,16 +206,17 @@ class DirectoryLock:
 
 
 def writer_of(directory: str | os.PathLike[str]) -> Writer | None:
-    """Who writes to a directory now, None for nobody, or if it is not known."""
-    try:
-        descriptor = _open(pathlib.Path(directory) / LOCK, os.O_RDONLY)
-    except OSError:
-        return None
-    try:
-        is_locked = _try_lock(descriptor, None, is_shared=True)
-        return _read(descriptor) if is_locked is False else None
-    finally:
-        os.close(descriptor)
+    """Returns who writes to a directory; None if no process is known to."""
+    folder = pathlib.Path(directory)
+    with contextlib.ExitStack() as stack:
+        opened: list[int] = []
+        for path, open_it in ((folder, _open_folder), (folder / LOCK, _open)):
+            with contextlib.suppress(OSError):
+                opened.append(open_it(path, os.O_RDONLY))
+                stack.callback(os.close, opened[-1])
+        if False in [_try_lock(d, None, is_shared=True) for d in opened]:
+            return _read(opened[-1])
+    return None
 
 
 _held: "weakref.WeakSet[DirectoryLock]" = weakref.WeakSet()
@@ -188,16 +232,35 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_all)
 
 
+def _open_folder(path: pathlib.Path, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_CLOEXEC", 0))
+
+
 def _open(path: pathlib.Path, flags: int) -> int:
     descriptor = os.open(path, flags | _FLAGS, 0o600)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(
-            errno.EINVAL,
-            f"A directory's lock is a file. Received: {str(path)!r}, which is "
-            "something else. Delete it",
-        )
-    return descriptor
+    status = os.fstat(descriptor)
+    fault = None
+    if not stat.S_ISREG(status.st_mode):
+        fault = f"is a {kind_of(status)}"
+    elif status.st_nlink > 1:
+        # Writing to it would cut the file that has the other name.
+        fault = f"is a hard link: its file has {status.st_nlink} names"
+    if fault is None:
+        return descriptor
+    os.close(descriptor)
+    raise OSError(
+        errno.EINVAL,
+        "A directory's lock must be a file with one name. Received: "
+        f"{str(path)!r}, which {fault}. Delete it",
+    )
+
+
+def _is_at(descriptor: int, path: pathlib.Path) -> bool:
+    """Returns whether an open file still has its name."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except OSError:
+        return False
 
 
 def _try_lock(
@@ -262,7 +325,8 @@ def _read(descriptor: int) -> Writer:
     )
 
 
-def _taken(directory: pathlib.Path, writer: Writer) -> RuntimeError:
+def _taken(directory: pathlib.Path) -> RuntimeError:
+    writer = writer_of(directory) or Writer()
     is_here = writer.host == socket.gethostname()
     if is_here and writer.process_id == os.getpid():
         cure = (

@@ -13,6 +13,7 @@ from keras_strategies.cli.checkpoints.checkpoint_list import (
     Listing,
     State,
 )
+from keras_strategies.cluster.untrusted import printable
 
 _MARKS = {
     State.VERIFIED: ("+", "green"),
@@ -45,7 +46,9 @@ def print_listing(
     if console is None:
         console = Console(highlight=False)
         console.width = min(console.width, _WIDEST)
-    console.print(Text(clean(listing.directory), style="bold", overflow="fold"))
+    console.print(
+        Text(printable(listing.directory), style="bold", overflow="fold")
+    )
     parts = (
         _checkpoints(listing, now, console.width),
         _contents(listing),
@@ -86,14 +89,7 @@ def value_text(value: Any) -> str:
     """A metric's value for people, in four digits."""
     if isinstance(value, float):
         return f"{value:.4g}"
-    return clean(str(value))
-
-
-def clean(text: str) -> str:
-    """Text without what a terminal would take for something else."""
-    return "".join(
-        c if c.isprintable() else ascii(c).strip("'\"") for c in text
-    )
+    return printable(str(value))
 
 
 def _checkpoints(
@@ -132,7 +128,7 @@ def _metrics(entries: tuple[Entry, ...]) -> dict[str, list[str]]:
     """The metrics of all checkpoints, in the order in which they come."""
     names = dict.fromkeys(name for entry in entries for name in entry.logs)
     return {
-        clean(name): [value_text(e.logs.get(name, "")) for e in entries]
+        printable(name): [value_text(e.logs.get(name, "")) for e in entries]
         for name in names
     }
 
@@ -141,7 +137,7 @@ def _in_words(entries: tuple[Entry, ...]) -> list[str]:
     # No line ends within a metric.
     return [
         ", ".join(
-            f"{clean(name)}\N{NO-BREAK SPACE}{value_text(value)}"
+            f"{printable(name)}\N{NO-BREAK SPACE}{value_text(value)}"
             for name, value in entry.logs.items()
         )
         for entry in entries
@@ -193,7 +189,7 @@ def _contents(listing: Listing) -> RenderableType | None:
             head = f"{_steps(steps)} {verb}"
         rows = [
             (
-                clean(group),
+                printable(group),
                 _counted(contents.num_arrays, "array"),
                 _counted(contents.num_values, "value"),
             )
@@ -222,7 +218,7 @@ def _line(mark: str, style: str, text: str) -> RenderableType:
     table = Table.grid(padding=(0, 1))
     table.add_column(width=1, style=style)
     table.add_column(overflow="fold")
-    table.add_row(mark, Text(clean(text)))
+    table.add_row(mark, Text(printable(text)))
     return table
 
 

@@ -187,10 +187,10 @@ def check_address(
     host, port = split(address)
     try:
         places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         yield fault(
             f"The name of the coordinator, {host!r}, is not known here: "
-            f"{error.strerror or error}.",
+            f"{getattr(error, 'strerror', None) or error}.",
             "Give a name that all machines know, or an IP address.",
         )
         return

@@ -4,6 +4,8 @@ import collections
 import dataclasses
 import enum
 
+from keras_strategies.cluster.untrusted import printable
+
 
 class Level(enum.StrEnum):
     """How bad a finding is."""
@@ -28,6 +30,10 @@ class Finding:
     text: str
     fix: str = ""
 
+    def __post_init__(self) -> None:
+        for name in ("text", "fix"):
+            object.__setattr__(self, name, _safe(getattr(self, name)))
+
 
 WRONG = (Level.FAULT, Level.WARNING)
 Row = tuple[str, str]
@@ -46,6 +52,10 @@ class Part:
     title: str
     rows: tuple[Row, ...] = ()
     findings: tuple[Finding, ...] = ()
+
+    def __post_init__(self) -> None:
+        rows = tuple((_safe(name), _safe(value)) for name, value in self.rows)
+        object.__setattr__(self, "rows", rows)
 
     @property
     def calm(self) -> list[Finding]:
@@ -127,3 +137,8 @@ def note(text: str, fix: str = "") -> Finding:
 def good(text: str) -> Finding:
     """A finding that is as it should be."""
     return Finding(level=Level.GOOD, text=text)
+
+
+def _safe(text: str) -> str:
+    # Much of it comes from the environment, and goes to a terminal.
+    return printable(text, keeps="\n")

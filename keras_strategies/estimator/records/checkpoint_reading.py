@@ -187,7 +187,7 @@ def read_arrays(
         )
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=options)
     checkpointer = ocp.Checkpointer(handler, multiprocessing_options=options)
-    with format_lib.reading(path), checkpointer:
+    with format_lib.restoring(path, item), checkpointer:
         return checkpointer.restore(
             pathlib.Path(path).absolute() / "state",
             args=ocp.args.PyTreeRestore(

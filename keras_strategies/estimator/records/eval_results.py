@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from keras_strategies.cluster.exchange.message_forms import is_count
-from keras_strategies.cluster.untrusted import load_json
+from keras_strategies.cluster.untrusted import load_json, open_regular
 
 FILE = "evaluations.jsonl"
 """The name of the file in an evaluation's folder."""
@@ -72,7 +72,7 @@ def read(directory: str) -> dict[int, dict[str, float]]:
 def _lines(path: pathlib.Path) -> Iterator[bytes]:
     """The lines of a file, if it is there; of a long one the beginning."""
     try:
-        file = path.open("rb")
+        file = open_regular(path)
     except FileNotFoundError:
         return
     with file:

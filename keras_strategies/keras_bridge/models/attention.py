@@ -17,10 +17,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from keras.src.backend.jax import nn as keras_nn
 
 from keras_strategies._core.attributes import attribute_set
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.keras_bridge import keras_names
 from keras_strategies.keras_bridge.patches import Patches
 
 
@@ -119,4 +119,6 @@ def capped_attention(
     return jnp.einsum("bhts,bshd->bthd", shares, value)
 
 
-_patches = Patches(lambda: [(keras_nn, "dot_product_attention", _wrapped)])
+_patches = Patches(
+    lambda: [(keras_names.NN, "dot_product_attention", _wrapped)]
+)

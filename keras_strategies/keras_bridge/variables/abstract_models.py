@@ -136,17 +136,16 @@ def _building(
 
 
 def _quantizing(
-    model: keras.Model, quantize: Callable[..., None]
-) -> Callable[..., None]:
+    model: keras.Model, quantize: Callable[..., Any]
+) -> Callable[..., Any]:
     """A model's `quantize`, by shapes and dtypes."""
 
     @functools.wraps(quantize)
     def quantize_as_made(
-        mode: Any = None, config: Any = None, **kwargs: Any
-    ) -> None:
+        mode: Any = None, config: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         if not hasattr(model, _MARK):
-            quantize(mode=mode, config=config, **kwargs)
-            return
+            return quantize(mode, config, *args, **kwargs)
         name = mode if isinstance(mode, str) else getattr(config, "mode", mode)
         if name not in _BY_SHAPES:
             raise ValueError(
@@ -155,9 +154,8 @@ def _quantizing(
                 f"{model.name!r}. Choose one of {', '.join(_BY_SHAPES)}, or "
                 "make it without `ks.abstract()`."
             )
-
         with shapes_alone():
-            quantize(mode=mode, config=config, **kwargs)
+            return quantize(mode, config, *args, **kwargs)
 
     return quantize_as_made
 

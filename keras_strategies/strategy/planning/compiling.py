@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from keras_strategies._core.jaxprs.hlo_text import COLLECTIVES
-from keras_strategies.cluster.untrusted import load_json
+from keras_strategies.cluster.untrusted import load_json, open_regular
 from keras_strategies.strategy.planning.figures import (
     LOW_EFFORT,
     DoesNotFit,
@@ -145,7 +145,7 @@ def _write(path: pathlib.Path, outcome: Outcome) -> None:
         kept = {n: getattr(outcome, n) for n in (*_NUMBERS, *_MAPPINGS)}
     # A full disk or a read-only home costs time alone.
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        _make_private(path.parent)
         handle, name = tempfile.mkstemp(dir=path.parent)
         try:
             with os.fdopen(handle, "w") as file:
@@ -155,10 +155,17 @@ def _write(path: pathlib.Path, outcome: Outcome) -> None:
             os.unlink(name)
 
 
+def _make_private(folder: pathlib.Path) -> None:
+    """Makes a folder, and those above it, for their owner alone."""
+    if not folder.exists():
+        _make_private(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
 def _read(path: pathlib.Path) -> Outcome | None:
     """What was kept; None: nothing, or a file that is not ours."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             raw = file.read(_MOST_BYTES + 1)
         return _parsed(load_json(raw, max_characters=_MOST_BYTES))
     except (OSError, ValueError):

@@ -7,8 +7,8 @@ import jax
 import keras
 import numpy as np
 import pytest
-from keras.src.backend.jax import nn as keras_nn
 
+from keras_strategies.keras_bridge.keras_names import NN as keras_nn
 from keras_strategies.keras_bridge.models.attention import attention_for
 
 TPUS = types.SimpleNamespace(platform="tpu")

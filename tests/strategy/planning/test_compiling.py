@@ -11,6 +11,7 @@ from keras_strategies._core.compiled import without_jax_cache
 from keras_strategies.strategy.planning import compiling
 from keras_strategies.strategy.planning.compiling import Compiler
 from keras_strategies.strategy.planning.figures import DoesNotFit, Figures
+from tests.pipes import read_a_pipe
 
 pytestmark = pytest.mark.quick
 
@@ -146,6 +147,34 @@ def test_a_folder_in_the_file_s_place_costs_time_alone(tmp_path):
     file.mkdir()
     assert isinstance(compiled(lowered, tmp_path), Figures)
     assert list(tmp_path.iterdir()) == [file], "what was written half is there"
+
+
+def test_a_pipe_in_the_file_s_place_is_not_waited_for(tmp_path):
+    lowered = Lowered(double)
+    compiled(lowered, tmp_path)
+    (file,) = tmp_path.iterdir()
+    file.unlink()
+    found = read_a_pipe(file, lambda: compiled(lowered, tmp_path))
+    assert isinstance(found, Figures)
+    assert file.is_file()
+    assert lowered.num_compiled == 2
+
+
+def test_what_is_no_file_is_not_read(tmp_path):
+    (tmp_path / "endless").symlink_to("/dev/zero")
+    assert compiling._read(tmp_path / "endless") is None
+
+
+@pytest.mark.parametrize("mask", [0, 0o022, 0o077])
+def test_folders_are_their_owner_s_alone(tmp_path, mask):
+    top = tmp_path / "cache"
+    before = os.umask(mask)
+    try:
+        compiled(Lowered(double), top / "keras_strategies" / "plans")
+    finally:
+        os.umask(before)
+    modes = [p.stat().st_mode & 0o777 for p in (top, *top.rglob("*"))]
+    assert sorted(modes) == [0o600, 0o700, 0o700, 0o700]
 
 
 def test_a_folder_that_cannot_be_written_costs_time_alone(tmp_path):
