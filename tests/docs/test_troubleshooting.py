@@ -281,7 +281,7 @@ CASES = {
     "A checkpoint is restored into": other_model,
     "Checkpoints are saved in": path_of_one,
     "Mixing different": mixed,
-    "This step is run over": run_whole,
+    "This step runs over": run_whole,
     "The model's variables": of_another_strategy,
     "In a strategy's scope": made_outside,
     "A variable is divided along": not_divisible,
