@@ -294,3 +294,13 @@ def test_libtpu_says_what_a_program_needs_that_does_not_fit(
     assert misfit is not None
     assert misfit.needed == 2 * gib * 2**30
     assert memory_of(device) == int(available * 2**30)
+
+
+def test_an_equation_knows_the_code_that_made_it():
+    def computed(x):
+        return jax.lax.sin(x)
+
+    (equation,) = jax.make_jaxpr(computed)(1.0).eqns
+    codes, _ = equation.source_info.traceback.raw_frames()
+    assert codes[0].co_filename.startswith(os.path.dirname(jax.__file__))
+    assert computed.__code__ in codes

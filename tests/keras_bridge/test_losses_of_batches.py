@@ -189,6 +189,61 @@ LOSSES = {
 }
 
 
+def rows_of(p):
+    return float(ops.shape(p)[0])
+
+
+def into_places(t, p):
+    places = ops.stack(
+        [ops.arange(ops.shape(p)[0]), ops.argmax(t, axis=-1)], axis=-1
+    )
+    put = ops.scatter_update(ops.zeros_like(p), places, of_rows(t, p))
+    return ops.sum(put / rows_of(p), axis=-1)
+
+
+# Of the number of rows, in ways of which one trace shows nothing. Some give a
+# value for each row, or for each output.
+OF_NUMBERS = {
+    "sums_of_outputs": lambda t, p: 0.01 * ops.sum(error(t, p), axis=0),
+    "spread_mean": lambda t, p: (
+        0.01 * ops.sum(ops.mean(error(t, p)) * ops.ones_like(t[:, 0]))
+    ),
+    "bessel": lambda t, p: of_rows(t, p) * (rows_of(p) / (rows_of(p) - 1)),
+    "over_log": lambda t, p: of_rows(t, p) / np.log(rows_of(p)),
+    "log_of_scaled": lambda t, p: ops.log1p(rows_of(p) * ops.exp(-p[:, 0])),
+    "scaled_rows": lambda t, p: of_rows(t, p) / rows_of(p) * t[:, 0],
+    "product_with_scaled": lambda t, p: ops.matmul(
+        error(t, p), ops.ones((OUTPUTS, 1)) / rows_of(p)
+    )[:, 0],
+    "first_twenty": lambda t, p: ops.mean(of_rows(t, p)[:20]),
+    "of_few_rows": lambda t, p: of_rows(
+        t, p - ops.mean(p[:20]) if rows_of(p) > 20 else p
+    ),
+    "at_most_sixteen": lambda t, p: (
+        ops.sum(of_rows(t, p)) / min(rows_of(p), 16.0)
+    ),
+    "turns": lambda t, p: jax.lax.fori_loop(
+        0, p.shape[0], lambda k, sum: sum + 0.01 * ops.mean(error(t, p)), 0.0
+    ),
+    "last_place": lambda t, p: (
+        of_rows(t, p)
+        * ops.cast(ops.max(ops.arange(ops.shape(p)[0])), "float32")
+        * 0.01
+    ),
+    "triangle": lambda t, p: (
+        of_rows(t, p) * ops.sum(ops.tril(ops.ones((p.shape[0],) * 2))) * 0.001
+    ),
+    "transformed": lambda t, p: ops.sum(
+        ops.absolute(jax.numpy.fft.fft(p / rows_of(p))), axis=-1
+    ),
+    "running_product": lambda t, p: ops.sum(
+        ops.cumprod(p / rows_of(p) * 8, axis=-1), axis=-1
+    ),
+    "into_places": into_places,
+}
+LOSSES |= OF_NUMBERS
+
+
 def net():
     keras.utils.set_random_seed(1)
     return [keras.layers.Dense(8, "tanh"), keras.layers.Dense(OUTPUTS)]
@@ -216,7 +271,7 @@ class Computes(keras.Model):
         return x
 
     def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
-        return self.fn(y, y_pred)
+        return ops.mean(self.fn(y, y_pred))
 
 
 class Adds(Computes):
@@ -225,7 +280,7 @@ class Adds(Computes):
     def call(self, x):
         outputs = super().call(x)
         target = 0.5 + ops.abs(x[:, :OUTPUTS])
-        self.add_loss(self.fn(target, outputs))
+        self.add_loss(ops.mean(self.fn(target, outputs)))
         return outputs
 
     def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
@@ -300,6 +355,84 @@ def test_each_loss_is_that_of_one_device(name):
 @pytest.mark.parametrize("name", ["root_of_mean", "balanced"])
 def test_each_place_of_a_loss(name, place):
     check(name, place, 3)
+
+
+class Shares(keras.layers.Layer):
+    """Adds weights' sum, divided by the number of rows."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=shape[1:], initializer="ones")
+
+    def call(self, x):
+        loss = ops.sum(ops.square(self.scale)) / ops.shape(x)[0]
+        self.add_loss(0.5 * loss)
+        return x * self.scale
+
+
+class Spreads(keras.layers.Layer):
+    """Divides by the deviation of the rows that are there."""
+
+    def call(self, x):
+        return x / (0.1 + ops.std(x, axis=0)) * ops.abs(x)
+
+
+def normalization(**options):
+    """BatchNormalization, after a layer that combines rows."""
+    layer = keras.layers.BatchNormalization(**options)
+    layer.trainable = bool(options)
+    return [Spreads(), layer]
+
+
+LAYERS = {
+    "weights_over_rows": lambda: [Shares()],
+    "synchronized": lambda: normalization(synchronized=True),
+    "frozen": normalization,
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_that_combine_rows(name):
+    def train(strategy):
+        keras.utils.set_random_seed(2)
+        with strategy.scope():
+            inputs = keras.Input((FEATURES,))
+            model = keras.Sequential([inputs, *LAYERS[name](), *net()])
+            model.compile(keras.optimizers.SGD(0.02), "mse")
+        options = {"batch_size": BATCH, "verbose": 0, "shuffle": False}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.fit(X, Y, epochs=2, **options)
+        told = [str(w.message) for w in caught if WORDS in str(w.message)]
+        return model.get_weights(), told
+
+    expected, _ = train(ks.OneDeviceStrategy("CPU:0"))
+    weights, told = train(mirrored(3))
+    for one, other in zip(weights, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=3e-5, atol=3e-5)
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_loss_of_more_than_one_row(rows):
+    """Two replicas of one row each compute less than one device of two."""
+
+    def loss(t, p):
+        spread = ops.mean(ops.var(p, axis=0)) if p.shape[0] > 1 else 0.0
+        return of_rows(t, p) + spread
+
+    def train(strategy):
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((FEATURES,)), *net()])
+            model.compile(keras.optimizers.SGD(0.02), loss)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            options = {"batch_size": 2 * rows, "verbose": 0}
+            model.fit(X[:4], Y[:4], shuffle=False, **options)
+        return model.get_weights()
+
+    expected = train(ks.OneDeviceStrategy("CPU:0"))
+    for one, other in zip(train(mirrored(2)), expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=3e-5, atol=3e-5)
 
 
 @pytest.mark.slow

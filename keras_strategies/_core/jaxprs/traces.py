@@ -1,11 +1,15 @@
 """Facts about traces: whether one is under way, where an equation is from."""
 
+import collections
+import functools
 import importlib.util
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
 from jax.core import Tracer
+from jax.extend.core import jaxprs_in_params
 
 
 def is_traced() -> bool:
@@ -30,15 +34,103 @@ def place_of(equation: Any) -> str:
     info = getattr(equation, "source_info", None)
     traceback = getattr(info, "traceback", None)
     for frame in getattr(traceback, "frames", ()):
-        if not frame.file_name.startswith(_library_folders()):
+        if not frame.file_name.startswith(("<", *_library_folders())):
             name = os.path.basename(frame.file_name)
             return f"{name}:{frame.line_num}"
     return ""
 
 
+def has_own_code(jaxpr: Any) -> bool:
+    """Whether code that is neither Keras's nor JAX's made an equation.
+
+    An equation is made by who called JAX, directly or by an operation of
+    Keras: a layer's, though a model of the user's called the layer.
+
+    Args:
+      jaxpr: A closed jaxpr.
+    """
+    return any(_is_own(equation) for equation in _equations_in(jaxpr))
+
+
+def computations_in(jaxpr: Any) -> dict[str, int]:
+    """How often each primitive is in a jaxpr, but for moves and sums.
+
+    What is spread over rows is added up in its gradient, unless there is one
+    row.
+
+    Args:
+      jaxpr: A closed jaxpr.
+    """
+    names = (equation.primitive.name for equation in _equations_in(jaxpr))
+    return collections.Counter(name for name in names if name not in _MOVES)
+
+
+_MOVES = frozenset(
+    (
+        "broadcast_in_dim",
+        "convert_element_type",
+        "copy",
+        "expand_dims",
+        "jit",
+        "pjit",
+        "reduce_sum",
+        "reshape",
+        "squeeze",
+        "transpose",
+    )
+)
+
+
+def _equations_in(jaxpr: Any) -> Iterator[Any]:
+    seen: set[int] = set()
+    stack = [jaxpr.jaxpr]
+    while stack:
+        inner = stack.pop()
+        if id(inner) in seen:
+            continue
+        seen.add(id(inner))
+        for equation in inner.eqns:
+            yield equation
+            stack.extend(jaxprs_in_params(equation.params))
+
+
+def _is_own(equation: Any) -> bool:
+    traceback = getattr(equation.source_info, "traceback", None)
+    if traceback is None:
+        return False
+    codes, _ = traceback.raw_frames()
+    for code in codes:
+        maker = _maker_of(code.co_filename)
+        if maker is not None:
+            return maker
+    return False
+
+
+@functools.lru_cache(maxsize=1024)
+def _maker_of(file_name: str) -> bool | None:
+    """Whether a file is the user's; None where it works for its callers."""
+    if not file_name.startswith(_library_folders()):
+        return True
+    for folder in _folders("keras", "keras_hub"):
+        if file_name.startswith(folder):
+            parts = file_name.removeprefix(folder).split(os.sep)
+            return None if _FOR_CALLERS.intersection(parts[:-1]) else False
+    return None
+
+
+_FOR_CALLERS = frozenset(("ops", "backend", "random", "utils", "tree"))
+"""Keras's folders whose functions compute what their callers ask for."""
+
+
+@functools.cache
 def _library_folders() -> tuple[str, ...]:
-    names = ("jax", "keras", "keras_strategies", "functools", "contextlib")
+    names = ("jax", "keras", "keras_hub", "keras_strategies", "numpy")
+    return ("<frozen ", *_folders(*names, "functools", "contextlib"))
+
+
+@functools.cache
+def _folders(*names: str) -> tuple[str, ...]:
     found = map(importlib.util.find_spec, names)
     origins = [spec.origin for spec in found if spec and spec.origin]
     folders = map(os.path.dirname, origins)
-    return ("<", *dict.fromkeys(f"{folder}{os.sep}" for folder in folders))
+    return tuple(dict.fromkeys(f"{folder}{os.sep}" for folder in folders))

@@ -11,9 +11,12 @@ from keras_strategies._core.row_kinds.kinds import (
     ROWS,
     SUM,
     Kind,
+    is_constant,
     joined,
     joined_constants,
+    may_count,
     mixed,
+    power_of,
     uniform,
 )
 
@@ -24,15 +27,17 @@ class Call:
 
     Attributes:
       equation: The equation.
-      twin: The same of a trace with twice the rows; None with one trace.
+      twin: The same of a trace with more rows; None with one trace.
       kinds: The kinds of its operands.
       num_rows: The number of rows.
+      ratio: How many times these rows the other trace has.
     """
 
     equation: Any
     twin: Any
     kinds: list[Kind]
     num_rows: int
+    ratio: float
 
     @property
     def name(self) -> str:
@@ -69,9 +74,28 @@ class Call:
 def joined_plain(kinds: Sequence[Kind]) -> Kind:
     """The kind of a constant that is made of constants in any way."""
     is_random = any(kind.is_random for kind in kinds)
-    powers = {kind.power for kind in kinds if kind.power}
-    power = powers.pop() if len(powers) == 1 else math.nan if powers else 0.0
+    power = 0.0 if all(map(is_constant, kinds)) else math.nan
     return dataclasses.replace(PLAIN, is_random=is_random, power=power)
+
+
+def scaled_power(
+    power: float | None, by: Kind, call: Call, *, inverse: bool = False
+) -> float | None:
+    """The power of a value times a constant (or divided by it)."""
+    if power is None:
+        return power
+    of_values = by.values is not None
+    change = power_of(by.values, call.ratio) if of_values else by.power
+    if change is None:
+        value = by.values[0] if by.values else 1.0
+        return None if may_count(value, call.num_rows) else power
+    return power - change if inverse else power + change
+
+
+def sum_of_powers(kinds: Sequence[Kind]) -> float | None:
+    """The power of a product; None if one of them is not known."""
+    powers = [kind.power for kind in kinds]
+    return None if None in powers else sum(p or 0.0 for p in powers)
 
 
 def joined_all(kinds: Sequence[Kind], call: Call) -> Kind:

@@ -11,6 +11,8 @@ import numpy as np
 from keras_strategies._core.row_kinds.call import (
     Call,
     joined_all,
+    scaled_power,
+    sum_of_powers,
 )
 from keras_strategies._core.row_kinds.kinds import (
     CONST,
@@ -21,7 +23,6 @@ from keras_strategies._core.row_kinds.kinds import (
     joined_constants,
     power_of,
     same_power,
-    scaled_power,
     summed,
     uniform,
 )
@@ -77,7 +78,7 @@ def _power_of_constants(call: Call) -> float:
     powers = [
         kind.power or 0.0
         if kind.values is None
-        else power_of(kind.values) or 0.0
+        else power_of(kind.values, call.ratio) or 0.0
         for kind in call.kinds
     ]
     if not any(powers):
@@ -162,7 +163,8 @@ def _of_sums(call: Call) -> Kind:
     if name in ("add", "sub", "add_any"):
         return joined_all(kinds, call)
     if name == "select_n" and kinds[0].form == CONST:
-        return joined_all(kinds[1:], call)
+        is_fixed = is_constant(kinds[0])
+        return joined_all(kinds[1:], call) if is_fixed else call.mixed()
     of = next(k for k, kind in enumerate(kinds) if kind.form == SUM)
     kind, others = kinds[of], [k for i, k in enumerate(kinds) if i != of]
     if name == "convert_element_type":
@@ -175,7 +177,7 @@ def _of_sums(call: Call) -> Kind:
     if is_scaled and others[0].form == CONST:
         inverse = name == "div"
         return summed(
-            scaled_power(kind.power, others[0], call.num_rows, inverse=inverse)
+            scaled_power(kind.power, others[0], call, inverse=inverse)
         )
     return call.mixed()
 
@@ -214,6 +216,7 @@ def _power_of_rows(
     name, kinds = call.name, call.kinds
     first = of_rows[0]
     constants = [kind for kind in kinds if kind.form == CONST]
+    is_known = all(kind.power is not None for kind in of_rows)
     if name in ("neg", "copy", "copy_p", "convert_element_type"):
         return True, first.power
     if name in ("mul", "div") and len(kinds) == 2:
@@ -221,19 +224,23 @@ def _power_of_rows(
             (by,) = constants
             is_inverse = name == "div"
             if is_inverse and kinds[0].form == CONST:
-                return first.power in (0.0, None), 0.0
-            if is_inverse and by.values and by.values[0] == first.count:
+                power = scaled_power(0.0 if is_known else None, by, call)
+                return first.power in (0.0, None), power
+            counts = set(by.values or (None,))
+            if is_inverse and counts == {first.count}:
                 return True, first.power
-            return True, scaled_power(
-                first.power, by, call.num_rows, inverse=is_inverse
-            )
+            return True, scaled_power(first.power, by, call, inverse=is_inverse)
+        if name == "mul" or not is_known:
+            return True, sum_of_powers(of_rows)
         one, two = (kind.power or 0.0 for kind in kinds)
-        return True, one + two if name == "mul" else one - two
+        return True, one - two
+    are_fixed = all(map(is_constant, constants))
     if name in ("add", "sub", "add_any", "select_n") and len(of_rows) > 1:
         given = of_rows if name != "select_n" else of_rows[-2:]
-        return same_power(given[0].power, given[-1].power)
+        is_same, power = same_power(given[0].power, given[-1].power)
+        return is_same and are_fixed, power
     is_plain = all(kind.power in (0.0, None) for kind in of_rows)
-    return is_plain and all(is_constant(c) for c in constants), 0.0
+    return is_plain and are_fixed, 0.0 if is_known else None
 
 
 def select(call: Call) -> Kind:

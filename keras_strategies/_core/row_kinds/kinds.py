@@ -14,10 +14,18 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
 CONST, ROWS, SUM, MIXED = "const", "rows", "sum", "mixed"
 
 MEAN_POWER = -1.0
 """The power of a mean over rows."""
+
+_MOST_ENTRIES = 1 << 20
+"""Of captured arrays with more entries it is not looked at the values."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,6 +49,8 @@ class Kind:
       index_of: Of `CONST`: the dimension along which the value is the index.
       is_random: Of `CONST`: it is made of random bits, which are each
         replica's own by definition.
+      is_global: Of `CONST`: it is computed of what all replicas have given,
+        as one device would, so it may depend on the number of rows.
       why: Of `MIXED`: the equation that mixes rows.
     """
 
@@ -54,6 +64,7 @@ class Kind:
     values: tuple[Any, ...] | None = None
     index_of: int | None = None
     is_random: bool = False
+    is_global: bool = False
     why: Any = None
 
     def is_flat(self, axis: int, size: int) -> bool:
@@ -97,25 +108,33 @@ def first_mixed(kinds: Sequence[Kind]) -> Kind | None:
     return next((kind for kind in kinds if kind.form == MIXED), None)
 
 
-def power_of(values: tuple[Any, ...] | None) -> float | None:
+def power_of(values: tuple[Any, ...] | None, ratio: float) -> float | None:
     """The power of the number of rows in a number of each of two traces.
 
     Args:
-      values: The number in each trace; the second has twice the rows.
+      values: The number in each trace.
+      ratio: How many times the first's rows the second trace has.
 
     Returns:
-      The power; None if it is no power, or with one trace alone.
+      The power, NaN if it is none; None with one trace alone.
     """
     if values is None:
         return 0.0
     if len(values) == 1:
         return None
-    small, large = map(float, values)
-    if small == large or not (math.isfinite(small) and math.isfinite(large)):
+    if _are_equal(values):
         return 0.0
-    if small * large <= 0:
+    small, large = map(float, values)
+    is_finite = math.isfinite(small) and math.isfinite(large)
+    if not is_finite or small * large <= 0:
         return math.nan
-    return math.log2(large / small)
+    # The digits that numbers of 32 bits have.
+    return round(math.log(large / small) / math.log(ratio), 5)
+
+
+def _are_equal(values: tuple[Any, ...]) -> bool:
+    first = values[0]
+    return all(v == first or (v != v and first != first) for v in values)
 
 
 def may_count(value: Any, num_rows: int) -> bool:
@@ -136,19 +155,6 @@ def may_count(value: Any, num_rows: int) -> bool:
     return count >= num_rows - 1 and rest in (0, 1, num_rows - 1)
 
 
-def scaled_power(
-    power: float | None, by: Kind, num_rows: int, *, inverse: bool = False
-) -> float | None:
-    """The power of a value times a constant (or divided by it)."""
-    if power is None:
-        return power
-    change = by.power if by.values is None else power_of(by.values)
-    if change is None:
-        value = by.values[0] if by.values else 1.0
-        return None if may_count(value, num_rows) else power
-    return power - change if inverse else power + change
-
-
 def same_power(
     one: float | None, two: float | None
 ) -> tuple[bool, float | None]:
@@ -162,7 +168,7 @@ def is_constant(kind: Kind) -> bool:
     """Whether a constant does not depend on the number of rows."""
     if kind.values is None:
         return kind.power == 0.0
-    return power_of(kind.values) in (0.0, None)
+    return _are_equal(kind.values)
 
 
 def joined(one: Kind, two: Kind, shape: Sequence[int], why: Any) -> Kind:
@@ -207,6 +213,40 @@ def joined_constants(kinds: Sequence[Kind]) -> Kind:
         axis: math.gcd(*(kind.blocks[axis] for kind in kinds)) for axis in axes
     }
     is_random = any(kind.is_random for kind in kinds)
-    powers = {kind.power for kind in kinds}
+    powers = {
+        kind.power if kind.values is None or is_constant(kind) else math.nan
+        for kind in kinds
+    }
     power = powers.pop() if len(powers) == 1 else math.nan
     return Kind(form=CONST, blocks=blocks, is_random=is_random, power=power)
+
+
+def of_arrays(arrays: Sequence[Any]) -> Kind:
+    """The kind of a constant, by its value in each trace."""
+    shape = np.shape(arrays[0])
+    if any(
+        isinstance(a, Tracer)
+        or jnp.issubdtype(jnp.result_type(a), jax.dtypes.extended)
+        or not 0 < np.size(a) <= _MOST_ENTRIES
+        for a in arrays
+    ):
+        return PLAIN
+    if isinstance(arrays[0], jax.Array) and not arrays[0].is_fully_addressable:
+        return PLAIN
+    values = [np.asarray(a) for a in arrays]
+    firsts = [v.ravel()[0] for v in values]
+    if all(
+        np.all((v == f) | (f != f)) for v, f in zip(values, firsts, strict=True)
+    ):
+        return uniform(tuple(f.item() for f in firsts), shape)
+    if any(
+        v.shape == shape and not np.array_equal(v, values[0])
+        for v in values[1:]
+    ):
+        return dataclasses.replace(PLAIN, power=math.nan)
+    blocks = {}
+    for axis, size in enumerate(shape):
+        moved = np.moveaxis(values[0], axis, 0)
+        if np.array_equal(moved, np.broadcast_to(moved[:1], moved.shape)):
+            blocks[axis] = size
+    return dataclasses.replace(PLAIN, blocks=blocks)

@@ -4,8 +4,8 @@ The mean of the replicas' losses, and of their gradients, is that of the global
 batch where a loss is a mean over rows, plus what does not depend on them. The
 traced step is interpreted with `kinds` in the place of arrays; `rules` has a
 rule for each primitive. What has none mixes rows, so
-a loss that passes is a mean. Whether a constant is made of the number of rows
-shows only beside a second trace with twice the rows.
+a loss that passes is a mean. What is made of the number of rows shows only
+beside a second trace with another number.
 
 Code that traces a step marks values in it by name (`mark`), which costs
 nothing in the compiled program.
@@ -17,11 +17,7 @@ import enum
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.core import Tracer
 from jax.extend.core import Literal
 
 from keras_strategies._core.jaxprs.collective_cut import trace_called
@@ -29,6 +25,7 @@ from keras_strategies._core.row_kinds.call import Call
 from keras_strategies._core.row_kinds.kinds import (
     CONST,
     MEAN_POWER,
+    MIXED,
     PLAIN,
     ROWS,
     SUM,
@@ -36,9 +33,9 @@ from keras_strategies._core.row_kinds.kinds import (
     is_constant,
     joined,
     mixed,
+    of_arrays,
     rows,
     summed,
-    uniform,
 )
 from keras_strategies._core.row_kinds.rules import kinds_of_results
 
@@ -48,11 +45,12 @@ VALUES = "ks.values"
 """Marks values of rows that a reduction of ours is about to reduce."""
 REDUCED = "ks.reduced"
 """Marks what that made of them: the mean over the replicas is the batch's."""
+AVERAGED = "ks.averaged"
+"""Marks the mean of them that Keras's own reduction made."""
+OWN = "ks.own"
+"""Marks values that are about to be normalized with a replica's statistics."""
 NORMALIZED = "ks.normalized"
-"""Marks values of rows that were normalized with a replica's own statistics."""
-
-_MOST_ENTRIES = 1 << 20
-"""Of captured arrays with more entries it is not looked at the values."""
+"""Marks what that made of them."""
 
 
 class Verdict(enum.Enum):
@@ -68,8 +66,8 @@ class Finding:
     """What was found of a step's losses.
 
     Attributes:
-      verdict: The worst verdict of all losses. `UNSURE`: a trace with twice
-        the rows is needed.
+      verdict: The worst verdict of all losses. `UNSURE`: a trace with
+        another number of rows is needed.
       why: Of `MIXED`: the equation that mixes rows, if there is one.
     """
 
@@ -91,13 +89,16 @@ def losses_in(
       traced: The closed jaxpr of a step.
       data: The positions of its inputs that have rows, in dimension 0.
       num_rows: The number of rows.
-      twin: The same with twice the rows. With one trace alone, a constant
-        that may be made of the number of rows leaves the verdict `UNSURE`.
+      twin: The same with more rows. With one trace alone, a constant that
+        may be made of the number of rows leaves the verdict `UNSURE`.
     """
     jaxprs = [traced] if twin is None else [traced, twin]
     inner = traced.jaxpr
     inputs = [rows(0) if k in data else PLAIN for k in range(len(inner.invars))]
-    walk = _Walk(num_rows)
+    ratio = 1.0
+    if twin is not None and data:
+        ratio = twin.jaxpr.invars[data[0]].aval.shape[0] / num_rows
+    walk = _Walk(num_rows, ratio)
     try:
         walk.closed(jaxprs, inputs)
     except _Different:
@@ -114,10 +115,12 @@ class _Walk:
 
     Args:
       num_rows: The number of rows in the first.
+      ratio: How many times these rows the second has.
     """
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, ratio: float) -> None:
         self._num_rows = num_rows
+        self._ratio = ratio
         self._losses: list[Kind] = []
         self._is_noting = True
         self._marked: dict[str, Kind] = {}
@@ -136,7 +139,7 @@ class _Walk:
     def closed(self, jaxprs: list[Any], inputs: list[Kind]) -> list[Kind]:
         """The kinds of the results of closed jaxprs."""
         consts = [
-            _of_arrays(pair)
+            of_arrays(pair)
             for pair in zip(*(j.consts for j in jaxprs), strict=True)
         ]
         return self._open([j.jaxpr for j in jaxprs], consts, inputs)
@@ -145,19 +148,25 @@ class _Walk:
         self, jaxprs: list[Any], consts: list[Kind], inputs: list[Kind]
     ) -> list[Kind]:
         first = jaxprs[0]
-        if len({len(j.eqns) for j in jaxprs}) > 1:
+        # Whether entries are placed elsewhere depends on what JAX has cached.
+        parts = [_without_placing(jaxpr) for jaxpr in jaxprs]
+        if len({len(equations) for equations, _ in parts}) > 1:
             raise _Different
         env: dict[Any, Kind] = dict(zip(first.constvars, consts, strict=True))
         env |= dict(zip(first.invars, inputs, strict=True))
 
         def read(*variables: Any) -> Kind:
+            variables = tuple(
+                v if isinstance(v, Literal) else same.get(v, v)
+                for v, (_, same) in zip(variables, parts, strict=True)
+            )
             if isinstance(variables[0], Literal):
                 if not all(isinstance(v, Literal) for v in variables):
                     raise _Different
-                return _of_arrays([v.val for v in variables])
+                return of_arrays([v.val for v in variables])
             return env[variables[0]]
 
-        for equations in zip(*(j.eqns for j in jaxprs), strict=True):
+        for equations in zip(*(found for found, _ in parts), strict=True):
             if len({e.primitive.name for e in equations}) > 1:
                 raise _Different
             operands = zip(*(e.invars for e in equations), strict=True)
@@ -186,6 +195,7 @@ class _Walk:
             twin=equations[-1] if len(equations) > 1 else None,
             kinds=kinds,
             num_rows=self._num_rows,
+            ratio=self._ratio,
         )
         return kinds_of_results(call)
 
@@ -197,19 +207,22 @@ class _Walk:
             and not equation.outvars[0].aval.shape
         ):
             self._losses.append(kind)
-        elif name == VALUES:
+        elif name in (VALUES, OWN):
             self._marked[name] = kind
-        elif name == REDUCED and kind.form == SUM:
+        elif name in (REDUCED, AVERAGED):
             values = self._marked.get(VALUES, kind)
-            power = values.power
-            return summed(None if power is None else power + MEAN_POWER)
+            if values.form == ROWS:
+                power = values.power
+                return summed(None if power is None else power + MEAN_POWER)
+            return kind if name == AVERAGED else mixed(equation)
         elif name == NORMALIZED and equation.outvars[0].aval.shape:
-            return rows(0)
+            of = self._marked.get(OWN, kind)
+            return of if of.form == MIXED else rows(0)
         return kind
 
     def _call(self, inner: list[Any], kinds: list[Kind]) -> list[Kind]:
         consts = [
-            _of_arrays(pair)
+            of_arrays(pair)
             for pair in zip(*(consts for _, consts in inner), strict=True)
         ]
         return self._open([jaxpr for jaxpr, _ in inner], consts, kinds)
@@ -245,6 +258,8 @@ class _Walk:
         equation = equations[0]
         num_consts = equation.params["num_consts"]
         num_carry = equation.params["num_carry"]
+        if len({e.params["length"] for e in equations}) > 1:
+            return [mixed(equation)] * len(equation.outvars)
         jaxprs = [e.params["jaxpr"] for e in equations]
         consts = kinds[:num_consts]
         carry = kinds[num_consts : num_consts + num_carry]
@@ -279,7 +294,7 @@ class _Walk:
             equations[0],
         )
         (test,) = self.closed(tests, [*of_cond, *carry])
-        if test.form != CONST:
+        if test.form != CONST or not is_constant(test):
             return [mixed(equations[0])] * len(carry)
         self.closed(bodies, [*of_body, *carry])
         return carry
@@ -289,7 +304,7 @@ class _Walk:
         columns = zip(*(e.params["branches"] for e in equations), strict=True)
         branches = [self.closed(list(pair), operands) for pair in columns]
         shapes = [v.aval.shape for v in equations[0].outvars]
-        if which.form != CONST:
+        if which.form != CONST or not is_constant(which):
             return [mixed(equations[0])] * len(shapes)
         found = branches[0]
         for other in branches[1:]:
@@ -300,6 +315,20 @@ class _Walk:
         return found
 
 
+def _without_placing(jaxpr: Any) -> tuple[list[Any], dict[Any, Any]]:
+    """A jaxpr's other equations, and what their operands are otherwise."""
+    equations, same = [], {}
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in ("reshard", "sharding_constraint"):
+            (operand,) = equation.invars
+            if not isinstance(operand, Literal):
+                operand = same.get(operand, operand)
+            same[equation.outvars[0]] = operand
+        else:
+            equations.append(equation)
+    return equations, same
+
+
 def _verdict(kind: Kind) -> Verdict:
     if kind.form == CONST:
         return Verdict.MEAN if is_constant(kind) else Verdict.MIXED
@@ -307,32 +336,6 @@ def _verdict(kind: Kind) -> Verdict:
         return Verdict.UNSURE
     is_mean = kind.form == SUM and kind.power == MEAN_POWER
     return Verdict.MEAN if is_mean else Verdict.MIXED
-
-
-def _of_arrays(arrays: Sequence[Any]) -> Kind:
-    """The kind of a constant, by its value in each trace."""
-    shape = np.shape(arrays[0])
-    if any(
-        isinstance(a, Tracer)
-        or jnp.issubdtype(jnp.result_type(a), jax.dtypes.extended)
-        or not 0 < np.size(a) <= _MOST_ENTRIES
-        for a in arrays
-    ):
-        return PLAIN
-    if isinstance(arrays[0], jax.Array) and not arrays[0].is_fully_addressable:
-        return PLAIN
-    values = [np.asarray(a) for a in arrays]
-    firsts = [v.ravel()[0] for v in values]
-    if all(
-        np.all((v == f) | (f != f)) for v, f in zip(values, firsts, strict=True)
-    ):
-        return uniform(tuple(f.item() for f in firsts), shape)
-    blocks = {}
-    for axis, size in enumerate(shape):
-        moved = np.moveaxis(values[0], axis, 0)
-        if np.array_equal(moved, np.broadcast_to(moved[:1], moved.shape)):
-            blocks[axis] = size
-    return dataclasses.replace(PLAIN, blocks=blocks)
 
 
 def _slice_of(kind: Kind, why: Any) -> Kind:

@@ -9,6 +9,8 @@ from keras_strategies._core.row_kinds.call import (
     Call,
     at_axis,
     joined_plain,
+    scaled_power,
+    sum_of_powers,
 )
 from keras_strategies._core.row_kinds.kinds import (
     CONST,
@@ -29,21 +31,24 @@ def dot_general(call: Call) -> Kind:
     if SUM in (one.form, two.form):
         if CONST not in (one.form, two.form):
             return call.mixed()
-        return summed((one if one.form == SUM else two).power)
+        total, by = (one, two) if one.form == SUM else (two, one)
+        return summed(scaled_power(total.power, by, call))
     places = [_place_in_product(call, k, contracted, batch) for k in range(2)]
     if one.form == ROWS and two.form == ROWS:
         return _product_of_rows(call, places, contracted, batch)
     k = 0 if one.form == ROWS else 1
     kind, other = call.kinds[k], call.kinds[1 - k]
     place = places[k]
+    power = scaled_power(kind.power, other, call)
     if place is not None:
-        return at_axis(dataclasses.replace(kind, count=0), place)
+        scaled = dataclasses.replace(kind, count=0, power=power)
+        return at_axis(scaled, place)
     # A sum over the rows, weighted by a constant.
     dim = contracted[1 - k][contracted[k].index(kind.axis)]
     size = call.shape(k)[kind.axis] // kind.outer
     if other.is_random or not other.is_flat(dim, size):
         return call.mixed()
-    return summed(kind.power)
+    return summed(power)
 
 
 def _constant_product(call: Call, contracted: Any, batch: Any) -> Kind:
@@ -92,7 +97,7 @@ def _product_of_rows(
     call: Call, places: list[int | None], contracted: Any, batch: Any
 ) -> Kind:
     one, two = call.kinds
-    power = (one.power or 0.0) + (two.power or 0.0)
+    power = sum_of_powers(call.kinds)
     is_alike = one.outer == two.outer
     for pairs in (contracted, batch):
         if one.axis in pairs[0]:
@@ -118,7 +123,9 @@ def convolution(call: Call) -> Kind:
     is_plain &= call.params["batch_group_count"] == 1
     if not is_plain or image.axis != numbers.lhs_spec[0]:
         return call.mixed()
-    return at_axis(dataclasses.replace(image, count=0), numbers.out_spec[0])
+    power = scaled_power(image.power, kernel, call)
+    scaled = dataclasses.replace(image, count=0, power=power)
+    return at_axis(scaled, numbers.out_spec[0])
 
 
 def of_matrices(dims: int) -> Callable[[Call], list[Kind]]:

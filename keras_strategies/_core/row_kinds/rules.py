@@ -4,6 +4,7 @@ What has no rule is `MIXED` unless all of its operands are constants.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,9 +23,12 @@ from keras_strategies._core.row_kinds.indexing import (
 )
 from keras_strategies._core.row_kinds.kinds import (
     CONST,
+    MIXED,
     PLAIN,
+    ROWS,
     Kind,
     first_mixed,
+    is_constant,
 )
 from keras_strategies._core.row_kinds.products import (
     convolution,
@@ -51,6 +55,7 @@ from keras_strategies._core.row_kinds.shapes import (
     split,
     squeeze,
     stack,
+    tile,
     transpose,
 )
 
@@ -62,19 +67,87 @@ def kinds_of_results(call: Call) -> list[Kind]:
         return [dataclasses.replace(PLAIN, is_random=True)] * num
     if call.name in _GLOBAL:
         wrong = first_mixed(call.kinds)
-        return [wrong or PLAIN] * num
+        exact = dataclasses.replace(PLAIN, is_global=True)
+        return [wrong or exact] * num
     if call.name == "optimization_barrier":
         return list(call.kinds)
     rule = _RULES.get(call.name)
     if rule is None and all(kind.form == CONST for kind in call.kinds):
-        return [joined_plain(call.kinds)] * num
+        found = joined_plain(call.kinds)
+        return [_beside_twin(call, found, k) for k in range(num)]
     wrong = first_mixed(call.kinds)
     if wrong is not None:
         return [wrong] * num
-    if rule is None:
+    if rule is None or not _is_scaled_alike(call):
         return [call.mixed()] * num
     found = rule(call)
-    return found if isinstance(found, list) else [found] * num
+    found = found if isinstance(found, list) else [found] * num
+    return [_beside_twin(call, kind, k) for k, kind in enumerate(found)]
+
+
+def _is_scaled_alike(call: Call) -> bool:
+    """Whether a rule that knows no powers need not know them."""
+    if call.name in _TRACKS_POWERS:
+        return True
+    are_fixed = all(is_constant(k) for k in call.kinds if k.form == CONST)
+    is_plain = all(k.power in (0.0, None) for k in call.kinds if k.form == ROWS)
+    if all(kind.form == CONST for kind in call.kinds):
+        return True
+    return are_fixed and (call.name in _LINEAR or is_plain)
+
+
+def _beside_twin(call: Call, kind: Kind, out: int) -> Kind:
+    """A result's kind, with what the other trace shows of its shape.
+
+    A dimension that grows with the number of rows is the rows', or its
+    entries meet in a result that depends on their number.
+    """
+    is_global = any(operand.is_global for operand in call.kinds)
+    if kind.form == CONST and is_global:
+        return dataclasses.replace(kind, is_global=True, power=0.0)
+    if call.twin is None or kind.form == MIXED:
+        return kind
+    if kind.form == CONST:
+        if kind.is_random:
+            return dataclasses.replace(kind, power=0.0)
+        if kind.values is not None:
+            return kind
+        grown = [len(_grown(call, "invars", k)) for k in range(len(call.kinds))]
+        is_lost = max(grown, default=0) > len(_grown(call, "outvars", out))
+        is_other = is_lost or _scalars(call.equation) != _scalars(call.twin)
+        return dataclasses.replace(kind, power=math.nan) if is_other else kind
+    wanted = [kind.axis] if kind.form == ROWS else []
+    if _grown(call, "outvars", out) != wanted:
+        return call.mixed()
+    is_same = _scalars(call.equation) == _scalars(call.twin)
+    return kind if is_same else call.mixed()
+
+
+def _grown(call: Call, variables: str, k: int) -> list[int]:
+    """The dimensions that are larger, or others, in the other trace."""
+    one, two = (getattr(e, variables)[k].aval.shape for e in call.equations)
+    pairs = zip(one, two, strict=True)
+    return [dim for dim, (size, other) in enumerate(pairs) if size != other]
+
+
+def _scalars(equation: Any) -> list[Any]:
+    """An equation's parameters that are plain numbers, names or flags."""
+    plain = (bool, int, float, str)
+    values = [v for v in equation.params.values() if isinstance(v, plain)]
+    if equation.primitive.name == "slice":
+        starts = equation.params["start_indices"]
+        return [*values, *(start for start in starts if start)]
+    return values
+
+
+_LINEAR = names_in(
+    "transpose squeeze expand_dims stack concatenate pad tile rev sort top_k",
+    "cumsum cummax cummin reduce_max reduce_min reduce_window",
+    "reduce_window_sum reduce_window_max reduce_window_min split slice",
+    "dynamic_slice dynamic_update_slice gather scatter scatter-add",
+    "scatter_add scatter-sub",
+)
+"""What keeps the power of rows, if its constants are fixed."""
 
 
 _RANDOM = names_in(
@@ -106,6 +179,14 @@ _SAME = names_in(
     "reduce_and_convert name reshard",
 )
 
+_TRACKS_POWERS = names_in(
+    *_ELEMENTWISE,
+    *_SAME,
+    "select_n broadcast_in_dim reshape reduce_sum dot_general",
+    "conv_general_dilated",
+)
+"""Whose rules know what they make of powers."""
+
 _RULES: dict[str, Callable[[Call], Any]] = {
     **dict.fromkeys(_ELEMENTWISE, elementwise),
     **dict.fromkeys(_SAME, lambda call: call.kinds[0]),
@@ -120,6 +201,7 @@ _RULES: dict[str, Callable[[Call], Any]] = {
     "stack": stack,
     "concatenate": concatenate,
     "pad": pad,
+    "tile": tile,
     "iota": iota,
     "dynamic_slice": dynamic_slice,
     "dynamic_update_slice": dynamic_update_slice,

@@ -213,6 +213,21 @@ def _beside_each_other(call: Call, first: Kind, same: bool) -> Kind:
     return dataclasses.replace(first, columns=found, count=0)
 
 
+def tile(call: Call) -> Kind:
+    kind, times = call.kinds[0], call.params["reps"]
+    if kind.form == ROWS:
+        return at_axis(kind, kind.axis, kind.outer * times[kind.axis])
+    if kind.form == SUM or kind.values is not None:
+        return moved(call, lambda axis: axis)
+    before, after = call.shape(), call.out_shape()
+    blocks = {
+        axis: after[axis] if before[axis] in (1, size) else size
+        for axis, size in kind.blocks.items()
+    }
+    blocks |= {a: after[a] for a, size in enumerate(before) if size == 1}
+    return dataclasses.replace(kind, blocks=blocks, index_of=None)
+
+
 def pad(call: Call) -> Kind:
     kind, fill = call.kinds
     if kind.form == CONST:

@@ -106,6 +106,7 @@ def call_layer(
     step: StepContext,
     original: Callable[..., Any],
     layer: keras.layers.BatchNormalization,
+    inputs: Any,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
@@ -113,7 +114,8 @@ def call_layer(
 
     They are the replica's by definition, so a loss of them mixes no rows.
     """
-    normalized = original(layer, *args, **kwargs)
     if step.facts.is_local:
-        return normalized
+        return original(layer, inputs, *args, **kwargs)
+    inputs = losses.mark(inputs, losses.OWN)
+    normalized = original(layer, inputs, *args, **kwargs)
     return losses.mark(normalized, losses.NORMALIZED)

@@ -49,6 +49,7 @@ def reduce_values(
         reduced = _exact(step, reduced)
     else:
         reduced = original(values, sample_weight, reduction)
+        return losses.mark(reduced, losses.AVERAGED)
     return losses.mark(reduced, losses.REDUCED)
 
 
@@ -71,6 +72,7 @@ def apply_mask(
         or reduction not in ("mean", "sum_over_batch_size")
     ):
         return weighted
+    mask = losses.mark(jnp.asarray(mask), losses.OWN)
     # Keras gives each kept entry the weight total / kept, of its own rows;
     # dividing by the mean of `kept` over the replicas makes it the batch's.
     kept = jnp.sum(jnp.asarray(mask, dtype=weighted.dtype))

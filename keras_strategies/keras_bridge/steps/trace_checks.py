@@ -81,7 +81,7 @@ def traced_once(
         )
     if step.notes.sizes:
         _check_sizes(step, body, state, data)
-    if is_own:
+    if is_own and step.num_replicas > 1:
         _check_losses(step, body, state, data, traced.jaxpr)
     if _are_sums_expensive(step):
         traced.combine_sums(step)
@@ -156,20 +156,28 @@ def _check_losses(
 ) -> None:
     """Checks that the losses are means over the rows; traces again if need be.
 
-    The second trace has twice the rows, which tells constants that are made
-    of their number. Of one row a replica, both traces have more.
+    The second trace has the rows of the global batch, which tells what is
+    made of their number: constants, shapes, and what code of the user's does
+    for some numbers alone.
     """
     inputs = len(jaxpr.jaxpr.invars)
     of_rows = range(inputs - len(jax.tree.leaves(data)), inputs)
-    rows = step.facts.rows
-    finding = losses.losses_in(jaxpr, of_rows, rows)
+    rows, num_replicas = step.facts.rows, step.num_replicas
+    finding = Finding(verdict=Verdict.UNSURE)
+    is_own = traces.has_own_code(jaxpr)
+    if not is_own:
+        finding = losses.losses_in(jaxpr, of_rows, rows)
     is_unsure = finding.verdict is Verdict.UNSURE
     if is_unsure or (rows == 1 and finding.verdict is Verdict.MIXED):
         try:
             if rows == 1:
+                # A dimension of one row looks like any other of size one.
                 rows = 2
+                of_one = traces.computations_in(jaxpr)
                 jaxpr = _traced_with(step, body, state, data, rows)
-            twin = _traced_with(step, body, state, data, 2 * rows)
+                if is_own and traces.computations_in(jaxpr) != of_one:
+                    raise ValueError("One row is computed otherwise.")
+            twin = _traced_with(step, body, state, data, num_replicas * rows)
             finding = losses.losses_in(jaxpr, of_rows, rows, twin)
         except Exception:
             # Its shapes are those of this batch, so nothing more is known.
