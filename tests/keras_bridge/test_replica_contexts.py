@@ -359,6 +359,73 @@ def test_a_step_over_the_global_batch_has_no_replica():
         model.predict(x, batch_size=4, verbose=0)
 
 
+@pytest.mark.parametrize("rows", [4, 3])
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+def test_an_eager_step_has_no_replica(method, rows):
+    x = batch(rows)
+    with mirrored(2).scope():
+        model = keras.Sequential([keras.Input((FEATURES,)), Uses(minus_sum)])
+        model.compile("sgd", "mse", run_eagerly=True)
+    data = (x,) if method == "predict" else (x, x)
+    with pytest.raises(RuntimeError, match="run_eagerly=True"):
+        getattr(model, method)(*data, batch_size=rows, verbose=0)
+
+
+class Regularized(OwnStep):
+    """Adds its weights to the loss, whatever the rows."""
+
+    def train_step(self, state, data):
+        weights, others, slots, metrics = state
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        self.asked = context().replica_id_in_sync_group
+
+        def loss_of(weights):
+            loss = keras.losses.MeanSquaredError()(y, x * weights[0])
+            return loss + 0.5 * ops.square(weights[0])
+
+        loss, grads = jax.value_and_grad(loss_of)(weights)
+        weights, slots = self.optimizer.stateless_apply(slots, grads, weights)
+        return {"total": loss}, (weights, others, slots, metrics)
+
+
+@pytest.mark.parametrize("rows", [7, 2, 1])
+def test_a_replica_without_rows_has_no_gradient(rows):
+    x, y = batch(rows), batch(rows)
+    with mirrored(4).scope():
+        model = Regularized()
+        model.compile(keras.optimizers.SGD(0.1))
+    options = {"batch_size": rows, "shuffle": False, "verbose": 0}
+    model.fit(x, y, epochs=2, **options)
+    scale = 1.0
+    for _ in range(2):
+        scale -= 0.1 * (np.mean(2 * x * (x * scale - y)) + scale)
+    assert np.asarray(model.scale) == pytest.approx(scale, rel=2e-5)
+
+
+@pytest.mark.parametrize("rows", [12, 7, 2])
+def test_synchronized_statistics_are_those_of_all_rows(rows):
+    """Beside a layer that asks for its replica; two have no rows, of two."""
+    x, y = batch(rows), batch(rows)
+    found = []
+    for strategy in (mirrored(4), ks.OneDeviceStrategy("CPU:0")):
+        with strategy.scope():
+            model = keras.Sequential(
+                [
+                    keras.Input((FEATURES,)),
+                    Uses(lambda x: x + 0.0 * context().all_reduce("sum", 1.0)),
+                    keras.layers.BatchNormalization(
+                        synchronized=True, momentum=0.5
+                    ),
+                ]
+            )
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        options = {"batch_size": rows, "shuffle": False, "verbose": 0}
+        model.fit(x, y, epochs=2, **options)
+        found.append(model.get_weights())
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=3e-5, atol=1e-6)
+
+
 def test_callbacks_see_what_they_saw_before():
     seen = []
     strategy = mirrored(2)

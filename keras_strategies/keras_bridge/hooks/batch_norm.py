@@ -63,8 +63,9 @@ def global_moments(
     entries it keeps.
     """
     step = current_step()
-    # Replicas may hold different numbers of rows in `run` alone.
     is_run = step is not None and step.facts.is_local
+    # Replicas may hold different numbers of rows.
+    is_uneven = is_run or (step is not None and step.facts.is_uneven)
     if step is not None and step.flags.is_whole and not is_run:
         step = None  # It sees all rows.
 
@@ -74,7 +75,7 @@ def global_moments(
     axes = list(layer._reduction_axes or ())
 
     def mean_of(value: Any) -> Any:
-        if not is_run:
+        if step is None or not is_uneven:
             return over_replicas(ops.mean(value, axes, keepdims=True))
         count = math.prod(value.shape[axis] for axis in axes)
         total = over_replicas(ops.sum(value, axes, keepdims=True))

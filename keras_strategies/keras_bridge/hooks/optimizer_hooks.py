@@ -163,6 +163,7 @@ def _updated(
       update: The optimizer's update: of reduced gradients and values.
     """
     mesh = step.facts.mesh
+    grads = _of_rows(step, grads)
     present = [i for i, g in enumerate(grads) if g is not None]
 
     def every(given: list[Any]) -> list[Any]:
@@ -224,9 +225,7 @@ def _apply_purely(
 def _reduce_gradients(
     step: StepContext, optimizer: Any, grads: Any, variables: Any
 ) -> list[Any]:
-    grads = list(grads)
-    if step.is_empty:
-        grads = [g if g is None else _without_nan(g) for g in grads]
+    grads = _of_rows(step, grads)
     overwriting = [
         getattr(v, "overwrite_with_gradient", False) for v in variables
     ]
@@ -243,6 +242,15 @@ def _reduce_gradients(
         if grad is not None and overwriting[i]:
             reduced[i] = all_max(grad, step.axis)
     return reduced
+
+
+def _of_rows(step: StepContext, grads: Any) -> list[Any]:
+    """Gradients, of which a replica without rows has none."""
+    if not step.is_empty:
+        return list(grads)
+    # In `run` a replica's loss is what its author says.
+    empty = _without_nan if step.facts.is_local else jnp.zeros_like
+    return [grad if grad is None else empty(grad) for grad in grads]
 
 
 def _without_nan(array: Any) -> Any:

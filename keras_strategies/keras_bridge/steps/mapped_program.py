@@ -117,7 +117,7 @@ class MappedProgram:
             except NotMapped as error:
                 reason = error.reason
             self._reason = reason or self._reason
-            with self._needing_no_replica():
+            with needing_no_replica(self._reason):
                 self._whole.trace(*args, segment.shape)
             # Before the step takes its state, should warnings be errors.
             if reason is not None:
@@ -138,7 +138,7 @@ class MappedProgram:
             one replica alone has.
         """
         if self.is_whole:
-            with self._needing_no_replica():
+            with needing_no_replica(self._reason):
                 return call(self._whole, *args, segment.shape)
         if not self.is_uneven:
             try:
@@ -147,17 +147,25 @@ class MappedProgram:
                 self.is_uneven = True
         return call(self._uneven, *args, segment.shape)
 
-    @contextlib.contextmanager
-    def _needing_no_replica(self) -> Iterator[None]:
-        try:
-            yield
-        except ReplicaNeeded as needed:
-            raise RuntimeError(
-                "A step that runs over the global batch has no replica "
-                f"context. Received: `{needed.name}` of one, in a step that "
-                f"must run over the global batch: {self._reason}. Remove one "
-                "of the two."
-            ) from None
+
+@contextlib.contextmanager
+def needing_no_replica(reason: str) -> Iterator[None]:
+    """Refuses what one replica alone has, in a trace over the global batch.
+
+    Args:
+      reason: Why the step must see the global batch.
+
+    Raises:
+      RuntimeError: the step asks its replica context for such a thing.
+    """
+    try:
+        yield
+    except ReplicaNeeded as needed:
+        raise RuntimeError(
+            "A step that runs over the global batch has no replica "
+            f"context. Received: `{needed.name}` of one, in a step that "
+            f"must run over the global batch: {reason}. Remove one of the two."
+        ) from None
 
 
 def over_replicas(

@@ -20,7 +20,10 @@ from keras_strategies._core.step_types import Batch
 from keras_strategies.keras_bridge import keras_names
 from keras_strategies.keras_bridge.inputs import feed
 from keras_strategies.keras_bridge.step_context import ReplicaScope
-from keras_strategies.keras_bridge.steps.mapped_program import whole_trace
+from keras_strategies.keras_bridge.steps.mapped_program import (
+    needing_no_replica,
+    whole_trace,
+)
 from keras_strategies.keras_bridge.steps.predict_program import PredictProgram
 from keras_strategies.keras_bridge.steps.train_program import StepProgram
 from keras_strategies.keras_bridge.variables import deferred_creation, ownership
@@ -233,7 +236,10 @@ class Functions:
             data = true_rows(_on_all(segment.data, mesh), segment.shape)
             steps, done = segment.steps, []
             for batch in [data] if steps == 1 else unstacked(data, steps):
-                with whole_trace(mesh, self.replica_scope, step):
+                with (
+                    needing_no_replica("`run_eagerly=True`"),
+                    whole_trace(mesh, self.replica_scope, step),
+                ):
                     outputs, new = step(state, batch)
                 state = (state[0], new) if kind == "predict" else new
                 done.append(outputs)
