@@ -426,6 +426,108 @@ def test_synchronized_statistics_are_those_of_all_rows(rows):
         np.testing.assert_allclose(one, other, rtol=3e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("rows", [4, 3])
+def test_other_rows_than_the_batch_has_are_not_returned(rows):
+    def rows_of_all(x):
+        return context().all_gather(x, axis=0)
+
+    model, _ = model_of(mirrored(2), rows_of_all)
+    with pytest.raises(RuntimeError, match="as many rows as the batch"):
+        model.predict(batch(rows), batch_size=rows, verbose=0)
+
+
+def centred(x):
+    """Subtracts the mean of all replicas' rows."""
+    if ks.in_cross_replica_context():
+        return x
+    rows = ops.cast(ops.shape(x)[0], x.dtype)
+    total = context().all_reduce("sum", ops.sum(x, axis=0))
+    return x - total / context().all_reduce("sum", rows)
+
+
+@pytest.mark.parametrize("rows", [7, 2])
+@pytest.mark.parametrize(
+    "loss", ["mse", keras.losses.MeanSquaredError("mean_with_sample_weight")]
+)
+def test_looked_up_weights_before_a_collective(rows, loss):
+    """Without rows a lookup has no gradient, which others wait for."""
+    tokens = _random.integers(1, 5, (rows, 3))
+    y = batch(rows)[:, :1]
+    weight = np.linspace(0.5, 2.0, rows).astype("float32")
+    found = []
+    for strategy in (mirrored(3), ks.OneDeviceStrategy("CPU:0")):
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            model = keras.Sequential(
+                [
+                    keras.Input((3,)),
+                    keras.layers.Embedding(5, 2),
+                    keras.layers.Lambda(centred),
+                    keras.layers.Flatten(),
+                    keras.layers.Dense(1),
+                ]
+            )
+            model.compile(keras.optimizers.SGD(0.1), loss)
+        options = {"batch_size": rows, "shuffle": False, "verbose": 0}
+        model.fit(tokens, y, sample_weight=weight, epochs=2, **options)
+        found.append(model.get_weights())
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=3e-5, atol=1e-6)
+
+
+class Reduces(OwnStep):
+    """Reduces its gradients itself, with the rows of all replicas."""
+
+    def train_step(self, state, data):
+        weights, others, slots, metrics = state
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+
+        def loss_of(weights):
+            return ops.sum(ops.square(x * weights[0] - y))
+
+        loss, (grad,) = jax.value_and_grad(loss_of)(weights)
+        size = context().all_reduce("sum", float(x.shape[0] * x.shape[1]))
+        grad = context().all_reduce("sum", grad) / size
+        weights, slots = self.optimizer.stateless_apply(slots, [grad], weights)
+        return {"total": loss}, (weights, others, slots, metrics)
+
+
+@pytest.mark.parametrize("rows", [7, 2])
+def test_gradients_that_a_step_reduces_itself(rows):
+    x, y = batch(rows), batch(rows)
+    with mirrored(3).scope():
+        model = Reduces()
+        model.compile(keras.optimizers.SGD(0.1))
+    model.fit(x, y, batch_size=rows, shuffle=False, verbose=0)
+    scale = 1 - 0.1 * np.mean(2 * x * (x - y))
+    assert np.asarray(model.scale) == pytest.approx(scale, rel=2e-5)
+
+
+@pytest.mark.parametrize("rows", [6, 7])
+def test_a_fault_after_a_collective_is_raised_as_it_is(rows):
+    flags = {"fails": False}
+
+    def use(x):
+        total = context().all_reduce("sum", ops.mean(x))
+        if flags["fails"]:
+            raise KeyError("a fault of the layer")
+        return x - total
+
+    x = batch(rows)
+    model, _ = model_of(mirrored(2), use)
+    model.fit(x, x, batch_size=rows, verbose=0)
+    model.make_train_function(force=True)
+    flags["fails"] = True
+    for run in (
+        lambda: model.predict(x, batch_size=rows, verbose=0),
+        lambda: model.fit(x, x, batch_size=rows, verbose=0),
+    ):
+        with pytest.raises(KeyError, match="a fault of the layer"):
+            run()
+    flags["fails"] = False
+    model.fit(x, x, batch_size=rows, verbose=0)
+
+
 def test_callbacks_see_what_they_saw_before():
     seen = []
     strategy = mirrored(2)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, DropVar, Literal, jaxpr_as_fun
 
 from keras_strategies._core.jaxprs.stages import equations_in
@@ -81,6 +82,71 @@ def cut_at_collectives(traced: ClosedJaxpr) -> Cut:
     return Cut(
         jaxpr=jax.make_jaxpr(program)(inputs, known), collectives=collectives
     )
+
+
+def meeting_as(cut: Cut, other: Cut) -> Cut | None:
+    """Returns a program that meets at all collectives of another.
+
+    Where it has none of its own it gives zeros: what of a gradient is known to
+    be zero is left out of a trace, with the collectives of its way back.
+
+    Args:
+      cut: The program, of fewer collectives.
+      other: Another one, of the same code.
+
+    Returns:
+      The program; None if it is not certain which of the other's collectives
+      the program has.
+    """
+    own, all_keys = map(_keys_of, (cut.collectives, other.collectives))
+    places = _places(own, all_keys)
+    last = _places(own[::-1], all_keys[::-1])
+    if places is None or last is None:
+        return None
+    if places != [len(all_keys) - 1 - k for k in reversed(last)]:
+        return None
+    structure = jax.tree.structure((cut.operands, None))
+    count = len(cut.jaxpr.in_avals) - sum(map(len, cut.results))
+
+    def program(inputs: list[Any], known: list[Any]) -> Any:
+        given = jax.tree.leaves([known[k] for k in places])
+        leaves = jaxpr_as_fun(cut.jaxpr)(*inputs, *given)
+        number = structure.num_leaves
+        mine, _ = jax.tree.unflatten(structure, leaves[:number])
+        operands = jax.tree.map(
+            lambda shape: jnp.zeros(shape.shape, shape.dtype), other.operands
+        )
+        for place, values in zip(places, mine, strict=True):
+            operands[place] = values
+        return operands, leaves[number:]
+
+    inputs = _shapes(cut.jaxpr.jaxpr.invars[:count])
+    jaxpr = jax.make_jaxpr(program)(inputs, other.results)
+    return Cut(jaxpr=jaxpr, collectives=other.collectives)
+
+
+def _keys_of(collectives: Sequence[Any]) -> list[Any]:
+    """What tells collectives apart: their shapes, and where they are from."""
+    return [
+        (
+            equation.primitive.name,
+            [(s.shape, s.dtype) for s in _shapes(equation.invars)],
+            str(equation.source_info.name_stack),
+        )
+        for equation in collectives
+    ]
+
+
+def _places(own: Sequence[Any], of_all: Sequence[Any]) -> list[int] | None:
+    """The first places of some keys, in their order, among all; or None."""
+    places, start = [], 0
+    for key in own:
+        rest = [k for k in range(start, len(of_all)) if of_all[k] == key]
+        if not rest:
+            return None
+        places.append(rest[0])
+        start = rest[0] + 1
+    return places
 
 
 def reduce(collective: Any, operands: Sequence[Any]) -> list[Any]:

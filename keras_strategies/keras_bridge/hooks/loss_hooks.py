@@ -31,6 +31,9 @@ def reduce_values(
     """A loss's values reduced with the denominator of all replicas' rows."""
     is_own = not (step.flags.is_whole or step.flags.in_metric)
     if is_own and step.is_empty and reduction not in (None, "none"):
+        if reduction == "mean_with_sample_weight" and sample_weight is not None:
+            # The others take part in it.
+            _mean(step, jnp.zeros((), values.dtype))
         # Keras would return the values, which are none.
         return jnp.sum(values)
     if (

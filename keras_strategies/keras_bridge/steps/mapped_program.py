@@ -23,6 +23,7 @@ from keras_strategies.keras_bridge.step_context import (
     ReplicaScope,
     StepContext,
     StepFacts,
+    WholeBatchNeeded,
 )
 from keras_strategies.keras_bridge.steps import trace_checks
 from keras_strategies.keras_bridge.steps.uneven_step import UnevenRows
@@ -115,9 +116,11 @@ class MappedProgram:
             try:
                 return call(program, *args)
             except NotMapped as error:
-                reason = error.reason
-            self._reason = reason or self._reason
-            with needing_no_replica(self._reason):
+                reason, cause = error.reason, error.__cause__
+            self._reason = reason or (
+                "it does not return as many rows as the batch has"
+            )
+            with needing_no_replica(self._reason, cause):
                 self._whole.trace(*args, segment.shape)
             # Before the step takes its state, should warnings be errors.
             if reason is not None:
@@ -149,18 +152,28 @@ class MappedProgram:
 
 
 @contextlib.contextmanager
-def needing_no_replica(reason: str) -> Iterator[None]:
+def needing_no_replica(
+    reason: str, fault: BaseException | None = None
+) -> Iterator[None]:
     """Refuses what one replica alone has, in a trace over the global batch.
 
     Args:
       reason: Why the step must see the global batch.
+      fault: What ended the step's trace with a replica's rows, if that is why.
 
     Raises:
-      RuntimeError: the step asks its replica context for such a thing.
+      RuntimeError: the step asks its replica context for such a thing. Where
+        the step's own code failed, that error is raised instead.
     """
     try:
         yield
     except ReplicaNeeded as needed:
+        if fault is not None and not isinstance(fault, WholeBatchNeeded):
+            fault.add_note(
+                "The step was traced with one replica's share of the batch's "
+                f"rows, since it asks its replica context for `{needed.name}`."
+            )
+            raise fault from None
         raise RuntimeError(
             "A step that runs over the global batch has no replica "
             f"context. Received: `{needed.name}` of one, in a step that "

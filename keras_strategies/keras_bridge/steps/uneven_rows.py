@@ -140,6 +140,7 @@ class _Trace:
         self.reached: replay_lib.Reached | None = None
         self.called: Any = None
         self.cut: Any = None
+        self.is_empty = not any(variant)
 
         def traced(state: Any, leaves: Any) -> Any:
             own = with_rows(variant, is_uneven, leaves)
@@ -159,15 +160,28 @@ class _Trace:
 
     def cut_at_collectives(self) -> list[Any]:
         """Makes the collectives' results inputs; returns the collectives."""
-        self.cut = collective_cut.cut_at_collectives(self.jaxpr)
-        self.jaxpr = self.cut.jaxpr
-        self.shapes = (self.cut.operands, *self.shapes[1:])
+        self._use(collective_cut.cut_at_collectives(self.jaxpr))
         return self.cut.collectives
+
+    def meet_as(self, other: "_Trace") -> list[Any]:
+        """Meets at another's collectives, too, where this one has no rows."""
+        if self.is_empty and len(self.cut.collectives) < len(
+            other.cut.collectives
+        ):
+            found = collective_cut.meeting_as(self.cut, other.cut)
+            if found is not None:
+                self._use(found)
+        return self.cut.collectives
+
+    def _use(self, cut: collective_cut.Cut) -> None:
+        self.cut, self.jaxpr = cut, cut.jaxpr
+        self.shapes = (cut.operands, *self.shapes[1:])
 
 
 def _cut(traces: list[_Trace]) -> list[Any]:
     """Cuts the variants' programs at the collectives that all of them have."""
-    first, *others = [trace.cut_at_collectives() for trace in traces]
+    most = max(traces, key=lambda trace: len(trace.cut_at_collectives()))
+    first, *others = [trace.meet_as(most) for trace in traces]
     operands = [trace.cut.operands for trace in traces]
     is_alike = all(
         [e.primitive.name for e in other] == [e.primitive.name for e in first]
