@@ -137,6 +137,7 @@ class _Trace:
         inputs: tuple[list[Any], list[Any]],
         known: list[Any],
     ) -> None:
+        self.shapes: Any
         self.reached: replay_lib.Reached | None = None
         self.called: Any = None
         self.cut: Any = None
