@@ -12,6 +12,7 @@ import pytest
 from jax._src import api, distributed
 from jax.sharding import SingleDeviceSharding
 
+from keras_strategies._core.jaxprs.loops import scan_operands
 from keras_strategies._core.jaxprs.traces import is_traced
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import replica_map, split_spec
@@ -304,3 +305,18 @@ def test_an_equation_knows_the_code_that_made_it():
     codes, _ = equation.source_info.traceback.raw_frames()
     assert codes[0].co_filename.startswith(os.path.dirname(jax.__file__))
     assert computed.__code__ in codes
+
+
+def test_the_operands_of_a_scan_are_told_apart():
+    def scanned(x, weight):
+        def turn(carry, row):
+            return carry + row[0] * weight, carry
+
+        return jax.lax.scan(turn, x[0], (x, x + 1))
+
+    equations = jax.make_jaxpr(scanned)(np.ones((3, 2)), 2.0).eqns
+    (equation,) = (e for e in equations if e.primitive.name == "scan")
+    consts, carry, given = scan_operands(equation, equation.invars)
+    assert [v.aval.shape for v in consts] == [()]
+    assert [v.aval.shape for v in carry] == [(2,)]
+    assert [v.aval.shape for v in given] == [(3, 2), (3, 2)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.extend.core import jaxprs_in_params
+from jax.extend.core import Literal, jaxprs_in_params
 
 
 def is_traced() -> bool:
@@ -40,29 +40,38 @@ def place_of(equation: Any) -> str:
     return ""
 
 
-def has_own_code(jaxpr: Any) -> bool:
-    """Whether code that is neither Keras's nor JAX's made an equation.
+def has_own_code(jaxpr: Any, mark: str) -> bool:
+    """Whether code that is neither Keras's nor JAX's made what is marked.
 
     An equation is made by who called JAX, directly or by an operation of
     Keras: a layer's, though a model of the user's called the layer.
 
     Args:
       jaxpr: A closed jaxpr.
+      mark: A name of `checkpoint_name`.
     """
-    return any(_is_own(equation) for equation in _equations_in(jaxpr))
+    behind = _equations_behind(jaxpr, mark)
+    inner = (part for e in behind for part in jaxprs_in_params(e.params))
+    return any(map(_is_own, behind)) or any(
+        _is_own(equation) for part in inner for equation in _equations_in(part)
+    )
 
 
-def computations_in(jaxpr: Any) -> dict[str, int]:
-    """How often each primitive is in a jaxpr, but for moves and sums.
+def computations_in(jaxpr: Any, mark: str) -> dict[Any, int]:
+    """How often each computation makes what is marked, but for moves and sums.
 
-    What is spread over rows is added up in its gradient, unless there is one
-    row.
+    A compiled function counts as one, by its name: of one row JAX's own
+    leave things out.
 
     Args:
       jaxpr: A closed jaxpr.
+      mark: A name of `checkpoint_name`.
     """
-    names = (equation.primitive.name for equation in _equations_in(jaxpr))
-    return collections.Counter(name for name in names if name not in _MOVES)
+    return collections.Counter(
+        (equation.primitive.name, equation.params.get("name"))
+        for equation in _equations_behind(jaxpr, mark)
+        if equation.primitive.name not in _MOVES
+    )
 
 
 _MOVES = frozenset(
@@ -71,8 +80,6 @@ _MOVES = frozenset(
         "convert_element_type",
         "copy",
         "expand_dims",
-        "jit",
-        "pjit",
         "reduce_sum",
         "reshape",
         "squeeze",
@@ -81,9 +88,24 @@ _MOVES = frozenset(
 )
 
 
+def _equations_behind(jaxpr: Any, mark: str) -> list[Any]:
+    """The equations that marked values are computed by; all, if none is."""
+    needed: set[Any] = set()
+    equations = []
+    for equation in reversed(jaxpr.jaxpr.eqns):
+        is_mark = equation.params.get("name") == mark
+        is_mark &= equation.primitive.name == "name"
+        if is_mark or not needed.isdisjoint(equation.outvars):
+            equations.append(equation)
+            needed.update(
+                v for v in equation.invars if not isinstance(v, Literal)
+            )
+    return equations or list(jaxpr.jaxpr.eqns)
+
+
 def _equations_in(jaxpr: Any) -> Iterator[Any]:
     seen: set[int] = set()
-    stack = [jaxpr.jaxpr]
+    stack = [jaxpr]
     while stack:
         inner = stack.pop()
         if id(inner) in seen:
@@ -113,8 +135,9 @@ def _maker_of(file_name: str) -> bool | None:
         return True
     for folder in _folders("keras", "keras_hub"):
         if file_name.startswith(folder):
-            parts = file_name.removeprefix(folder).split(os.sep)
-            return None if _FOR_CALLERS.intersection(parts[:-1]) else False
+            *parts, name = file_name.removeprefix(folder).split(os.sep)
+            is_for_callers = not _FOR_CALLERS.isdisjoint(parts)
+            return None if is_for_callers and name != "trainer.py" else False
     return None
 
 

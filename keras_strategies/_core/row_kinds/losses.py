@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal
 
 from keras_strategies._core.jaxprs.collective_cut import trace_called
+from keras_strategies._core.jaxprs.loops import scan_operands
 from keras_strategies._core.row_kinds.call import Call
 from keras_strategies._core.row_kinds.kinds import (
     CONST,
@@ -256,16 +257,12 @@ class _Walk:
 
     def _scan(self, equations: list[Any], kinds: list[Kind]) -> list[Kind]:
         equation = equations[0]
-        num_consts = equation.params["num_consts"]
-        num_carry = equation.params["num_carry"]
         if len({e.params["length"] for e in equations}) > 1:
             return [mixed(equation)] * len(equation.outvars)
         jaxprs = [e.params["jaxpr"] for e in equations]
-        consts = kinds[:num_consts]
-        carry = kinds[num_consts : num_consts + num_carry]
-        slices = [
-            _slice_of(k, equation) for k in kinds[num_consts + num_carry :]
-        ]
+        consts, carry, given = scan_operands(equation, kinds)
+        num_carry = len(carry)
+        slices = [_slice_of(kind, equation) for kind in given]
 
         def body(carry: list[Kind]) -> list[Kind]:
             return self.closed(jaxprs, [*consts, *carry, *slices])[:num_carry]

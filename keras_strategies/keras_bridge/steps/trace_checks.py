@@ -164,7 +164,7 @@ def _check_losses(
     of_rows = range(inputs - len(jax.tree.leaves(data)), inputs)
     rows, num_replicas = step.facts.rows, step.num_replicas
     finding = Finding(verdict=Verdict.UNSURE)
-    is_own = traces.has_own_code(jaxpr)
+    is_own = traces.has_own_code(jaxpr, losses.LOSS)
     if not is_own:
         finding = losses.losses_in(jaxpr, of_rows, rows)
     is_unsure = finding.verdict is Verdict.UNSURE
@@ -173,9 +173,10 @@ def _check_losses(
             if rows == 1:
                 # A dimension of one row looks like any other of size one.
                 rows = 2
-                of_one = traces.computations_in(jaxpr)
+                of_one = traces.computations_in(jaxpr, losses.LOSS)
                 jaxpr = _traced_with(step, body, state, data, rows)
-                if is_own and traces.computations_in(jaxpr) != of_one:
+                of_two = traces.computations_in(jaxpr, losses.LOSS)
+                if is_own and of_two != of_one:
                     raise ValueError("One row is computed otherwise.")
             twin = _traced_with(step, body, state, data, num_replicas * rows)
             finding = losses.losses_in(jaxpr, of_rows, rows, twin)
