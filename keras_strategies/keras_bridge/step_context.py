@@ -234,6 +234,7 @@ class StepContext:
         Raises:
           ReplicaNeeded: the trace sees the global batch.
         """
+        _Uses.count += 1
         if self.facts.is_global_batch:
             raise ReplicaNeeded(name)
         self.notes.replica_uses.append(name)
@@ -241,6 +242,18 @@ class StepContext:
     def flag(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Sets one of the flags while the block runs."""
         return attribute_set(self.flags, name, True)
+
+
+class _Uses:
+    count = 0
+
+
+def num_replica_uses() -> int:
+    """How often steps of this process have asked their replica context.
+
+    What it is after a trace tells that from the next ones (`own_trace`).
+    """
+    return _Uses.count
 
 
 ReplicaScope = Callable[

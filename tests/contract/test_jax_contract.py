@@ -13,6 +13,7 @@ from jax._src import api, distributed
 from jax.sharding import SingleDeviceSharding
 
 from keras_strategies._core.jaxprs.loops import scan_operands
+from keras_strategies._core.jaxprs.replay import own_trace
 from keras_strategies._core.jaxprs.traces import is_traced
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import replica_map, split_spec
@@ -320,3 +321,25 @@ def test_the_operands_of_a_scan_are_told_apart():
     assert [v.aval.shape for v in consts] == [()]
     assert [v.aval.shape for v in carry] == [(2,)]
     assert [v.aval.shape for v in given] == [(3, 2), (3, 2)]
+
+
+def test_what_is_jitted_is_traced_for_each_name_of_a_trace():
+    traced = []
+
+    @jax.jit
+    def counted(x):
+        traced.append(x.shape)
+        return x + 1
+
+    def inside(name):
+        def named(x):
+            with own_trace(name):
+                return counted(x)
+
+        return jax.make_jaxpr(named)(np.ones(3))
+
+    first, second = inside("one"), inside("one")
+    assert len(traced) == 1
+    other = inside("other")
+    assert len(traced) == 2
+    assert str(first) == str(second) == str(other)

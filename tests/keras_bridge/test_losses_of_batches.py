@@ -240,6 +240,34 @@ OF_NUMBERS = {
         ops.cumprod(p / rows_of(p) * 8, axis=-1), axis=-1
     ),
     "into_places": into_places,
+    "over_log1p": lambda t, p: (
+        of_rows(t, p) / ops.log1p(ops.cast(ops.shape(p)[0], "float32"))
+    ),
+    "rounded": lambda t, p: of_rows(t, p) * ops.round(rows_of(p) / 5.0),
+    "by_place_of_batch": lambda t, p: ops.einsum(
+        "bi,b->bi", error(t, p), ops.arange(rows_of(p), dtype="float32") / 9
+    ),
+    "taken_by_place": lambda t, p: (
+        of_rows(t, p)
+        * ops.take_along_axis(
+            ops.reshape(ops.arange(2 * rows_of(p), dtype="float32"), (-1, 2)),
+            ops.cast(t[:, :1] > 0.7, "int32"),
+            axis=1,
+        )[:, 0]
+        * 0.1
+    ),
+    "places_by_class": lambda t, p: (
+        ops.mean(error(t, p))
+        + 0.01
+        * ops.mean(
+            ops.segment_sum(
+                ops.arange(rows_of(p), dtype="float32"),
+                ops.argmax(t, axis=-1),
+                num_segments=OUTPUTS,
+            )
+            * ops.mean(p, axis=0)
+        )
+    ),
 }
 LOSSES |= OF_NUMBERS
 
@@ -355,6 +383,52 @@ def test_each_loss_is_that_of_one_device(name):
 @pytest.mark.parametrize("name", ["root_of_mean", "balanced"])
 def test_each_place_of_a_loss(name, place):
     check(name, place, 3)
+
+
+def spread_of(p):
+    return ops.mean(ops.std(p, axis=0))
+
+
+OF_LOSSES = {
+    "root": lambda loss, p: ops.sqrt(loss),
+    "times_rows": lambda loss, p: loss * rows_of(p),
+    "over_log": lambda loss, p: loss / np.log(rows_of(p)),
+    "plus_spread": lambda loss, p: loss + spread_of(p),
+}
+
+
+@pytest.mark.parametrize("name", OF_LOSSES)
+def test_what_a_train_step_makes_of_a_loss(name):
+    class Makes(Computes):
+        def train_step(self, state, data):
+            weights, others, slots, metrics = state
+            x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+
+            def loss_of(weights):
+                y_pred, _ = self.stateless_call(weights, others, x)
+                loss = keras.losses.MeanSquaredError()(y, y_pred)
+                return OF_LOSSES[name](loss, y_pred)
+
+            loss, grads = jax.value_and_grad(loss_of)(weights)
+            weights, slots = self.optimizer.stateless_apply(
+                slots, grads, weights
+            )
+            return {"own": loss}, (weights, others, slots, metrics)
+
+    found = []
+    for strategy in (ks.OneDeviceStrategy("CPU:0"), mirrored(3)):
+        with strategy.scope():
+            model = Makes(None)
+            model.compile(keras.optimizers.SGD(0.02))
+            model(X[:BATCH])
+        options = {"batch_size": BATCH, "verbose": 0, "shuffle": False}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            history = model.fit(X, Y, epochs=2, **options).history
+        found.append([*model.get_weights(), history["own"]])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=3e-5, atol=3e-5)
+    assert len([w for w in caught if WORDS in str(w.message)]) == 1
 
 
 class Shares(keras.layers.Layer):

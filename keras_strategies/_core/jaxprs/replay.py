@@ -9,6 +9,7 @@ cut at its collectives (`collective_cut`), those of gradients included.
 
 import contextlib
 import dataclasses
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -219,7 +220,27 @@ def replay_scope(side: Side | None) -> Iterator[None]:
     """Sends this thread's collectives through `side` for a block."""
     before = _current.side
     _current.side = side
+    is_other = side is not None
+    name = f"ks.replay.{next(_numbers)}"
     try:
-        yield
+        with own_trace(name) if is_other else contextlib.nullcontext():
+            yield
     finally:
         _current.side = before
+
+
+_numbers = itertools.count()
+
+
+def own_trace(name: str) -> contextlib.AbstractContextManager[Any]:
+    """Keeps what JAX traces in a block apart from what it traces elsewhere.
+
+    It would answer a jitted function of the user's, which asks for other
+    replicas, with the trace that it made where these were others.
+
+    Args:
+      name: Blocks of one name share what was traced.
+    """
+    from jax._src import core
+
+    return core.extend_axis_env_nd([(name, 1)])

@@ -1,6 +1,7 @@
 """Facts about traces: whether one is under way, where an equation is from."""
 
 import collections
+import contextlib
 import functools
 import importlib.util
 import os
@@ -41,7 +42,7 @@ def place_of(equation: Any) -> str:
 
 
 def has_own_code(jaxpr: Any, mark: str) -> bool:
-    """Whether code that is neither Keras's nor JAX's made what is marked.
+    """Whether code that is neither Keras's nor JAX's made, or takes, a mark.
 
     An equation is made by who called JAX, directly or by an operation of
     Keras: a layer's, though a model of the user's called the layer.
@@ -51,9 +52,14 @@ def has_own_code(jaxpr: Any, mark: str) -> bool:
       mark: A name of `checkpoint_name`.
     """
     behind = _equations_behind(jaxpr, mark)
+    marked = {v for e in behind if _is_mark(e, mark) for v in e.outvars}
+    for equation in jaxpr.jaxpr.eqns:
+        values = {v for v in equation.invars if not isinstance(v, Literal)}
+        if not marked.isdisjoint(values) and is_own(equation):
+            return True
     inner = (part for e in behind for part in jaxprs_in_params(e.params))
-    return any(map(_is_own, behind)) or any(
-        _is_own(equation) for part in inner for equation in _equations_in(part)
+    return any(map(is_own, behind)) or any(
+        is_own(equation) for part in inner for equation in _equations_in(part)
     )
 
 
@@ -93,14 +99,17 @@ def _equations_behind(jaxpr: Any, mark: str) -> list[Any]:
     needed: set[Any] = set()
     equations = []
     for equation in reversed(jaxpr.jaxpr.eqns):
-        is_mark = equation.params.get("name") == mark
-        is_mark &= equation.primitive.name == "name"
-        if is_mark or not needed.isdisjoint(equation.outvars):
+        if _is_mark(equation, mark) or not needed.isdisjoint(equation.outvars):
             equations.append(equation)
             needed.update(
                 v for v in equation.invars if not isinstance(v, Literal)
             )
     return equations or list(jaxpr.jaxpr.eqns)
+
+
+def _is_mark(equation: Any, mark: str) -> bool:
+    is_name = equation.primitive.name == "name"
+    return is_name and equation.params["name"] == mark
 
 
 def _equations_in(jaxpr: Any) -> Iterator[Any]:
@@ -116,7 +125,8 @@ def _equations_in(jaxpr: Any) -> Iterator[Any]:
             stack.extend(jaxprs_in_params(equation.params))
 
 
-def _is_own(equation: Any) -> bool:
+def is_own(equation: Any) -> bool:
+    """Whether code that is neither Keras's nor JAX's made an equation."""
     traceback = getattr(equation.source_info, "traceback", None)
     if traceback is None:
         return False
@@ -136,6 +146,8 @@ def _maker_of(file_name: str) -> bool | None:
     for folder in _folders("keras", "keras_hub"):
         if file_name.startswith(folder):
             *parts, name = file_name.removeprefix(folder).split(os.sep)
+            if name == "functional.py":
+                return True  # Operations of which the user made a graph.
             is_for_callers = not _FOR_CALLERS.isdisjoint(parts)
             return None if is_for_callers and name != "trainer.py" else False
     return None
@@ -148,7 +160,9 @@ _FOR_CALLERS = frozenset(("ops", "backend", "random", "utils", "tree"))
 @functools.cache
 def _library_folders() -> tuple[str, ...]:
     names = ("jax", "keras", "keras_hub", "keras_strategies", "numpy")
-    return ("<frozen ", *_folders(*names, "functools", "contextlib"))
+    # Not the folder of these two, which others' packages may lie below.
+    files = (functools.__file__, contextlib.__file__)
+    return ("<frozen ", *files, *_folders(*names))
 
 
 @functools.cache

@@ -40,14 +40,19 @@ def elementwise(call: Call) -> Kind:
 def _constant(call: Call) -> Kind:
     kinds, shape = call.kinds, call.out_shape()
     if all(kind.values is not None for kind in kinds):
-        return uniform(_computed(call), shape)
+        found = uniform(_computed(call), shape)
+        is_known = found.values is not None or all(map(is_constant, kinds))
+        return found if is_known else dataclasses.replace(found, power=math.nan)
     first = kinds[0]
     is_index = first.index_of is not None and kinds[-1].is_zero
     if call.name in ("lt", "ge") and is_index:
         # An index is never negative, as indexing makes sure of.
         return uniform((call.name == "ge",) * len(call.equations), shape)
     if call.name == "convert_element_type":
-        return first
+        is_exact = is_constant(first) or jnp.issubdtype(
+            call.params["new_dtype"], jnp.floating
+        )
+        return first if is_exact else dataclasses.replace(first, power=math.nan)
     spread = [
         _spread(kind, call.shape(k), shape) for k, kind in enumerate(kinds)
     ]

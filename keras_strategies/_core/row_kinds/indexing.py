@@ -38,6 +38,22 @@ def gather(call: Call) -> Kind:
         return operand if is_fixed else call.mixed()
     if operand.form == CONST:
         is_row = index.axis < len(call.shape(1)) - 1
+        batching = tuple(numbers.start_indices_batching_dims)
+        if index.axis in batching:
+            dim = numbers.operand_batching_dims[batching.index(index.axis)]
+            size = call.shape(1)[index.axis] // index.outer
+            is_row &= operand.is_flat(dim, size)
+        if call.twin is not None:
+            # A table with an entry for each row; see `iota` for the others.
+            is_row &= all(
+                size == other or operand.is_flat(dim, size)
+                for dim, (size, other) in enumerate(
+                    zip(
+                        *(e.invars[0].aval.shape for e in call.equations),
+                        strict=True,
+                    )
+                )
+            )
         return at_axis(index, places[index.axis]) if is_row else call.mixed()
     return _gathered_rows(call, operand, index, numbers, places)
 
@@ -163,7 +179,11 @@ def _scattered_into_constant(call: Call, numbers: Any) -> Kind:
         if own and operand.is_flat(own[0], size):
             as_rows = rows(own[0], index.outer)
             return _if_rows_meet(call, as_rows, index.axis, place)
-        fits = update.form == CONST or update.axis == place
+        fits = (
+            update.is_flat(place, size)
+            if update.form == CONST
+            else update.axis == place
+        )
     else:
         window = numbers.update_window_dims
         fits = not of_index and update.axis not in window

@@ -51,6 +51,7 @@ class Kind:
         replica's own by definition.
       is_global: Of `CONST`: it is computed of what all replicas have given,
         as one device would, so it may depend on the number of rows.
+      of_loss: It is computed of what was marked as a loss.
       why: Of `MIXED`: the equation that mixes rows.
     """
 
@@ -65,6 +66,7 @@ class Kind:
     index_of: int | None = None
     is_random: bool = False
     is_global: bool = False
+    of_loss: bool = False
     why: Any = None
 
     def is_flat(self, axis: int, size: int) -> bool:

@@ -17,9 +17,11 @@ import enum
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal
 
+from keras_strategies._core.jaxprs import traces
 from keras_strategies._core.jaxprs.collective_cut import trace_called
 from keras_strategies._core.jaxprs.loops import scan_operands
 from keras_strategies._core.row_kinds.call import Call
@@ -178,6 +180,17 @@ class _Walk:
         return [read(*pair) for pair in outputs]
 
     def _results(self, equations: list[Any], kinds: list[Kind]) -> list[Kind]:
+        found = self._kinds_of(equations, kinds)
+        if not any(kind.of_loss for kind in kinds):
+            return found
+        found = [dataclasses.replace(kind, of_loss=True) for kind in found]
+        if self._is_noting and traces.is_own(equations[0]):
+            # What a train step makes of a loss is one, too.
+            outputs = zip(equations[0].outvars, found, strict=True)
+            self._losses += [kind for v, kind in outputs if _is_number(v)]
+        return found
+
+    def _kinds_of(self, equations: list[Any], kinds: list[Kind]) -> list[Kind]:
         equation = equations[0]
         name = equation.primitive.name
         if name == "name":
@@ -208,7 +221,8 @@ class _Walk:
             and not equation.outvars[0].aval.shape
         ):
             self._losses.append(kind)
-        elif name in (VALUES, OWN):
+            return dataclasses.replace(kind, of_loss=True)
+        if name in (VALUES, OWN):
             self._marked[name] = kind
         elif name in (REDUCED, AVERAGED):
             values = self._marked.get(VALUES, kind)
@@ -218,6 +232,8 @@ class _Walk:
             return kind if name == AVERAGED else mixed(equation)
         elif name == NORMALIZED and equation.outvars[0].aval.shape:
             of = self._marked.get(OWN, kind)
+            if of.form == ROWS:
+                return rows(of.axis, of.outer)
             return of if of.form == MIXED else rows(0)
         return kind
 
@@ -310,6 +326,11 @@ class _Walk:
                 for one, two, shape in zip(found, other, shapes, strict=True)
             ]
         return found
+
+
+def _is_number(variable: Any) -> bool:
+    aval = variable.aval
+    return not aval.shape and jnp.issubdtype(aval.dtype, jnp.floating)
 
 
 def _without_placing(jaxpr: Any) -> tuple[list[Any], dict[Any, Any]]:

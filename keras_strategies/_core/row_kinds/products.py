@@ -40,6 +40,10 @@ def dot_general(call: Call) -> Kind:
     kind, other = call.kinds[k], call.kinds[1 - k]
     place = places[k]
     power = scaled_power(kind.power, other, call)
+    if place is not None and kind.axis in batch[k]:
+        dim = batch[1 - k][batch[k].index(kind.axis)]
+        if not other.is_flat(dim, call.shape(k)[kind.axis] // kind.outer):
+            return call.mixed()
     if place is not None:
         scaled = dataclasses.replace(kind, count=0, power=power)
         return at_axis(scaled, place)

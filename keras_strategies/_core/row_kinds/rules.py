@@ -109,7 +109,9 @@ def _beside_twin(call: Call, kind: Kind, out: int) -> Kind:
         return kind
     if kind.form == CONST:
         if kind.is_random:
-            return dataclasses.replace(kind, power=0.0)
+            others = [k for k in call.kinds if not k.is_random or k.power]
+            power = 0.0 if all(map(is_constant, others)) else math.nan
+            return dataclasses.replace(kind, power=power)
         if kind.values is not None:
             return kind
         grown = [len(_grown(call, "invars", k)) for k in range(len(call.kinds))]

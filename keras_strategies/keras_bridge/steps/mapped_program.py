@@ -9,7 +9,9 @@ import jax
 
 from keras_strategies._core.batches import RowShape, Segment
 from keras_strategies._core.divided_map import divided_map
+from keras_strategies._core.jaxprs.replay import own_trace
 from keras_strategies._core.jaxprs.specs import Divided
+from keras_strategies._core.jaxprs.traces import is_traced
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import (
     replica_map,
@@ -24,6 +26,7 @@ from keras_strategies.keras_bridge.step_context import (
     StepContext,
     StepFacts,
     WholeBatchNeeded,
+    num_replica_uses,
 )
 from keras_strategies.keras_bridge.steps import trace_checks
 from keras_strategies.keras_bridge.steps.uneven_step import UnevenRows
@@ -314,20 +317,33 @@ def whole_trace(
         facts = StepFacts(mesh=mesh, rows=1, is_global_batch=True)
         step = StepContext(facts=facts)
     try:
-        with attention_for(mesh), in_replica(replica_scope, step):
+        with (
+            attention_for(mesh),
+            in_replica(replica_scope, step),
+        ):
             yield
     except BaseException:
         trace_checks.forget_losses(model_step)
         raise
 
 
+@contextlib.contextmanager
 def in_replica(
     replica_scope: ReplicaScope | None, step: StepContext | None
-) -> contextlib.AbstractContextManager[Any]:
+) -> Iterator[None]:
     """Makes a step's replica context current for a block."""
     if replica_scope is None:
-        return contextlib.nullcontext()
-    return replica_scope(step)
+        yield
+        return
+    is_whole = step is None or step.facts.is_global_batch
+    kind = "whole" if is_whole else "step"
+    with contextlib.ExitStack() as stack:
+        if is_traced():
+            # What has asked its replica context is traced again, and asks.
+            name = f"ks.{kind}.{num_replica_uses()}"
+            stack.enter_context(own_trace(name))
+        stack.enter_context(replica_scope(step))
+        yield
 
 
 def jitted(fn: Callable[..., Any], name: str, **options: Any) -> Any:
