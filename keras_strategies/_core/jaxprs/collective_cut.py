@@ -157,6 +157,8 @@ def reduce(collective: Any, operands: Sequence[Any]) -> list[Any]:
 
 def trace_called(equation: Any) -> tuple[Any, list[Any]] | None:
     """Returns the jaxpr that an equation calls and its constants, or None."""
+    if equation.primitive.name == "call_hi_primitive":
+        return _expanded(equation)
     called = equation.params.get(_CALLS.get(equation.primitive.name))
     if called is None:
         return None
@@ -166,6 +168,17 @@ def trace_called(equation: Any) -> tuple[Any, list[Any]] | None:
     if not is_known or len(inner.invars) != len(equation.invars):
         return None
     return inner, consts
+
+
+def _expanded(equation: Any) -> tuple[Any, list[Any]]:
+    """What a call of JAX 0.12 computes, which has no jaxpr of its own."""
+    called = equation.params["_prim"]
+
+    def expanded(*leaves: Any) -> list[Any]:
+        return jax.tree.leaves(called.expand(*called.in_tree.unflatten(leaves)))
+
+    traced = jax.make_jaxpr(expanded)(*_shapes(equation.invars))
+    return traced.jaxpr, list(traced.consts)
 
 
 def _collectives_in(jaxpr: Any) -> Iterator[Any]:
