@@ -128,14 +128,49 @@ def _equations_in(jaxpr: Any) -> Iterator[Any]:
 def is_own(equation: Any) -> bool:
     """Whether code that is neither Keras's nor JAX's made an equation."""
     traceback = getattr(equation.source_info, "traceback", None)
-    if traceback is None:
+    if traceback is None or equation.primitive.name == "name":
         return False
     codes, _ = traceback.raw_frames()
     for code in codes:
         maker = _maker_of(code.co_filename)
+        if maker is False and code.co_filename.endswith("functional.py"):
+            # An operation that the author of a functional model has put there.
+            name = equation.params.get("name", equation.primitive.name)
+            return name not in _OF_ENTRIES
         if maker is not None:
             return maker
     return False
+
+
+_OF_ENTRIES = frozenset(
+    [
+        "add",
+        "broadcast_in_dim",
+        "concatenate",
+        "convert_element_type",
+        "div",
+        "dot_general",
+        "einsum",
+        "expand_dims",
+        "gelu",
+        "logistic",
+        "matmul",
+        "max",
+        "min",
+        "mul",
+        "neg",
+        "relu",
+        "reshape",
+        "silu",
+        "slice",
+        "softmax",
+        "squeeze",
+        "sub",
+        "tanh",
+        "transpose",
+    ]
+)
+"""What has no constants but those that it is given."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -146,8 +181,6 @@ def _maker_of(file_name: str) -> bool | None:
     for folder in _folders("keras", "keras_hub"):
         if file_name.startswith(folder):
             *parts, name = file_name.removeprefix(folder).split(os.sep)
-            if name == "functional.py":
-                return True  # Operations of which the user made a graph.
             is_for_callers = not _FOR_CALLERS.isdisjoint(parts)
             return None if is_for_callers and name != "trainer.py" else False
     return None

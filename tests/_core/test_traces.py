@@ -1,0 +1,55 @@
+"""Who made an equation: the user's code, Keras's, or one for its callers."""
+
+import functools
+import os
+
+import jax
+import keras
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from keras import ops
+
+from keras_strategies._core.jaxprs import traces
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("folder", ["site-packages", "dist-packages"])
+def test_installed_packages_are_not_libraries(folder):
+    """They may lie below the folder of Python's own modules."""
+    own = os.path.dirname(functools.__file__)
+    assert traces._maker_of(os.path.join(own, folder, "mine", "loss.py"))
+    assert traces._maker_of("/anywhere/train.py")
+    assert traces._maker_of(functools.__file__) is None
+
+
+def of(fn):
+    def marked(x):
+        return checkpoint_name(fn(x), "marked")
+
+    jaxpr = jax.make_jaxpr(marked)(np.ones((3, 4), "float32"))
+    return traces.has_own_code(jaxpr, "marked")
+
+
+def test_layers_are_kerass_and_operations_are_their_callers():
+    layer = keras.layers.Dense(2, "relu")
+    layer.build((None, 4))
+    norm = keras.layers.LayerNormalization()
+    norm.build((None, 4))
+    assert not of(layer)
+    assert not of(lambda x: layer(norm(x)))
+    assert of(lambda x: ops.sum(layer(x)))
+    assert of(keras.layers.Lambda(lambda x: x + 1))
+
+
+@pytest.mark.parametrize(
+    ("operation", "is_own"),
+    [
+        (lambda x: x + 2 * x, False),
+        (lambda x: ops.concatenate([x, -x]), False),
+        (lambda x: x * ops.sum(ops.ones_like(x)), True),
+    ],
+)
+def test_operations_of_functional_models(operation, is_own):
+    inputs = keras.Input((4,))
+    assert of(keras.Model(inputs, operation(inputs))) == is_own
