@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from keras_strategies._core.jaxprs.specs import Axis
+from keras_strategies._core.jaxprs.traces import is_traced
 
 Reduce = Callable[[list[Any]], list[Any]]
 
@@ -220,7 +221,8 @@ def replay_scope(side: Side | None) -> Iterator[None]:
     """Sends this thread's collectives through `side` for a block."""
     before = _current.side
     _current.side = side
-    is_other = side is not None
+    # Outside of a trace JAX would take itself to be in one.
+    is_other = side is not None and is_traced()
     name = f"ks.replay.{next(_numbers)}"
     try:
         with own_trace(name) if is_other else contextlib.nullcontext():
