@@ -189,6 +189,11 @@ LOSSES = {
 }
 
 
+@ks.global_batch_loss
+def marked(t, p):
+    return ops.sum(of_rows(t, p)) + ops.sum(ops.var(p, axis=0))
+
+
 def rows_of(p):
     return float(ops.shape(p)[0])
 
@@ -254,6 +259,77 @@ OF_NUMBERS = {
             ops.cast(t[:, :1] > 0.7, "int32"),
             axis=1,
         )[:, 0]
+        * 0.1
+    ),
+    "random_places": lambda t, p: (
+        of_rows(t, p)
+        * (
+            ops.arange(rows_of(p), dtype="float32")
+            + 0 * keras.random.uniform((ops.shape(p)[0],), seed=1)
+        )
+    ),
+    "log_of_random_mean": lambda t, p: (
+        of_rows(t, p)
+        + ops.log(
+            ops.mean(ops.exp(0 * keras.random.normal(ops.shape(p), seed=1)))
+            * rows_of(p)
+        )
+        * ops.mean(p, axis=-1)
+    ),
+    "share_of_random": lambda t, p: (
+        ops.mean(of_rows(t, p))
+        / ops.sum(1 + 0 * keras.random.uniform((ops.shape(p)[0],), seed=1))
+    ),
+    "marked_over_rows": lambda t, p: marked(t, p) / rows_of(p),
+    "into_a_table": lambda t, p: ops.mean(
+        jax.numpy.zeros(64).at[jax.numpy.arange(p.shape[0])].add(of_rows(t, p))
+        * jax.numpy.linspace(0.5, 1.5, 64)
+    ),
+    "next_places": lambda t, p: of_rows(
+        t, p[(jax.numpy.arange(p.shape[0] + 1)[1:]) % p.shape[0]]
+    ),
+    "three_places": lambda t, p: ops.mean(
+        jax.numpy.zeros((80, OUTPUTS))
+        .at[3 * jax.numpy.arange(p.shape[0])]
+        .add(error(t, p))
+        * jax.numpy.linspace(0.5, 1.5, 80)[:, None]
+    ),
+    "padded": lambda t, p: (
+        ops.sum(
+            ops.pad(
+                error(t, p) / rows_of(p), ((0, 0), (1, 0)), "constant", 1.0
+            ),
+            axis=-1,
+        )
+        * of_rows(t, p)
+    ),
+    "one_column_over_rows": lambda t, p: ops.sum(
+        (error(t, p) / rows_of(p)).at[:, 0].set(error(t, p)[:, 0]), axis=-1
+    ),
+    "largest_places": lambda t, p: (
+        of_rows(t, p)
+        * ops.cast(ops.top_k(t / rows_of(p), 1)[1][:, 0] + 1, "float32")
+        * rows_of(p)
+        * 0.05
+    ),
+    "one_of_three": lambda t, p: jax.lax.select_n(
+        ops.cast(ops.argmax(t, axis=-1), "int32"),
+        of_rows(t, p) / rows_of(p),
+        of_rows(t, p),
+        of_rows(t, p),
+    ),
+    "shifted_ones": lambda t, p: (
+        of_rows(t, p)
+        * ops.sum(
+            ops.reshape(
+                jax.lax.dynamic_update_slice(
+                    jax.numpy.zeros(2 * p.shape[0]),
+                    jax.numpy.ones(p.shape[0]),
+                    (3,),
+                ),
+                (2, -1),
+            )[0]
+        )
         * 0.1
     ),
     "places_by_class": lambda t, p: (
@@ -487,10 +563,13 @@ def test_layers_that_combine_rows(name):
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_a_loss_of_more_than_one_row(rows):
+@pytest.mark.parametrize("kind", ["spread", "at_least_two"])
+def test_a_loss_of_more_than_one_row(kind, rows):
     """Two replicas of one row each compute less than one device of two."""
 
     def loss(t, p):
+        if kind == "at_least_two":
+            return ops.sum(of_rows(t, p)) / max(p.shape[0], 2)
         spread = ops.mean(ops.var(p, axis=0)) if p.shape[0] > 1 else 0.0
         return of_rows(t, p) + spread
 

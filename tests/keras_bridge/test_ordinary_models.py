@@ -107,6 +107,7 @@ OF_SEQUENCES = {
     "masking": lambda: keras.Sequential([layers.Masking(0.5), layers.LSTM(3)]),
     "stacked": lambda: layers.RNN([layers.GRUCell(3), layers.LSTMCell(3)]),
     "time_distributed": lambda: layers.TimeDistributed(layers.Dense(3)),
+    "fourier": lambda: layers.Lambda(lambda x: ops.rfft(x)[0]),
     "conv1d": lambda: layers.Conv1D(4, 3, padding="causal"),
     "separable1d": lambda: layers.SeparableConv1D(4, 3),
     "conv1d_transpose": lambda: layers.Conv1DTranspose(4, 3),

@@ -153,9 +153,9 @@ class Replay:
         """Raises RuntimeError if the function went on after the end."""
         if self._has_ended:
             raise RuntimeError(
-                "A function given to `run` is run up to each collective with "
-                "an uneven batch, and ended by an exception there. Received: "
-                "a function that caught it (`except:` or `except "
+                "With an uneven batch a step, or a function given to `run`, is "
+                "run up to each collective and ended by an exception there. "
+                "Received: one that caught it (`except:` or `except "
                 "BaseException:`). Catch `Exception` instead."
             )
 

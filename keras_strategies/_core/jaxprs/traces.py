@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Literal, jaxprs_in_params
 
@@ -78,6 +79,21 @@ def computations_in(jaxpr: Any, mark: str) -> dict[Any, int]:
         for equation in _equations_behind(jaxpr, mark)
         if equation.primitive.name not in _MOVES
     )
+
+
+def numbers_in(jaxpr: Any, mark: str) -> list[float]:
+    """Lists the plain real numbers that what is marked is made with.
+
+    Args:
+      jaxpr: A closed jaxpr.
+      mark: A name of `checkpoint_name`.
+    """
+    found = []
+    for equation in _equations_behind(jaxpr, mark):
+        for operand in equation.invars:
+            if isinstance(operand, Literal) and np.isrealobj(operand.val):
+                found.append(float(operand.val))
+    return found
 
 
 _MOVES = frozenset(

@@ -62,6 +62,11 @@ class Call:
         """The shape of result `k`."""
         return self.equation.outvars[k].aval.shape
 
+    def grows(self, axes: Sequence[int]) -> bool:
+        """Whether one of operand 0's dimensions is larger in the twin."""
+        one, *twin = [e.invars[0].aval.shape for e in self.equations]
+        return any(one[axis] != two[axis] for two in twin for axis in axes)
+
     def mixed(self) -> Kind:
         """The kind of a result that mixes rows here."""
         return mixed(self.equation)

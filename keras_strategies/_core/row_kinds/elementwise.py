@@ -222,8 +222,15 @@ def _power_of_rows(
     first = of_rows[0]
     constants = [kind for kind in kinds if kind.form == CONST]
     is_known = all(kind.power is not None for kind in of_rows)
+    if name == "convert_element_type" and not jnp.issubdtype(
+        call.params["new_dtype"], jnp.inexact
+    ):
+        is_plain = first.power in (0.0, None)
+        return is_plain, first.power
     if name in ("neg", "copy", "copy_p", "convert_element_type"):
         return True, first.power
+    if name == "select_n":
+        return _power_of_cases(kinds)
     if name in ("mul", "div") and len(kinds) == 2:
         if len(of_rows) == 1:
             (by,) = constants
@@ -240,12 +247,26 @@ def _power_of_rows(
         one, two = (kind.power or 0.0 for kind in kinds)
         return True, one - two
     are_fixed = all(map(is_constant, constants))
-    if name in ("add", "sub", "add_any", "select_n") and len(of_rows) > 1:
-        given = of_rows if name != "select_n" else of_rows[-2:]
-        is_same, power = same_power(given[0].power, given[-1].power)
+    if name in ("add", "sub", "add_any") and len(of_rows) > 1:
+        is_same, power = same_power(of_rows[0].power, of_rows[-1].power)
         return is_same and are_fixed, power
     is_plain = all(kind.power in (0.0, None) for kind in of_rows)
     return is_plain and are_fixed, 0.0 if is_known else None
+
+
+def _power_of_cases(kinds: list[Kind]) -> tuple[bool, float | None]:
+    """As `_power_of_rows`, of what is chosen by the first."""
+    which, *cases = kinds
+    of_rows = [kind for kind in cases if kind.form == ROWS]
+    constants = [kind for kind in cases if kind.form == CONST]
+    power = of_rows[0].power if of_rows else 0.0
+    is_same = all(same_power(power, kind.power)[0] for kind in of_rows)
+    is_plain = power in (0.0, None) and all(map(is_constant, constants))
+    is_fixed = which.form == ROWS or is_constant(which)
+    is_zero = all(kind.is_zero for kind in constants)
+    doubts = [kind.power for kind in of_rows if kind.power is None]
+    power = None if doubts else power
+    return is_same and is_fixed and (is_plain or is_zero), power
 
 
 def select(call: Call) -> Kind:

@@ -13,7 +13,9 @@ from keras_strategies._core.row_kinds.kinds import (
     ROWS,
     SUM,
     Kind,
+    is_constant,
     rows,
+    same_power,
     summed,
 )
 
@@ -158,8 +160,11 @@ def _if_rows_meet(
         fits = index.is_flat(dim, size)
     if update.form == ROWS:
         fits &= (update.axis, update.outer) == (place, operand.outer)
-    elif call.shape(2):
-        fits &= update.is_flat(place, size)
+        fits &= same_power(operand.power, update.power)[0]
+    else:
+        is_plain = operand.power in (0.0, None) and is_constant(update)
+        fits &= update.is_zero or is_plain
+        fits &= not call.shape(2) or update.is_flat(place, size)
     return dataclasses.replace(operand, count=0) if fits else call.mixed()
 
 
@@ -177,7 +182,8 @@ def _scattered_into_constant(call: Call, numbers: Any) -> Kind:
             own = [numbers.operand_batching_dims[at]]
         size = call.shape(1)[index.axis] // index.outer
         if own and operand.is_flat(own[0], size):
-            as_rows = rows(own[0], index.outer)
+            power = update.power if operand.is_zero else 0.0
+            as_rows = rows(own[0], index.outer, power)
             return _if_rows_meet(call, as_rows, index.axis, place)
         fits = (
             update.is_flat(place, size)
@@ -187,6 +193,10 @@ def _scattered_into_constant(call: Call, numbers: Any) -> Kind:
     else:
         window = numbers.update_window_dims
         fits = not of_index and update.axis not in window
+        if fits:
+            places = [d for d in range(len(call.shape(2))) if d not in window]
+            dim = places.index(update.axis)
+            fits = index.is_flat(dim, call.shape(2)[update.axis])
         if not of_index and update.axis in window:
             return _window_of_rows(call, numbers)
     is_sum = call.name in ("scatter-add", "scatter_add") and operand.is_zero

@@ -70,8 +70,11 @@ class Kind:
     why: Any = None
 
     def is_flat(self, axis: int, size: int) -> bool:
-        """Whether a constant is the same in each block of `size` entries."""
-        if self.is_random or self.values is not None:
+        """Whether a constant is the same in each block of `size` entries.
+
+        Random entries of their own count as the same.
+        """
+        if self.values is not None:
             return True
         return self.blocks.get(axis, 1) % size == 0
 
@@ -126,12 +129,14 @@ def power_of(values: tuple[Any, ...] | None, ratio: float) -> float | None:
         return None
     if _are_equal(values):
         return 0.0
-    small, large = map(float, values)
-    is_finite = math.isfinite(small) and math.isfinite(large)
-    if not is_finite or small * large <= 0:
+    small, large = values
+    change = large / small if small else math.nan
+    if isinstance(change, complex):
+        change = math.nan if change.imag else change.real
+    if not math.isfinite(change) or change <= 0:
         return math.nan
     # The digits that numbers of 32 bits have.
-    return round(math.log(large / small) / math.log(ratio), 5)
+    return round(math.log(change) / math.log(ratio), 5)
 
 
 def _are_equal(values: tuple[Any, ...]) -> bool:
@@ -141,7 +146,7 @@ def _are_equal(values: tuple[Any, ...]) -> bool:
 
 def may_count(value: Any, num_rows: int) -> bool:
     """Whether a number, or its inverse, may be made of a number of rows."""
-    number = abs(float(value))
+    number = float(abs(value))
     if not math.isfinite(number) or number in (0.0, 1.0):
         return False
     number = max(number, 1 / number)

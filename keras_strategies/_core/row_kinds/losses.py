@@ -46,6 +46,8 @@ LOSS = "ks.loss"
 """Marks a scalar whose mean over the replicas is taken."""
 VALUES = "ks.values"
 """Marks values of rows that a reduction of ours is about to reduce."""
+WHOLE = "ks.whole"
+"""Marks what was computed of all replicas' rows, as one device would."""
 REDUCED = "ks.reduced"
 """Marks what that made of them: the mean over the replicas is the batch's."""
 AVERAGED = "ks.averaged"
@@ -222,6 +224,9 @@ class _Walk:
         ):
             self._losses.append(kind)
             return dataclasses.replace(kind, of_loss=True)
+        if name == WHOLE and kind.is_global:
+            # From here on the number of rows is a replica's.
+            return dataclasses.replace(kind, is_global=False)
         if name in (VALUES, OWN):
             self._marked[name] = kind
         elif name in (REDUCED, AVERAGED):

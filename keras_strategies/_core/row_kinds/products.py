@@ -153,7 +153,8 @@ def of_matrices(dims: int) -> Callable[[Call], list[Kind]]:
             for k, kind in enumerate(call.kinds)
             if kind.form == CONST and len(call.shape(k)) > first.axis
         ]
-        result = rows(first.axis, first.outer)
+        is_known = all(kind.power is not None for kind in of_rows)
+        result = rows(first.axis, first.outer, 0.0 if is_known else None)
         is_fine = alike and all(constants)
         found = result if is_fine else call.mixed()
         return [found] * len(call.equation.outvars)

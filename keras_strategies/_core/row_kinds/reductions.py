@@ -35,6 +35,8 @@ def reduce_sum(call: Call) -> Kind:
         return uniform(tuple(v * c for v, c in pairs), call.out_shape())
     if kind.form == ROWS and kind.axis in axes:
         return summed(kind.power)
+    if kind.form == CONST and kind.is_random and call.grows(axes):
+        return summed(kind.power)
     reduced = reduce(call)
     count = math.prod(before[axis] for axis in axes) * max(kind.count, 1)
     return dataclasses.replace(reduced, count=count)
@@ -51,10 +53,14 @@ def reduce(call: Call) -> Kind:
         is_one = math.prod(call.shape()) == math.prod(call.out_shape())
         if kind.form == CONST and not (is_one and "reduce" in call.name):
             kind = dataclasses.replace(kind, values=None)
+    if call.name not in ("reduce_max", "reduce_min"):
+        kind = dataclasses.replace(kind, index_of=None)
     is_nonlinear = call.name != "reduce_sum" and kind.form == ROWS
     if is_nonlinear and kind.power not in (0.0, None):
         return call.mixed()
-    return moved(call, lambda axis: kept.index(axis) if axis in kept else None)
+    return moved(
+        call, lambda axis: kept.index(axis) if axis in kept else None, kind
+    )
 
 
 def along(axis_of: Callable[[Call], int]) -> Callable[[Call], Any]:

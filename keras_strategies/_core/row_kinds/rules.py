@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
+
 from keras_strategies._core.row_kinds.call import (
     Call,
     joined_plain,
@@ -64,7 +66,7 @@ def kinds_of_results(call: Call) -> list[Kind]:
     """Returns the kinds of an equation's results."""
     num = len(call.equation.outvars)
     if call.name in _RANDOM:
-        return [dataclasses.replace(PLAIN, is_random=True)] * num
+        return [_random(call, k) for k in range(num)]
     if call.name in _GLOBAL:
         wrong = first_mixed(call.kinds)
         exact = dataclasses.replace(PLAIN, is_global=True)
@@ -85,11 +87,28 @@ def kinds_of_results(call: Call) -> list[Kind]:
     return [_beside_twin(call, kind, k) for k, kind in enumerate(found)]
 
 
+def _random(call: Call, out: int) -> Kind:
+    """Entries drawn for themselves, of fixed parameters or one for each."""
+    if all(kind.form == CONST for kind in call.kinds):
+        blocks = dict(enumerate(call.out_shape(out)))
+        return Kind(form=CONST, is_random=True, blocks=blocks)
+    wrong = first_mixed(call.kinds)
+    if wrong is not None or call.name != "random_gamma":
+        return wrong or call.mixed()
+    return elementwise(call)
+
+
 def _is_scaled_alike(call: Call) -> bool:
     """Whether a rule that knows no powers need not know them."""
     if call.name in _TRACKS_POWERS:
         return True
-    are_fixed = all(is_constant(k) for k in call.kinds if k.form == CONST)
+    # Rows that are drawn are a replica's own, whatever their places.
+    is_drawn = call.name == "gather"
+    are_fixed = all(
+        is_constant(kind) or (is_drawn and kind.is_random)
+        for kind in call.kinds
+        if kind.form == CONST
+    )
     is_plain = all(k.power in (0.0, None) for k in call.kinds if k.form == ROWS)
     if all(kind.form == CONST for kind in call.kinds):
         return True
@@ -108,17 +127,24 @@ def _beside_twin(call: Call, kind: Kind, out: int) -> Kind:
     if call.twin is None or kind.form == MIXED:
         return kind
     if kind.form == CONST:
+        grown = [len(_grown(call, "invars", k)) for k in range(len(call.kinds))]
+        is_lost = max(grown, default=0) > len(_grown(call, "outvars", out))
         if kind.is_random:
+            if is_lost:
+                # What is drawn for rows, other than added up: `reduce_sum`.
+                return call.mixed()
             others = [k for k in call.kinds if not k.is_random or k.power]
             power = 0.0 if all(map(is_constant, others)) else math.nan
             return dataclasses.replace(kind, power=power)
         if kind.values is not None:
             return kind
-        grown = [len(_grown(call, "invars", k)) for k in range(len(call.kinds))]
-        is_lost = max(grown, default=0) > len(_grown(call, "outvars", out))
         is_other = is_lost or _scalars(call.equation) != _scalars(call.twin)
         return dataclasses.replace(kind, power=math.nan) if is_other else kind
     wanted = [kind.axis] if kind.form == ROWS else []
+    dtype = call.equation.outvars[out].aval.dtype
+    if kind.form == ROWS and jnp.issubdtype(dtype, jnp.integer):
+        # Places, of which the entries' scale makes no others.
+        kind = dataclasses.replace(kind, power=0.0)
     if _grown(call, "outvars", out) != wanted:
         return call.mixed()
     is_same = _scalars(call.equation) == _scalars(call.twin)

@@ -16,6 +16,7 @@ from keras_strategies._core.row_kinds.kinds import (
     ROWS,
     SUM,
     Kind,
+    is_constant,
     joined,
     joined_constants,
     same_power,
@@ -45,6 +46,8 @@ def broadcast(call: Call) -> Kind:
 def reshape(call: Call) -> Kind:
     before, after = call.shape(), call.out_shape()
     kind = call.kinds[0]
+    if kind.form == CONST and kind.blocks == dict(enumerate(before)):
+        return dataclasses.replace(kind, blocks=dict(enumerate(after)))
     if kind.form != ROWS:
         starts = {}
         for axis, size in enumerate(after):
@@ -108,7 +111,14 @@ def slice_(call: Call) -> Kind:
     )
     strides = params["strides"]
     step = 1 if strides is None else strides[kind.axis]
-    return _part(call, kind, start, stop, step)
+    return _part(call, _with_columns(call, kind), start, stop, step)
+
+
+def _with_columns(call: Call, kind: Kind, out: int = 0) -> Kind:
+    """A kind whose columns are known if all of them are there."""
+    is_all = call.shape()[-1:] == call.out_shape(out)[-1:]
+    columns = kind.columns if is_all else frozenset()
+    return dataclasses.replace(kind, columns=columns)
 
 
 def _part(call: Call, kind: Kind, start: int, stop: int, step: int) -> Kind:
@@ -133,7 +143,10 @@ def _part_of_constant(call: Call, out: int = 0) -> Kind:
         axis: after[axis] if size == before[axis] else 1
         for axis, size in kind.blocks.items()
     }
-    return dataclasses.replace(found, blocks=blocks)
+    index_of = kind.index_of
+    if index_of is not None and before[index_of] != after[index_of]:
+        index_of = None
+    return dataclasses.replace(found, blocks=blocks, index_of=index_of)
 
 
 def split(call: Call) -> list[Kind]:
@@ -143,7 +156,7 @@ def split(call: Call) -> list[Kind]:
         if kind.form != ROWS:
             found.append(_part_of_constant(call, k))
         elif kind.axis != axis:
-            found.append(kind)
+            found.append(_with_columns(call, kind, k))
         else:
             found.append(_part(call, kind, start, start + size, 1))
         start += size
@@ -231,12 +244,16 @@ def tile(call: Call) -> Kind:
 def pad(call: Call) -> Kind:
     kind, fill = call.kinds
     if kind.form == CONST:
-        return joined_plain(call.kinds)
+        added = enumerate(call.params["padding_config"])
+        whole = {axis for axis, sizes in added if not any(sizes)}
+        blocks = {a: s for a, s in kind.blocks.items() if a in whole}
+        return dataclasses.replace(joined_plain(call.kinds), blocks=blocks)
     if kind.form == SUM:
         return kind if fill.is_zero else call.mixed()
     if call.params["padding_config"][kind.axis] != (0, 0, 0):
         return call.mixed()
-    is_fine = fill.form == CONST
+    is_plain = kind.power in (0.0, None) and is_constant(fill)
+    is_fine = fill.form == CONST and (fill.is_zero or is_plain)
     return dataclasses.replace(kind, count=0) if is_fine else call.mixed()
 
 
@@ -252,7 +269,8 @@ def dynamic_slice(call: Call) -> Kind:
         return call.mixed()
     if kind.form == ROWS:
         is_all = call.out_shape()[kind.axis] == call.shape()[kind.axis]
-        return dataclasses.replace(kind, count=0) if is_all else call.mixed()
+        kind = dataclasses.replace(_with_columns(call, kind), count=0)
+        return kind if is_all else call.mixed()
     return _part_of_constant(call)
 
 
@@ -261,7 +279,11 @@ def dynamic_update_slice(call: Call) -> Kind:
     if any(start.form != CONST for start in starts):
         return call.mixed()
     if kind.form == CONST and update.form == CONST:
-        return joined_constants((kind, update))
+        found = joined_constants((kind, update))
+        pairs = enumerate(zip(call.shape(), call.shape(1), strict=True))
+        partly = {axis for axis, (size, part) in pairs if size != part}
+        blocks = {a: s for a, s in found.blocks.items() if a not in partly}
+        return dataclasses.replace(found, blocks=blocks)
     of = kind if kind.form == ROWS else update
     if of.form == ROWS and call.shape(1)[of.axis] != call.shape()[of.axis]:
         return call.mixed()

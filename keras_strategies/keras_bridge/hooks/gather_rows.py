@@ -1,12 +1,15 @@
 """The rows of a batch, on one replica and on all."""
 
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from keras import tree
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 
 from keras_strategies._core.replica_map import all_rows
+from keras_strategies._core.row_kinds import losses
 from keras_strategies.keras_bridge.step_context import StepContext
 
 
@@ -37,6 +40,18 @@ def gathered(step: StepContext, values: Any) -> Any:
         return rows
 
     return tree.map_structure(gather, values)
+
+
+def call_with_all(
+    step: StepContext, fn: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Calls a loss with the rows of all replicas."""
+    args, kwargs = gathered(step, (args, kwargs))
+    with step.flag("is_whole"):
+        found = fn(*args, **kwargs)
+    if isinstance(found, jax.Array):
+        found = losses.mark(found, losses.WHOLE)
+    return found
 
 
 def all_gathered(step: StepContext, values: Any) -> Any:

@@ -6,7 +6,10 @@ from typing import Any, TypeVar
 
 import keras
 
-from keras_strategies.keras_bridge.hooks.gather_rows import gathered, note_rows
+from keras_strategies.keras_bridge.hooks.gather_rows import (
+    call_with_all,
+    note_rows,
+)
 from keras_strategies.keras_bridge.step_context import current_step
 
 Loss = TypeVar("Loss")
@@ -60,9 +63,7 @@ def global_batch_loss(loss: Loss) -> Loss:
                 return loss(*args, **kwargs)
             name = getattr(loss, "__qualname__", type(loss).__name__)
             note_rows(step, (args, kwargs), f"marked function {name!r}")
-            args, kwargs = gathered(step, (args, kwargs))
-            with step.flag("is_whole"):
-                return loss(*args, **kwargs)
+            return call_with_all(step, loss, *args, **kwargs)
 
         marked = on_all_rows
     marked._ks_global_batch = True

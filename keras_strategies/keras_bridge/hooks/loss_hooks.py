@@ -15,7 +15,10 @@ from keras.src.trainers.compile_utils import CompileLoss
 from keras_strategies._core.replica_map import all_mean
 from keras_strategies._core.row_kinds import losses
 from keras_strategies.keras_bridge.hooks import metric_rules
-from keras_strategies.keras_bridge.hooks.gather_rows import gathered, note_rows
+from keras_strategies.keras_bridge.hooks.gather_rows import (
+    call_with_all,
+    note_rows,
+)
 from keras_strategies.keras_bridge.step_context import StepContext
 
 _Method = Callable[..., Any]
@@ -100,9 +103,7 @@ def call_loss(
     if not metric_rules.mixes_rows(loss, metric_rules.rank((args, kwargs))):
         return _whole_loss(step, original, loss, *args, **kwargs)
     note_rows(step, (args, kwargs), f"loss {type(loss).__name__!r}")
-    args, kwargs = gathered(step, (args, kwargs))
-    with step.flag("is_whole"):
-        return original(loss, *args, **kwargs)
+    return call_with_all(step, original, loss, *args, **kwargs)
 
 
 def compute_loss(

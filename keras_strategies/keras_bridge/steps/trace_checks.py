@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from keras_strategies._core.batches import RowShape, sharded_rows, true_rows
@@ -165,26 +166,47 @@ def _check_losses(
     rows, num_replicas = step.facts.rows, step.num_replicas
     finding = Finding(verdict=Verdict.UNSURE)
     is_own = traces.has_own_code(jaxpr, losses.LOSS)
-    if not is_own:
-        finding = losses.losses_in(jaxpr, of_rows, rows)
-    is_unsure = finding.verdict is Verdict.UNSURE
-    if is_unsure or (rows == 1 and finding.verdict is Verdict.MIXED):
-        try:
-            if rows == 1:
+    try:
+        if not is_own:
+            finding = losses.losses_in(jaxpr, of_rows, rows)
+        is_unsure = finding.verdict is Verdict.UNSURE
+        if is_unsure or (rows == 1 and finding.verdict is Verdict.MIXED):
+            of_one, is_one = jaxpr, rows == 1
+            if is_one:
                 # A dimension of one row looks like any other of size one.
                 rows = 2
-                of_one = traces.computations_in(jaxpr, losses.LOSS)
                 jaxpr = _traced_with(step, body, state, data, rows)
-                of_two = traces.computations_in(jaxpr, losses.LOSS)
-                if is_own and of_two != of_one:
-                    raise ValueError("One row is computed otherwise.")
             twin = _traced_with(step, body, state, data, num_replicas * rows)
             finding = losses.losses_in(jaxpr, of_rows, rows, twin)
-        except Exception:
-            # Its shapes are those of this batch, so nothing more is known.
-            finding = Finding(verdict=Verdict.MIXED)
+            if is_one and is_own and not _goes_on(of_one, jaxpr, twin):
+                finding = Finding(verdict=Verdict.MIXED)
+    except Exception:
+        # Its shapes are those of this batch, so nothing more is known.
+        finding = Finding(verdict=Verdict.MIXED)
     if finding.verdict is not Verdict.MEAN:
         step.demand_whole(_LOSS_REASON.format(place=_shown(finding.why)))
+
+
+def _goes_on(one: Any, two: Any, more: Any) -> bool:
+    """Whether a trace of one row is as those of two and of more rows.
+
+    A number of theirs that is a power of the number of rows is 1, times what
+    does not depend on it, where there is one.
+    """
+    computed = [traces.computations_in(j, losses.LOSS) for j in (one, two)]
+    if computed[0] != computed[1]:
+        return False
+    known, small, large = (
+        traces.numbers_in(j, losses.LOSS) for j in (one, two, more)
+    )
+    rows = [j.jaxpr.invars[-1].aval.shape[0] for j in (two, more)]
+    for low, high in zip(small, large, strict=True):
+        if low == high or low != low:
+            continue
+        power = np.log(high / low) / np.log(rows[1] / rows[0])
+        if not np.isclose(known, low / rows[0] ** power, rtol=1e-4).any():
+            return False
+    return True
 
 
 _LOSS_REASON = (

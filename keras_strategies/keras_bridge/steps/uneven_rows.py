@@ -327,7 +327,7 @@ def _of_shapes(
         )
     raise ValueError(
         "A collective's value must have one shape on all replicas. "
-        f"Received: shapes {shapes} in a function given to `run` "
+        f"Received: shapes {shapes} in a step or a function "
         "with an uneven batch. Reduce over the rows first, or make "
         "the batch even (`drop_remainder`)."
     )
