@@ -59,6 +59,7 @@ from keras_strategies._core.row_kinds.shapes import (
     stack,
     tile,
     transpose,
+    unstack,
 )
 
 
@@ -169,7 +170,7 @@ def _scalars(equation: Any) -> list[Any]:
 
 
 _LINEAR = names_in(
-    "transpose squeeze expand_dims stack concatenate pad tile rev sort top_k",
+    "transpose squeeze expand_dims stack unstack concatenate pad tile rev sort top_k",
     "cumsum cummax cummin reduce_max reduce_min reduce_window",
     "reduce_window_sum reduce_window_max reduce_window_min split slice",
     "dynamic_slice dynamic_update_slice gather scatter scatter-add",
@@ -227,6 +228,7 @@ _RULES: dict[str, Callable[[Call], Any]] = {
     "slice": slice_,
     "split": split,
     "stack": stack,
+    "unstack": unstack,
     "concatenate": concatenate,
     "pad": pad,
     "tile": tile,

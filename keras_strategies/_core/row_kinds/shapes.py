@@ -102,6 +102,16 @@ def stack(call: Call) -> Kind:
     return moved(call, lambda axis: axis + (axis >= dim), alike)
 
 
+def unstack(call: Call) -> list[Kind]:
+    """The entries along a dimension, of JAX 0.12."""
+    dim = call.params["axis"]
+
+    def to(axis: int) -> int | None:
+        return None if axis == dim else axis - (axis > dim)
+
+    return [moved(call, to, out=k) for k in range(len(call.equation.outvars))]
+
+
 def slice_(call: Call) -> Kind:
     params, kind = call.params, call.kinds[0]
     if kind.form != ROWS:
