@@ -170,8 +170,8 @@ def _scalars(equation: Any) -> list[Any]:
 
 
 _LINEAR = names_in(
-    "transpose squeeze expand_dims stack unstack concatenate pad tile rev sort top_k",
-    "cumsum cummax cummin reduce_max reduce_min reduce_window",
+    "transpose squeeze expand_dims stack unstack concatenate pad tile rev sort",
+    "top_k cumsum cummax cummin reduce_max reduce_min reduce_window",
     "reduce_window_sum reduce_window_max reduce_window_min split slice",
     "dynamic_slice dynamic_update_slice gather scatter scatter-add",
     "scatter_add scatter-sub",
