@@ -30,6 +30,8 @@ def normal_hlo(text):
         text,
     )
     text = re.sub(r"^HloModule [^,\n]*", "HloModule m", text)
+    # a computation's parameters, `(param.7: f32[8], ...)`
+    text = re.sub(r"[\w.\-]+(?=: (?:/\*index=\d+\*/)?[\w(])", "a", text)
     return renamed(text, r"%[\w.\-]+", "%v")
 
 
