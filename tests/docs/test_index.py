@@ -46,7 +46,7 @@ def test_there_are_three_shapes():
         assert f"attr='{name}'" in third
 
 
-@pytest.mark.parametrize("shape", BLOCKS)
+@pytest.mark.parametrize("shape", [*BLOCKS][:2])
 def test_a_shape_trains(shape, tmp_path):
     (accuracy,) = accuracies(BLOCKS[shape], tmp_path)
     assert accuracy > 0.9
@@ -55,6 +55,7 @@ def test_a_shape_trains(shape, tmp_path):
 def test_the_estimator_trains_on_where_it_was(tmp_path):
     block = BLOCKS["Estimator"]
     (first,) = accuracies(block, tmp_path)
+    assert first > 0.9
     (second,) = accuracies(
         block.replace("max_steps=50", "max_steps=100"), tmp_path
     )
