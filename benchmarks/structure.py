@@ -3,8 +3,10 @@
     ./run bench structure
     ./run bench structure --commit 925aa3b
 
-A logic line is one that is not blank and holds more than a comment or a
-docstring. Words are counted in the package, the README and docs/.
+A logic line is one that is not blank and holds more than a comment, a
+docstring or an import. A function's lines are those without its docstring.
+`Any` is bare where it is a whole annotation. Words are counted in the package,
+the README and docs/.
 """
 
 import argparse
@@ -28,6 +30,7 @@ SKIPPED = {
     tokenize.ENCODING,
     tokenize.ENDMARKER,
 }
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 # The project's own words, and the field's.
 WORDS = {
     "go on": r"\bgo(es|ing)? on\b",
@@ -57,9 +60,64 @@ def logic_lines(source):
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in SKIPPED:
             lines |= set(range(token.start[0], token.end[0] + 1))
-    for node in docstrings_of(ast.parse(source)):
-        lines -= set(range(node.lineno, node.end_lineno + 1))
+    tree = ast.parse(source)
+    imports = (
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    )
+    for node in (*docstrings_of(tree), *imports):
+        lines -= lines_of(node)
     return lines
+
+
+def lines_of(node):
+    return set(range(node.lineno, node.end_lineno + 1))
+
+
+def functions_of(tree):
+    """Yields the functions, and whether each is public: (node, bool)."""
+    for parent in ast.walk(tree):
+        hidden = isinstance(parent, FUNCTIONS) or (
+            isinstance(parent, ast.ClassDef) and parent.name.startswith("_")
+        )
+        for node in ast.iter_child_nodes(parent):
+            if isinstance(node, FUNCTIONS):
+                yield node, not hidden and not node.name.startswith("_")
+
+
+def length(function):
+    docstring = next(iter(docstrings_of(function)), None)
+    own = docstring is not None and docstring is function.body[0]
+    return len(lines_of(function) - (lines_of(docstring) if own else set()))
+
+
+def is_any(annotation):
+    return isinstance(annotation, ast.Name) and annotation.id == "Any"
+
+
+def has_bare_any(function):
+    a = function.args
+    named = [*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg]
+    annotations = [arg.annotation for arg in named if arg]
+    return any(map(is_any, [*annotations, function.returns]))
+
+
+def function_figures(trees):
+    """What is counted of functions, by name."""
+    found = [pair for tree in trees for pair in functions_of(tree)]
+    yield "functions", len(found)
+    yield "functions over 40 lines", sum(length(f) > 40 for f, _ in found)
+    yield "functions with a bare Any", sum(has_bare_any(f) for f, _ in found)
+    yield (
+        "public, Any without Returns:",
+        sum(
+            public
+            and is_any(f.returns)
+            and "Returns:" not in (ast.get_docstring(f) or "")
+            for f, public in found
+        ),
+    )
 
 
 def figures(root):
@@ -71,9 +129,7 @@ def figures(root):
         ast.get_docstring(node)
         for tree in trees.values()
         for node in ast.walk(tree)
-        if isinstance(
-            node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-        )
+        if isinstance(node, FUNCTIONS | ast.ClassDef)
     ]
     lengths = [len(doc.split()) for doc in docs if doc]
     yield "modules", sum(p.name != "__init__.py" for p in sources)
@@ -85,6 +141,7 @@ def figures(root):
     yield "modules of the largest room", max(rooms.values())
     yield "lines", sum(len(source.splitlines()) for source in sources.values())
     yield "logic lines", sum(map(len, map(logic_lines, sources.values())))
+    yield from function_figures(trees.values())
     yield "docstrings", len(lengths)
     yield "words of a docstring, median", statistics.median(lengths)
     texts = list(sources.values())
