@@ -117,55 +117,23 @@ class KubernetesClusterResolver(ClusterResolver):
             }
         )
 
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """The address of a task; in an indexed Job, pod 0's if none is named.
-
-        Args:
-          task_type: The task's job.
-          task_id: The task's index in it.
-          rpc_layer: What goes before the address.
-
-        Returns:
-          The address; "" by labels if the task is neither named nor set.
-
-        Raises:
-          ValueError: there is no such task, or its address is not known.
-        """
-        if self._is_job and (task_type is None or task_id is None):
-            task_type, task_id = "worker", 0
-        return super().master(task_type, task_id, rpc_layer)
-
     @property
     def num_processes(self) -> int | None:
         """How many pods an indexed Job has; None by labels."""
         return self._read().count if self._is_job else None
 
-    @property
-    def task_type(self) -> str | None:
-        """As set; in an indexed Job else "worker"."""
-        if self._task_type is None and self._is_job:
-            return "worker"
-        return self._task_type
+    def _find_task_type(self) -> str | None:
+        return "worker" if self._is_job else None
 
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
+    def _find_task_id(self) -> int | None:
+        return self._read().index if self._is_job else None
 
-    @property
-    def task_id(self) -> int | None:
-        """As set; in an indexed Job else the pod's index."""
-        if self._task_id is None and self._is_job:
-            return self._read().index
-        return self._task_id
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
+    def _address_of_task(
+        self, task_type: str | None, task_id: int | None
+    ) -> str | None:
+        if self._is_job and (task_type is None or task_id is None):
+            task_type, task_id = "worker", 0
+        return super()._address_of_task(task_type, task_id)
 
     def _read(self) -> PodOfJob:
         return read_pod_of_job(environ_or_own(self._environ), self._port)

@@ -98,7 +98,7 @@ class SlurmClusterResolver(ClusterResolver):
         check_port(port_base + most_on_host - 1, "The last task's port")
         places = places_of_tasks(environ, hosts, rank)
         local = places[rank][1]
-        self._gpus_per_task = gpus
+        self._num_accelerators = {"GPU": gpus}
         self._gpu_ids = tuple(range(local * gpus, (local + 1) * gpus))
         self._spec, self._task_type, self._task_id = _allocate(
             jobs, [join_address(h, port_base + i) for h, i in places], rank
@@ -120,13 +120,6 @@ class SlurmClusterResolver(ClusterResolver):
         takes it as `local_device_ids`.
         """
         return self._gpu_ids
-
-    def num_accelerators(
-        self, task_type: str | None = None, task_id: int | None = None
-    ) -> dict[str, int]:
-        """The GPUs of a task, the same for all: `{"GPU": 1}`."""
-        del task_type, task_id
-        return {"GPU": self._gpus_per_task}
 
 
 def _hosts(

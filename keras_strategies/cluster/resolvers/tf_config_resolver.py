@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from keras_strategies.cluster.addresses import parse_index, with_rpc_layer
+from keras_strategies.cluster.addresses import parse_index
 from keras_strategies.cluster.resolvers.resolver import (
     ClusterResolver,
     environ_or_own,
@@ -62,39 +62,6 @@ class TFConfigClusterResolver(ClusterResolver):
         """The jobs of TF_CONFIG; empty if it has none."""
         return self._read().cluster
 
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """The address of a task; this process's if none is named.
-
-        Args:
-          task_type: The task's job.
-          task_id: The task's index in it.
-          rpc_layer: What goes before the address.
-
-        Returns:
-          TF_CONFIG's "session_master" if it has one; "" without a cluster and
-          in one of a single task.
-
-        Raises:
-          ValueError: there is no such task, or it is not known which.
-        """
-        config = self._read()
-        if config.session_master is not None:
-            return config.session_master
-        spec = config.cluster
-        if not spec or (len(spec.jobs) == 1 and _has_one_task(spec)):
-            return ""
-        task_type = self.task_type if task_type is None else task_type
-        task_id = self.task_id if task_id is None else task_id
-        rpc_layer = self.rpc_layer if rpc_layer is None else rpc_layer
-        # What is not known is refused there.
-        address = spec.task_address(task_type, task_id)  # pyright: ignore[reportArgumentType]
-        return with_rpc_layer(address, rpc_layer)
-
     @property
     def environment(self) -> str | None:
         """What was given."""
@@ -122,16 +89,27 @@ class TFConfigClusterResolver(ClusterResolver):
     def task_id(self, task_id: int | None) -> None:
         self._task_id = task_id
 
-    @property
-    def rpc_layer(self) -> str | None:
-        """As given, else TF_CONFIG's."""
-        if self._rpc_layer is None:
-            return self._read().rpc_layer
-        return self._rpc_layer
+    def _find_rpc_layer(self) -> str | None:
+        return self._read().rpc_layer
 
-    @rpc_layer.setter
-    def rpc_layer(self, rpc_layer: str | None) -> None:
-        self._rpc_layer = rpc_layer
+    def _chosen_layer(self, rpc_layer: str | None) -> str | None:
+        if self._read().session_master is not None:
+            return None
+        return self.rpc_layer if rpc_layer is None else rpc_layer
+
+    def _address_of_task(
+        self, task_type: str | None, task_id: int | None
+    ) -> str | None:
+        config = self._read()
+        if config.session_master is not None:
+            return config.session_master
+        spec = config.cluster
+        if not spec or (len(spec.jobs) == 1 and _has_one_task(spec)):
+            return None
+        task_type = self.task_type if task_type is None else task_type
+        task_id = self.task_id if task_id is None else task_id
+        # What is not known is refused there.
+        return spec.task_address(task_type, task_id)  # pyright: ignore[reportArgumentType]
 
     def _read(self) -> TFConfig:
         return parse_tf_config(environ_or_own(self._environ).get(VARIABLE, ""))
