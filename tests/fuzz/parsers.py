@@ -41,16 +41,18 @@ from keras_strategies.cluster.exchange.message_forms import (
     Either,
     read_messages,
 )
-from keras_strategies.cluster.resolvers.kubernetes_job import (
+from keras_strategies.cluster.job.place import unjoined_job
+from keras_strategies.cluster.resolvers.kubernetes_resolver import (
     has_job_variables,
     read_pod_of_job,
 )
-from keras_strategies.cluster.resolvers.other_launchers import unjoined_job
-from keras_strategies.cluster.resolvers.slurm_lists import (
+from keras_strategies.cluster.resolvers.slurm_step import (
     expand_hostlist,
     expand_tasks_per_node,
 )
-from keras_strategies.cluster.resolvers.tf_config import parse_tf_config
+from keras_strategies.cluster.resolvers.tf_config_resolver import (
+    parse_tf_config,
+)
 from keras_strategies.cluster.tasks import task_info
 from keras_strategies.cluster.untrusted import load_json
 from keras_strategies.cluster.watchdog.failure_detector import Heartbeat

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from keras_strategies.cluster.addresses import shown, with_rpc_layer
-from keras_strategies.cluster.resolvers.tf_config import (
+from keras_strategies.cluster.resolvers.tf_config_resolver import (
     VARIABLE,
     load_tf_config,
     parse_tf_config,
