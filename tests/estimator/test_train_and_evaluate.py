@@ -394,7 +394,8 @@ RISING = {0: {"a": 1.0}, 10: {"a": 3.0}, 20: {"a": 2.0}, 30: {"a": 3.0}}
 )
 def test_threshold(threshold, min_steps, expected):
     higher = lambda a, b: a > b  # noqa: E731
-    found = early_stopping.is_beyond(RISING, "a", threshold, higher, min_steps)
+    values = early_stopping.values_of(RISING, "a", min_steps)
+    found = early_stopping.is_beyond(values, threshold, higher)
     assert found is expected
 
 
@@ -404,9 +405,8 @@ def test_threshold(threshold, min_steps, expected):
 )
 def test_no_improvement(max_steps, min_steps, expected):
     higher = lambda a, b: a > b  # noqa: E731
-    found = early_stopping.is_without_improvement(
-        RISING, "a", max_steps, higher, min_steps
-    )
+    values = early_stopping.values_of(RISING, "a", min_steps)
+    found = early_stopping.is_without_improvement(values, max_steps, higher)
     assert found == bool(expected)
 
 

@@ -1,11 +1,10 @@
-"""Ends of training that the results of evaluations decide about."""
+"""Early stopping of a training, by the results of evaluations."""
 
-import functools
 import logging
 import numbers
 import operator
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -24,7 +23,9 @@ from keras_strategies.keras_bridge.callbacks.resumable_fit import loop_of
 
 _logger = logging.getLogger(__name__)
 
-_Rule = Callable[..., bool]
+Results = Mapping[int, Mapping[str, float]]
+Values = Iterable[tuple[int, float]]
+_Comparison = Callable[[Any, Any], bool]
 
 
 def make_early_stopping_hook(
@@ -111,9 +112,9 @@ def stop_if_higher_hook(
       ValueError: see `make_early_stopping_hook`; (in training) there is no
         such result.
     """
-    rule = _beyond(threshold, operator.gt)
     every = run_every_secs, run_every_steps
-    return _hook(estimator, rule, eval_dir, metric_name, min_steps, *every)
+    rule = _beyond(threshold, operator.gt)
+    return _hook(rule, estimator, metric_name, eval_dir, min_steps, every)
 
 
 def stop_if_lower_hook(
@@ -129,9 +130,9 @@ def stop_if_lower_hook(
 
     Arguments, returns and errors as of `stop_if_higher_hook`.
     """
-    rule = _beyond(threshold, operator.lt)
     every = run_every_secs, run_every_steps
-    return _hook(estimator, rule, eval_dir, metric_name, min_steps, *every)
+    rule = _beyond(threshold, operator.lt)
+    return _hook(rule, estimator, metric_name, eval_dir, min_steps, every)
 
 
 def stop_if_no_increase_hook(
@@ -163,9 +164,9 @@ def stop_if_no_increase_hook(
       ValueError: see `make_early_stopping_hook`; (in training) there is no
         such result.
     """
-    rule = _without_improvement(max_steps_without_increase, operator.gt)
     every = run_every_secs, run_every_steps
-    return _hook(estimator, rule, eval_dir, metric_name, min_steps, *every)
+    rule = _without_improvement(max_steps_without_increase, operator.gt)
+    return _hook(rule, estimator, metric_name, eval_dir, min_steps, every)
 
 
 def stop_if_no_decrease_hook(
@@ -181,55 +182,58 @@ def stop_if_no_decrease_hook(
 
     Arguments, returns and errors as of `stop_if_no_increase_hook`.
     """
-    rule = _without_improvement(max_steps_without_decrease, operator.lt)
     every = run_every_secs, run_every_steps
-    return _hook(estimator, rule, eval_dir, metric_name, min_steps, *every)
+    rule = _without_improvement(max_steps_without_decrease, operator.lt)
+    return _hook(rule, estimator, metric_name, eval_dir, min_steps, every)
 
 
-def is_beyond(
-    results: dict[int, dict[str, float]],
-    name: str,
-    threshold: float,
-    is_better: Callable[[Any, Any], bool],
-    min_steps: int,
-) -> bool:
-    """Whether a result is beyond a threshold.
+def values_of(
+    results: Results, name: str, min_steps: int
+) -> Iterator[tuple[int, float]]:
+    """Yields the global steps and values of a result.
 
     Args:
       results: By global step, in order.
       name: The result's name.
-      threshold: The threshold.
-      is_better: Compares a result with it.
-      min_steps: Results of earlier steps do not count.
+      min_steps: Results of earlier steps are left out.
+
+    Raises:
+      ValueError: a step has no such result.
     """
-    return any(
-        is_better(_result(metrics, name), threshold)
-        for step, metrics in results.items()
-        if step >= min_steps
-    )
-
-
-def is_without_improvement(
-    results: dict[int, dict[str, float]],
-    name: str,
-    max_steps: int,
-    is_better: Callable[[Any, Any], bool],
-    min_steps: int,
-) -> bool:
-    """Whether a result was no better for so many steps.
-
-    Args:
-      results: By global step, in order.
-      name: The result's name.
-      max_steps: How many train steps may pass since the best one.
-      is_better: Compares a result with the best one.
-      min_steps: Results of earlier steps do not count.
-    """
-    best: tuple[int, float] | None = None
     for step, metrics in results.items():
         if step < min_steps:
             continue
-        value = _result(metrics, name)
+        if name not in metrics:
+            raise ValueError(
+                "`metric_name` is a result of evaluations. Received: "
+                f"{name!r}; there are {sorted(metrics)}. Give one of these."
+            )
+        yield step, metrics[name]
+
+
+def is_beyond(values: Values, threshold: float, is_better: _Comparison) -> bool:
+    """Returns whether a value is better than a threshold.
+
+    Args:
+      values: What `values_of` yields.
+      threshold: The threshold.
+      is_better: Compares a value with it.
+    """
+    return any(is_better(value, threshold) for _, value in values)
+
+
+def is_without_improvement(
+    values: Values, max_steps: int, is_better: _Comparison
+) -> bool:
+    """Returns whether no value was better for so many steps.
+
+    Args:
+      values: What `values_of` yields.
+      max_steps: How many train steps may pass since the best one.
+      is_better: Compares a value with the best one.
+    """
+    best: tuple[int, float] | None = None
+    for step, value in values:
         if best is None or is_better(value, best[1]):
             best = (step, value)
         if step - best[0] >= max_steps:
@@ -284,15 +288,14 @@ class _Stopping(keras.callbacks.Callback):
 
 
 def _hook(
+    rule: Callable[[Values], bool],
     estimator: Estimator,
-    rule: _Rule,
-    eval_dir: str | None,
     name: Any,
+    eval_dir: str | None,
     min_steps: Any,
-    run_every_secs: float | None,
-    run_every_steps: int | None,
+    every: tuple[float | None, int | None],
 ) -> keras.callbacks.Callback:
-    """A hook that asks a rule about the results of a name."""
+    """Returns a hook that asks a rule about the results of a name."""
     if not isinstance(name, str):
         raise TypeError(
             "`metric_name` is a result of evaluations. Received: "
@@ -302,41 +305,26 @@ def _hook(
 
     def should_stop() -> bool:
         results = eval_results.read(eval_dir or estimator.eval_dir())
-        return rule(results, name, min_steps=min_steps)
+        return rule(values_of(results, name, min_steps))
 
-    return make_early_stopping_hook(
-        estimator, should_stop, run_every_secs, run_every_steps
-    )
+    return make_early_stopping_hook(estimator, should_stop, *every)
 
 
-def _beyond(threshold: Any, is_better: Callable[..., bool]) -> _Rule:
+def _beyond(threshold: Any, is_better: _Comparison) -> Callable[[Values], bool]:
     if isinstance(threshold, bool) or not isinstance(threshold, numbers.Real):
         raise TypeError(
             "`threshold` is a number. Received: "
             f"{shown(threshold)}. Give, for example, 0.95."
         )
-    return functools.partial(
-        is_beyond, threshold=float(threshold), is_better=is_better
-    )
+    return lambda values: is_beyond(values, float(threshold), is_better)
 
 
 def _without_improvement(
-    max_steps: Any, is_better: Callable[..., bool]
-) -> _Rule:
+    max_steps: Any, is_better: _Comparison
+) -> Callable[[Values], bool]:
     _check_whole("The number of steps without improvement", max_steps)
-    return functools.partial(
-        is_without_improvement, max_steps=max_steps, is_better=is_better
-    )
+    return lambda values: is_without_improvement(values, max_steps, is_better)
 
 
 def _check_whole(name: str, value: Any) -> None:
     check_number(name, value, "Give a whole number.", is_optional=False)
-
-
-def _result(metrics: dict[str, float], name: str) -> float:
-    if name not in metrics:
-        raise ValueError(
-            "`metric_name` is a result of evaluations. Received: "
-            f"{name!r}; there are {sorted(metrics)}. Give one of these."
-        )
-    return metrics[name]
