@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import keras
 
+from keras_strategies.checkpoint import DamagedCheckpoint, reading
 from keras_strategies.cluster.addresses import shown
 from keras_strategies.estimator import (
     exporting,
@@ -22,7 +23,7 @@ from keras_strategies.estimator import (
 from keras_strategies.estimator.config.run_cluster import EVALUATOR, SERVER
 from keras_strategies.estimator.config.run_config import RunConfig
 from keras_strategies.estimator.estimator_spec import ModeKeys
-from keras_strategies.estimator.records import checkpoint_reading, eval_results
+from keras_strategies.estimator.records import eval_results
 from keras_strategies.estimator.records.event_scalars import (
     eval_scalars,
     train_scalars,
@@ -172,10 +173,10 @@ class Runs:
     ) -> dict[str, Any]:
         """See `Estimator.evaluate`."""
         if path is not None:
-            checkpoint_reading.check(path)
+            reading.check(path)
 
         def use(path: str | None) -> dict[str, Any]:
-            step = 0 if path is None else checkpoint_reading.step_of(path)
+            step = 0 if path is None else reading.step_of(path)
             restore = _restoring(path)
             return self._evaluate(input_fn, hooks, steps, name, restore, step)
 
@@ -186,7 +187,7 @@ class Runs:
             newest = self._newest(strategy)
             try:
                 return use(newest)
-            except checkpoint_reading.DamagedCheckpoint:
+            except DamagedCheckpoint:
                 # It may have been deleted, for newer ones.
                 if not left or newest is None or os.path.isdir(newest):
                     raise
@@ -214,7 +215,7 @@ class Runs:
         """
 
         def restore(evaluated: keras.Model) -> None:
-            checkpoint_reading.copy_weights(model, evaluated)
+            reading.copy_weights(model, evaluated)
 
         return self._evaluate(input_fn, hooks, steps, name, restore, step)
 
@@ -268,7 +269,7 @@ class Runs:
                     *eval_scalars(self.config, name, step),
                 ],
             )
-        results = {**self._renamed(found), checkpoint_reading.GLOBAL_STEP: step}
+        results = {**self._renamed(found), eval_results.GLOBAL_STEP: step}
         if jax.process_index() == 0:
             eval_results.append(self.eval_dir(name), step, results)
         _logger.info("Evaluated: %s", results)
@@ -320,12 +321,12 @@ class Runs:
         mesh = strategy.mesh
         found = None
         if mesh.is_chief:
-            found = checkpoint_reading.newest_good(self.model_dir)
+            found = reading.newest_good(self.model_dir)
         found = train_callback.value_of_chief(
             mesh, "the newest checkpoint", found, str | None
         )
         if found is None and mesh.is_chief:
-            checkpoint_reading.warn_of_none(self.model_dir)
+            reading.warn_of_none(self.model_dir)
         return found
 
     def _check_role(self, strategy: Strategy) -> None:
@@ -382,7 +383,7 @@ def _restoring(path: str | None) -> Callable[[keras.Model], None]:
 
     def restore(model: keras.Model) -> None:
         if path is not None:
-            checkpoint_reading.restore(model, path)
+            reading.restore(model, path)
 
     return restore
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_strategies.checkpoint import reading
 from keras_strategies.cluster.addresses import shown
 from keras_strategies.estimator import (
     exporting,
@@ -21,7 +22,7 @@ from keras_strategies.estimator.config.run_config import RunConfig
 from keras_strategies.estimator.engine import Runs
 from keras_strategies.estimator.estimator_spec import ModeKeys
 from keras_strategies.estimator.hooks import check_hooks, check_listeners
-from keras_strategies.estimator.records import checkpoint_reading
+from keras_strategies.estimator.records import eval_results
 from keras_strategies.estimator.specs import check_name
 
 InputFn = Callable[..., Any]
@@ -223,7 +224,7 @@ class Estimator:
         callbacks = check_hooks(hooks)
         keys = predicting.checked_keys(predict_keys)
         if checkpoint_path is not None:
-            checkpoint_reading.check(checkpoint_path)
+            reading.check(checkpoint_path)
         return self._runs.predict(
             input_fn,
             callbacks,
@@ -238,7 +239,7 @@ class Estimator:
 
     def latest_checkpoint(self) -> str | None:
         """The folder of the newest checkpoint; None if there is none."""
-        return checkpoint_reading.latest_checkpoint(self.model_dir)
+        return reading.newest_complete(self.model_dir)
 
     def get_variable_names(self) -> list[str]:
         """The names of all variables of the newest checkpoint.
@@ -249,8 +250,8 @@ class Estimator:
         Raises:
           ValueError: there is no checkpoint.
         """
-        names = checkpoint_reading.variables_in(self._checkpoint())
-        return sorted({*names, checkpoint_reading.GLOBAL_STEP})
+        names = reading.variables_in(self._checkpoint())
+        return sorted({*names, eval_results.GLOBAL_STEP})
 
     def get_variable_value(self, name: str) -> np.ndarray[Any, Any]:
         """The value of a variable of the newest checkpoint.
@@ -261,7 +262,10 @@ class Estimator:
         Raises:
           ValueError: there is no checkpoint, or no such variable.
         """
-        return checkpoint_reading.value_of(self._checkpoint(), name)
+        path = self._checkpoint()
+        if name == eval_results.GLOBAL_STEP:
+            return np.asarray(reading.step_of(path))
+        return reading.value_of(path, name)
 
     def export_saved_model(
         self,

@@ -14,12 +14,12 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_strategies.checkpoint import reading
 from keras_strategies.cluster.addresses import shown
 from keras_strategies.cluster.untrusted import open_regular
 from keras_strategies.data import batch_spec
 from keras_strategies.estimator.estimator_spec import MODES
 from keras_strategies.estimator.exporters import check_serving, exports_in
-from keras_strategies.estimator.records import checkpoint_reading
 from keras_strategies.keras_bridge.loops.scope_hooks import is_built
 
 MODEL_FILE = "model.keras"
@@ -60,13 +60,13 @@ def export(
             "tensorflow-cpu`, or serve `model.keras`."
         )
     files = _checked_files(assets_extra)
-    path = checkpoint_path or checkpoint_reading.newest_good(runs.model_dir)
+    path = checkpoint_path or reading.newest_good(runs.model_dir)
     if path is None:
         raise ValueError(
             f"Couldn't find trained model at {runs.model_dir}. Received: "
             "a folder without a good checkpoint. Train first."
         )
-    checkpoint_reading.check(path)
+    reading.check(path)
     model = _restored(runs, mode, path)
     try:
         os.makedirs(base, exist_ok=True)
@@ -161,7 +161,7 @@ def _restored(runs: Any, mode: str, path: str) -> keras.Model:
                 "`model_fn` make it with `keras.Input`, or train it first."
             )
         model(keras.tree.map_structure(_one_row, features))
-    checkpoint_reading.restore(model, path)
+    reading.restore(model, path)
     # What is served has no optimizer, and no loss that may be one's own.
     model.compiled, model.optimizer = False, None
     return made.outputs

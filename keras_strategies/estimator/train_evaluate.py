@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from keras_strategies.checkpoint import DamagedCheckpoint, reading
 from keras_strategies.cluster.addresses import shown
 from keras_strategies.estimator import train_callback
 from keras_strategies.estimator.config.run_cluster import (
@@ -17,7 +18,7 @@ from keras_strategies.estimator.config.run_cluster import (
 )
 from keras_strategies.estimator.estimator import Estimator
 from keras_strategies.estimator.estimator_spec import ModeKeys
-from keras_strategies.estimator.records import checkpoint_reading
+from keras_strategies.estimator.records import eval_results
 from keras_strategies.estimator.specs import EvalSpec, TrainSpec
 
 Results = tuple[dict[str, Any] | None, list[str | None]]
@@ -154,9 +155,7 @@ def _train_locally(
             mesh, "whether to evaluate", evaluation.is_due(throttle_s), bool
         )
         if is_due:
-            evaluation.run(
-                checkpoint_reading.path_of(estimator.model_dir, step)
-            )
+            evaluation.run(reading.path_of(estimator.model_dir, step))
         else:
             _logger.info("Step %d is not evaluated: throttle_secs.", step)
         return False
@@ -187,7 +186,7 @@ def _follow(
             if is_last or evaluation.is_due(eval_spec.throttle_secs):
                 try:
                     evaluation.run(path)
-                except (checkpoint_reading.DamagedCheckpoint, ValueError):
+                except (DamagedCheckpoint, ValueError):
                     if os.path.isdir(path):
                         raise
                     # Newer ones are there, and this one was deleted.
@@ -222,7 +221,7 @@ class _Watch:
 
     def is_last(self, path: str) -> bool:
         """Whether no checkpoint comes after this one."""
-        step = checkpoint_reading.step_of(path)
+        step = reading.step_of(path)
         if self._max_steps is not None and step >= self._max_steps:
             return True
         mark = train_callback.mark_of(self._model_dir)
@@ -248,7 +247,7 @@ class _Watch:
                 "log; all tasks need the same `model_dir` on a shared disk."
             )
         # A training that ended before this process came here.
-        step = checkpoint_reading.step_of(path)
+        step = reading.step_of(path)
         return train_callback.ended_at(self._model_dir) == step
 
 
@@ -298,7 +297,7 @@ class _Evaluation:
         """Calls the exporters, in the chief."""
         if jax.process_index() != 0:
             return []
-        step = metrics[checkpoint_reading.GLOBAL_STEP]
+        step = metrics[eval_results.GLOBAL_STEP]
         is_final = self._max_steps is not None and step >= self._max_steps
         base = os.path.join(self._estimator.model_dir, "export")
         exporters: Any = self._spec.exporters  # A tuple, since it is checked.

@@ -9,8 +9,8 @@ from typing import Any
 
 import keras
 
+from keras_strategies.checkpoint import reading
 from keras_strategies.cluster.addresses import shown
-from keras_strategies.estimator.records import checkpoint_reading
 
 _logger = logging.getLogger(__name__)
 
@@ -104,8 +104,8 @@ class WarmStart:
             return
         path = _checkpoint_of(os.fspath(settings.ckpt_to_initialize_from))
         names = settings.var_name_to_prev_var_name or {}
-        saved = checkpoint_reading.variables_in(path)
-        shapes = checkpoint_reading.document_of(path)["variables"]
+        saved = reading.variables_in(path)
+        shapes = reading.document_of(path)["variables"]
         wanted: dict[str, dict[str, Any]] = {}
         pairs: list[tuple[keras.Variable, str, str]] = []
         chosen = _chosen(model, settings.vars_to_warm_start)
@@ -131,7 +131,7 @@ class WarmStart:
                 )
             wanted.setdefault(group, {})[entry] = (shape, dtype)
             pairs.append((variable, group, entry))
-        arrays = checkpoint_reading.read_arrays(path, wanted)
+        arrays = reading.read_arrays(path, wanted)
         for variable, group, entry in pairs:
             variable.assign(arrays[group][entry])
         _logger.info("Warm-started %d weights from %s.", len(pairs), path)
@@ -157,13 +157,11 @@ def settings_of(given: Any) -> WarmStart:
 def _checkpoint_of(path: str) -> str:
     """A checkpoint, or the newest one in a folder."""
     # A checkpoint is named by its step, and so may a folder of some be.
-    latest = (
-        checkpoint_reading.newest_good(path) if os.path.isdir(path) else None
-    )
+    latest = reading.newest_good(path) if os.path.isdir(path) else None
     if latest is not None:
         return latest
     try:
-        checkpoint_reading.check(path)
+        reading.check(path)
     except ValueError as error:
         raise ValueError(
             f"`warm_start_from` needs a checkpoint. Received: {path!r}, which "

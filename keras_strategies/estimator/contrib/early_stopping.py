@@ -146,23 +146,9 @@ def stop_if_no_increase_hook(
 ) -> keras.callbacks.Callback:
     """A hook that ends the training when a metric rises no more.
 
-    Args:
-      estimator: The Estimator that trains.
-      metric_name: A result of its evaluations: "accuracy".
-      max_steps_without_increase: How many train steps may pass since the best
-        one.
-      eval_dir: Where the results are; None for `estimator.eval_dir()`.
-      min_steps: Results of earlier global steps do not count.
-      run_every_secs: See `make_early_stopping_hook`.
-      run_every_steps: See `make_early_stopping_hook`.
-
-    Returns:
-      A Keras callback for `hooks`.
-
-    Raises:
-      TypeError: an argument of another type.
-      ValueError: see `make_early_stopping_hook`; (in training) there is no
-        such result.
+    Arguments, returns and errors as of `stop_if_higher_hook`, but instead of a
+    threshold `max_steps_without_increase`: how many train steps may pass since
+    the best result.
     """
     every = run_every_secs, run_every_steps
     rule = _without_improvement(max_steps_without_increase, operator.gt)

@@ -17,6 +17,9 @@ from keras_strategies.cluster.untrusted import load_json, open_regular
 FILE = "evaluations.jsonl"
 """The name of the file in an evaluation's folder."""
 
+GLOBAL_STEP = "global_step"
+"""The result that each evaluation has beside its metrics."""
+
 _MAX_LINE = 1 << 20
 _logger = logging.getLogger(__name__)
 
@@ -34,7 +37,7 @@ def append(directory: str, step: int, metrics: Mapping[str, Any]) -> None:
         for name, value in metrics.items()
         if _is_number(value)
     }
-    line = json.dumps({"global_step": int(step), "metrics": numbers})
+    line = json.dumps({GLOBAL_STEP: int(step), "metrics": numbers})
     path = pathlib.Path(directory, FILE)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
@@ -104,7 +107,7 @@ def _parsed(line: bytes) -> tuple[int, dict[str, float]] | None:
         return None
     if not isinstance(entry, dict):
         return None
-    step, metrics = entry.get("global_step"), entry.get("metrics")
+    step, metrics = entry.get(GLOBAL_STEP), entry.get("metrics")
     if not is_count(step) or not isinstance(metrics, dict):
         return None
     if any(type(value) not in (int, float) for value in metrics.values()):
