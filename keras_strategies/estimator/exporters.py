@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from keras_strategies.cluster.addresses import shown
+from keras_strategies.estimator import records
 from keras_strategies.estimator.arguments import (
     check_positive,
     names_of_arguments,
 )
-from keras_strategies.estimator.records import eval_results
 
 DEFAULT_EXPORTS_TO_KEEP = 5
 _LOSS = "loss"
@@ -262,7 +262,7 @@ class BestExporter(_ModelExporter):
         )
         best = None
         for found in sorted(glob.glob(folder)):
-            for step, metrics in eval_results.read(found).items():
+            for step, metrics in records.read(found).items():
                 result = metrics | {"global_step": step}
                 if best is None or self._compare_fn(
                     best_eval_result=best, current_eval_result=result

@@ -27,7 +27,10 @@ from keras_strategies.cluster.exchange.message_forms import (
 )
 from keras_strategies.cluster.untrusted import load_json, open_regular
 from keras_strategies.estimator.config.run_config import RunConfig
-from keras_strategies.keras_bridge.callbacks.resumable_fit import Loop
+from keras_strategies.keras_bridge.callbacks.resumable_fit import (
+    Loop,
+    loop_of,
+)
 
 MARK = "training.json"
 """The file that says where the last call of `train` came to its end."""
@@ -115,6 +118,12 @@ def mark_end(model_dir: str, step: int) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(file.name, pathlib.Path(model_dir, MARK))
+
+
+def step_of_fit(model: Any) -> int:
+    """Returns the global step of a model whose training is under way."""
+    loop = loop_of(model)
+    return 0 if loop is None else loop.num_steps
 
 
 def value_of_chief(mesh: ReplicaMesh, name: str, value: Any, form: Form) -> Any:

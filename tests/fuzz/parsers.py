@@ -65,9 +65,8 @@ from keras_strategies.data.raise_together import raise_together
 from keras_strategies.data.shuffled_orders import BatchOrder, RowOrder
 from keras_strategies.data.source import Part
 from keras_strategies.data.steps import Steps
-from keras_strategies.estimator import exporting, train_callback
+from keras_strategies.estimator import exporting, records, train_callback
 from keras_strategies.estimator.config.run_cluster import cluster_of
-from keras_strategies.estimator.records import eval_results
 from keras_strategies.keras_bridge.callbacks import fit_state
 from keras_strategies.keras_bridge.callbacks.callback_states import (
     resume_writing,
@@ -503,9 +502,9 @@ PARSERS: dict[str, Parser] = {
             '{"global_step": 3, "metrics": {"loss": 1}}\n'
             '{"global_step": 4, "metrics": {}}\n',
         ],
-        prepared=lambda folder: lambda _: eval_results.read(str(folder)),
+        prepared=lambda folder: lambda _: records.read(str(folder)),
         is_text=False,
-        puts=eval_results.FILE,
+        puts=records.FILE,
     ),
     "training.json": Parser(
         documents=['{"ended_at_step": 12}'],

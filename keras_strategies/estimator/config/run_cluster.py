@@ -11,6 +11,7 @@ from keras_strategies.cluster.resolvers.tf_config_resolver import (
     parse_tf_config,
 )
 from keras_strategies.cluster.spec import ClusterSpec
+from keras_strategies.cluster.tasks import num_tasks
 
 CHIEF, WORKER, EVALUATOR, SERVER = "chief", "worker", "evaluator", "ps"
 _RPC_LAYER = "grpc"
@@ -114,9 +115,9 @@ def cluster_of(text: str, *, needs_chief: bool) -> RunCluster:
         master=master,
         evaluation_master=_LOCAL_MASTER,
         is_chief=_is_chief(config.cluster, task_type, task_id),
-        num_ps_replicas=_num_tasks(config.cluster, SERVER),
-        num_worker_replicas=_num_tasks(config.cluster, CHIEF)
-        + _num_tasks(config.cluster, WORKER),
+        num_ps_replicas=num_tasks(config.cluster, SERVER),
+        num_worker_replicas=num_tasks(config.cluster, CHIEF)
+        + num_tasks(config.cluster, WORKER),
         global_id_in_cluster=_global_id(config.cluster, task_type, task_id),
         **common,
     )
@@ -180,8 +181,8 @@ def _checked_task(
     task_id: int | None,
     needs_chief: bool,
 ) -> tuple[str, int]:
-    if not _num_tasks(spec, CHIEF) and (
-        needs_chief or not _num_tasks(spec, WORKER)
+    if not num_tasks(spec, CHIEF) and (
+        needs_chief or not num_tasks(spec, WORKER)
     ):
         raise ValueError(
             f'If "cluster" is set in {VARIABLE}, it must have one "{CHIEF}" '
@@ -221,7 +222,7 @@ def _own_address(spec: ClusterSpec, task_type: str, task_id: int) -> str:
 
 
 def _is_chief(spec: ClusterSpec, task_type: str, task_id: int) -> bool:
-    if _num_tasks(spec, CHIEF):
+    if num_tasks(spec, CHIEF):
         return task_type == CHIEF
     return task_type == WORKER and task_id == 0
 
@@ -234,8 +235,4 @@ def _global_id(spec: ClusterSpec, task_type: str, task_id: int) -> int:
         WORKER: (CHIEF, EVALUATOR),
         SERVER: (CHIEF, EVALUATOR, WORKER),
     }
-    return task_id + sum(_num_tasks(spec, job) for job in before[task_type])
-
-
-def _num_tasks(spec: ClusterSpec, job: str) -> int:
-    return spec.num_tasks(job) if job in spec.jobs else 0
+    return task_id + sum(num_tasks(spec, job) for job in before[task_type])

@@ -11,15 +11,14 @@ import keras
 
 from keras_strategies._core.checks import check_number
 from keras_strategies.cluster.addresses import shown
-from keras_strategies.estimator import train_callback
+from keras_strategies.estimator import records, train_callback
 from keras_strategies.estimator.arguments import (
+    check_kind,
     check_positive,
     check_seconds,
 )
 from keras_strategies.estimator.estimator import Estimator
 from keras_strategies.estimator.estimator_spec import ModeKeys
-from keras_strategies.estimator.records import eval_results
-from keras_strategies.keras_bridge.callbacks.resumable_fit import loop_of
 
 _logger = logging.getLogger(__name__)
 
@@ -54,12 +53,7 @@ def make_early_stopping_hook(
       ValueError: both or none of seconds and steps, or seconds on several
         processes.
     """
-    if not isinstance(estimator, Estimator):
-        raise TypeError(
-            "`estimator` must have type `ks.estimator.Estimator`. Received: "
-            f"{shown(estimator)} of type {type(estimator).__name__}. Pass the "
-            "Estimator that trains."
-        )
+    check_kind("estimator", estimator, Estimator)
     if not callable(should_stop_fn):
         raise TypeError(
             "`should_stop_fn` must be callable. Received: "
@@ -74,7 +68,7 @@ def make_early_stopping_hook(
     check_positive("run_every_steps", run_every_steps)
     if run_every_secs is not None:
         check_seconds("run_every_secs", run_every_secs)
-        mesh = estimator._runs.strategy_of(ModeKeys.TRAIN).mesh
+        mesh = estimator.strategy_of(ModeKeys.TRAIN).mesh
         if mesh.num_processes > 1:
             raise ValueError(
                 "run_every_secs should not be set when several processes "
@@ -238,7 +232,7 @@ class _Stopping(keras.callbacks.Callback):
         every_steps: int | None,
     ) -> None:
         super().__init__()
-        self._mesh = estimator._runs.strategy_of(ModeKeys.TRAIN).mesh
+        self._mesh = estimator.strategy_of(ModeKeys.TRAIN).mesh
         self._should_stop_fn = should_stop_fn
         self._every_secs = every_secs
         self._every_steps = every_steps
@@ -250,7 +244,7 @@ class _Stopping(keras.callbacks.Callback):
         self._asked_at = self._asked = None
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        step = self._step()
+        step = train_callback.step_of_fit(self.model)
         if not self._is_due(step):
             return
         self._asked_at, self._asked = time.monotonic(), step
@@ -267,10 +261,6 @@ class _Stopping(keras.callbacks.Callback):
         if self._every_steps is not None:
             return step - self._asked >= self._every_steps
         return time.monotonic() - self._asked_at >= (self._every_secs or 0)
-
-    def _step(self) -> int:
-        loop = loop_of(self.model)
-        return 0 if loop is None else loop.num_steps
 
 
 def _hook(
@@ -290,7 +280,7 @@ def _hook(
     _check_whole("`min_steps`", min_steps)
 
     def should_stop() -> bool:
-        results = eval_results.read(eval_dir or estimator.eval_dir())
+        results = records.read(eval_dir or estimator.eval_dir())
         return rule(values_of(results, name, min_steps))
 
     return make_early_stopping_hook(estimator, should_stop, *every)

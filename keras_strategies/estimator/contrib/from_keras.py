@@ -95,7 +95,7 @@ def model_to_estimator(
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    estimator._runs.result_names = dict(metric_names_map or {})
+    estimator.result_names = dict(metric_names_map or {})
     weakref.finalize(estimator, shutil.rmtree, folder, ignore_errors=True)
     return estimator
 
