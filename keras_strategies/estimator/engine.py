@@ -23,11 +23,12 @@ from keras_strategies.estimator import (
     predicting,
     records,
     train_callback,
+    warm_start,
 )
 from keras_strategies.estimator.config.run_checks import check_trains
 from keras_strategies.estimator.config.run_config import RunConfig
 from keras_strategies.estimator.estimator_spec import ModeKeys
-from keras_strategies.estimator.warm_start import WarmStart
+from keras_strategies.estimator.warm_start import WarmStartSettings
 from keras_strategies.keras_bridge.fresh_names import fresh_names
 from keras_strategies.strategy.one_device import OneDeviceStrategy
 from keras_strategies.strategy.strategy import Strategy
@@ -47,7 +48,7 @@ class Engine:
       model_fn: The `model_fn`.
       config: The RunConfig, with a `model_dir`.
       params: What functions are given copies of.
-      warm_start: The initial weights.
+      warm_start_from: The initial weights, if any.
 
     Attributes:
       result_names: New names for results of evaluations.
@@ -60,13 +61,13 @@ class Engine:
         model_fn: Callable[..., Any],
         config: RunConfig,
         params: Any,
-        warm_start: WarmStart,
+        warm_start_from: WarmStartSettings | None,
     ) -> None:
         self._model_fn = model_fn
         self._config = config
         self._model_dir = os.fspath(config.model_dir or "")
         self._params = params
-        self._warm_start = warm_start
+        self._warm_start = warm_start_from
         self._one_device: Strategy | None = None
 
     @property
@@ -138,7 +139,7 @@ class Engine:
                     self.model_dir, progress.step, max_steps
                 )
             return
-        seed = self.config.tf_random_seed
+        seed, initial = self.config.tf_random_seed, self._warm_start
         with _random_state(seed, moves_on=seed is None), _data_may_end():
             data = self._input(input_fn, ModeKeys.TRAIN)
             made = self._make(ModeKeys.TRAIN, data)
@@ -146,7 +147,7 @@ class Engine:
                 self.config,
                 listeners=listeners,
                 after_save=after_save,
-                initialize=self._warm_start.apply,
+                initialize=functools.partial(warm_start.apply, initial),
             )
             wanted = train_callback.steps_of_call(
                 progress,

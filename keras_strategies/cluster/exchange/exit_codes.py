@@ -5,6 +5,7 @@ import enum
 import json
 
 from keras_strategies.cluster.exchange.greetings import readable
+from keras_strategies.cluster.exchange.message_forms import fault_of
 from keras_strategies.cluster.untrusted import load_json
 
 _MAX_CHARACTERS = 1 << 20
@@ -63,11 +64,8 @@ class Cause:
             document = load_json(text, max_characters=_MAX_CHARACTERS)
         except ValueError:
             document = None
-        if not isinstance(document, dict):
-            document = {}
-        words, code = document.get("text"), document.get("code")
-        codes = [int(one) for one in ExitCode]
-        if isinstance(words, str) and type(code) is int and code in codes:
+        fault = fault_of(document, {"text": str, "code": int})
+        if fault is None and document["code"] in set(ExitCode):
             # It goes to a terminal.
-            return cls(text=readable(words), code=code)
+            return cls(text=readable(document["text"]), code=document["code"])
         return cls(text="another process ended with an unreadable message")
