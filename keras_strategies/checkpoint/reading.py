@@ -21,6 +21,7 @@ from keras_strategies.checkpoint.directory.corruption import (
     damaged,
 )
 from keras_strategies.checkpoint.directory.documents import read_document
+from keras_strategies.checkpoint.orbax_io import restore_args
 from keras_strategies.cluster.exchange.message_forms import fault_of, is_count
 from keras_strategies.keras_bridge.hooks.seeds import is_seed
 from keras_strategies.keras_bridge.variables.model_variables import (
@@ -192,10 +193,6 @@ def read_arrays(
     }
     if not item:
         return {}
-    restore_args = jax.tree.map(
-        lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype),
-        item,
-    )
     options = ocp.options.MultiprocessingOptions()
     if jax.process_count() > 1:
         # This process reads alone: others need not call.
@@ -211,7 +208,9 @@ def read_arrays(
         return checkpointer.restore(
             pathlib.Path(path).absolute() / "state",
             args=ocp.args.PyTreeRestore(
-                item=item, restore_args=restore_args, partial_restore=True
+                item=item,
+                restore_args=restore_args(item),
+                partial_restore=True,
             ),
         )
 

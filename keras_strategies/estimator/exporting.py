@@ -52,13 +52,7 @@ def export(
             f"`experimental_mode` is one of {MODES}. Received: {shown(mode)}. "
             "Leave it out for what is served."
         )
-    has_tensorflow = importlib.util.find_spec("tensorflow") is not None
-    if saved_model and not has_tensorflow:
-        raise ImportError(
-            "A SavedModel is written with TensorFlow. Received: "
-            "saved_model=True, and no module `tensorflow`. Run `pip install "
-            "tensorflow-cpu`, or serve `model.keras`."
-        )
+    writes_saved_model = _writes_saved_model(saved_model)
     files = _checked_files(assets_extra)
     path = checkpoint_path or reading.newest_good(runs.model_dir)
     if path is None:
@@ -80,7 +74,7 @@ def export(
     # As other folders are, and no more open than the umask has them.
     os.mkdir(made, 0o755)
     try:
-        if has_tensorflow if saved_model is None else saved_model:
+        if writes_saved_model:
             _write_saved_model(model, made)
         model.save(os.path.join(made, MODEL_FILE))
         for name, source in files.items():
@@ -165,6 +159,17 @@ def _restored(runs: Any, mode: str, path: str) -> keras.Model:
     # What is served has no optimizer, and no loss that may be one's own.
     model.compiled, model.optimizer = False, None
     return made.outputs
+
+
+def _writes_saved_model(asked: bool | None) -> bool:
+    has_tensorflow = importlib.util.find_spec("tensorflow") is not None
+    if asked and not has_tensorflow:
+        raise ImportError(
+            "A SavedModel is written with TensorFlow. Received: "
+            "saved_model=True, and no module `tensorflow`. Run `pip install "
+            "tensorflow-cpu`, or serve `model.keras`."
+        )
+    return has_tensorflow if asked is None else asked
 
 
 def _write_saved_model(model: keras.Model, folder: str) -> None:

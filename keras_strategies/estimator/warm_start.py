@@ -102,22 +102,10 @@ def apply(settings: WarmStartSettings | None, model: keras.Model) -> None:
     for variable in chosen:
         name = names.get(str(variable.path), str(variable.path))
         name = name.replace(".", "/")
-        if name not in saved:
-            raise ValueError(
-                "A weight that is warm-started is in the checkpoint. "
-                f"Received: {name!r}, which {path} has not. Leave it out "
-                "by `vars_to_warm_start`, or name what it is called there "
-                "by `var_name_to_prev_var_name`."
-            )
+        _check_saved(name, saved, path)
         group, entry = saved[name]
         shape, dtype = shapes[group][entry]
-        if list(variable.shape) != shape:
-            raise ValueError(
-                "A weight that is warm-started has its shape in the "
-                f"checkpoint. Received: {variable.path!r} of shape "
-                f"{tuple(variable.shape)}, {tuple(shape)} in {path}. Leave "
-                "it out by `vars_to_warm_start`."
-            )
+        _check_shape(variable, shape, path)
         wanted.setdefault(group, {})[entry] = (shape, dtype)
         pairs.append((variable, group, entry))
     arrays = reading.read_arrays(path, wanted)
@@ -157,6 +145,26 @@ def _checkpoint_of(path: str) -> str:
             f"is none. Give a checkpoint's folder or a `model_dir`. ({error})"
         ) from error
     return path
+
+
+def _check_saved(name: str, saved: Mapping[str, Any], path: str) -> None:
+    if name not in saved:
+        raise ValueError(
+            "A weight that is warm-started is in the checkpoint. "
+            f"Received: {name!r}, which {path} has not. Leave it out "
+            "by `vars_to_warm_start`, or name what it is called there "
+            "by `var_name_to_prev_var_name`."
+        )
+
+
+def _check_shape(variable: keras.Variable, shape: Any, path: str) -> None:
+    if list(variable.shape) != shape:
+        raise ValueError(
+            "A weight that is warm-started has its shape in the "
+            f"checkpoint. Received: {variable.path!r} of shape "
+            f"{tuple(variable.shape)}, {tuple(shape)} in {path}. Leave "
+            "it out by `vars_to_warm_start`."
+        )
 
 
 def _check_used(names: Mapping[str, str], paths: list[str]) -> None:
