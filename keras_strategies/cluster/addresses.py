@@ -177,11 +177,8 @@ def _fault_of_host(host: str) -> str:
     if not host:
         return "the host is missing"
     if host.startswith("[") and host.endswith("]"):
-        return (
-            ""
-            if _is_ip(IPv6Address, host[1:-1])
-            else "what is in brackets is no IPv6"
-        )
+        is_ipv6 = _is_ip(IPv6Address, host[1:-1])
+        return "" if is_ipv6 else "what is in brackets is no IPv6"
     if ":" in host:
         return "an IPv6 address needs brackets"
     if len(host) > _MAX_HOST or not _HOST.fullmatch(host) or ".." in host:

@@ -155,21 +155,14 @@ class Engine:
                 max_steps=max_steps,
                 is_endless=data.is_endless,
             )
-            made.model.fit(
-                **data.arguments(),
-                epochs=1,
-                # A dataset has its own order.
-                shuffle=not data.is_dataset,
-                steps_per_epoch=wanted,
-                verbose=0,
-                callbacks=[
-                    *(made.chief_hooks if mesh.is_chief else ()),
-                    *made.hooks,
-                    *hooks,
-                    *records.scalars(self.config, progress.step),
-                    checkpointer,
-                ],
-            )
+            callbacks = [
+                *(made.chief_hooks if mesh.is_chief else ()),
+                *made.hooks,
+                *hooks,
+                *records.scalars(self.config, progress.step),
+                checkpointer,
+            ]
+            _fit(made.model, data, wanted, callbacks)
         if not (data.is_dataset or made.model.stop_training):
             train_callback.warn_of_end(
                 checkpointer.num_steps - progress.begun, wanted
@@ -248,7 +241,8 @@ class Engine:
                     *records.scalars(self.config, step, name or ""),
                 ],
             )
-        results = {**self._renamed(found), records.GLOBAL_STEP: step}
+        results = records.renamed(found, self.result_names)
+        results[records.GLOBAL_STEP] = step
         if jax.process_index() == 0:
             records.append(self.eval_dir(name), step, results)
         _logger.info("Evaluated: %s", results)
@@ -309,17 +303,6 @@ class Engine:
             strategy=self.strategy_of(mode),
         )
 
-    def _renamed(self, results: Mapping[str, Any]) -> dict[str, Any]:
-        names = self.result_names
-        for name in names:
-            if name not in results:
-                raise ValueError(
-                    "`metric_names_map` names results of evaluations. "
-                    f"Received: {name!r}; there are {sorted(results)}. "
-                    "Correct it."
-                )
-        return {names.get(name, name): v for name, v in results.items()}
-
     def _newest(self, strategy: Strategy) -> str | None:
         """The newest good checkpoint, the same in all processes."""
         mesh = strategy.mesh
@@ -332,6 +315,20 @@ class Engine:
         if found is None and mesh.is_chief:
             reading.warn_of_none(self.model_dir)
         return found
+
+
+def _fit(
+    model: Any, data: inputs.Input, steps: int | None, callbacks: list[Any]
+) -> None:
+    model.fit(
+        **data.arguments(),
+        epochs=1,
+        # A dataset has its own order.
+        shuffle=not data.is_dataset,
+        steps_per_epoch=steps,
+        verbose=0,
+        callbacks=callbacks,
+    )
 
 
 class _Restore(keras.callbacks.Callback):

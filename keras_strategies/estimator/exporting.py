@@ -62,14 +62,7 @@ def export(
         )
     reading.check(path)
     model = _restored(runs, mode, path)
-    try:
-        os.makedirs(base, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise NotADirectoryError(
-            "`export_dir_base` is a folder, in which each export is a folder. "
-            f"Received: {base!r}, which is a file or in one. Give another "
-            "path; it need not exist."
-        ) from None
+    _make_base(base)
     made = os.path.join(base, f"temp-{secrets.token_hex(8)}")
     # As other folders are, and no more open than the umask has them.
     os.mkdir(made, 0o755)
@@ -206,6 +199,17 @@ def _checked_files(files: Any) -> dict[str, str]:
                 f"{shown(source)}, which is none. Correct the path."
             )
     return dict(files)
+
+
+def _make_base(base: str) -> None:
+    try:
+        os.makedirs(base, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise NotADirectoryError(
+            "`export_dir_base` is a folder, in which each export is a folder. "
+            f"Received: {base!r}, which is a file or in one. Give another "
+            "path; it need not exist."
+        ) from None
 
 
 def _put_in_place(made: str, base: str) -> str:

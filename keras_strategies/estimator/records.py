@@ -75,6 +75,24 @@ def read(directory: str) -> dict[int, dict[str, float]]:
     return dict(sorted(found.items()))
 
 
+def renamed(
+    results: Mapping[str, Any], names: Mapping[str, str]
+) -> dict[str, Any]:
+    """Returns results under new names.
+
+    Raises:
+      ValueError: there is no result of a name.
+    """
+    for name in names:
+        if name not in results:
+            raise ValueError(
+                "`metric_names_map` names results of evaluations. "
+                f"Received: {name!r}; there are {sorted(results)}. "
+                "Correct it."
+            )
+    return {names.get(name, name): value for name, value in results.items()}
+
+
 def scalars(
     config: RunConfig, step: int, eval_name: str | None = None
 ) -> list[Any]:

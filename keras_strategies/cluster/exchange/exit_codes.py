@@ -1,8 +1,10 @@
 """Exit codes, causes and exceptions of the processes of a job."""
 
+import contextlib
 import dataclasses
 import enum
 import json
+from typing import Any
 
 from keras_strategies.cluster.exchange.greetings import readable
 from keras_strategies.cluster.exchange.message_forms import fault_of
@@ -60,10 +62,9 @@ class Cause:
     @classmethod
     def from_json(cls, text: str) -> "Cause":
         """What `to_json` of another process gave; of anything else, that."""
-        try:
+        document: Any = None
+        with contextlib.suppress(ValueError):
             document = load_json(text, max_characters=_MAX_CHARACTERS)
-        except ValueError:
-            document = None
         fault = fault_of(document, {"text": str, "code": int})
         if fault is None and document["code"] in set(ExitCode):
             # It goes to a terminal.
