@@ -40,7 +40,7 @@ ROOMS = {
     "cli": [{"launch", "checkpoints", "plan"}, {"doctor"}, {""}],
     "cluster": [{""}, {"exchange", "resolvers"}, {"watchdog"}, {"job"}],
     "data": [{""}, {"grain", "sources", "tfdata"}],
-    "estimator": [{"config"}, {"records"}, {""}, {"contrib"}],
+    "estimator": [{"config"}, {""}, {"contrib"}],
     "keras_bridge": [
         {""},
         {"inputs", "models", "variables"},

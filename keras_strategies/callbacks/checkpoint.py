@@ -19,6 +19,7 @@ from keras_strategies.keras_bridge.callbacks.resumable_fit import (
 
 _logger = logging.getLogger(__name__)
 
+_METRICS = "metrics"
 _CURE = "Leave it out, or give a positive number."
 
 
@@ -122,6 +123,39 @@ class Checkpoint(CheckpointCallback):
         self._saved: int | None = None
         self._is_best_known = False
 
+    @property
+    def saved_step(self) -> int | None:
+        """The step of the last checkpoint saved, or resumed from."""
+        return self._saved
+
+    # What subclasses may override.
+
+    def begins_anew(
+        self, loop: Loop, step: int, document: dict[str, Any]
+    ) -> bool:
+        """Returns whether a fit has a checkpoint's variables alone.
+
+        All but those of metrics: these, the epoch and the data start over.
+        Collective.
+
+        Args:
+          loop: The state of the fit.
+          step: The checkpoint's.
+          document: What the checkpoint holds beside arrays.
+        """
+        return False
+
+    def before_save(self, loop: Loop) -> None:
+        """Called before a checkpoint is saved. Collective."""
+
+    def after_save(self, loop: Loop) -> None:
+        """Called after a save, which `wait` waits for. Collective."""
+
+    def wait(self) -> None:
+        """Blocks until the last save is on disk."""
+        assert self._storage is not None
+        self._storage.wait()
+
     # What fit calls.
 
     def begin(self, loop: Loop) -> None:
@@ -223,10 +257,20 @@ class Checkpoint(CheckpointCallback):
         document = storage.document(step)
         where = str(storage.path(step))
         contents.check_version(document, where)
-        found = contents.matched(loop.groups(), document, where)
+        groups = loop.groups()
+        is_new = self.begins_anew(loop, step, document)
+        if is_new:
+            groups = {n: v for n, v in groups.items() if n != _METRICS}
+            saved = document["variables"]
+            known = {n: v for n, v in saved.items() if n in groups}
+            document = document | {"variables": known}
+        found = contents.matched(groups, document, where)
         wanted = contents.targets(found, document, loop.mesh)
-        arrays = storage.restore(step, wanted)
+        arrays = storage.restore(step, wanted, is_part=is_new)
         contents.assign(found, arrays)
+        if is_new:
+            loop.num_steps = self._saved = step
+            return
         state = nests.joined(document["state"], arrays.get(contents.STATE, {}))
         loop.resume(state)
         self._saved = loop.num_steps
@@ -272,6 +316,7 @@ class Checkpoint(CheckpointCallback):
         if self._saved == loop.num_steps:
             return
         assert self._storage is not None
+        self.before_save(loop)
         loop.sync()
         state, extra = nests.split(loop.state(is_epoch_over=loop.step == 0))
         arrays = contents.arrays_of(loop.groups())
@@ -291,6 +336,7 @@ class Checkpoint(CheckpointCallback):
             self._check_best(logs, is_last=loop.is_last_epoch)
         if self._clock is not None:
             self._clock.restart(loop.num_steps)
+        self.after_save(loop)
 
     def _check_best(self, logs: dict[str, Any], *, is_last: bool) -> None:
         """Warns once if there is nothing that the best are chosen by."""
@@ -313,7 +359,7 @@ class Checkpoint(CheckpointCallback):
     def _end_preempted(self, loop: Loop) -> None:
         assert self._storage is not None
         assert self._notice is not None
-        self._storage.wait()
+        self.wait()
         if loop.mesh.num_processes == 1:
             from keras_strategies.cluster.watchdog import exit_hooks
 

@@ -1,8 +1,8 @@
 """Addresses and numbers as the variables of a cluster give them."""
 
-import ipaddress
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from ipaddress import IPv4Address, IPv6Address
 from typing import Any
 
 MAX_TASKS = 1_000_000
@@ -177,27 +177,20 @@ def _fault_of_host(host: str) -> str:
     if not host:
         return "the host is missing"
     if host.startswith("[") and host.endswith("]"):
-        return "" if _is_ipv6(host[1:-1]) else "what is in brackets is no IPv6"
+        is_ipv6 = _is_ip(IPv6Address, host[1:-1])
+        return "" if is_ipv6 else "what is in brackets is no IPv6"
     if ":" in host:
         return "an IPv6 address needs brackets"
     if len(host) > _MAX_HOST or not _HOST.fullmatch(host) or ".." in host:
         return "the host is neither a name nor an IP address"
-    if re.fullmatch(r"[0-9.]+", host) and not _is_ipv4(host):
+    if re.fullmatch(r"[0-9.]+", host) and not _is_ip(IPv4Address, host):
         return "the host is no IPv4 address"
     return ""
 
 
-def _is_ipv4(host: str) -> bool:
+def _is_ip(kind: Callable[[str], object], host: str) -> bool:
     try:
-        ipaddress.IPv4Address(host)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_ipv6(host: str) -> bool:
-    try:
-        ipaddress.IPv6Address(host)
+        kind(host)
     except ValueError:
         return False
     return True

@@ -77,11 +77,11 @@ def task_info(resolver: AnyResolver) -> TaskInfo:
     addresses = _training_addresses(
         spec, getattr(resolver, "num_processes", None)
     )
-    num_chiefs = _num_tasks(spec, "chief")
+    num_chiefs = num_tasks(spec, "chief")
     limits = {
         "chief": num_chiefs,
         "worker": len(addresses) - num_chiefs,
-        "evaluator": max(_num_tasks(spec, "evaluator"), 1),
+        "evaluator": max(num_tasks(spec, "evaluator"), 1),
     }
     if index >= limits[task_type]:
         raise ValueError(
@@ -143,7 +143,7 @@ def check_roles(spec: ClusterSpec) -> None:
                 f"Received: a job {shown(job)}. {_cure_of_role(job)}"
             )
     for job in ("chief", "evaluator"):
-        if _num_tasks(spec, job) > 1:
+        if num_tasks(spec, job) > 1:
             raise ValueError(
                 f"There is at most one {job!r} task. Received: "
                 f"{spec.num_tasks(job)}. Make the others workers."
@@ -169,6 +169,11 @@ def check_addresses(spec: ClusterSpec) -> None:
                     f"{shown(address)} for {first} and for {owner}. Give "
                     "tasks of one host different ports."
                 )
+
+
+def num_tasks(spec: ClusterSpec, job: str) -> int:
+    """Returns how many tasks a job has; 0 if there is no such job."""
+    return spec.num_tasks(job) if job in spec.jobs else 0
 
 
 def _alone(task_type: Any, task_id: Any) -> TaskInfo:
@@ -236,10 +241,6 @@ def _training_addresses(
             "Give the addresses of all tasks."
         )
     return tuple(addresses)
-
-
-def _num_tasks(spec: ClusterSpec, job: str) -> int:
-    return spec.num_tasks(job) if job in spec.jobs else 0
 
 
 def _cure_of_role(name: Any) -> str:

@@ -19,7 +19,7 @@ from keras_strategies._core.names.lazy_names import lazy_names as _lazy_names
 
 _MODULES = {
     "BestExporter": "exporters",
-    "CheckpointSaverListener": "hooks",
+    "CheckpointSaverListener": "specs",
     "Estimator": "estimator",
     "EstimatorSpec": "estimator_spec",
     "EvalSpec": "specs",

@@ -22,7 +22,7 @@ from keras_strategies.estimator.exporters import (
 from keras_strategies.estimator.exporters import (
     LatestExporter as LatestExporter,
 )
-from keras_strategies.estimator.hooks import (
+from keras_strategies.estimator.specs import (
     CheckpointSaverListener as CheckpointSaverListener,
 )
 from keras_strategies.estimator.specs import EvalSpec as EvalSpec

@@ -2,86 +2,100 @@
 
 import contextlib
 import copy
+import functools
 import logging
 import os
+import random
+import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import keras
+import numpy as np
 
-from keras_strategies.cluster.addresses import shown
+from keras_strategies.checkpoint import DamagedCheckpoint, reading
 from keras_strategies.estimator import (
     exporting,
     inputs,
     model_fns,
     predicting,
+    records,
     train_callback,
+    warm_start,
 )
-from keras_strategies.estimator.config.run_cluster import EVALUATOR, SERVER
+from keras_strategies.estimator.config.run_checks import check_trains
 from keras_strategies.estimator.config.run_config import RunConfig
 from keras_strategies.estimator.estimator_spec import ModeKeys
-from keras_strategies.estimator.records import checkpoint_reading, eval_results
-from keras_strategies.estimator.records.event_scalars import (
-    eval_scalars,
-    train_scalars,
-)
-from keras_strategies.estimator.seeds import seeded, untouched
-from keras_strategies.estimator.warm_start import WarmStart
+from keras_strategies.estimator.warm_start import WarmStartSettings
 from keras_strategies.keras_bridge.fresh_names import fresh_names
 from keras_strategies.strategy.one_device import OneDeviceStrategy
 from keras_strategies.strategy.strategy import Strategy
 
 Callbacks = tuple[keras.callbacks.Callback, ...]
 InputFn = Callable[..., Any]
+Restore = Callable[[Any], None]
 _NUM_TRIES = 3
+_SEEDS = 2**32
 _logger = logging.getLogger(__name__)
 
 
-class Runs:
-    """Trains, evaluates and predicts, with arguments that were checked.
+class Engine:
+    """The runs of an Estimator, whose arguments were checked.
 
     Args:
       model_fn: The `model_fn`.
       config: The RunConfig, with a `model_dir`.
       params: What functions are given copies of.
-      warm_start: The initial weights.
+      warm_start_from: The initial weights, if any.
 
     Attributes:
-      model_fn: As given.
-      config: As given.
-      model_dir: That of the RunConfig.
       result_names: New names for results of evaluations.
     """
+
+    result_names: Mapping[str, str] = types.MappingProxyType({})
 
     def __init__(
         self,
         model_fn: Callable[..., Any],
         config: RunConfig,
         params: Any,
-        warm_start: WarmStart,
+        warm_start_from: WarmStartSettings | None,
     ) -> None:
-        self.model_fn = model_fn
-        self.config = config
-        self.model_dir = os.fspath(config.model_dir or "")
-        self.result_names: dict[str, str] = {}
+        self._model_fn = model_fn
+        self._config = config
+        self._model_dir = os.fspath(config.model_dir or "")
         self._params = params
-        self._warm_start = warm_start
+        self._warm_start = warm_start_from
         self._one_device: Strategy | None = None
 
     @property
+    def model_dir(self) -> str:
+        """The folder of checkpoints, event files and exports."""
+        return self._model_dir
+
+    @property
+    def config(self) -> RunConfig:
+        """The RunConfig, with `model_dir` set."""
+        return self._config
+
+    @property
     def params(self) -> Any:
-        """A copy of the parameters."""
+        """A copy of what `model_fn` is given."""
         return copy.deepcopy(self._params)
 
-    def eval_dir(self, name: str | None) -> str:
-        """Where the event files of an evaluation are."""
-        folder = f"eval_{name}" if name else "eval"
-        return os.path.join(self.model_dir, folder)
+    @property
+    def model_fn(self) -> Callable[..., Any]:
+        """The function that makes the model."""
+        return self._model_fn
+
+    def eval_dir(self, name: str | None = None) -> str:
+        """Returns the folder of the event files of an evaluation."""
+        return os.path.join(self.model_dir, f"eval_{name}" if name else "eval")
 
     def strategy_of(self, mode: str) -> Strategy:
-        """The strategy of a mode; one device if none was given."""
+        """Returns the strategy of a mode; one device if none was given."""
         given = self.config.eval_distribute
         if mode == ModeKeys.TRAIN:
             given = self.config.train_distribute
@@ -101,10 +115,10 @@ class Runs:
         symbols = None
         if features is not None:
             symbols, _ = inputs.symbols_of((features,))
-        with untouched():
+        with _random_state():
             return self._call_model_fn(mode, symbols, None)
 
-    def train(
+    def run_training(
         self,
         input_fn: InputFn,
         hooks: Callbacks,
@@ -116,8 +130,8 @@ class Runs:
     ) -> None:
         """See `Estimator.train`; `after_save` as of `TrainCheckpoint`."""
         strategy = self.strategy_of(ModeKeys.TRAIN)
-        self._check_role(strategy)
         mesh = strategy.mesh
+        check_trains(self.config, mesh.num_processes)
         progress = train_callback.progress_of_all(mesh, self.model_dir)
         if max_steps is not None and progress.step >= max_steps:
             if mesh.is_chief:
@@ -125,14 +139,15 @@ class Runs:
                     self.model_dir, progress.step, max_steps
                 )
             return
-        with seeded(self.config.tf_random_seed), _data_may_end():
+        seed, initial = self.config.tf_random_seed, self._warm_start
+        with _random_state(seed, moves_on=seed is None), _data_may_end():
             data = self._input(input_fn, ModeKeys.TRAIN)
             made = self._make(ModeKeys.TRAIN, data)
             checkpointer = train_callback.TrainCheckpoint(
                 self.config,
                 listeners=listeners,
                 after_save=after_save,
-                initialize=self._warm_start.apply,
+                initialize=functools.partial(warm_start.apply, initial),
             )
             wanted = train_callback.steps_of_call(
                 progress,
@@ -140,28 +155,21 @@ class Runs:
                 max_steps=max_steps,
                 is_endless=data.is_endless,
             )
-            made.model.fit(
-                **data.arguments(),
-                epochs=1,
-                # A dataset has its own order.
-                shuffle=not data.is_dataset,
-                steps_per_epoch=wanted,
-                verbose=0,
-                callbacks=[
-                    *(made.chief_hooks if mesh.is_chief else ()),
-                    *made.hooks,
-                    *hooks,
-                    *train_scalars(self.config, progress.step),
-                    checkpointer,
-                ],
-            )
+            callbacks = [
+                *(made.chief_hooks if mesh.is_chief else ()),
+                *made.hooks,
+                *hooks,
+                *records.scalars(self.config, progress.step),
+                checkpointer,
+            ]
+            _fit(made.model, data, wanted, callbacks)
         if not (data.is_dataset or made.model.stop_training):
             train_callback.warn_of_end(
                 checkpointer.num_steps - progress.begun, wanted
             )
         _logger.info("Trained up to step %d.", checkpointer.num_steps)
 
-    def evaluate(
+    def run_evaluation(
         self,
         input_fn: InputFn,
         hooks: Callbacks,
@@ -171,22 +179,27 @@ class Runs:
         name: str | None,
     ) -> dict[str, Any]:
         """See `Estimator.evaluate`."""
-        if path is not None:
-            checkpoint_reading.check(path)
 
         def use(path: str | None) -> dict[str, Any]:
-            step = 0 if path is None else checkpoint_reading.step_of(path)
-            restore = _restoring(path)
-            return self._evaluate(input_fn, hooks, steps, name, restore, step)
+            step = 0 if path is None else reading.step_of(path)
+            return self.evaluate_model(
+                input_fn,
+                hooks,
+                _restoring(path),
+                step=step,
+                steps=steps,
+                name=name,
+            )
 
         if path is not None:
+            reading.check(path)
             return use(path)
         strategy = self.strategy_of(ModeKeys.EVAL)
         for left in reversed(range(_NUM_TRIES)):
             newest = self._newest(strategy)
             try:
                 return use(newest)
-            except checkpoint_reading.DamagedCheckpoint:
+            except DamagedCheckpoint:
                 # It may have been deleted, for newer ones.
                 if not left or newest is None or os.path.isdir(newest):
                     raise
@@ -196,29 +209,46 @@ class Runs:
         self,
         input_fn: InputFn,
         hooks: Callbacks,
-        model: keras.Model,
+        restore: Restore,
         *,
         step: int,
         steps: int | None,
         name: str | None,
     ) -> dict[str, Any]:
-        """Evaluates the weights of a model that is being trained.
+        """Evaluates a new model, as `Estimator.evaluate`.
 
         Args:
-          input_fn: See `Estimator.evaluate`.
-          hooks: See `Estimator.evaluate`.
-          model: The model, whose variables have their values.
-          step: The global step.
-          steps: See `Estimator.evaluate`.
-          name: See `Estimator.evaluate`.
+          input_fn: Makes the data.
+          hooks: Keras callbacks.
+          restore: Called with the model when it is built; gives it weights.
+          step: The global step of the weights.
+          steps: The number of batches; None for all.
+          name: The evaluation's.
         """
+        seed = self.config.tf_random_seed
+        with _random_state(seed), _data_may_end():
+            data = self._input(input_fn, ModeKeys.EVAL)
+            made = self._make(ModeKeys.EVAL, data)
+            found = made.model.evaluate(
+                **data.arguments(),
+                steps=steps,
+                verbose=0,
+                return_dict=True,
+                callbacks=[
+                    _Restore(restore),
+                    *made.hooks,
+                    *hooks,
+                    *records.scalars(self.config, step, name or ""),
+                ],
+            )
+        results = records.renamed(found, self.result_names)
+        results[records.GLOBAL_STEP] = step
+        if jax.process_index() == 0:
+            records.append(self.eval_dir(name), step, results)
+        _logger.info("Evaluated: %s", results)
+        return results
 
-        def restore(evaluated: keras.Model) -> None:
-            checkpoint_reading.copy_weights(model, evaluated)
-
-        return self._evaluate(input_fn, hooks, steps, name, restore, step)
-
-    def predict(
+    def run_prediction(
         self,
         input_fn: InputFn,
         hooks: Callbacks,
@@ -229,7 +259,7 @@ class Runs:
     ) -> Iterator[Any]:
         """See `Estimator.predict`."""
         strategy = self.strategy_of(ModeKeys.PREDICT)
-        with untouched(), seeded(self.config.tf_random_seed):
+        with _random_state(self.config.tf_random_seed):
             data = self._input(input_fn, ModeKeys.PREDICT)
             made = self._make(ModeKeys.PREDICT, data)
         path = self._newest(strategy) if path is None else path
@@ -242,37 +272,6 @@ class Runs:
                 yield from predicting.rows_of(chosen)
             else:
                 yield chosen
-
-    def _evaluate(
-        self,
-        input_fn: InputFn,
-        hooks: Callbacks,
-        steps: int | None,
-        name: str | None,
-        restore: Callable[[keras.Model], None],
-        step: int,
-    ) -> dict[str, Any]:
-        seed = self.config.tf_random_seed
-        with untouched(), seeded(seed), _data_may_end():
-            data = self._input(input_fn, ModeKeys.EVAL)
-            made = self._make(ModeKeys.EVAL, data)
-            found = made.model.evaluate(
-                **data.arguments(),
-                steps=steps,
-                verbose=0,
-                return_dict=True,
-                callbacks=[
-                    _Restore(restore),
-                    *made.hooks,
-                    *hooks,
-                    *eval_scalars(self.config, name, step),
-                ],
-            )
-        results = {**self._renamed(found), checkpoint_reading.GLOBAL_STEP: step}
-        if jax.process_index() == 0:
-            eval_results.append(self.eval_dir(name), step, results)
-        _logger.info("Evaluated: %s", results)
-        return results
 
     def _make(self, mode: str, data: inputs.Input) -> model_fns.Made:
         """Calls `model_fn` in the scope of the mode's strategy."""
@@ -304,48 +303,32 @@ class Runs:
             strategy=self.strategy_of(mode),
         )
 
-    def _renamed(self, results: Mapping[str, Any]) -> dict[str, Any]:
-        names = self.result_names
-        for name in names:
-            if name not in results:
-                raise ValueError(
-                    "`metric_names_map` names results of evaluations. "
-                    f"Received: {name!r}; there are {sorted(results)}. "
-                    "Correct it."
-                )
-        return {names.get(name, name): v for name, v in results.items()}
-
     def _newest(self, strategy: Strategy) -> str | None:
         """The newest good checkpoint, the same in all processes."""
         mesh = strategy.mesh
         found = None
         if mesh.is_chief:
-            found = checkpoint_reading.newest_good(self.model_dir)
+            found = reading.newest_good(self.model_dir)
         found = train_callback.value_of_chief(
             mesh, "the newest checkpoint", found, str | None
         )
         if found is None and mesh.is_chief:
-            checkpoint_reading.warn_of_none(self.model_dir)
+            reading.warn_of_none(self.model_dir)
         return found
 
-    def _check_role(self, strategy: Strategy) -> None:
-        config = self.config
-        if config.task_type in (SERVER, EVALUATOR):
-            raise ValueError(
-                "Train has been called with a wrong configuration: task type "
-                f"{config.task_type!r} does not train. Received: a TF_CONFIG "
-                "with that task. Call `ks.estimator.train_and_evaluate`, "
-                "which does what each task is for; parameter servers are not "
-                "supported."
-            )
-        num_processes = strategy.mesh.num_processes
-        if config.num_worker_replicas > 1 and num_processes == 1:
-            raise ValueError(
-                "Processes of a cluster train together. Received: a TF_CONFIG "
-                f"with {config.num_worker_replicas} training processes, and "
-                f"train_distribute={shown(config.train_distribute)} on one. "
-                "Pass `train_distribute=ks.MultiWorkerMirroredStrategy()`."
-            )
+
+def _fit(
+    model: Any, data: inputs.Input, steps: int | None, callbacks: list[Any]
+) -> None:
+    model.fit(
+        **data.arguments(),
+        epochs=1,
+        # A dataset has its own order.
+        shuffle=not data.is_dataset,
+        steps_per_epoch=steps,
+        verbose=0,
+        callbacks=callbacks,
+    )
 
 
 class _Restore(keras.callbacks.Callback):
@@ -356,35 +339,23 @@ class _Restore(keras.callbacks.Callback):
       model: The model, if it is not the callback's.
     """
 
-    def __init__(
-        self,
-        restore: Callable[[keras.Model], None],
-        model: keras.Model | None = None,
-    ) -> None:
+    def __init__(self, restore: Restore, model: Any = None) -> None:
         super().__init__()
         self._apply = restore
         self._given = model
 
     def on_test_begin(self, logs: Any = None) -> None:
-        self._restore()
+        self._apply(self.model if self._given is None else self._given)
 
     def on_predict_begin(self, logs: Any = None) -> None:
-        self._restore()
-
-    def _restore(self) -> None:
-        model = self.model if self._given is None else self._given
-        assert isinstance(model, keras.Model)
-        self._apply(model)
+        self._apply(self.model if self._given is None else self._given)
 
 
-def _restoring(path: str | None) -> Callable[[keras.Model], None]:
-    """What gives a model the weights of a checkpoint, if there is one."""
-
-    def restore(model: keras.Model) -> None:
-        if path is not None:
-            checkpoint_reading.restore(model, path)
-
-    return restore
+def _restoring(path: str | None) -> Restore:
+    """Returns what gives a model the weights of a checkpoint, if any."""
+    if path is None:
+        return lambda model: None
+    return functools.partial(reading.restore, path=path)
 
 
 @contextlib.contextmanager
@@ -394,3 +365,30 @@ def _data_may_end() -> Iterator[None]:
         # Keras 3.15's (tests/contract/test_keras_contract.py).
         warnings.filterwarnings("ignore", message="Your input ran out of data")
         yield
+
+
+@contextlib.contextmanager
+def _random_state(
+    seed: int | None = None, *, moves_on: bool = False
+) -> Iterator[None]:
+    """A context after which the caller's random states are as before.
+
+    Initial weights, dropout and the order of rows come from those of Python
+    and numpy.
+
+    Args:
+      seed: What Keras draws from; None for the caller's states.
+      moves_on: Whether the caller's states are moved on instead.
+    """
+    if moves_on:
+        yield
+        return
+    states = random.getstate(), np.random.get_state()
+    if seed is not None:
+        random.seed(seed)
+        np.random.seed(seed % _SEEDS)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])

@@ -9,26 +9,30 @@ from typing import Any
 
 import numpy as np
 
+from keras_strategies.checkpoint import reading
 from keras_strategies.cluster.addresses import shown
 from keras_strategies.estimator import (
     exporting,
     model_fns,
     predicting,
+    records,
     warm_start,
 )
-from keras_strategies.estimator.arguments import check_input_fn, check_positive
+from keras_strategies.estimator.arguments import (
+    check_hooks,
+    check_input_fn,
+    check_listeners,
+    check_name,
+    check_positive,
+)
 from keras_strategies.estimator.config.run_config import RunConfig
-from keras_strategies.estimator.engine import Runs
+from keras_strategies.estimator.engine import Engine, InputFn
 from keras_strategies.estimator.estimator_spec import ModeKeys
-from keras_strategies.estimator.hooks import check_hooks, check_listeners
-from keras_strategies.estimator.records import checkpoint_reading
-from keras_strategies.estimator.specs import check_name
 
-InputFn = Callable[..., Any]
 _logger = logging.getLogger(__name__)
 
 
-class Estimator:
+class Estimator(Engine):
     """Trains, evaluates, predicts and exports a model; as tf's.
 
         def model_fn(features, labels, mode, params):
@@ -85,32 +89,12 @@ class Estimator:
         warm_start_from: Any = None,
     ) -> None:
         model_fns.check_model_fn(model_fn, params)
-        self._runs = Runs(
+        super().__init__(
             model_fn,
             _with_model_dir(config, model_dir),
             copy.deepcopy({} if params is None else params),
             warm_start.settings_of(warm_start_from),
         )
-
-    @property
-    def model_dir(self) -> str:
-        """Where checkpoints, event files and exports are."""
-        return self._runs.model_dir
-
-    @property
-    def config(self) -> RunConfig:
-        """The RunConfig, with `model_dir` set."""
-        return self._runs.config
-
-    @property
-    def params(self) -> Any:
-        """A copy of what `model_fn` is given."""
-        return self._runs.params
-
-    @property
-    def model_fn(self) -> Callable[..., Any]:
-        """The function that makes the model."""
-        return self._runs.model_fn
 
     def train(
         self,
@@ -148,7 +132,7 @@ class Estimator:
         check_input_fn(input_fn)
         callbacks = check_hooks(hooks)
         listeners = check_listeners(saving_listeners)
-        self._runs.train(
+        self.run_training(
             input_fn,
             callbacks,
             steps=steps,
@@ -188,7 +172,7 @@ class Estimator:
         check_input_fn(input_fn)
         check_name(name)
         callbacks = check_hooks(hooks)
-        return self._runs.evaluate(
+        return self.run_evaluation(
             input_fn, callbacks, steps=steps, path=checkpoint_path, name=name
         )
 
@@ -223,8 +207,8 @@ class Estimator:
         callbacks = check_hooks(hooks)
         keys = predicting.checked_keys(predict_keys)
         if checkpoint_path is not None:
-            checkpoint_reading.check(checkpoint_path)
-        return self._runs.predict(
+            reading.check(checkpoint_path)
+        return self.run_prediction(
             input_fn,
             callbacks,
             keys=keys,
@@ -232,13 +216,9 @@ class Estimator:
             yields_rows=yield_single_examples,
         )
 
-    def eval_dir(self, name: str | None = None) -> str:
-        """Where the event files of an evaluation are."""
-        return self._runs.eval_dir(name)
-
     def latest_checkpoint(self) -> str | None:
         """The folder of the newest checkpoint; None if there is none."""
-        return checkpoint_reading.latest_checkpoint(self.model_dir)
+        return reading.newest_complete(self.model_dir)
 
     def get_variable_names(self) -> list[str]:
         """The names of all variables of the newest checkpoint.
@@ -249,8 +229,8 @@ class Estimator:
         Raises:
           ValueError: there is no checkpoint.
         """
-        names = checkpoint_reading.variables_in(self._checkpoint())
-        return sorted({*names, checkpoint_reading.GLOBAL_STEP})
+        names = reading.variables_in(self._checkpoint())
+        return sorted({*names, records.GLOBAL_STEP})
 
     def get_variable_value(self, name: str) -> np.ndarray[Any, Any]:
         """The value of a variable of the newest checkpoint.
@@ -261,7 +241,10 @@ class Estimator:
         Raises:
           ValueError: there is no checkpoint, or no such variable.
         """
-        return checkpoint_reading.value_of(self._checkpoint(), name)
+        path = self._checkpoint()
+        if name == records.GLOBAL_STEP:
+            return np.asarray(reading.step_of(path))
+        return reading.value_of(path, name)
 
     def export_saved_model(
         self,
@@ -301,7 +284,7 @@ class Estimator:
           ImportError: a SavedModel is asked for without TensorFlow.
         """
         return exporting.export(
-            self._runs,
+            self,
             os.fspath(export_dir_base),
             checkpoint_path,
             serving_input_receiver_fn=serving_input_receiver_fn,

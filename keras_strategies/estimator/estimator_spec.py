@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from keras_strategies.cluster.addresses import shown
-from keras_strategies.estimator.hooks import check_hooks
+from keras_strategies.estimator.arguments import check_hooks
 
 if TYPE_CHECKING:
     import keras

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from keras_strategies.cluster.addresses import shown
+from keras_strategies.estimator import records
 from keras_strategies.estimator.arguments import (
     check_positive,
     names_of_arguments,
 )
-from keras_strategies.estimator.records import eval_results
 
 DEFAULT_EXPORTS_TO_KEEP = 5
 _LOSS = "loss"
@@ -55,27 +55,56 @@ class Exporter(abc.ABC):
 
 
 class _ModelExporter(Exporter):
-    """An exporter of the model, with what all exporters of tf are given."""
+    """Exports the model where `_is_due`, and deletes old exports."""
 
     def __init__(
         self,
         name: str,
-        serving_input_receiver_fn: None,
-        assets_extra: Mapping[str, str] | None,
-        as_text: bool,
-        saved_model: bool | None,
+        serving_input_receiver_fn: None = None,
+        assets_extra: Mapping[str, str] | None = None,
+        as_text: bool = False,
+        exports_to_keep: int | None = DEFAULT_EXPORTS_TO_KEEP,
+        *,
+        saved_model: bool | None = None,
     ) -> None:
         check_serving(serving_input_receiver_fn, as_text)
+        check_positive("exports_to_keep", exports_to_keep)
         self._name = name
-        self._arguments = {
-            "assets_extra": assets_extra,
-            "saved_model": saved_model,
-        }
+        self._assets_extra = assets_extra
+        self._saved_model = saved_model
+        self._exports_to_keep = exports_to_keep
+        self._has_exported = False
 
     @property
     def name(self) -> str:
         """See `Exporter.name`."""
         return self._name
+
+    def export(
+        self,
+        estimator: Any,
+        export_path: str,
+        checkpoint_path: str,
+        eval_result: Mapping[str, Any],
+        is_the_final_export: bool,
+    ) -> str | None:
+        """See `Exporter.export`."""
+        if not self._is_due(estimator, eval_result, is_the_final_export):
+            return None
+        path = estimator.export_saved_model(
+            export_path,
+            checkpoint_path=checkpoint_path,
+            assets_extra=self._assets_extra,
+            saved_model=self._saved_model,
+        )
+        _delete_old(export_path, self._exports_to_keep)
+        self._has_exported = True
+        return path
+
+    def _is_due(
+        self, estimator: Any, eval_result: Mapping[str, Any], is_final: bool
+    ) -> bool:
+        return True
 
 
 class FinalExporter(_ModelExporter):
@@ -108,26 +137,15 @@ class FinalExporter(_ModelExporter):
         *,
         saved_model: bool | None = None,
     ) -> None:
-        super().__init__(
-            name, serving_input_receiver_fn, assets_extra, as_text, saved_model
-        )
+        arguments = name, serving_input_receiver_fn, assets_extra, as_text
+        super().__init__(*arguments, None, saved_model=saved_model)
 
-    def export(
-        self,
-        estimator: Any,
-        export_path: str,
-        checkpoint_path: str,
-        eval_result: Mapping[str, Any],
-        is_the_final_export: bool,
-    ) -> str | None:
-        """See `Exporter.export`."""
-        del eval_result
-        if not is_the_final_export:
-            return None
-        _logger.info("The final export, at the end of training.")
-        return estimator.export_saved_model(
-            export_path, checkpoint_path=checkpoint_path, **self._arguments
-        )
+    def _is_due(
+        self, estimator: Any, eval_result: Mapping[str, Any], is_final: bool
+    ) -> bool:
+        if is_final:
+            _logger.info("The final export, at the end of training.")
+        return is_final
 
 
 class LatestExporter(_ModelExporter):
@@ -145,38 +163,6 @@ class LatestExporter(_ModelExporter):
       ValueError: what has no meaning here, or `exports_to_keep` is 0 or less.
       TypeError: `exports_to_keep` is no integer.
     """
-
-    def __init__(
-        self,
-        name: str,
-        serving_input_receiver_fn: None = None,
-        assets_extra: Mapping[str, str] | None = None,
-        as_text: bool = False,
-        exports_to_keep: int | None = DEFAULT_EXPORTS_TO_KEEP,
-        *,
-        saved_model: bool | None = None,
-    ) -> None:
-        super().__init__(
-            name, serving_input_receiver_fn, assets_extra, as_text, saved_model
-        )
-        check_positive("exports_to_keep", exports_to_keep)
-        self._exports_to_keep = exports_to_keep
-
-    def export(
-        self,
-        estimator: Any,
-        export_path: str,
-        checkpoint_path: str,
-        eval_result: Mapping[str, Any],
-        is_the_final_export: bool,
-    ) -> str | None:
-        """See `Exporter.export`."""
-        del eval_result, is_the_final_export
-        path = estimator.export_saved_model(
-            export_path, checkpoint_path=checkpoint_path, **self._arguments
-        )
-        _delete_old(export_path, self._exports_to_keep)
-        return path
 
 
 def loss_smaller(
@@ -241,28 +227,17 @@ class BestExporter(_ModelExporter):
         *,
         saved_model: bool | None = None,
     ) -> None:
-        super().__init__(
-            name, serving_input_receiver_fn, assets_extra, as_text, saved_model
-        )
+        arguments = name, serving_input_receiver_fn, assets_extra, as_text
+        super().__init__(*arguments, exports_to_keep, saved_model=saved_model)
         _check_compare_fn(compare_fn)
-        check_positive("exports_to_keep", exports_to_keep)
         self._pattern = event_file_pattern
         self._compare_fn = compare_fn
-        self._exports_to_keep = exports_to_keep
         self._model_dir: str | None = None
         self._best: Mapping[str, Any] | None = None
-        self._has_exported = False
 
-    def export(
-        self,
-        estimator: Any,
-        export_path: str,
-        checkpoint_path: str,
-        eval_result: Mapping[str, Any],
-        is_the_final_export: bool,
-    ) -> str | None:
-        """See `Exporter.export`."""
-        del is_the_final_export
+    def _is_due(
+        self, estimator: Any, eval_result: Mapping[str, Any], is_final: bool
+    ) -> bool:
         if self._pattern and self._model_dir != estimator.model_dir:
             self._model_dir = estimator.model_dir
             self._best = self._best_of_before(estimator.model_dir)
@@ -275,15 +250,10 @@ class BestExporter(_ModelExporter):
                 best_eval_result=self._best, current_eval_result=eval_result
             )
         ):
-            return None
+            return False
         _logger.info("The best model so far is exported.")
         self._best = eval_result
-        path = estimator.export_saved_model(
-            export_path, checkpoint_path=checkpoint_path, **self._arguments
-        )
-        _delete_old(export_path, self._exports_to_keep)
-        self._has_exported = True
-        return path
+        return True
 
     def _best_of_before(self, model_dir: str) -> Mapping[str, Any] | None:
         """The best result of the evaluations that are on disk."""
@@ -292,7 +262,7 @@ class BestExporter(_ModelExporter):
         )
         best = None
         for found in sorted(glob.glob(folder)):
-            for step, metrics in eval_results.read(found).items():
+            for step, metrics in records.read(found).items():
                 result = metrics | {"global_step": step}
                 if best is None or self._compare_fn(
                     best_eval_result=best, current_eval_result=result

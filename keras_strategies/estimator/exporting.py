@@ -14,12 +14,12 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_strategies.checkpoint import reading
 from keras_strategies.cluster.addresses import shown
 from keras_strategies.cluster.untrusted import open_regular
 from keras_strategies.data import batch_spec
 from keras_strategies.estimator.estimator_spec import MODES
 from keras_strategies.estimator.exporters import check_serving, exports_in
-from keras_strategies.estimator.records import checkpoint_reading
 from keras_strategies.keras_bridge.loops.scope_hooks import is_built
 
 MODEL_FILE = "model.keras"
@@ -52,35 +52,22 @@ def export(
             f"`experimental_mode` is one of {MODES}. Received: {shown(mode)}. "
             "Leave it out for what is served."
         )
-    has_tensorflow = importlib.util.find_spec("tensorflow") is not None
-    if saved_model and not has_tensorflow:
-        raise ImportError(
-            "A SavedModel is written with TensorFlow. Received: "
-            "saved_model=True, and no module `tensorflow`. Run `pip install "
-            "tensorflow-cpu`, or serve `model.keras`."
-        )
+    writes_saved_model = _writes_saved_model(saved_model)
     files = _checked_files(assets_extra)
-    path = checkpoint_path or checkpoint_reading.newest_good(runs.model_dir)
+    path = checkpoint_path or reading.newest_good(runs.model_dir)
     if path is None:
         raise ValueError(
             f"Couldn't find trained model at {runs.model_dir}. Received: "
             "a folder without a good checkpoint. Train first."
         )
-    checkpoint_reading.check(path)
+    reading.check(path)
     model = _restored(runs, mode, path)
-    try:
-        os.makedirs(base, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise NotADirectoryError(
-            "`export_dir_base` is a folder, in which each export is a folder. "
-            f"Received: {base!r}, which is a file or in one. Give another "
-            "path; it need not exist."
-        ) from None
+    _make_base(base)
     made = os.path.join(base, f"temp-{secrets.token_hex(8)}")
     # As other folders are, and no more open than the umask has them.
     os.mkdir(made, 0o755)
     try:
-        if has_tensorflow if saved_model is None else saved_model:
+        if writes_saved_model:
             _write_saved_model(model, made)
         model.save(os.path.join(made, MODEL_FILE))
         for name, source in files.items():
@@ -161,10 +148,21 @@ def _restored(runs: Any, mode: str, path: str) -> keras.Model:
                 "`model_fn` make it with `keras.Input`, or train it first."
             )
         model(keras.tree.map_structure(_one_row, features))
-    checkpoint_reading.restore(model, path)
+    reading.restore(model, path)
     # What is served has no optimizer, and no loss that may be one's own.
     model.compiled, model.optimizer = False, None
     return made.outputs
+
+
+def _writes_saved_model(asked: bool | None) -> bool:
+    has_tensorflow = importlib.util.find_spec("tensorflow") is not None
+    if asked and not has_tensorflow:
+        raise ImportError(
+            "A SavedModel is written with TensorFlow. Received: "
+            "saved_model=True, and no module `tensorflow`. Run `pip install "
+            "tensorflow-cpu`, or serve `model.keras`."
+        )
+    return has_tensorflow if asked is None else asked
 
 
 def _write_saved_model(model: keras.Model, folder: str) -> None:
@@ -201,6 +199,17 @@ def _checked_files(files: Any) -> dict[str, str]:
                 f"{shown(source)}, which is none. Correct the path."
             )
     return dict(files)
+
+
+def _make_base(base: str) -> None:
+    try:
+        os.makedirs(base, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise NotADirectoryError(
+            "`export_dir_base` is a folder, in which each export is a folder. "
+            f"Received: {base!r}, which is a file or in one. Give another "
+            "path; it need not exist."
+        ) from None
 
 
 def _put_in_place(made: str, base: str) -> str:

@@ -1,4 +1,4 @@
-"""TrainSpec and EvalSpec, the arguments of `train_and_evaluate`."""
+"""TrainSpec, EvalSpec and listeners, the arguments of training."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -6,12 +6,14 @@ from typing import Any
 
 from keras_strategies.cluster.addresses import shown
 from keras_strategies.estimator.arguments import (
+    check_hooks,
     check_input_fn,
+    check_listeners,
+    check_name,
     check_positive,
     check_seconds,
 )
 from keras_strategies.estimator.exporters import Exporter
-from keras_strategies.estimator.hooks import check_hooks, check_listeners
 
 DEFAULT_EVAL_STEPS = 100
 """Batches of an evaluation; as in tf."""
@@ -88,25 +90,50 @@ class EvalSpec:
         check_seconds("throttle_secs", self.throttle_secs)
 
 
-def check_name(name: Any) -> None:
-    """Raises unless an evaluation's name can be part of a folder's.
+class CheckpointSaverListener:
+    """A listener of checkpoints while an Estimator trains; as tf's.
 
-    Raises:
-      TypeError: it is no str.
-      ValueError: it has a separator of folders, or is "." or "..".
+    Called in the chief. `session` is None: there is none.
+
+    Example:
+      ```python
+      class Notes(ks.estimator.CheckpointSaverListener):
+          def after_save(self, session, global_step_value):
+              print("saved", global_step_value)
+
+      estimator.train(input_fn, saving_listeners=[Notes()])
+      ```
     """
-    if name is None:
-        return
-    if not isinstance(name, str):
-        raise TypeError(
-            f"`name` must be string. Received: {shown(name)} of type "
-            f"{type(name).__name__}. Give a name as 'test', or None."
-        )
-    if "/" in name or "\\" in name or "\0" in name:
-        raise ValueError(
-            "`name` becomes part of a folder's name. Received: "
-            f"{shown(name)}. Leave out slashes."
-        )
+
+    def begin(self) -> None:
+        """Called before the first step."""
+
+    def before_save(self, session: None, global_step_value: int) -> None:
+        """Called before a checkpoint is written.
+
+        Args:
+          session: None.
+          global_step_value: Training steps done.
+        """
+
+    def after_save(self, session: None, global_step_value: int) -> bool | None:
+        """Called when a checkpoint is complete.
+
+        Args:
+          session: None.
+          global_step_value: Training steps done.
+
+        Returns:
+          True to end the training.
+        """
+
+    def end(self, session: None, global_step_value: int) -> None:
+        """Called at the end, after the last checkpoint.
+
+        Args:
+          session: None.
+          global_step_value: Training steps done.
+        """
 
 
 def _set(spec: Any, name: str, value: Any) -> None:

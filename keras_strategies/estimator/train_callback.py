@@ -18,30 +18,25 @@ from typing import Any
 
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.callbacks.checkpoint import Checkpoint
-from keras_strategies.checkpoint import contents
-from keras_strategies.checkpoint.directory.corruption import damaged
-from keras_strategies.checkpoint.directory.names import RUN
-from keras_strategies.checkpoint.directory.retention import Keep
+from keras_strategies.checkpoint import Keep, reading
 from keras_strategies.cluster.exchange.host_exchange import Agreement
 from keras_strategies.cluster.exchange.message_forms import (
     Form,
-    fault_of,
     is_count,
     read_messages,
 )
 from keras_strategies.cluster.untrusted import load_json, open_regular
 from keras_strategies.estimator.config.run_config import RunConfig
-from keras_strategies.estimator.records import checkpoint_reading
-from keras_strategies.keras_bridge.callbacks.resumable_fit import Loop
+from keras_strategies.keras_bridge.callbacks.resumable_fit import (
+    Loop,
+    loop_of,
+)
 
 MARK = "training.json"
 """The file that says where the last call of `train` came to its end."""
 
-_METRICS = "metrics"
 _MAX_MARK_BYTES = 4096
 _WHERE = "where a training is"
-# What a document says of a fit, as far as it is looked at here.
-_STATE = {"epoch": is_count, "step": is_count}
 _PROGRESS = {"step": is_count, "begun": is_count, "is_done": bool}
 _logger = logging.getLogger(__name__)
 
@@ -64,17 +59,14 @@ class Progress:
 
 def progress_in(model_dir: str) -> Progress:
     """Where the training in a directory is; reads no arrays."""
-    path = checkpoint_reading.latest_checkpoint(model_dir)
+    path = reading.newest_complete(model_dir)
     if path is None:
         return Progress()
-    step = checkpoint_reading.step_of(path)
-    state = checkpoint_reading.document_of(path)["state"]
-    fault = fault_of(state, _STATE, "its state")
-    if fault is not None:
-        raise damaged(path, RUN, fault)
-    if is_done_at(model_dir, step, state):
+    step = reading.step_of(path)
+    epoch, steps = reading.place_in(reading.document_of(path), path)
+    if is_done_at(model_dir, step, epoch):
         return Progress(step=step, begun=step)
-    return Progress(step=step, begun=step - state["step"], is_done=False)
+    return Progress(step=step, begun=step - steps, is_done=False)
 
 
 def progress_of_all(mesh: ReplicaMesh, model_dir: str) -> Progress:
@@ -84,16 +76,16 @@ def progress_of_all(mesh: ReplicaMesh, model_dir: str) -> Progress:
     return Progress(**{name: of_chief[name] for name in _PROGRESS})
 
 
-def is_done_at(model_dir: str, step: int, state: dict[str, Any]) -> bool:
-    """Whether a checkpoint was saved where a call came to its end.
+def is_done_at(model_dir: str, step: int, epoch: int) -> bool:
+    """Returns whether a checkpoint was saved where a call came to its end.
 
     Args:
       model_dir: The directory.
       step: The checkpoint's step.
-      state: What it says of the fit.
+      epoch: Its epoch.
     """
     # A call is one epoch. The data may also end where it was saved already.
-    return state["epoch"] > 0 or ended_at(model_dir) == step
+    return epoch > 0 or ended_at(model_dir) == step
 
 
 def ended_at(model_dir: str) -> int | None:
@@ -126,6 +118,12 @@ def mark_end(model_dir: str, step: int) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(file.name, pathlib.Path(model_dir, MARK))
+
+
+def step_of_fit(model: Any) -> int:
+    """Returns the global step of a model whose training is under way."""
+    loop = loop_of(model)
+    return 0 if loop is None else loop.num_steps
 
 
 def value_of_chief(mesh: ReplicaMesh, name: str, value: Any, form: Form) -> Any:
@@ -239,89 +237,71 @@ class TrainCheckpoint(Checkpoint):
             ),
         )
         self._listeners = listeners
-        self._after_save = after_save
+        self._asks_to_stop = after_save
         self._initialize = initialize
         self._mesh: ReplicaMesh | None = None
-        self.num_steps = 0
+
+    @property
+    def num_steps(self) -> int:
+        """The global step of the last checkpoint."""
+        return self.saved_step or 0
 
     def begin(self, loop: Loop) -> None:
         """See `Checkpoint.begin`."""
         self._mesh = loop.mesh
         super().begin(loop)
-        if self._saved is None:
+        if self.saved_step is None:
             self._initialize(loop.model)
-        if self._is_chief:
-            for listener in self._listeners:
-                listener.begin()
+        for listener in self._listeners_here:
+            listener.begin()
 
     def close(self, *, is_done: bool) -> None:
         """See `Checkpoint.close`."""
         super().close(is_done=is_done)
         if not is_done or self._mesh is None:
             return
-        if self._is_chief:
+        if self._mesh.is_chief:
             mark_end(self.directory, self.num_steps)
-            for listener in self._listeners:
-                listener.end(None, self.num_steps)
+        for listener in self._listeners_here:
+            listener.end(None, self.num_steps)
         # Nobody looks for the last checkpoint before it is complete.
         value_of_chief(self._mesh, "the end of `Estimator.train`", None, None)
 
     @property
-    def _is_chief(self) -> bool:
+    def _listeners_here(self) -> tuple[Any, ...]:
         assert self._mesh is not None
-        return self._mesh.is_chief
+        return self._listeners if self._mesh.is_chief else ()
 
-    def _resume_from(self, loop: Loop, step: int) -> None:
-        assert self._storage is not None
-        document = self._storage.document(step)
-        where = str(self._storage.path(step))
-        contents.check_version(document, where)
-        fault = fault_of(document["state"], _STATE, "its state")
-        if fault is not None:
-            raise damaged(self._storage.path(step), RUN, fault)
-        is_done = is_done_at(self.directory, step, document["state"])
+    def begins_anew(
+        self, loop: Loop, step: int, document: dict[str, Any]
+    ) -> bool:
+        """Returns whether the last call of `train` came to its end."""
+        where = reading.path_of(self.directory, step)
+        epoch, _ = reading.place_in(document, where)
+        is_done = is_done_at(self.directory, step, epoch)
         is_done = value_of_chief(loop.mesh, _WHERE, is_done, bool)
-        if not is_done:
-            super()._resume_from(loop, step)
-            self.num_steps = loop.num_steps
-            return
-        # A call has metrics of its own, and they begin anew.
-        groups = {n: v for n, v in loop.groups().items() if n != _METRICS}
-        saved = document["variables"]
-        known = {n: v for n, v in saved.items() if n in groups}
-        document = document | {"variables": known}
-        found = contents.matched(groups, document, where)
-        wanted = contents.targets(found, document, loop.mesh)
-        contents.assign(
-            found, self._storage.restore(step, wanted, is_part=True)
-        )
-        loop.num_steps = self._saved = self.num_steps = step
-        _logger.info("Resuming from step %d in %r.", step, self.directory)
+        if is_done:
+            _logger.info("Resuming from step %d in %r.", step, self.directory)
+        return is_done
 
-    def _save(self, loop: Loop, logs: dict[str, Any] | None = None) -> None:
-        self.num_steps = loop.num_steps
-        if self._saved == loop.num_steps:
-            return
-        if self._is_chief:
-            for listener in self._listeners:
-                listener.before_save(None, loop.num_steps)
-        super()._save(loop, logs)
-        if self._listeners or self._after_save is not None:
-            self._tell_saved(loop)
+    def before_save(self, loop: Loop) -> None:
+        """See `Checkpoint.before_save`."""
+        for listener in self._listeners_here:
+            listener.before_save(None, loop.num_steps)
 
-    def _tell_saved(self, loop: Loop) -> None:
+    def after_save(self, loop: Loop) -> None:
         """Has listeners look at a checkpoint that is complete."""
-        assert self._storage is not None
-        self._storage.wait()
+        if not self._listeners and self._asks_to_stop is None:
+            return
+        self.wait()
         should_stop = False
-        if self._is_chief:
-            for listener in self._listeners:
-                should_stop |= bool(listener.after_save(None, loop.num_steps))
+        for listener in self._listeners_here:
+            should_stop |= bool(listener.after_save(None, loop.num_steps))
         should_stop = value_of_chief(
             loop.mesh, "after a checkpoint", should_stop, bool
         )
-        if self._after_save is not None:
-            should_stop |= self._after_save(loop.num_steps)
+        if self._asks_to_stop is not None:
+            should_stop |= self._asks_to_stop(loop.num_steps)
         if should_stop:
             _logger.info("Stopping at step %d, as asked for.", loop.num_steps)
             loop.model.stop_training = True

@@ -8,8 +8,9 @@ from typing import Any
 
 import jax
 
-from keras_strategies.cluster.addresses import shown
-from keras_strategies.estimator import train_callback
+from keras_strategies.checkpoint import DamagedCheckpoint, reading
+from keras_strategies.estimator import records, train_callback
+from keras_strategies.estimator.arguments import check_kind
 from keras_strategies.estimator.config.run_cluster import (
     CHIEF,
     EVALUATOR,
@@ -17,7 +18,6 @@ from keras_strategies.estimator.config.run_cluster import (
 )
 from keras_strategies.estimator.estimator import Estimator
 from keras_strategies.estimator.estimator_spec import ModeKeys
-from keras_strategies.estimator.records import checkpoint_reading
 from keras_strategies.estimator.specs import EvalSpec, TrainSpec
 
 Results = tuple[dict[str, Any] | None, list[str | None]]
@@ -113,12 +113,7 @@ def _check(estimator: Any, train_spec: Any, eval_spec: Any) -> None:
         ("train_spec", train_spec, TrainSpec),
         ("eval_spec", eval_spec, EvalSpec),
     ):
-        if not isinstance(value, kind):
-            raise TypeError(
-                f"`{name}` must have type `ks.estimator.{kind.__name__}`. "
-                f"Received: {shown(value)} of type {type(value).__name__}. "
-                f"Make one: `ks.estimator.{kind.__name__}(...)`."
-            )
+        check_kind(name, value, kind)
     config = estimator.config
     if config.task_type == EVALUATOR and config.task_id > 0:
         raise ValueError(
@@ -133,7 +128,7 @@ def _train(
     spec: TrainSpec,
     after_save: Callable[[int], bool] | None,
 ) -> None:
-    estimator._runs.train(
+    estimator.run_training(
         spec.input_fn,
         tuple(spec.hooks or ()),
         max_steps=spec.max_steps,
@@ -146,7 +141,7 @@ def _train_locally(
     estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
 ) -> Results:
     evaluation = _Evaluation(estimator, eval_spec, train_spec.max_steps)
-    mesh = estimator._runs.strategy_of(ModeKeys.TRAIN).mesh
+    mesh = estimator.strategy_of(ModeKeys.TRAIN).mesh
     throttle_s = eval_spec.throttle_secs
 
     def after_save(step: int) -> bool:
@@ -154,9 +149,7 @@ def _train_locally(
             mesh, "whether to evaluate", evaluation.is_due(throttle_s), bool
         )
         if is_due:
-            evaluation.run(
-                checkpoint_reading.path_of(estimator.model_dir, step)
-            )
+            evaluation.run(reading.path_of(estimator.model_dir, step))
         else:
             _logger.info("Step %d is not evaluated: throttle_secs.", step)
         return False
@@ -187,7 +180,7 @@ def _follow(
             if is_last or evaluation.is_due(eval_spec.throttle_secs):
                 try:
                     evaluation.run(path)
-                except (checkpoint_reading.DamagedCheckpoint, ValueError):
+                except (DamagedCheckpoint, ValueError):
                     if os.path.isdir(path):
                         raise
                     # Newer ones are there, and this one was deleted.
@@ -222,7 +215,7 @@ class _Watch:
 
     def is_last(self, path: str) -> bool:
         """Whether no checkpoint comes after this one."""
-        step = checkpoint_reading.step_of(path)
+        step = reading.step_of(path)
         if self._max_steps is not None and step >= self._max_steps:
             return True
         mark = train_callback.mark_of(self._model_dir)
@@ -248,7 +241,7 @@ class _Watch:
                 "log; all tasks need the same `model_dir` on a shared disk."
             )
         # A training that ended before this process came here.
-        step = checkpoint_reading.step_of(path)
+        step = reading.step_of(path)
         return train_callback.ended_at(self._model_dir) == step
 
 
@@ -298,7 +291,7 @@ class _Evaluation:
         """Calls the exporters, in the chief."""
         if jax.process_index() != 0:
             return []
-        step = metrics[checkpoint_reading.GLOBAL_STEP]
+        step = metrics[records.GLOBAL_STEP]
         is_final = self._max_steps is not None and step >= self._max_steps
         base = os.path.join(self._estimator.model_dir, "export")
         exporters: Any = self._spec.exporters  # A tuple, since it is checked.

@@ -9,8 +9,8 @@ from typing import Any
 
 import keras
 
+from keras_strategies.checkpoint import reading
 from keras_strategies.cluster.addresses import shown
-from keras_strategies.estimator.records import checkpoint_reading
 
 _logger = logging.getLogger(__name__)
 
@@ -82,71 +82,48 @@ class WarmStartSettings:
             )
 
 
-class WarmStart:
-    """Takes initial weights.
+def apply(settings: WarmStartSettings | None, model: keras.Model) -> None:
+    """Gives a built model initial weights, if any are asked for.
 
-    Args:
-      settings: Which; None for none.
+    Raises:
+      ValueError: there is no checkpoint; a weight is not in it, or has
+        another shape there; or no weight is asked for.
     """
-
-    def __init__(self, settings: WarmStartSettings | None) -> None:
-        self._settings = settings
-
-    def apply(self, model: keras.Model) -> None:
-        """Gives a built model the weights.
-
-        Raises:
-          ValueError: there is no checkpoint; a weight is not in it, or has
-            another shape there; or no weight is asked for.
-        """
-        settings = self._settings
-        if settings is None:
-            return
-        path = _checkpoint_of(os.fspath(settings.ckpt_to_initialize_from))
-        names = settings.var_name_to_prev_var_name or {}
-        saved = checkpoint_reading.variables_in(path)
-        shapes = checkpoint_reading.document_of(path)["variables"]
-        wanted: dict[str, dict[str, Any]] = {}
-        pairs: list[tuple[keras.Variable, str, str]] = []
-        chosen = _chosen(model, settings.vars_to_warm_start)
-        _check_used(names, [str(v.path) for v in chosen])
-        for variable in chosen:
-            name = names.get(str(variable.path), str(variable.path))
-            name = name.replace(".", "/")
-            if name not in saved:
-                raise ValueError(
-                    "A weight that is warm-started is in the checkpoint. "
-                    f"Received: {name!r}, which {path} has not. Leave it out "
-                    "by `vars_to_warm_start`, or name what it is called there "
-                    "by `var_name_to_prev_var_name`."
-                )
-            group, entry = saved[name]
-            shape, dtype = shapes[group][entry]
-            if list(variable.shape) != shape:
-                raise ValueError(
-                    "A weight that is warm-started has its shape in the "
-                    f"checkpoint. Received: {variable.path!r} of shape "
-                    f"{tuple(variable.shape)}, {tuple(shape)} in {path}. Leave "
-                    "it out by `vars_to_warm_start`."
-                )
-            wanted.setdefault(group, {})[entry] = (shape, dtype)
-            pairs.append((variable, group, entry))
-        arrays = checkpoint_reading.read_arrays(path, wanted)
-        for variable, group, entry in pairs:
-            variable.assign(arrays[group][entry])
-        _logger.info("Warm-started %d weights from %s.", len(pairs), path)
+    if settings is None:
+        return
+    path = _checkpoint_of(os.fspath(settings.ckpt_to_initialize_from))
+    names = settings.var_name_to_prev_var_name or {}
+    saved = reading.variables_in(path)
+    shapes = reading.document_of(path)["variables"]
+    wanted: dict[str, dict[str, Any]] = {}
+    pairs: list[tuple[keras.Variable, str, str]] = []
+    chosen = _chosen(model, settings.vars_to_warm_start)
+    _check_used(names, [str(v.path) for v in chosen])
+    for variable in chosen:
+        name = names.get(str(variable.path), str(variable.path))
+        name = name.replace(".", "/")
+        _check_saved(name, saved, path)
+        group, entry = saved[name]
+        shape, dtype = shapes[group][entry]
+        _check_shape(variable, shape, path)
+        wanted.setdefault(group, {})[entry] = (shape, dtype)
+        pairs.append((variable, group, entry))
+    arrays = reading.read_arrays(path, wanted)
+    for variable, group, entry in pairs:
+        variable.assign(arrays[group][entry])
+    _logger.info("Warm-started %d weights from %s.", len(pairs), path)
 
 
-def settings_of(given: Any) -> WarmStart:
-    """What `warm_start_from` asks for.
+def settings_of(given: Any) -> WarmStartSettings | None:
+    """Returns what `warm_start_from` asks for, or None for nothing.
 
     Raises:
       TypeError: it is no path and no settings.
     """
     if given is None or isinstance(given, WarmStartSettings):
-        return WarmStart(given)
+        return given
     if isinstance(given, str | os.PathLike):
-        return WarmStart(WarmStartSettings(given))
+        return WarmStartSettings(given)
     raise TypeError(
         "`warm_start_from` is a path or `WarmStartSettings`. Received: "
         f"{shown(given)} of type {type(given).__name__}. Give a checkpoint's "
@@ -157,19 +134,37 @@ def settings_of(given: Any) -> WarmStart:
 def _checkpoint_of(path: str) -> str:
     """A checkpoint, or the newest one in a folder."""
     # A checkpoint is named by its step, and so may a folder of some be.
-    latest = (
-        checkpoint_reading.newest_good(path) if os.path.isdir(path) else None
-    )
+    latest = reading.newest_good(path) if os.path.isdir(path) else None
     if latest is not None:
         return latest
     try:
-        checkpoint_reading.check(path)
+        reading.check(path)
     except ValueError as error:
         raise ValueError(
             f"`warm_start_from` needs a checkpoint. Received: {path!r}, which "
             f"is none. Give a checkpoint's folder or a `model_dir`. ({error})"
         ) from error
     return path
+
+
+def _check_saved(name: str, saved: Mapping[str, Any], path: str) -> None:
+    if name not in saved:
+        raise ValueError(
+            "A weight that is warm-started is in the checkpoint. "
+            f"Received: {name!r}, which {path} has not. Leave it out "
+            "by `vars_to_warm_start`, or name what it is called there "
+            "by `var_name_to_prev_var_name`."
+        )
+
+
+def _check_shape(variable: keras.Variable, shape: Any, path: str) -> None:
+    if list(variable.shape) != shape:
+        raise ValueError(
+            "A weight that is warm-started has its shape in the "
+            f"checkpoint. Received: {variable.path!r} of shape "
+            f"{tuple(variable.shape)}, {tuple(shape)} in {path}. Leave "
+            "it out by `vars_to_warm_start`."
+        )
 
 
 def _check_used(names: Mapping[str, str], paths: list[str]) -> None:

@@ -17,7 +17,6 @@ from keras_strategies.cluster.addresses import (
     join_address,
     read_number,
     shown,
-    with_rpc_layer,
 )
 from keras_strategies.cluster.resolvers.resolver import (
     ClusterResolver,
@@ -193,33 +192,6 @@ class TPUClusterResolver(ClusterResolver):
             jobs[self._coordinator_name] = [self._coordinator_address]
         return ClusterSpec(jobs)
 
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """The address of the task named, else of this process; for tf 1.
-
-        Args:
-          task_type: The task's job.
-          task_id: The task's index in it; used if both are given.
-          rpc_layer: Not used: tf says "grpc".
-
-        Returns:
-          "grpc://host:port"; "" for "local", and where it is not known.
-
-        Raises:
-          ValueError: there is no such task.
-        """
-        del rpc_layer
-        spec = self.cluster_spec()
-        if not spec:
-            return ""
-        if task_type is None or task_id is None:
-            task_type, task_id = self.get_job_name(), self.task_id or 0
-        return with_rpc_layer(spec.task_address(task_type, task_id), "grpc")
-
     def get_master(self) -> str:
         """The old name of `master()`."""
         return self.master()
@@ -251,14 +223,9 @@ class TPUClusterResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
     ) -> dict[str, int]:
-        """The number of TPU cores of a host; joins and starts the devices.
+        """Returns the number of TPU cores of a host, such as `{"TPU": 4}`.
 
-        Args:
-          task_type: Not used: all hosts have equally many.
-          task_id: Not used.
-
-        Returns:
-          Such as `{"TPU": 4}`; `{"TPU": 0}` where there is no TPU.
+        Joins the hosts and starts the devices. 0 where there is no TPU.
         """
         del task_type, task_id
         self.join()
@@ -272,11 +239,7 @@ class TPUClusterResolver(ClusterResolver):
         count = len(self._addresses())
         return count * self._num_slices() if count else None
 
-    @property
-    def task_id(self) -> int | None:
-        """The number of this host, unless set; None if it is not known."""
-        if self._task_id is not None:
-            return self._task_id
+    def _find_task_id(self) -> int | None:
         if self._tpu == LOCAL:
             return 0
         environ = environ_or_own(self._environ)
@@ -286,9 +249,18 @@ class TPUClusterResolver(ClusterResolver):
         is_joined = jax.distributed.is_initialized()
         return jax.process_index() if is_joined else None
 
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
+    def _chosen_layer(self, rpc_layer: str | None) -> str:
+        return "grpc"
+
+    def _address_of_task(
+        self, task_type: str | None, task_id: int | None
+    ) -> str | None:
+        spec = self.cluster_spec()
+        if not spec:
+            return None
+        if task_type is None or task_id is None:
+            task_type, task_id = self.get_job_name(), self.task_id or 0
+        return spec.task_address(task_type, task_id)
 
     def _addresses(self) -> list[str]:
         """`host:port` of this slice's hosts; none if no variable has them."""

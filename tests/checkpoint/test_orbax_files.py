@@ -14,8 +14,8 @@ import pytest
 import keras_strategies as ks
 from keras_strategies.checkpoint.directory import format as checkpoint_format
 from keras_strategies.checkpoint.directory.retention import Keep
+from keras_strategies.checkpoint.reading import read_arrays
 from keras_strategies.checkpoint.storage import Storage
-from keras_strategies.estimator.records.checkpoint_reading import read_arrays
 from tests.checkpoint.written import VARIABLES, write_checkpoints
 from tests.fuzz.hostile import inputs
 from tests.plain_keras import mirrored

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import keras_strategies as ks
 from keras_strategies import cluster_resolver as ours
-from keras_strategies.cluster.resolvers.slurm_lists import (
+from keras_strategies.cluster.resolvers.slurm_step import (
     expand_hostlist,
     expand_tasks_per_node,
 )

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from keras_strategies import cluster_resolver
-from keras_strategies.cluster.resolvers import tf_config
+from keras_strategies.cluster.resolvers import tf_config_resolver as tf_config
 from tests.cluster.test_spec import answer
 
 SECRET = "host-of-a-secret.example.com"

@@ -235,14 +235,18 @@ def test_the_guard_knows_where_jax_traces_and_compares():
 
     seen = []
 
+    def is_tracing(frame):
+        names = progress._PARTIAL_EVAL, progress._TRACES
+        return progress._is_in(frame, *names)
+
     def traced(x):
-        seen.append(progress._is_tracing(sys._getframe()))
+        seen.append(is_tracing(sys._getframe()))
         return x
 
     jax.eval_shape(traced, 1.0)
     jax.jit(traced)(1)
     assert seen == [True, True]
-    assert not progress._is_tracing(sys._getframe())
+    assert not is_tracing(sys._getframe())
     for name in progress._COMPARES:
         assert hasattr(multihost_utils, name)
     assert multihost_utils.__file__.endswith(progress._MULTIHOST)

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
+from keras_strategies.estimator import records
 from keras_strategies.estimator.estimator import Estimator
 from keras_strategies.estimator.inputs import symbols_of
-from keras_strategies.estimator.records import eval_results, event_scalars
 from tests.estimator import models
 from tests.estimator.models import (
     X,
@@ -919,9 +919,9 @@ def test_evaluation_notes_its_results(tmp_path):
     named = estimator.evaluate(batches, steps=1, name="first")
     assert estimator.eval_dir() == str(tmp_path / "eval")
     assert estimator.eval_dir("first") == str(tmp_path / "eval_first")
-    kept = eval_results.read(estimator.eval_dir())
+    kept = records.read(estimator.eval_dir())
     assert kept == {0: untrained, 2: trained}
-    assert eval_results.read(estimator.eval_dir("first")) == {2: named}
+    assert records.read(estimator.eval_dir("first")) == {2: named}
     assert named["loss"] != trained["loss"]
     # A look at an old checkpoint.
     path = estimator.latest_checkpoint()
@@ -948,7 +948,7 @@ def test_event_files_are_written_as_the_config_says(tmp_path, caplog):
 
 def test_without_tensorboard_lines_are_logged(tmp_path, caplog, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    event_scalars._warn_once.cache_clear()
+    records._warn_once.cache_clear()
     caplog.set_level("INFO", "keras_strategies")
     estimator = estimator_of(
         tmp_path, save_summary_steps=2, log_step_count_steps=3

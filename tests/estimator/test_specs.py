@@ -9,8 +9,12 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.estimator import exporters, exporting, train_callback
-from keras_strategies.estimator.records import eval_results
+from keras_strategies.estimator import (
+    exporters,
+    exporting,
+    records,
+    train_callback,
+)
 from tests.pipes import read_a_pipe
 
 pytestmark = pytest.mark.quick
@@ -467,15 +471,15 @@ def test_results_without_a_loss_cannot_be_compared(before, now, name):
 
 def test_results_of_evaluations_are_read_back(tmp_path, caplog):
     folder = str(tmp_path / "eval")
-    assert eval_results.read(folder) == {}
-    eval_results.append(folder, 20, {"loss": np.float32(0.5), "name": "x"})
-    eval_results.append(folder, 10, {"loss": 0.1, "mean": np.zeros(3)})
-    eval_results.append(folder, 20, {"mae": 1})
-    file = tmp_path / "eval" / eval_results.FILE
+    assert records.read(folder) == {}
+    records.append(folder, 20, {"loss": np.float32(0.5), "name": "x"})
+    records.append(folder, 10, {"loss": 0.1, "mean": np.zeros(3)})
+    records.append(folder, 20, {"mae": 1})
+    file = tmp_path / "eval" / records.FILE
     with file.open("ab") as opened:
         opened.write(b'{"global_step": 30, "met')  # Killed.
-    eval_results.append(folder, 40, {"loss": float("nan")})
-    found = eval_results.read(folder)
+    records.append(folder, 40, {"loss": float("nan")})
+    found = records.read(folder)
     assert list(found) == [10, 20, 40]
     assert found[20] == {"loss": 0.5, "mae": 1.0}
     assert found[10] == {"loss": 0.1}
@@ -508,15 +512,15 @@ def test_files_that_others_wrote_are_left_out(tmp_path, caplog, text):
     folder = str(tmp_path)
     (tmp_path / exporting.FEATURES).write_bytes(text)
     (tmp_path / train_callback.MARK).write_bytes(text)
-    (tmp_path / eval_results.FILE).write_bytes(text + b"\n")
+    (tmp_path / records.FILE).write_bytes(text + b"\n")
     if text != b"null":
         # What `null` says is that there are no features.
         assert exporting.noted_features(folder) is None
         assert exporting.FEATURES in caplog.text
     assert train_callback.ended_at(folder) is None
-    assert eval_results.read(folder) == {}
-    eval_results.append(folder, 3, {"loss": 0.5})
-    assert eval_results.read(folder) == {3: {"loss": 0.5}}
+    assert records.read(folder) == {}
+    records.append(folder, 3, {"loss": 0.5})
+    assert records.read(folder) == {3: {"loss": 0.5}}
 
 
 def test_pipes_in_the_place_of_files_are_not_waited_for(tmp_path):
@@ -530,12 +534,12 @@ def test_pipes_in_the_place_of_files_are_not_waited_for(tmp_path):
 
     def evaluated():
         with pytest.raises(OSError, match="must be a file"):
-            eval_results.read(folder)
+            records.read(folder)
 
     for name, read in (
         (exporting.FEATURES, noted),
         (train_callback.MARK, ended),
-        (eval_results.FILE, evaluated),
+        (records.FILE, evaluated),
     ):
         assert read_a_pipe(tmp_path / name, read) is None
     exporting.note_features(folder, {"x": keras.Input((3,))})

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.estimator import train_callback, train_evaluate
+from keras_strategies.estimator import records, train_callback, train_evaluate
 from keras_strategies.estimator.contrib import early_stopping
-from keras_strategies.estimator.records import eval_results
 from tests.estimator import models
 from tests.estimator.models import (
     X,
@@ -45,7 +44,7 @@ def run(estimator, max_steps=5, hooks=None, listeners=None, **fields):
 
 
 def evaluated(estimator):
-    return list(eval_results.read(estimator.eval_dir()))
+    return list(records.read(estimator.eval_dir()))
 
 
 class Notes(ks.estimator.Exporter):
@@ -246,7 +245,7 @@ def test_best_exporter_keeps_the_best_also_after_a_restart(tmp_path):
 
     def export(exporter, loss, step):
         result = {"loss": loss, "global_step": step}
-        eval_results.append(estimator.eval_dir(), step, result)
+        records.append(estimator.eval_dir(), step, result)
         base = str(tmp_path / "best")
         return exporter.export(estimator, base, path, result, False)
 
@@ -394,7 +393,8 @@ RISING = {0: {"a": 1.0}, 10: {"a": 3.0}, 20: {"a": 2.0}, 30: {"a": 3.0}}
 )
 def test_threshold(threshold, min_steps, expected):
     higher = lambda a, b: a > b  # noqa: E731
-    found = early_stopping.is_beyond(RISING, "a", threshold, higher, min_steps)
+    values = early_stopping.values_of(RISING, "a", min_steps)
+    found = early_stopping.is_beyond(values, threshold, higher)
     assert found is expected
 
 
@@ -404,9 +404,8 @@ def test_threshold(threshold, min_steps, expected):
 )
 def test_no_improvement(max_steps, min_steps, expected):
     higher = lambda a, b: a > b  # noqa: E731
-    found = early_stopping.is_without_improvement(
-        RISING, "a", max_steps, higher, min_steps
-    )
+    values = early_stopping.values_of(RISING, "a", min_steps)
+    found = early_stopping.is_without_improvement(values, max_steps, higher)
     assert found == bool(expected)
 
 
@@ -424,7 +423,7 @@ def test_training_ends_when_results_say_so(tmp_path, hook, arguments):
     # Of this kind there is one that never changes.
     for step in (1, 2, 3):
         result = {"epoch": 1.0, "loss": 0.5, "global_step": step}
-        eval_results.append(estimator.eval_dir(), step, result)
+        records.append(estimator.eval_dir(), step, result)
     made = getattr(experimental, hook)(
         estimator, *arguments, run_every_secs=None, run_every_steps=2
     )
@@ -438,7 +437,7 @@ def test_whether_to_stop_is_asked_every_so_many_steps(tmp_path):
     asked = []
     made = experimental.make_early_stopping_hook(
         estimator,
-        lambda: asked.append(made._step()),
+        lambda: asked.append(train_callback.step_of_fit(made.model)),
         run_every_secs=None,
         run_every_steps=3,
     )
@@ -483,7 +482,7 @@ def test_wrong_hook_is_refused(tmp_path, arguments, error, text):
 
 def test_result_that_is_not_there_is_named(tmp_path):
     estimator = estimator_of(tmp_path)
-    eval_results.append(estimator.eval_dir(), 1, {"loss": 1.0})
+    records.append(estimator.eval_dir(), 1, {"loss": 1.0})
     hook = experimental.stop_if_lower_hook(estimator, "colour", 1)
     with pytest.raises(ValueError, match="'colour'; there are .'loss'"):
         estimator.train(endless, steps=2, hooks=[hook])
@@ -506,7 +505,7 @@ def test_in_memory_evaluation_is_that_of_a_checkpoint(tmp_path, replicas):
         estimator, arrays, name="memory", every_n_iter=2
     )
     estimator.train(endless, steps=5, hooks=[hook])
-    found = eval_results.read(estimator.eval_dir("memory"))
+    found = records.read(estimator.eval_dir("memory"))
     assert list(found) == [0, 2, 4, 5]
     for step in (2, 4, 5):
         path = str(tmp_path / str(step))

@@ -41,16 +41,18 @@ from keras_strategies.cluster.exchange.message_forms import (
     Either,
     read_messages,
 )
-from keras_strategies.cluster.resolvers.kubernetes_job import (
+from keras_strategies.cluster.job.place import unjoined_job
+from keras_strategies.cluster.resolvers.kubernetes_resolver import (
     has_job_variables,
     read_pod_of_job,
 )
-from keras_strategies.cluster.resolvers.other_launchers import unjoined_job
-from keras_strategies.cluster.resolvers.slurm_lists import (
+from keras_strategies.cluster.resolvers.slurm_step import (
     expand_hostlist,
     expand_tasks_per_node,
 )
-from keras_strategies.cluster.resolvers.tf_config import parse_tf_config
+from keras_strategies.cluster.resolvers.tf_config_resolver import (
+    parse_tf_config,
+)
 from keras_strategies.cluster.tasks import task_info
 from keras_strategies.cluster.untrusted import load_json
 from keras_strategies.cluster.watchdog.failure_detector import Heartbeat
@@ -63,9 +65,8 @@ from keras_strategies.data.raise_together import raise_together
 from keras_strategies.data.shuffled_orders import BatchOrder, RowOrder
 from keras_strategies.data.source import Part
 from keras_strategies.data.steps import Steps
-from keras_strategies.estimator import exporting, train_callback
+from keras_strategies.estimator import exporting, records, train_callback
 from keras_strategies.estimator.config.run_cluster import cluster_of
-from keras_strategies.estimator.records import eval_results
 from keras_strategies.keras_bridge.callbacks import fit_state
 from keras_strategies.keras_bridge.callbacks.callback_states import (
     resume_writing,
@@ -501,9 +502,9 @@ PARSERS: dict[str, Parser] = {
             '{"global_step": 3, "metrics": {"loss": 1}}\n'
             '{"global_step": 4, "metrics": {}}\n',
         ],
-        prepared=lambda folder: lambda _: eval_results.read(str(folder)),
+        prepared=lambda folder: lambda _: records.read(str(folder)),
         is_text=False,
-        puts=eval_results.FILE,
+        puts=records.FILE,
     ),
     "training.json": Parser(
         documents=['{"ended_at_step": 12}'],

@@ -16,9 +16,9 @@ from keras_strategies.cli.doctor.findings import (
     warning,
 )
 from keras_strategies.cluster.exchange.rendezvous import split
-from keras_strategies.cluster.resolvers.kubernetes_job import has_job_variables
 from keras_strategies.cluster.resolvers.kubernetes_resolver import (
     KubernetesClusterResolver,
+    has_job_variables,
 )
 from keras_strategies.cluster.resolvers.resolver import ClusterResolver
 from keras_strategies.cluster.resolvers.slurm_resolver import (

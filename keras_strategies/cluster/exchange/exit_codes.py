@@ -1,10 +1,13 @@
 """Exit codes, causes and exceptions of the processes of a job."""
 
+import contextlib
 import dataclasses
 import enum
 import json
+from typing import Any
 
 from keras_strategies.cluster.exchange.greetings import readable
+from keras_strategies.cluster.exchange.message_forms import fault_of
 from keras_strategies.cluster.untrusted import load_json
 
 _MAX_CHARACTERS = 1 << 20
@@ -59,15 +62,11 @@ class Cause:
     @classmethod
     def from_json(cls, text: str) -> "Cause":
         """What `to_json` of another process gave; of anything else, that."""
-        try:
+        document: Any = None
+        with contextlib.suppress(ValueError):
             document = load_json(text, max_characters=_MAX_CHARACTERS)
-        except ValueError:
-            document = None
-        if not isinstance(document, dict):
-            document = {}
-        words, code = document.get("text"), document.get("code")
-        codes = [int(one) for one in ExitCode]
-        if isinstance(words, str) and type(code) is int and code in codes:
+        fault = fault_of(document, {"text": str, "code": int})
+        if fault is None and document["code"] in set(ExitCode):
             # It goes to a terminal.
-            return cls(text=readable(words), code=code)
+            return cls(text=readable(document["text"]), code=document["code"])
         return cls(text="another process ended with an unreadable message")

@@ -5,6 +5,7 @@ from typing import Any
 
 from keras_strategies.cluster.exchange import job_secret
 from keras_strategies.cluster.exchange.job_secret import VARIABLE, Secret
+from keras_strategies.cluster.exchange.message_forms import fault_of
 from keras_strategies.cluster.untrusted import load_json
 
 HELLO = "keras_strategies"
@@ -51,11 +52,8 @@ def parsed(text: bytes) -> dict[str, Any] | None:
     message = message_in(text)
     if message is None or message.keys() - {"nonce"} != HELLO_KINDS.keys():
         return None
-    if "nonce" in message and not job_secret.is_nonce(message["nonce"]):
-        return None
-    if any(
-        type(message[name]) is not kind for name, kind in HELLO_KINDS.items()
-    ):
+    form = HELLO_KINDS | {"nonce?": job_secret.is_nonce}
+    if fault_of(message, form) is not None:
         return None
     if max(abs(message["process"]), abs(message["count"])) > MOST:
         return None

@@ -1,7 +1,9 @@
 """This process's place in a job: from a resolver, from numbers, or from JAX."""
 
+import dataclasses
 import os
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -9,11 +11,49 @@ import jax
 from keras_strategies.cluster import spec, tasks
 from keras_strategies.cluster.job import bootstrap
 from keras_strategies.cluster.resolvers import (
-    other_launchers,
     simple_resolver,
     tf_config_resolver,
 )
 from keras_strategies.cluster.watchdog import launcher_pipe, watchdog
+
+_MAX_DIGITS = 9
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UnjoinedJob:
+    """A job of several processes, by its launcher.
+
+    Attributes:
+      variable: The environment variable that says how many there are.
+      count: How many.
+      cure: What to give the strategy to join them.
+    """
+
+    variable: str
+    count: int
+    cure: str
+
+
+# The variable of the number of processes, others that it comes with, and how
+# to join: SLURM's steps, Open MPI and torchrun.
+_LAUNCHERS = (
+    (
+        "SLURM_STEP_NUM_TASKS",
+        ("SLURM_PROCID",),
+        "`cluster_resolver=ks.cluster_resolver.SlurmClusterResolver()`",
+    ),
+    (
+        "OMPI_COMM_WORLD_SIZE",
+        ("OMPI_COMM_WORLD_RANK",),
+        "`coordinator_address`, and the numbers of OMPI_COMM_WORLD_SIZE and "
+        "OMPI_COMM_WORLD_RANK as `num_processes` and `process_id`",
+    ),
+    (
+        "WORLD_SIZE",
+        ("RANK", "MASTER_ADDR"),
+        "`cluster_resolver=ks.cluster_resolver.TorchrunClusterResolver()`",
+    ),
+)
 
 
 def join(
@@ -63,6 +103,22 @@ def set_timeout(seconds: float | None) -> None:
         watchdog.start(seconds)
 
 
+def unjoined_job(environ: Mapping[str, str]) -> UnjoinedJob | None:
+    """The job of several processes that a launcher has started, if any.
+
+    Args:
+      environ: The environment.
+    """
+    for variable, others, cure in _LAUNCHERS:
+        text = environ.get(variable, "")
+        is_number = text.isascii() and text.isdigit()
+        if not is_number or len(text) > _MAX_DIGITS or int(text) < 2:
+            continue
+        if all(other in environ for other in others):
+            return UnjoinedJob(variable=variable, count=int(text), cure=cure)
+    return None
+
+
 def _check_one_way(resolver: Any, numbers: dict[str, Any]) -> None:
     """Raises unless a job is described in one way, and wholly."""
     missing = [name for name, value in numbers.items() if value is None]
@@ -102,7 +158,7 @@ def _resolved(resolver: Any, numbers: dict[str, Any]) -> tuple[Any, Any]:
 
 def _warn_if_alone() -> None:
     """Warns where each process of a job would train a model of its own."""
-    job = other_launchers.unjoined_job(os.environ)
+    job = unjoined_job(os.environ)
     is_launched = launcher_pipe.LAUNCHER_FD in os.environ
     if job is None or is_launched or jax.distributed.is_initialized():
         return

@@ -1,19 +1,23 @@
-"""The cluster of pods that Kubernetes runs."""
+"""The cluster of pods that Kubernetes runs.
 
+Kubernetes sets the index and the name of a pod of an indexed Job or JobSet;
+the other variables are the manifest's, by the names that JAX, MaxText and
+Kubeflow's JAXJob use.
+"""
+
+import dataclasses
 import enum
 import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from keras_strategies.cluster.addresses import (
+    check_address,
     check_port,
     join_address,
+    read_number,
+    read_port,
     shown,
-)
-from keras_strategies.cluster.resolvers.kubernetes_job import (
-    PodOfJob,
-    has_job_variables,
-    read_pod_of_job,
 )
 from keras_strategies.cluster.resolvers.resolver import (
     ClusterResolver,
@@ -22,6 +26,28 @@ from keras_strategies.cluster.resolvers.resolver import (
 from keras_strategies.cluster.spec import ClusterSpec
 
 _LABELS = {"worker": ["job-name=tensorflow"]}
+_INDICES = ("JOB_COMPLETION_INDEX", "PROCESS_ID")
+_COUNTS = ("JAX_PROCESS_COUNT", "NUM_PROCESSES")
+_COORDINATORS = ("JAX_COORDINATOR_ADDRESS", "COORDINATOR_ADDRESS")
+_PORTS = ("JAX_COORDINATOR_PORT", "COORDINATOR_PORT")
+_POD = "HOSTNAME"
+_JOB_SET = "JOBSET_NAME"
+_SETTER = "Kubernetes in the pods of an indexed Job, or by their manifest"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PodOfJob:
+    """One pod of an indexed Job.
+
+    Attributes:
+      index: Which one, in [0, count).
+      count: How many pods the Job has.
+      coordinator: `host:port` of pod 0.
+    """
+
+    index: int
+    count: int
+    coordinator: str
 
 
 class KubernetesExecutableLocation(enum.Enum):
@@ -117,55 +143,23 @@ class KubernetesClusterResolver(ClusterResolver):
             }
         )
 
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """The address of a task; in an indexed Job, pod 0's if none is named.
-
-        Args:
-          task_type: The task's job.
-          task_id: The task's index in it.
-          rpc_layer: What goes before the address.
-
-        Returns:
-          The address; "" by labels if the task is neither named nor set.
-
-        Raises:
-          ValueError: there is no such task, or its address is not known.
-        """
-        if self._is_job and (task_type is None or task_id is None):
-            task_type, task_id = "worker", 0
-        return super().master(task_type, task_id, rpc_layer)
-
     @property
     def num_processes(self) -> int | None:
         """How many pods an indexed Job has; None by labels."""
         return self._read().count if self._is_job else None
 
-    @property
-    def task_type(self) -> str | None:
-        """As set; in an indexed Job else "worker"."""
-        if self._task_type is None and self._is_job:
-            return "worker"
-        return self._task_type
+    def _find_task_type(self) -> str | None:
+        return "worker" if self._is_job else None
 
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
+    def _find_task_id(self) -> int | None:
+        return self._read().index if self._is_job else None
 
-    @property
-    def task_id(self) -> int | None:
-        """As set; in an indexed Job else the pod's index."""
-        if self._task_id is None and self._is_job:
-            return self._read().index
-        return self._task_id
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
+    def _address_of_task(
+        self, task_type: str | None, task_id: int | None
+    ) -> str | None:
+        if self._is_job and (task_type is None or task_id is None):
+            task_type, task_id = "worker", 0
+        return super()._address_of_task(task_type, task_id)
 
     def _read(self) -> PodOfJob:
         return read_pod_of_job(environ_or_own(self._environ), self._port)
@@ -185,6 +179,70 @@ class KubernetesClusterResolver(ClusterResolver):
                     "not. Wait for it, or choose labels without it."
                 )
         return [join_address(_ip_of(pod), self._port) for pod in pods]
+
+
+def has_job_variables(environ: Mapping[str, str]) -> bool:
+    """Whether this is a pod of an indexed Job, or of a JAXJob."""
+    is_jax_job = bool(environ.get("PROCESS_ID")) and any(
+        environ.get(name) for name in _COORDINATORS
+    )
+    return bool(environ.get("JOB_COMPLETION_INDEX")) or is_jax_job
+
+
+def read_pod_of_job(environ: Mapping[str, str], port: int) -> PodOfJob:
+    """Reads the variables of a pod.
+
+    Args:
+      environ: The environment variables.
+      port: Where pod 0 listens, unless a variable says so.
+
+    Raises:
+      RuntimeError: one is missing.
+      ValueError: one cannot be followed.
+    """
+    name = _first(environ, _COUNTS)
+    if name is None:
+        raise RuntimeError(
+            f"{_COUNTS[0]} not found in environment. A pod does not know how "
+            "many its Job has. Received: a pod's index, and no number of "
+            f"pods. Set {_COUNTS[0]} in the manifest to the Job's "
+            "`parallelism` (docs/clusters.md)."
+        )
+    count = read_number(environ, name, "the manifest", least=1)
+    name = _first(environ, _INDICES) or _INDICES[0]
+    index = read_number(environ, name, _SETTER, most=count - 1)
+    for variable in _PORTS:
+        if environ.get(variable):
+            port = read_port(environ, variable, "the manifest")
+            break
+    coordinator = _coordinator(environ, index, port)
+    check_address(coordinator, "pod 0")
+    return PodOfJob(index=index, count=count, coordinator=coordinator)
+
+
+def _coordinator(environ: Mapping[str, str], index: int, port: int) -> str:
+    name = _first(environ, _COORDINATORS)
+    if name is not None:
+        address = environ[name]
+        has_port = address.rpartition("]")[2].count(":") == 1
+        return address if has_port else join_address(address, port)
+    # The pods of an indexed Job are called job-0, job-1, ..., those of a
+    # JobSet are found below its name.
+    pod, job_set = environ.get(_POD, ""), environ.get(_JOB_SET, "")
+    job, dash, number = pod.rpartition("-")
+    if not job_set or not dash or number != str(index):
+        raise RuntimeError(
+            f"{_COORDINATORS[0]} not found in environment. Pods must know "
+            f"where pod 0 is. Received: {_POD}={shown(pod)}, "
+            f"{_JOB_SET}={shown(job_set)}. Set {_COORDINATORS[0]} in the "
+            "manifest to the name of pod 0 in the headless service, or "
+            f"{_JOB_SET} to the JobSet's name (docs/clusters.md)."
+        )
+    return join_address(f"{job}-0.{job_set}", port)
+
+
+def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> str | None:
+    return next((name for name in names if environ.get(name)), None)
 
 
 def _ip_of(pod: Any) -> str:

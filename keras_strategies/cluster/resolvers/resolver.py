@@ -26,6 +26,7 @@ class ClusterResolver(abc.ABC):
     _task_type: str | None = None
     _task_id: int | None = None
     _rpc_layer: str | None = None
+    _num_accelerators: dict[str, int] | None = None
 
     @abc.abstractmethod
     def cluster_spec(self) -> ClusterSpec:
@@ -41,13 +42,24 @@ class ClusterResolver(abc.ABC):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """The address of a task, this process's if none is named; for tf 1.
+        """Returns the address of a task, for tf 1.
+
+        Without a task it is this process's, but:
+
+        - `SimpleClusterResolver`: the `master` that it was given;
+        - `TFConfigClusterResolver`: "" in a cluster of a single task. A
+          "session_master" of TF_CONFIG is returned for every task;
+        - `TorchrunClusterResolver`, and `KubernetesClusterResolver` in an
+          indexed Job: the chief's;
+        - `UnionResolver`: the first resolver's answer.
 
         Args:
           task_type: The task's job.
-          task_id: The task's index in it.
+          task_id: The task's index in it. Of a task that is named by one of
+            the two alone, the resolvers above ignore it, and others take the
+            missing one from this process.
           rpc_layer: What goes before the address: "grpc" gives
-            "grpc://host:port".
+            "grpc://host:port", as always for a TPU.
 
         Returns:
           The address, or "" without a cluster.
@@ -55,27 +67,25 @@ class ClusterResolver(abc.ABC):
         Raises:
           ValueError: there is no such task, or its address is not known.
         """
-        task_type = self.task_type if task_type is None else task_type
-        task_id = self.task_id if task_id is None else task_id
-        if task_type is None or task_id is None:
+        address = self._address_of_task(task_type, task_id)
+        if address is None:
             return ""
-        address = self.cluster_spec().task_address(task_type, task_id)
-        return with_rpc_layer(address, rpc_layer or self._rpc_layer)
+        return with_rpc_layer(address, self._chosen_layer(rpc_layer))
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
     ) -> dict[str, int]:
-        """How many accelerators a task has, by kind.
+        """Returns how many accelerators a task has, by kind.
 
         Args:
-          task_type: The task's job.
-          task_id: The task's index in it.
+          task_type: The task's job. Not used: all tasks have the same number.
+          task_id: The task's index in it. Not used.
 
         Returns:
           Such as `{"GPU": 4}`; empty where the resolver was given none.
         """
         del task_type, task_id
-        return {}
+        return self._num_accelerators or {}
 
     @property
     def num_processes(self) -> int | None:
@@ -92,7 +102,9 @@ class ClusterResolver(abc.ABC):
 
     @property
     def task_type(self) -> str | None:
-        """The job of this process, None if it is not known."""
+        """The job of this process: as set, else as found; None if unknown."""
+        if self._task_type is None:
+            return self._find_task_type()
         return self._task_type
 
     @task_type.setter
@@ -101,7 +113,9 @@ class ClusterResolver(abc.ABC):
 
     @property
     def task_id(self) -> int | None:
-        """The index of this process in its job, None if it is not known."""
+        """The index in its job: as set, else as found; None if unknown."""
+        if self._task_id is None:
+            return self._find_task_id()
         return self._task_id
 
     @task_id.setter
@@ -111,11 +125,37 @@ class ClusterResolver(abc.ABC):
     @property
     def rpc_layer(self) -> str | None:
         """What `master` puts before addresses; JAX does not use it."""
+        if self._rpc_layer is None:
+            return self._find_rpc_layer()
         return self._rpc_layer
 
     @rpc_layer.setter
     def rpc_layer(self, rpc_layer: str | None) -> None:
         self._rpc_layer = rpc_layer
+
+    # What a kind of cluster knows, where nothing was set.
+
+    def _find_task_type(self) -> str | None:
+        return None
+
+    def _find_task_id(self) -> int | None:
+        return None
+
+    def _find_rpc_layer(self) -> str | None:
+        return None
+
+    def _chosen_layer(self, rpc_layer: str | None) -> str | None:
+        return rpc_layer or self._rpc_layer
+
+    def _address_of_task(
+        self, task_type: str | None, task_id: int | None
+    ) -> str | None:
+        """Returns the address for `master`, or None for ""."""
+        task_type = self.task_type if task_type is None else task_type
+        task_id = self.task_id if task_id is None else task_id
+        if task_type is None or task_id is None:
+            return None
+        return self.cluster_spec().task_address(task_type, task_id)
 
 
 def environ_or_own(environ: Mapping[str, str] | None) -> Mapping[str, str]:

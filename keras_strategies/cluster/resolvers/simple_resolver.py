@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from keras_strategies.cluster.addresses import shown, with_rpc_layer
+from keras_strategies.cluster.addresses import shown
 from keras_strategies.cluster.resolvers.resolver import ClusterResolver
 from keras_strategies.cluster.spec import ClusterSpec
 
@@ -49,38 +49,17 @@ class SimpleClusterResolver(ClusterResolver):
         """The `ClusterSpec` given."""
         return self._cluster_spec
 
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """The address of the task named, else the `master` given.
-
-        Args:
-          task_type: The task's job.
-          task_id: The task's index in it; used if both are given.
-          rpc_layer: What goes before the address.
-
-        Raises:
-          ValueError: there is no such task.
-        """
-        master = self._master
-        if task_type is not None and task_id is not None:
-            master = self._cluster_spec.task_address(task_type, task_id)
-        return with_rpc_layer(master, rpc_layer or self._rpc_layer)
-
-    def num_accelerators(
-        self, task_type: str | None = None, task_id: int | None = None
-    ) -> dict[str, int]:
-        """What was given, for every task; `{}` if nothing was."""
-        del task_type, task_id
-        return self._num_accelerators or {}
-
     @property
     def environment(self) -> str:
         """What was given."""
         return self._environment
+
+    def _address_of_task(
+        self, task_type: str | None, task_id: int | None
+    ) -> str | None:
+        if task_type is None or task_id is None:
+            return self._master
+        return super()._address_of_task(task_type, task_id)
 
 
 def _checked_spec(spec: Any) -> ClusterSpec:

@@ -14,14 +14,14 @@ from keras_strategies.cluster.resolvers.resolver import (
     ClusterResolver,
     environ_or_own,
 )
-from keras_strategies.cluster.resolvers.slurm_lists import (
+from keras_strategies.cluster.resolvers.slurm_step import (
+    SETTER,
     expand_hostlist,
     expand_tasks_per_node,
+    places_of_tasks,
 )
-from keras_strategies.cluster.resolvers.slurm_places import places_of_tasks
 from keras_strategies.cluster.spec import ClusterSpec
 
-_SETTER = "srun, in a SLURM step"
 _PROCESS_ID = "SLURM_PROCID"
 _NUM_TASKS = "SLURM_STEP_NUM_TASKS"
 _HOSTS = "SLURM_STEP_NODELIST"
@@ -84,9 +84,9 @@ class SlurmClusterResolver(ClusterResolver):
     ) -> None:
         del auto_set_gpu
         environ = environ_or_own(environ)
-        rank = read_number(environ, _PROCESS_ID, _SETTER)
+        rank = read_number(environ, _PROCESS_ID, SETTER)
         if jobs is None:
-            num_tasks = read_number(environ, _NUM_TASKS, _SETTER, least=1)
+            num_tasks = read_number(environ, _NUM_TASKS, SETTER, least=1)
             jobs = {"worker": num_tasks}
         hosts = _hosts(environ, tasks_per_node)
         _check_counts(jobs, hosts, rank)
@@ -98,7 +98,7 @@ class SlurmClusterResolver(ClusterResolver):
         check_port(port_base + most_on_host - 1, "The last task's port")
         places = places_of_tasks(environ, hosts, rank)
         local = places[rank][1]
-        self._gpus_per_task = gpus
+        self._num_accelerators = {"GPU": gpus}
         self._gpu_ids = tuple(range(local * gpus, (local + 1) * gpus))
         self._spec, self._task_type, self._task_id = _allocate(
             jobs, [join_address(h, port_base + i) for h, i in places], rank
@@ -121,13 +121,6 @@ class SlurmClusterResolver(ClusterResolver):
         """
         return self._gpu_ids
 
-    def num_accelerators(
-        self, task_type: str | None = None, task_id: int | None = None
-    ) -> dict[str, int]:
-        """The GPUs of a task, the same for all: `{"GPU": 1}`."""
-        del task_type, task_id
-        return {"GPU": self._gpus_per_task}
-
 
 def _hosts(
     environ: Mapping[str, str], tasks_per_node: int | Mapping[str, int] | None
@@ -140,12 +133,12 @@ def _hosts(
             places = {host: place for place, host in enumerate(order)}
             hosts.sort(key=lambda item: places.get(item[0], len(places)))
     else:
-        names = expand_hostlist(read_text(environ, _HOSTS, _SETTER))
+        names = expand_hostlist(read_text(environ, _HOSTS, SETTER))
         if tasks_per_node is not None:
             counts = [tasks_per_node] * len(names)
         else:
             counts = expand_tasks_per_node(
-                read_text(environ, _TASKS_PER_NODE, _SETTER)
+                read_text(environ, _TASKS_PER_NODE, SETTER)
             )
         if len(counts) != len(names):
             raise ValueError(
@@ -221,7 +214,7 @@ def _num_visible_gpus(environ: Mapping[str, str]) -> int:
         return len([gpu for gpu in environ[_VISIBLE_GPUS].split(",") if gpu])
     if not environ.get(_NUM_GPUS):
         return 0
-    return read_number(environ, _NUM_GPUS, _SETTER)
+    return read_number(environ, _NUM_GPUS, SETTER)
 
 
 def _allocate(

@@ -1,18 +1,51 @@
-"""The cluster that the variable TF_CONFIG describes."""
+"""The cluster that the variable TF_CONFIG describes, parsed strictly.
 
+It comes from outside and holds the addresses of a cluster: nothing but the
+value at fault, cut short, goes into an error.
+"""
+
+import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
-from keras_strategies.cluster.addresses import parse_index, with_rpc_layer
+from keras_strategies.cluster.addresses import parse_index, shown
 from keras_strategies.cluster.resolvers.resolver import (
     ClusterResolver,
     environ_or_own,
 )
-from keras_strategies.cluster.resolvers.tf_config import (
-    VARIABLE,
-    TFConfig,
-    parse_tf_config,
-)
 from keras_strategies.cluster.spec import ClusterSpec
+from keras_strategies.cluster.tasks import check_addresses, check_roles
+from keras_strategies.cluster.untrusted import load_json
+
+VARIABLE = "TF_CONFIG"
+"""The environment variable."""
+
+MAX_CHARACTERS = 1 << 20
+"""A longer text is refused."""
+
+_EXAMPLE = (
+    'Write it as {"cluster": {"worker": ["host0:2222", "host1:2222"]}, '
+    '"task": {"type": "worker", "index": 0}}.'
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TFConfig:
+    """What TF_CONFIG says.
+
+    Attributes:
+      cluster: All tasks; empty if it does not say.
+      task_type: The job of this process, None if it does not say.
+      task_id: The index of this process in it, None if it does not say.
+      rpc_layer: What goes before addresses, None if it does not say.
+      session_master: tf 1's, None if it does not say.
+    """
+
+    cluster: ClusterSpec
+    task_type: str | None = None
+    task_id: int | None = None
+    rpc_layer: str | None = None
+    session_master: str | None = None
 
 
 class TFConfigClusterResolver(ClusterResolver):
@@ -62,39 +95,6 @@ class TFConfigClusterResolver(ClusterResolver):
         """The jobs of TF_CONFIG; empty if it has none."""
         return self._read().cluster
 
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """The address of a task; this process's if none is named.
-
-        Args:
-          task_type: The task's job.
-          task_id: The task's index in it.
-          rpc_layer: What goes before the address.
-
-        Returns:
-          TF_CONFIG's "session_master" if it has one; "" without a cluster and
-          in one of a single task.
-
-        Raises:
-          ValueError: there is no such task, or it is not known which.
-        """
-        config = self._read()
-        if config.session_master is not None:
-            return config.session_master
-        spec = config.cluster
-        if not spec or (len(spec.jobs) == 1 and _has_one_task(spec)):
-            return ""
-        task_type = self.task_type if task_type is None else task_type
-        task_id = self.task_id if task_id is None else task_id
-        rpc_layer = self.rpc_layer if rpc_layer is None else rpc_layer
-        # What is not known is refused there.
-        address = spec.task_address(task_type, task_id)  # pyright: ignore[reportArgumentType]
-        return with_rpc_layer(address, rpc_layer)
-
     @property
     def environment(self) -> str | None:
         """What was given."""
@@ -122,21 +122,144 @@ class TFConfigClusterResolver(ClusterResolver):
     def task_id(self, task_id: int | None) -> None:
         self._task_id = task_id
 
-    @property
-    def rpc_layer(self) -> str | None:
-        """As given, else TF_CONFIG's."""
-        if self._rpc_layer is None:
-            return self._read().rpc_layer
-        return self._rpc_layer
+    def _find_rpc_layer(self) -> str | None:
+        return self._read().rpc_layer
 
-    @rpc_layer.setter
-    def rpc_layer(self, rpc_layer: str | None) -> None:
-        self._rpc_layer = rpc_layer
+    def _chosen_layer(self, rpc_layer: str | None) -> str | None:
+        if self._read().session_master is not None:
+            return None
+        return self.rpc_layer if rpc_layer is None else rpc_layer
+
+    def _address_of_task(
+        self, task_type: str | None, task_id: int | None
+    ) -> str | None:
+        config = self._read()
+        if config.session_master is not None:
+            return config.session_master
+        spec = config.cluster
+        if not spec or (len(spec.jobs) == 1 and _has_one_task(spec)):
+            return None
+        task_type = self.task_type if task_type is None else task_type
+        task_id = self.task_id if task_id is None else task_id
+        # What is not known is refused there.
+        return spec.task_address(task_type, task_id)  # pyright: ignore[reportArgumentType]
 
     def _read(self) -> TFConfig:
         return parse_tf_config(environ_or_own(self._environ).get(VARIABLE, ""))
 
 
+def parse_tf_config(text: str) -> TFConfig:
+    """Parses the value of TF_CONFIG. Keys that it does not know are let be.
+
+    Args:
+      text: A JSON object, or nothing.
+
+    Raises:
+      ValueError: it is no JSON, too long, says a key twice, or has a job,
+        an address or an index that cannot be.
+      TypeError: something in it is of another type than it should be.
+    """
+    config = load_tf_config(text)
+    task = config.get("task", {})
+    if not isinstance(task, dict):
+        raise TypeError(
+            f'"task" in {VARIABLE} is an object with "type" and "index". '
+            f"Received: {_named(task)}. {_EXAMPLE}"
+        )
+    index = None
+    if "index" in task:
+        index = parse_index(task["index"], f'"index" of the task in {VARIABLE}')
+    return TFConfig(
+        cluster=_parse_cluster(config.get("cluster", {})),
+        task_type=_parse_type(task),
+        task_id=index,
+        rpc_layer=_parse_text(config, "rpc_layer"),
+        session_master=_parse_text(config, "session_master"),
+    )
+
+
+def load_tf_config(text: str) -> dict[str, Any]:
+    """The JSON object that a TF_CONFIG is; `{}` for nothing.
+
+    Args:
+      text: A JSON object, or nothing.
+
+    Raises:
+      ValueError: it is no JSON, too long, or says a key twice.
+      TypeError: it is another JSON value.
+    """
+    if not text.strip():
+        return {}
+    config = _load(text)
+    if not isinstance(config, dict):
+        raise TypeError(
+            f"{VARIABLE} is a JSON object. Received: {_named(config)}. "
+            f"{_EXAMPLE}"
+        )
+    return config
+
+
 def _has_one_task(spec: ClusterSpec) -> bool:
     # As tf: {"worker": {"1": ...}} has a place for task 0, too.
     return len(spec.job_tasks(spec.jobs[0])) == 1
+
+
+def _load(text: str) -> Any:
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(
+            f"{VARIABLE} has at most {MAX_CHARACTERS} characters. Received: "
+            f"{len(text)} characters. Leave out what is not the cluster or "
+            "the task."
+        )
+    try:
+        return load_json(text, max_characters=MAX_CHARACTERS)
+    except ValueError as error:
+        fault = str(error)
+    raise ValueError(
+        f"{VARIABLE} is no JSON that is read: {fault}. Received: {len(text)} "
+        f"characters. {_EXAMPLE}"
+    )
+
+
+def _parse_cluster(cluster: Any) -> ClusterSpec:
+    if not isinstance(cluster, dict):
+        raise TypeError(
+            f'"cluster" in {VARIABLE} maps jobs to addresses. Received: '
+            f"{_named(cluster)}. {_EXAMPLE}"
+        )
+    spec = ClusterSpec(cluster)
+    check_roles(spec)
+    check_addresses(spec)
+    return spec
+
+
+def _parse_type(task: dict[str, Any]) -> str | None:
+    if "type" not in task:
+        return None
+    name = task["type"]
+    if not isinstance(name, str):
+        raise TypeError(
+            f'"type" of the task in {VARIABLE} is a string. Received: '
+            f"{_named(name)}. {_EXAMPLE}"
+        )
+    check_roles(ClusterSpec({name: []}))
+    return name
+
+
+def _parse_text(config: dict[str, Any], name: str) -> str | None:
+    text = config.get(name)
+    if text is not None and not isinstance(text, str):
+        raise TypeError(
+            f'"{name}" in {VARIABLE} is a string. Received: {_named(text)}. '
+            "Leave it out, or give a string."
+        )
+    return text
+
+
+def _named(value: Any) -> str:
+    """What kind of JSON a value is; itself only if it is short and simple."""
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, list):
+        return "an array"
+    return "null" if value is None else shown(value)

@@ -34,9 +34,9 @@ class TorchrunClusterResolver(ClusterResolver):
     torchrun --nnodes 2 --nproc-per-node 4 ... train.py
     ```
 
-    All processes are workers; the one of rank 0 is the chief. The addresses of
-    the others are not known: `cluster_spec` has task 0 only, `num_processes`
-    says how many there are. Not in tf.
+    All processes are workers, numbered by RANK; rank 0 is the chief. The
+    addresses of the others are not known: `cluster_spec` has task 0 only,
+    `num_processes` says how many there are. Not in tf.
 
     Everything but `environment` and `num_accelerators` raises RuntimeError if
     a variable is not set and ValueError if it cannot be followed.
@@ -71,54 +71,27 @@ class TorchrunClusterResolver(ClusterResolver):
         check_address(address, f"worker 0 ({_HOST})")
         return ClusterSpec({"worker": {0: address}})
 
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """The address of worker 0, or of the task named.
-
-        Args:
-          task_type: The task's job.
-          task_id: The task's index in it; used if both are given.
-          rpc_layer: What goes before the address.
-
-        Raises:
-          ValueError: a task is named whose address is not known.
-        """
-        if task_type is None or task_id is None:
-            task_type, task_id = "worker", 0
-        return super().master(task_type, task_id, rpc_layer)
-
     @property
     def num_processes(self) -> int:
         """WORLD_SIZE: how many processes train."""
         environ = environ_or_own(self._environ)
         return read_number(environ, _NUM_PROCESSES, _SETTER, least=1)
 
-    @property
-    def task_type(self) -> str:
-        """Always "worker", unless set."""
-        return self._task_type or "worker"
+    def _find_task_type(self) -> str:
+        return "worker"
 
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int:
-        """RANK: the number of this process, unless set."""
-        if self._task_id is not None:
-            return self._task_id
+    def _find_task_id(self) -> int:
         environ = environ_or_own(self._environ)
         return read_number(
             environ, _PROCESS_ID, _SETTER, most=self.num_processes - 1
         )
 
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
+    def _address_of_task(
+        self, task_type: str | None, task_id: int | None
+    ) -> str | None:
+        if task_type is None or task_id is None:
+            task_type, task_id = "worker", 0
+        return super()._address_of_task(task_type, task_id)
 
     @property
     def local_rank(self) -> int:

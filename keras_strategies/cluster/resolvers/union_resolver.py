@@ -65,22 +65,17 @@ class UnionResolver(ClusterResolver):
             has its job as a dict.
         """
         parts = [
-            resolver.cluster_spec().as_dict() for resolver in self._resolvers
+            (job, tasks)
+            for resolver in self._resolvers
+            for job, tasks in resolver.cluster_spec().as_dict().items()
         ]
+        have_dicts = {job for job, tasks in parts if isinstance(tasks, dict)}
         merged: dict[str, Any] = {}
-        for part in parts:
-            for job, tasks in part.items():
-                is_list = isinstance(tasks, list)
-                if job not in merged:
-                    merged[job] = [] if is_list else {}
-                elif not is_list:
-                    merged[job] = {}
-        for part in parts:
-            for job, tasks in part.items():
-                if isinstance(merged[job], list):
-                    merged[job] += tasks
-                else:
-                    _merge(merged[job], tasks, job)
+        for job, tasks in parts:
+            if job in have_dicts:
+                _merge(merged.setdefault(job, {}), tasks, job)
+            else:
+                merged.setdefault(job, []).extend(tasks)
         return ClusterSpec(merged)
 
     def master(
@@ -89,16 +84,7 @@ class UnionResolver(ClusterResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """The address of the task named, else the first resolver's answer.
-
-        Args:
-          task_type: The task's job.
-          task_id: The task's index in it; used if both are given.
-          rpc_layer: What goes before the address.
-
-        Raises:
-          ValueError: there is no such task.
-        """
+        """See `ClusterResolver.master`."""
         rpc_layer = rpc_layer or self._rpc_layer
         if task_type is not None and task_id is not None:
             address = self.cluster_spec().task_address(task_type, task_id)
@@ -125,28 +111,6 @@ class UnionResolver(ClusterResolver):
         return self._resolvers[0].environment
 
     @property
-    def task_type(self) -> str | None:
-        """The job of this process: as given, else the first resolver's."""
-        if self._task_type is not None:
-            return self._task_type
-        return self._resolvers[0].task_type
-
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        """The index of this process: as given, else the first resolver's."""
-        if self._task_id is not None:
-            return self._task_id
-        return self._resolvers[0].task_id
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
-
-    @property
     def rpc_layer(self) -> str | None:
         """As given, else the first resolver's."""
         return self._rpc_layer or self._resolvers[0].rpc_layer
@@ -154,6 +118,12 @@ class UnionResolver(ClusterResolver):
     @rpc_layer.setter
     def rpc_layer(self, rpc_layer: str | None) -> None:
         self._rpc_layer = rpc_layer
+
+    def _find_task_type(self) -> str | None:
+        return self._resolvers[0].task_type
+
+    def _find_task_id(self) -> int | None:
+        return self._resolvers[0].task_id
 
 
 UnionClusterResolver = UnionResolver

@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from keras_strategies.cluster.exchange.exit_codes import Cause, ExitCode
+from keras_strategies.cluster.exchange.message_forms import fault_of
 from keras_strategies.cluster.untrusted import load_json
 
 # A process that is done takes part in nothing more; those that wait for it are
@@ -59,24 +60,14 @@ class Heartbeat:
     @classmethod
     def from_json(cls, text: str) -> "Heartbeat | None":
         """What `to_json` of another process gave; None of anything else."""
+        form = {f.name: type(f.default) for f in dataclasses.fields(cls)}
         try:
-            fields_sent = load_json(
-                text, max_characters=_MAX_CHARACTERS, has_nan=True
-            )
+            sent = load_json(text, max_characters=_MAX_CHARACTERS, has_nan=True)
         except ValueError:
             return None
-        fields = {f.name: type(f.default) for f in dataclasses.fields(cls)}
-        if (
-            not isinstance(fields_sent, dict)
-            or fields_sent.keys() != fields.keys()
-        ):
+        if fault_of(sent, form) is not None or len(sent) != len(form):
             return None
-        for name, kind in fields.items():
-            # A time of whole seconds is an int, too.
-            kinds = (int, float) if kind is float else (kind,)
-            if type(fields_sent[name]) not in kinds:
-                return None
-        return cls(**fields_sent)
+        return cls(**sent)
 
 
 @dataclasses.dataclass

@@ -13,6 +13,7 @@ import jax
 
 from keras_strategies.cluster.exchange import kv_store
 from keras_strategies.cluster.exchange.exit_codes import Cause
+from keras_strategies.cluster.exchange.message_forms import fault_of
 from keras_strategies.cluster.untrusted import load_json
 from keras_strategies.cluster.watchdog.failure_detector import (
     FailureDetector,
@@ -239,7 +240,4 @@ def _processes_of(text: str) -> list[int]:
         processes = load_json(text, max_characters=_MAX_CHARACTERS)
     except ValueError:
         return []
-    is_list = isinstance(processes, list) and all(
-        type(p) is int for p in processes
-    )
-    return processes if is_list else []
+    return [] if fault_of(processes, [int]) else processes

@@ -30,7 +30,7 @@ _LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
 _EXECUTES = str(PurePath("jax", "_src", "interpreters", "pxla.py"))
 # Where JAX traces functions.
 _PARTIAL_EVAL = str(PurePath("jax", "_src", "interpreters", "partial_eval.py"))
-_TRACES = "trace_to_jaxpr"
+_TRACES = ("trace_to_jaxpr",)
 # Where JAX compares what `device_put` is given, and others with their own.
 _MULTIHOST = str(PurePath("jax", "experimental", "multihost_utils.py"))
 _COMPARES = (
@@ -151,7 +151,7 @@ class Progress:
         variable; with a program of its own, that nobody is told of.
         """
         frame = sys._current_frames().get(self._main or 0)
-        if not _is_comparing(frame):
+        if not _is_in(frame, _MULTIHOST, _COMPARES):
             self._comparing_since = None
             return 0.0
         if self._comparing_since is None:
@@ -164,7 +164,8 @@ class Progress:
         starting = self._starting
         if starting is None:
             main = sys._current_frames().get(self._main or 0)
-            return (now - self._began if _is_tracing(main) else 0.0), 0.0
+            is_tracing = _is_in(main, _PARTIAL_EVAL, _TRACES)
+            return (now - self._began if is_tracing else 0.0), 0.0
         frame = sys._current_frames().get(starting[1])
         if frame is None or not _is_executing(frame):
             self._executing_since = None
@@ -257,23 +258,19 @@ def _is_executing(frame: types.FrameType) -> bool:
     return is_first or code is Progress.start.__code__
 
 
-def _is_tracing(frame: types.FrameType | None) -> bool:
-    """Whether a thread traces a function, for whatever program."""
+def _is_in(
+    frame: types.FrameType | None, file: str, names: tuple[str, ...]
+) -> bool:
+    """Returns whether a thread is in a function of a file.
+
+    Args:
+      frame: The thread's innermost frame.
+      file: How the file's path ends.
+      names: How the functions' names begin.
+    """
     while frame is not None:
         code = frame.f_code
-        if code.co_name.startswith(_TRACES) and code.co_filename.endswith(
-            _PARTIAL_EVAL
-        ):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _is_comparing(frame: types.FrameType | None) -> bool:
-    """Whether a thread is in JAX's comparison of values between processes."""
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name in _COMPARES and code.co_filename.endswith(_MULTIHOST):
+        if code.co_name.startswith(names) and code.co_filename.endswith(file):
             return True
         frame = frame.f_back
     return False

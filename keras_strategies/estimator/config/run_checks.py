@@ -4,6 +4,7 @@ from typing import Any
 
 from keras_strategies._core.checks import check_number
 from keras_strategies.cluster.addresses import shown
+from keras_strategies.estimator.config.run_cluster import EVALUATOR, SERVER
 
 # Fields of sessions and graphs, which JAX has not: what they may be, and
 # what to use instead.
@@ -58,6 +59,30 @@ def check_fields(config: Any) -> None:
             )
     for name in ("train_distribute", "eval_distribute"):
         _check_strategy(name, getattr(config, name))
+
+
+def check_trains(config: Any, num_processes: int) -> None:
+    """Raises ValueError unless this process can train.
+
+    Args:
+      config: The RunConfig.
+      num_processes: How many processes the strategy is over.
+    """
+    if config.task_type in (SERVER, EVALUATOR):
+        raise ValueError(
+            "Train has been called with a wrong configuration: task type "
+            f"{config.task_type!r} does not train. Received: a TF_CONFIG "
+            "with that task. Call `ks.estimator.train_and_evaluate`, "
+            "which does what each task is for; parameter servers are not "
+            "supported."
+        )
+    if config.num_worker_replicas > 1 and num_processes == 1:
+        raise ValueError(
+            "Processes of a cluster train together. Received: a TF_CONFIG "
+            f"with {config.num_worker_replicas} training processes, and "
+            f"train_distribute={shown(config.train_distribute)} on one. "
+            "Pass `train_distribute=ks.MultiWorkerMirroredStrategy()`."
+        )
 
 
 def _check_model_dir(directory: Any) -> None:

@@ -5,16 +5,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from keras_strategies.cluster.addresses import shown, with_rpc_layer
-from keras_strategies.cluster.resolvers.tf_config import (
+from keras_strategies.cluster.resolvers.tf_config_resolver import (
     VARIABLE,
     load_tf_config,
     parse_tf_config,
 )
 from keras_strategies.cluster.spec import ClusterSpec
+from keras_strategies.cluster.tasks import num_tasks
 
 CHIEF, WORKER, EVALUATOR, SERVER = "chief", "worker", "evaluator", "ps"
 _RPC_LAYER = "grpc"
-_LOCAL_MASTER = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,17 +39,19 @@ class RunCluster:
       model_dir: TF_CONFIG's "model_dir".
     """
 
-    cluster_spec: ClusterSpec
-    task_type: str
-    task_id: int
-    master: str
-    evaluation_master: str
-    is_chief: bool
-    num_ps_replicas: int
-    num_worker_replicas: int
-    global_id_in_cluster: int | None
-    service: dict[str, Any] | None
-    model_dir: str | None
+    cluster_spec: ClusterSpec = dataclasses.field(
+        default_factory=lambda: ClusterSpec({})
+    )
+    task_type: str = WORKER
+    task_id: int = 0
+    master: str = ""
+    evaluation_master: str = ""
+    is_chief: bool = False
+    num_ps_replicas: int = 0
+    num_worker_replicas: int = 0
+    global_id_in_cluster: int | None = None
+    service: dict[str, Any] | None = None
+    model_dir: str | None = None
 
 
 def cluster_of(text: str, *, needs_chief: bool) -> RunCluster:
@@ -69,56 +71,32 @@ def cluster_of(text: str, *, needs_chief: bool) -> RunCluster:
     """
     raw = load_tf_config(text)
     config = parse_tf_config(text)
-    common = {
-        "service": _checked_service(raw),
-        "model_dir": _checked_model_dir(raw),
-    }
-    master = config.session_master
-    evaluation_master = _checked_master(raw)
-    if not config.cluster:
-        _check_local(config.task_type, config.task_id)
-        return RunCluster(
-            cluster_spec=config.cluster,
-            task_type=WORKER,
-            task_id=0,
-            master=_LOCAL_MASTER if master is None else master,
-            evaluation_master=evaluation_master,
-            is_chief=True,
-            num_ps_replicas=0,
-            num_worker_replicas=1,
-            global_id_in_cluster=0,
-            **common,
-        )
-    task_type, task_id = _checked_task(
-        config.cluster, config.task_type, config.task_id, needs_chief
+    place = RunCluster(
+        service=_checked_service(raw),
+        model_dir=_checked_model_dir(raw),
+        evaluation_master=_checked_master(raw),
+        master=config.session_master or "",
     )
-    if task_type == EVALUATOR:
-        return RunCluster(
-            cluster_spec=ClusterSpec({}),
-            task_type=task_type,
-            task_id=task_id,
-            master=_LOCAL_MASTER,
-            evaluation_master=evaluation_master,
-            is_chief=False,
-            num_ps_replicas=0,
-            num_worker_replicas=0,
-            global_id_in_cluster=None,
-            **common,
+    spec, asked = config.cluster, (config.task_type, config.task_id)
+    if not spec:
+        _check_local(*asked)
+        return dataclasses.replace(
+            place, is_chief=True, num_worker_replicas=1, global_id_in_cluster=0
         )
-    if master is None:
-        master = _own_address(config.cluster, task_type, task_id)
-    return RunCluster(
-        cluster_spec=config.cluster,
-        task_type=task_type,
-        task_id=task_id,
-        master=master,
-        evaluation_master=_LOCAL_MASTER,
-        is_chief=_is_chief(config.cluster, task_type, task_id),
-        num_ps_replicas=_num_tasks(config.cluster, SERVER),
-        num_worker_replicas=_num_tasks(config.cluster, CHIEF)
-        + _num_tasks(config.cluster, WORKER),
-        global_id_in_cluster=_global_id(config.cluster, task_type, task_id),
-        **common,
+    task = _checked_task(spec, *asked, needs_chief)
+    place = dataclasses.replace(place, task_type=task[0], task_id=task[1])
+    if task[0] == EVALUATOR:
+        return dataclasses.replace(place, master="")
+    if config.session_master is None:
+        place = dataclasses.replace(place, master=_own_address(spec, *task))
+    return dataclasses.replace(
+        place,
+        cluster_spec=spec,
+        evaluation_master="",
+        is_chief=_is_chief(spec, *task),
+        num_ps_replicas=num_tasks(spec, SERVER),
+        num_worker_replicas=num_tasks(spec, CHIEF) + num_tasks(spec, WORKER),
+        global_id_in_cluster=_global_id(spec, *task),
     )
 
 
@@ -133,7 +111,7 @@ def _checked_service(raw: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _checked_master(raw: Mapping[str, Any]) -> str:
-    master = raw.get("eval_session_master", _LOCAL_MASTER)
+    master = raw.get("eval_session_master", "")
     if not isinstance(master, str):
         raise TypeError(
             f'"eval_session_master" in {VARIABLE} is a string. Received: '
@@ -180,8 +158,8 @@ def _checked_task(
     task_id: int | None,
     needs_chief: bool,
 ) -> tuple[str, int]:
-    if not _num_tasks(spec, CHIEF) and (
-        needs_chief or not _num_tasks(spec, WORKER)
+    if not num_tasks(spec, CHIEF) and (
+        needs_chief or not num_tasks(spec, WORKER)
     ):
         raise ValueError(
             f'If "cluster" is set in {VARIABLE}, it must have one "{CHIEF}" '
@@ -216,12 +194,12 @@ def _checked_task(
 def _own_address(spec: ClusterSpec, task_type: str, task_id: int) -> str:
     jobs = spec.jobs
     if len(jobs) == 1 and len(spec.job_tasks(jobs[0])) == 1:
-        return _LOCAL_MASTER
+        return ""
     return with_rpc_layer(spec.task_address(task_type, task_id), _RPC_LAYER)
 
 
 def _is_chief(spec: ClusterSpec, task_type: str, task_id: int) -> bool:
-    if _num_tasks(spec, CHIEF):
+    if num_tasks(spec, CHIEF):
         return task_type == CHIEF
     return task_type == WORKER and task_id == 0
 
@@ -234,8 +212,4 @@ def _global_id(spec: ClusterSpec, task_type: str, task_id: int) -> int:
         WORKER: (CHIEF, EVALUATOR),
         SERVER: (CHIEF, EVALUATOR, WORKER),
     }
-    return task_id + sum(_num_tasks(spec, job) for job in before[task_type])
-
-
-def _num_tasks(spec: ClusterSpec, job: str) -> int:
-    return spec.num_tasks(job) if job in spec.jobs else 0
+    return task_id + sum(num_tasks(spec, job) for job in before[task_type])

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from keras_strategies.cluster.addresses import shown
-from keras_strategies.cluster.resolvers.tf_config import VARIABLE
+from keras_strategies.cluster.resolvers.tf_config_resolver import VARIABLE
 from keras_strategies.cluster.spec import ClusterSpec
 from keras_strategies.estimator.config.run_checks import check_fields
 from keras_strategies.estimator.config.run_cluster import RunCluster, cluster_of

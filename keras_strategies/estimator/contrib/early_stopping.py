@@ -1,30 +1,30 @@
-"""Ends of training that the results of evaluations decide about."""
+"""Early stopping of a training, by the results of evaluations."""
 
-import functools
 import logging
 import numbers
 import operator
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
 
 from keras_strategies._core.checks import check_number
 from keras_strategies.cluster.addresses import shown
-from keras_strategies.estimator import train_callback
+from keras_strategies.estimator import records, train_callback
 from keras_strategies.estimator.arguments import (
+    check_kind,
     check_positive,
     check_seconds,
 )
 from keras_strategies.estimator.estimator import Estimator
 from keras_strategies.estimator.estimator_spec import ModeKeys
-from keras_strategies.estimator.records import eval_results
-from keras_strategies.keras_bridge.callbacks.resumable_fit import loop_of
 
 _logger = logging.getLogger(__name__)
 
-_Rule = Callable[..., bool]
+Results = Mapping[int, Mapping[str, float]]
+Values = Iterable[tuple[int, float]]
+_Comparison = Callable[[Any, Any], bool]
 
 
 def make_early_stopping_hook(
@@ -53,12 +53,7 @@ def make_early_stopping_hook(
       ValueError: both or none of seconds and steps, or seconds on several
         processes.
     """
-    if not isinstance(estimator, Estimator):
-        raise TypeError(
-            "`estimator` must have type `ks.estimator.Estimator`. Received: "
-            f"{shown(estimator)} of type {type(estimator).__name__}. Pass the "
-            "Estimator that trains."
-        )
+    check_kind("estimator", estimator, Estimator)
     if not callable(should_stop_fn):
         raise TypeError(
             "`should_stop_fn` must be callable. Received: "
@@ -73,7 +68,7 @@ def make_early_stopping_hook(
     check_positive("run_every_steps", run_every_steps)
     if run_every_secs is not None:
         check_seconds("run_every_secs", run_every_secs)
-        mesh = estimator._runs.strategy_of(ModeKeys.TRAIN).mesh
+        mesh = estimator.strategy_of(ModeKeys.TRAIN).mesh
         if mesh.num_processes > 1:
             raise ValueError(
                 "run_every_secs should not be set when several processes "
@@ -111,9 +106,9 @@ def stop_if_higher_hook(
       ValueError: see `make_early_stopping_hook`; (in training) there is no
         such result.
     """
-    rule = _beyond(threshold, operator.gt)
     every = run_every_secs, run_every_steps
-    return _hook(estimator, rule, eval_dir, metric_name, min_steps, *every)
+    rule = _beyond(threshold, operator.gt)
+    return _hook(rule, estimator, metric_name, eval_dir, min_steps, every)
 
 
 def stop_if_lower_hook(
@@ -129,9 +124,9 @@ def stop_if_lower_hook(
 
     Arguments, returns and errors as of `stop_if_higher_hook`.
     """
-    rule = _beyond(threshold, operator.lt)
     every = run_every_secs, run_every_steps
-    return _hook(estimator, rule, eval_dir, metric_name, min_steps, *every)
+    rule = _beyond(threshold, operator.lt)
+    return _hook(rule, estimator, metric_name, eval_dir, min_steps, every)
 
 
 def stop_if_no_increase_hook(
@@ -145,27 +140,13 @@ def stop_if_no_increase_hook(
 ) -> keras.callbacks.Callback:
     """A hook that ends the training when a metric rises no more.
 
-    Args:
-      estimator: The Estimator that trains.
-      metric_name: A result of its evaluations: "accuracy".
-      max_steps_without_increase: How many train steps may pass since the best
-        one.
-      eval_dir: Where the results are; None for `estimator.eval_dir()`.
-      min_steps: Results of earlier global steps do not count.
-      run_every_secs: See `make_early_stopping_hook`.
-      run_every_steps: See `make_early_stopping_hook`.
-
-    Returns:
-      A Keras callback for `hooks`.
-
-    Raises:
-      TypeError: an argument of another type.
-      ValueError: see `make_early_stopping_hook`; (in training) there is no
-        such result.
+    Arguments, returns and errors as of `stop_if_higher_hook`, but instead of a
+    threshold `max_steps_without_increase`: how many train steps may pass since
+    the best result.
     """
-    rule = _without_improvement(max_steps_without_increase, operator.gt)
     every = run_every_secs, run_every_steps
-    return _hook(estimator, rule, eval_dir, metric_name, min_steps, *every)
+    rule = _without_improvement(max_steps_without_increase, operator.gt)
+    return _hook(rule, estimator, metric_name, eval_dir, min_steps, every)
 
 
 def stop_if_no_decrease_hook(
@@ -181,55 +162,58 @@ def stop_if_no_decrease_hook(
 
     Arguments, returns and errors as of `stop_if_no_increase_hook`.
     """
-    rule = _without_improvement(max_steps_without_decrease, operator.lt)
     every = run_every_secs, run_every_steps
-    return _hook(estimator, rule, eval_dir, metric_name, min_steps, *every)
+    rule = _without_improvement(max_steps_without_decrease, operator.lt)
+    return _hook(rule, estimator, metric_name, eval_dir, min_steps, every)
 
 
-def is_beyond(
-    results: dict[int, dict[str, float]],
-    name: str,
-    threshold: float,
-    is_better: Callable[[Any, Any], bool],
-    min_steps: int,
-) -> bool:
-    """Whether a result is beyond a threshold.
+def values_of(
+    results: Results, name: str, min_steps: int
+) -> Iterator[tuple[int, float]]:
+    """Yields the global steps and values of a result.
 
     Args:
       results: By global step, in order.
       name: The result's name.
-      threshold: The threshold.
-      is_better: Compares a result with it.
-      min_steps: Results of earlier steps do not count.
+      min_steps: Results of earlier steps are left out.
+
+    Raises:
+      ValueError: a step has no such result.
     """
-    return any(
-        is_better(_result(metrics, name), threshold)
-        for step, metrics in results.items()
-        if step >= min_steps
-    )
-
-
-def is_without_improvement(
-    results: dict[int, dict[str, float]],
-    name: str,
-    max_steps: int,
-    is_better: Callable[[Any, Any], bool],
-    min_steps: int,
-) -> bool:
-    """Whether a result was no better for so many steps.
-
-    Args:
-      results: By global step, in order.
-      name: The result's name.
-      max_steps: How many train steps may pass since the best one.
-      is_better: Compares a result with the best one.
-      min_steps: Results of earlier steps do not count.
-    """
-    best: tuple[int, float] | None = None
     for step, metrics in results.items():
         if step < min_steps:
             continue
-        value = _result(metrics, name)
+        if name not in metrics:
+            raise ValueError(
+                "`metric_name` is a result of evaluations. Received: "
+                f"{name!r}; there are {sorted(metrics)}. Give one of these."
+            )
+        yield step, metrics[name]
+
+
+def is_beyond(values: Values, threshold: float, is_better: _Comparison) -> bool:
+    """Returns whether a value is better than a threshold.
+
+    Args:
+      values: What `values_of` yields.
+      threshold: The threshold.
+      is_better: Compares a value with it.
+    """
+    return any(is_better(value, threshold) for _, value in values)
+
+
+def is_without_improvement(
+    values: Values, max_steps: int, is_better: _Comparison
+) -> bool:
+    """Returns whether no value was better for so many steps.
+
+    Args:
+      values: What `values_of` yields.
+      max_steps: How many train steps may pass since the best one.
+      is_better: Compares a value with the best one.
+    """
+    best: tuple[int, float] | None = None
+    for step, value in values:
         if best is None or is_better(value, best[1]):
             best = (step, value)
         if step - best[0] >= max_steps:
@@ -248,7 +232,7 @@ class _Stopping(keras.callbacks.Callback):
         every_steps: int | None,
     ) -> None:
         super().__init__()
-        self._mesh = estimator._runs.strategy_of(ModeKeys.TRAIN).mesh
+        self._mesh = estimator.strategy_of(ModeKeys.TRAIN).mesh
         self._should_stop_fn = should_stop_fn
         self._every_secs = every_secs
         self._every_steps = every_steps
@@ -260,7 +244,7 @@ class _Stopping(keras.callbacks.Callback):
         self._asked_at = self._asked = None
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        step = self._step()
+        step = train_callback.step_of_fit(self.model)
         if not self._is_due(step):
             return
         self._asked_at, self._asked = time.monotonic(), step
@@ -278,21 +262,16 @@ class _Stopping(keras.callbacks.Callback):
             return step - self._asked >= self._every_steps
         return time.monotonic() - self._asked_at >= (self._every_secs or 0)
 
-    def _step(self) -> int:
-        loop = loop_of(self.model)
-        return 0 if loop is None else loop.num_steps
-
 
 def _hook(
+    rule: Callable[[Values], bool],
     estimator: Estimator,
-    rule: _Rule,
-    eval_dir: str | None,
     name: Any,
+    eval_dir: str | None,
     min_steps: Any,
-    run_every_secs: float | None,
-    run_every_steps: int | None,
+    every: tuple[float | None, int | None],
 ) -> keras.callbacks.Callback:
-    """A hook that asks a rule about the results of a name."""
+    """Returns a hook that asks a rule about the results of a name."""
     if not isinstance(name, str):
         raise TypeError(
             "`metric_name` is a result of evaluations. Received: "
@@ -301,42 +280,27 @@ def _hook(
     _check_whole("`min_steps`", min_steps)
 
     def should_stop() -> bool:
-        results = eval_results.read(eval_dir or estimator.eval_dir())
-        return rule(results, name, min_steps=min_steps)
+        results = records.read(eval_dir or estimator.eval_dir())
+        return rule(values_of(results, name, min_steps))
 
-    return make_early_stopping_hook(
-        estimator, should_stop, run_every_secs, run_every_steps
-    )
+    return make_early_stopping_hook(estimator, should_stop, *every)
 
 
-def _beyond(threshold: Any, is_better: Callable[..., bool]) -> _Rule:
+def _beyond(threshold: Any, is_better: _Comparison) -> Callable[[Values], bool]:
     if isinstance(threshold, bool) or not isinstance(threshold, numbers.Real):
         raise TypeError(
             "`threshold` is a number. Received: "
             f"{shown(threshold)}. Give, for example, 0.95."
         )
-    return functools.partial(
-        is_beyond, threshold=float(threshold), is_better=is_better
-    )
+    return lambda values: is_beyond(values, float(threshold), is_better)
 
 
 def _without_improvement(
-    max_steps: Any, is_better: Callable[..., bool]
-) -> _Rule:
+    max_steps: Any, is_better: _Comparison
+) -> Callable[[Values], bool]:
     _check_whole("The number of steps without improvement", max_steps)
-    return functools.partial(
-        is_without_improvement, max_steps=max_steps, is_better=is_better
-    )
+    return lambda values: is_without_improvement(values, max_steps, is_better)
 
 
 def _check_whole(name: str, value: Any) -> None:
     check_number(name, value, "Give a whole number.", is_optional=False)
-
-
-def _result(metrics: dict[str, float], name: str) -> float:
-    if name not in metrics:
-        raise ValueError(
-            "`metric_name` is a result of evaluations. Received: "
-            f"{name!r}; there are {sorted(metrics)}. Give one of these."
-        )
-    return metrics[name]

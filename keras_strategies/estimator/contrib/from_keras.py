@@ -62,6 +62,29 @@ def model_to_estimator(
             f"and not both. Received: {shown(keras_model)} and "
             f"{shown(keras_model_path)}. Give one."
         )
+    _check_options(checkpoint_format, export_outputs, metric_names_map)
+    folder = tempfile.mkdtemp(prefix="keras-strategies-model-")
+    path = os.path.join(folder, "model.keras")
+    try:
+        if keras_model is not None:
+            _save(keras_model, path)
+        else:
+            _copy(keras_model_path, path)
+        model_fn = _model_fn(
+            path, custom_objects, is_trusted=keras_model is not None
+        )
+        estimator = Estimator(model_fn, model_dir=model_dir, config=config)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    estimator.result_names = dict(metric_names_map or {})
+    weakref.finalize(estimator, shutil.rmtree, folder, ignore_errors=True)
+    return estimator
+
+
+def _check_options(
+    checkpoint_format: Any, export_outputs: Any, metric_names_map: Any
+) -> None:
     if checkpoint_format not in _FORMATS:
         raise ValueError(
             f"`checkpoint_format` is one of {_FORMATS}. Received: "
@@ -81,23 +104,6 @@ def model_to_estimator(
             f"Received: {shown(metric_names_map)}. Write {{'acc': "
             "'accuracy'}."
         )
-    folder = tempfile.mkdtemp(prefix="keras-strategies-model-")
-    path = os.path.join(folder, "model.keras")
-    try:
-        if keras_model is not None:
-            _save(keras_model, path)
-        else:
-            _copy(keras_model_path, path)
-        model_fn = _model_fn(
-            path, custom_objects, is_trusted=keras_model is not None
-        )
-        estimator = Estimator(model_fn, model_dir=model_dir, config=config)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    estimator._runs.result_names = dict(metric_names_map or {})
-    weakref.finalize(estimator, shutil.rmtree, folder, ignore_errors=True)
-    return estimator
 
 
 def _save(model: Any, path: str) -> None:

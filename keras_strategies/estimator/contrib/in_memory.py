@@ -1,18 +1,23 @@
-"""Evaluation of the weights that a training has, between checkpoints."""
+"""Evaluation of a training's weights in memory, between checkpoints."""
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
 import jax
 import keras
 
-from keras_strategies.cluster.addresses import shown
-from keras_strategies.estimator.arguments import check_input_fn, check_positive
+from keras_strategies.checkpoint import reading
+from keras_strategies.estimator import train_callback
+from keras_strategies.estimator.arguments import (
+    check_hooks,
+    check_input_fn,
+    check_kind,
+    check_name,
+    check_positive,
+)
 from keras_strategies.estimator.estimator import Estimator, InputFn
 from keras_strategies.estimator.estimator_spec import ModeKeys
-from keras_strategies.estimator.hooks import check_hooks
-from keras_strategies.estimator.specs import check_name
-from keras_strategies.keras_bridge.callbacks.resumable_fit import loop_of
 
 
 class InMemoryEvaluatorHook(keras.callbacks.Callback):
@@ -52,12 +57,7 @@ class InMemoryEvaluatorHook(keras.callbacks.Callback):
         every_n_iter: int | None = 100,
     ) -> None:
         super().__init__()
-        if not isinstance(estimator, Estimator):
-            raise TypeError(
-                "`estimator` must have type `ks.estimator.Estimator`. "
-                f"Received: {shown(estimator)}. Pass the Estimator that "
-                "trains."
-            )
+        check_kind("estimator", estimator, Estimator)
         if every_n_iter is None:
             raise ValueError(
                 "invalid every_n_iter. Received: None. Give a number of train "
@@ -74,22 +74,22 @@ class InMemoryEvaluatorHook(keras.callbacks.Callback):
         self._name = name
         self._every = every_n_iter
         self._evaluated = 0
-        mesh = estimator._runs.strategy_of(ModeKeys.EVAL).mesh
+        mesh = estimator.strategy_of(ModeKeys.EVAL).mesh
         self._is_here = mesh.num_processes > 1 or jax.process_index() == 0
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Evaluates what the training begins with."""
-        self._evaluate(self._step())
+        self._evaluate(train_callback.step_of_fit(self.model))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Evaluates if it is time to."""
-        step = self._step()
+        step = train_callback.step_of_fit(self.model)
         if step - self._evaluated >= self._every:
             self._evaluate(step)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Evaluates what the training ends with."""
-        step = self._step()
+        step = train_callback.step_of_fit(self.model)
         if step != self._evaluated:
             self._evaluate(step)
 
@@ -100,15 +100,11 @@ class InMemoryEvaluatorHook(keras.callbacks.Callback):
         model = self.model
         assert isinstance(model, keras.Model)
         model.jax_state_sync()
-        self._estimator._runs.evaluate_model(
+        self._estimator.evaluate_model(
             self._input_fn,
             self._hooks,
-            model,
+            functools.partial(reading.copy_weights, model),
             step=step,
             steps=self._steps,
             name=self._name,
         )
-
-    def _step(self) -> int:
-        loop = loop_of(self.model)
-        return 0 if loop is None else loop.num_steps

@@ -1,7 +1,6 @@
-"""The checkpoints of an Estimator, and the arrays in them.
+"""Reads the checkpoints of a fit while another process may write them.
 
-Nothing here takes the directory for itself: an evaluator reads what another
-process writes.
+Nothing here locks the directory, or changes a file in it.
 """
 
 import logging
@@ -16,50 +15,55 @@ import numpy as np
 
 from keras_strategies.checkpoint import contents
 from keras_strategies.checkpoint.averages import with_averages
-from keras_strategies.checkpoint.directory import format as format_lib
+from keras_strategies.checkpoint.directory import names, orbax_files, verify
+from keras_strategies.checkpoint.directory.corruption import (
+    DamagedCheckpoint,
+    damaged,
+)
 from keras_strategies.checkpoint.directory.documents import read_document
+from keras_strategies.checkpoint.orbax_io import restore_args
+from keras_strategies.cluster.exchange.message_forms import fault_of, is_count
 from keras_strategies.keras_bridge.hooks.seeds import is_seed
 from keras_strategies.keras_bridge.variables.model_variables import (
     all_variables,
 )
 
-DamagedCheckpoint = format_lib.DamagedCheckpoint
-GLOBAL_STEP = "global_step"
-WEIGHTS = "weights"
-_SEEDS = "seeds"
+_WEIGHTS, _SEEDS = "weights", "seeds"
+_PLACE = {"epoch": is_count, "step": is_count}
 _logger = logging.getLogger(__name__)
 
 
-def latest_checkpoint(model_dir: str) -> str | None:
-    """The folder of the newest complete checkpoint, None if there is none.
+def newest_complete(directory: str) -> str | None:
+    """Returns the folder of the newest complete checkpoint, or None.
 
     Names and sizes are compared with its manifest; checksums are when it is
     read.
     """
-    for step in reversed(format_lib.find_steps(model_dir)):
-        path = format_lib.step_path(model_dir, step)
+    for step in reversed(names.find_steps(directory)):
+        path = names.step_path(directory, step)
         try:
-            format_lib.verify(path, is_quick=True)
-        except format_lib.DamagedCheckpoint:
+            verify.verify(path, is_quick=True)
+        except DamagedCheckpoint:
             continue
         return str(path)
     return None
 
 
-def newest_good(model_dir: str) -> str | None:
-    """The folder of the newest good checkpoint; every file is read once."""
-    manifest, _ = format_lib.newest_good(model_dir)
-    if manifest is None:
-        return None
-    return str(format_lib.step_path(model_dir, manifest.step))
+def newest_good(directory: str) -> str | None:
+    """Returns the folder of the newest good checkpoint, or None.
+
+    Every file of it is read once.
+    """
+    manifest, _ = verify.newest_good(directory)
+    return None if manifest is None else path_of(directory, manifest.step)
 
 
-def warn_of_none(model_dir: str) -> None:
+def warn_of_none(directory: str) -> None:
     """Warns that a model has its initial weights."""
     _logger.warning(
         "No %scheckpoint in %s: initial weights are used.",
-        "good " if format_lib.find_steps(model_dir) else "",
-        model_dir,
+        "good " if names.find_steps(directory) else "",
+        directory,
     )
 
 
@@ -69,7 +73,7 @@ def step_of(path: str | os.PathLike[str]) -> int:
     Raises:
       ValueError: it has no step's name.
     """
-    step = format_lib.step_of(pathlib.Path(path).name)
+    step = names.step_of(pathlib.Path(path).name)
     if step is None:
         raise ValueError(
             "A checkpoint is a folder named by its step. Received: "
@@ -79,17 +83,34 @@ def step_of(path: str | os.PathLike[str]) -> int:
     return step
 
 
-def path_of(model_dir: str, step: int) -> str:
-    """The folder of a step."""
-    return str(format_lib.step_path(model_dir, step))
+def path_of(directory: str, step: int) -> str:
+    """Returns the folder of a step."""
+    return str(names.step_path(directory, step))
 
 
 def document_of(path: str) -> dict[str, Any]:
     """What a checkpoint holds beside arrays, and the shapes of these."""
-    with format_lib.reading(path):
+    with verify.reading(path):
         document = read_document(path)
     contents.check_version(document, path)
     return document
+
+
+def place_in(document: contents.Document, path: str) -> tuple[int, int]:
+    """Returns the epoch of a fit's checkpoint, and the steps done in it.
+
+    Args:
+      document: That of the checkpoint.
+      path: The checkpoint, for the error.
+
+    Raises:
+      DamagedCheckpoint: the document has no such numbers.
+    """
+    state = document["state"]
+    fault = fault_of(state, _PLACE, "its state")
+    if fault is not None:
+        raise damaged(path, names.RUN, fault)
+    return state["epoch"], state["step"]
 
 
 def check(path: str) -> None:
@@ -104,7 +125,7 @@ def check(path: str) -> None:
             f"Couldn't find trained model at {path}. Received: a path where "
             "there is no checkpoint. Train first, or give another path."
         )
-    format_lib.verify(path)
+    verify.verify(path)
 
 
 def restore(model: keras.Model, path: str) -> None:
@@ -172,10 +193,6 @@ def read_arrays(
     }
     if not item:
         return {}
-    restore_args = jax.tree.map(
-        lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype),
-        item,
-    )
     options = ocp.options.MultiprocessingOptions()
     if jax.process_count() > 1:
         # This process reads alone: others need not call.
@@ -187,11 +204,13 @@ def read_arrays(
         )
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=options)
     checkpointer = ocp.Checkpointer(handler, multiprocessing_options=options)
-    with format_lib.restoring(path, item), checkpointer:
+    with orbax_files.restoring(path, item), checkpointer:
         return checkpointer.restore(
             pathlib.Path(path).absolute() / "state",
             args=ocp.args.PyTreeRestore(
-                item=item, restore_args=restore_args, partial_restore=True
+                item=item,
+                restore_args=restore_args(item),
+                partial_restore=True,
             ),
         )
 
@@ -206,7 +225,7 @@ def variables_in(path: str) -> dict[str, tuple[str, str]]:
     for group, entries in document_of(path)["variables"].items():
         if group == contents.STATE:
             continue
-        prefix = "" if group == WEIGHTS else f"{group}/"
+        prefix = "" if group == _WEIGHTS else f"{group}/"
         for name in entries:
             found[prefix + name.replace(".", "/")] = (group, name)
     return found
@@ -218,8 +237,6 @@ def value_of(path: str, name: str) -> np.ndarray:
     Raises:
       ValueError: there is none of that name.
     """
-    if name == GLOBAL_STEP:
-        return np.asarray(step_of(path))
     found = variables_in(path)
     name = name.replace(".", "/")
     if name not in found:
@@ -237,10 +254,10 @@ def _groups(model: keras.Model) -> dict[str, Sequence[keras.Variable]]:
     """The variables of a model that it needs to compute its outputs."""
     metrics = {id(v) for v in model.metrics_variables}
     own = {id(v) for v in model.variables}
-    groups: dict[str, list[keras.Variable]] = {WEIGHTS: [], _SEEDS: []}
+    groups: dict[str, list[keras.Variable]] = {_WEIGHTS: [], _SEEDS: []}
     for variable in all_variables(model):
         if is_seed(variable):
             groups[_SEEDS].append(variable)
         elif id(variable) in own and id(variable) not in metrics:
-            groups[WEIGHTS].append(variable)
+            groups[_WEIGHTS].append(variable)
     return dict(groups)

@@ -1,9 +1,11 @@
-"""The results of evaluations on disk, for whoever decides by them later.
+"""The records of an Estimator's runs: results of evaluations, event files.
 
-A file of one JSON object a line lies beside the event files of an evaluation,
-so that early stopping and `BestExporter` need no reader of these.
+Results are a file of one JSON object a line beside the event files of an
+evaluation, so that early stopping and `BestExporter` need no reader of these.
 """
 
+import functools
+import importlib.util
 import json
 import logging
 import os
@@ -13,9 +15,13 @@ from typing import Any
 
 from keras_strategies.cluster.exchange.message_forms import is_count
 from keras_strategies.cluster.untrusted import load_json, open_regular
+from keras_strategies.estimator.config.run_config import RunConfig
 
 FILE = "evaluations.jsonl"
 """The name of the file in an evaluation's folder."""
+
+GLOBAL_STEP = "global_step"
+"""The result that each evaluation has beside its metrics."""
 
 _MAX_LINE = 1 << 20
 _logger = logging.getLogger(__name__)
@@ -34,7 +40,7 @@ def append(directory: str, step: int, metrics: Mapping[str, Any]) -> None:
         for name, value in metrics.items()
         if _is_number(value)
     }
-    line = json.dumps({"global_step": int(step), "metrics": numbers})
+    line = json.dumps({GLOBAL_STEP: int(step), "metrics": numbers})
     path = pathlib.Path(directory, FILE)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
@@ -67,6 +73,71 @@ def read(directory: str) -> dict[int, dict[str, float]]:
         step, metrics = entry
         found.setdefault(step, {}).update(metrics)
     return dict(sorted(found.items()))
+
+
+def renamed(
+    results: Mapping[str, Any], names: Mapping[str, str]
+) -> dict[str, Any]:
+    """Returns results under new names.
+
+    Raises:
+      ValueError: there is no result of a name.
+    """
+    for name in names:
+        if name not in results:
+            raise ValueError(
+                "`metric_names_map` names results of evaluations. "
+                f"Received: {name!r}; there are {sorted(results)}. "
+                "Correct it."
+            )
+    return {names.get(name, name): value for name, value in results.items()}
+
+
+def scalars(
+    config: RunConfig, step: int, eval_name: str | None = None
+) -> list[Any]:
+    """Returns the callbacks that write and log the scalars of a run.
+
+    Args:
+      config: The RunConfig.
+      step: The global step that the run begins at.
+      eval_name: An evaluation's name, "" for one without; None for training.
+    """
+    is_training = eval_name is None
+    writes = config.save_summary_steps or 0
+    logs = (config.log_step_count_steps or 0) if is_training else 0
+    has_files = bool(writes) and _can_write()
+    if not (writes or logs) or not (is_training or has_files):
+        return []
+    # Importing it imports Keras.
+    from keras_strategies.callbacks.scalars import Scalars
+
+    directory = config.model_dir or ""
+    return [
+        Scalars(
+            directory if has_files else None,
+            every_n_steps=writes if is_training else 0,
+            log_every_n_steps=logs,
+            eval_name=eval_name or None,
+            initial_step=step,
+        )
+    ]
+
+
+def _can_write() -> bool:
+    if importlib.util.find_spec("tensorboardX") is not None:
+        return True
+    _warn_once()
+    return False
+
+
+@functools.cache
+def _warn_once() -> None:
+    # `train_and_evaluate` trains and evaluates in turn.
+    _logger.warning(
+        "No event files are written: tensorboardX is not installed. Run "
+        "`pip install tensorboardX`, or set `save_summary_steps=None`."
+    )
 
 
 def _lines(path: pathlib.Path) -> Iterator[bytes]:
@@ -104,7 +175,7 @@ def _parsed(line: bytes) -> tuple[int, dict[str, float]] | None:
         return None
     if not isinstance(entry, dict):
         return None
-    step, metrics = entry.get("global_step"), entry.get("metrics")
+    step, metrics = entry.get(GLOBAL_STEP), entry.get("metrics")
     if not is_count(step) or not isinstance(metrics, dict):
         return None
     if any(type(value) not in (int, float) for value in metrics.values()):

@@ -6,7 +6,7 @@ import warnings
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.cluster.resolvers.other_launchers import unjoined_job
+from keras_strategies.cluster.job.place import unjoined_job
 from keras_strategies.cluster.watchdog.launcher_pipe import LAUNCHER_FD
 
 pytestmark = pytest.mark.quick

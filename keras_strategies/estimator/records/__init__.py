@@ -1,1 +1,0 @@
-"""The files that an Estimator writes while it runs."""
