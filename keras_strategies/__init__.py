@@ -44,7 +44,7 @@ _MODULES = {
     "MultiWorkerMirroredStrategy": "strategy.multi_worker",
     "OneDeviceStrategy": "strategy.one_device",
     "PerReplica": "_core.values",
-    "ReduceOp": "_core.reduce_op",
+    "ReduceOp": "_core.values",
     "ReplicaContext": "strategy.replica_context",
     "ReplicaMesh": "_core.mesh",
     "RunOptions": "strategy.tf_compat.options",

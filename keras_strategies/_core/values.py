@@ -1,5 +1,6 @@
 """Values with one component for each replica."""
 
+import enum
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,13 @@ PARTS = "parts"
 
 
 Shapes = tuple[tuple[int, ...], ...]
+
+
+class ReduceOp(enum.Enum):
+    """A reduction over replicas; its name as a string will do too."""
+
+    SUM = "SUM"
+    MEAN = "MEAN"
 
 
 class DistributedValues:
@@ -342,3 +350,29 @@ def stacked(parts: Sequence[Any], mesh: ReplicaMesh) -> jax.Array:
     ]
     shape = (mesh.num_replicas, *shards[0].shape[1:])
     return jax.make_array_from_single_device_arrays(shape, mesh.split, shards)
+
+
+def as_reduce_op(op: Any) -> ReduceOp:
+    """The operation that a user named.
+
+    Args:
+      op: A `ReduceOp`, or its name in any case.
+
+    Raises:
+      ValueError: an unknown name.
+      TypeError: neither an operation nor a name.
+    """
+    if isinstance(op, ReduceOp):
+        return op
+    if not isinstance(op, str):
+        raise TypeError(
+            "A reduction is a `ReduceOp` or its name. Received: "
+            f"{op!r} of type {type(op).__name__}. Pass ReduceOp.SUM or "
+            "ReduceOp.MEAN."
+        )
+    try:
+        return ReduceOp(op.upper())
+    except ValueError:
+        raise ValueError(
+            f"{op!r} is not a valid ReduceOp. Choose SUM or MEAN."
+        ) from None

@@ -160,3 +160,25 @@ def equations_in(equation: Any) -> Iterator[Any]:
     """All equations of the jaxprs among an equation's parameters."""
     for inner in jaxprs_in_params(equation.params):
         yield from all_equations(inner)
+
+
+def scan_operands(
+    equation: Any, values: Sequence[Any]
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """Splits what belongs to the operands of a `scan` by what they are.
+
+    Args:
+      equation: An equation of `jax.lax.scan`.
+      values: One for each operand.
+
+    Returns:
+      Those of the constants, of the carry, and of what is scanned.
+    """
+    params = equation.params
+    if "ft_in" in params:  # Of JAX 0.12.
+        parts = params["ft_in"].update(list(values)).unpack()
+        consts, carry, scanned = map(list, parts)
+        return consts, carry, scanned
+    split = params["num_consts"]
+    end = split + params["num_carry"]
+    return list(values[:split]), list(values[split:end]), list(values[end:])

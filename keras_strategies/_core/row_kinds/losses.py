@@ -23,7 +23,7 @@ from jax.extend.core import Literal
 
 from keras_strategies._core.jaxprs import traces
 from keras_strategies._core.jaxprs.collective_cut import trace_called
-from keras_strategies._core.jaxprs.loops import scan_operands
+from keras_strategies._core.jaxprs.stages import scan_operands
 from keras_strategies._core.row_kinds.call import Call
 from keras_strategies._core.row_kinds.kinds import (
     CONST,

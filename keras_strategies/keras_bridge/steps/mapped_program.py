@@ -18,9 +18,9 @@ from keras_strategies._core.replica_map import (
     split_spec,
     whole_spec,
 )
-from keras_strategies._core.step_types import Batch
 from keras_strategies.keras_bridge.models.attention import attention_for
 from keras_strategies.keras_bridge.step_context import (
+    Batch,
     ReplicaNeeded,
     ReplicaScope,
     StepContext,

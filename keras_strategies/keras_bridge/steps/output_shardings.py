@@ -13,7 +13,7 @@ import keras
 from jax.sharding import NamedSharding
 
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.step_types import Group
+from keras_strategies.keras_bridge.step_context import Group
 from keras_strategies.keras_bridge.variables.shardings import (
     divides,
     sharding_of,

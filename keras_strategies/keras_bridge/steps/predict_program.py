@@ -19,12 +19,12 @@ from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.jaxprs.specs import Spec
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import split_spec
-from keras_strategies._core.step_types import Batch
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.hooks import seeds
 from keras_strategies.keras_bridge.hooks.trace_hooks import trace_hooks
 from keras_strategies.keras_bridge.models.attention import attention_for
 from keras_strategies.keras_bridge.step_context import (
+    Batch,
     ReplicaScope,
     StepContext,
     StepFacts,

@@ -16,10 +16,9 @@ from keras_strategies._core.batches import (
     unstacked,
 )
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.step_types import Batch
 from keras_strategies.keras_bridge import keras_names
 from keras_strategies.keras_bridge.inputs import feed
-from keras_strategies.keras_bridge.step_context import ReplicaScope
+from keras_strategies.keras_bridge.step_context import Batch, ReplicaScope
 from keras_strategies.keras_bridge.steps.mapped_program import (
     needing_no_replica,
     whole_trace,

@@ -6,9 +6,8 @@ import jax
 import keras
 
 from keras_strategies._core.identity import IdentityMap, IdentitySet
-from keras_strategies._core.step_types import Logs
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
-from keras_strategies.keras_bridge.step_context import StepContext
+from keras_strategies.keras_bridge.step_context import Logs, StepContext
 
 
 def averaged_logs(step: StepContext, logs: Logs) -> IdentitySet:

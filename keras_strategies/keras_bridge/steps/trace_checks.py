@@ -21,8 +21,11 @@ from keras_strategies._core.replica_map import (
 )
 from keras_strategies._core.row_kinds import losses
 from keras_strategies._core.row_kinds.losses import Finding, Verdict
-from keras_strategies._core.step_types import Batch
-from keras_strategies.keras_bridge.step_context import StepContext, StepFacts
+from keras_strategies.keras_bridge.step_context import (
+    Batch,
+    StepContext,
+    StepFacts,
+)
 
 
 class StepsNotFused(Exception):

@@ -21,13 +21,16 @@ from keras_strategies._core.identity import IdentityMap
 from keras_strategies._core.jaxprs.specs import Divided, Spec
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import has_convolutions, whole_spec
-from keras_strategies._core.step_types import Batch, Group, Logs, State
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.hooks import seeds
 from keras_strategies.keras_bridge.hooks.trace_hooks import trace_hooks
 from keras_strategies.keras_bridge.models.attention import attention_for
 from keras_strategies.keras_bridge.step_context import (
+    Batch,
+    Group,
+    Logs,
     ReplicaScope,
+    State,
     StepContext,
     StepFacts,
     step_scope,

@@ -20,10 +20,13 @@ from keras_strategies._core.identity import IdentityMap
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import replica_id
 from keras_strategies._core.rows import rows_of_replicas
-from keras_strategies._core.step_types import Batch
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.hooks import metric_rules, seeds
-from keras_strategies.keras_bridge.step_context import StepContext, StepFacts
+from keras_strategies.keras_bridge.step_context import (
+    Batch,
+    StepContext,
+    StepFacts,
+)
 from keras_strategies.keras_bridge.steps import replica_merge
 from keras_strategies.keras_bridge.steps.uneven_rows import (
     Called,
