@@ -13,11 +13,7 @@ from keras_strategies._core.jaxprs.replay import own_trace
 from keras_strategies._core.jaxprs.specs import Divided
 from keras_strategies._core.jaxprs.traces import is_traced
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.replica_map import (
-    replica_map,
-    split_spec,
-    whole_spec,
-)
+from keras_strategies._core.replica_map import split_spec, whole_spec
 from keras_strategies.keras_bridge.models.attention import attention_for
 from keras_strategies.keras_bridge.step_context import (
     Batch,
@@ -184,46 +180,6 @@ def needing_no_replica(
         ) from None
 
 
-def over_replicas(
-    body: Body, mesh: ReplicaMesh, *, stacked: bool, splits_results: bool
-) -> Body:
-    """A step mapped over the replicas; each holds all of the state.
-
-    Args:
-      body: A replica's step.
-      mesh: The replicas.
-      stacked: Whether the data has several batches, one after the other.
-      splits_results: Whether the first result has the replica's rows, like
-        the data; otherwise, and the second, it is the same on all replicas.
-    """
-    split, whole = split_spec(mesh, dim=int(stacked)), whole_spec()
-    return replica_map(
-        body,
-        mesh,
-        in_specs=(whole, whole, split),
-        out_specs=(split, whole) if splits_results else whole,
-    )
-
-
-def over_dividing_replicas(
-    body: Body,
-    mesh: ReplicaMesh,
-    state: tuple[Any, Any],
-    results: Callable[[Any], Any],
-) -> Body:
-    """A step mapped over replicas that divide variables among them.
-
-    Args:
-      body: A replica's step, of one batch.
-      mesh: The replicas.
-      state: Specs of the two parts of the state.
-      results: Makes the results' specs, of the results.
-    """
-    return divided_map(
-        body, mesh, in_specs=(*state, split_spec(mesh)), out_specs=results
-    )
-
-
 def over_whole_batch(
     body: Body, scanned: Callable[[Body], Body], mesh: ReplicaMesh
 ) -> Callable[[Any, Any, Any, RowShape], Any]:
@@ -249,20 +205,26 @@ def mapper(
     Args:
       mesh: The replicas.
       specs: Of the two parts of the state.
-      results: Makes the results' specs, where variables are divided.
+      results: Makes the results' specs, where variables are sharded.
       scanned: Makes a step of several batches of one of one.
-      splits_results: See `over_replicas`.
+      splits_results: Whether the first result has the replica's rows, like
+        the data; others are the same on all replicas.
     """
     is_divided = any(isinstance(s, Divided) for s in jax.tree.leaves(specs))
+    whole = whole_spec()
 
     def mapped(step: Body, stacked: bool) -> Body:
-        if is_divided:
-            one = over_dividing_replicas(step, mesh, specs, results)
-            return scanned(one) if stacked else one
-        step = scanned(step) if stacked else step
-        return over_replicas(
-            step, mesh, stacked=stacked, splits_results=splits_results
+        # Of a step of several batches, which are mapped as one.
+        is_inner = stacked and not is_divided
+        split = split_spec(mesh, dim=int(is_inner))
+        of_results = (split, whole, whole) if splits_results else whole
+        body = divided_map(
+            scanned(step) if is_inner else step,
+            mesh,
+            in_specs=(*specs, split) if is_divided else (whole, whole, split),
+            out_specs=results if is_divided else of_results,
         )
+        return scanned(body) if stacked and is_divided else body
 
     return mapped
 

@@ -259,23 +259,15 @@ def make_program(
     if variables is None:
         variables = step_variables(model, kind)
     step = getattr(model, f"{kind}_step")
-    is_whole = _has_fixed_batch(model)
-    if kind == "predict":
-        return PredictProgram(
-            step,
-            variables,
-            mesh=mesh,
-            is_whole=is_whole,
-            replica_scope=replica_scope,
-        )
-    return StepProgram(
+    is_predict = kind == "predict"
+    return (PredictProgram if is_predict else StepProgram)(
         step,
         f"{kind}_step",
         variables,
-        metrics=len(variables) - 1,
+        metrics=None if is_predict else len(variables) - 1,
         written=_DONATED[kind],
         mesh=mesh,
-        is_whole=is_whole,
+        is_whole=_has_fixed_batch(model),
         replica_scope=replica_scope,
     )
 

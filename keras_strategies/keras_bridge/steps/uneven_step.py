@@ -152,7 +152,6 @@ def call_step(
     mesh: ReplicaMesh,
     counts: tuple[int, ...],
     metrics: int | None,
-    averages: bool,
 ) -> UnevenCall:
     """Calls a model's step on each replica's own rows; in a mapped function.
 
@@ -163,8 +162,8 @@ def call_step(
       data: A replica's rows, padded to the most.
       mesh: The replicas.
       counts: Each replica's number of rows.
-      metrics: Which group holds metrics, or None.
-      averages: Whether the outputs are numbers to be averaged.
+      metrics: Which group holds metrics; the outputs are then numbers to be
+        averaged. None: neither.
     """
     leaves, structure = jax.tree.flatten(data)
     rows = [(count,) * len(leaves) for count in counts]
@@ -211,7 +210,7 @@ def call_step(
         [leaf[None] for leaf in leaves],
         [seeds.is_seed(v) for v in flat] + [True] * len(leaves),
     )
-    averaged = called.outputs if averages else []
+    averaged = [] if metrics is None else called.outputs
     values, _, means = replica_merge.merged_state(
         step,
         flat,
