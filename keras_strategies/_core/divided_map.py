@@ -27,7 +27,9 @@ from keras_strategies._core.jaxprs.specs import Divided, Placed, Spec
 from keras_strategies._core.jaxprs.stages import (
     acts,
     has_references,
-    references,
+    needed_equations,
+    shape_of,
+    variables,
 )
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import (
@@ -78,7 +80,7 @@ def divided_map(
             flat, mesh, in_specs=tuple(whole), out_specs=whole_spec()
         )
         with collected_updates() as updates:
-            traced = jax.make_jaxpr(replicated)(*map(_shape, given))
+            traced = jax.make_jaxpr(replicated)(*map(shape_of, given))
         cut = _Cut(traced, updates, mesh, specs, given)
         return jax.tree.unflatten(results[0], cut.compute(results[1]))
 
@@ -93,11 +95,6 @@ def _flat(specs: Any, values: Any) -> list[Any]:
 
 def _is_spec(leaf: Any) -> bool:
     return isinstance(leaf, Spec)
-
-
-def _shape(value: Any) -> jax.ShapeDtypeStruct:
-    weak = getattr(value, "weak_type", False)
-    return jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=weak)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,14 +236,8 @@ class _Cut:
 
     def _equations(self, k: int, plan: dict[Any, Any]) -> list[Any]:
         """The equations of a section that its results or effects need."""
-        needed = {v for v, _ in plan.values() if not isinstance(v, Literal)}
-        found = []
-        for equation in reversed(self._sections[k]):
-            made = [*equation.outvars, *references(equation)]
-            if acts(equation) or not needed.isdisjoint(made):
-                found.append(equation)
-                needed |= set(_variables(equation.invars))
-        return found[::-1]
+        outputs = [v for v, _ in plan.values()]
+        return needed_equations(self._sections[k], outputs, acts)
 
     def _inputs_of(self, k: int, plan: dict[Any, Any]) -> list[Var]:
         """What a section reads of those before it and of the inputs."""
@@ -254,7 +245,7 @@ class _Cut:
         made = {v for e in equations for v in e.outvars}
         read = [v for e in equations for v in e.invars]
         read += [v for v, _ in plan.values()]
-        return [v for v in dict.fromkeys(_variables(read)) if v not in made]
+        return [v for v in dict.fromkeys(variables(read)) if v not in made]
 
     def _compute_section(self, k: int, plan: dict[Any, Any]) -> None:
         equations, inputs = self._equations(k, plan), self._inputs_of(k, plan)
@@ -332,10 +323,6 @@ class _Cut:
         if isinstance(spec, Placed):
             sharding = spec.sharding
         return jax.lax.with_sharding_constraint(value, sharding)
-
-
-def _variables(operands: Iterable[Any]) -> list[Var]:
-    return [v for v in operands if not isinstance(v, Literal)]
 
 
 def _operands(equation: Any, update: Update) -> list[tuple[Any, _Want]]:

@@ -239,7 +239,7 @@ class Runner:
                 _note_captured(error, call.fn)
                 raise
         if any(v.trainable for v in program.lifted):
-            runtime.distribution.partitions.check_keys(
+            runtime.distribution.placements.check_keys(
                 [*program.lifted, *runtime.registry]
             )
         return program

@@ -313,8 +313,8 @@ class Strategy(CustomLoops, Plans):
         created = self._runtime.registry
         variables = list(created) if model is None else all_variables(model)
         runtime = self._runtime
-        partitioning = runtime.distribution.partitions.partitioning
-        Console().print(describe_table(runtime.mesh, variables, partitioning))
+        partitioner = runtime.distribution.placements.partitioner
+        Console().print(describe_table(runtime.mesh, variables, partitioner))
 
     def __copy__(self) -> "Strategy":
         raise RuntimeError(
@@ -336,10 +336,10 @@ class Strategy(CustomLoops, Plans):
         if len(mesh.devices) > len(names):
             names.append("...")
         cores = mesh.cores_per_replica
-        partitioning = self._runtime.distribution.partitions.partitioning
+        partitioner = self._runtime.distribution.placements.partitioner
         divided = ""
-        if partitioning is not None:
-            divided = f", {partitioning.name} over {partitioning.shards}"
+        if partitioner is not None:
+            divided = f", {partitioner.name} over {partitioner.shards}"
         return (
             f"<{type(self).__name__} of {mesh.num_replicas} replicas"
             f"{f' of {cores} cores' if cores > 1 else ''} on "

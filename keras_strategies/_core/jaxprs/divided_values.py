@@ -16,17 +16,15 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import (
-    ClosedJaxpr,
-    Jaxpr,
-    Literal,
-    Var,
-    jaxpr_as_fun,
-)
+from jax.extend.core import Jaxpr, Literal, Var
 
 from keras_strategies._core.jaxprs.gather_order import Gathered, gathers_of
 from keras_strategies._core.jaxprs.specs import Divided
-from keras_strategies._core.jaxprs.stages import is_reference
+from keras_strategies._core.jaxprs.stages import (
+    computed,
+    is_reference,
+    variables,
+)
 
 _REMATERIALIZED = ("remat2", "remat", "checkpoint")
 _CALLS = ("jit", "pjit", "closed_call", "core_call")
@@ -117,14 +115,8 @@ class Values:
             and no other way.
         """
         equations = list(equations)
-        uses = Counter(
-            v
-            for v in (
-                *(v for e in equations for v in e.invars),
-                *outputs,
-            )
-            if not isinstance(v, Literal)
-        )
+        read = [v for e in equations for v in e.invars]
+        uses = Counter(variables([*read, *outputs]))
         places = _sunk(equations, scattered, uses)
         gathers = gathers_of(
             equations,
@@ -164,18 +156,7 @@ class Values:
         if not equations:
             return
         made = [v for e in equations for v in e.outvars if uses[v]]
-        own = {v for e in equations for v in e.outvars}
-        read = dict.fromkeys(
-            v
-            for e in equations
-            for v in e.invars
-            if not isinstance(v, Literal) and v not in own
-        )
-        values = [self.whole(v) for v in read]
-        jaxpr = self._jaxpr.replace(
-            constvars=[], invars=list(read), outvars=made, eqns=equations[:]
-        )
-        results = jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))(*values)
+        results = computed(self._jaxpr, equations, made, self.whole)
         self._whole.update(zip(made, results, strict=True))
         equations.clear()
 
@@ -185,7 +166,7 @@ class Values:
         Returns:
           Whether it could be done: the equation reads something else.
         """
-        read = [v for v in equation.invars if not isinstance(v, Literal)]
+        read = variables(equation.invars)
         others = [
             v
             for v in dict.fromkeys(read)

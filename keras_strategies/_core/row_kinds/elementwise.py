@@ -1,6 +1,5 @@
 """Rules for primitives that compute entry by entry."""
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -42,7 +41,7 @@ def _constant(call: Call) -> Kind:
     if all(kind.values is not None for kind in kinds):
         found = uniform(_computed(call), shape)
         is_known = found.values is not None or all(map(is_constant, kinds))
-        return found if is_known else dataclasses.replace(found, power=math.nan)
+        return found if is_known else found.but(power=math.nan)
     first = kinds[0]
     is_index = first.index_of is not None and kinds[-1].is_zero
     if call.name in ("lt", "ge") and is_index:
@@ -52,13 +51,11 @@ def _constant(call: Call) -> Kind:
         is_exact = is_constant(first) or jnp.issubdtype(
             call.params["new_dtype"], jnp.floating
         )
-        return first if is_exact else dataclasses.replace(first, power=math.nan)
+        return first if is_exact else first.but(power=math.nan)
     spread = [
         _spread(kind, call.shape(k), shape) for k, kind in enumerate(kinds)
     ]
-    return dataclasses.replace(
-        joined_constants(spread), power=_power_of_constants(call)
-    )
+    return joined_constants(spread).but(power=_power_of_constants(call))
 
 
 def _spread(kind: Kind, before: Any, after: Any) -> Kind:
@@ -70,7 +67,7 @@ def _spread(kind: Kind, before: Any, after: Any) -> Kind:
         for axis, size in enumerate(after)
         if before[axis] == 1 or kind.blocks.get(axis) == size
     }
-    return dataclasses.replace(kind, blocks={**kind.blocks, **spread})
+    return kind.but(blocks={**kind.blocks, **spread})
 
 
 def _power_of_constants(call: Call) -> float:
@@ -206,8 +203,7 @@ def _of_rows(call: Call) -> Kind:
     if not is_power:
         return call.mixed()
     keeps = call.name == "convert_element_type"
-    return dataclasses.replace(
-        first,
+    return first.but(
         power=power,
         columns=first.columns if keeps else frozenset(),
         count=first.count if keeps else 0,

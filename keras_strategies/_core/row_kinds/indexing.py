@@ -1,6 +1,5 @@
 """Rules for gathers and scatters."""
 
-import dataclasses
 from typing import Any
 
 from keras_strategies._core.row_kinds.call import (
@@ -34,7 +33,7 @@ def gather(call: Call) -> Kind:
             places[dim]: size if index.values else index.blocks.get(dim, 1)
             for dim, size in enumerate(shape)
         }
-        return dataclasses.replace(joined_plain(call.kinds), blocks=blocks)
+        return joined_plain(call.kinds).but(blocks=blocks)
     if operand.form == SUM or index.form == SUM:
         is_fixed = operand.form == SUM and index.form == CONST
         return operand if is_fixed else call.mixed()
@@ -64,7 +63,7 @@ def _gathered_rows(
     call: Call, operand: Kind, index: Kind, numbers: Any, places: list[int]
 ) -> Kind:
     axis, shape = operand.axis, call.shape()
-    operand = dataclasses.replace(operand, count=0)
+    operand = operand.but(count=0)
     batching = tuple(numbers.operand_batching_dims)
     if axis in batching:
         dim = numbers.start_indices_batching_dims[batching.index(axis)]
@@ -105,7 +104,6 @@ def scatter(call: Call) -> Kind:
         return _scattered_into_constant(call, numbers)
     axis, shape = operand.axis, call.shape()
     batching = tuple(numbers.operand_batching_dims)
-    gone = (*numbers.inserted_window_dims, *batching)
     if axis in batching:
         dim = numbers.scatter_indices_batching_dims[batching.index(axis)]
         return _if_rows_meet(call, operand, dim, _place_of_index(call, dim))
@@ -116,8 +114,7 @@ def scatter(call: Call) -> Kind:
             return call.mixed()
         place = _place_of_index(call, index.axis)
         return _if_rows_meet(call, operand, index.axis, place)
-    kept = [d for d in range(len(shape)) if d not in gone]
-    place = numbers.update_window_dims[kept.index(axis)]
+    place = numbers.update_window_dims[_window_dims(call).index(axis)]
     is_all = call.shape(2)[place] == shape[axis]
     if index.form != CONST or not is_all:
         return call.mixed()
@@ -128,16 +125,21 @@ def _scattered_constants(call: Call) -> Kind:
     """Constants, flat along dimensions that are written as a whole."""
     operand, _, update = call.kinds
     numbers = call.params["dimension_numbers"]
-    gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-    shape = call.shape()
-    kept = [d for d in range(len(shape)) if d not in gone]
-    blocks = {}
-    for dim, place in zip(kept, numbers.update_window_dims, strict=True):
+    shape, blocks = call.shape(), {}
+    places = zip(_window_dims(call), numbers.update_window_dims, strict=True)
+    for dim, place in places:
         is_all = call.shape(2)[place] == shape[dim]
         if is_all and update.is_flat(place, shape[dim]):
             known = operand.values is not None
             blocks[dim] = shape[dim] if known else operand.blocks.get(dim, 1)
-    return dataclasses.replace(joined_plain(call.kinds), blocks=blocks)
+    return joined_plain(call.kinds).but(blocks=blocks)
+
+
+def _window_dims(call: Call) -> list[int]:
+    """The operand's dimensions that a scatter's windows have, in order."""
+    numbers = call.params["dimension_numbers"]
+    gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    return [d for d in range(len(call.shape())) if d not in gone]
 
 
 def _place_of_index(call: Call, dim: int) -> int:
@@ -165,7 +167,7 @@ def _if_rows_meet(
         is_plain = operand.power in (0.0, None) and is_constant(update)
         fits &= update.is_zero or is_plain
         fits &= not call.shape(2) or update.is_flat(place, size)
-    return dataclasses.replace(operand, count=0) if fits else call.mixed()
+    return operand.but(count=0) if fits else call.mixed()
 
 
 def _scattered_into_constant(call: Call, numbers: Any) -> Kind:
@@ -206,14 +208,10 @@ def _scattered_into_constant(call: Call, numbers: Any) -> Kind:
 
 def _window_of_rows(call: Call, numbers: Any) -> Kind:
     operand, _, update = call.kinds
-    gone = (
-        *numbers.inserted_window_dims,
-        *numbers.operand_batching_dims,
-    )
-    kept = [d for d in range(len(call.shape())) if d not in gone]
-    axis = kept[tuple(numbers.update_window_dims).index(update.axis)]
+    window = tuple(numbers.update_window_dims)
+    axis = _window_dims(call)[window.index(update.axis)]
     is_all = call.shape(2)[update.axis] == call.shape()[axis]
     size = call.shape()[axis] // update.outer
     if not is_all or not operand.is_flat(axis, size):
         return call.mixed()
-    return at_axis(dataclasses.replace(update, count=0), axis)
+    return at_axis(update.but(count=0), axis)

@@ -78,6 +78,10 @@ class Kind:
             return True
         return self.blocks.get(axis, 1) % size == 0
 
+    def but(self, **changes: Any) -> "Kind":
+        """Returns the kind with other attributes."""
+        return dataclasses.replace(self, **changes)
+
     @property
     def is_zero(self) -> bool:
         """Whether it is a constant of zeros."""
@@ -210,7 +214,7 @@ def joined(one: Kind, two: Kind, shape: Sequence[int], why: Any) -> Kind:
         return mixed(why)
     if (one.axis, one.outer) != (two.axis, two.outer):
         return mixed(why)
-    return dataclasses.replace(one, power=power, columns=frozenset(), count=0)
+    return one.but(power=power, columns=frozenset(), count=0)
 
 
 def joined_constants(kinds: Sequence[Kind]) -> Kind:
@@ -250,10 +254,10 @@ def of_arrays(arrays: Sequence[Any]) -> Kind:
         v.shape == shape and not np.array_equal(v, values[0])
         for v in values[1:]
     ):
-        return dataclasses.replace(PLAIN, power=math.nan)
+        return PLAIN.but(power=math.nan)
     blocks = {}
     for axis, size in enumerate(shape):
         moved = np.moveaxis(values[0], axis, 0)
         if np.array_equal(moved, np.broadcast_to(moved[:1], moved.shape)):
             blocks[axis] = size
-    return dataclasses.replace(PLAIN, blocks=blocks)
+    return PLAIN.but(blocks=blocks)

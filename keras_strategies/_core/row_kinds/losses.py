@@ -143,15 +143,15 @@ class _Walk:
 
     def closed(self, jaxprs: list[Any], inputs: list[Kind]) -> list[Kind]:
         """The kinds of the results of closed jaxprs."""
-        consts = [
-            of_arrays(pair)
-            for pair in zip(*(j.consts for j in jaxprs), strict=True)
-        ]
-        return self._open([j.jaxpr for j in jaxprs], consts, inputs)
+        return self._called([(j.jaxpr, j.consts) for j in jaxprs], inputs)
 
-    def _open(
-        self, jaxprs: list[Any], consts: list[Kind], inputs: list[Kind]
+    def _called(
+        self, called: list[tuple[Any, Any]], inputs: list[Kind]
     ) -> list[Kind]:
+        """The kinds of the results of jaxprs and their constants."""
+        jaxprs = [jaxpr for jaxpr, _ in called]
+        columns = zip(*(consts for _, consts in called), strict=True)
+        consts = map(of_arrays, columns)
         first = jaxprs[0]
         # Whether entries are placed elsewhere depends on what JAX has cached.
         parts = [_without_placing(jaxpr) for jaxpr in jaxprs]
@@ -185,7 +185,7 @@ class _Walk:
         found = self._kinds_of(equations, kinds)
         if not any(kind.of_loss for kind in kinds):
             return found
-        found = [dataclasses.replace(kind, of_loss=True) for kind in found]
+        found = [kind.but(of_loss=True) for kind in found]
         if self._is_noting and traces.is_own(equations[0]):
             # What a train step makes of a loss is one, too.
             outputs = zip(equations[0].outvars, found, strict=True)
@@ -205,7 +205,7 @@ class _Walk:
             return self._cond(equations, kinds)
         inner = [trace_called(e) for e in equations]
         if None not in inner:
-            return self._call(inner, kinds)
+            return self._called(inner, kinds)
         call = Call(
             equation=equation,
             twin=equations[-1] if len(equations) > 1 else None,
@@ -223,10 +223,10 @@ class _Walk:
             and not equation.outvars[0].aval.shape
         ):
             self._losses.append(kind)
-            return dataclasses.replace(kind, of_loss=True)
+            return kind.but(of_loss=True)
         if name == WHOLE and kind.is_global:
             # From here on the number of rows is a replica's.
-            return dataclasses.replace(kind, is_global=False)
+            return kind.but(is_global=False)
         if name in (VALUES, OWN):
             self._marked[name] = kind
         elif name in (REDUCED, AVERAGED):
@@ -241,13 +241,6 @@ class _Walk:
                 return rows(of.axis, of.outer)
             return of if of.form == MIXED else rows(0)
         return kind
-
-    def _call(self, inner: list[Any], kinds: list[Kind]) -> list[Kind]:
-        consts = [
-            of_arrays(pair)
-            for pair in zip(*(consts for _, consts in inner), strict=True)
-        ]
-        return self._open([jaxpr for jaxpr, _ in inner], consts, kinds)
 
     @contextlib.contextmanager
     def _not_noting(self) -> Iterator[None]:
@@ -265,12 +258,7 @@ class _Walk:
             # A kind changes a few times at most: const, rows or sum, mixed.
             for _ in range(2 + 2 * len(carry)):
                 after = body(carry)
-                new = [
-                    joined(one, two, shape, why)
-                    for one, two, shape in zip(
-                        carry, after, shapes, strict=True
-                    )
-                ]
+                new = _joined_each(carry, after, shapes, why)
                 if new == carry:
                     return carry
                 carry = new
@@ -326,11 +314,15 @@ class _Walk:
             return [mixed(equations[0])] * len(shapes)
         found = branches[0]
         for other in branches[1:]:
-            found = [
-                joined(one, two, shape, equations[0])
-                for one, two, shape in zip(found, other, shapes, strict=True)
-            ]
+            found = _joined_each(found, other, shapes, equations[0])
         return found
+
+
+def _joined_each(
+    ones: list[Kind], others: list[Kind], shapes: Sequence[Any], why: Any
+) -> list[Kind]:
+    columns = zip(ones, others, shapes, strict=True)
+    return [joined(one, two, shape, why) for one, two, shape in columns]
 
 
 def _is_number(variable: Any) -> bool:
@@ -366,22 +358,16 @@ def _slice_of(kind: Kind, why: Any) -> Kind:
     if kind.form == ROWS:
         if kind.axis == 0:
             return mixed(why)
-        return dataclasses.replace(
-            kind, axis=kind.axis - 1, columns=frozenset()
-        )
+        return kind.but(axis=kind.axis - 1, columns=frozenset())
     blocks = {axis - 1: s for axis, s in kind.blocks.items() if axis}
     index_of = kind.index_of - 1 if kind.index_of else None
-    return dataclasses.replace(kind, blocks=blocks, index_of=index_of)
+    return kind.but(blocks=blocks, index_of=index_of)
 
 
 def _stacked(kind: Kind) -> Kind:
     """The kind of values of several turns, in a new dimension 0."""
     if kind.form == ROWS:
-        return dataclasses.replace(
-            kind, axis=kind.axis + 1, columns=frozenset()
-        )
+        return kind.but(axis=kind.axis + 1, columns=frozenset())
     blocks = {axis + 1: size for axis, size in kind.blocks.items()}
     index_of = None if kind.index_of is None else kind.index_of + 1
-    return dataclasses.replace(
-        kind, blocks=blocks, index_of=index_of, values=None
-    )
+    return kind.but(blocks=blocks, index_of=index_of, values=None)

@@ -1,6 +1,5 @@
 """Rules for primitives that move, join or cut arrays."""
 
-import dataclasses
 import math
 
 from keras_strategies._core.row_kinds.call import (
@@ -33,21 +32,21 @@ def broadcast(call: Call) -> Kind:
         return call.mixed()
     found = moved(call, lambda axis: places[axis])
     if found.form == ROWS and places == tuple(range(len(before))):
-        return dataclasses.replace(found, columns=kind.columns)
+        return found.but(columns=kind.columns)
     if found.form != CONST or found.values is not None:
         return found
     blocks = dict(found.blocks)
     for axis, size in enumerate(after):
         if axis not in places or before[places.index(axis)] != size:
             blocks[axis] = size
-    return dataclasses.replace(found, blocks=blocks)
+    return found.but(blocks=blocks)
 
 
 def reshape(call: Call) -> Kind:
     before, after = call.shape(), call.out_shape()
     kind = call.kinds[0]
     if kind.form == CONST and kind.blocks == dict(enumerate(before)):
-        return dataclasses.replace(kind, blocks=dict(enumerate(after)))
+        return kind.but(blocks=dict(enumerate(after)))
     if kind.form != ROWS:
         starts = {}
         for axis, size in enumerate(after):
@@ -98,7 +97,7 @@ def stack(call: Call) -> Kind:
     dim = call.params["axis"]
     alike = kind_of_entries(call)
     if alike.form == CONST:
-        alike = dataclasses.replace(alike, values=None)
+        alike = alike.but(values=None)
     return moved(call, lambda axis: axis + (axis >= dim), alike)
 
 
@@ -128,7 +127,7 @@ def _with_columns(call: Call, kind: Kind, out: int = 0) -> Kind:
     """A kind whose columns are known if all of them are there."""
     is_all = call.shape()[-1:] == call.out_shape(out)[-1:]
     columns = kind.columns if is_all else frozenset()
-    return dataclasses.replace(kind, columns=columns)
+    return kind.but(columns=columns)
 
 
 def _part(call: Call, kind: Kind, start: int, stop: int, step: int) -> Kind:
@@ -156,7 +155,7 @@ def _part_of_constant(call: Call, out: int = 0) -> Kind:
     index_of = kind.index_of
     if index_of is not None and before[index_of] != after[index_of]:
         index_of = None
-    return dataclasses.replace(found, blocks=blocks, index_of=index_of)
+    return found.but(blocks=blocks, index_of=index_of)
 
 
 def split(call: Call) -> list[Kind]:
@@ -212,7 +211,7 @@ def _concatenated_constants(call: Call, dim: int, sizes: list[int]) -> Kind:
     values = {kind.values for kind in call.kinds}
     if len(values) == 1 and None not in values:
         return uniform(values.pop(), call.out_shape())
-    return dataclasses.replace(joint, blocks=blocks)
+    return joint.but(blocks=blocks)
 
 
 def _beside_each_other(call: Call, first: Kind, same: bool) -> Kind:
@@ -233,7 +232,7 @@ def _beside_each_other(call: Call, first: Kind, same: bool) -> Kind:
     if not same:
         return call.mixed()
     found = frozenset(columns) if is_last else frozenset()
-    return dataclasses.replace(first, columns=found, count=0)
+    return first.but(columns=found, count=0)
 
 
 def tile(call: Call) -> Kind:
@@ -248,7 +247,7 @@ def tile(call: Call) -> Kind:
         for axis, size in kind.blocks.items()
     }
     blocks |= {a: after[a] for a, size in enumerate(before) if size == 1}
-    return dataclasses.replace(kind, blocks=blocks, index_of=None)
+    return kind.but(blocks=blocks, index_of=None)
 
 
 def pad(call: Call) -> Kind:
@@ -257,14 +256,14 @@ def pad(call: Call) -> Kind:
         added = enumerate(call.params["padding_config"])
         whole = {axis for axis, sizes in added if not any(sizes)}
         blocks = {a: s for a, s in kind.blocks.items() if a in whole}
-        return dataclasses.replace(joined_plain(call.kinds), blocks=blocks)
+        return joined_plain(call.kinds).but(blocks=blocks)
     if kind.form == SUM:
         return kind if fill.is_zero else call.mixed()
     if call.params["padding_config"][kind.axis] != (0, 0, 0):
         return call.mixed()
     is_plain = kind.power in (0.0, None) and is_constant(fill)
     is_fine = fill.form == CONST and (fill.is_zero or is_plain)
-    return dataclasses.replace(kind, count=0) if is_fine else call.mixed()
+    return kind.but(count=0) if is_fine else call.mixed()
 
 
 def iota(call: Call) -> Kind:
@@ -279,7 +278,7 @@ def dynamic_slice(call: Call) -> Kind:
         return call.mixed()
     if kind.form == ROWS:
         is_all = call.out_shape()[kind.axis] == call.shape()[kind.axis]
-        kind = dataclasses.replace(_with_columns(call, kind), count=0)
+        kind = _with_columns(call, kind).but(count=0)
         return kind if is_all else call.mixed()
     return _part_of_constant(call)
 
@@ -293,7 +292,7 @@ def dynamic_update_slice(call: Call) -> Kind:
         pairs = enumerate(zip(call.shape(), call.shape(1), strict=True))
         partly = {axis for axis, (size, part) in pairs if size != part}
         blocks = {a: s for a, s in found.blocks.items() if a not in partly}
-        return dataclasses.replace(found, blocks=blocks)
+        return found.but(blocks=blocks)
     of = kind if kind.form == ROWS else update
     if of.form == ROWS and call.shape(1)[of.axis] != call.shape()[of.axis]:
         return call.mixed()

@@ -366,13 +366,13 @@ class Binding:
     def _adopt_built(self) -> None:
         self._adopt()
         variables = [*all_variables(self.model), *self._registry]
-        self._distribution.partitions.check_keys(variables)
+        self._distribution.placements.check_keys(variables)
 
     def _adopt(self) -> None:
         variable_creator.adopt(
             all_variables(self.model),
             self._mesh,
-            self._distribution.partitions,
+            self._distribution.placements,
         )
 
 

@@ -99,8 +99,8 @@ class SlotsOnly(FullySharded):
     """
 
 
-class Partitioning:
-    """A partitioner, for the replicas of one strategy.
+class Partitioner:
+    """A strategy's `variable_partitioner`, for its replicas.
 
     Args:
       partitioner: `FullySharded`, `SlotsOnly`, or a function: of the path,
@@ -346,11 +346,11 @@ def _is_of_tf(partitioner: Callable[..., Any]) -> bool:
     return True
 
 
-def partitioning_of(
+def bound_partitioner(
     partitioner: Any, mesh: ReplicaMesh
-) -> tuple[Partitioning | None, ReplicaMesh]:
-    """A strategy's partitioning, and its mesh with the groups' size."""
+) -> tuple[Partitioner | None, ReplicaMesh]:
+    """A strategy's partitioner, and its mesh with the groups' size."""
     if partitioner is None:
         return None, mesh
-    found = Partitioning(partitioner, mesh)
+    found = Partitioner(partitioner, mesh)
     return found, dataclasses.replace(mesh, shards=found.shards)

@@ -27,7 +27,7 @@ from keras_strategies.keras_bridge.variables.divided_variable import (
     undivide,
 )
 from keras_strategies.keras_bridge.variables.layout_keys import LayoutKeys
-from keras_strategies.keras_bridge.variables.partitioners import Partitioning
+from keras_strategies.keras_bridge.variables.partitioners import Partitioner
 
 Axes = tuple[str | None, ...]
 """What each dimension of a variable is divided over; None: it is not."""
@@ -132,8 +132,8 @@ def shapes_of(
     ]
 
 
-class Partitions:
-    """Which variables replicas divide, and a replica over its cores.
+class Placements:
+    """Places a strategy's variables: replicated, or sharded.
 
     Args:
       mesh: The replicas.
@@ -142,8 +142,8 @@ class Partitions:
         None. A `keras.distribution.LayoutMap`, of whose layouts only the axes
         count, or a dict of tuples, and of functions of a shape that return
         them.
-      partitioning: Which variables the replicas divide among them, along
-        other dimensions than their cores.
+      partitioner: Shards variables over the replicas, along other dimensions
+        than their cores; None: none.
 
     Raises:
       TypeError: `layout_map` is something else.
@@ -154,10 +154,10 @@ class Partitions:
         self,
         mesh: ReplicaMesh,
         layout_map: Mapping[str, Any] | None = None,
-        partitioning: Partitioning | None = None,
+        partitioner: Partitioner | None = None,
     ) -> None:
         self._mesh = mesh
-        self._partitioning = partitioning
+        self.partitioner = partitioner
         self._is_compared = False
         self._map: dict[str, Any] = {}
         if layout_map is None:
@@ -180,14 +180,9 @@ class Partitions:
         self._shardings: dict[Axes, NamedSharding] = {}
 
     @property
-    def partitioning(self) -> Partitioning | None:
-        """Which variables the replicas divide among them; None: none."""
-        return self._partitioning
-
-    @property
     def are_any(self) -> bool:
         """Whether variables may be divided."""
-        return self._has_map or self._partitioning is not None
+        return self._has_map or self.partitioner is not None
 
     def check_keys(self, variables: Iterable[keras.Variable]) -> None:
         """Warns of keys of the layout map that match no variable.
@@ -213,8 +208,8 @@ class Partitions:
         if not self.are_any:
             return
         variables = list(variables)
-        if self._partitioning is not None:
-            self._divide(variables, self._partitioning)
+        if self.partitioner is not None:
+            self._divide(variables, self.partitioner)
         else:
             for variable in variables:
                 self._assign_one(variable)
@@ -289,7 +284,7 @@ class Partitions:
         return self._shardings[axes]
 
     def _divide(
-        self, variables: list[keras.Variable], partitioning: Partitioning
+        self, variables: list[keras.Variable], partitioner: Partitioner
     ) -> None:
         """Lets the replicas divide variables, as the partitioner says.
 
@@ -297,8 +292,8 @@ class Partitions:
         """
         asked = [v for v in variables if self._is_to_ask(v)]
         over_cores = list(map(self._axes_over_cores, asked))
-        dims = self._dimensions(partitioning, asked, over_cores)
-        is_whole = partitioning.has_whole_weights
+        dims = self._dimensions(partitioner, asked, over_cores)
+        is_whole = partitioner.has_whole_weights
         for variable, axes, dim in zip(asked, over_cores, dims, strict=True):
             setattr(variable, _ASKED, self._mesh)
             if dim is None and not any(axes):
@@ -312,12 +307,12 @@ class Partitions:
                 variable,
                 self._sharding(axes if is_whole else of_slots),
                 self._sharding(of_slots),
-                partitioning.sum_dtype,
+                partitioner.sum_dtype,
             )
 
     def _dimensions(
         self,
-        partitioning: Partitioning,
+        partitioner: Partitioner,
         variables: list[keras.Variable],
         over_cores: list[Axes],
     ) -> list[int | None]:
@@ -327,11 +322,11 @@ class Partitions:
         """
         mesh = self._mesh
         is_alone = mesh.num_processes == 1 or mesh.is_abstract
-        is_known = self._is_compared and not partitioning.is_function
+        is_known = self._is_compared and not partitioner.is_function
         # Of scalars there is nothing to ask.
         if is_alone or is_known or not any(tuple(v.shape) for v in variables):
-            return dimensions_of(partitioning, variables, over_cores)
-        dims = agreed_dimensions(partitioning, mesh, variables, over_cores)
+            return dimensions_of(partitioner, variables, over_cores)
+        dims = agreed_dimensions(partitioner, mesh, variables, over_cores)
         self._is_compared = True
         return dims
 

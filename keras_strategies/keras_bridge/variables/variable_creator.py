@@ -31,7 +31,7 @@ from keras_strategies.keras_bridge.variables.abstract_variables import (
     note_slot,
 )
 from keras_strategies.keras_bridge.variables.shardings import (
-    Partitions,
+    Placements,
     follow,
     forget_placement,
     placement_of,
@@ -67,7 +67,7 @@ class ReplicaDistribution(Distribution):
     """Lays every variable out over a mesh and registers it."""
 
     def __init__(
-        self, mesh: ReplicaMesh, registry: Registry, partitions: Partitions
+        self, mesh: ReplicaMesh, registry: Registry, placements: Placements
     ) -> None:
         device_mesh = keras.distribution.DeviceMesh(
             shape=mesh.mesh.devices.shape,
@@ -79,7 +79,7 @@ class ReplicaDistribution(Distribution):
         )
         self._mesh = mesh
         self._registry = registry
-        self.partitions = partitions
+        self.placements = placements
 
     @property
     def num_model_replicas(self) -> int:
@@ -89,7 +89,7 @@ class ReplicaDistribution(Distribution):
     def get_variable_layout(self, variable: keras.Variable) -> Any:
         """The layout of a variable that is being created."""
         self._registry.add(variable)
-        self.partitions.assign([variable])
+        self.placements.assign([variable])
         # Where a slice is only compiled for, variables stay on the host.
         mesh = self._mesh
         return None if mesh.is_abstract else sharding_of(variable, mesh)
@@ -181,7 +181,7 @@ def _with_layout_of_slots(
     distribution is asked for the slot's own.
     """
     held = placement_of(weight)
-    if held is None and distribution.partitions.partitioning is None:
+    if held is None and distribution.placements.partitioner is None:
         yield
         return
     layout = None if held is None else held.of_slots
@@ -209,7 +209,7 @@ def slots_follow_weights() -> contextlib.AbstractContextManager[None]:
 def adopt(
     variables: Iterable[keras.Variable],
     mesh: ReplicaMesh,
-    partitions: Partitions,
+    placements: Placements,
 ) -> None:
     """Moves variables that were created elsewhere onto the mesh.
 
@@ -226,7 +226,7 @@ def adopt(
         held = placement_of(variable)
         if held is not None and held.mesh is not mesh:
             forget_placement(variable)
-    partitions.assign(variables)
+    placements.assign(variables)
     if mesh.is_abstract:
         return
     moved = []
