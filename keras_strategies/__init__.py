@@ -42,7 +42,7 @@ _MODULES = {
     "Mirrored": "_core.values",
     "MirroredStrategy": "strategy.mirrored",
     "MultiWorkerMirroredStrategy": "strategy.multi_worker",
-    "OneDeviceStrategy": "strategy.one_device",
+    "OneDeviceStrategy": "strategy.mirrored",
     "PerReplica": "_core.values",
     "ReduceOp": "_core.values",
     "ReplicaContext": "strategy.replica_context",

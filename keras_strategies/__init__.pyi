@@ -67,11 +67,11 @@ from keras_strategies.strategy.losses import (
 from keras_strategies.strategy.mirrored import (
     MirroredStrategy as MirroredStrategy,
 )
+from keras_strategies.strategy.mirrored import (
+    OneDeviceStrategy as OneDeviceStrategy,
+)
 from keras_strategies.strategy.multi_worker import (
     MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
-)
-from keras_strategies.strategy.one_device import (
-    OneDeviceStrategy as OneDeviceStrategy,
 )
 from keras_strategies.strategy.planning.plan import Plan as Plan
 from keras_strategies.strategy.planning.plan import (

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from keras_strategies._core.attributes import attribute_set
 from keras_strategies._core.jaxprs.replay import current_side
 from keras_strategies._core.jaxprs.specs import Spec
 
@@ -65,12 +66,9 @@ _collected = _Collected()
 @contextlib.contextmanager
 def collected_updates() -> Iterator[dict[str, Update]]:
     """Collects the updates, by name, that are marked in a block's traces."""
-    before = _collected.updates
-    _collected.updates = updates = {}
-    try:
+    updates: dict[str, Update] = {}
+    with attribute_set(_collected, "updates", updates):
         yield updates
-    finally:
-        _collected.updates = before
 
 
 def is_collecting() -> bool:

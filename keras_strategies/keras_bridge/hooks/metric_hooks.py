@@ -78,9 +78,9 @@ def update_state(
         step.notes.metric_rules[variable] = rule
     if rule == metric_rules.IN_TURN:
         return _update_in_turn(step, original, metric, args, kwargs)
-    if rule == metric_rules.SAME and step.facts.is_local:
-        args, kwargs = gather_rows.all_gathered(step, (args, kwargs))
-    elif rule == metric_rules.SAME and not step.flags.is_whole:
+    # In `run` the flag is always set.
+    is_gathered = step.flags.is_whole and not step.facts.is_local
+    if rule == metric_rules.SAME and not is_gathered:
         args, kwargs = gather_rows.gathered(step, (args, kwargs))
     with step.flag("in_metric"):
         return original(metric, *args, **kwargs)

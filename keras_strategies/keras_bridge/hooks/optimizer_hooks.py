@@ -188,7 +188,7 @@ def _updated(
 
 
 def _reduction(variable: keras.Variable, mesh: ReplicaMesh) -> Reduction:
-    if getattr(variable, "overwrite_with_gradient", False):
+    if _is_overwritten(variable):
         return MAX
     return shardings.gradient_spec_of(variable, mesh)
 
@@ -226,9 +226,7 @@ def _reduce_gradients(
     step: StepContext, optimizer: Any, grads: Any, variables: Any
 ) -> list[Any]:
     grads = _of_rows(step, grads)
-    overwriting = [
-        getattr(v, "overwrite_with_gradient", False) for v in variables
-    ]
+    overwriting = list(map(_is_overwritten, variables))
     overwriting += [False] * (len(grads) - len(overwriting))
     summed = [
         i for i, g in enumerate(grads) if g is not None and not overwriting[i]
@@ -257,12 +255,9 @@ def _without_nan(array: Any) -> Any:
     return jnp.where(jnp.isnan(array), jnp.zeros_like(array), array)
 
 
-def _keeps_gradients(optimizer: Any) -> bool:
-    """Whether sizes of gradients are kept, as float8's scales are."""
-    return any(
-        getattr(variable, "overwrite_with_gradient", False)
-        for variable in _known_variables(optimizer)
-    )
+def _is_overwritten(variable: keras.Variable) -> bool:
+    """Whether a gradient takes a variable's place, as float8's scales."""
+    return getattr(variable, "overwrite_with_gradient", False)
 
 
 def scale_loss(
@@ -274,7 +269,7 @@ def scale_loss(
     scales = (
         isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         or getattr(optimizer, "loss_scale_factor", None) is not None
-        or _keeps_gradients(optimizer)
+        or any(map(_is_overwritten, _known_variables(optimizer)))
     )
     if not scales or step.flags.in_scaling or step.facts.is_local:
         return original(optimizer, loss)

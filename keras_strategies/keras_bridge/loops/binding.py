@@ -282,12 +282,17 @@ class Binding:
         self.model._assert_compile_called("fit")
         self._build(iterator=EpochIterator(feed))
 
-    def _build(self, **data: Any) -> None:
+    @contextlib.contextmanager
+    def _building(self) -> Iterator[None]:
         with (
             variable_creator.distribution_scope(self._distribution),
             as_made(self.model),
             building(self._mesh, self.replica_scope),
         ):
+            yield
+
+    def _build(self, **data: Any) -> None:
+        with self._building():
             type(self.model)._symbolic_build(self.model, **data)
         self._adopt_built()
 
@@ -336,13 +341,7 @@ class Binding:
             self._build(data_batch=data)
             return
         if not scope_hooks.is_built(self.model):
-            with (
-                variable_creator.distribution_scope(self._distribution),
-                as_made(self.model),
-                building(self._mesh, self.replica_scope),
-                inferring_shapes(),
-                keras.StatelessScope(),
-            ):
+            with self._building(), inferring_shapes(), keras.StatelessScope():
                 jax.eval_shape(self.model, data[0])
         self._adopt_built()
 
@@ -351,11 +350,7 @@ class Binding:
         if not scope_hooks.is_built(self.model):
             for _, _, batches in iterator:
                 x = keras.utils.unpack_x_y_sample_weight(batches[0])[0]
-                with (
-                    variable_creator.distribution_scope(self._distribution),
-                    building(self._mesh, self.replica_scope),
-                    keras.StatelessScope(),
-                ):
+                with self._building(), keras.StatelessScope():
                     self.model(x)
                 break
             if isinstance(iterator, EpochIterator):

@@ -83,18 +83,13 @@ def called_in(
     nest = opened(results, is_none)
     leaves, structure = jax.tree.flatten(nest, is_leaf=is_none)
     constants = [run_results.constant_of(leaf) for leaf in leaves]
-    start = [step.notes.before[v] for v in variables]
-    return Called(
-        outputs=[
-            jnp.asarray(leaf)
-            for leaf, constant in zip(leaves, constants, strict=True)
-            if constant is None
-        ],
-        new=new,
-        start=start,
-        note=replica_merge.note_of(
-            step, variables, folded, start, new, (structure, constants)
-        ),
+    outputs = [
+        jnp.asarray(leaf)
+        for leaf, constant in zip(leaves, constants, strict=True)
+        if constant is None
+    ]
+    return replica_merge.called(
+        step, variables, (folded, new), outputs, (structure, constants)
     )
 
 

@@ -22,7 +22,6 @@ from keras_strategies._core.identity import IdentityMap
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import (
     as_number,
-    replica_id,
     replica_map,
     split_spec,
     whole_spec,
@@ -49,8 +48,8 @@ from keras_strategies.keras_bridge.steps.uneven_rows import (
 )
 from keras_strategies.keras_bridge.steps.variants import (
     Variant,
+    own_share,
     rows_of_all,
-    shares_of,
     variants_of,
     with_rows,
 )
@@ -298,11 +297,10 @@ class RunProgram:
         variables = [*self._written, *self._on_read, *self._read]
         old = [*written, *[c[0] for c in copies], *read]
         folded = seeds.fold_seeds(variables, old, step)
-        share = shares = shares_of(self._variant_of)
-        if shares is not None:
-            share = jnp.array(shares)[replica_id(step.axis)]
-        is_uneven = bool(self._variant_of)
-        step = step.with_facts(is_uneven=is_uneven, share=share)
+        step = step.with_facts(
+            is_uneven=bool(self._variant_of),
+            share=own_share(self._variant_of, step.axis),
+        )
         called, notes, shapes = self._called(variables, folded, leaves)
         report = replica_trace.report_of(
             self._mesh, called.outputs, notes, shapes, len(self._written)
@@ -364,17 +362,13 @@ class RunProgram:
         if not self._variant_of:
             called = self._call(variables, folded, leaves)
             return called, [called.note], None
-        variants = variants_of(self._variant_of)
-        places = [variants.index(v) for v in self._variant_of]
-        called, notes, shapes = call_unevenly(
+        return call_unevenly(
             lambda state, own: self._call(variables, state, own),
-            variants,
+            self._variant_of,
             self._is_uneven,
-            places,
-            replica_id(self._mesh.all_replicas),
+            self._mesh.all_replicas,
             folded,
             leaves,
             [seeds.is_seed(v) or on_read.is_on_read(v) for v in variables]
             + self._is_split,
         )
-        return called, notes, [shapes[place] for place in places]

@@ -18,7 +18,6 @@ import numpy as np
 from keras_strategies._core.batches import RowShape
 from keras_strategies._core.identity import IdentityMap
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.replica_map import replica_id
 from keras_strategies._core.rows import rows_of_replicas
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.hooks import metric_rules, seeds
@@ -27,15 +26,14 @@ from keras_strategies.keras_bridge.step_context import (
     StepContext,
     StepFacts,
 )
-from keras_strategies.keras_bridge.steps import replica_merge
+from keras_strategies.keras_bridge.steps import replica_merge, step_logs
 from keras_strategies.keras_bridge.steps.uneven_rows import (
     Called,
     call_unevenly,
 )
 from keras_strategies.keras_bridge.steps.variants import (
+    own_share,
     rows_of_all,
-    shares_of,
-    variants_of,
 )
 
 
@@ -127,15 +125,12 @@ class UnevenCall:
           metrics: Variables and their merged values, which metrics' results
             are read from.
         """
-        cache: IdentityMap[Any] = IdentityMap()
+        read = step_logs.result_reader()
 
         def log(mean: Any, output: Any, result: Any) -> Any:
             if result is None:
                 return merge_lib.as_type_of(mean, output)
-            metric, key = result
-            if metric not in cache:
-                cache[metric] = metric.result()
-            return cache[metric][key] if key else cache[metric]
+            return read(result)
 
         with keras.StatelessScope(state_mapping=metrics):
             columns = zip(self.means, self.outputs, self.results, strict=True)
@@ -175,10 +170,7 @@ def call_step(
         num_with_rows=sum(count > 0 for count in counts),
     )
     step = StepContext(facts=facts)
-    shares = shares_of(rows)
-    if shares is not None:
-        share = jnp.array(shares)[replica_id(step.axis)]
-        step = step.with_facts(share=share)
+    step = step.with_facts(share=own_share(rows, step.axis))
     folded = [
         seeds.fold_seeds(group, values, step)
         for group, values in zip(variables, old, strict=True)
@@ -199,13 +191,11 @@ def call_step(
         outputs, new = step_fn(inner, _grouped(state, sizes), batch)
         return _called(inner, flat, measured, state, outputs, new)
 
-    variants = variants_of(rows)
     called, notes, _ = call_unevenly(
         call,
-        variants,
+        rows,
         [True] * len(leaves),
-        [variants.index(of) for of in rows],
-        replica_id(mesh.all_replicas),
+        mesh.all_replicas,
         [value for group in folded for value in group],
         [leaf[None] for leaf in leaves],
         [seeds.is_seed(v) for v in flat] + [True] * len(leaves),
@@ -247,24 +237,13 @@ def _called(
         if variable not in step.notes.metric_rules:
             step.notes.metric_rules[variable] = metric_rules.SUM
     leaves, structure = jax.tree.flatten(outputs)
-    results = []
-    for leaf in leaves:
-        result = step.notes.results.get(leaf)
-        if result is None or any(
-            after[v] is not mine
-            for v, mine in zip(result.variables, result.state, strict=True)
-        ):
-            results.append(None)
-        else:
-            results.append((result.metric, result.key))
-    start = [step.notes.before[v] for v in variables]
-    return Called(
-        outputs=list(map(jnp.asarray, leaves)),
-        new=flat,
-        start=start,
-        note=replica_merge.note_of(
-            step, variables, state, start, flat, (structure, results)
-        ),
+    results = [step_logs.current_result(step, leaf, after) for leaf in leaves]
+    return replica_merge.called(
+        step,
+        variables,
+        (state, flat),
+        list(map(jnp.asarray, leaves)),
+        (structure, results),
     )
 
 

@@ -19,6 +19,7 @@ import keras
 from keras.src.distribution.distribution_lib import Distribution
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
+from keras_strategies._core.attributes import attribute_set
 from keras_strategies._core.chief import from_chief
 from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.mesh import ReplicaMesh, copied, shown_devices
@@ -30,6 +31,9 @@ from keras_strategies.keras_bridge.variables.abstract_variables import (
     make_abstract,
     note_slot,
 )
+from keras_strategies.keras_bridge.variables.initial_values import (
+    VariableCreator,
+)
 from keras_strategies.keras_bridge.variables.shardings import (
     Placements,
     follow,
@@ -37,8 +41,6 @@ from keras_strategies.keras_bridge.variables.shardings import (
     placement_of,
     sharding_of,
 )
-
-VariableCreator = Callable[..., keras.Variable]
 
 
 class Registry:
@@ -171,10 +173,9 @@ def _is_made_later(weight: Any) -> bool:
     return has_nothing and getattr(weight, "_layout", None) is None
 
 
-@contextlib.contextmanager
 def _with_layout_of_slots(
     weight: Any, distribution: ReplicaDistribution
-) -> Iterator[None]:
+) -> contextlib.AbstractContextManager[None]:
     """Shows Keras the layout of a weight's slots, where it is another one.
 
     None, where the replicas divide variables and not this weight: then the
@@ -182,18 +183,12 @@ def _with_layout_of_slots(
     """
     held = placement_of(weight)
     if held is None and distribution.placements.partitioner is None:
-        yield
-        return
+        return contextlib.nullcontext()
     layout = None if held is None else held.of_slots
     is_same = layout is getattr(weight, "_layout", None)
     if is_same or (held is not None and held.mesh.is_abstract):
-        yield
-        return
-    before, weight._layout = weight._layout, layout
-    try:
-        yield
-    finally:
-        weight._layout = before
+        return contextlib.nullcontext()
+    return attribute_set(weight, "_layout", layout)
 
 
 _slots_registered = Patches(
@@ -315,7 +310,9 @@ _creators = _Creators()
 
 
 @contextlib.contextmanager
-def variable_creator_scope(creator: VariableCreator) -> Iterator[None]:
+def variable_creator_scope(
+    creator: VariableCreator,
+) -> Iterator[None]:
     """Calls `creator` for every Keras variable created in the block.
 
     As `tf.variable_creator_scope`: creators stack, the innermost is called
