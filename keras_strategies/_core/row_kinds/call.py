@@ -6,10 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from keras_strategies._core.row_kinds.kinds import (
-    CONST,
     PLAIN,
-    ROWS,
-    SUM,
     Kind,
     is_constant,
     joined,
@@ -118,10 +115,10 @@ def moved(
 ) -> Kind:
     """A kind whose dimensions go to others (None: they are gone)."""
     kind = call.kinds[0] if kind is None else kind
-    if kind.form == ROWS:
+    if kind.is_rows:
         axis = to(kind.axis)
         return call.mixed() if axis is None else at_axis(kind, axis)
-    if kind.form == SUM:
+    if kind.is_sum:
         return kind.but(count=0)
     if kind.values is not None:
         return uniform(kind.values, call.out_shape(out))
@@ -140,7 +137,7 @@ def at_axis(kind: Kind, axis: int, outer: int | None = None) -> Kind:
 
 def kind_of_entries(call: Call) -> Kind:
     """Operands of one shape, of which each row makes its own results."""
-    if all(kind.form == CONST for kind in call.kinds):
+    if all(kind.is_const for kind in call.kinds):
         return joined_constants(call.kinds)
     found = joined_all(call.kinds, call)
     return found.but(count=0, columns=frozenset())

@@ -164,10 +164,10 @@ def _of_sums(call: Call) -> Kind:
     name, kinds = call.name, call.kinds
     if name in ("add", "sub", "add_any"):
         return joined_all(kinds, call)
-    if name == "select_n" and kinds[0].form == CONST:
+    if name == "select_n" and kinds[0].is_const:
         is_fixed = is_constant(kinds[0])
         return joined_all(kinds[1:], call) if is_fixed else call.mixed()
-    of = next(k for k, kind in enumerate(kinds) if kind.form == SUM)
+    of = next(k for k, kind in enumerate(kinds) if kind.is_sum)
     kind, others = kinds[of], [k for i, k in enumerate(kinds) if i != of]
     if name == "convert_element_type":
         is_float = jnp.issubdtype(call.params["new_dtype"], jnp.floating)
@@ -176,7 +176,7 @@ def _of_sums(call: Call) -> Kind:
     if name in ("neg", "copy", "copy_p", "reduce_precision", "real", "imag"):
         return kind
     is_scaled = name == "mul" or (name == "div" and of == 0)
-    if is_scaled and others[0].form == CONST:
+    if is_scaled and others[0].is_const:
         inverse = name == "div"
         return summed(
             scaled_power(kind.power, others[0], call, inverse=inverse)
@@ -186,7 +186,7 @@ def _of_sums(call: Call) -> Kind:
 
 def _of_rows(call: Call) -> Kind:
     kinds = call.kinds
-    of_rows = [(k, kind) for k, kind in enumerate(kinds) if kind.form == ROWS]
+    of_rows = [(k, kind) for k, kind in enumerate(kinds) if kind.is_rows]
     k, first = of_rows[0]
     if any(
         (kind.axis, kind.outer) != (first.axis, first.outer)
@@ -196,7 +196,7 @@ def _of_rows(call: Call) -> Kind:
     size = call.shape(k)[first.axis] // first.outer
     for other, kind in enumerate(kinds):
         shape = call.shape(other)
-        is_spread = kind.form == ROWS or not shape or shape[first.axis] == 1
+        is_spread = kind.is_rows or not shape or shape[first.axis] == 1
         if not is_spread and not kind.is_flat(first.axis, size):
             return call.mixed()
     is_power, power = _power_of_rows(call, [kind for _, kind in of_rows])
@@ -216,7 +216,7 @@ def _power_of_rows(
     """Whether an operation on rows has a power of their number, and which."""
     name, kinds = call.name, call.kinds
     first = of_rows[0]
-    constants = [kind for kind in kinds if kind.form == CONST]
+    constants = [kind for kind in kinds if kind.is_const]
     is_known = all(kind.power is not None for kind in of_rows)
     if name == "convert_element_type" and not jnp.issubdtype(
         call.params["new_dtype"], jnp.inexact
@@ -231,7 +231,7 @@ def _power_of_rows(
         if len(of_rows) == 1:
             (by,) = constants
             is_inverse = name == "div"
-            if is_inverse and kinds[0].form == CONST:
+            if is_inverse and kinds[0].is_const:
                 power = scaled_power(0.0 if is_known else None, by, call)
                 return first.power in (0.0, None), power
             counts = set(by.values or (None,))
@@ -253,12 +253,12 @@ def _power_of_rows(
 def _power_of_cases(kinds: list[Kind]) -> tuple[bool, float | None]:
     """As `_power_of_rows`, of what is chosen by the first."""
     which, *cases = kinds
-    of_rows = [kind for kind in cases if kind.form == ROWS]
-    constants = [kind for kind in cases if kind.form == CONST]
+    of_rows = [kind for kind in cases if kind.is_rows]
+    constants = [kind for kind in cases if kind.is_const]
     power = of_rows[0].power if of_rows else 0.0
     is_same = all(same_power(power, kind.power)[0] for kind in of_rows)
     is_plain = power in (0.0, None) and all(map(is_constant, constants))
-    is_fixed = which.form == ROWS or is_constant(which)
+    is_fixed = which.is_rows or is_constant(which)
     is_zero = all(kind.is_zero for kind in constants)
     doubts = [kind.power for kind in of_rows if kind.power is None]
     power = None if doubts else power
@@ -267,7 +267,7 @@ def _power_of_cases(kinds: list[Kind]) -> tuple[bool, float | None]:
 
 def select(call: Call) -> Kind:
     which, *cases = call.kinds
-    if which.form == CONST and which.values is not None:
+    if which.is_const and which.values is not None:
         chosen = {int(value) for value in which.values}
         if len(chosen) == 1:
             return cases[chosen.pop()]

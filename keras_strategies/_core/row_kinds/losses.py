@@ -26,12 +26,8 @@ from keras_strategies._core.jaxprs.collective_cut import trace_called
 from keras_strategies._core.jaxprs.stages import scan_operands
 from keras_strategies._core.row_kinds.call import Call
 from keras_strategies._core.row_kinds.kinds import (
-    CONST,
     MEAN_POWER,
-    MIXED,
     PLAIN,
-    ROWS,
-    SUM,
     Kind,
     is_constant,
     joined,
@@ -231,15 +227,15 @@ class _Walk:
             self._marked[name] = kind
         elif name in (REDUCED, AVERAGED):
             values = self._marked.get(VALUES, kind)
-            if values.form == ROWS:
+            if values.is_rows:
                 power = values.power
                 return summed(None if power is None else power + MEAN_POWER)
             return kind if name == AVERAGED else mixed(equation)
         elif name == NORMALIZED and equation.outvars[0].aval.shape:
             of = self._marked.get(OWN, kind)
-            if of.form == ROWS:
+            if of.is_rows:
                 return rows(of.axis, of.outer)
-            return of if of.form == MIXED else rows(0)
+            return of if of.is_mixed else rows(0)
         return kind
 
     def _settled(
@@ -292,7 +288,7 @@ class _Walk:
             equations[0],
         )
         (test,) = self.closed(tests, [*of_cond, *carry])
-        if test.form != CONST or not is_constant(test):
+        if not test.is_const or not is_constant(test):
             return [mixed(equations[0])] * len(carry)
         self.closed(bodies, [*of_body, *carry])
         return carry
@@ -302,7 +298,7 @@ class _Walk:
         columns = zip(*(e.params["branches"] for e in equations), strict=True)
         branches = [self.closed(list(pair), operands) for pair in columns]
         shapes = [v.aval.shape for v in equations[0].outvars]
-        if which.form != CONST or not is_constant(which):
+        if not which.is_const or not is_constant(which):
             return [mixed(equations[0])] * len(shapes)
         found = branches[0]
         for other in branches[1:]:
@@ -337,17 +333,17 @@ def _without_placing(jaxpr: Any) -> tuple[list[Any], dict[Any, Any]]:
 
 
 def _verdict(kind: Kind) -> Verdict:
-    if kind.form == CONST:
+    if kind.is_const:
         return Verdict.MEAN if is_constant(kind) else Verdict.MIXED
-    if kind.form == SUM and kind.power is None:
+    if kind.is_sum and kind.power is None:
         return Verdict.UNSURE
-    is_mean = kind.form == SUM and kind.power == MEAN_POWER
+    is_mean = kind.is_sum and kind.power == MEAN_POWER
     return Verdict.MEAN if is_mean else Verdict.MIXED
 
 
 def _slice_of(kind: Kind, why: Any) -> Kind:
     """The kind of the entries along dimension 0."""
-    if kind.form == ROWS:
+    if kind.is_rows:
         if kind.axis == 0:
             return mixed(why)
         return kind.but(axis=kind.axis - 1, columns=frozenset())
@@ -358,7 +354,7 @@ def _slice_of(kind: Kind, why: Any) -> Kind:
 
 def _stacked(kind: Kind) -> Kind:
     """The kind of values of several turns, in a new dimension 0."""
-    if kind.form == ROWS:
+    if kind.is_rows:
         return kind.but(axis=kind.axis + 1, columns=frozenset())
     blocks = {axis + 1: size for axis, size in kind.blocks.items()}
     index_of = None if kind.index_of is None else kind.index_of + 1

@@ -15,7 +15,6 @@ from keras_strategies._core.row_kinds.call import (
 )
 from keras_strategies._core.row_kinds.kinds import (
     CONST,
-    ROWS,
     SUM,
     Kind,
     joined_constants,
@@ -28,16 +27,16 @@ from keras_strategies._core.row_kinds.kinds import (
 def reduce_sum(call: Call) -> Kind:
     kind, axes = call.kinds[0], tuple(call.params["axes"])
     before = call.shape()
-    if kind.form == CONST and kind.values is not None:
+    if kind.is_const and kind.values is not None:
         counts = [
             math.prod(e.invars[0].aval.shape[axis] for axis in axes)
             for e in call.equations
         ]
         pairs = zip(kind.values, counts, strict=True)
         return uniform(tuple(v * c for v, c in pairs), call.out_shape())
-    if kind.form == ROWS and kind.axis in axes:
+    if kind.is_rows and kind.axis in axes:
         return summed(kind.power)
-    if kind.form == CONST and kind.is_random and call.grows(axes):
+    if kind.is_const and kind.is_random and call.grows(axes):
         return summed(kind.power)
     reduced = reduce(call)
     count = math.prod(before[axis] for axis in axes) * max(kind.count, 1)
@@ -49,15 +48,15 @@ def reduce(call: Call) -> Kind:
     axes = tuple(call.params["axes"])
     kept = [a for a in range(len(call.shape())) if a not in axes]
     kind = call.kinds[0]
-    if kind.form == SUM and call.name != "reduce_sum":
+    if kind.is_sum and call.name != "reduce_sum":
         return call.mixed()
     if call.name in ("reduce_prod", "argmax", "argmin", "reduce_xor"):
         is_one = math.prod(call.shape()) == math.prod(call.out_shape())
-        if kind.form == CONST and not (is_one and "reduce" in call.name):
+        if kind.is_const and not (is_one and "reduce" in call.name):
             kind = kind.but(values=None)
     if call.name not in ("reduce_max", "reduce_min"):
         kind = kind.but(index_of=None)
-    is_nonlinear = call.name != "reduce_sum" and kind.form == ROWS
+    is_nonlinear = call.name != "reduce_sum" and kind.is_rows
     if is_nonlinear and kind.power not in (0.0, None):
         return call.mixed()
     return moved(
@@ -69,14 +68,14 @@ def along(axis_of: Callable[[Call], int]) -> Callable[[Call], Any]:
     """The rule of what computes along a dimension, which is not the rows'."""
 
     def rule(call: Call) -> Any:
-        if any(kind.form == SUM for kind in call.kinds):
+        if any(kind.is_sum for kind in call.kinds):
             return call.mixed()
         axis = axis_of(call)
         for kind in call.kinds:
-            if kind.form == ROWS and kind.axis == axis:
+            if kind.is_rows and kind.axis == axis:
                 return call.mixed()
         found = kind_of_entries(call)
-        if found.form == CONST:
+        if found.is_const:
             blocks = {a: s for a, s in found.blocks.items() if a != axis}
             found = found.but(blocks=blocks, index_of=None)
         return found
@@ -86,9 +85,9 @@ def along(axis_of: Callable[[Call], int]) -> Callable[[Call], Any]:
 
 def reduce_window(call: Call) -> Kind:
     kind = call.kinds[0]
-    if kind.form == CONST:
+    if kind.is_const:
         return joined_plain(call.kinds)
-    if kind.form == SUM:
+    if kind.is_sum:
         return call.mixed()
     params, axis = call.params, kind.axis
     neutral = [params["window_dimensions"][axis] == 1]
@@ -103,9 +102,9 @@ def reduce_window(call: Call) -> Kind:
 
 def reverse(call: Call) -> Kind:
     kind = call.kinds[0]
-    if kind.form == ROWS and kind.axis in call.params["dimensions"]:
+    if kind.is_rows and kind.axis in call.params["dimensions"]:
         return call.mixed()
-    if kind.form == CONST:
+    if kind.is_const:
         return joined_constants((kind,))
     return kind
 
@@ -113,22 +112,22 @@ def reverse(call: Call) -> Kind:
 def dot_general(call: Call) -> Kind:
     one, two = call.kinds
     contracted, batch = call.params["dimension_numbers"]
-    if one.form == CONST and two.form == CONST:
+    if one.is_const and two.is_const:
         return _constant_product(call, contracted, batch)
     if SUM in (one.form, two.form):
         if CONST not in (one.form, two.form):
             return call.mixed()
-        total, by = (one, two) if one.form == SUM else (two, one)
+        total, by = (one, two) if one.is_sum else (two, one)
         return summed(scaled_power(total.power, by, call))
     places = [
         _place_of_dim(call, k, kind.axis, contracted, batch)
-        if kind.form == ROWS
+        if kind.is_rows
         else None
         for k, kind in enumerate(call.kinds)
     ]
-    if one.form == ROWS and two.form == ROWS:
+    if one.is_rows and two.is_rows:
         return _product_of_rows(call, places, contracted, batch)
-    k = 0 if one.form == ROWS else 1
+    k = 0 if one.is_rows else 1
     kind, other = call.kinds[k], call.kinds[1 - k]
     place = places[k]
     power = scaled_power(kind.power, other, call)
@@ -199,13 +198,13 @@ def _product_of_rows(
 def convolution(call: Call) -> Kind:
     image, kernel = call.kinds
     numbers = call.params["dimension_numbers"]
-    if image.form == CONST and kernel.form == CONST:
+    if image.is_const and kernel.is_const:
         if image.is_zero:
             return uniform(image.values, call.out_shape())
         size = image.blocks.get(numbers.lhs_spec[0], 1)
         blocks = {numbers.out_spec[0]: size}
         return joined_plain(call.kinds).but(blocks=blocks)
-    is_plain = image.form == ROWS and kernel.form == CONST
+    is_plain = image.is_rows and kernel.is_const
     is_plain &= call.params["batch_group_count"] == 1
     if not is_plain or image.axis != numbers.lhs_spec[0]:
         return call.mixed()
@@ -220,9 +219,9 @@ def of_matrices(dims: int) -> Callable[[Call], Kind]:
     def rule(call: Call) -> Kind:
         for k, kind in enumerate(call.kinds):
             is_within = kind.axis >= len(call.shape(k)) - dims
-            if kind.form == SUM or (kind.form == ROWS and is_within):
+            if kind.is_sum or (kind.is_rows and is_within):
                 return call.mixed()
-        of_rows = [kind for kind in call.kinds if kind.form == ROWS]
+        of_rows = [kind for kind in call.kinds if kind.is_rows]
         if not of_rows:
             return joined_plain(call.kinds)
         first = of_rows[0]
@@ -233,7 +232,7 @@ def of_matrices(dims: int) -> Callable[[Call], Kind]:
         constants = [
             kind.is_flat(first.axis, call.shape(k)[first.axis])
             for k, kind in enumerate(call.kinds)
-            if kind.form == CONST and len(call.shape(k)) > first.axis
+            if kind.is_const and len(call.shape(k)) > first.axis
         ]
         is_known = all(kind.power is not None for kind in of_rows)
         result = rows(first.axis, first.outer, 0.0 if is_known else None)

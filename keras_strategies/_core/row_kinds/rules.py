@@ -19,9 +19,7 @@ from keras_strategies._core.row_kinds import (
 from keras_strategies._core.row_kinds.call import Call, joined_plain
 from keras_strategies._core.row_kinds.kinds import (
     CONST,
-    MIXED,
     PLAIN,
-    ROWS,
     Kind,
     first_mixed,
     is_constant,
@@ -40,7 +38,7 @@ def kinds_of_results(call: Call) -> list[Kind]:
     if call.name == "optimization_barrier":
         return list(call.kinds)
     rule = _RULES.get(call.name)
-    if rule is None and all(kind.form == CONST for kind in call.kinds):
+    if rule is None and all(kind.is_const for kind in call.kinds):
         found = joined_plain(call.kinds)
         return [_beside_twin(call, found, k) for k in range(num)]
     wrong = first_mixed(call.kinds)
@@ -55,7 +53,7 @@ def kinds_of_results(call: Call) -> list[Kind]:
 
 def _random(call: Call, out: int) -> Kind:
     """Entries drawn for themselves, of fixed parameters or one for each."""
-    if all(kind.form == CONST for kind in call.kinds):
+    if all(kind.is_const for kind in call.kinds):
         blocks = dict(enumerate(call.out_shape(out)))
         return Kind(form=CONST, is_random=True, blocks=blocks)
     wrong = first_mixed(call.kinds)
@@ -73,10 +71,10 @@ def _is_scaled_alike(call: Call) -> bool:
     are_fixed = all(
         is_constant(kind) or (is_drawn and kind.is_random)
         for kind in call.kinds
-        if kind.form == CONST
+        if kind.is_const
     )
-    is_plain = all(k.power in (0.0, None) for k in call.kinds if k.form == ROWS)
-    if all(kind.form == CONST for kind in call.kinds):
+    is_plain = all(k.power in (0.0, None) for k in call.kinds if k.is_rows)
+    if all(kind.is_const for kind in call.kinds):
         return True
     return are_fixed and (call.name in _LINEAR or is_plain)
 
@@ -88,11 +86,11 @@ def _beside_twin(call: Call, kind: Kind, out: int) -> Kind:
     entries meet in a result that depends on their number.
     """
     is_global = any(operand.is_global for operand in call.kinds)
-    if kind.form == CONST and is_global:
+    if kind.is_const and is_global:
         return kind.but(is_global=True, power=0.0)
-    if call.twin is None or kind.form == MIXED:
+    if call.twin is None or kind.is_mixed:
         return kind
-    if kind.form == CONST:
+    if kind.is_const:
         grown = [len(_grown(call, "invars", k)) for k in range(len(call.kinds))]
         is_lost = max(grown, default=0) > len(_grown(call, "outvars", out))
         if kind.is_random:
@@ -106,9 +104,9 @@ def _beside_twin(call: Call, kind: Kind, out: int) -> Kind:
             return kind
         is_other = is_lost or _scalars(call.equation) != _scalars(call.twin)
         return kind.but(power=math.nan) if is_other else kind
-    wanted = [kind.axis] if kind.form == ROWS else []
+    wanted = [kind.axis] if kind.is_rows else []
     dtype = call.equation.outvars[out].aval.dtype
-    if kind.form == ROWS and jnp.issubdtype(dtype, jnp.integer):
+    if kind.is_rows and jnp.issubdtype(dtype, jnp.integer):
         # Places, of which the entries' scale makes no others.
         kind = kind.but(power=0.0)
     if _grown(call, "outvars", out) != wanted:

@@ -27,13 +27,13 @@ def broadcast(call: Call) -> Kind:
     places = call.params["broadcast_dimensions"]
     before, after = call.shape(), call.out_shape()
     kind = call.kinds[0]
-    if kind.form == ROWS and before[kind.axis] != after[places[kind.axis]]:
+    if kind.is_rows and before[kind.axis] != after[places[kind.axis]]:
         # One row, which is spread over what need not be rows.
         return call.mixed()
     found = moved(call, lambda axis: places[axis])
-    if found.form == ROWS and places == tuple(range(len(before))):
+    if found.is_rows and places == tuple(range(len(before))):
         return found.but(columns=kind.columns)
-    if found.form != CONST or found.values is not None:
+    if not found.is_const or found.values is not None:
         return found
     blocks = dict(found.blocks)
     for axis, size in enumerate(after):
@@ -45,9 +45,9 @@ def broadcast(call: Call) -> Kind:
 def reshape(call: Call) -> Kind:
     before, after = call.shape(), call.out_shape()
     kind = call.kinds[0]
-    if kind.form == CONST and kind.blocks == dict(enumerate(before)):
+    if kind.is_const and kind.blocks == dict(enumerate(before)):
         return kind.but(blocks=dict(enumerate(after)))
-    if kind.form != ROWS:
+    if not kind.is_rows:
         starts = {}
         for axis, size in enumerate(after):
             starts.setdefault((math.prod(after[:axis]), size), axis)
@@ -96,7 +96,7 @@ def expand_dims(call: Call) -> Kind:
 def stack(call: Call) -> Kind:
     dim = call.params["axis"]
     alike = kind_of_entries(call)
-    if alike.form == CONST:
+    if alike.is_const:
         alike = alike.but(values=None)
     return moved(call, lambda axis: axis + (axis >= dim), alike)
 
@@ -113,7 +113,7 @@ def unstack(call: Call) -> list[Kind]:
 
 def slice_(call: Call) -> Kind:
     params, kind = call.params, call.kinds[0]
-    if kind.form != ROWS:
+    if not kind.is_rows:
         return _part_of_constant(call)
     start, stop = (
         params[n][kind.axis] for n in ("start_indices", "limit_indices")
@@ -146,7 +146,7 @@ def _part_of_constant(call: Call, out: int = 0) -> Kind:
     kind, before = call.kinds[0], call.shape()
     after = call.out_shape(out)
     found = moved(call, lambda axis: axis, out=out)
-    if found.form != CONST or found.values is not None:
+    if not found.is_const or found.values is not None:
         return found
     blocks = {
         axis: after[axis] if size == before[axis] else 1
@@ -162,7 +162,7 @@ def split(call: Call) -> list[Kind]:
     axis, sizes = call.params["axis"], call.params["sizes"]
     kind, found, start = call.kinds[0], [], 0
     for k, size in enumerate(sizes):
-        if kind.form != ROWS:
+        if not kind.is_rows:
             found.append(_part_of_constant(call, k))
         elif kind.axis != axis:
             found.append(_with_columns(call, kind, k))
@@ -180,7 +180,7 @@ def concatenate(call: Call) -> Kind:
     sizes = [call.shape(k)[dim] for k in range(len(kinds))]
     if ROWS not in forms:
         return _concatenated_constants(call, dim, sizes)
-    k, first = next((k, f) for k, f in enumerate(kinds) if f.form == ROWS)
+    k, first = next((k, f) for k, f in enumerate(kinds) if f.is_rows)
     same = [same_power(first.power, f.power)[0] for f in kinds]
     if first.axis != dim:
         return _beside_each_other(call, first, all(same))
@@ -188,7 +188,7 @@ def concatenate(call: Call) -> Kind:
     block = inner * call.num_rows
     fits = all(
         (f.axis == dim and size == f.outer * block)
-        if f.form == ROWS
+        if f.is_rows
         else size % block == 0 and f.is_flat(dim, block)
         for f, size in zip(kinds, sizes, strict=True)
     )
@@ -221,7 +221,7 @@ def _beside_each_other(call: Call, first: Kind, same: bool) -> Kind:
     for k, kind in enumerate(call.kinds):
         size = call.shape(k)[axis] // first.outer
         is_index = kind.index_of == axis and first.outer == 1
-        if kind.form == ROWS:
+        if kind.is_rows:
             same &= (kind.axis, kind.outer) == (axis, first.outer)
             columns |= {start + column for column in kind.columns}
         elif is_index and is_last and call.shape(k)[-1] == 1:
@@ -237,9 +237,9 @@ def _beside_each_other(call: Call, first: Kind, same: bool) -> Kind:
 
 def tile(call: Call) -> Kind:
     kind, times = call.kinds[0], call.params["reps"]
-    if kind.form == ROWS:
+    if kind.is_rows:
         return at_axis(kind, kind.axis, kind.outer * times[kind.axis])
-    if kind.form == SUM or kind.values is not None:
+    if kind.is_sum or kind.values is not None:
         return moved(call, lambda axis: axis)
     before, after = call.shape(), call.out_shape()
     blocks = {
@@ -252,17 +252,17 @@ def tile(call: Call) -> Kind:
 
 def pad(call: Call) -> Kind:
     kind, fill = call.kinds
-    if kind.form == CONST:
+    if kind.is_const:
         added = enumerate(call.params["padding_config"])
         whole = {axis for axis, sizes in added if not any(sizes)}
         blocks = {a: s for a, s in kind.blocks.items() if a in whole}
         return joined_plain(call.kinds).but(blocks=blocks)
-    if kind.form == SUM:
+    if kind.is_sum:
         return kind if fill.is_zero else call.mixed()
     if call.params["padding_config"][kind.axis] != (0, 0, 0):
         return call.mixed()
     is_plain = kind.power in (0.0, None) and is_constant(fill)
-    is_fine = fill.form == CONST and (fill.is_zero or is_plain)
+    is_fine = fill.is_const and (fill.is_zero or is_plain)
     return kind.but(count=0) if is_fine else call.mixed()
 
 
@@ -274,9 +274,9 @@ def iota(call: Call) -> Kind:
 
 def dynamic_slice(call: Call) -> Kind:
     kind, *starts = call.kinds
-    if any(start.form != CONST for start in starts):
+    if any(not start.is_const for start in starts):
         return call.mixed()
-    if kind.form == ROWS:
+    if kind.is_rows:
         is_all = call.out_shape()[kind.axis] == call.shape()[kind.axis]
         kind = _with_columns(call, kind).but(count=0)
         return kind if is_all else call.mixed()
@@ -285,15 +285,15 @@ def dynamic_slice(call: Call) -> Kind:
 
 def dynamic_update_slice(call: Call) -> Kind:
     kind, update, *starts = call.kinds
-    if any(start.form != CONST for start in starts):
+    if any(not start.is_const for start in starts):
         return call.mixed()
-    if kind.form == CONST and update.form == CONST:
+    if kind.is_const and update.is_const:
         found = joined_constants((kind, update))
         pairs = enumerate(zip(call.shape(), call.shape(1), strict=True))
         partly = {axis for axis, (size, part) in pairs if size != part}
         blocks = {a: s for a, s in found.blocks.items() if a not in partly}
         return found.but(blocks=blocks)
-    of = kind if kind.form == ROWS else update
-    if of.form == ROWS and call.shape(1)[of.axis] != call.shape()[of.axis]:
+    of = kind if kind.is_rows else update
+    if of.is_rows and call.shape(1)[of.axis] != call.shape()[of.axis]:
         return call.mixed()
     return joined(kind, update, call.out_shape(), call.equation)
