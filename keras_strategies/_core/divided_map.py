@@ -43,11 +43,7 @@ from keras_strategies._core.replica_map import (
 
 
 def divided_map(
-    fn: Callable[..., Any],
-    mesh: ReplicaMesh,
-    *,
-    in_specs: Any,
-    out_specs: Any,
+    fn: Callable[..., Any], mesh: ReplicaMesh, *, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
     """As `replica_map`, of values of which some are `Divided`.
 

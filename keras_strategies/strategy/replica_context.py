@@ -21,10 +21,7 @@ from keras_strategies._core.values import (
     as_reduce_op,
     own_components,
 )
-from keras_strategies.keras_bridge.step_context import (
-    ReplicaScope,
-    StepContext,
-)
+from keras_strategies.keras_bridge.step_context import ReplicaScope, StepContext
 from keras_strategies.strategy import current
 from keras_strategies.strategy.reducing import summable
 

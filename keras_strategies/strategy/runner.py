@@ -23,12 +23,8 @@ from keras_strategies.keras_bridge.run.function_keys import (
 )
 from keras_strategies.keras_bridge.run.mappings import is_closed, opened
 from keras_strategies.keras_bridge.run.run_program import RunProgram
-from keras_strategies.keras_bridge.step_context import (
-    ReplicaScope,
-)
-from keras_strategies.keras_bridge.steps.variants import (
-    Variant,
-)
+from keras_strategies.keras_bridge.step_context import ReplicaScope
+from keras_strategies.keras_bridge.steps.variants import Variant
 from keras_strategies.keras_bridge.variables import deferred_creation
 from keras_strategies.strategy import current, run_shapes
 from keras_strategies.strategy.replica_context import replica_scope

@@ -11,9 +11,7 @@ from keras_strategies._core.compiled import CompiledProgram, compile_program
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.keras_bridge.loops import binding as binding_lib
 from keras_strategies.keras_bridge.steps.lower_step import lower_step
-from keras_strategies.keras_bridge.variables.abstract_models import (
-    materialize,
-)
+from keras_strategies.keras_bridge.variables.abstract_models import materialize
 from keras_strategies.keras_bridge.variables.model_variables import (
     all_variables,
 )
@@ -141,11 +139,7 @@ class Strategy(CustomLoops, Plans):
         self._check_free(model)
         existing = binding_lib.binding_of(model)
         binding = existing or binding_lib.Binding(
-            model,
-            self,
-            self._runtime,
-            self._check_context,
-            replica_scope(self),
+            model, self, self._runtime, self._check_context, replica_scope(self)
         )
         binding.install()
         return model

@@ -153,10 +153,7 @@ _NUMPY: dict[str, Callable[..., Any]] = {
         "square": np.square,
         "sub": np.subtract,
     }.items()
-} | {
-    "div": _divided,
-    "integer_pow": lambda params, x: x ** float(params["y"]),
-}
+} | {"div": _divided, "integer_pow": lambda params, x: x ** float(params["y"])}
 """Primitives of known numbers, as numpy computes them."""
 
 

@@ -2,11 +2,7 @@
 
 from typing import Any
 
-from keras_strategies._core.row_kinds.call import (
-    Call,
-    at_axis,
-    joined_plain,
-)
+from keras_strategies._core.row_kinds.call import Call, at_axis, joined_plain
 from keras_strategies._core.row_kinds.kinds import (
     CONST,
     SUM,

@@ -20,10 +20,7 @@ from keras import ops
 
 from keras_strategies._core.replica_map import all_mean
 from keras_strategies._core.row_kinds import losses
-from keras_strategies.keras_bridge.step_context import (
-    StepContext,
-    current_step,
-)
+from keras_strategies.keras_bridge.step_context import StepContext, current_step
 
 
 def accepting_init(

@@ -88,11 +88,7 @@ def apply_mask(
 
 
 def call_loss(
-    step: StepContext,
-    original: _Method,
-    loss: Any,
-    *args: Any,
-    **kwargs: Any,
+    step: StepContext, original: _Method, loss: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """A loss of this replica's rows, or of all where it mixes rows."""
     if step.flags.is_whole or step.flags.in_metric:

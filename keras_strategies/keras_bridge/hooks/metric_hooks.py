@@ -23,11 +23,7 @@ Method = Callable[..., Any]
 
 
 def update_compiled(
-    step: StepContext,
-    original: Method,
-    metrics: Any,
-    *args: Any,
-    **kwargs: Any,
+    step: StepContext, original: Method, metrics: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Notes that what is updated was given to `compile`."""
     with step.flag("in_compiled"):
@@ -154,10 +150,7 @@ def result(
     parts = value.items() if isinstance(value, dict) else [(None, value)]
     for key, part in parts:
         step.notes.results[part] = Result(
-            metric=metric,
-            key=key,
-            variables=list(variables),
-            state=mine,
+            metric=metric, key=key, variables=list(variables), state=mine
         )
     return value
 

@@ -275,8 +275,7 @@ def _adds_up_on(
     found = None
     for _ in range(2):
         batch = tree.map_structure(
-            lambda a: _toy(a, rows, toy, random) if _is_array(a) else a,
-            like,
+            lambda a: _toy(a, rows, toy, random) if _is_array(a) else a, like
         )
         whole = _updated(metric, state, batch)
         merged = [np.array(s) for s in state]
@@ -342,6 +341,5 @@ def _toy(
 
 def _take(batch: Any, part: slice) -> Any:
     return tree.map_structure(
-        lambda a: a[part] if isinstance(a, np.ndarray) and a.ndim else a,
-        batch,
+        lambda a: a[part] if isinstance(a, np.ndarray) and a.ndim else a, batch
     )

@@ -3,10 +3,7 @@
 import dataclasses
 from typing import Any
 
-from keras.src.trainers.data_adapters import (
-    array_slicing,
-    data_adapter_utils,
-)
+from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

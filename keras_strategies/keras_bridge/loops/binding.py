@@ -40,10 +40,7 @@ from keras_strategies.keras_bridge.loops.scope_hooks import (
     ON_USE,
     STRATEGY,
 )
-from keras_strategies.keras_bridge.step_context import (
-    ReplicaScope,
-    building,
-)
+from keras_strategies.keras_bridge.step_context import ReplicaScope, building
 from keras_strategies.keras_bridge.steps.step_functions import Functions
 from keras_strategies.keras_bridge.variables import variable_creator
 from keras_strategies.keras_bridge.variables.abstract_models import as_made
@@ -365,9 +362,7 @@ class Binding:
 
     def _adopt(self) -> None:
         variable_creator.adopt(
-            all_variables(self.model),
-            self._mesh,
-            self._distribution.placements,
+            all_variables(self.model), self._mesh, self._distribution.placements
         )
 
 

@@ -33,10 +33,7 @@ from keras_strategies.keras_bridge.hooks.variables_used import (
     LiftingScope,
 )
 from keras_strategies.keras_bridge.run import replica_trace
-from keras_strategies.keras_bridge.run.run_results import (
-    TraceReport,
-    nest_of,
-)
+from keras_strategies.keras_bridge.run.run_results import TraceReport, nest_of
 from keras_strategies.keras_bridge.step_context import ReplicaScope
 from keras_strategies.keras_bridge.steps import output_shardings, replica_merge
 from keras_strategies.keras_bridge.steps.mapped_program import jitted

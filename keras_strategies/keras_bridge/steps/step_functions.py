@@ -335,6 +335,5 @@ def _on_all(data: Batch, mesh: ReplicaMesh) -> Any:
 
 def _concatenated(outputs: list[Any]) -> Any:
     return jax.tree.map(
-        lambda *parts: np.concatenate([np.asarray(p) for p in parts]),
-        *outputs,
+        lambda *parts: np.concatenate([np.asarray(p) for p in parts]), *outputs
     )

@@ -31,10 +31,7 @@ from keras_strategies.keras_bridge.steps.uneven_rows import (
     Called,
     call_unevenly,
 )
-from keras_strategies.keras_bridge.steps.variants import (
-    own_share,
-    rows_of_all,
-)
+from keras_strategies.keras_bridge.steps.variants import own_share, rows_of_all
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -310,9 +310,7 @@ _creators = _Creators()
 
 
 @contextlib.contextmanager
-def variable_creator_scope(
-    creator: VariableCreator,
-) -> Iterator[None]:
+def variable_creator_scope(creator: VariableCreator) -> Iterator[None]:
     """Calls `creator` for every Keras variable created in the block.
 
     As `tf.variable_creator_scope`: creators stack, the innermost is called
