@@ -234,7 +234,7 @@ def _copies(array: jax.Array, mesh: ReplicaMesh) -> tuple[Any, ...]:
         devices = mesh.devices[replica * cores : (replica + 1) * cores]
         own = [held[device] for device in devices if device in held]
         if any(spec):
-            # Divided over the replica's cores: it is whole on all of them.
+            # Sharded over the replica's cores: it is whole on all of them.
             of_cores = Mesh(np.array(devices, dtype=object), (mesh.model_axis,))
             copy = jax.make_array_from_single_device_arrays(
                 array.shape, NamedSharding(of_cores, spec), own

@@ -42,7 +42,7 @@ LOSS = "ks.loss"
 """Marks a scalar whose mean over the replicas is taken."""
 VALUES = "ks.values"
 """Marks values of rows that a reduction of ours is about to reduce."""
-WHOLE = "ks.whole"
+GLOBAL = "ks.global"
 """Marks what was computed of all replicas' rows, as one device would."""
 REDUCED = "ks.reduced"
 """Marks what that made of them: the mean over the replicas is the batch's."""
@@ -220,7 +220,7 @@ class _Walk:
         ):
             self._losses.append(kind)
             return kind.but(of_loss=True)
-        if name == WHOLE and kind.is_global:
+        if name == GLOBAL and kind.is_global:
             # From here on the number of rows is a replica's.
             return kind.but(is_global=False)
         if name in (VALUES, OWN):

@@ -63,7 +63,7 @@ def global_moments(
     is_run = step is not None and step.facts.is_local
     # Replicas may hold different numbers of rows.
     is_uneven = is_run or (step is not None and step.facts.is_uneven)
-    if step is not None and step.flags.is_whole and not is_run:
+    if step is not None and step.flags.sees_global_batch and not is_run:
         step = None  # It sees all rows.
 
     def over_replicas(value: Any) -> Any:
@@ -92,7 +92,7 @@ def global_moments(
 
     count = ops.sum(ops.cast(kept, inputs.dtype), axes, keepdims=True)
     count = over_replicas(count)
-    # Keras adds epsilon to the count of the whole batch.
+    # Keras adds epsilon to the count of the global batch.
     num_replicas = 1 if step is None else step.num_replicas
     weight = count + keras.config.epsilon() / num_replicas
     mean = weighted_mean(inputs, weight)

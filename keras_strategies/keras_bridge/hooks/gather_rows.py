@@ -54,8 +54,8 @@ def call_with_all(
 ) -> Any:
     """Calls a loss with the rows of all replicas."""
     args, kwargs = gathered(step, (args, kwargs))
-    with step.flag("is_whole"):
+    with step.flag("sees_global_batch"):
         found = fn(*args, **kwargs)
     if isinstance(found, jax.Array):
-        found = losses.mark(found, losses.WHOLE)
+        found = losses.mark(found, losses.GLOBAL)
     return found

@@ -107,10 +107,10 @@ def _known_variables(optimizer: Any) -> Any:
 def _is_cut(step: StepContext, optimizer: Any, variables: Any) -> bool:
     """Whether the step is cut at this update: its variables are divided."""
     held = [*variables, *optimizer.variables]
-    if not shardings.divides(held, step.facts.mesh):
+    if not shardings.any_sharded(held, step.facts.mesh):
         return False
     if not is_collecting():
-        shardings.note_whole_update(held)
+        shardings.note_replicated_update(held)
         return False
     return True
 
@@ -183,7 +183,7 @@ def _updated(
             reductions=[_reduction(held[i], mesh) for i in present],
             specs=[shardings.spec_of(v, mesh) for v in held],
             divisor=_divisor(step, optimizer),
-            on_whole=lambda: shardings.note_whole_update(held),
+            on_replicated=lambda: shardings.note_replicated_update(held),
         )
 
 

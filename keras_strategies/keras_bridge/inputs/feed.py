@@ -16,8 +16,8 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras_strategies._core.batches import (
     Execution,
     HostBatch,
+    global_batch,
     place,
-    whole_batch,
 )
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.data import batch_spec
@@ -363,7 +363,7 @@ def place_batch(batch: Tree, mesh: ReplicaMesh) -> Execution:
     batch = keras_sources.host_batch(batch)
     if mesh.spans_processes:
         check_same_rows(mesh, batch)
-    return place([whole_batch(batch, mesh)], mesh)
+    return place([global_batch(batch, mesh)], mesh)
 
 
 _NO_ROWS = (

@@ -17,15 +17,15 @@ import keras
 import numpy as np
 
 from keras_strategies._core.dispatch import dispatch
-from keras_strategies._core.divided_map import divided_map
 from keras_strategies._core.identity import IdentityMap
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import (
     as_number,
     replica_map,
+    replicated_spec,
     split_spec,
-    whole_spec,
 )
+from keras_strategies._core.sharded_map import sharded_map
 from keras_strategies._core.values import PADDED, STACKED, PerReplica, stacked
 from keras_strategies.keras_bridge.hooks import on_read, seeds
 from keras_strategies.keras_bridge.hooks.variables_used import (
@@ -89,7 +89,8 @@ class RunProgram:
         self._is_update = is_update
         self._is_split = is_split
         self._specs = [
-            split_spec(mesh) if split else whole_spec() for split in is_split
+            split_spec(mesh) if split else replicated_spec()
+            for split in is_split
         ]
         self._is_uneven = [counts is not None for counts in rows]
         # Each replica's numbers of rows, or shapes, of all uneven arguments.
@@ -159,13 +160,13 @@ class RunProgram:
                 self._written.append(variable)
             else:
                 self._read.append(variable)
-        whole, split = whole_spec(), split_spec(self._mesh)
+        whole, split = replicated_spec(), split_spec(self._mesh)
         written, read = (
             [shardings.spec_of(v, self._mesh) for v in group]
             for group in (self._written, self._read)
         )
         new = written + [whole] * len(self._on_read)
-        program = divided_map(
+        program = sharded_map(
             sums_combined(self._body, replica_trace.new_step(self._mesh)),
             self._mesh,
             in_specs=(written, split, read, self._specs),

@@ -8,20 +8,20 @@ from typing import Any
 import jax
 
 from keras_strategies._core.batches import RowShape, Segment
-from keras_strategies._core.divided_map import divided_map
 from keras_strategies._core.jaxprs.replay import own_trace
-from keras_strategies._core.jaxprs.specs import Divided
+from keras_strategies._core.jaxprs.specs import Sharded
 from keras_strategies._core.jaxprs.traces import is_traced
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.replica_map import split_spec, whole_spec
+from keras_strategies._core.replica_map import replicated_spec, split_spec
+from keras_strategies._core.sharded_map import sharded_map
 from keras_strategies.keras_bridge.models.attention import attention_for
 from keras_strategies.keras_bridge.step_context import (
     Batch,
+    GlobalBatchNeeded,
     ReplicaNeeded,
     ReplicaScope,
     StepContext,
     StepFacts,
-    WholeBatchNeeded,
     num_replica_uses,
 )
 from keras_strategies.keras_bridge.steps import trace_checks
@@ -32,7 +32,7 @@ Body = Callable[[Any, Any, Any], Any]
 
 
 class NotMapped(Exception):
-    """Raised by a trace: the step is to run over the whole batch.
+    """Raised by a trace: the step is to run over the global batch.
 
     Args:
       reason: Why, for a warning; None if there is nothing to say.
@@ -59,14 +59,14 @@ def mapped_trace(
         trace_checks.forget_losses(model_step)
         if isinstance(error, NotMapped):
             raise
-        reason = step.notes.whole_reason or trace_checks.reason_of(error)
+        reason = step.notes.global_batch_reason or trace_checks.reason_of(error)
         raise NotMapped(reason) from error
 
 
 class MappedProgram:
-    """The programs of one step: of a batch, of several, of a whole batch.
+    """The programs of one step: of a batch, of several, of the global batch.
 
-    A step whose mapped trace fails runs over the whole batch from then on,
+    A step whose mapped trace fails runs over the global batch from then on,
     once that could be traced: the error of a user's code comes from there, in
     the shapes of the batch as the user made it, and says nothing of the next.
 
@@ -76,17 +76,17 @@ class MappedProgram:
       whole: The same over all rows, of one or several batches; it takes their
         `RowShape`, too.
       uneven: As `whole`, with each replica's rows for itself.
-      is_whole: Whether the step must see the whole batch at once.
+      is_global: Whether the step must see the global batch.
 
     Attributes:
-      is_whole: The same, or whether it turned out so.
+      is_global: The same, or whether it turned out so.
       is_uneven: Whether indivisible batches run with each replica's rows.
     """
 
     def __init__(
-        self, *, one: Any, many: Any, whole: Any, uneven: Any, is_whole: bool
+        self, *, one: Any, many: Any, whole: Any, uneven: Any, is_global: bool
     ) -> None:
-        self.is_whole = is_whole
+        self.is_global = is_global
         self.is_uneven = False
         self._uneven = uneven
         self._reason = "the model's state is that of the global batch"
@@ -110,7 +110,7 @@ class MappedProgram:
           segment: What the data is.
           is_shared: Whether the replicas can share its rows.
         """
-        if is_shared and not self.is_whole:
+        if is_shared and not self.is_global:
             program = self._one if segment.steps == 1 else self._many
             try:
                 return call(program, *args)
@@ -123,11 +123,11 @@ class MappedProgram:
                 self._whole.trace(*args, segment.shape)
             # Before the step takes its state, should warnings be errors.
             if reason is not None:
-                trace_checks.warn_of_whole(reason)
-            self.is_whole = True
-        return self.start_whole(call, args, segment)
+                trace_checks.warn_of_global_batch(reason)
+            self.is_global = True
+        return self.start_global(call, args, segment)
 
-    def start_whole(
+    def start_global(
         self,
         call: Callable[..., Any],
         args: tuple[Any, Any, Any],
@@ -139,7 +139,7 @@ class MappedProgram:
           RuntimeError: the step must see the global batch, and asks for what
             one replica alone has.
         """
-        if self.is_whole:
+        if self.is_global:
             with needing_no_replica(self._reason):
                 return call(self._whole, *args, segment.shape)
         if not self.is_uneven:
@@ -167,7 +167,7 @@ def needing_no_replica(
     try:
         yield
     except ReplicaNeeded as needed:
-        if fault is not None and not isinstance(fault, WholeBatchNeeded):
+        if fault is not None and not isinstance(fault, GlobalBatchNeeded):
             fault.add_note(
                 "The step was traced with one replica's share of the batch's "
                 f"rows, since it asks its replica context for `{needed.name}`."
@@ -180,14 +180,16 @@ def needing_no_replica(
         ) from None
 
 
-def over_whole_batch(
+def over_global_batch(
     body: Body, scanned: Callable[[Body], Body], mesh: ReplicaMesh
 ) -> Callable[[Any, Any, Any, RowShape], Any]:
     """A step that sees all rows of a padded batch, or of several."""
 
     def step(first: Any, second: Any, data: Batch, shape: RowShape) -> Any:
         fn = scanned(body) if shape.steps > 1 else body
-        return trace_checks.whole_batch(fn, (first, second), data, shape, mesh)
+        return trace_checks.call_on_global_batch(
+            fn, (first, second), data, shape, mesh
+        )
 
     return step
 
@@ -210,21 +212,21 @@ def mapper(
       splits_results: Whether the first result has the replica's rows, like
         the data; others are the same on all replicas.
     """
-    is_divided = any(isinstance(s, Divided) for s in jax.tree.leaves(specs))
-    whole = whole_spec()
+    is_sharded = any(isinstance(s, Sharded) for s in jax.tree.leaves(specs))
+    whole = replicated_spec()
 
     def mapped(step: Body, stacked: bool) -> Body:
         # Of a step of several batches, which are mapped as one.
-        is_inner = stacked and not is_divided
+        is_inner = stacked and not is_sharded
         split = split_spec(mesh, dim=int(is_inner))
         of_results = (split, whole, whole) if splits_results else whole
-        body = divided_map(
+        body = sharded_map(
             scanned(step) if is_inner else step,
             mesh,
-            in_specs=(*specs, split) if is_divided else (whole, whole, split),
-            out_specs=results if is_divided else of_results,
+            in_specs=(*specs, split) if is_sharded else (whole, whole, split),
+            out_specs=results if is_sharded else of_results,
         )
-        return scanned(body) if stacked and is_divided else body
+        return scanned(body) if stacked and is_sharded else body
 
     return mapped
 
@@ -261,7 +263,7 @@ def over_uneven_replicas(
 
 
 @contextlib.contextmanager
-def whole_trace(
+def global_batch_trace(
     mesh: ReplicaMesh,
     replica_scope: ReplicaScope | None,
     model_step: Callable[..., Any],
@@ -294,8 +296,8 @@ def in_replica(
     if replica_scope is None:
         yield
         return
-    is_whole = step is None or step.facts.is_global_batch
-    kind = "whole" if is_whole else "step"
+    is_global = step is None or step.facts.is_global_batch
+    kind = "whole" if is_global else "step"
     with contextlib.ExitStack() as stack:
         if is_traced():
             # What has asked its replica context is traced again, and asks.

@@ -16,9 +16,9 @@ import keras
 
 from keras_strategies._core.batches import Segment
 from keras_strategies._core.dispatch import dispatch
-from keras_strategies._core.jaxprs.specs import Divided
+from keras_strategies._core.jaxprs.specs import Sharded
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.replica_map import split_spec, whole_spec
+from keras_strategies._core.replica_map import replicated_spec, split_spec
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.hooks.trace_hooks import trace_hooks
 from keras_strategies.keras_bridge.models.attention import attention_for
@@ -35,13 +35,13 @@ from keras_strategies.keras_bridge.steps import output_shardings
 from keras_strategies.keras_bridge.steps.mapped_program import (
     Body,
     MappedProgram,
+    global_batch_trace,
     in_replica,
     jitted,
     mapped_trace,
     mapper,
+    over_global_batch,
     over_uneven_replicas,
-    over_whole_batch,
-    whole_trace,
 )
 from keras_strategies.keras_bridge.steps.uneven_step import (
     UnevenCall,
@@ -64,7 +64,7 @@ class ModelProgram:
       written: Indices of the groups that the step writes as a rule; they are
         donated. Of other groups only what changed is returned.
       mesh: The replicas.
-      is_whole: Whether the step must see the global batch.
+      is_global: Whether the step must see the global batch.
       replica_scope: Makes a step's replica context current for a block.
     """
 
@@ -80,7 +80,7 @@ class ModelProgram:
         metrics: int | None = None,
         written: tuple[int, ...] = (),
         mesh: ReplicaMesh,
-        is_whole: bool = False,
+        is_global: bool = False,
         replica_scope: ReplicaScope | None = None,
     ) -> None:
         self._step = step
@@ -90,17 +90,17 @@ class ModelProgram:
         self._written = written
         self._mesh = mesh
         self._read = tuple(i for i in range(len(variables)) if i not in written)
-        self._programs = self._made(name, is_whole)
+        self._programs = self._made(name, is_global)
 
-    def _made(self, name: str, is_whole: bool) -> MappedProgram:
+    def _made(self, name: str, is_global: bool) -> MappedProgram:
         mesh, has_rows = self._mesh, self._returns_rows
         specs = [[spec_of(v, mesh) for v in group] for group in self._variables]
-        is_divided = any(isinstance(s, Divided) for g in specs for s in g)
+        is_sharded = any(isinstance(s, Sharded) for g in specs for s in g)
         written, read = self._divide(self._variables)
         has_cores = mesh.cores_per_replica > 1
 
         def placed(body: Any, results: Any = mesh.whole) -> Any:
-            if not (has_cores or (is_divided and not has_rows)):
+            if not (has_cores or (is_sharded and not has_rows)):
                 return body
             return output_shardings.step(body, written, read, mesh, results)
 
@@ -116,7 +116,7 @@ class ModelProgram:
         )
         one = mapped(self._replica_step, False)
         many = mapped(self._replica_step, True)
-        whole = over_whole_batch(self._whole_body, self._scanned, mesh)
+        whole = over_global_batch(self._global_body, self._scanned, mesh)
         each = over_uneven_replicas(
             mapped, self._uneven_step, mesh, returns_rows=has_rows
         )
@@ -129,12 +129,12 @@ class ModelProgram:
             whole=of_shapes(
                 placed(whole),
                 f"{name}_whole",
-                out_shardings=None if is_divided or has_cores else mesh.whole,
+                out_shardings=None if is_sharded or has_cores else mesh.whole,
             ),
             uneven=of_shapes(
                 each if has_rows else placed(each), f"{name}_uneven"
             ),
-            is_whole=is_whole,
+            is_global=is_global,
         )
 
     def _result_specs(self, specs: Any, results: Any) -> Any:
@@ -145,7 +145,7 @@ class ModelProgram:
             for group, values in zip(read, changed, strict=True)
         ]
         has_rows = self._returns_rows
-        of_results = split_spec(self._mesh) if has_rows else whole_spec()
+        of_results = split_spec(self._mesh) if has_rows else replicated_spec()
         return of_results, written, of_changed
 
     def _run(self, state: State, segment: Segment) -> tuple[Any, State]:
@@ -214,11 +214,11 @@ class ModelProgram:
         rows = jax.tree.leaves(data)[0].shape[0]
         step = StepContext(facts=StepFacts(mesh=self._mesh, rows=rows))
         if step.num_replicas == 1:
-            return self._whole_body(written, read, data, step)
+            return self._global_body(written, read, data, step)
         with mapped_trace(step, self._step):
             return self._mapped_body(step, written, read, data)
 
-    def _whole_body(
+    def _global_body(
         self,
         written: Group,
         read: Group,
@@ -226,7 +226,9 @@ class ModelProgram:
         step: StepContext | None = None,
     ) -> Any:
         old = self._ordered(written, read)
-        with whole_trace(self._mesh, self._replica_scope, self._step, step):
+        with global_batch_trace(
+            self._mesh, self._replica_scope, self._step, step
+        ):
             results, new = self._call(old, data)
         return results, *self._output(old, new)
 

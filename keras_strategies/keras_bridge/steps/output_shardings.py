@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.keras_bridge.step_context import Group
 from keras_strategies.keras_bridge.variables.shardings import (
-    divides,
+    any_sharded,
     sharding_of,
 )
 
@@ -62,7 +62,7 @@ def run(program: Program, variables: Variables, mesh: ReplicaMesh) -> Program:
       variables: Those of the values.
       mesh: The replicas.
     """
-    if mesh.cores_per_replica == 1 and not divides(variables, mesh):
+    if mesh.cores_per_replica == 1 and not any_sharded(variables, mesh):
         return program
 
     def with_shardings(*args: Any) -> Any:

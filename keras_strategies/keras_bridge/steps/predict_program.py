@@ -51,7 +51,7 @@ class PredictProgram(ModelProgram):
         yield self._rows(outputs, segment), state
 
     def _rows(self, outputs: Any, segment: Segment) -> Any:
-        is_by_rows = not self._programs.is_whole
+        is_by_rows = not self._programs.is_global
         is_padded = is_by_rows and segment.is_padded
         if is_by_rows and self._mesh.num_processes > 1:
             (outputs,) = dispatch(self._mesh, self._gather, (outputs,))
@@ -78,7 +78,7 @@ class PredictProgram(ModelProgram):
             if not (segment.is_padded and programs.is_uneven):
                 return result
         # A replica must not meet others with its padding.
-        return programs.start_whole(call, args, segment)
+        return programs.start_global(call, args, segment)
 
     def _call(self, state: Any, data: Batch) -> tuple[Any, Any]:
         outputs, others = super()._call(state, data)

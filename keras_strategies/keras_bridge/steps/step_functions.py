@@ -20,8 +20,8 @@ from keras_strategies.keras_bridge import keras_names
 from keras_strategies.keras_bridge.inputs import feed
 from keras_strategies.keras_bridge.step_context import Batch, ReplicaScope
 from keras_strategies.keras_bridge.steps.mapped_program import (
+    global_batch_trace,
     needing_no_replica,
-    whole_trace,
 )
 from keras_strategies.keras_bridge.steps.predict_program import PredictProgram
 from keras_strategies.keras_bridge.steps.train_program import StepProgram
@@ -237,7 +237,7 @@ class Functions:
             for batch in [data] if steps == 1 else unstacked(data, steps):
                 with (
                     needing_no_replica("`run_eagerly=True`"),
-                    whole_trace(mesh, self.replica_scope, step),
+                    global_batch_trace(mesh, self.replica_scope, step),
                 ):
                     outputs, new = step(state, batch)
                 state = (state[0], new) if kind == "predict" else new
@@ -267,7 +267,7 @@ def make_program(
         metrics=None if is_predict else len(variables) - 1,
         written=_DONATED[kind],
         mesh=mesh,
-        is_whole=_has_fixed_batch(model),
+        is_global=_has_fixed_batch(model),
         replica_scope=replica_scope,
     )
 

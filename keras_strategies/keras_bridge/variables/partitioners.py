@@ -109,7 +109,7 @@ class Partitioner:
 
     Attributes:
       shards: How many replicas divide a variable.
-      has_whole_weights: Whether slots alone are divided.
+      has_replicated_weights: Whether slots alone are divided.
       sum_dtype: The dtype in which gradients are summed; None for theirs.
 
     Raises:
@@ -145,7 +145,7 @@ class Partitioner:
                 f"`{cls.__name__}()`, with parentheses."
             )
         self._partitioner = partitioner
-        self.has_whole_weights = isinstance(partitioner, SlotsOnly)
+        self.has_replicated_weights = isinstance(partitioner, SlotsOnly)
         shards = getattr(partitioner, "shards", None)
         self.sum_dtype: str | None = None
         if isinstance(partitioner, FullySharded):
@@ -230,7 +230,7 @@ class Partitioner:
             return name + ")"
         return getattr(partitioner, "__name__", type(partitioner).__name__)
 
-    def why_whole(
+    def why_replicated(
         self, shape: tuple[int, ...], over_cores: Sequence[Any] = ()
     ) -> tuple[str, str] | None:
         """Why no replicas divide a variable, in a word and in a line.
@@ -260,7 +260,7 @@ class Partitioner:
                 "Cores divide the one dimension that is a multiple of the "
                 f"{self.shards} shards.",
             )
-        if self.has_whole_weights:
+        if self.has_replicated_weights:
             return "weight", "Slots alone are divided."
         return None
 

@@ -15,25 +15,25 @@ import jax
 import keras
 from jax.sharding import NamedSharding, PartitionSpec
 
-from keras_strategies._core.jaxprs.specs import Divided, OverCores, Spec
+from keras_strategies._core.jaxprs.specs import OverCores, Sharded, Spec
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.replica_map import whole_spec
+from keras_strategies._core.replica_map import replicated_spec
 from keras_strategies.keras_bridge.variables.agreed_dimensions import (
     agreed_dimensions,
     dimensions_of,
 )
-from keras_strategies.keras_bridge.variables.divided_variable import (
-    divide,
-    undivide,
-)
 from keras_strategies.keras_bridge.variables.layout_keys import LayoutKeys
 from keras_strategies.keras_bridge.variables.partitioners import Partitioner
+from keras_strategies.keras_bridge.variables.sharded_variable import (
+    make_plain,
+    make_sharded,
+)
 
 Axes = tuple[str | None, ...]
 """What each dimension of a variable is divided over; None: it is not."""
 
 _PLACEMENT = "_ks_placement"
-_UPDATED_WHOLE = "_ks_updated_whole"
+_UPDATED_REPLICATED = "_ks_updated_replicated"
 # The mesh whose partitioner was asked about a variable.
 _ASKED = "_ks_asked_by"
 # The state of a `keras.random.SeedGenerator`.
@@ -67,8 +67,8 @@ def forget_placement(variable: keras.Variable) -> None:
     variable.__dict__.pop(_ASKED, None)
     if hasattr(variable, _PLACEMENT):
         delattr(variable, _PLACEMENT)
-        variable.__dict__.pop(_UPDATED_WHOLE, None)
-        undivide(variable)
+        variable.__dict__.pop(_UPDATED_REPLICATED, None)
+        make_plain(variable)
 
 
 def sharding_of(variable: keras.Variable, mesh: ReplicaMesh) -> NamedSharding:
@@ -88,36 +88,36 @@ def gradient_spec_of(variable: keras.Variable, mesh: ReplicaMesh) -> Spec:
     """Where the sum of a weight's gradients lies: where its slots do."""
     held = placement_of(variable)
     if held is None or held.mesh is not mesh:
-        return whole_spec()
+        return replicated_spec()
     spec = _spec(held.of_slots, mesh)
-    if isinstance(spec, Divided) and held.sum_dtype is not None:
+    if isinstance(spec, Sharded) and held.sum_dtype is not None:
         return dataclasses.replace(spec, sum_dtype=held.sum_dtype)
     return spec
 
 
-def divides(variables: Iterable[keras.Variable], mesh: ReplicaMesh) -> bool:
+def any_sharded(variables: Iterable[keras.Variable], mesh: ReplicaMesh) -> bool:
     """Whether the replicas divide some of the variables among them."""
     placed = [v for v in variables if placement_of(v) is not None]
-    return any(isinstance(spec_of(v, mesh), Divided) for v in placed)
+    return any(isinstance(spec_of(v, mesh), Sharded) for v in placed)
 
 
 def _spec(sharding: NamedSharding, mesh: ReplicaMesh) -> Spec:
     for dim, axis in enumerate(sharding.spec):
         if axis == mesh.axis:
-            return Divided(sharding, dim)
-    return OverCores(sharding) if any(sharding.spec) else whole_spec()
+            return Sharded(sharding, dim)
+    return OverCores(sharding) if any(sharding.spec) else replicated_spec()
 
 
-def note_whole_update(variables: Iterable[keras.Variable]) -> None:
+def note_replicated_update(variables: Iterable[keras.Variable]) -> None:
     """Notes that a step updates divided variables whole, on each replica."""
     for variable in variables:
         if placement_of(variable) is not None:
-            setattr(variable, _UPDATED_WHOLE, True)
+            setattr(variable, _UPDATED_REPLICATED, True)
 
 
-def is_updated_whole(variable: keras.Variable) -> bool:
+def is_updated_replicated(variable: keras.Variable) -> bool:
     """Whether a traced step updates a divided variable whole."""
-    return getattr(variable, _UPDATED_WHOLE, False)
+    return getattr(variable, _UPDATED_REPLICATED, False)
 
 
 def shapes_of(
@@ -272,7 +272,7 @@ class Placements:
             sum_dtype=sum_dtype,
         )
         setattr(variable, _PLACEMENT, placement)
-        divide(variable, self._mesh)
+        make_sharded(variable, self._mesh)
 
     def _sharding(self, axes: Axes) -> NamedSharding:
         if not any(axes):
@@ -293,7 +293,7 @@ class Placements:
         asked = [v for v in variables if self._is_to_ask(v)]
         over_cores = list(map(self._axes_over_cores, asked))
         dims = self._dimensions(partitioner, asked, over_cores)
-        is_whole = partitioner.has_whole_weights
+        is_replicated = partitioner.has_replicated_weights
         for variable, axes, dim in zip(asked, over_cores, dims, strict=True):
             setattr(variable, _ASKED, self._mesh)
             if dim is None and not any(axes):
@@ -305,7 +305,7 @@ class Placements:
                 )
             self._place(
                 variable,
-                self._sharding(axes if is_whole else of_slots),
+                self._sharding(axes if is_replicated else of_slots),
                 self._sharding(of_slots),
                 partitioner.sum_dtype,
             )
@@ -364,7 +364,7 @@ def follow(slot: keras.Variable, weight: keras.Variable) -> None:
     if held is not None and tuple(slot.shape) == tuple(weight.shape):
         placement = dataclasses.replace(held, sharding=held.of_slots)
         setattr(slot, _PLACEMENT, placement)
-        divide(slot, held.mesh)
+        make_sharded(slot, held.mesh)
 
 
 def follow_by_names(

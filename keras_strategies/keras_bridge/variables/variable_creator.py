@@ -293,8 +293,10 @@ def release(variables: Iterable[keras.Variable]) -> None:
         value = variable._value
         if value is not None and not value.is_fully_addressable:
             # JAX moves nothing from devices of several processes to one.
-            is_whole = value.sharding.is_fully_replicated
-            value = value.addressable_data(0) if is_whole else variable.numpy()
+            is_replicated = value.sharding.is_fully_replicated
+            value = (
+                value.addressable_data(0) if is_replicated else variable.numpy()
+            )
         variable._layout = None
         forget_placement(variable)
         if value is not None:

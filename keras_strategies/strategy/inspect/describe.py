@@ -22,7 +22,7 @@ from keras_strategies.keras_bridge.variables.abstract_variables import (
 )
 from keras_strategies.keras_bridge.variables.partitioners import Partitioner
 from keras_strategies.keras_bridge.variables.shardings import (
-    is_updated_whole,
+    is_updated_replicated,
     placement_of,
     sharding_of,
 )
@@ -113,7 +113,7 @@ def _remark(
 ) -> tuple[str, str] | None:
     if variable.shape is None or variable.synchronization == "on_read":
         return None
-    if is_updated_whole(variable):
+    if is_updated_replicated(variable):
         return "updated whole", (
             "Its optimizer is called inside of a branch or a loop, or by "
             "replicas that do different things: each gathers it to update it."
@@ -122,7 +122,7 @@ def _remark(
     axes = () if held is None else tuple(held.sharding.spec)
     if held is not None and held.mesh.axis in axes:
         return None
-    return partitioner.why_whole(tuple(variable.shape), axes)
+    return partitioner.why_replicated(tuple(variable.shape), axes)
 
 
 def draw_mesh(

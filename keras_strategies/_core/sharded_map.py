@@ -16,14 +16,14 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal, Var
 
 from keras_strategies._core.buffers import buffering_of
-from keras_strategies._core.jaxprs.divided_values import Values
 from keras_strategies._core.jaxprs.marked_updates import (
     MAX,
     Update,
     collected_updates,
     update_of,
 )
-from keras_strategies._core.jaxprs.specs import Divided, Placed, Spec
+from keras_strategies._core.jaxprs.sharded_values import Values
+from keras_strategies._core.jaxprs.specs import Placed, Sharded, Spec
 from keras_strategies._core.jaxprs.stages import (
     acts,
     has_references,
@@ -37,24 +37,24 @@ from keras_strategies._core.replica_map import (
     all_max,
     all_sum,
     replica_map,
+    replicated_spec,
     split_spec,
-    whole_spec,
 )
 
 
-def divided_map(
+def sharded_map(
     fn: Callable[..., Any], mesh: ReplicaMesh, *, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """As `replica_map`, of values of which some are `Divided`.
+    """As `replica_map`, of values of which some are `Sharded`.
 
     Args:
-      fn: A replica's function; `Divided` values are whole to it.
+      fn: A replica's function; `Sharded` values are whole to it.
       mesh: The replicas.
       in_specs: For the arguments, or a prefix of their nest.
       out_specs: For the results, likewise, or a function of them. What is
-        `Divided` there is equal on all replicas.
+        `Sharded` there is equal on all replicas.
     """
-    if not any(isinstance(s, Divided) for s in jax.tree.leaves(in_specs)):
+    if not any(isinstance(s, Sharded) for s in jax.tree.leaves(in_specs)):
         # What cores alone divide is whole to a mapped function.
         manual = jax.tree.map(_manual, (in_specs, out_specs), is_leaf=_is_spec)
         return replica_map(fn, mesh, in_specs=manual[0], out_specs=manual[1])
@@ -71,9 +71,11 @@ def divided_map(
             results[:] = [result, _flat(of_all, outputs)]
             return found
 
-        whole = [whole_spec() if isinstance(s, Placed) else s for s in specs]
+        whole = [
+            replicated_spec() if isinstance(s, Placed) else s for s in specs
+        ]
         replicated = replica_map(
-            flat, mesh, in_specs=tuple(whole), out_specs=whole_spec()
+            flat, mesh, in_specs=tuple(whole), out_specs=replicated_spec()
         )
         with collected_updates() as updates:
             traced = jax.make_jaxpr(replicated)(*map(shape_of, given))
@@ -134,7 +136,7 @@ class _Cut:
         self._global: dict[Var, Any] = {}
         self._specs: dict[Var, Spec] = {}
         outer = dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
-        known: dict[Var, Spec] = dict.fromkeys(outer, whole_spec())
+        known: dict[Var, Spec] = dict.fromkeys(outer, replicated_spec())
         outer |= zip(traced.jaxpr.invars, given, strict=True)
         known |= zip(traced.jaxpr.invars, specs, strict=True)
         for inner, operand in zip(
@@ -142,7 +144,7 @@ class _Cut:
         ):
             if isinstance(operand, Literal):
                 self._global[inner] = jnp.asarray(operand.val)
-                self._specs[inner] = whole_spec()
+                self._specs[inner] = replicated_spec()
             else:
                 self._global[inner] = outer[operand]
                 self._specs[inner] = known[operand]
@@ -153,7 +155,7 @@ class _Cut:
         cut = [u for after in self._updates_after for _, u in after]
         for update in updates.values():
             if not any(update is u for u in cut):
-                update.on_whole()
+                update.on_replicated()
         self._made: dict[Any, Any] = {}
 
     def _divide(self) -> None:
@@ -251,15 +253,17 @@ class _Cut:
         def section(*given: Any) -> list[Any]:
             values = Values(self._jaxpr, ShardExchange(self._mesh))
             for variable, value, spec in zip(inputs, given, specs, strict=True):
-                if isinstance(spec, Divided):
+                if isinstance(spec, Sharded):
                     values.set_shard(variable, value, spec)
                 else:
                     is_own = variable not in self._specs
-                    values.set_whole(variable, value[0] if is_own else value)
+                    values.set_replicated(
+                        variable, value[0] if is_own else value
+                    )
             scattered = {
                 v: want.spec
                 for v, want in wanted
-                if want.how == "sum" and isinstance(want.spec, Divided)
+                if want.how == "sum" and isinstance(want.spec, Sharded)
             }
             values.compute(equations, [v for v, _ in wanted], scattered)
             return self._results(values, wanted)
@@ -280,7 +284,7 @@ class _Cut:
         results: list[Any] = [None] * len(wanted)
         summed = []
         for i, (variable, want) in enumerate(wanted):
-            if want.how == "sum" and isinstance(want.spec, Divided):
+            if want.how == "sum" and isinstance(want.spec, Sharded):
                 results[i] = values.sum(variable, want.spec)
             elif want.how == "sum":
                 summed.append(i)
@@ -290,7 +294,7 @@ class _Cut:
                 )
             elif want.how == "own":
                 results[i] = jnp.asarray(values.whole(variable))[None]
-            elif isinstance(want.spec, Divided):
+            elif isinstance(want.spec, Sharded):
                 results[i] = values.shard(variable, want.spec)
             else:
                 results[i] = values.whole(variable)
@@ -323,10 +327,10 @@ class _Cut:
 
 def _operands(equation: Any, update: Update) -> list[tuple[Any, _Want]]:
     """What an update takes of each operand of its equation."""
-    wants = [_Want("value", whole_spec())] * update.num_captured
+    wants = [_Want("value", replicated_spec())] * update.num_captured
     for reduction in update.gradients:
         if reduction == MAX:
-            wants.append(_Want("max", whole_spec()))
+            wants.append(_Want("max", replicated_spec()))
         else:
             wants.append(_Want("sum", reduction))
     wants += [_Want("value", spec) for spec in update.values]
