@@ -15,7 +15,6 @@ from typing import Any, Literal
 import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from keras_strategies._core.attributes import attribute_set
 from keras_strategies._core.jaxprs.replay import current_side
 from keras_strategies._core.jaxprs.specs import Spec
 
@@ -66,9 +65,12 @@ _collected = _Collected()
 @contextlib.contextmanager
 def collected_updates() -> Iterator[dict[str, Update]]:
     """Collects the updates, by name, that are marked in a block's traces."""
-    updates: dict[str, Update] = {}
-    with attribute_set(_collected, "updates", updates):
+    before = _collected.updates
+    _collected.updates = updates = {}
+    try:
         yield updates
+    finally:
+        _collected.updates = before
 
 
 def is_collecting() -> bool:

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from keras_strategies._core.attributes import attribute_set
 from keras_strategies._core.jaxprs.specs import Axis
 from keras_strategies._core.jaxprs.traces import is_traced
 
@@ -220,12 +219,16 @@ def current_side() -> Side | None:
 @contextlib.contextmanager
 def replay_scope(side: Side | None) -> Iterator[None]:
     """Sends this thread's collectives through `side` for a block."""
+    before = _current.side
+    _current.side = side
     # Outside of a trace JAX would take itself to be in one.
     is_other = side is not None and is_traced()
     name = f"ks.replay.{next(_numbers)}"
-    apart = own_trace(name) if is_other else contextlib.nullcontext()
-    with attribute_set(_current, "side", side), apart:
-        yield
+    try:
+        with own_trace(name) if is_other else contextlib.nullcontext():
+            yield
+    finally:
+        _current.side = before
 
 
 _numbers = itertools.count()

@@ -18,8 +18,6 @@ from jax.extend.core import (
     jaxprs_in_params,
 )
 
-from keras_strategies._core.identity import IdentitySet
-
 # Effects not seen outside of the program: that an equation knows a mapped
 # axis, and what it does to a reference.
 _SILENT = {
@@ -62,8 +60,8 @@ def part(
     """
     jaxpr = traced.jaxpr
     outvars = [jaxpr.outvars[k] for k in outputs]
-    kept = IdentitySet(acting)
-    needed = needed_equations(jaxpr.eqns, outvars, kept.__contains__)
+    kept = set(map(id, acting))
+    needed = needed_equations(jaxpr.eqns, outvars, lambda e: id(e) in kept)
     return traced.replace(jaxpr=jaxpr.replace(eqns=needed, outvars=outvars))
 
 

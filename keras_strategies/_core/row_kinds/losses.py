@@ -11,16 +11,16 @@ Code that traces a step marks values in it by name (`mark`), which costs
 nothing in the compiled program.
 """
 
+import contextlib
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal
 
-from keras_strategies._core.attributes import attribute_set
 from keras_strategies._core.jaxprs import traces
 from keras_strategies._core.jaxprs.collective_cut import trace_called
 from keras_strategies._core.jaxprs.stages import scan_operands
@@ -238,11 +238,19 @@ class _Walk:
             return of if of.is_mixed else rows(0)
         return kind
 
+    @contextlib.contextmanager
+    def _not_noting(self) -> Iterator[None]:
+        before, self._is_noting = self._is_noting, False
+        try:
+            yield
+        finally:
+            self._is_noting = before
+
     def _settled(
         self, carry: list[Kind], shapes: Sequence[Any], body: Any, why: Any
     ) -> list[Kind]:
         """The kinds of a loop's carry, whatever the number of turns."""
-        with attribute_set(self, "_is_noting", False):
+        with self._not_noting():
             # A kind changes a few times at most: const, rows or sum, mixed.
             for _ in range(2 + 2 * len(carry)):
                 after = body(carry)
