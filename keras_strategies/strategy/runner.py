@@ -121,22 +121,13 @@ class Runner:
         deferred_creation.sync_fits(program.lifted)
         return program(_arrays(given), self._last)
 
-    def lower(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Lowers the program of a call; see `Strategy.compile_run`."""
-        return self.lowered(fn, args, kwargs)[0]
-
     def lowered(
         self,
         fn: Callable[..., Any],
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> tuple[Any, list[Any]]:
-        """Lowers the program of a call; also returns what it writes."""
+        """Lowers the program of a call; returns also what it writes."""
         current.check_not_mixing(self._strategy)
         call, leaves = _flattened(fn, args, kwargs)
         given = [run_shapes.argument(leaf, self._mesh) for leaf in leaves]

@@ -250,10 +250,12 @@ class Strategy(CustomLoops, Plans):
           ```
         """
         current.check_outside("compile_run")
-        lower = functools.partial(self._runner.lower, fn, args, kwargs or {})
+        runner, given = self._runner, (fn, args, kwargs or {})
         name = f"run of {getattr(fn, '__name__', 'a function')}"
         mesh = self._runtime.mesh
-        return compile_program(lower, mesh, name, compiler_options)
+        return compile_program(
+            lambda: runner.lowered(*given)[0], mesh, name, compiler_options
+        )
 
     def materialize(self, model: keras.Model) -> keras.Model:
         """Gives a model of `ks.abstract()` its initial values.

@@ -30,12 +30,15 @@ from keras_strategies.keras_bridge.inputs.feed_position import (
     FeedPosition,
     Place,
 )
-from keras_strategies.keras_bridge.inputs.loop_data import LoopData
+from keras_strategies.keras_bridge.inputs.loop_data import (
+    FeedAdapter,
+    LoopData,
+)
 
 Tree = Any
 
 
-class Feed(DataAdapter):
+class Feed(FeedAdapter):
     """Reads host batches and yields executions of up to K of them.
 
     Args:
@@ -295,16 +298,6 @@ class Feed(DataAdapter):
             "batches": self._division.num_batches,
             "rows": known.num_rows,
         }
-
-    @property
-    def has_partial_batch(self) -> bool | None:
-        """Whether the last batch is shorter, if known."""
-        return None
-
-    @property
-    def partial_batch_size(self) -> int | None:
-        """Rows of the shorter last batch, if any."""
-        return None
 
     def on_epoch_begin(self) -> None:
         """Called by Keras before each epoch."""
