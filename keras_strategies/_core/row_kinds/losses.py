@@ -141,9 +141,7 @@ class _Walk:
         """The kinds of the results of closed jaxprs."""
         return self._called([(j.jaxpr, j.consts) for j in jaxprs], inputs)
 
-    def _called(
-        self, called: list[tuple[Any, Any]], inputs: list[Kind]
-    ) -> list[Kind]:
+    def _called(self, called: Sequence[Any], inputs: list[Kind]) -> list[Kind]:
         """The kinds of the results of jaxprs and their constants."""
         jaxprs = [jaxpr for jaxpr, _ in called]
         columns = zip(*(consts for _, consts in called), strict=True)

@@ -145,7 +145,7 @@ class StepProgram(ModelProgram):
             changed_keys: list[list[str]] = []
 
             def one(carry: Any, batch: Batch) -> Any:
-                logs, written, changed = body(*carry, batch)
+                logs, written, changed = body(carry[0], carry[1], batch)
                 changed_keys[:] = [list(values) for values in changed]
                 read = map(merge_lib.with_changes, carry[1], changed)
                 return (written, list(read)), logs
