@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from keras_strategies._core.jaxprs.stages import names_in
 from keras_strategies._core.row_kinds.call import (
     Call,
     joined_all,
@@ -121,39 +122,34 @@ def _numpy(fn: Callable[..., Any]) -> Callable[..., Any]:
     return lambda params, *operands: fn(*operands)
 
 
+_SAME_NAMES = names_in("abs add ceil exp floor log sign sqrt square")
+_OTHER_NAMES: dict[str, Callable[..., Any]] = {
+    "and": np.bitwise_and,
+    "convert_element_type": np.asarray,
+    "copy": np.asarray,
+    "eq": np.equal,
+    "ge": np.greater_equal,
+    "gt": np.greater,
+    "le": np.less_equal,
+    "lt": np.less,
+    "max": np.maximum,
+    "min": np.minimum,
+    "mul": np.multiply,
+    "ne": np.not_equal,
+    "neg": np.negative,
+    "not": np.invert,
+    "or": np.bitwise_or,
+    "pow": np.power,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "select_n": lambda which, *cases: cases[int(which)],
+    "sub": np.subtract,
+}
 _NUMPY: dict[str, Callable[..., Any]] = {
-    name: _numpy(fn)
-    for name, fn in {
-        "abs": np.abs,
-        "add": np.add,
-        "and": np.bitwise_and,
-        "ceil": np.ceil,
-        "convert_element_type": np.asarray,
-        "copy": np.asarray,
-        "eq": np.equal,
-        "exp": np.exp,
-        "floor": np.floor,
-        "ge": np.greater_equal,
-        "gt": np.greater,
-        "le": np.less_equal,
-        "log": np.log,
-        "lt": np.less,
-        "max": np.maximum,
-        "min": np.minimum,
-        "mul": np.multiply,
-        "ne": np.not_equal,
-        "neg": np.negative,
-        "not": np.invert,
-        "or": np.bitwise_or,
-        "pow": np.power,
-        "rsqrt": lambda x: 1 / np.sqrt(x),
-        "select_n": lambda which, *cases: cases[int(which)],
-        "sign": np.sign,
-        "sqrt": np.sqrt,
-        "square": np.square,
-        "sub": np.subtract,
-    }.items()
-} | {"div": _divided, "integer_pow": lambda params, x: x ** float(params["y"])}
+    **{name: _numpy(getattr(np, name)) for name in _SAME_NAMES},
+    **{name: _numpy(fn) for name, fn in _OTHER_NAMES.items()},
+    "div": _divided,
+    "integer_pow": lambda params, x: x ** float(params["y"]),
+}
 """Primitives of known numbers, as numpy computes them."""
 
 

@@ -179,9 +179,14 @@ _TRACKS_POWERS = names_in(
 )
 """Whose rules know what they make of powers."""
 
+
+def _all(rule: Callable[[Call], Any], *names: str) -> dict[str, Any]:
+    return dict.fromkeys(names_in(*names), rule)
+
+
 _RULES: dict[str, Callable[[Call], Any]] = {
-    **dict.fromkeys(_ELEMENTWISE, elementwise.elementwise),
-    **dict.fromkeys(_SAME, lambda call: call.kinds[0]),
+    **_all(elementwise.elementwise, *_ELEMENTWISE),
+    **_all(lambda call: call.kinds[0], *_SAME),
     "select_n": elementwise.select,
     "broadcast_in_dim": shapes.broadcast,
     "reshape": shapes.reshape,
@@ -199,16 +204,14 @@ _RULES: dict[str, Callable[[Call], Any]] = {
     "dynamic_slice": shapes.dynamic_slice,
     "dynamic_update_slice": shapes.dynamic_update_slice,
     "reduce_sum": reductions.reduce_sum,
-    **dict.fromkeys(
-        names_in(
-            "reduce_max reduce_min reduce_prod reduce_and reduce_or",
-            "reduce_xor argmax argmin",
-        ),
+    **_all(
         reductions.reduce,
+        "reduce_max reduce_min reduce_prod reduce_and reduce_or",
+        "reduce_xor argmax argmin",
     ),
-    **dict.fromkeys(
-        names_in("cumsum cumprod cummax cummin cumlogsumexp"),
+    **_all(
         reductions.along(lambda call: call.params["axis"]),
+        "cumsum cumprod cummax cummin cumlogsumexp",
     ),
     "rev": reductions.reverse,
     "sort": reductions.along(lambda call: call.params["dimension"]),
@@ -217,27 +220,23 @@ _RULES: dict[str, Callable[[Call], Any]] = {
             call.params.get("axis", len(call.shape()) - 1) % len(call.shape())
         )
     ),
-    **dict.fromkeys(
-        names_in(
-            "reduce_window reduce_window_sum reduce_window_max",
-            "reduce_window_min",
-        ),
+    **_all(
         reductions.reduce_window,
+        "reduce_window reduce_window_sum reduce_window_max",
+        "reduce_window_min",
     ),
     "dot_general": reductions.dot_general,
     "conv_general_dilated": reductions.convolution,
-    **dict.fromkeys(
-        names_in("cholesky lu qr householder_product eigh svd eig schur"),
+    **_all(
         reductions.of_matrices(2),
+        "cholesky lu qr householder_product eigh svd eig schur",
     ),
     "triangular_solve": reductions.of_matrices(2),
     "fft": reductions.fft,
     "gather": indexing.gather,
-    **dict.fromkeys(
-        names_in(
-            "scatter scatter-add scatter_add scatter-mul scatter_mul",
-            "scatter-min scatter_min scatter-max scatter_max scatter-sub",
-        ),
+    **_all(
         indexing.scatter,
+        "scatter scatter-add scatter_add scatter-mul scatter_mul",
+        "scatter-min scatter_min scatter-max scatter_max scatter-sub",
     ),
 }

@@ -1,22 +1,17 @@
 """A model's step as compiled programs: mapped over the replicas, or whole."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
-from keras_strategies._core.batches import RowShape, Segment
+from keras_strategies._core.batches import Segment
 from keras_strategies._core.jaxprs.replay import own_trace
-from keras_strategies._core.jaxprs.specs import Sharded
 from keras_strategies._core.jaxprs.traces import is_traced
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.replica_map import replicated_spec, split_spec
-from keras_strategies._core.sharded_map import sharded_map
 from keras_strategies.keras_bridge.models.attention import attention_for
 from keras_strategies.keras_bridge.step_context import (
-    Batch,
     GlobalBatchNeeded,
     ReplicaNeeded,
     ReplicaScope,
@@ -25,7 +20,6 @@ from keras_strategies.keras_bridge.step_context import (
     num_replica_uses,
 )
 from keras_strategies.keras_bridge.steps import trace_checks
-from keras_strategies.keras_bridge.steps.uneven_step import UnevenRows
 
 Body = Callable[[Any, Any, Any], Any]
 """A step as a pure function: two parts of a state, and data."""
@@ -178,88 +172,6 @@ def needing_no_replica(
             f"context. Received: `{needed.name}` of one, in a step that "
             f"must run over the global batch: {reason}. Remove one of the two."
         ) from None
-
-
-def over_global_batch(
-    body: Body, scanned: Callable[[Body], Body], mesh: ReplicaMesh
-) -> Callable[[Any, Any, Any, RowShape], Any]:
-    """A step that sees all rows of a padded batch, or of several."""
-
-    def step(first: Any, second: Any, data: Batch, shape: RowShape) -> Any:
-        fn = scanned(body) if shape.steps > 1 else body
-        return trace_checks.call_on_global_batch(
-            fn, (first, second), data, shape, mesh
-        )
-
-    return step
-
-
-def mapper(
-    mesh: ReplicaMesh,
-    specs: tuple[Any, Any],
-    results: Callable[[Any], Any],
-    scanned: Callable[[Body], Body],
-    *,
-    splits_results: bool,
-) -> Callable[[Body, bool], Body]:
-    """Returns what maps a step over the replicas: `mapped(step, stacked)`.
-
-    Args:
-      mesh: The replicas.
-      specs: Of the two parts of the state.
-      results: Makes the results' specs, where variables are sharded.
-      scanned: Makes a step of several batches of one of one.
-      splits_results: Whether the first result has the replica's rows, like
-        the data; others are the same on all replicas.
-    """
-    is_sharded = any(isinstance(s, Sharded) for s in jax.tree.leaves(specs))
-    whole = replicated_spec()
-
-    def mapped(step: Body, stacked: bool) -> Body:
-        # Of a step of several batches, which are mapped as one.
-        is_inner = stacked and not is_sharded
-        split = split_spec(mesh, dim=int(is_inner))
-        of_results = (split, whole, whole) if splits_results else whole
-        body = sharded_map(
-            scanned(step) if is_inner else step,
-            mesh,
-            in_specs=(*specs, split) if is_sharded else (whole, whole, split),
-            out_specs=results if is_sharded else of_results,
-        )
-        return scanned(body) if stacked and is_sharded else body
-
-    return mapped
-
-
-def over_uneven_replicas(
-    mapped: Callable[[Body, bool], Body],
-    step: Callable[..., Any],
-    mesh: ReplicaMesh,
-    *,
-    returns_rows: bool,
-) -> Callable[[Any, Any, Any, RowShape], Any]:
-    """A step of which each replica runs its own rows of a padded batch.
-
-    Args:
-      mapped: Maps a step over the replicas, of one batch or of several.
-      step: A replica's step; takes each replica's number of rows first.
-      mesh: The replicas.
-      returns_rows: Whether the first result has rows, like the data.
-    """
-
-    def program(first: Any, second: Any, data: Batch, shape: RowShape) -> Any:
-        axis = int(shape.steps > 1)
-        padded = jax.tree.leaves(data)[0].shape[axis]
-        rows = UnevenRows.of(shape, padded, mesh.num_replicas)
-        of_counts = functools.partial(step, rows.counts)
-        body = mapped(of_counts, shape.steps > 1)
-        results = body(first, second, rows.take(data, axis, mesh))
-        if not returns_rows:
-            return results
-        outputs, *others = results
-        return rows.put_back(outputs, axis, mesh), *others
-
-    return program
 
 
 @contextlib.contextmanager

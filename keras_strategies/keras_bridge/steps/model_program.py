@@ -14,11 +14,12 @@ from typing import Any
 import jax
 import keras
 
-from keras_strategies._core.batches import Segment
+from keras_strategies._core.batches import RowShape, Segment
 from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.jaxprs.specs import Sharded
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import replicated_spec, split_spec
+from keras_strategies._core.sharded_map import sharded_map
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.hooks.trace_hooks import trace_hooks
 from keras_strategies.keras_bridge.models.attention import attention_for
@@ -39,12 +40,13 @@ from keras_strategies.keras_bridge.steps.mapped_program import (
     in_replica,
     jitted,
     mapped_trace,
-    mapper,
-    over_global_batch,
-    over_uneven_replicas,
+)
+from keras_strategies.keras_bridge.steps.trace_checks import (
+    call_on_global_batch,
 )
 from keras_strategies.keras_bridge.steps.uneven_step import (
     UnevenCall,
+    UnevenRows,
     call_step,
 )
 from keras_strategies.keras_bridge.variables.shardings import spec_of
@@ -90,14 +92,16 @@ class ModelProgram:
         self._written = written
         self._mesh = mesh
         self._read = tuple(i for i in range(len(variables)) if i not in written)
+        self._specs = [[spec_of(v, mesh) for v in g] for g in variables]
+        self._is_sharded = any(
+            isinstance(spec, Sharded) for group in self._specs for spec in group
+        )
         self._programs = self._made(name, is_global)
 
     def _made(self, name: str, is_global: bool) -> MappedProgram:
         mesh, has_rows = self._mesh, self._returns_rows
-        specs = [[spec_of(v, mesh) for v in group] for group in self._variables]
-        is_sharded = any(isinstance(s, Sharded) for g in specs for s in g)
+        is_sharded, has_cores = self._is_sharded, mesh.cores_per_replica > 1
         written, read = self._divide(self._variables)
-        has_cores = mesh.cores_per_replica > 1
 
         def placed(body: Any, results: Any = mesh.whole) -> Any:
             if not (has_cores or (is_sharded and not has_rows)):
@@ -107,19 +111,9 @@ class ModelProgram:
         of_one, of_many = (
             (mesh.split, mesh.stacked) if has_rows else (mesh.whole,) * 2
         )
-        mapped = mapper(
-            mesh,
-            self._divide(specs),
-            functools.partial(self._result_specs, specs),
-            self._scanned,
-            splits_results=has_rows,
-        )
-        one = mapped(self._replica_step, False)
-        many = mapped(self._replica_step, True)
-        whole = over_global_batch(self._global_body, self._scanned, mesh)
-        each = over_uneven_replicas(
-            mapped, self._uneven_step, mesh, returns_rows=has_rows
-        )
+        one = self._mapped(self._replica_step, stacked=False)
+        many = self._mapped(self._replica_step, stacked=True)
+        whole, each = self._over_global_batch, self._over_uneven_rows
         of_shapes = functools.partial(
             jitted, donate_argnums=0, static_argnums=3
         )
@@ -137,9 +131,28 @@ class ModelProgram:
             is_global=is_global,
         )
 
-    def _result_specs(self, specs: Any, results: Any) -> Any:
+    def _mapped(self, step: Body, *, stacked: bool) -> Body:
+        """A step of one batch, or of several, mapped over the replicas."""
+        whole = replicated_spec()
+        # Of a step of several batches, which are mapped as one.
+        is_inner = stacked and not self._is_sharded
+        split = split_spec(self._mesh, dim=int(is_inner))
+        specs, results = (whole, whole), whole
+        if self._is_sharded:
+            specs, results = self._divide(self._specs), self._result_specs
+        elif self._returns_rows:
+            results = (split, whole, whole)
+        body = sharded_map(
+            self._scanned(step) if is_inner else step,
+            self._mesh,
+            in_specs=(*specs, split),
+            out_specs=results,
+        )
+        return self._scanned(body) if stacked and self._is_sharded else body
+
+    def _result_specs(self, results: Any) -> Any:
         _, _, changed = results
-        written, read = self._divide(specs)
+        written, read = self._divide(self._specs)
         of_changed = [
             {k: group[int(k)] for k in values}
             for group, values in zip(read, changed, strict=True)
@@ -147,6 +160,30 @@ class ModelProgram:
         has_rows = self._returns_rows
         of_results = split_spec(self._mesh) if has_rows else replicated_spec()
         return of_results, written, of_changed
+
+    def _over_global_batch(
+        self, written: Group, read: Group, data: Batch, shape: RowShape
+    ) -> Any:
+        """The step of all rows of a padded batch, or of several."""
+        body = self._global_body
+        fn = self._scanned(body) if shape.steps > 1 else body
+        return call_on_global_batch(
+            fn, (written, read), data, shape, self._mesh
+        )
+
+    def _over_uneven_rows(
+        self, written: Group, read: Group, data: Batch, shape: RowShape
+    ) -> Any:
+        """The step of which each replica runs its rows of a padded batch."""
+        mesh, axis = self._mesh, int(shape.steps > 1)
+        padded = jax.tree.leaves(data)[0].shape[axis]
+        rows = UnevenRows.of(shape, padded, mesh.num_replicas)
+        of_counts = functools.partial(self._uneven_step, rows.counts)
+        body = self._mapped(of_counts, stacked=shape.steps > 1)
+        results, *state = body(written, read, rows.take(data, axis, mesh))
+        if self._returns_rows:
+            results = rows.put_back(results, axis, mesh)
+        return results, *state
 
     def _run(self, state: State, segment: Segment) -> tuple[Any, State]:
         """Runs one program; returns its results, and the state after it."""
