@@ -11,12 +11,12 @@ from keras_strategies._core.compiled import (
     CompiledProgram as CompiledProgram,
 )
 from keras_strategies._core.mesh import ReplicaMesh as ReplicaMesh
-from keras_strategies._core.reduce_op import ReduceOp as ReduceOp
 from keras_strategies._core.values import (
     DistributedValues as DistributedValues,
 )
 from keras_strategies._core.values import Mirrored as Mirrored
 from keras_strategies._core.values import PerReplica as PerReplica
+from keras_strategies._core.values import ReduceOp as ReduceOp
 from keras_strategies.data.distributed import (
     DistributedDataset as DistributedDataset,
 )
@@ -67,11 +67,11 @@ from keras_strategies.strategy.losses import (
 from keras_strategies.strategy.mirrored import (
     MirroredStrategy as MirroredStrategy,
 )
+from keras_strategies.strategy.mirrored import (
+    OneDeviceStrategy as OneDeviceStrategy,
+)
 from keras_strategies.strategy.multi_worker import (
     MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
-)
-from keras_strategies.strategy.one_device import (
-    OneDeviceStrategy as OneDeviceStrategy,
 )
 from keras_strategies.strategy.planning.plan import Plan as Plan
 from keras_strategies.strategy.planning.plan import (

@@ -190,7 +190,7 @@ def _refused(batch: Tree) -> NoReturn:
     )
 
 
-def whole_batch(batch: Tree, mesh: ReplicaMesh) -> HostBatch:
+def global_batch(batch: Tree, mesh: ReplicaMesh) -> HostBatch:
     """A batch that this process holds with the rows of all processes.
 
     Of several processes each takes its own.
@@ -302,7 +302,7 @@ def true_rows(data: Any, shape: RowShape) -> Any:
 
 
 def sharded_rows(
-    data: Any, shape: RowShape, mesh: ReplicaMesh, *, is_divided: bool
+    data: Any, shape: RowShape, mesh: ReplicaMesh, *, is_sharded: bool
 ) -> Any:
     """Says where the true rows of a padded batch lie; to be compiled.
 
@@ -310,14 +310,14 @@ def sharded_rows(
       data: What `true_rows` returned.
       shape: Its rows.
       mesh: The replicas.
-      is_divided: Whether XLA may divide them unevenly over the replicas;
+      is_sharded: Whether XLA may divide them unevenly over the replicas;
         otherwise each replica has them all. So it has with several cores a
         replica: XLA would add padding to what is scattered, and to some
         gradients of convolutions (tests/contract/test_jax_contract.py).
     """
     sharding = mesh.stacked if shape.steps > 1 else mesh.split
     is_even = shape.rows % mesh.num_replicas == 0
-    if not is_even and (mesh.cores_per_replica > 1 or not is_divided):
+    if not is_even and (mesh.cores_per_replica > 1 or not is_sharded):
         sharding = mesh.whole
     return jax.lax.with_sharding_constraint(data, sharding)
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from keras_strategies._core.buffers import Buffering, packed, unpacked
 from keras_strategies._core.jaxprs import replay, stages
 from keras_strategies._core.jaxprs.lockstep import Turn
-from keras_strategies._core.jaxprs.specs import Axis, Divided
+from keras_strategies._core.jaxprs.specs import Axis, Sharded
 from keras_strategies._core.mesh import ReplicaMesh
 
 Tree = Any
@@ -45,7 +45,7 @@ def replica_map(
 
 
 class ShardExchange:
-    """Gathers and scatters values that replicas divide (`divided_values`).
+    """Gathers and scatters values that replicas divide (`sharded_values`).
 
     Of replicas of several cores each core sends what it holds: XLA by itself
     would gather over the cores first, and send whole arrays.
@@ -57,7 +57,7 @@ class ShardExchange:
     def __init__(self, mesh: ReplicaMesh) -> None:
         self._mesh = mesh
 
-    def gather(self, shard: jax.Array, spec: Divided) -> jax.Array:
+    def gather(self, shard: jax.Array, spec: Sharded) -> jax.Array:
         """The whole value, of this replica's shard."""
         axis = self._mesh.axis
 
@@ -66,7 +66,7 @@ class ShardExchange:
 
         return self._by_core(gather, spec)(shard)
 
-    def scatter(self, value: jax.Array, spec: Divided) -> jax.Array:
+    def scatter(self, value: jax.Array, spec: Sharded) -> jax.Array:
         """This replica's shard of the replicas' values, summed."""
         *groups, axis = self._mesh.replica_axes
 
@@ -87,14 +87,14 @@ class ShardExchange:
 
         return self._by_core(scatter, spec)(value)
 
-    def cut(self, whole: jax.Array, spec: Divided) -> jax.Array:
+    def cut(self, whole: jax.Array, spec: Sharded) -> jax.Array:
         """This replica's shard of a value that all have."""
         size = whole.shape[spec.dim] // jax.lax.axis_size(self._mesh.axis)
         start = jax.lax.axis_index(self._mesh.axis) * size
         return jax.lax.dynamic_slice_in_dim(whole, start, size, spec.dim)
 
     def _by_core(
-        self, fn: Callable[[jax.Array], jax.Array], spec: Divided
+        self, fn: Callable[[jax.Array], jax.Array], spec: Sharded
     ) -> Callable[[jax.Array], jax.Array]:
         """A replica's function, mapped over its cores; they keep their parts.
 
@@ -130,7 +130,7 @@ def _is_of_blocks(shape: tuple[int, ...], dim: int, count: int) -> bool:
     return is_of_tiles and columns > 0
 
 
-def whole_spec() -> PartitionSpec:
+def replicated_spec() -> PartitionSpec:
     """The spec of a value that every replica holds whole."""
     return PartitionSpec()
 

@@ -1,5 +1,6 @@
 """Values with one component for each replica."""
 
+import enum
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,13 @@ PARTS = "parts"
 
 
 Shapes = tuple[tuple[int, ...], ...]
+
+
+class ReduceOp(enum.Enum):
+    """A reduction over replicas; its name as a string will do too."""
+
+    SUM = "SUM"
+    MEAN = "MEAN"
 
 
 class DistributedValues:
@@ -226,7 +234,7 @@ def _copies(array: jax.Array, mesh: ReplicaMesh) -> tuple[Any, ...]:
         devices = mesh.devices[replica * cores : (replica + 1) * cores]
         own = [held[device] for device in devices if device in held]
         if any(spec):
-            # Divided over the replica's cores: it is whole on all of them.
+            # Sharded over the replica's cores: it is whole on all of them.
             of_cores = Mesh(np.array(devices, dtype=object), (mesh.model_axis,))
             copy = jax.make_array_from_single_device_arrays(
                 array.shape, NamedSharding(of_cores, spec), own
@@ -342,3 +350,29 @@ def stacked(parts: Sequence[Any], mesh: ReplicaMesh) -> jax.Array:
     ]
     shape = (mesh.num_replicas, *shards[0].shape[1:])
     return jax.make_array_from_single_device_arrays(shape, mesh.split, shards)
+
+
+def as_reduce_op(op: Any) -> ReduceOp:
+    """The operation that a user named.
+
+    Args:
+      op: A `ReduceOp`, or its name in any case.
+
+    Raises:
+      ValueError: an unknown name.
+      TypeError: neither an operation nor a name.
+    """
+    if isinstance(op, ReduceOp):
+        return op
+    if not isinstance(op, str):
+        raise TypeError(
+            "A reduction is a `ReduceOp` or its name. Received: "
+            f"{op!r} of type {type(op).__name__}. Pass ReduceOp.SUM or "
+            "ReduceOp.MEAN."
+        )
+    try:
+        return ReduceOp(op.upper())
+    except ValueError:
+        raise ValueError(
+            f"{op!r} is not a valid ReduceOp. Choose SUM or MEAN."
+        ) from None

@@ -14,9 +14,7 @@ import numpy as np
 from keras.src.backend import jax as jax_backend
 from keras.src.trainers import trainer as trainer_lib
 from keras.src.trainers.data_adapters import data_adapter_utils
-from keras.src.trainers.data_adapters.array_data_adapter import (
-    ArrayDataAdapter,
-)
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
 from keras_strategies.data import shuffled_orders as order_lib
 

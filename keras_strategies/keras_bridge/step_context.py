@@ -17,9 +17,25 @@ from keras_strategies._core.jaxprs import replay
 from keras_strategies._core.jaxprs.specs import Axis
 from keras_strategies._core.mesh import ReplicaMesh
 
+Batch = Any
+"""A nest (dicts, lists, tuples) of arrays of shape (rows, ...): x, (x, y) or
+(x, y, sample_weight), as `keras.utils.unpack_x_y_sample_weight` takes it."""
 
-class WholeBatchNeeded(Exception):
-    """Raised by a trace that must see the whole batch at once."""
+Group = list[Any]
+"""The values of some variables, in the order of the variables: each of its
+variable's shape; in a mapped program those of one replica."""
+
+State = tuple[Group, ...]
+"""The values of a model's variables, a `Group` for each of Keras's groups:
+trainable and other variables, the optimizers', and those of metrics."""
+
+Logs = Any
+"""What a step returns: a dict of scalars by name for train and test steps, a
+`Batch` of outputs for predict steps."""
+
+
+class GlobalBatchNeeded(Exception):
+    """Raised by a trace that must see the global batch."""
 
 
 class ReplicaNeeded(BaseException):
@@ -81,7 +97,7 @@ class StepFlags:
     """What code is running now; set by `StepContext.flag` alone.
 
     Attributes:
-      is_whole: It already sees the whole batch.
+      sees_global_batch: It already sees the global batch.
       in_optimizer: An optimizer is being applied; inner ones see gradients
         that were reduced already.
       in_metric: A metric is being updated or read; nested ones are its parts.
@@ -93,7 +109,7 @@ class StepFlags:
         called: with rows.
     """
 
-    is_whole: bool = False
+    sees_global_batch: bool = False
     in_optimizer: bool = False
     in_metric: bool = False
     in_scaling: bool = False
@@ -117,15 +133,15 @@ class StepNotes:
         summing what the replicas added.
       before: The value of a metric's variable that this replica started from:
         the one before the step, or after a reset in it.
-      results: Of values that metrics returned for the whole batch, the
+      results: Of values that metrics returned for the global batch, the
         `metric_hooks.Result`.
       unaggregated: A user's variables that were written without a rule for
         replicas that differ.
       sizes: What was taken for a number of rows, or not, in the order of the
         trace: the size, whether it was, and what it was given to.
       replica_uses: What the step has asked its replica context for.
-      whole_reason: Why the step cannot be mapped over the replicas, if it
-        cannot; set by `demand_whole`.
+      global_batch_reason: Why the step cannot be mapped over the replicas,
+        if it cannot; set by `demand_global_batch`.
     """
 
     own_seeds: IdentitySet = dataclasses.field(default_factory=IdentitySet)
@@ -141,7 +157,7 @@ class StepNotes:
         default_factory=list
     )
     replica_uses: list[str] = dataclasses.field(default_factory=list)
-    whole_reason: str | None = None
+    global_batch_reason: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -213,8 +229,8 @@ class StepContext:
         if not (is_known or self.facts.is_local):
             self.notes.sizes.append((size, is_rows, of))
 
-    def demand_whole(self, reason: str) -> NoReturn:
-        """Gives the trace up: the step is to run over the whole batch.
+    def demand_global_batch(self, reason: str) -> NoReturn:
+        """Gives the trace up: the step is to run over the global batch.
 
         Args:
           reason: A sentence for the warning: what the step does, and what
@@ -225,8 +241,8 @@ class StepContext:
                 "What the replicas do in `run` cannot be combined. Received: "
                 f"{reason}."
             )
-        self.notes.whole_reason = reason
-        raise WholeBatchNeeded(reason)
+        self.notes.global_batch_reason = reason
+        raise GlobalBatchNeeded(reason)
 
     def note_replica_use(self, name: str) -> None:
         """Notes that the step asked for what one replica alone has.

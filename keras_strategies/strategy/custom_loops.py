@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from keras_strategies._core.host_arrays import from_tensor
-from keras_strategies._core.reduce_op import ReduceOp
-from keras_strategies._core.values import STACKED, PerReplica, stacked
+from keras_strategies._core.values import STACKED, PerReplica, ReduceOp, stacked
 from keras_strategies.data.distributed import DistributedDataset
 from keras_strategies.data.options import (
     InputOptions,

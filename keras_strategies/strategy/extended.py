@@ -7,8 +7,7 @@ from typing import Any
 import jax
 import keras
 
-from keras_strategies._core.reduce_op import ReduceOp
-from keras_strategies._core.values import Mirrored, own_components
+from keras_strategies._core.values import Mirrored, ReduceOp, own_components
 from keras_strategies.keras_bridge.step_context import current_step
 from keras_strategies.strategy import current, reducing
 from keras_strategies.strategy.runner import Runner

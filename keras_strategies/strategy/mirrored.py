@@ -1,4 +1,4 @@
-"""MirroredStrategy: one replica on each device of this machine."""
+"""Strategies of one machine: on all of its devices, or on one."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,6 +7,7 @@ import jax
 
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.names.device_names import (
+    find_device,
     find_devices,
     local_devices,
 )
@@ -59,3 +60,20 @@ class MirroredStrategy(Strategy):
             ReplicaMesh(devices=chosen),
             variable_partitioner=variable_partitioner,
         )
+
+
+class OneDeviceStrategy(Strategy):
+    """Places all variables and all computation on one device.
+
+    Runs the same code paths as the other strategies, with one replica.
+
+    Args:
+      device: The device, as a name ("gpu:0") or a jax device.
+
+    Raises:
+      ValueError: an unknown device.
+    """
+
+    def __init__(self, device: str | jax.Device) -> None:
+        chosen = find_device(device, local_devices())
+        super().__init__(ReplicaMesh(devices=(chosen,)))

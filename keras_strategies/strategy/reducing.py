@@ -11,8 +11,8 @@ import numpy as np
 from keras_strategies._core import values
 from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.reduce_op import ReduceOp, as_reduce_op
 from keras_strategies._core.replica_map import all_sum, as_number
+from keras_strategies._core.values import ReduceOp, as_reduce_op
 from keras_strategies.keras_bridge.hooks import on_read
 from keras_strategies.keras_bridge.run.mappings import opened
 

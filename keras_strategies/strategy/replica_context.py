@@ -9,17 +9,19 @@ import jax.numpy as jnp
 
 from keras_strategies._core.jaxprs.lockstep import Turn
 from keras_strategies._core.jaxprs.replay import current_side
-from keras_strategies._core.reduce_op import ReduceOp, as_reduce_op
 from keras_strategies._core.replica_map import (
     all_concatenated,
     all_sum,
     replica_id,
 )
-from keras_strategies._core.values import LOCAL, PerReplica, own_components
-from keras_strategies.keras_bridge.step_context import (
-    ReplicaScope,
-    StepContext,
+from keras_strategies._core.values import (
+    LOCAL,
+    PerReplica,
+    ReduceOp,
+    as_reduce_op,
+    own_components,
 )
+from keras_strategies.keras_bridge.step_context import ReplicaScope, StepContext
 from keras_strategies.strategy import current
 from keras_strategies.strategy.reducing import summable
 

@@ -23,12 +23,8 @@ from keras_strategies.keras_bridge.run.function_keys import (
 )
 from keras_strategies.keras_bridge.run.mappings import is_closed, opened
 from keras_strategies.keras_bridge.run.run_program import RunProgram
-from keras_strategies.keras_bridge.step_context import (
-    ReplicaScope,
-)
-from keras_strategies.keras_bridge.steps.variants import (
-    Variant,
-)
+from keras_strategies.keras_bridge.step_context import ReplicaScope
+from keras_strategies.keras_bridge.steps.variants import Variant
 from keras_strategies.keras_bridge.variables import deferred_creation
 from keras_strategies.strategy import current, run_shapes
 from keras_strategies.strategy.replica_context import replica_scope
@@ -125,22 +121,13 @@ class Runner:
         deferred_creation.sync_fits(program.lifted)
         return program(_arrays(given), self._last)
 
-    def lower(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Lowers the program of a call; see `Strategy.compile_run`."""
-        return self.lowered(fn, args, kwargs)[0]
-
     def lowered(
         self,
         fn: Callable[..., Any],
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> tuple[Any, list[Any]]:
-        """Lowers the program of a call; also returns what it writes."""
+        """Lowers the program of a call; returns also what it writes."""
         current.check_not_mixing(self._strategy)
         call, leaves = _flattened(fn, args, kwargs)
         given = [run_shapes.argument(leaf, self._mesh) for leaf in leaves]
@@ -239,7 +226,7 @@ class Runner:
                 _note_captured(error, call.fn)
                 raise
         if any(v.trainable for v in program.lifted):
-            runtime.distribution.partitions.check_keys(
+            runtime.distribution.placements.check_keys(
                 [*program.lifted, *runtime.registry]
             )
         return program

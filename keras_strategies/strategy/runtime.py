@@ -6,9 +6,9 @@ from typing import Any
 
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.keras_bridge.variables.partitioners import (
-    partitioning_of,
+    bound_partitioner,
 )
-from keras_strategies.keras_bridge.variables.shardings import Partitions
+from keras_strategies.keras_bridge.variables.shardings import Placements
 from keras_strategies.keras_bridge.variables.variable_creator import (
     Registry,
     ReplicaDistribution,
@@ -42,12 +42,12 @@ class Runtime:
     ) -> "Runtime":
         """The runtime of a strategy over `mesh`."""
         registry = Registry()
-        partitioning, mesh = partitioning_of(variable_partitioner, mesh)
-        partitions = Partitions(mesh, layout_map, partitioning)
+        partitioner, mesh = bound_partitioner(variable_partitioner, mesh)
+        placements = Placements(mesh, layout_map, partitioner)
         return cls(
             mesh=mesh,
             registry=registry,
-            distribution=ReplicaDistribution(mesh, registry, partitions),
+            distribution=ReplicaDistribution(mesh, registry, placements),
             outputs_on_chief=outputs_on_chief,
         )
 

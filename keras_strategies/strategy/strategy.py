@@ -11,9 +11,7 @@ from keras_strategies._core.compiled import CompiledProgram, compile_program
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.keras_bridge.loops import binding as binding_lib
 from keras_strategies.keras_bridge.steps.lower_step import lower_step
-from keras_strategies.keras_bridge.variables.abstract_models import (
-    materialize,
-)
+from keras_strategies.keras_bridge.variables.abstract_models import materialize
 from keras_strategies.keras_bridge.variables.model_variables import (
     all_variables,
 )
@@ -141,11 +139,7 @@ class Strategy(CustomLoops, Plans):
         self._check_free(model)
         existing = binding_lib.binding_of(model)
         binding = existing or binding_lib.Binding(
-            model,
-            self,
-            self._runtime,
-            self._check_context,
-            replica_scope(self),
+            model, self, self._runtime, self._check_context, replica_scope(self)
         )
         binding.install()
         return model
@@ -256,10 +250,12 @@ class Strategy(CustomLoops, Plans):
           ```
         """
         current.check_outside("compile_run")
-        lower = functools.partial(self._runner.lower, fn, args, kwargs or {})
+        runner, given = self._runner, (fn, args, kwargs or {})
         name = f"run of {getattr(fn, '__name__', 'a function')}"
         mesh = self._runtime.mesh
-        return compile_program(lower, mesh, name, compiler_options)
+        return compile_program(
+            lambda: runner.lowered(*given)[0], mesh, name, compiler_options
+        )
 
     def materialize(self, model: keras.Model) -> keras.Model:
         """Gives a model of `ks.abstract()` its initial values.
@@ -313,8 +309,8 @@ class Strategy(CustomLoops, Plans):
         created = self._runtime.registry
         variables = list(created) if model is None else all_variables(model)
         runtime = self._runtime
-        partitioning = runtime.distribution.partitions.partitioning
-        Console().print(describe_table(runtime.mesh, variables, partitioning))
+        partitioner = runtime.distribution.placements.partitioner
+        Console().print(describe_table(runtime.mesh, variables, partitioner))
 
     def __copy__(self) -> "Strategy":
         raise RuntimeError(
@@ -336,10 +332,10 @@ class Strategy(CustomLoops, Plans):
         if len(mesh.devices) > len(names):
             names.append("...")
         cores = mesh.cores_per_replica
-        partitioning = self._runtime.distribution.partitions.partitioning
+        partitioner = self._runtime.distribution.placements.partitioner
         divided = ""
-        if partitioning is not None:
-            divided = f", {partitioning.name} over {partitioning.shards}"
+        if partitioner is not None:
+            divided = f", {partitioner.name} over {partitioner.shards}"
         return (
             f"<{type(self).__name__} of {mesh.num_replicas} replicas"
             f"{f' of {cores} cores' if cores > 1 else ''} on "

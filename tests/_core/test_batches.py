@@ -5,7 +5,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from keras_strategies._core.batches import num_rows, whole_batch
+from keras_strategies._core.batches import global_batch, num_rows
 from keras_strategies._core.batches import place as place_on
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.rows import padded_rows
@@ -16,7 +16,7 @@ CPUS = tuple(jax.devices("cpu"))
 
 
 def place(batches, mesh):
-    return place_on([whole_batch(batch, mesh) for batch in batches], mesh)
+    return place_on([global_batch(batch, mesh) for batch in batches], mesh)
 
 
 def mesh_of(count):

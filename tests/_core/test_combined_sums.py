@@ -48,7 +48,7 @@ def both(fn, replicas):
     args = x.astype("float32"), np.ones(3, "float32")
     found = []
     for each in (fn, combined):
-        whole = rm.whole_spec()
+        whole = rm.replicated_spec()
         mapped = jax.jit(
             rm.replica_map(
                 each,

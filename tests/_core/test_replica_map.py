@@ -22,7 +22,7 @@ BUFFERINGS = [None, IN_PROCESS, BETWEEN_PROCESSES]
 
 def mapped(fn, replicas, *, split_out=False):
     mesh = ReplicaMesh(devices=CPUS[:replicas])
-    split, whole = rm.split_spec(mesh), rm.whole_spec()
+    split, whole = rm.split_spec(mesh), rm.replicated_spec()
     return jax.jit(
         rm.replica_map(
             fn,

@@ -12,8 +12,8 @@ import pytest
 from jax._src import api, distributed
 from jax.sharding import SingleDeviceSharding
 
-from keras_strategies._core.jaxprs.loops import scan_operands
 from keras_strategies._core.jaxprs.replay import own_trace
+from keras_strategies._core.jaxprs.stages import scan_operands
 from keras_strategies._core.jaxprs.traces import is_traced
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import replica_map, split_spec

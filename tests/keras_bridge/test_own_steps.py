@@ -166,7 +166,7 @@ def test_results_are_reduced_with_the_rest_of_the_step():
         model = two_outputs()
         model.compile("sgd", "mse", metrics=["mae", "mape"])
     model.fit(X[:16], Y[:16], batch_size=16, verbose=0)
-    from keras_strategies._core.batches import place, whole_batch
+    from keras_strategies._core.batches import global_batch, place
     from keras_strategies.keras_bridge.steps.step_functions import make_program
 
     mesh = strategy._runtime.mesh
@@ -180,7 +180,7 @@ def test_results_are_reduced_with_the_rest_of_the_step():
             model.metrics_variables,
         )
     )
-    execution = place([whole_batch((X[:16], Y[:16]), mesh)], mesh)
+    execution = place([global_batch((X[:16], Y[:16]), mesh)], mesh)
     text = program.lower(state, execution.segments[0]).as_text()
     assert text.count("stablehlo.all_reduce") == 2
 

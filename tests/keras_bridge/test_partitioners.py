@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.keras_bridge.variables.partitioners import Partitioning
+from keras_strategies.keras_bridge.variables.partitioners import Partitioner
 from tests.parity.one_device import of_cores
 
 FullySharded = ks.experimental.FullySharded
@@ -253,8 +253,8 @@ def test_a_function_may_not_name_a_dimension_of_the_cores():
 
 def test_a_groups_default_size():
     mesh = ks.ReplicaMesh(devices=jax.devices()[:6])
-    assert Partitioning(FullySharded(), mesh).shards == 6
-    assert Partitioning(FullySharded(2), mesh).shards == 2
+    assert Partitioner(FullySharded(), mesh).shards == 6
+    assert Partitioner(FullySharded(2), mesh).shards == 2
 
 
 def test_a_model_of_another_partitioner():

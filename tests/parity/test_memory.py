@@ -51,10 +51,8 @@ def test_indivisible_batch_needs_at_most_a_fifth_more(rows):
             jax.ShapeDtypeStruct((padded,), "int32", sharding=mesh.split),
         )
         segment = Segment(data=data, rows=rows, steps=1)
-        lower = program.lower_whole if rows % 4 else program.lower
-        return (
-            lower(state, segment).compile().memory_analysis().temp_size_in_bytes
-        )
+        compiled = program.lower(state, segment).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
 
     divisible = temporary_bytes(padded_rows(rows, 4))
     assert temporary_bytes(rows) <= 1.2 * divisible

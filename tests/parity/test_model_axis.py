@@ -170,7 +170,7 @@ def axes_of(variable):
     return {axis for axis in variable.value.sharding.spec if axis}
 
 
-def assert_divided_twice(model, parts, has_whole_weights=False):
+def assert_divided_twice(model, parts, has_replicated_weights=False):
     """Kernels (or their slots alone) lie divided over cores and replicas."""
     matrices = [v for v in model.trainable_variables if len(v.shape) > 1]
     slots = [
@@ -181,12 +181,12 @@ def assert_divided_twice(model, parts, has_whole_weights=False):
     over_cores = [v for v in matrices if "model" in axes_of(v)]
     assert over_cores
     assert slots
-    divided = slots if has_whole_weights else over_cores + slots
+    divided = slots if has_replicated_weights else over_cores + slots
     for variable in divided:
         assert axes_of(variable) == {"model", "replica"}, variable.path
         shard = variable.value.addressable_shards[0].data
         assert shard.size * parts == variable.value.size
-    if has_whole_weights:
+    if has_replicated_weights:
         assert all(axes_of(v) == {"model"} for v in over_cores)
 
 
@@ -215,7 +215,7 @@ def test_cores_and_replicas_divide_variables(strategy):
         rows=39,
         of=globally_clipped,
     )
-    assert_divided_twice(model, 4, has_whole_weights="slots" in strategy)
+    assert_divided_twice(model, 4, has_replicated_weights="slots" in strategy)
 
 
 # Muon and Adafactor scale what they are given to one size: of the biases of

@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, DropVar, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, DropVar, jaxpr_as_fun
 
-from keras_strategies._core.jaxprs.stages import equations_in
+from keras_strategies._core.jaxprs import stages
 
 _NAMES = ("psum", "pmax", "pmin", "all_gather", "reduce_scatter", "ppermute")
 _CALLS = {
@@ -185,7 +185,7 @@ def _collectives_in(jaxpr: Any) -> Iterator[Any]:
     for equation in jaxpr.eqns:
         if _is_collective(equation):
             yield equation
-        elif any(map(_is_collective, equations_in(equation))):
+        elif _has_collectives(equation):
             called = trace_called(equation)
             if called is None:
                 raise RuntimeError(
@@ -202,6 +202,10 @@ def _is_collective(equation: Any) -> bool:
     return equation.primitive.name.startswith(_NAMES)
 
 
+def _has_collectives(equation: Any) -> bool:
+    return any(map(_is_collective, stages.equations_in(equation)))
+
+
 def _evaluated(
     jaxpr: Any,
     consts: Sequence[Any],
@@ -212,54 +216,34 @@ def _evaluated(
     values = dict(zip(jaxpr.constvars, consts, strict=True))
     values |= dict(zip(jaxpr.invars, inputs, strict=True))
 
-    def read(variable: Any) -> Any:
-        is_literal = isinstance(variable, Literal)
-        return variable.val if is_literal else values[variable]
-
     pending: list[Any] = []
+
+    def compute() -> None:
+        made = [v for e in pending for v in e.outvars]
+        made = [v for v in made if not isinstance(v, DropVar)]
+        found = stages.computed(jaxpr, pending, made, values.__getitem__)
+        values.update(zip(made, found, strict=True))
+        pending.clear()
+
+    def read(operands: Sequence[Any]) -> list[Any]:
+        return [stages.value_of(v, values) for v in operands]
+
     for equation in jaxpr.eqns:
         is_cut = _is_collective(equation)
-        if not is_cut and not any(map(_is_collective, equations_in(equation))):
+        if not is_cut and not _has_collectives(equation):
             pending.append(equation)
             continue
-        _compute(jaxpr, pending, values)
-        pending = []
-        operands = list(map(read, equation.invars))
+        compute()
+        operands = read(equation.invars)
         called = None if is_cut else trace_called(equation)
         if called is None:
             results = meet(operands)
         else:
             results = _evaluated(*called, operands, meet)
         values.update(zip(equation.outvars, results, strict=True))
-    _compute(jaxpr, pending, values)
-    return list(map(read, jaxpr.outvars))
-
-
-def _compute(jaxpr: Any, equations: list[Any], values: dict[Any, Any]) -> None:
-    """Computes equations, in their order; adds what they make to `values`."""
-    if not equations:
-        return
-    made = [
-        v for e in equations for v in e.outvars if not isinstance(v, DropVar)
-    ]
-    own = set(made)
-    used = [v for e in equations for v in e.invars]
-    given = dict.fromkeys(
-        v for v in used if not isinstance(v, Literal) and v not in own
-    )
-    part = jaxpr.replace(
-        constvars=[], invars=list(given), outvars=made, eqns=equations
-    )
-    results = jaxpr_as_fun(ClosedJaxpr(part, []))(*[values[v] for v in given])
-    values.update(zip(made, results, strict=True))
+    compute()
+    return read(jaxpr.outvars)
 
 
 def _shapes(variables: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    return [
-        jax.ShapeDtypeStruct(
-            v.aval.shape,
-            v.aval.dtype,
-            weak_type=getattr(v.aval, "weak_type", False),
-        )
-        for v in variables
-    ]
+    return [stages.shape_of(v.aval) for v in variables]

@@ -11,10 +11,10 @@ import collections
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from keras_strategies._core.jaxprs import stages
 from keras_strategies._core.jaxprs.specs import Axis
-from keras_strategies._core.jaxprs.stages import acts, has_references
 
 Sum = Callable[[list[Any]], list[Any]]
 
@@ -33,7 +33,7 @@ def with_combined_sums(
       A function of the flat inputs that returns the flat outputs.
     """
     equations = traced.jaxpr.eqns
-    if any(map(acts, equations)) or has_references(traced.jaxpr):
+    if any(map(stages.acts, equations)) or stages.has_references(traced.jaxpr):
         return jaxpr_as_fun(traced)
     rounds = _rounds(equations, axis)
     if all(len(sums) < 2 for _, sums in rounds):
@@ -48,12 +48,13 @@ def with_combined_sums(
         values |= dict(zip(jaxpr.invars, inputs, strict=True))
         for computed, sums in rounds:
             made = [v for e in computed for v in e.outvars if id(v) in read]
-            _compute(traced, computed, made, values)
+            found = stages.computed(jaxpr, computed, made, values.__getitem__)
+            values.update(zip(made, found, strict=True))
             operands = [v for equation in sums for v in equation.invars]
-            totals = all_sum([_value(v, values) for v in operands])
+            totals = all_sum([stages.value_of(v, values) for v in operands])
             results = [v for equation in sums for v in equation.outvars]
             values.update(zip(results, totals, strict=True))
-        return [_value(v, values) for v in jaxpr.outvars]
+        return [stages.value_of(v, values) for v in jaxpr.outvars]
 
     return combined
 
@@ -63,7 +64,7 @@ def _rounds(equations: Sequence[Any], axis: Axis) -> list[tuple[Any, Any]]:
     waits: dict[Any, int] = {}
     computed, sums = collections.defaultdict(list), {}
     for equation in equations:
-        operands = [v for v in equation.invars if not isinstance(v, Literal)]
+        operands = stages.variables(equation.invars)
         latest = max((waits.get(v, 0) for v in operands), default=0)
         is_sum = _is_sum(equation, axis)
         kind = sums.setdefault(latest, []) if is_sum else computed[latest]
@@ -79,26 +80,3 @@ def _is_sum(equation: Any, axis: Axis) -> bool:
         and equation.params["axes"] in ((axis,), axis)
         and equation.params["axis_index_groups"] is None
     )
-
-
-def _compute(
-    traced: ClosedJaxpr,
-    equations: list[Any],
-    made: list[Any],
-    values: dict[Any, Any],
-) -> None:
-    """Computes equations, in their order; adds what they make to `values`."""
-    used = [v for equation in equations for v in equation.invars]
-    own = set(made)
-    given = dict.fromkeys(
-        v for v in used if not isinstance(v, Literal) and v not in own
-    )
-    jaxpr = traced.jaxpr.replace(
-        constvars=[], invars=list(given), outvars=made, eqns=equations
-    )
-    part = jaxpr_as_fun(traced.replace(jaxpr=jaxpr, consts=[]))
-    values.update(zip(made, part(*[values[v] for v in given]), strict=True))
-
-
-def _value(variable: Any, values: dict[Any, Any]) -> Any:
-    return variable.val if isinstance(variable, Literal) else values[variable]

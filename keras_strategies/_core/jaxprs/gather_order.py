@@ -9,7 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax.extend.core import Literal, Var
+from jax.extend.core import Var
+
+from keras_strategies._core.jaxprs.stages import variables
 
 Gathered = tuple[Var, ...]
 """A value, and then those that it was cast from."""
@@ -37,7 +39,7 @@ def gathers_of(
     reads: dict[int, list[Var]] = {}
     holders: Counter[Var] = Counter()
     for place, equation in enumerate(equations):
-        operands = [v for v in equation.invars if not isinstance(v, Literal)]
+        operands = variables(equation.invars)
         if casts(equation) and operands and operands[0] in origins:
             cast = equation.outvars[0]
             origins[cast] = cast, *origins[operands[0]]

@@ -39,8 +39,8 @@ class Update:
       gradients: How each gradient is reduced.
       values: Where each value lies.
       divisor: What sums are divided by.
-      on_whole: Called if the step is not cut at it: it is inside of a branch
-        or a loop.
+      on_replicated: Called if the step is not cut at it: it is inside of a
+        branch or a loop.
     """
 
     traced: ClosedJaxpr
@@ -48,7 +48,7 @@ class Update:
     gradients: tuple[Reduction, ...]
     values: tuple[Spec, ...]
     divisor: int
-    on_whole: Callable[[], None]
+    on_replicated: Callable[[], None]
 
     def __call__(self, operands: Sequence[Any]) -> list[Any]:
         """The new values, of what was captured, reduced gradients, values."""
@@ -91,7 +91,7 @@ def marked_update(
     reductions: Sequence[Reduction],
     specs: Sequence[Spec],
     divisor: int,
-    on_whole: Callable[[], None],
+    on_replicated: Callable[[], None],
 ) -> list[Any]:
     """Computes `update(reduce(gradients), values)`, as one marked equation.
 
@@ -104,7 +104,7 @@ def marked_update(
       reductions: See `Update.gradients`.
       specs: See `Update.values`.
       divisor: See `Update.divisor`.
-      on_whole: See `Update.on_whole`.
+      on_replicated: See `Update.on_replicated`.
     """
     assert _collected.updates is not None
     traced = jax.make_jaxpr(update)(gradients, values)
@@ -120,7 +120,7 @@ def marked_update(
         gradients=tuple(reductions),
         values=tuple(specs),
         divisor=divisor,
-        on_whole=on_whole,
+        on_replicated=on_replicated,
     )
     name = f"{_PREFIX}{len(_collected.updates)}"
     _collected.updates[name] = note

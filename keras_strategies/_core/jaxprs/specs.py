@@ -25,7 +25,7 @@ class OverCores:
 
 
 @dataclasses.dataclass(frozen=True)
-class Divided:
+class Sharded:
     """Where a value lies that is whole to a replica's function.
 
     Attributes:
@@ -47,7 +47,7 @@ class Divided:
         return PartitionSpec(*[None] * self.dim, axis)
 
 
-Placed = OverCores | Divided
+Placed = OverCores | Sharded
 """Of a value that some device does not hold whole."""
 
 Spec = PartitionSpec | Placed

@@ -4,15 +4,17 @@ References (`jax.new_ref`) carry values from one equation to another besides:
 whoever uses one waits for all that was written to it, and needs it written.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.extend.core import (
     ClosedJaxpr,
     DropVar,
     Jaxpr,
     Literal,
     Var,
+    jaxpr_as_fun,
     jaxprs_in_params,
 )
 
@@ -58,14 +60,72 @@ def part(
     """
     jaxpr = traced.jaxpr
     outvars = [jaxpr.outvars[k] for k in outputs]
-    needed = {v for v in outvars if not isinstance(v, Literal)}
-    kept, acting = [], set(map(id, acting))
-    for equation in reversed(jaxpr.eqns):
+    kept = set(map(id, acting))
+    needed = needed_equations(jaxpr.eqns, outvars, lambda e: id(e) in kept)
+    return traced.replace(jaxpr=jaxpr.replace(eqns=needed, outvars=outvars))
+
+
+def needed_equations(
+    equations: Sequence[Any],
+    outputs: Iterable[Any],
+    is_kept: Callable[[Any], bool],
+) -> list[Any]:
+    """Returns the equations that outputs, or others that are kept, need.
+
+    Args:
+      equations: The equations of a program, in their order.
+      outputs: Variables and literals.
+      is_kept: Whether an equation is kept for what it does.
+    """
+    needed, kept = set(variables(outputs)), []
+    for equation in reversed(equations):
         made = [*equation.outvars, *references(equation)]
-        if id(equation) in acting or not needed.isdisjoint(made):
+        if is_kept(equation) or not needed.isdisjoint(made):
             kept.append(equation)
-            needed |= {v for v in equation.invars if not isinstance(v, Literal)}
-    return traced.replace(jaxpr=jaxpr.replace(eqns=kept[::-1], outvars=outvars))
+            needed.update(variables(equation.invars))
+    return kept[::-1]
+
+
+def computed(
+    jaxpr: Jaxpr,
+    equations: Sequence[Any],
+    outputs: Sequence[Var],
+    value_of: Callable[[Var], Any],
+) -> list[Any]:
+    """Computes some equations of a program, in their order.
+
+    Args:
+      jaxpr: The program.
+      equations: The equations.
+      outputs: The variables that they make whose values are returned.
+      value_of: Returns the value of a variable that they read.
+    """
+    own = {v for equation in equations for v in equation.outvars}
+    used = [v for equation in equations for v in variables(equation.invars)]
+    read = dict.fromkeys(v for v in used if v not in own)
+    part = jaxpr.replace(
+        constvars=[],
+        invars=list(read),
+        outvars=list(outputs),
+        eqns=list(equations),
+    )
+    return jaxpr_as_fun(ClosedJaxpr(part, []))(*map(value_of, read))
+
+
+def variables(operands: Iterable[Any]) -> list[Var]:
+    """Returns the operands that are no literals."""
+    return [v for v in operands if not isinstance(v, Literal)]
+
+
+def value_of(operand: Any, values: Mapping[Var, Any]) -> Any:
+    """Returns the value of a variable or a literal."""
+    return operand.val if isinstance(operand, Literal) else values[operand]
+
+
+def shape_of(value: Any) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of an array or of a variable's `aval`."""
+    weak = getattr(value, "weak_type", False)
+    return jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=weak)
 
 
 def acting(jaxpr: Jaxpr, stages: Sequence[int], stage: int) -> list[Any]:
@@ -121,7 +181,7 @@ def _of_outputs(jaxpr: Jaxpr, flow: dict[Var, int]) -> list[int]:
 
 
 def _values(operands: Sequence[Any], flow: dict[Var, int]) -> list[int]:
-    return [flow[v] for v in operands if not isinstance(v, Literal)]
+    return [flow[v] for v in variables(operands)]
 
 
 def references(equation: Any) -> list[Var]:
@@ -150,13 +210,46 @@ def _is_own(equation: Any) -> bool:
 
 
 def all_equations(jaxpr: Any) -> Iterator[Any]:
-    """All equations of a jaxpr, closed or not, and those in them."""
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        yield equation
-        yield from equations_in(equation)
+    """The equations of a jaxpr, closed or not, and those in them, each once."""
+    seen: set[int] = set()
+    waiting = [getattr(jaxpr, "jaxpr", jaxpr)]
+    while waiting:
+        inner = waiting.pop()
+        if id(inner) not in seen:
+            seen.add(id(inner))
+            yield from inner.eqns
+            for equation in inner.eqns:
+                waiting += jaxprs_in_params(equation.params)
 
 
 def equations_in(equation: Any) -> Iterator[Any]:
     """All equations of the jaxprs among an equation's parameters."""
     for inner in jaxprs_in_params(equation.params):
         yield from all_equations(inner)
+
+
+def scan_operands(
+    equation: Any, values: Sequence[Any]
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """Splits what belongs to the operands of a `scan` by what they are.
+
+    Args:
+      equation: An equation of `jax.lax.scan`.
+      values: One for each operand.
+
+    Returns:
+      Those of the constants, of the carry, and of what is scanned.
+    """
+    params = equation.params
+    if "ft_in" in params:  # Of JAX 0.12.
+        parts = params["ft_in"].update(list(values)).unpack()
+        consts, carry, scanned = map(list, parts)
+        return consts, carry, scanned
+    split = params["num_consts"]
+    end = split + params["num_carry"]
+    return list(values[:split]), list(values[split:end]), list(values[end:])
+
+
+def names_in(*groups: str) -> tuple[str, ...]:
+    """Returns the names of primitives in texts, which spaces separate."""
+    return tuple(name for group in groups for name in group.split())

@@ -5,13 +5,14 @@ import contextlib
 import functools
 import importlib.util
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import Literal, jaxprs_in_params
+from jax.extend.core import Literal
+
+from keras_strategies._core.jaxprs import stages
 
 
 def is_traced() -> bool:
@@ -55,12 +56,11 @@ def has_own_code(jaxpr: Any, mark: str) -> bool:
     behind = _equations_behind(jaxpr, mark)
     marked = {v for e in behind if _is_mark(e, mark) for v in e.outvars}
     for equation in jaxpr.jaxpr.eqns:
-        values = {v for v in equation.invars if not isinstance(v, Literal)}
+        values = stages.variables(equation.invars)
         if not marked.isdisjoint(values) and is_own(equation):
             return True
-    inner = (part for e in behind for part in jaxprs_in_params(e.params))
     return any(map(is_own, behind)) or any(
-        is_own(equation) for part in inner for equation in _equations_in(part)
+        is_own(inner) for e in behind for inner in stages.equations_in(e)
     )
 
 
@@ -97,48 +97,23 @@ def numbers_in(jaxpr: Any, mark: str) -> list[float]:
 
 
 _MOVES = frozenset(
-    (
-        "broadcast_in_dim",
-        "convert_element_type",
-        "copy",
-        "expand_dims",
-        "reduce_sum",
-        "reshape",
-        "squeeze",
-        "transpose",
+    stages.names_in(
+        "broadcast_in_dim convert_element_type copy expand_dims reduce_sum",
+        "reshape squeeze transpose",
     )
 )
 
 
 def _equations_behind(jaxpr: Any, mark: str) -> list[Any]:
     """The equations that marked values are computed by; all, if none is."""
-    needed: set[Any] = set()
-    equations = []
-    for equation in reversed(jaxpr.jaxpr.eqns):
-        if _is_mark(equation, mark) or not needed.isdisjoint(equation.outvars):
-            equations.append(equation)
-            needed.update(
-                v for v in equation.invars if not isinstance(v, Literal)
-            )
+    is_kept = functools.partial(_is_mark, mark=mark)
+    equations = stages.needed_equations(jaxpr.jaxpr.eqns, (), is_kept)
     return equations or list(jaxpr.jaxpr.eqns)
 
 
 def _is_mark(equation: Any, mark: str) -> bool:
     is_name = equation.primitive.name == "name"
     return is_name and equation.params["name"] == mark
-
-
-def _equations_in(jaxpr: Any) -> Iterator[Any]:
-    seen: set[int] = set()
-    stack = [jaxpr]
-    while stack:
-        inner = stack.pop()
-        if id(inner) in seen:
-            continue
-        seen.add(id(inner))
-        for equation in inner.eqns:
-            yield equation
-            stack.extend(jaxprs_in_params(equation.params))
 
 
 def is_own(equation: Any) -> bool:
@@ -159,32 +134,11 @@ def is_own(equation: Any) -> bool:
 
 
 _OF_ENTRIES = frozenset(
-    [
-        "add",
-        "broadcast_in_dim",
-        "concatenate",
-        "convert_element_type",
-        "div",
-        "dot_general",
-        "einsum",
-        "expand_dims",
-        "gelu",
-        "logistic",
-        "matmul",
-        "max",
-        "min",
-        "mul",
-        "neg",
-        "relu",
-        "reshape",
-        "silu",
-        "slice",
-        "softmax",
-        "squeeze",
-        "sub",
-        "tanh",
-        "transpose",
-    ]
+    stages.names_in(
+        "add broadcast_in_dim concatenate convert_element_type div dot_general",
+        "einsum expand_dims gelu logistic matmul max min mul neg relu reshape",
+        "silu slice softmax squeeze sub tanh transpose",
+    )
 )
 """What has no constants but those that it is given."""
 

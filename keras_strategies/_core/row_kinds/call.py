@@ -6,10 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from keras_strategies._core.row_kinds.kinds import (
-    CONST,
     PLAIN,
-    ROWS,
-    SUM,
     Kind,
     is_constant,
     joined,
@@ -80,7 +77,7 @@ def joined_plain(kinds: Sequence[Kind]) -> Kind:
     """The kind of a constant that is made of constants in any way."""
     is_random = any(kind.is_random for kind in kinds)
     power = 0.0 if all(map(is_constant, kinds)) else math.nan
-    return dataclasses.replace(PLAIN, is_random=is_random, power=power)
+    return PLAIN.but(is_random=is_random, power=power)
 
 
 def scaled_power(
@@ -118,17 +115,16 @@ def moved(
 ) -> Kind:
     """A kind whose dimensions go to others (None: they are gone)."""
     kind = call.kinds[0] if kind is None else kind
-    if kind.form == ROWS:
+    if kind.is_rows:
         axis = to(kind.axis)
         return call.mixed() if axis is None else at_axis(kind, axis)
-    if kind.form == SUM:
-        return dataclasses.replace(kind, count=0)
+    if kind.is_sum:
+        return kind.but(count=0)
     if kind.values is not None:
         return uniform(kind.values, call.out_shape(out))
     moved = {to(axis): size for axis, size in kind.blocks.items()}
     index_of = None if kind.index_of is None else to(kind.index_of)
-    return dataclasses.replace(
-        kind,
+    return kind.but(
         blocks={axis: s for axis, s in moved.items() if axis is not None},
         index_of=index_of,
     )
@@ -136,18 +132,12 @@ def moved(
 
 def at_axis(kind: Kind, axis: int, outer: int | None = None) -> Kind:
     outer = kind.outer if outer is None else outer
-    return dataclasses.replace(
-        kind, axis=axis, outer=outer, columns=frozenset()
-    )
+    return kind.but(axis=axis, outer=outer, columns=frozenset())
 
 
 def kind_of_entries(call: Call) -> Kind:
     """Operands of one shape, of which each row makes its own results."""
-    if all(kind.form == CONST for kind in call.kinds):
+    if all(kind.is_const for kind in call.kinds):
         return joined_constants(call.kinds)
     found = joined_all(call.kinds, call)
-    return dataclasses.replace(found, count=0, columns=frozenset())
-
-
-def names_in(*groups: str) -> tuple[str, ...]:
-    return tuple(name for group in groups for name in group.split())
+    return found.but(count=0, columns=frozenset())

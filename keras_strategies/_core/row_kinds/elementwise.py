@@ -1,6 +1,5 @@
 """Rules for primitives that compute entry by entry."""
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from keras_strategies._core.jaxprs.stages import names_in
 from keras_strategies._core.row_kinds.call import (
     Call,
     joined_all,
@@ -42,7 +42,7 @@ def _constant(call: Call) -> Kind:
     if all(kind.values is not None for kind in kinds):
         found = uniform(_computed(call), shape)
         is_known = found.values is not None or all(map(is_constant, kinds))
-        return found if is_known else dataclasses.replace(found, power=math.nan)
+        return found if is_known else found.but(power=math.nan)
     first = kinds[0]
     is_index = first.index_of is not None and kinds[-1].is_zero
     if call.name in ("lt", "ge") and is_index:
@@ -52,13 +52,11 @@ def _constant(call: Call) -> Kind:
         is_exact = is_constant(first) or jnp.issubdtype(
             call.params["new_dtype"], jnp.floating
         )
-        return first if is_exact else dataclasses.replace(first, power=math.nan)
+        return first if is_exact else first.but(power=math.nan)
     spread = [
         _spread(kind, call.shape(k), shape) for k, kind in enumerate(kinds)
     ]
-    return dataclasses.replace(
-        joined_constants(spread), power=_power_of_constants(call)
-    )
+    return joined_constants(spread).but(power=_power_of_constants(call))
 
 
 def _spread(kind: Kind, before: Any, after: Any) -> Kind:
@@ -70,7 +68,7 @@ def _spread(kind: Kind, before: Any, after: Any) -> Kind:
         for axis, size in enumerate(after)
         if before[axis] == 1 or kind.blocks.get(axis) == size
     }
-    return dataclasses.replace(kind, blocks={**kind.blocks, **spread})
+    return kind.but(blocks={**kind.blocks, **spread})
 
 
 def _power_of_constants(call: Call) -> float:
@@ -124,39 +122,31 @@ def _numpy(fn: Callable[..., Any]) -> Callable[..., Any]:
     return lambda params, *operands: fn(*operands)
 
 
+_SAME_NAMES = names_in("abs add ceil exp floor log sign sqrt square")
+_OTHER_NAMES: dict[str, Callable[..., Any]] = {
+    "and": np.bitwise_and,
+    "convert_element_type": np.asarray,
+    "copy": np.asarray,
+    "eq": np.equal,
+    "ge": np.greater_equal,
+    "gt": np.greater,
+    "le": np.less_equal,
+    "lt": np.less,
+    "max": np.maximum,
+    "min": np.minimum,
+    "mul": np.multiply,
+    "ne": np.not_equal,
+    "neg": np.negative,
+    "not": np.invert,
+    "or": np.bitwise_or,
+    "pow": np.power,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "select_n": lambda which, *cases: cases[int(which)],
+    "sub": np.subtract,
+}
 _NUMPY: dict[str, Callable[..., Any]] = {
-    name: _numpy(fn)
-    for name, fn in {
-        "abs": np.abs,
-        "add": np.add,
-        "and": np.bitwise_and,
-        "ceil": np.ceil,
-        "convert_element_type": np.asarray,
-        "copy": np.asarray,
-        "eq": np.equal,
-        "exp": np.exp,
-        "floor": np.floor,
-        "ge": np.greater_equal,
-        "gt": np.greater,
-        "le": np.less_equal,
-        "log": np.log,
-        "lt": np.less,
-        "max": np.maximum,
-        "min": np.minimum,
-        "mul": np.multiply,
-        "ne": np.not_equal,
-        "neg": np.negative,
-        "not": np.invert,
-        "or": np.bitwise_or,
-        "pow": np.power,
-        "rsqrt": lambda x: 1 / np.sqrt(x),
-        "select_n": lambda which, *cases: cases[int(which)],
-        "sign": np.sign,
-        "sqrt": np.sqrt,
-        "square": np.square,
-        "sub": np.subtract,
-    }.items()
-} | {
+    **{name: _numpy(getattr(np, name)) for name in _SAME_NAMES},
+    **{name: _numpy(fn) for name, fn in _OTHER_NAMES.items()},
     "div": _divided,
     "integer_pow": lambda params, x: x ** float(params["y"]),
 }
@@ -167,10 +157,10 @@ def _of_sums(call: Call) -> Kind:
     name, kinds = call.name, call.kinds
     if name in ("add", "sub", "add_any"):
         return joined_all(kinds, call)
-    if name == "select_n" and kinds[0].form == CONST:
+    if name == "select_n" and kinds[0].is_const:
         is_fixed = is_constant(kinds[0])
         return joined_all(kinds[1:], call) if is_fixed else call.mixed()
-    of = next(k for k, kind in enumerate(kinds) if kind.form == SUM)
+    of = next(k for k, kind in enumerate(kinds) if kind.is_sum)
     kind, others = kinds[of], [k for i, k in enumerate(kinds) if i != of]
     if name == "convert_element_type":
         is_float = jnp.issubdtype(call.params["new_dtype"], jnp.floating)
@@ -179,7 +169,7 @@ def _of_sums(call: Call) -> Kind:
     if name in ("neg", "copy", "copy_p", "reduce_precision", "real", "imag"):
         return kind
     is_scaled = name == "mul" or (name == "div" and of == 0)
-    if is_scaled and others[0].form == CONST:
+    if is_scaled and others[0].is_const:
         inverse = name == "div"
         return summed(
             scaled_power(kind.power, others[0], call, inverse=inverse)
@@ -189,7 +179,7 @@ def _of_sums(call: Call) -> Kind:
 
 def _of_rows(call: Call) -> Kind:
     kinds = call.kinds
-    of_rows = [(k, kind) for k, kind in enumerate(kinds) if kind.form == ROWS]
+    of_rows = [(k, kind) for k, kind in enumerate(kinds) if kind.is_rows]
     k, first = of_rows[0]
     if any(
         (kind.axis, kind.outer) != (first.axis, first.outer)
@@ -199,15 +189,14 @@ def _of_rows(call: Call) -> Kind:
     size = call.shape(k)[first.axis] // first.outer
     for other, kind in enumerate(kinds):
         shape = call.shape(other)
-        is_spread = kind.form == ROWS or not shape or shape[first.axis] == 1
+        is_spread = kind.is_rows or not shape or shape[first.axis] == 1
         if not is_spread and not kind.is_flat(first.axis, size):
             return call.mixed()
     is_power, power = _power_of_rows(call, [kind for _, kind in of_rows])
     if not is_power:
         return call.mixed()
     keeps = call.name == "convert_element_type"
-    return dataclasses.replace(
-        first,
+    return first.but(
         power=power,
         columns=first.columns if keeps else frozenset(),
         count=first.count if keeps else 0,
@@ -220,7 +209,7 @@ def _power_of_rows(
     """Whether an operation on rows has a power of their number, and which."""
     name, kinds = call.name, call.kinds
     first = of_rows[0]
-    constants = [kind for kind in kinds if kind.form == CONST]
+    constants = [kind for kind in kinds if kind.is_const]
     is_known = all(kind.power is not None for kind in of_rows)
     if name == "convert_element_type" and not jnp.issubdtype(
         call.params["new_dtype"], jnp.inexact
@@ -235,7 +224,7 @@ def _power_of_rows(
         if len(of_rows) == 1:
             (by,) = constants
             is_inverse = name == "div"
-            if is_inverse and kinds[0].form == CONST:
+            if is_inverse and kinds[0].is_const:
                 power = scaled_power(0.0 if is_known else None, by, call)
                 return first.power in (0.0, None), power
             counts = set(by.values or (None,))
@@ -257,12 +246,12 @@ def _power_of_rows(
 def _power_of_cases(kinds: list[Kind]) -> tuple[bool, float | None]:
     """As `_power_of_rows`, of what is chosen by the first."""
     which, *cases = kinds
-    of_rows = [kind for kind in cases if kind.form == ROWS]
-    constants = [kind for kind in cases if kind.form == CONST]
+    of_rows = [kind for kind in cases if kind.is_rows]
+    constants = [kind for kind in cases if kind.is_const]
     power = of_rows[0].power if of_rows else 0.0
     is_same = all(same_power(power, kind.power)[0] for kind in of_rows)
     is_plain = power in (0.0, None) and all(map(is_constant, constants))
-    is_fixed = which.form == ROWS or is_constant(which)
+    is_fixed = which.is_rows or is_constant(which)
     is_zero = all(kind.is_zero for kind in constants)
     doubts = [kind.power for kind in of_rows if kind.power is None]
     power = None if doubts else power
@@ -271,7 +260,7 @@ def _power_of_cases(kinds: list[Kind]) -> tuple[bool, float | None]:
 
 def select(call: Call) -> Kind:
     which, *cases = call.kinds
-    if which.form == CONST and which.values is not None:
+    if which.is_const and which.values is not None:
         chosen = {int(value) for value in which.values}
         if len(chosen) == 1:
             return cases[chosen.pop()]

@@ -1,16 +1,10 @@
 """Rules for gathers and scatters."""
 
-import dataclasses
 from typing import Any
 
-from keras_strategies._core.row_kinds.call import (
-    Call,
-    at_axis,
-    joined_plain,
-)
+from keras_strategies._core.row_kinds.call import Call, at_axis, joined_plain
 from keras_strategies._core.row_kinds.kinds import (
     CONST,
-    ROWS,
     SUM,
     Kind,
     is_constant,
@@ -28,17 +22,17 @@ def gather(call: Call) -> Kind:
         for dim in range(len(call.out_shape()))
         if dim not in numbers.offset_dims
     ]
-    if operand.form == CONST and index.form == CONST:
+    if operand.is_const and index.is_const:
         shape = call.shape(1)[:-1]
         blocks = {
             places[dim]: size if index.values else index.blocks.get(dim, 1)
             for dim, size in enumerate(shape)
         }
-        return dataclasses.replace(joined_plain(call.kinds), blocks=blocks)
-    if operand.form == SUM or index.form == SUM:
-        is_fixed = operand.form == SUM and index.form == CONST
+        return joined_plain(call.kinds).but(blocks=blocks)
+    if operand.is_sum or index.is_sum:
+        is_fixed = operand.is_sum and index.is_const
         return operand if is_fixed else call.mixed()
-    if operand.form == CONST:
+    if operand.is_const:
         is_row = index.axis < len(call.shape(1)) - 1
         batching = tuple(numbers.start_indices_batching_dims)
         if index.axis in batching:
@@ -64,25 +58,25 @@ def _gathered_rows(
     call: Call, operand: Kind, index: Kind, numbers: Any, places: list[int]
 ) -> Kind:
     axis, shape = operand.axis, call.shape()
-    operand = dataclasses.replace(operand, count=0)
+    operand = operand.but(count=0)
     batching = tuple(numbers.operand_batching_dims)
     if axis in batching:
         dim = numbers.start_indices_batching_dims[batching.index(axis)]
         size = shape[axis] // operand.outer
-        if index.form == ROWS:
+        if index.is_rows:
             fits = (index.axis, index.outer) == (dim, operand.outer)
         else:
             fits = index.is_flat(dim, size)
         return at_axis(operand, places[dim]) if fits else call.mixed()
     if axis not in numbers.collapsed_slice_dims:
         is_all = call.params["slice_sizes"][axis] == shape[axis]
-        if index.form != CONST or not is_all:
+        if not (index.is_const and is_all):
             return call.mixed()
         gone = (*numbers.collapsed_slice_dims, *batching)
         kept = [d for d in range(len(shape)) if d not in gone]
         return at_axis(operand, numbers.offset_dims[kept.index(axis)])
     column = tuple(numbers.start_index_map).index(axis)
-    if index.form == ROWS and column in index.columns:
+    if index.is_rows and column in index.columns:
         return at_axis(operand, places[index.axis])
     if index.is_random:
         # Rows in a random order, which is a replica's own by definition.
@@ -101,25 +95,23 @@ def scatter(call: Call) -> Kind:
     if SUM in forms:
         return call.mixed()
     numbers = call.params["dimension_numbers"]
-    if operand.form == CONST:
+    if operand.is_const:
         return _scattered_into_constant(call, numbers)
     axis, shape = operand.axis, call.shape()
     batching = tuple(numbers.operand_batching_dims)
-    gone = (*numbers.inserted_window_dims, *batching)
     if axis in batching:
         dim = numbers.scatter_indices_batching_dims[batching.index(axis)]
         return _if_rows_meet(call, operand, dim, _place_of_index(call, dim))
     if axis in numbers.inserted_window_dims:
         mapped = tuple(numbers.scatter_dims_to_operand_dims)
-        is_own = index.form == ROWS and mapped.index(axis) in index.columns
+        is_own = index.is_rows and mapped.index(axis) in index.columns
         if not is_own:
             return call.mixed()
         place = _place_of_index(call, index.axis)
         return _if_rows_meet(call, operand, index.axis, place)
-    kept = [d for d in range(len(shape)) if d not in gone]
-    place = numbers.update_window_dims[kept.index(axis)]
+    place = numbers.update_window_dims[_window_dims(call).index(axis)]
     is_all = call.shape(2)[place] == shape[axis]
-    if index.form != CONST or not is_all:
+    if not (index.is_const and is_all):
         return call.mixed()
     return _if_rows_meet(call, operand, None, place)
 
@@ -128,16 +120,21 @@ def _scattered_constants(call: Call) -> Kind:
     """Constants, flat along dimensions that are written as a whole."""
     operand, _, update = call.kinds
     numbers = call.params["dimension_numbers"]
-    gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-    shape = call.shape()
-    kept = [d for d in range(len(shape)) if d not in gone]
-    blocks = {}
-    for dim, place in zip(kept, numbers.update_window_dims, strict=True):
+    shape, blocks = call.shape(), {}
+    places = zip(_window_dims(call), numbers.update_window_dims, strict=True)
+    for dim, place in places:
         is_all = call.shape(2)[place] == shape[dim]
         if is_all and update.is_flat(place, shape[dim]):
             known = operand.values is not None
             blocks[dim] = shape[dim] if known else operand.blocks.get(dim, 1)
-    return dataclasses.replace(joined_plain(call.kinds), blocks=blocks)
+    return joined_plain(call.kinds).but(blocks=blocks)
+
+
+def _window_dims(call: Call) -> list[int]:
+    """The operand's dimensions that a scatter's windows have, in order."""
+    numbers = call.params["dimension_numbers"]
+    gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    return [d for d in range(len(call.shape())) if d not in gone]
 
 
 def _place_of_index(call: Call, dim: int) -> int:
@@ -154,24 +151,24 @@ def _if_rows_meet(
     _, index, update = call.kinds
     size = call.shape()[operand.axis] // operand.outer
     fits = True
-    if dim is not None and index.form == ROWS:
+    if dim is not None and index.is_rows:
         fits = (index.axis, index.outer) == (dim, operand.outer)
     elif dim is not None:
         fits = index.is_flat(dim, size)
-    if update.form == ROWS:
+    if update.is_rows:
         fits &= (update.axis, update.outer) == (place, operand.outer)
         fits &= same_power(operand.power, update.power)[0]
     else:
         is_plain = operand.power in (0.0, None) and is_constant(update)
         fits &= update.is_zero or is_plain
         fits &= not call.shape(2) or update.is_flat(place, size)
-    return dataclasses.replace(operand, count=0) if fits else call.mixed()
+    return operand.but(count=0) if fits else call.mixed()
 
 
 def _scattered_into_constant(call: Call, numbers: Any) -> Kind:
     """Rows that are added up in places, or each put into its own."""
     operand, index, update = call.kinds
-    of_index = index.form == ROWS
+    of_index = index.is_rows
     if of_index and index.axis < len(call.shape(1)) - 1:
         place = _place_of_index(call, index.axis)
         mapped = tuple(numbers.scatter_dims_to_operand_dims)
@@ -187,7 +184,7 @@ def _scattered_into_constant(call: Call, numbers: Any) -> Kind:
             return _if_rows_meet(call, as_rows, index.axis, place)
         fits = (
             update.is_flat(place, size)
-            if update.form == CONST
+            if update.is_const
             else update.axis == place
         )
     else:
@@ -200,20 +197,16 @@ def _scattered_into_constant(call: Call, numbers: Any) -> Kind:
         if not of_index and update.axis in window:
             return _window_of_rows(call, numbers)
     is_sum = call.name in ("scatter-add", "scatter_add") and operand.is_zero
-    power = update.power if update.form == ROWS else 0.0
+    power = update.power if update.is_rows else 0.0
     return summed(power) if fits and is_sum else call.mixed()
 
 
 def _window_of_rows(call: Call, numbers: Any) -> Kind:
     operand, _, update = call.kinds
-    gone = (
-        *numbers.inserted_window_dims,
-        *numbers.operand_batching_dims,
-    )
-    kept = [d for d in range(len(call.shape())) if d not in gone]
-    axis = kept[tuple(numbers.update_window_dims).index(update.axis)]
+    window = tuple(numbers.update_window_dims)
+    axis = _window_dims(call)[window.index(update.axis)]
     is_all = call.shape(2)[update.axis] == call.shape()[axis]
     size = call.shape()[axis] // update.outer
     if not is_all or not operand.is_flat(axis, size):
         return call.mixed()
-    return at_axis(dataclasses.replace(update, count=0), axis)
+    return at_axis(update.but(count=0), axis)

@@ -79,6 +79,30 @@ class Kind:
         return self.blocks.get(axis, 1) % size == 0
 
     @property
+    def is_const(self) -> bool:
+        """Whether it does not depend on the rows' contents."""
+        return self.form == CONST
+
+    @property
+    def is_rows(self) -> bool:
+        """Whether it has entries for each row."""
+        return self.form == ROWS
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether it is linear in sums over the rows."""
+        return self.form == SUM
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether it mixes rows."""
+        return self.form == MIXED
+
+    def but(self, **changes: Any) -> "Kind":
+        """Returns the kind with other attributes."""
+        return dataclasses.replace(self, **changes)
+
+    @property
     def is_zero(self) -> bool:
         """Whether it is a constant of zeros."""
         return self.values is not None and not any(self.values)
@@ -110,7 +134,7 @@ def uniform(values: tuple[Any, ...] | None, shape: Sequence[int]) -> Kind:
 
 def first_mixed(kinds: Sequence[Kind]) -> Kind | None:
     """The first value that mixes rows, or None."""
-    return next((kind for kind in kinds if kind.form == MIXED), None)
+    return next((kind for kind in kinds if kind.is_mixed), None)
 
 
 def power_of(values: tuple[Any, ...] | None, ratio: float) -> float | None:
@@ -192,12 +216,12 @@ def joined(one: Kind, two: Kind, shape: Sequence[int], why: Any) -> Kind:
     wrong = first_mixed((one, two))
     if wrong is not None:
         return wrong
-    if one.form == CONST and two.form == CONST:
+    if one.is_const and two.is_const:
         return joined_constants((one, two))
-    if one.form == CONST:
+    if one.is_const:
         one, two = two, one
-    if two.form == CONST:
-        if one.form == SUM:
+    if two.is_const:
+        if one.is_sum:
             is_offset = one.power in (MEAN_POWER, None) and is_constant(two)
             fits = two.is_zero or is_offset
             return one if fits else mixed(why)
@@ -210,7 +234,7 @@ def joined(one: Kind, two: Kind, shape: Sequence[int], why: Any) -> Kind:
         return mixed(why)
     if (one.axis, one.outer) != (two.axis, two.outer):
         return mixed(why)
-    return dataclasses.replace(one, power=power, columns=frozenset(), count=0)
+    return one.but(power=power, columns=frozenset(), count=0)
 
 
 def joined_constants(kinds: Sequence[Kind]) -> Kind:
@@ -250,10 +274,10 @@ def of_arrays(arrays: Sequence[Any]) -> Kind:
         v.shape == shape and not np.array_equal(v, values[0])
         for v in values[1:]
     ):
-        return dataclasses.replace(PLAIN, power=math.nan)
+        return PLAIN.but(power=math.nan)
     blocks = {}
     for axis, size in enumerate(shape):
         moved = np.moveaxis(values[0], axis, 0)
         if np.array_equal(moved, np.broadcast_to(moved[:1], moved.shape)):
             blocks[axis] = size
-    return dataclasses.replace(PLAIN, blocks=blocks)
+    return PLAIN.but(blocks=blocks)

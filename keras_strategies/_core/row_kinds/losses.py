@@ -23,15 +23,11 @@ from jax.extend.core import Literal
 
 from keras_strategies._core.jaxprs import traces
 from keras_strategies._core.jaxprs.collective_cut import trace_called
-from keras_strategies._core.jaxprs.loops import scan_operands
+from keras_strategies._core.jaxprs.stages import scan_operands
 from keras_strategies._core.row_kinds.call import Call
 from keras_strategies._core.row_kinds.kinds import (
-    CONST,
     MEAN_POWER,
-    MIXED,
     PLAIN,
-    ROWS,
-    SUM,
     Kind,
     is_constant,
     joined,
@@ -46,7 +42,7 @@ LOSS = "ks.loss"
 """Marks a scalar whose mean over the replicas is taken."""
 VALUES = "ks.values"
 """Marks values of rows that a reduction of ours is about to reduce."""
-WHOLE = "ks.whole"
+GLOBAL = "ks.global"
 """Marks what was computed of all replicas' rows, as one device would."""
 REDUCED = "ks.reduced"
 """Marks what that made of them: the mean over the replicas is the batch's."""
@@ -143,15 +139,13 @@ class _Walk:
 
     def closed(self, jaxprs: list[Any], inputs: list[Kind]) -> list[Kind]:
         """The kinds of the results of closed jaxprs."""
-        consts = [
-            of_arrays(pair)
-            for pair in zip(*(j.consts for j in jaxprs), strict=True)
-        ]
-        return self._open([j.jaxpr for j in jaxprs], consts, inputs)
+        return self._called([(j.jaxpr, j.consts) for j in jaxprs], inputs)
 
-    def _open(
-        self, jaxprs: list[Any], consts: list[Kind], inputs: list[Kind]
-    ) -> list[Kind]:
+    def _called(self, called: Sequence[Any], inputs: list[Kind]) -> list[Kind]:
+        """The kinds of the results of jaxprs and their constants."""
+        jaxprs = [jaxpr for jaxpr, _ in called]
+        columns = zip(*(consts for _, consts in called), strict=True)
+        consts = map(of_arrays, columns)
         first = jaxprs[0]
         # Whether entries are placed elsewhere depends on what JAX has cached.
         parts = [_without_placing(jaxpr) for jaxpr in jaxprs]
@@ -185,7 +179,7 @@ class _Walk:
         found = self._kinds_of(equations, kinds)
         if not any(kind.of_loss for kind in kinds):
             return found
-        found = [dataclasses.replace(kind, of_loss=True) for kind in found]
+        found = [kind.but(of_loss=True) for kind in found]
         if self._is_noting and traces.is_own(equations[0]):
             # What a train step makes of a loss is one, too.
             outputs = zip(equations[0].outvars, found, strict=True)
@@ -205,7 +199,7 @@ class _Walk:
             return self._cond(equations, kinds)
         inner = [trace_called(e) for e in equations]
         if None not in inner:
-            return self._call(inner, kinds)
+            return self._called(inner, kinds)
         call = Call(
             equation=equation,
             twin=equations[-1] if len(equations) > 1 else None,
@@ -223,31 +217,24 @@ class _Walk:
             and not equation.outvars[0].aval.shape
         ):
             self._losses.append(kind)
-            return dataclasses.replace(kind, of_loss=True)
-        if name == WHOLE and kind.is_global:
+            return kind.but(of_loss=True)
+        if name == GLOBAL and kind.is_global:
             # From here on the number of rows is a replica's.
-            return dataclasses.replace(kind, is_global=False)
+            return kind.but(is_global=False)
         if name in (VALUES, OWN):
             self._marked[name] = kind
         elif name in (REDUCED, AVERAGED):
             values = self._marked.get(VALUES, kind)
-            if values.form == ROWS:
+            if values.is_rows:
                 power = values.power
                 return summed(None if power is None else power + MEAN_POWER)
             return kind if name == AVERAGED else mixed(equation)
         elif name == NORMALIZED and equation.outvars[0].aval.shape:
             of = self._marked.get(OWN, kind)
-            if of.form == ROWS:
+            if of.is_rows:
                 return rows(of.axis, of.outer)
-            return of if of.form == MIXED else rows(0)
+            return of if of.is_mixed else rows(0)
         return kind
-
-    def _call(self, inner: list[Any], kinds: list[Kind]) -> list[Kind]:
-        consts = [
-            of_arrays(pair)
-            for pair in zip(*(consts for _, consts in inner), strict=True)
-        ]
-        return self._open([jaxpr for jaxpr, _ in inner], consts, kinds)
 
     @contextlib.contextmanager
     def _not_noting(self) -> Iterator[None]:
@@ -265,12 +252,7 @@ class _Walk:
             # A kind changes a few times at most: const, rows or sum, mixed.
             for _ in range(2 + 2 * len(carry)):
                 after = body(carry)
-                new = [
-                    joined(one, two, shape, why)
-                    for one, two, shape in zip(
-                        carry, after, shapes, strict=True
-                    )
-                ]
+                new = _joined_each(carry, after, shapes, why)
                 if new == carry:
                     return carry
                 carry = new
@@ -312,7 +294,7 @@ class _Walk:
             equations[0],
         )
         (test,) = self.closed(tests, [*of_cond, *carry])
-        if test.form != CONST or not is_constant(test):
+        if not test.is_const or not is_constant(test):
             return [mixed(equations[0])] * len(carry)
         self.closed(bodies, [*of_body, *carry])
         return carry
@@ -322,15 +304,19 @@ class _Walk:
         columns = zip(*(e.params["branches"] for e in equations), strict=True)
         branches = [self.closed(list(pair), operands) for pair in columns]
         shapes = [v.aval.shape for v in equations[0].outvars]
-        if which.form != CONST or not is_constant(which):
+        if not which.is_const or not is_constant(which):
             return [mixed(equations[0])] * len(shapes)
         found = branches[0]
         for other in branches[1:]:
-            found = [
-                joined(one, two, shape, equations[0])
-                for one, two, shape in zip(found, other, shapes, strict=True)
-            ]
+            found = _joined_each(found, other, shapes, equations[0])
         return found
+
+
+def _joined_each(
+    ones: list[Kind], others: list[Kind], shapes: Sequence[Any], why: Any
+) -> list[Kind]:
+    columns = zip(ones, others, shapes, strict=True)
+    return [joined(one, two, shape, why) for one, two, shape in columns]
 
 
 def _is_number(variable: Any) -> bool:
@@ -353,35 +339,29 @@ def _without_placing(jaxpr: Any) -> tuple[list[Any], dict[Any, Any]]:
 
 
 def _verdict(kind: Kind) -> Verdict:
-    if kind.form == CONST:
+    if kind.is_const:
         return Verdict.MEAN if is_constant(kind) else Verdict.MIXED
-    if kind.form == SUM and kind.power is None:
+    if kind.is_sum and kind.power is None:
         return Verdict.UNSURE
-    is_mean = kind.form == SUM and kind.power == MEAN_POWER
+    is_mean = kind.is_sum and kind.power == MEAN_POWER
     return Verdict.MEAN if is_mean else Verdict.MIXED
 
 
 def _slice_of(kind: Kind, why: Any) -> Kind:
     """The kind of the entries along dimension 0."""
-    if kind.form == ROWS:
+    if kind.is_rows:
         if kind.axis == 0:
             return mixed(why)
-        return dataclasses.replace(
-            kind, axis=kind.axis - 1, columns=frozenset()
-        )
+        return kind.but(axis=kind.axis - 1, columns=frozenset())
     blocks = {axis - 1: s for axis, s in kind.blocks.items() if axis}
     index_of = kind.index_of - 1 if kind.index_of else None
-    return dataclasses.replace(kind, blocks=blocks, index_of=index_of)
+    return kind.but(blocks=blocks, index_of=index_of)
 
 
 def _stacked(kind: Kind) -> Kind:
     """The kind of values of several turns, in a new dimension 0."""
-    if kind.form == ROWS:
-        return dataclasses.replace(
-            kind, axis=kind.axis + 1, columns=frozenset()
-        )
+    if kind.is_rows:
+        return kind.but(axis=kind.axis + 1, columns=frozenset())
     blocks = {axis + 1: size for axis, size in kind.blocks.items()}
     index_of = None if kind.index_of is None else kind.index_of + 1
-    return dataclasses.replace(
-        kind, blocks=blocks, index_of=index_of, values=None
-    )
+    return kind.but(blocks=blocks, index_of=index_of, values=None)

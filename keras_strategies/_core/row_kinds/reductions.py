@@ -1,6 +1,5 @@
-"""Rules for primitives that compute along dimensions."""
+"""Rules for primitives that sum or compute along dimensions."""
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,13 +10,15 @@ from keras_strategies._core.row_kinds.call import (
     joined_plain,
     kind_of_entries,
     moved,
+    scaled_power,
+    sum_of_powers,
 )
 from keras_strategies._core.row_kinds.kinds import (
     CONST,
-    ROWS,
     SUM,
     Kind,
     joined_constants,
+    rows,
     summed,
     uniform,
 )
@@ -26,20 +27,20 @@ from keras_strategies._core.row_kinds.kinds import (
 def reduce_sum(call: Call) -> Kind:
     kind, axes = call.kinds[0], tuple(call.params["axes"])
     before = call.shape()
-    if kind.form == CONST and kind.values is not None:
+    if kind.is_const and kind.values is not None:
         counts = [
             math.prod(e.invars[0].aval.shape[axis] for axis in axes)
             for e in call.equations
         ]
         pairs = zip(kind.values, counts, strict=True)
         return uniform(tuple(v * c for v, c in pairs), call.out_shape())
-    if kind.form == ROWS and kind.axis in axes:
+    if kind.is_rows and kind.axis in axes:
         return summed(kind.power)
-    if kind.form == CONST and kind.is_random and call.grows(axes):
+    if kind.is_const and kind.is_random and call.grows(axes):
         return summed(kind.power)
     reduced = reduce(call)
     count = math.prod(before[axis] for axis in axes) * max(kind.count, 1)
-    return dataclasses.replace(reduced, count=count)
+    return reduced.but(count=count)
 
 
 def reduce(call: Call) -> Kind:
@@ -47,15 +48,15 @@ def reduce(call: Call) -> Kind:
     axes = tuple(call.params["axes"])
     kept = [a for a in range(len(call.shape())) if a not in axes]
     kind = call.kinds[0]
-    if kind.form == SUM and call.name != "reduce_sum":
+    if kind.is_sum and call.name != "reduce_sum":
         return call.mixed()
     if call.name in ("reduce_prod", "argmax", "argmin", "reduce_xor"):
         is_one = math.prod(call.shape()) == math.prod(call.out_shape())
-        if kind.form == CONST and not (is_one and "reduce" in call.name):
-            kind = dataclasses.replace(kind, values=None)
+        if kind.is_const and not (is_one and "reduce" in call.name):
+            kind = kind.but(values=None)
     if call.name not in ("reduce_max", "reduce_min"):
-        kind = dataclasses.replace(kind, index_of=None)
-    is_nonlinear = call.name != "reduce_sum" and kind.form == ROWS
+        kind = kind.but(index_of=None)
+    is_nonlinear = call.name != "reduce_sum" and kind.is_rows
     if is_nonlinear and kind.power not in (0.0, None):
         return call.mixed()
     return moved(
@@ -67,16 +68,16 @@ def along(axis_of: Callable[[Call], int]) -> Callable[[Call], Any]:
     """The rule of what computes along a dimension, which is not the rows'."""
 
     def rule(call: Call) -> Any:
-        if any(kind.form == SUM for kind in call.kinds):
+        if any(kind.is_sum for kind in call.kinds):
             return call.mixed()
         axis = axis_of(call)
         for kind in call.kinds:
-            if kind.form == ROWS and kind.axis == axis:
+            if kind.is_rows and kind.axis == axis:
                 return call.mixed()
         found = kind_of_entries(call)
-        if found.form == CONST:
+        if found.is_const:
             blocks = {a: s for a, s in found.blocks.items() if a != axis}
-            found = dataclasses.replace(found, blocks=blocks, index_of=None)
+            found = found.but(blocks=blocks, index_of=None)
         return found
 
     return rule
@@ -84,9 +85,9 @@ def along(axis_of: Callable[[Call], int]) -> Callable[[Call], Any]:
 
 def reduce_window(call: Call) -> Kind:
     kind = call.kinds[0]
-    if kind.form == CONST:
+    if kind.is_const:
         return joined_plain(call.kinds)
-    if kind.form == SUM:
+    if kind.is_sum:
         return call.mixed()
     params, axis = call.params, kind.axis
     neutral = [params["window_dimensions"][axis] == 1]
@@ -101,8 +102,144 @@ def reduce_window(call: Call) -> Kind:
 
 def reverse(call: Call) -> Kind:
     kind = call.kinds[0]
-    if kind.form == ROWS and kind.axis in call.params["dimensions"]:
+    if kind.is_rows and kind.axis in call.params["dimensions"]:
         return call.mixed()
-    if kind.form == CONST:
+    if kind.is_const:
         return joined_constants((kind,))
     return kind
+
+
+def dot_general(call: Call) -> Kind:
+    one, two = call.kinds
+    contracted, batch = call.params["dimension_numbers"]
+    if one.is_const and two.is_const:
+        return _constant_product(call, contracted, batch)
+    if SUM in (one.form, two.form):
+        if CONST not in (one.form, two.form):
+            return call.mixed()
+        total, by = (one, two) if one.is_sum else (two, one)
+        return summed(scaled_power(total.power, by, call))
+    places = [
+        _place_of_dim(call, k, kind.axis, contracted, batch)
+        if kind.is_rows
+        else None
+        for k, kind in enumerate(call.kinds)
+    ]
+    if one.is_rows and two.is_rows:
+        return _product_of_rows(call, places, contracted, batch)
+    k = 0 if one.is_rows else 1
+    kind, other = call.kinds[k], call.kinds[1 - k]
+    place = places[k]
+    power = scaled_power(kind.power, other, call)
+    if place is not None and kind.axis in batch[k]:
+        dim = batch[1 - k][batch[k].index(kind.axis)]
+        if not other.is_flat(dim, call.shape(k)[kind.axis] // kind.outer):
+            return call.mixed()
+    if place is not None:
+        scaled = kind.but(count=0, power=power)
+        return at_axis(scaled, place)
+    # A sum over the rows, weighted by a constant.
+    dim = contracted[1 - k][contracted[k].index(kind.axis)]
+    size = call.shape(k)[kind.axis] // kind.outer
+    if other.is_random or not other.is_flat(dim, size):
+        return call.mixed()
+    return summed(power)
+
+
+def _constant_product(call: Call, contracted: Any, batch: Any) -> Kind:
+    if any(kind.is_zero for kind in call.kinds):
+        zeros = (0,) * len(call.equations)
+        return uniform(zeros, call.out_shape())
+    blocks: dict[int, int] = {}
+    for k, kind in enumerate(call.kinds):
+        for dim, size in enumerate(call.shape(k)):
+            place = _place_of_dim(call, k, dim, contracted, batch)
+            if place is not None:
+                known = size if kind.values else kind.blocks.get(dim, 1)
+                blocks[place] = math.gcd(blocks.get(place, known), known)
+    return joined_plain(call.kinds).but(blocks=blocks)
+
+
+def _place_of_dim(
+    call: Call, k: int, dim: int, contracted: Any, batch: Any
+) -> int | None:
+    """The dimension of a product that a dimension of operand `k` becomes."""
+    if dim in contracted[k]:
+        return None
+    if dim in batch[k]:
+        return batch[k].index(dim)
+
+    def free(side: int) -> list[int]:
+        dims = range(len(call.shape(side)))
+        taken = (*contracted[side], *batch[side])
+        return [d for d in dims if d not in taken]
+
+    start = len(batch[0]) + (len(free(0)) if k == 1 else 0)
+    return start + free(k).index(dim)
+
+
+def _product_of_rows(
+    call: Call, places: list[int | None], contracted: Any, batch: Any
+) -> Kind:
+    one, two = call.kinds
+    power = sum_of_powers(call.kinds)
+    is_alike = one.outer == two.outer
+    for pairs in (contracted, batch):
+        if one.axis in pairs[0]:
+            is_alike &= pairs[1][pairs[0].index(one.axis)] == two.axis
+            if not is_alike:
+                return call.mixed()
+            if pairs is contracted:
+                return summed(power)
+            return rows(places[0] or 0, one.outer, power)
+    return call.mixed()
+
+
+def convolution(call: Call) -> Kind:
+    image, kernel = call.kinds
+    numbers = call.params["dimension_numbers"]
+    if image.is_const and kernel.is_const:
+        if image.is_zero:
+            return uniform(image.values, call.out_shape())
+        size = image.blocks.get(numbers.lhs_spec[0], 1)
+        blocks = {numbers.out_spec[0]: size}
+        return joined_plain(call.kinds).but(blocks=blocks)
+    is_plain = image.is_rows and kernel.is_const
+    is_plain &= call.params["batch_group_count"] == 1
+    if not is_plain or image.axis != numbers.lhs_spec[0]:
+        return call.mixed()
+    power = scaled_power(image.power, kernel, call)
+    scaled = image.but(count=0, power=power)
+    return at_axis(scaled, numbers.out_spec[0])
+
+
+def of_matrices(dims: int) -> Callable[[Call], Kind]:
+    """The rule of what computes on the last dimensions of each operand."""
+
+    def rule(call: Call) -> Kind:
+        for k, kind in enumerate(call.kinds):
+            is_within = kind.axis >= len(call.shape(k)) - dims
+            if kind.is_sum or (kind.is_rows and is_within):
+                return call.mixed()
+        of_rows = [kind for kind in call.kinds if kind.is_rows]
+        if not of_rows:
+            return joined_plain(call.kinds)
+        first = of_rows[0]
+        alike = all(
+            (kind.axis, kind.outer) == (first.axis, first.outer)
+            for kind in of_rows
+        )
+        constants = [
+            kind.is_flat(first.axis, call.shape(k)[first.axis])
+            for k, kind in enumerate(call.kinds)
+            if kind.is_const and len(call.shape(k)) > first.axis
+        ]
+        is_known = all(kind.power is not None for kind in of_rows)
+        result = rows(first.axis, first.outer, 0.0 if is_known else None)
+        return result if alike and all(constants) else call.mixed()
+
+    return rule
+
+
+def fft(call: Call) -> Kind:
+    return of_matrices(len(call.params["fft_lengths"]))(call)

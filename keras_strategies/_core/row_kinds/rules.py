@@ -3,63 +3,26 @@
 What has no rule is `MIXED` unless all of its operands are constants.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 
-from keras_strategies._core.row_kinds.call import (
-    Call,
-    joined_plain,
-    names_in,
-)
-from keras_strategies._core.row_kinds.elementwise import (
+from keras_strategies._core.jaxprs.stages import names_in
+from keras_strategies._core.row_kinds import (
     elementwise,
-    select,
+    indexing,
+    reductions,
+    shapes,
 )
-from keras_strategies._core.row_kinds.indexing import (
-    gather,
-    scatter,
-)
+from keras_strategies._core.row_kinds.call import Call, joined_plain
 from keras_strategies._core.row_kinds.kinds import (
     CONST,
-    MIXED,
     PLAIN,
-    ROWS,
     Kind,
     first_mixed,
     is_constant,
-)
-from keras_strategies._core.row_kinds.products import (
-    convolution,
-    dot_general,
-    of_matrices,
-)
-from keras_strategies._core.row_kinds.reductions import (
-    along,
-    reduce,
-    reduce_sum,
-    reduce_window,
-    reverse,
-)
-from keras_strategies._core.row_kinds.shapes import (
-    broadcast,
-    concatenate,
-    dynamic_slice,
-    dynamic_update_slice,
-    expand_dims,
-    iota,
-    pad,
-    reshape,
-    slice_,
-    split,
-    squeeze,
-    stack,
-    tile,
-    transpose,
-    unstack,
 )
 
 
@@ -70,12 +33,12 @@ def kinds_of_results(call: Call) -> list[Kind]:
         return [_random(call, k) for k in range(num)]
     if call.name in _GLOBAL:
         wrong = first_mixed(call.kinds)
-        exact = dataclasses.replace(PLAIN, is_global=True)
+        exact = PLAIN.but(is_global=True)
         return [wrong or exact] * num
     if call.name == "optimization_barrier":
         return list(call.kinds)
     rule = _RULES.get(call.name)
-    if rule is None and all(kind.form == CONST for kind in call.kinds):
+    if rule is None and all(kind.is_const for kind in call.kinds):
         found = joined_plain(call.kinds)
         return [_beside_twin(call, found, k) for k in range(num)]
     wrong = first_mixed(call.kinds)
@@ -90,13 +53,13 @@ def kinds_of_results(call: Call) -> list[Kind]:
 
 def _random(call: Call, out: int) -> Kind:
     """Entries drawn for themselves, of fixed parameters or one for each."""
-    if all(kind.form == CONST for kind in call.kinds):
+    if all(kind.is_const for kind in call.kinds):
         blocks = dict(enumerate(call.out_shape(out)))
         return Kind(form=CONST, is_random=True, blocks=blocks)
     wrong = first_mixed(call.kinds)
     if wrong is not None or call.name != "random_gamma":
         return wrong or call.mixed()
-    return elementwise(call)
+    return elementwise.elementwise(call)
 
 
 def _is_scaled_alike(call: Call) -> bool:
@@ -108,10 +71,10 @@ def _is_scaled_alike(call: Call) -> bool:
     are_fixed = all(
         is_constant(kind) or (is_drawn and kind.is_random)
         for kind in call.kinds
-        if kind.form == CONST
+        if kind.is_const
     )
-    is_plain = all(k.power in (0.0, None) for k in call.kinds if k.form == ROWS)
-    if all(kind.form == CONST for kind in call.kinds):
+    is_plain = all(k.power in (0.0, None) for k in call.kinds if k.is_rows)
+    if all(kind.is_const for kind in call.kinds):
         return True
     return are_fixed and (call.name in _LINEAR or is_plain)
 
@@ -123,11 +86,11 @@ def _beside_twin(call: Call, kind: Kind, out: int) -> Kind:
     entries meet in a result that depends on their number.
     """
     is_global = any(operand.is_global for operand in call.kinds)
-    if kind.form == CONST and is_global:
-        return dataclasses.replace(kind, is_global=True, power=0.0)
-    if call.twin is None or kind.form == MIXED:
+    if kind.is_const and is_global:
+        return kind.but(is_global=True, power=0.0)
+    if call.twin is None or kind.is_mixed:
         return kind
-    if kind.form == CONST:
+    if kind.is_const:
         grown = [len(_grown(call, "invars", k)) for k in range(len(call.kinds))]
         is_lost = max(grown, default=0) > len(_grown(call, "outvars", out))
         if kind.is_random:
@@ -136,16 +99,16 @@ def _beside_twin(call: Call, kind: Kind, out: int) -> Kind:
                 return call.mixed()
             others = [k for k in call.kinds if not k.is_random or k.power]
             power = 0.0 if all(map(is_constant, others)) else math.nan
-            return dataclasses.replace(kind, power=power)
+            return kind.but(power=power)
         if kind.values is not None:
             return kind
         is_other = is_lost or _scalars(call.equation) != _scalars(call.twin)
-        return dataclasses.replace(kind, power=math.nan) if is_other else kind
-    wanted = [kind.axis] if kind.form == ROWS else []
+        return kind.but(power=math.nan) if is_other else kind
+    wanted = [kind.axis] if kind.is_rows else []
     dtype = call.equation.outvars[out].aval.dtype
-    if kind.form == ROWS and jnp.issubdtype(dtype, jnp.integer):
+    if kind.is_rows and jnp.issubdtype(dtype, jnp.integer):
         # Places, of which the entries' scale makes no others.
-        kind = dataclasses.replace(kind, power=0.0)
+        kind = kind.but(power=0.0)
     if _grown(call, "outvars", out) != wanted:
         return call.mixed()
     is_same = _scalars(call.equation) == _scalars(call.twin)
@@ -216,65 +179,64 @@ _TRACKS_POWERS = names_in(
 )
 """Whose rules know what they make of powers."""
 
+
+def _all(rule: Callable[[Call], Any], *names: str) -> dict[str, Any]:
+    return dict.fromkeys(names_in(*names), rule)
+
+
 _RULES: dict[str, Callable[[Call], Any]] = {
-    **dict.fromkeys(_ELEMENTWISE, elementwise),
-    **dict.fromkeys(_SAME, lambda call: call.kinds[0]),
-    "select_n": select,
-    "broadcast_in_dim": broadcast,
-    "reshape": reshape,
-    "transpose": transpose,
-    "squeeze": squeeze,
-    "expand_dims": expand_dims,
-    "slice": slice_,
-    "split": split,
-    "stack": stack,
-    "unstack": unstack,
-    "concatenate": concatenate,
-    "pad": pad,
-    "tile": tile,
-    "iota": iota,
-    "dynamic_slice": dynamic_slice,
-    "dynamic_update_slice": dynamic_update_slice,
-    "reduce_sum": reduce_sum,
-    **dict.fromkeys(
-        names_in(
-            "reduce_max reduce_min reduce_prod reduce_and reduce_or",
-            "reduce_xor argmax argmin",
-        ),
-        reduce,
+    **_all(elementwise.elementwise, *_ELEMENTWISE),
+    **_all(lambda call: call.kinds[0], *_SAME),
+    "select_n": elementwise.select,
+    "broadcast_in_dim": shapes.broadcast,
+    "reshape": shapes.reshape,
+    "transpose": shapes.transpose,
+    "squeeze": shapes.squeeze,
+    "expand_dims": shapes.expand_dims,
+    "slice": shapes.slice_,
+    "split": shapes.split,
+    "stack": shapes.stack,
+    "unstack": shapes.unstack,
+    "concatenate": shapes.concatenate,
+    "pad": shapes.pad,
+    "tile": shapes.tile,
+    "iota": shapes.iota,
+    "dynamic_slice": shapes.dynamic_slice,
+    "dynamic_update_slice": shapes.dynamic_update_slice,
+    "reduce_sum": reductions.reduce_sum,
+    **_all(
+        reductions.reduce,
+        "reduce_max reduce_min reduce_prod reduce_and reduce_or",
+        "reduce_xor argmax argmin",
     ),
-    **dict.fromkeys(
-        names_in("cumsum cumprod cummax cummin cumlogsumexp"),
-        along(lambda call: call.params["axis"]),
+    **_all(
+        reductions.along(lambda call: call.params["axis"]),
+        "cumsum cumprod cummax cummin cumlogsumexp",
     ),
-    "rev": lambda call: reverse(call),
-    "sort": along(lambda call: call.params["dimension"]),
-    "top_k": along(
+    "rev": reductions.reverse,
+    "sort": reductions.along(lambda call: call.params["dimension"]),
+    "top_k": reductions.along(
         lambda call: (
             call.params.get("axis", len(call.shape()) - 1) % len(call.shape())
         )
     ),
-    **dict.fromkeys(
-        names_in(
-            "reduce_window reduce_window_sum reduce_window_max",
-            "reduce_window_min",
-        ),
-        reduce_window,
+    **_all(
+        reductions.reduce_window,
+        "reduce_window reduce_window_sum reduce_window_max",
+        "reduce_window_min",
     ),
-    "dot_general": dot_general,
-    "conv_general_dilated": convolution,
-    **dict.fromkeys(
-        names_in("cholesky lu qr householder_product eigh svd eig schur"),
-        of_matrices(2),
+    "dot_general": reductions.dot_general,
+    "conv_general_dilated": reductions.convolution,
+    **_all(
+        reductions.of_matrices(2),
+        "cholesky lu qr householder_product eigh svd eig schur",
     ),
-    "triangular_solve": of_matrices(2),
-    "fft": lambda call: of_matrices(len(call.params["fft_lengths"]))(call),
-    "gather": gather,
-    **dict.fromkeys(
-        names_in(
-            "scatter scatter-add scatter_add scatter-mul scatter_mul",
-            "scatter-min scatter_min scatter-max scatter_max scatter-sub",
-        ),
-        scatter,
+    "triangular_solve": reductions.of_matrices(2),
+    "fft": reductions.fft,
+    "gather": indexing.gather,
+    **_all(
+        indexing.scatter,
+        "scatter scatter-add scatter_add scatter-mul scatter_mul",
+        "scatter-min scatter_min scatter-max scatter_max scatter-sub",
     ),
 }

@@ -1,6 +1,5 @@
 """Rules for primitives that move, join or cut arrays."""
 
-import dataclasses
 import math
 
 from keras_strategies._core.row_kinds.call import (
@@ -28,27 +27,27 @@ def broadcast(call: Call) -> Kind:
     places = call.params["broadcast_dimensions"]
     before, after = call.shape(), call.out_shape()
     kind = call.kinds[0]
-    if kind.form == ROWS and before[kind.axis] != after[places[kind.axis]]:
+    if kind.is_rows and before[kind.axis] != after[places[kind.axis]]:
         # One row, which is spread over what need not be rows.
         return call.mixed()
     found = moved(call, lambda axis: places[axis])
-    if found.form == ROWS and places == tuple(range(len(before))):
-        return dataclasses.replace(found, columns=kind.columns)
-    if found.form != CONST or found.values is not None:
+    if found.is_rows and places == tuple(range(len(before))):
+        return found.but(columns=kind.columns)
+    if not found.is_const or found.values is not None:
         return found
     blocks = dict(found.blocks)
     for axis, size in enumerate(after):
         if axis not in places or before[places.index(axis)] != size:
             blocks[axis] = size
-    return dataclasses.replace(found, blocks=blocks)
+    return found.but(blocks=blocks)
 
 
 def reshape(call: Call) -> Kind:
     before, after = call.shape(), call.out_shape()
     kind = call.kinds[0]
-    if kind.form == CONST and kind.blocks == dict(enumerate(before)):
-        return dataclasses.replace(kind, blocks=dict(enumerate(after)))
-    if kind.form != ROWS:
+    if kind.is_const and kind.blocks == dict(enumerate(before)):
+        return kind.but(blocks=dict(enumerate(after)))
+    if not kind.is_rows:
         starts = {}
         for axis, size in enumerate(after):
             starts.setdefault((math.prod(after[:axis]), size), axis)
@@ -97,8 +96,8 @@ def expand_dims(call: Call) -> Kind:
 def stack(call: Call) -> Kind:
     dim = call.params["axis"]
     alike = kind_of_entries(call)
-    if alike.form == CONST:
-        alike = dataclasses.replace(alike, values=None)
+    if alike.is_const:
+        alike = alike.but(values=None)
     return moved(call, lambda axis: axis + (axis >= dim), alike)
 
 
@@ -114,7 +113,7 @@ def unstack(call: Call) -> list[Kind]:
 
 def slice_(call: Call) -> Kind:
     params, kind = call.params, call.kinds[0]
-    if kind.form != ROWS:
+    if not kind.is_rows:
         return _part_of_constant(call)
     start, stop = (
         params[n][kind.axis] for n in ("start_indices", "limit_indices")
@@ -128,7 +127,7 @@ def _with_columns(call: Call, kind: Kind, out: int = 0) -> Kind:
     """A kind whose columns are known if all of them are there."""
     is_all = call.shape()[-1:] == call.out_shape(out)[-1:]
     columns = kind.columns if is_all else frozenset()
-    return dataclasses.replace(kind, columns=columns)
+    return kind.but(columns=columns)
 
 
 def _part(call: Call, kind: Kind, start: int, stop: int, step: int) -> Kind:
@@ -147,7 +146,7 @@ def _part_of_constant(call: Call, out: int = 0) -> Kind:
     kind, before = call.kinds[0], call.shape()
     after = call.out_shape(out)
     found = moved(call, lambda axis: axis, out=out)
-    if found.form != CONST or found.values is not None:
+    if not found.is_const or found.values is not None:
         return found
     blocks = {
         axis: after[axis] if size == before[axis] else 1
@@ -156,14 +155,14 @@ def _part_of_constant(call: Call, out: int = 0) -> Kind:
     index_of = kind.index_of
     if index_of is not None and before[index_of] != after[index_of]:
         index_of = None
-    return dataclasses.replace(found, blocks=blocks, index_of=index_of)
+    return found.but(blocks=blocks, index_of=index_of)
 
 
 def split(call: Call) -> list[Kind]:
     axis, sizes = call.params["axis"], call.params["sizes"]
     kind, found, start = call.kinds[0], [], 0
     for k, size in enumerate(sizes):
-        if kind.form != ROWS:
+        if not kind.is_rows:
             found.append(_part_of_constant(call, k))
         elif kind.axis != axis:
             found.append(_with_columns(call, kind, k))
@@ -181,7 +180,7 @@ def concatenate(call: Call) -> Kind:
     sizes = [call.shape(k)[dim] for k in range(len(kinds))]
     if ROWS not in forms:
         return _concatenated_constants(call, dim, sizes)
-    k, first = next((k, f) for k, f in enumerate(kinds) if f.form == ROWS)
+    k, first = next((k, f) for k, f in enumerate(kinds) if f.is_rows)
     same = [same_power(first.power, f.power)[0] for f in kinds]
     if first.axis != dim:
         return _beside_each_other(call, first, all(same))
@@ -189,7 +188,7 @@ def concatenate(call: Call) -> Kind:
     block = inner * call.num_rows
     fits = all(
         (f.axis == dim and size == f.outer * block)
-        if f.form == ROWS
+        if f.is_rows
         else size % block == 0 and f.is_flat(dim, block)
         for f, size in zip(kinds, sizes, strict=True)
     )
@@ -212,7 +211,7 @@ def _concatenated_constants(call: Call, dim: int, sizes: list[int]) -> Kind:
     values = {kind.values for kind in call.kinds}
     if len(values) == 1 and None not in values:
         return uniform(values.pop(), call.out_shape())
-    return dataclasses.replace(joint, blocks=blocks)
+    return joint.but(blocks=blocks)
 
 
 def _beside_each_other(call: Call, first: Kind, same: bool) -> Kind:
@@ -222,7 +221,7 @@ def _beside_each_other(call: Call, first: Kind, same: bool) -> Kind:
     for k, kind in enumerate(call.kinds):
         size = call.shape(k)[axis] // first.outer
         is_index = kind.index_of == axis and first.outer == 1
-        if kind.form == ROWS:
+        if kind.is_rows:
             same &= (kind.axis, kind.outer) == (axis, first.outer)
             columns |= {start + column for column in kind.columns}
         elif is_index and is_last and call.shape(k)[-1] == 1:
@@ -233,14 +232,14 @@ def _beside_each_other(call: Call, first: Kind, same: bool) -> Kind:
     if not same:
         return call.mixed()
     found = frozenset(columns) if is_last else frozenset()
-    return dataclasses.replace(first, columns=found, count=0)
+    return first.but(columns=found, count=0)
 
 
 def tile(call: Call) -> Kind:
     kind, times = call.kinds[0], call.params["reps"]
-    if kind.form == ROWS:
+    if kind.is_rows:
         return at_axis(kind, kind.axis, kind.outer * times[kind.axis])
-    if kind.form == SUM or kind.values is not None:
+    if kind.is_sum or kind.values is not None:
         return moved(call, lambda axis: axis)
     before, after = call.shape(), call.out_shape()
     blocks = {
@@ -248,23 +247,23 @@ def tile(call: Call) -> Kind:
         for axis, size in kind.blocks.items()
     }
     blocks |= {a: after[a] for a, size in enumerate(before) if size == 1}
-    return dataclasses.replace(kind, blocks=blocks, index_of=None)
+    return kind.but(blocks=blocks, index_of=None)
 
 
 def pad(call: Call) -> Kind:
     kind, fill = call.kinds
-    if kind.form == CONST:
+    if kind.is_const:
         added = enumerate(call.params["padding_config"])
         whole = {axis for axis, sizes in added if not any(sizes)}
         blocks = {a: s for a, s in kind.blocks.items() if a in whole}
-        return dataclasses.replace(joined_plain(call.kinds), blocks=blocks)
-    if kind.form == SUM:
+        return joined_plain(call.kinds).but(blocks=blocks)
+    if kind.is_sum:
         return kind if fill.is_zero else call.mixed()
     if call.params["padding_config"][kind.axis] != (0, 0, 0):
         return call.mixed()
     is_plain = kind.power in (0.0, None) and is_constant(fill)
-    is_fine = fill.form == CONST and (fill.is_zero or is_plain)
-    return dataclasses.replace(kind, count=0) if is_fine else call.mixed()
+    is_fine = fill.is_const and (fill.is_zero or is_plain)
+    return kind.but(count=0) if is_fine else call.mixed()
 
 
 def iota(call: Call) -> Kind:
@@ -275,26 +274,26 @@ def iota(call: Call) -> Kind:
 
 def dynamic_slice(call: Call) -> Kind:
     kind, *starts = call.kinds
-    if any(start.form != CONST for start in starts):
+    if any(not start.is_const for start in starts):
         return call.mixed()
-    if kind.form == ROWS:
+    if kind.is_rows:
         is_all = call.out_shape()[kind.axis] == call.shape()[kind.axis]
-        kind = dataclasses.replace(_with_columns(call, kind), count=0)
+        kind = _with_columns(call, kind).but(count=0)
         return kind if is_all else call.mixed()
     return _part_of_constant(call)
 
 
 def dynamic_update_slice(call: Call) -> Kind:
     kind, update, *starts = call.kinds
-    if any(start.form != CONST for start in starts):
+    if any(not start.is_const for start in starts):
         return call.mixed()
-    if kind.form == CONST and update.form == CONST:
+    if kind.is_const and update.is_const:
         found = joined_constants((kind, update))
         pairs = enumerate(zip(call.shape(), call.shape(1), strict=True))
         partly = {axis for axis, (size, part) in pairs if size != part}
         blocks = {a: s for a, s in found.blocks.items() if a not in partly}
-        return dataclasses.replace(found, blocks=blocks)
-    of = kind if kind.form == ROWS else update
-    if of.form == ROWS and call.shape(1)[of.axis] != call.shape()[of.axis]:
+        return found.but(blocks=blocks)
+    of = kind if kind.is_rows else update
+    if of.is_rows and call.shape(1)[of.axis] != call.shape()[of.axis]:
         return call.mixed()
     return joined(kind, update, call.out_shape(), call.equation)

@@ -25,10 +25,7 @@ _ATTRIBUTES: tuple[tuple[type[Any], tuple[str, ...]], ...] = (
         keras.callbacks.EarlyStopping,
         ("wait", "stopped_epoch", "best", "best_epoch", "best_weights"),
     ),
-    (
-        keras.callbacks.ReduceLROnPlateau,
-        ("wait", "best", "cooldown_counter"),
-    ),
+    (keras.callbacks.ReduceLROnPlateau, ("wait", "best", "cooldown_counter")),
     (keras.callbacks.ModelCheckpoint, _SAVING),
     (keras.callbacks.OrbaxCheckpoint, (*_SAVING, "_total_batches_seen")),
     (

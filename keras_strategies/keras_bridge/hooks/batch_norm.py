@@ -20,10 +20,7 @@ from keras import ops
 
 from keras_strategies._core.replica_map import all_mean
 from keras_strategies._core.row_kinds import losses
-from keras_strategies.keras_bridge.step_context import (
-    StepContext,
-    current_step,
-)
+from keras_strategies.keras_bridge.step_context import StepContext, current_step
 
 
 def accepting_init(
@@ -66,7 +63,7 @@ def global_moments(
     is_run = step is not None and step.facts.is_local
     # Replicas may hold different numbers of rows.
     is_uneven = is_run or (step is not None and step.facts.is_uneven)
-    if step is not None and step.flags.is_whole and not is_run:
+    if step is not None and step.flags.sees_global_batch and not is_run:
         step = None  # It sees all rows.
 
     def over_replicas(value: Any) -> Any:
@@ -95,7 +92,7 @@ def global_moments(
 
     count = ops.sum(ops.cast(kept, inputs.dtype), axes, keepdims=True)
     count = over_replicas(count)
-    # Keras adds epsilon to the count of the whole batch.
+    # Keras adds epsilon to the count of the global batch.
     num_replicas = 1 if step is None else step.num_replicas
     weight = count + keras.config.epsilon() / num_replicas
     mean = weighted_mean(inputs, weight)

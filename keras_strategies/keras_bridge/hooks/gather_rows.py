@@ -28,14 +28,21 @@ def note_rows(step: StepContext, values: Any, of: str) -> None:
 
 
 def gathered(step: StepContext, values: Any) -> Any:
-    """The nest with the rows of all replicas, masks included."""
+    """The nest with the rows of all replicas, masks included.
+
+    In `run`, where no number of rows is known, of arrays of any size.
+    """
 
     def gather(value: Any) -> Any:
-        if not has_rows(value, step.facts.rows):
+        if step.facts.is_local:
+            is_given = bool(jnp.ndim(value))
+        else:
+            is_given = has_rows(value, step.facts.rows)
+        if not is_given:
             return value
         rows = all_rows(jnp.asarray(value), step.axis)
         mask = get_keras_mask(value)
-        if mask is not None:
+        if mask is not None and not step.facts.is_local:
             set_keras_mask(rows, all_rows(mask, step.axis))
         return rows
 
@@ -47,19 +54,8 @@ def call_with_all(
 ) -> Any:
     """Calls a loss with the rows of all replicas."""
     args, kwargs = gathered(step, (args, kwargs))
-    with step.flag("is_whole"):
+    with step.flag("sees_global_batch"):
         found = fn(*args, **kwargs)
     if isinstance(found, jax.Array):
-        found = losses.mark(found, losses.WHOLE)
+        found = losses.mark(found, losses.GLOBAL)
     return found
-
-
-def all_gathered(step: StepContext, values: Any) -> Any:
-    """The nest with the entries of all replicas in every array's first dim."""
-
-    def gather(value: Any) -> Any:
-        if not jnp.ndim(value):
-            return value
-        return all_rows(jnp.asarray(value), step.axis)
-
-    return tree.map_structure(gather, values)

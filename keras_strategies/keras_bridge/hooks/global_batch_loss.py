@@ -59,7 +59,11 @@ def global_batch_loss(loss: Loss) -> Loss:
         @functools.wraps(loss)
         def on_all_rows(*args: Any, **kwargs: Any) -> Any:
             step = current_step()
-            if step is None or step.flags.is_whole or step.flags.in_metric:
+            if (
+                step is None
+                or step.flags.sees_global_batch
+                or step.flags.in_metric
+            ):
                 return loss(*args, **kwargs)
             name = getattr(loss, "__qualname__", type(loss).__name__)
             note_rows(step, (args, kwargs), f"marked function {name!r}")

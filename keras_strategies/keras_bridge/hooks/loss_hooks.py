@@ -32,7 +32,7 @@ def reduce_values(
     reduction: str | None = "sum_over_batch_size",
 ) -> Any:
     """A loss's values reduced with the denominator of all replicas' rows."""
-    is_own = not (step.flags.is_whole or step.flags.in_metric)
+    is_own = not (step.flags.sees_global_batch or step.flags.in_metric)
     if is_own and step.is_empty and reduction not in (None, "none"):
         if reduction == "mean_with_sample_weight" and sample_weight is not None:
             # The others take part in it.
@@ -73,7 +73,7 @@ def apply_mask(
     )
     if (
         mask is None
-        or step.flags.is_whole
+        or step.flags.sees_global_batch
         or step.flags.in_metric
         or reduction not in ("mean", "sum_over_batch_size")
     ):
@@ -88,14 +88,10 @@ def apply_mask(
 
 
 def call_loss(
-    step: StepContext,
-    original: _Method,
-    loss: Any,
-    *args: Any,
-    **kwargs: Any,
+    step: StepContext, original: _Method, loss: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """A loss of this replica's rows, or of all where it mixes rows."""
-    if step.flags.is_whole or step.flags.in_metric:
+    if step.flags.sees_global_batch or step.flags.in_metric:
         return original(loss, *args, **kwargs)
     if isinstance(loss, CompileLoss):
         with step.flag("in_compiled"):
@@ -149,7 +145,9 @@ def _exact(step: StepContext, value: Any) -> Any:
 def mark_loss(step: StepContext, value: Any) -> Any:
     """Marks what is taken for a replica's loss: a scalar of its own rows."""
     is_own = not (
-        step.facts.is_local or step.flags.is_whole or step.flags.in_metric
+        step.facts.is_local
+        or step.flags.sees_global_batch
+        or step.flags.in_metric
     )
     if not is_own or not isinstance(value, jax.Array) or value.ndim:
         return value

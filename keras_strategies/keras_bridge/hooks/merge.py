@@ -15,10 +15,9 @@ from keras_strategies._core.replica_map import (
     as_number,
     of_first,
 )
-from keras_strategies._core.step_types import Group
 from keras_strategies.keras_bridge.hooks import metric_rules
 from keras_strategies.keras_bridge.hooks.seeds import is_seed
-from keras_strategies.keras_bridge.step_context import StepContext
+from keras_strategies.keras_bridge.step_context import Group, StepContext
 
 MERGE_RULES = ("mean", "sum", "max", "min", "any", "all", "first")
 

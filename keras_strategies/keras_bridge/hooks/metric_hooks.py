@@ -23,11 +23,7 @@ Method = Callable[..., Any]
 
 
 def update_compiled(
-    step: StepContext,
-    original: Method,
-    metrics: Any,
-    *args: Any,
-    **kwargs: Any,
+    step: StepContext, original: Method, metrics: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Notes that what is updated was given to `compile`."""
     with step.flag("in_compiled"):
@@ -51,7 +47,10 @@ def update_state(
             # It weights the loss by the replica's rows.
             value = value / step.weight
         args = (value, *args[1:])
-    if not step.flags.is_whole and metric is not step.facts.loss_tracker:
+    if (
+        not step.flags.sees_global_batch
+        and metric is not step.facts.loss_tracker
+    ):
         metric_rules.note_sizes(step, metric, args, kwargs)
     if step.facts.is_probe:
         with step.flag("in_metric"):
@@ -60,15 +59,15 @@ def update_state(
     known = next((r for r in rules if r is not None), None)
     if step.facts.is_local:
         rule = known or metric_rules.rule_of_local_update(metric, args, kwargs)
-    elif step.flags.is_whole:
-        # From gathered rows every replica makes the whole batch's update.
+    elif step.flags.sees_global_batch:
+        # From gathered rows every replica makes the global batch's update.
         rule = metric_rules.SAME
     else:
         rule = metric_rules.rule_of_update(
             metric, args, kwargs, step.facts.rows
         )
-    if rule == metric_rules.WHOLE or known not in (None, rule):
-        step.demand_whole(
+    if rule == metric_rules.GLOBAL or known not in (None, rule):
+        step.demand_global_batch(
             f"{metric_rules.title(metric)} is updated with a value without "
             "the batch's rows, which may be a sum or a mean, or with values "
             "of several kinds. Update it with rows, or use "
@@ -78,9 +77,9 @@ def update_state(
         step.notes.metric_rules[variable] = rule
     if rule == metric_rules.IN_TURN:
         return _update_in_turn(step, original, metric, args, kwargs)
-    if rule == metric_rules.SAME and step.facts.is_local:
-        args, kwargs = gather_rows.all_gathered(step, (args, kwargs))
-    elif rule == metric_rules.SAME and not step.flags.is_whole:
+    # In `run` the flag is always set.
+    is_gathered = step.flags.sees_global_batch and not step.facts.is_local
+    if rule == metric_rules.SAME and not is_gathered:
         args, kwargs = gather_rows.gathered(step, (args, kwargs))
     with step.flag("in_metric"):
         return original(metric, *args, **kwargs)
@@ -146,7 +145,7 @@ def result(
         v in step.notes.before and v not in mine_alone for v in scope.read
     )
     if scope.written or reads_others:
-        step.demand_whole(
+        step.demand_global_batch(
             f"the result of {metric_rules.title(metric)} reads a metric that "
             "is not a part of it, or writes a variable. Make the other metric "
             "an attribute of it, and write in `update_state`"
@@ -154,10 +153,7 @@ def result(
     parts = value.items() if isinstance(value, dict) else [(None, value)]
     for key, part in parts:
         step.notes.results[part] = Result(
-            metric=metric,
-            key=key,
-            variables=list(variables),
-            state=mine,
+            metric=metric, key=key, variables=list(variables), state=mine
         )
     return value
 

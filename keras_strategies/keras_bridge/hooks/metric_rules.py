@@ -27,8 +27,8 @@ SAME = "same"
 """Every replica made the same change."""
 IN_TURN = "in turn"
 """Every replica made the updates of all, one after the other."""
-WHOLE = "whole"
-"""No rule is right for sure: the step must see the whole batch."""
+GLOBAL = "global batch"
+"""No rule is right for sure: the step must see the global batch."""
 
 _PARTS = (3, 5)
 _verdicts: "weakref.WeakKeyDictionary[keras.metrics.Metric, bool]"
@@ -57,11 +57,11 @@ def rule_of_update(
     if any(with_rows):
         if _is_additive(metric, args, kwargs):
             return SUM
-        return SAME if all(with_rows) else WHOLE
+        return SAME if all(with_rows) else GLOBAL
     weight = kwargs.get("sample_weight", args[1] if len(args) > 1 else None)
     is_mean = type(metric).update_state is keras.metrics.Mean.update_state
     if not is_mean or _is_array(weight):
-        return WHOLE
+        return GLOBAL
     # Weighted with its rows, a replica's mean adds to a sum over rows.
     return SUM if _is_number(weight) and weight == rows else MEAN
 
@@ -275,8 +275,7 @@ def _adds_up_on(
     found = None
     for _ in range(2):
         batch = tree.map_structure(
-            lambda a: _toy(a, rows, toy, random) if _is_array(a) else a,
-            like,
+            lambda a: _toy(a, rows, toy, random) if _is_array(a) else a, like
         )
         whole = _updated(metric, state, batch)
         merged = [np.array(s) for s in state]
@@ -342,6 +341,5 @@ def _toy(
 
 def _take(batch: Any, part: slice) -> Any:
     return tree.map_structure(
-        lambda a: a[part] if isinstance(a, np.ndarray) and a.ndim else a,
-        batch,
+        lambda a: a[part] if isinstance(a, np.ndarray) and a.ndim else a, batch
     )

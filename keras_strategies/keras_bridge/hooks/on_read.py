@@ -18,6 +18,9 @@ from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import as_number, of_first
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.step_context import StepContext
+from keras_strategies.keras_bridge.variables.initial_values import (
+    VariableCreator,
+)
 
 _MARK = "_ks_on_read"
 _COPIES = "_ks_copies"
@@ -62,26 +65,19 @@ class Copies:
 
 
 def create(
-    mesh: ReplicaMesh,
-    next_creator: Callable[..., keras.Variable],
-    **kwargs: Any,
+    mesh: ReplicaMesh, next_creator: VariableCreator, **kwargs: Any
 ) -> keras.Variable:
     """A variable creator: gives those that need it a copy on each replica.
-
-    Args:
-      mesh: The replicas.
-      next_creator: Makes the variable.
-      **kwargs: Those of `keras.Variable`.
 
     Raises:
       ValueError: a way of synchronizing that no strategy has.
     """
-    if kwargs.get("synchronization") in (None, "none"):
+    mode, name = kwargs.get("synchronization"), kwargs.get("name")
+    if mode in (None, "none"):
         raise ValueError(
             "`NONE` variable synchronization mode is not supported in a "
-            "strategy's scope. Received: synchronization="
-            f"{kwargs.get('synchronization')!r} for variable: "
-            f"{kwargs.get('name')}. Choose 'auto', 'on_write' or 'on_read'."
+            f"strategy's scope. Received: synchronization={mode!r} for "
+            f"variable: {name}. Choose 'auto', 'on_write' or 'on_read'."
         )
     variable = next_creator(**kwargs)
     caller = _caller()

@@ -107,10 +107,10 @@ def _known_variables(optimizer: Any) -> Any:
 def _is_cut(step: StepContext, optimizer: Any, variables: Any) -> bool:
     """Whether the step is cut at this update: its variables are divided."""
     held = [*variables, *optimizer.variables]
-    if not shardings.divides(held, step.facts.mesh):
+    if not shardings.any_sharded(held, step.facts.mesh):
         return False
     if not is_collecting():
-        shardings.note_whole_update(held)
+        shardings.note_replicated_update(held)
         return False
     return True
 
@@ -183,12 +183,12 @@ def _updated(
             reductions=[_reduction(held[i], mesh) for i in present],
             specs=[shardings.spec_of(v, mesh) for v in held],
             divisor=_divisor(step, optimizer),
-            on_whole=lambda: shardings.note_whole_update(held),
+            on_replicated=lambda: shardings.note_replicated_update(held),
         )
 
 
 def _reduction(variable: keras.Variable, mesh: ReplicaMesh) -> Reduction:
-    if getattr(variable, "overwrite_with_gradient", False):
+    if _is_overwritten(variable):
         return MAX
     return shardings.gradient_spec_of(variable, mesh)
 
@@ -226,9 +226,7 @@ def _reduce_gradients(
     step: StepContext, optimizer: Any, grads: Any, variables: Any
 ) -> list[Any]:
     grads = _of_rows(step, grads)
-    overwriting = [
-        getattr(v, "overwrite_with_gradient", False) for v in variables
-    ]
+    overwriting = list(map(_is_overwritten, variables))
     overwriting += [False] * (len(grads) - len(overwriting))
     summed = [
         i for i, g in enumerate(grads) if g is not None and not overwriting[i]
@@ -257,12 +255,9 @@ def _without_nan(array: Any) -> Any:
     return jnp.where(jnp.isnan(array), jnp.zeros_like(array), array)
 
 
-def _keeps_gradients(optimizer: Any) -> bool:
-    """Whether sizes of gradients are kept, as float8's scales are."""
-    return any(
-        getattr(variable, "overwrite_with_gradient", False)
-        for variable in _known_variables(optimizer)
-    )
+def _is_overwritten(variable: keras.Variable) -> bool:
+    """Whether a gradient takes a variable's place, as float8's scales."""
+    return getattr(variable, "overwrite_with_gradient", False)
 
 
 def scale_loss(
@@ -274,7 +269,7 @@ def scale_loss(
     scales = (
         isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         or getattr(optimizer, "loss_scale_factor", None) is not None
-        or _keeps_gradients(optimizer)
+        or any(map(_is_overwritten, _known_variables(optimizer)))
     )
     if not scales or step.flags.in_scaling or step.facts.is_local:
         return original(optimizer, loss)

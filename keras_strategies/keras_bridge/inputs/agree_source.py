@@ -24,10 +24,7 @@ _MADE = message_forms.Either(
     (_FAILED, {"facts": dict, "seed": int | str | None})
 )
 _SHAPES = message_forms.Either(
-    (
-        _FAILED,
-        {"outlines": [str], "checksum": int | None},
-    )
+    (_FAILED, {"outlines": [str], "checksum": int | None})
 )
 
 _SAME = {"checksum": message_forms.is_count}

@@ -17,9 +17,7 @@ from keras.src.trainers.data_adapters import (
     is_tf_dataset,
     is_torch_dataloader,
 )
-from keras.src.trainers.data_adapters.array_data_adapter import (
-    ArrayDataAdapter,
-)
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.generator_data_adapter import (
     GeneratorDataAdapter,
 )
@@ -27,9 +25,7 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import (
     PyDataset,
     PyDatasetAdapter,
 )
-from keras.src.trainers.data_adapters.tf_dataset_adapter import (
-    TFDatasetAdapter,
-)
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 from keras_strategies._core.host_arrays import check_numbers
 from keras_strategies._core.mesh import ReplicaMesh
@@ -67,10 +63,7 @@ def source_of_loop(
 
 
 def source_of_dataset(
-    dataset: Any,
-    mesh: ReplicaMesh,
-    *,
-    policy: AutoShardPolicy | None = None,
+    dataset: Any, mesh: ReplicaMesh, *, policy: AutoShardPolicy | None = None
 ) -> Source:
     """The source of a dataset that yields batches. Collective.
 

@@ -16,8 +16,8 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras_strategies._core.batches import (
     Execution,
     HostBatch,
+    global_batch,
     place,
-    whole_batch,
 )
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.data import batch_spec
@@ -30,12 +30,15 @@ from keras_strategies.keras_bridge.inputs.feed_position import (
     FeedPosition,
     Place,
 )
-from keras_strategies.keras_bridge.inputs.loop_data import LoopData
+from keras_strategies.keras_bridge.inputs.loop_data import (
+    FeedAdapter,
+    LoopData,
+)
 
 Tree = Any
 
 
-class Feed(DataAdapter):
+class Feed(FeedAdapter):
     """Reads host batches and yields executions of up to K of them.
 
     Args:
@@ -296,16 +299,6 @@ class Feed(DataAdapter):
             "rows": known.num_rows,
         }
 
-    @property
-    def has_partial_batch(self) -> bool | None:
-        """Whether the last batch is shorter, if known."""
-        return None
-
-    @property
-    def partial_batch_size(self) -> int | None:
-        """Rows of the shorter last batch, if any."""
-        return None
-
     def on_epoch_begin(self) -> None:
         """Called by Keras before each epoch."""
         self._at = self._at.epoch_begun()
@@ -363,7 +356,7 @@ def place_batch(batch: Tree, mesh: ReplicaMesh) -> Execution:
     batch = keras_sources.host_batch(batch)
     if mesh.spans_processes:
         check_same_rows(mesh, batch)
-    return place([whole_batch(batch, mesh)], mesh)
+    return place([global_batch(batch, mesh)], mesh)
 
 
 _NO_ROWS = (

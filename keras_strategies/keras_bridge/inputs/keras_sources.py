@@ -13,18 +13,13 @@ from typing import Any
 import jax
 import keras
 import numpy as np
-from keras.src.trainers.data_adapters import (
-    array_slicing,
-    data_adapter_utils,
-)
+from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 from keras.src.trainers.data_adapters.array_data_adapter import (
     ArrayDataAdapter,
     can_convert_arrays,
 )
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
-from keras.src.trainers.data_adapters.py_dataset_adapter import (
-    PyDatasetAdapter,
-)
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
 from keras_strategies._core import host_arrays
 from keras_strategies._core.batches import num_rows

@@ -3,10 +3,8 @@
 import dataclasses
 from typing import Any
 
-from keras.src.trainers.data_adapters import (
-    array_slicing,
-    data_adapter_utils,
-)
+from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +35,20 @@ class LoopData:
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
         }
+
+
+class FeedAdapter(DataAdapter):
+    """An adapter of Keras whose steps are all that Keras need know."""
+
+    @property
+    def has_partial_batch(self) -> bool | None:
+        """Whether the last batch is shorter, if known."""
+        return None
+
+    @property
+    def partial_batch_size(self) -> int | None:
+        """Rows of the shorter last batch, if any."""
+        return None
 
 
 def batch_weights(y: Any, sample_weight: Any, class_weight: Any) -> Any:

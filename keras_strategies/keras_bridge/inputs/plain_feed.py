@@ -13,18 +13,20 @@ from typing import Any
 
 import jax
 from keras.src.trainers import data_adapters
-from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.data.distributed import DistributedDataset
 from keras_strategies.keras_bridge.inputs.choose_source import source_of_loop
-from keras_strategies.keras_bridge.inputs.loop_data import LoopData
+from keras_strategies.keras_bridge.inputs.loop_data import (
+    FeedAdapter,
+    LoopData,
+)
 from keras_strategies.keras_bridge.patches import Patches
 
 Tree = Any
 
 
-class PlainFeed(DataAdapter):
+class PlainFeed(FeedAdapter):
     """Reads a distributed dataset of one replica for Keras's own loops.
 
     Args:
@@ -60,16 +62,6 @@ class PlainFeed(DataAdapter):
     def batch_size(self) -> int | None:
         """Rows of a batch, if known."""
         return self._dataset.source.batch_size
-
-    @property
-    def has_partial_batch(self) -> bool | None:
-        """Whether the last batch is shorter, if known."""
-        return None
-
-    @property
-    def partial_batch_size(self) -> int | None:
-        """Rows of the shorter last batch, if any."""
-        return None
 
 
 def in_plain_loops(

@@ -40,10 +40,7 @@ from keras_strategies.keras_bridge.loops.scope_hooks import (
     ON_USE,
     STRATEGY,
 )
-from keras_strategies.keras_bridge.step_context import (
-    ReplicaScope,
-    building,
-)
+from keras_strategies.keras_bridge.step_context import ReplicaScope, building
 from keras_strategies.keras_bridge.steps.step_functions import Functions
 from keras_strategies.keras_bridge.variables import variable_creator
 from keras_strategies.keras_bridge.variables.abstract_models import as_made
@@ -282,12 +279,17 @@ class Binding:
         self.model._assert_compile_called("fit")
         self._build(iterator=EpochIterator(feed))
 
-    def _build(self, **data: Any) -> None:
+    @contextlib.contextmanager
+    def _building(self) -> Iterator[None]:
         with (
             variable_creator.distribution_scope(self._distribution),
             as_made(self.model),
             building(self._mesh, self.replica_scope),
         ):
+            yield
+
+    def _build(self, **data: Any) -> None:
+        with self._building():
             type(self.model)._symbolic_build(self.model, **data)
         self._adopt_built()
 
@@ -336,13 +338,7 @@ class Binding:
             self._build(data_batch=data)
             return
         if not scope_hooks.is_built(self.model):
-            with (
-                variable_creator.distribution_scope(self._distribution),
-                as_made(self.model),
-                building(self._mesh, self.replica_scope),
-                inferring_shapes(),
-                keras.StatelessScope(),
-            ):
+            with self._building(), inferring_shapes(), keras.StatelessScope():
                 jax.eval_shape(self.model, data[0])
         self._adopt_built()
 
@@ -351,11 +347,7 @@ class Binding:
         if not scope_hooks.is_built(self.model):
             for _, _, batches in iterator:
                 x = keras.utils.unpack_x_y_sample_weight(batches[0])[0]
-                with (
-                    variable_creator.distribution_scope(self._distribution),
-                    building(self._mesh, self.replica_scope),
-                    keras.StatelessScope(),
-                ):
+                with self._building(), keras.StatelessScope():
                     self.model(x)
                 break
             if isinstance(iterator, EpochIterator):
@@ -366,13 +358,11 @@ class Binding:
     def _adopt_built(self) -> None:
         self._adopt()
         variables = [*all_variables(self.model), *self._registry]
-        self._distribution.partitions.check_keys(variables)
+        self._distribution.placements.check_keys(variables)
 
     def _adopt(self) -> None:
         variable_creator.adopt(
-            all_variables(self.model),
-            self._mesh,
-            self._distribution.partitions,
+            all_variables(self.model), self._mesh, self._distribution.placements
         )
 
 

@@ -24,9 +24,7 @@ from keras_strategies.keras_bridge import keras_names
 from keras_strategies.keras_bridge.patches import Patches
 
 
-def attention_for(
-    mesh: ReplicaMesh,
-) -> contextlib.AbstractContextManager[None]:
+def attention_for(mesh: ReplicaMesh) -> contextlib.AbstractContextManager[None]:
     """In which this thread traces attention for the mesh's devices."""
     if mesh.platform != "tpu":
         return contextlib.nullcontext()

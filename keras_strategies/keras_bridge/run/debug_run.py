@@ -20,14 +20,8 @@ from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.values import STACKED, PerReplica, stacked
 from keras_strategies.keras_bridge.hooks import on_read, seeds
 from keras_strategies.keras_bridge.hooks.variables_used import CollectingScope
-from keras_strategies.keras_bridge.run import (
-    replica_trace,
-    run_results,
-)
-from keras_strategies.keras_bridge.step_context import (
-    ReplicaScope,
-    StepContext,
-)
+from keras_strategies.keras_bridge.run import replica_trace, run_results
+from keras_strategies.keras_bridge.step_context import ReplicaScope, StepContext
 from keras_strategies.keras_bridge.steps import (
     replica_merge,
     uneven_rows,

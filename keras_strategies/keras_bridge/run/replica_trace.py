@@ -40,7 +40,7 @@ def new_step(mesh: ReplicaMesh, *, is_update: bool = False) -> StepContext:
     """The step of a user's own function."""
     return StepContext(
         facts=StepFacts(mesh=mesh, rows=1, is_local=True),
-        flags=StepFlags(is_whole=True, in_update=is_update),
+        flags=StepFlags(sees_global_batch=True, in_update=is_update),
     )
 
 
@@ -83,18 +83,13 @@ def called_in(
     nest = opened(results, is_none)
     leaves, structure = jax.tree.flatten(nest, is_leaf=is_none)
     constants = [run_results.constant_of(leaf) for leaf in leaves]
-    start = [step.notes.before[v] for v in variables]
-    return Called(
-        outputs=[
-            jnp.asarray(leaf)
-            for leaf, constant in zip(leaves, constants, strict=True)
-            if constant is None
-        ],
-        new=new,
-        start=start,
-        note=replica_merge.note_of(
-            step, variables, folded, start, new, (structure, constants)
-        ),
+    outputs = [
+        jnp.asarray(leaf)
+        for leaf, constant in zip(leaves, constants, strict=True)
+        if constant is None
+    ]
+    return replica_merge.called(
+        step, variables, (folded, new), outputs, (structure, constants)
     )
 
 
@@ -170,12 +165,12 @@ def refuse_foreign(variable: keras.Variable, mesh: ReplicaMesh) -> None:
     """
     devices = getattr(variable._layout, "device_set", None)
     placement = placement_of(variable)
-    is_divided = placement is not None and placement.mesh is not mesh
-    if devices is None or (devices == set(mesh.devices) and not is_divided):
+    is_sharded = placement is not None and placement.mesh is not mesh
+    if devices is None or (devices == set(mesh.devices) and not is_sharded):
         return
     theirs = sorted(devices, key=lambda device: device.id)
     shown = shown_devices(theirs)
-    if is_divided:
+    if is_sharded:
         shown += ", which divides it"
     raise RuntimeError(
         "Mixing strategies: in `run` a variable is written by the strategy in "

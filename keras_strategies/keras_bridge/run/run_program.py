@@ -17,16 +17,15 @@ import keras
 import numpy as np
 
 from keras_strategies._core.dispatch import dispatch
-from keras_strategies._core.divided_map import divided_map
 from keras_strategies._core.identity import IdentityMap
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import (
     as_number,
-    replica_id,
     replica_map,
+    replicated_spec,
     split_spec,
-    whole_spec,
 )
+from keras_strategies._core.sharded_map import sharded_map
 from keras_strategies._core.values import PADDED, STACKED, PerReplica, stacked
 from keras_strategies.keras_bridge.hooks import on_read, seeds
 from keras_strategies.keras_bridge.hooks.variables_used import (
@@ -34,10 +33,7 @@ from keras_strategies.keras_bridge.hooks.variables_used import (
     LiftingScope,
 )
 from keras_strategies.keras_bridge.run import replica_trace
-from keras_strategies.keras_bridge.run.run_results import (
-    TraceReport,
-    nest_of,
-)
+from keras_strategies.keras_bridge.run.run_results import TraceReport, nest_of
 from keras_strategies.keras_bridge.step_context import ReplicaScope
 from keras_strategies.keras_bridge.steps import output_shardings, replica_merge
 from keras_strategies.keras_bridge.steps.mapped_program import jitted
@@ -49,8 +45,8 @@ from keras_strategies.keras_bridge.steps.uneven_rows import (
 )
 from keras_strategies.keras_bridge.steps.variants import (
     Variant,
+    own_share,
     rows_of_all,
-    shares_of,
     variants_of,
     with_rows,
 )
@@ -93,7 +89,8 @@ class RunProgram:
         self._is_update = is_update
         self._is_split = is_split
         self._specs = [
-            split_spec(mesh) if split else whole_spec() for split in is_split
+            split_spec(mesh) if split else replicated_spec()
+            for split in is_split
         ]
         self._is_uneven = [counts is not None for counts in rows]
         # Each replica's numbers of rows, or shapes, of all uneven arguments.
@@ -163,13 +160,13 @@ class RunProgram:
                 self._written.append(variable)
             else:
                 self._read.append(variable)
-        whole, split = whole_spec(), split_spec(self._mesh)
+        whole, split = replicated_spec(), split_spec(self._mesh)
         written, read = (
             [shardings.spec_of(v, self._mesh) for v in group]
             for group in (self._written, self._read)
         )
         new = written + [whole] * len(self._on_read)
-        program = divided_map(
+        program = sharded_map(
             sums_combined(self._body, replica_trace.new_step(self._mesh)),
             self._mesh,
             in_specs=(written, split, read, self._specs),
@@ -298,11 +295,10 @@ class RunProgram:
         variables = [*self._written, *self._on_read, *self._read]
         old = [*written, *[c[0] for c in copies], *read]
         folded = seeds.fold_seeds(variables, old, step)
-        share = shares = shares_of(self._variant_of)
-        if shares is not None:
-            share = jnp.array(shares)[replica_id(step.axis)]
-        is_uneven = bool(self._variant_of)
-        step = step.with_facts(is_uneven=is_uneven, share=share)
+        step = step.with_facts(
+            is_uneven=bool(self._variant_of),
+            share=own_share(self._variant_of, step.axis),
+        )
         called, notes, shapes = self._called(variables, folded, leaves)
         report = replica_trace.report_of(
             self._mesh, called.outputs, notes, shapes, len(self._written)
@@ -364,17 +360,13 @@ class RunProgram:
         if not self._variant_of:
             called = self._call(variables, folded, leaves)
             return called, [called.note], None
-        variants = variants_of(self._variant_of)
-        places = [variants.index(v) for v in self._variant_of]
-        called, notes, shapes = call_unevenly(
+        return call_unevenly(
             lambda state, own: self._call(variables, state, own),
-            variants,
+            self._variant_of,
             self._is_uneven,
-            places,
-            replica_id(self._mesh.all_replicas),
+            self._mesh.all_replicas,
             folded,
             leaves,
             [seeds.is_seed(v) or on_read.is_on_read(v) for v in variables]
             + self._is_split,
         )
-        return called, notes, [shapes[place] for place in places]

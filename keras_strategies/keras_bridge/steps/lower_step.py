@@ -10,8 +10,7 @@ import numpy as np
 from keras_strategies._core.batches import Segment
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.rows import padded_rows
-from keras_strategies._core.step_types import Batch
-from keras_strategies.keras_bridge.step_context import ReplicaScope
+from keras_strategies.keras_bridge.step_context import Batch, ReplicaScope
 from keras_strategies.keras_bridge.steps import step_functions, trace_checks
 from keras_strategies.keras_bridge.variables import shardings
 

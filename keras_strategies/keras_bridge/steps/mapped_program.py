@@ -1,42 +1,32 @@
 """A model's step as compiled programs: mapped over the replicas, or whole."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
-from keras_strategies._core.batches import RowShape, Segment
-from keras_strategies._core.divided_map import divided_map
+from keras_strategies._core.batches import Segment
 from keras_strategies._core.jaxprs.replay import own_trace
-from keras_strategies._core.jaxprs.specs import Divided
 from keras_strategies._core.jaxprs.traces import is_traced
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.replica_map import (
-    replica_map,
-    split_spec,
-    whole_spec,
-)
-from keras_strategies._core.step_types import Batch
 from keras_strategies.keras_bridge.models.attention import attention_for
 from keras_strategies.keras_bridge.step_context import (
+    GlobalBatchNeeded,
     ReplicaNeeded,
     ReplicaScope,
     StepContext,
     StepFacts,
-    WholeBatchNeeded,
     num_replica_uses,
 )
 from keras_strategies.keras_bridge.steps import trace_checks
-from keras_strategies.keras_bridge.steps.uneven_step import UnevenRows
 
 Body = Callable[[Any, Any, Any], Any]
 """A step as a pure function: two parts of a state, and data."""
 
 
 class NotMapped(Exception):
-    """Raised by a trace: the step is to run over the whole batch.
+    """Raised by a trace: the step is to run over the global batch.
 
     Args:
       reason: Why, for a warning; None if there is nothing to say.
@@ -63,14 +53,14 @@ def mapped_trace(
         trace_checks.forget_losses(model_step)
         if isinstance(error, NotMapped):
             raise
-        reason = step.notes.whole_reason or trace_checks.reason_of(error)
+        reason = step.notes.global_batch_reason or trace_checks.reason_of(error)
         raise NotMapped(reason) from error
 
 
 class MappedProgram:
-    """The programs of one step: of a batch, of several, of a whole batch.
+    """The programs of one step: of a batch, of several, of the global batch.
 
-    A step whose mapped trace fails runs over the whole batch from then on,
+    A step whose mapped trace fails runs over the global batch from then on,
     once that could be traced: the error of a user's code comes from there, in
     the shapes of the batch as the user made it, and says nothing of the next.
 
@@ -80,17 +70,17 @@ class MappedProgram:
       whole: The same over all rows, of one or several batches; it takes their
         `RowShape`, too.
       uneven: As `whole`, with each replica's rows for itself.
-      is_whole: Whether the step must see the whole batch at once.
+      is_global: Whether the step must see the global batch.
 
     Attributes:
-      is_whole: The same, or whether it turned out so.
+      is_global: The same, or whether it turned out so.
       is_uneven: Whether indivisible batches run with each replica's rows.
     """
 
     def __init__(
-        self, *, one: Any, many: Any, whole: Any, uneven: Any, is_whole: bool
+        self, *, one: Any, many: Any, whole: Any, uneven: Any, is_global: bool
     ) -> None:
-        self.is_whole = is_whole
+        self.is_global = is_global
         self.is_uneven = False
         self._uneven = uneven
         self._reason = "the model's state is that of the global batch"
@@ -114,7 +104,7 @@ class MappedProgram:
           segment: What the data is.
           is_shared: Whether the replicas can share its rows.
         """
-        if is_shared and not self.is_whole:
+        if is_shared and not self.is_global:
             program = self._one if segment.steps == 1 else self._many
             try:
                 return call(program, *args)
@@ -127,11 +117,11 @@ class MappedProgram:
                 self._whole.trace(*args, segment.shape)
             # Before the step takes its state, should warnings be errors.
             if reason is not None:
-                trace_checks.warn_of_whole(reason)
-            self.is_whole = True
-        return self.start_whole(call, args, segment)
+                trace_checks.warn_of_global_batch(reason)
+            self.is_global = True
+        return self.start_global(call, args, segment)
 
-    def start_whole(
+    def start_global(
         self,
         call: Callable[..., Any],
         args: tuple[Any, Any, Any],
@@ -143,7 +133,7 @@ class MappedProgram:
           RuntimeError: the step must see the global batch, and asks for what
             one replica alone has.
         """
-        if self.is_whole:
+        if self.is_global:
             with needing_no_replica(self._reason):
                 return call(self._whole, *args, segment.shape)
         if not self.is_uneven:
@@ -171,7 +161,7 @@ def needing_no_replica(
     try:
         yield
     except ReplicaNeeded as needed:
-        if fault is not None and not isinstance(fault, WholeBatchNeeded):
+        if fault is not None and not isinstance(fault, GlobalBatchNeeded):
             fault.add_note(
                 "The step was traced with one replica's share of the batch's "
                 f"rows, since it asks its replica context for `{needed.name}`."
@@ -184,122 +174,8 @@ def needing_no_replica(
         ) from None
 
 
-def over_replicas(
-    body: Body, mesh: ReplicaMesh, *, stacked: bool, splits_results: bool
-) -> Body:
-    """A step mapped over the replicas; each holds all of the state.
-
-    Args:
-      body: A replica's step.
-      mesh: The replicas.
-      stacked: Whether the data has several batches, one after the other.
-      splits_results: Whether the first result has the replica's rows, like
-        the data; otherwise, and the second, it is the same on all replicas.
-    """
-    split, whole = split_spec(mesh, dim=int(stacked)), whole_spec()
-    return replica_map(
-        body,
-        mesh,
-        in_specs=(whole, whole, split),
-        out_specs=(split, whole) if splits_results else whole,
-    )
-
-
-def over_dividing_replicas(
-    body: Body,
-    mesh: ReplicaMesh,
-    state: tuple[Any, Any],
-    results: Callable[[Any], Any],
-) -> Body:
-    """A step mapped over replicas that divide variables among them.
-
-    Args:
-      body: A replica's step, of one batch.
-      mesh: The replicas.
-      state: Specs of the two parts of the state.
-      results: Makes the results' specs, of the results.
-    """
-    return divided_map(
-        body, mesh, in_specs=(*state, split_spec(mesh)), out_specs=results
-    )
-
-
-def over_whole_batch(
-    body: Body, scanned: Callable[[Body], Body], mesh: ReplicaMesh
-) -> Callable[[Any, Any, Any, RowShape], Any]:
-    """A step that sees all rows of a padded batch, or of several."""
-
-    def step(first: Any, second: Any, data: Batch, shape: RowShape) -> Any:
-        fn = scanned(body) if shape.steps > 1 else body
-        return trace_checks.whole_batch(fn, (first, second), data, shape, mesh)
-
-    return step
-
-
-def mapper(
-    mesh: ReplicaMesh,
-    specs: tuple[Any, Any],
-    results: Callable[[Any], Any],
-    scanned: Callable[[Body], Body],
-    *,
-    splits_results: bool,
-) -> Callable[[Body, bool], Body]:
-    """Returns what maps a step over the replicas: `mapped(step, stacked)`.
-
-    Args:
-      mesh: The replicas.
-      specs: Of the two parts of the state.
-      results: Makes the results' specs, where variables are divided.
-      scanned: Makes a step of several batches of one of one.
-      splits_results: See `over_replicas`.
-    """
-    is_divided = any(isinstance(s, Divided) for s in jax.tree.leaves(specs))
-
-    def mapped(step: Body, stacked: bool) -> Body:
-        if is_divided:
-            one = over_dividing_replicas(step, mesh, specs, results)
-            return scanned(one) if stacked else one
-        step = scanned(step) if stacked else step
-        return over_replicas(
-            step, mesh, stacked=stacked, splits_results=splits_results
-        )
-
-    return mapped
-
-
-def over_uneven_replicas(
-    mapped: Callable[[Body, bool], Body],
-    step: Callable[..., Any],
-    mesh: ReplicaMesh,
-    *,
-    returns_rows: bool,
-) -> Callable[[Any, Any, Any, RowShape], Any]:
-    """A step of which each replica runs its own rows of a padded batch.
-
-    Args:
-      mapped: Maps a step over the replicas, of one batch or of several.
-      step: A replica's step; takes each replica's number of rows first.
-      mesh: The replicas.
-      returns_rows: Whether the first result has rows, like the data.
-    """
-
-    def program(first: Any, second: Any, data: Batch, shape: RowShape) -> Any:
-        axis = int(shape.steps > 1)
-        padded = jax.tree.leaves(data)[0].shape[axis]
-        rows = UnevenRows.of(shape, padded, mesh.num_replicas)
-        of_counts = functools.partial(step, rows.counts)
-        body = mapped(of_counts, shape.steps > 1)
-        results = body(first, second, rows.take(data, axis, mesh))
-        if not returns_rows:
-            return results
-        outputs, *others = results
-        return rows.put_back(outputs, axis, mesh), *others
-
-    return program
-
-
 @contextlib.contextmanager
-def whole_trace(
+def global_batch_trace(
     mesh: ReplicaMesh,
     replica_scope: ReplicaScope | None,
     model_step: Callable[..., Any],
@@ -317,10 +193,7 @@ def whole_trace(
         facts = StepFacts(mesh=mesh, rows=1, is_global_batch=True)
         step = StepContext(facts=facts)
     try:
-        with (
-            attention_for(mesh),
-            in_replica(replica_scope, step),
-        ):
+        with attention_for(mesh), in_replica(replica_scope, step):
             yield
     except BaseException:
         trace_checks.forget_losses(model_step)
@@ -335,8 +208,8 @@ def in_replica(
     if replica_scope is None:
         yield
         return
-    is_whole = step is None or step.facts.is_global_batch
-    kind = "whole" if is_whole else "step"
+    is_global = step is None or step.facts.is_global_batch
+    kind = "whole" if is_global else "step"
     with contextlib.ExitStack() as stack:
         if is_traced():
             # What has asked its replica context is traced again, and asks.

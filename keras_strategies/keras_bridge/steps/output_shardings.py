@@ -13,9 +13,9 @@ import keras
 from jax.sharding import NamedSharding
 
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.step_types import Group
+from keras_strategies.keras_bridge.step_context import Group
 from keras_strategies.keras_bridge.variables.shardings import (
-    divides,
+    any_sharded,
     sharding_of,
 )
 
@@ -28,52 +28,27 @@ def step(
     written: Sequence[Variables],
     read: Sequence[Variables],
     mesh: ReplicaMesh,
+    results: NamedSharding,
 ) -> Program:
-    """A step: `(...) -> (logs, new values, changed values by position)`.
+    """A step: `(...) -> (results, new values, changed values by position)`.
 
     Args:
       body: The step.
-      written: State of variables, of the new values.
-      read: State of variables, of the changed values.
+      written: Groups of variables, of the new values.
+      read: Groups of variables, of the changed values.
       mesh: The replicas.
+      results: The sharding of logs or outputs.
     """
-    variables = [v for group in (*written, *read) for v in group]
-    if mesh.cores_per_replica == 1 and not divides(variables, mesh):
-        return body
 
     def with_shardings(*args: Any) -> Any:
-        logs, new, changed = body(*args)
+        found, new, changed = body(*args)
         new = [
             _values(*group, mesh) for group in zip(new, written, strict=True)
         ]
         changed = [
             _changes(*group, mesh) for group in zip(changed, read, strict=True)
         ]
-        return _whole(logs, mesh.whole), new, changed
-
-    return with_shardings
-
-
-def prediction(
-    body: Program,
-    variables: Variables,
-    sharding: NamedSharding,
-    mesh: ReplicaMesh,
-) -> Program:
-    """A predict step: `(...) -> (outputs, changed values by position)`.
-
-    Args:
-      body: The step.
-      variables: Those of the changed values.
-      sharding: Where outputs lie.
-      mesh: The replicas.
-    """
-    if mesh.cores_per_replica == 1:
-        return body
-
-    def with_shardings(*args: Any) -> Any:
-        outputs, changed = body(*args)
-        return _whole(outputs, sharding), _changes(changed, variables, mesh)
+        return _whole(found, results), new, changed
 
     return with_shardings
 
@@ -87,7 +62,7 @@ def run(program: Program, variables: Variables, mesh: ReplicaMesh) -> Program:
       variables: Those of the values.
       mesh: The replicas.
     """
-    if mesh.cores_per_replica == 1 and not divides(variables, mesh):
+    if mesh.cores_per_replica == 1 and not any_sharded(variables, mesh):
         return program
 
     def with_shardings(*args: Any) -> Any:

@@ -30,25 +30,25 @@ class Note:
     is_unaggregated: list[bool]
 
 
-def note_of(
+def called(
     step: StepContext,
     variables: list[keras.Variable],
-    folded: list[Any],
-    start: list[Any],
-    new: list[Any],
+    values: tuple[list[Any], list[Any]],
+    outputs: list[Any],
     structure: Any,
-) -> Note:
-    """Makes the note of a call that was traced.
+) -> Called:
+    """Returns what a traced call left behind, with its note.
 
     Args:
       step: The step that it ran in.
       variables: The variables that are of interest.
-      folded: Their values before it.
-      start: What their changes are counted from.
-      new: Their values after it.
+      values: Their values before it, with the replica's seeds, and after it.
+      outputs: The results that are arrays.
       structure: That of its results.
     """
-    return Note(
+    folded, new = values
+    start = [step.notes.before[v] for v in variables]
+    note = Note(
         structure=structure,
         is_changed=[
             n is not f or s is not f
@@ -58,6 +58,7 @@ def note_of(
         rules=[step.notes.metric_rules.get(v) for v in variables],
         is_unaggregated=[v in step.notes.unaggregated for v in variables],
     )
+    return Called(outputs=outputs, new=new, start=start, note=note)
 
 
 def merged_state(

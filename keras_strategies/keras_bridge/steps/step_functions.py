@@ -16,13 +16,12 @@ from keras_strategies._core.batches import (
     unstacked,
 )
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.step_types import Batch
 from keras_strategies.keras_bridge import keras_names
 from keras_strategies.keras_bridge.inputs import feed
-from keras_strategies.keras_bridge.step_context import ReplicaScope
+from keras_strategies.keras_bridge.step_context import Batch, ReplicaScope
 from keras_strategies.keras_bridge.steps.mapped_program import (
+    global_batch_trace,
     needing_no_replica,
-    whole_trace,
 )
 from keras_strategies.keras_bridge.steps.predict_program import PredictProgram
 from keras_strategies.keras_bridge.steps.train_program import StepProgram
@@ -238,7 +237,7 @@ class Functions:
             for batch in [data] if steps == 1 else unstacked(data, steps):
                 with (
                     needing_no_replica("`run_eagerly=True`"),
-                    whole_trace(mesh, self.replica_scope, step),
+                    global_batch_trace(mesh, self.replica_scope, step),
                 ):
                     outputs, new = step(state, batch)
                 state = (state[0], new) if kind == "predict" else new
@@ -260,23 +259,15 @@ def make_program(
     if variables is None:
         variables = step_variables(model, kind)
     step = getattr(model, f"{kind}_step")
-    is_whole = _has_fixed_batch(model)
-    if kind == "predict":
-        return PredictProgram(
-            step,
-            variables,
-            mesh=mesh,
-            is_whole=is_whole,
-            replica_scope=replica_scope,
-        )
-    return StepProgram(
+    is_predict = kind == "predict"
+    return (PredictProgram if is_predict else StepProgram)(
         step,
         f"{kind}_step",
         variables,
-        metrics=len(variables) - 1,
+        metrics=None if is_predict else len(variables) - 1,
         written=_DONATED[kind],
         mesh=mesh,
-        is_whole=is_whole,
+        is_global=_has_fixed_batch(model),
         replica_scope=replica_scope,
     )
 
@@ -344,6 +335,5 @@ def _on_all(data: Batch, mesh: ReplicaMesh) -> Any:
 
 def _concatenated(outputs: list[Any]) -> Any:
     return jax.tree.map(
-        lambda *parts: np.concatenate([np.asarray(p) for p in parts]),
-        *outputs,
+        lambda *parts: np.concatenate([np.asarray(p) for p in parts]), *outputs
     )

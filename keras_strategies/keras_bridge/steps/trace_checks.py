@@ -21,8 +21,11 @@ from keras_strategies._core.replica_map import (
 )
 from keras_strategies._core.row_kinds import losses
 from keras_strategies._core.row_kinds.losses import Finding, Verdict
-from keras_strategies._core.step_types import Batch
-from keras_strategies.keras_bridge.step_context import StepContext, StepFacts
+from keras_strategies.keras_bridge.step_context import (
+    Batch,
+    StepContext,
+    StepFacts,
+)
 
 
 class StepsNotFused(Exception):
@@ -66,7 +69,7 @@ def traced_once(
     """Traces `body(step, *state, data)` and looks at it before it is used.
 
     Raises:
-      WholeBatchNeeded: the replicas would communicate in a branch or a loop
+      GlobalBatchNeeded: the replicas would communicate in a branch or a loop
         that not all of them need take, and wait for each other for ever; or
         something was taken for the batch's rows, or not, by its size alone.
     """
@@ -75,7 +78,7 @@ def traced_once(
     # Where replicas meet is said by who asks for others in a step.
     is_own = not step.notes.replica_uses
     if is_own and has_unsure_collectives(traced.jaxpr):
-        step.demand_whole(
+        step.demand_global_batch(
             "gradients or metrics are reduced over the replicas inside of a "
             "`cond`, `switch` or `while_loop`, which not every replica may "
             "enter. Apply optimizers and update metrics outside of it"
@@ -109,7 +112,7 @@ def _are_sums_expensive(step: StepContext) -> bool:
     return mesh.platform == "cpu" and is_between
 
 
-def whole_batch(
+def call_on_global_batch(
     body: Callable[..., Any],
     state: tuple[Any, ...],
     data: Batch,
@@ -119,8 +122,8 @@ def whole_batch(
     """Computes `body(*state, data)` of a padded batch's true rows."""
     data = true_rows(data, shape)
     traced = Traced(body, *state, data)
-    is_divided = not has_unsafe_scatters(traced.jaxpr)
-    data = sharded_rows(data, shape, mesh, is_divided=is_divided)
+    is_sharded = not has_unsafe_scatters(traced.jaxpr)
+    data = sharded_rows(data, shape, mesh, is_sharded=is_sharded)
     return traced(*state, data)
 
 
@@ -133,7 +136,7 @@ def _check_sizes(
         probed = functools.partial(body, probe)
         eval_with_rows(probe.facts.rows, probed, state, data)
     except Exception as error:
-        step.demand_whole(
+        step.demand_global_batch(
             "metrics or marked losses are given arrays in a step of your own, "
             "and whether those have rows shows only in a trace with another "
             f"number of rows, which failed: {reason_of(error)}"
@@ -141,7 +144,7 @@ def _check_sizes(
     sizes = [size for size, _, _ in probe.notes.sizes]
     for k, (size, is_rows, of) in enumerate(step.notes.sizes):
         if sizes[k : k + 1] != [2 * size if is_rows else size]:
-            step.demand_whole(
+            step.demand_global_batch(
                 f"{of} is given an array or a number that is as large as the "
                 "batch's rows by chance, or counts them. Give it arrays with "
                 "rows; `keras.metrics.Mean` takes a mean over rows, too"
@@ -184,7 +187,7 @@ def _check_losses(
         # Its shapes are those of this batch, so nothing more is known.
         finding = Finding(verdict=Verdict.MIXED)
     if finding.verdict is not Verdict.MEAN:
-        step.demand_whole(_LOSS_REASON.format(place=_shown(finding.why)))
+        step.demand_global_batch(_LOSS_REASON.format(place=_shown(finding.why)))
 
 
 def _goes_on(one: Any, two: Any, more: Any) -> bool:
@@ -273,7 +276,7 @@ def forget_losses(step: Callable[..., Any]) -> None:
         model._losses_override = []  # type: ignore[union-attr]
 
 
-def warn_of_whole(reason: str) -> None:
+def warn_of_global_batch(reason: str) -> None:
     """Warns that a step is not mapped over the replicas, and why."""
     warnings.warn(
         "This step runs over the global batch instead of replica by replica, "

@@ -14,9 +14,15 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from keras_strategies._core.jaxprs import collective_cut, stages
 from keras_strategies._core.jaxprs import replay as replay_lib
+from keras_strategies._core.jaxprs.specs import Axis
 from keras_strategies._core.jaxprs.value_numbers import ValueNumbers
+from keras_strategies._core.replica_map import replica_id
 from keras_strategies._core.values import padded
-from keras_strategies.keras_bridge.steps.variants import Variant, with_rows
+from keras_strategies.keras_bridge.steps.variants import (
+    Variant,
+    variants_of,
+    with_rows,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,10 +47,9 @@ class Called:
 
 def call_unevenly(
     call: Callable[[list[Any], list[Any]], Called],
-    variants: list[Variant],
+    rows: Sequence[Variant],
     is_uneven: list[bool],
-    places: list[int],
-    replica: Any,
+    axis: Axis,
     state: list[Any],
     leaves: list[Any],
     are_own: list[bool],
@@ -59,10 +64,9 @@ def call_unevenly(
 
     Args:
       call: The function, of the state and the arguments.
-      variants: The different numbers of rows of the uneven arguments.
+      rows: Each replica's numbers of rows, of the uneven arguments.
       is_uneven: Which arguments are.
-      places: Which variant each replica has.
-      replica: Which replica this is, a traced integer.
+      axis: The replica axis.
       state: The values of variables.
       leaves: The arguments; uneven ones padded, (1, rows, ...).
       are_own: Whether each value of the state, and then each argument, may
@@ -70,13 +74,15 @@ def call_unevenly(
 
     Returns:
       What was computed, outputs padded to one shape; the notes of all
-      variants; and the true shapes of each variant's outputs.
+      variants; and the true shapes of each replica's outputs.
 
     Raises:
       ValueError: the replicas' functions do not call the same collectives
         or return the same structure.
     """
-    index = jnp.array(places)[replica]
+    variants = variants_of(rows)
+    places = [variants.index(of_replica) for of_replica in rows]
+    index = jnp.array(places)[replica_id(axis)]
     reduces: list[Any] = []
     while True:
         traces = [
@@ -106,7 +112,8 @@ def call_unevenly(
         is_alike=staged.are_alike(),
     )
     shapes = [[leaf.shape for leaf in trace.shapes[1]] for trace in traces]
-    return called, [trace.called.note for trace in traces], shapes
+    notes = [trace.called.note for trace in traces]
+    return called, notes, [shapes[place] for place in places]
 
 
 class _Trace:

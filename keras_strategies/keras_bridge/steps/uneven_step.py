@@ -18,22 +18,20 @@ import numpy as np
 from keras_strategies._core.batches import RowShape
 from keras_strategies._core.identity import IdentityMap
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.replica_map import replica_id
 from keras_strategies._core.rows import rows_of_replicas
-from keras_strategies._core.step_types import Batch
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.hooks import metric_rules, seeds
-from keras_strategies.keras_bridge.step_context import StepContext, StepFacts
-from keras_strategies.keras_bridge.steps import replica_merge
+from keras_strategies.keras_bridge.step_context import (
+    Batch,
+    StepContext,
+    StepFacts,
+)
+from keras_strategies.keras_bridge.steps import replica_merge, step_logs
 from keras_strategies.keras_bridge.steps.uneven_rows import (
     Called,
     call_unevenly,
 )
-from keras_strategies.keras_bridge.steps.variants import (
-    rows_of_all,
-    shares_of,
-    variants_of,
-)
+from keras_strategies.keras_bridge.steps.variants import own_share, rows_of_all
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,15 +122,12 @@ class UnevenCall:
           metrics: Variables and their merged values, which metrics' results
             are read from.
         """
-        cache: IdentityMap[Any] = IdentityMap()
+        read = step_logs.result_reader()
 
         def log(mean: Any, output: Any, result: Any) -> Any:
             if result is None:
                 return merge_lib.as_type_of(mean, output)
-            metric, key = result
-            if metric not in cache:
-                cache[metric] = metric.result()
-            return cache[metric][key] if key else cache[metric]
+            return read(result)
 
         with keras.StatelessScope(state_mapping=metrics):
             columns = zip(self.means, self.outputs, self.results, strict=True)
@@ -149,7 +144,6 @@ def call_step(
     mesh: ReplicaMesh,
     counts: tuple[int, ...],
     metrics: int | None,
-    averages: bool,
 ) -> UnevenCall:
     """Calls a model's step on each replica's own rows; in a mapped function.
 
@@ -160,8 +154,8 @@ def call_step(
       data: A replica's rows, padded to the most.
       mesh: The replicas.
       counts: Each replica's number of rows.
-      metrics: Which group holds metrics, or None.
-      averages: Whether the outputs are numbers to be averaged.
+      metrics: Which group holds metrics; the outputs are then numbers to be
+        averaged. None: neither.
     """
     leaves, structure = jax.tree.flatten(data)
     rows = [(count,) * len(leaves) for count in counts]
@@ -173,10 +167,7 @@ def call_step(
         num_with_rows=sum(count > 0 for count in counts),
     )
     step = StepContext(facts=facts)
-    shares = shares_of(rows)
-    if shares is not None:
-        share = jnp.array(shares)[replica_id(step.axis)]
-        step = step.with_facts(share=share)
+    step = step.with_facts(share=own_share(rows, step.axis))
     folded = [
         seeds.fold_seeds(group, values, step)
         for group, values in zip(variables, old, strict=True)
@@ -197,18 +188,16 @@ def call_step(
         outputs, new = step_fn(inner, _grouped(state, sizes), batch)
         return _called(inner, flat, measured, state, outputs, new)
 
-    variants = variants_of(rows)
     called, notes, _ = call_unevenly(
         call,
-        variants,
+        rows,
         [True] * len(leaves),
-        [variants.index(of) for of in rows],
-        replica_id(mesh.all_replicas),
+        mesh.all_replicas,
         [value for group in folded for value in group],
         [leaf[None] for leaf in leaves],
         [seeds.is_seed(v) for v in flat] + [True] * len(leaves),
     )
-    averaged = called.outputs if averages else []
+    averaged = [] if metrics is None else called.outputs
     values, _, means = replica_merge.merged_state(
         step,
         flat,
@@ -245,24 +234,13 @@ def _called(
         if variable not in step.notes.metric_rules:
             step.notes.metric_rules[variable] = metric_rules.SUM
     leaves, structure = jax.tree.flatten(outputs)
-    results = []
-    for leaf in leaves:
-        result = step.notes.results.get(leaf)
-        if result is None or any(
-            after[v] is not mine
-            for v, mine in zip(result.variables, result.state, strict=True)
-        ):
-            results.append(None)
-        else:
-            results.append((result.metric, result.key))
-    start = [step.notes.before[v] for v in variables]
-    return Called(
-        outputs=list(map(jnp.asarray, leaves)),
-        new=flat,
-        start=start,
-        note=replica_merge.note_of(
-            step, variables, state, start, flat, (structure, results)
-        ),
+    results = [step_logs.current_result(step, leaf, after) for leaf in leaves]
+    return replica_merge.called(
+        step,
+        variables,
+        (state, flat),
+        list(map(jnp.asarray, leaves)),
+        (structure, results),
     )
 
 

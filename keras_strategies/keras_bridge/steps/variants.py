@@ -3,6 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
+from keras_strategies._core.jaxprs.specs import Axis
+from keras_strategies._core.replica_map import replica_id
 from keras_strategies._core.values import cut
 
 Variant = tuple[int | tuple[int, ...], ...]
@@ -45,6 +49,12 @@ def shares_of(rows: Sequence[Variant]) -> list[float] | None:
     if all(has_rows) or not any(has_rows):
         return None
     return [is_full / sum(has_rows) for is_full in has_rows]
+
+
+def own_share(rows: Sequence[Variant], axis: Axis) -> Any:
+    """This replica's weight in averages, a traced number; see `shares_of`."""
+    shares = shares_of(rows)
+    return None if shares is None else jnp.array(shares)[replica_id(axis)]
 
 
 def rows_of_all(

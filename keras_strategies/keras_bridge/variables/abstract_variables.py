@@ -23,9 +23,9 @@ from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from keras_strategies._core.attributes import attribute_set
 from keras_strategies.keras_bridge.patches import Patch, Patches
-from keras_strategies.keras_bridge.variables.divided_variable import (
-    divide,
-    undivide,
+from keras_strategies.keras_bridge.variables.sharded_variable import (
+    make_plain,
+    make_sharded,
 )
 from keras_strategies.keras_bridge.variables.shardings import placement_of
 
@@ -115,7 +115,7 @@ def make_abstract(variable: keras.Variable, initializer: Any) -> None:
       variable: One that is new.
       initializer: What gives it a value where it is made real.
     """
-    undivide(variable)
+    make_plain(variable)
     variable._value, variable._initializer = None, initializer
     variable.__class__ = AbstractVariable
 
@@ -132,7 +132,7 @@ def make_real(variable: keras.Variable) -> Any:
         variable.__dict__.pop(name, None)
     held = placement_of(variable)
     if held is not None:
-        divide(variable, held.mesh)
+        make_sharded(variable, held.mesh)
     return initializer
 
 

@@ -16,7 +16,7 @@ from keras_strategies.cluster.exchange.host_exchange import Agreement
 from keras_strategies.data.raise_together import by_process, raise_together
 from keras_strategies.keras_bridge.variables.partitioners import (
     Dimension,
-    Partitioning,
+    Partitioner,
 )
 
 _DIVIDING = "dividing variables"
@@ -35,19 +35,19 @@ _FORM = message_forms.Either(
 
 
 def dimensions_of(
-    partitioning: Partitioning,
+    partitioner: Partitioner,
     variables: Sequence[keras.Variable],
     over_cores: Sequence[Any],
 ) -> list[Dimension]:
-    """What a partitioner says of variables; see `Partitioning.dimension`."""
+    """What a partitioner says of variables; see `Partitioner.dimension`."""
     return [
-        partitioning.dimension(v.path, tuple(v.shape), v.dtype, axes)
+        partitioner.dimension(v.path, tuple(v.shape), v.dtype, axes)
         for v, axes in zip(variables, over_cores, strict=True)
     ]
 
 
 def agreed_dimensions(
-    partitioning: Partitioning,
+    partitioner: Partitioner,
     mesh: ReplicaMesh,
     variables: Sequence[keras.Variable],
     over_cores: Sequence[Any],
@@ -55,10 +55,10 @@ def agreed_dimensions(
     """As `dimensions_of`, for replicas of several processes. Collective.
 
     Args:
-      partitioning: The partitioner.
+      partitioner: The partitioner.
       mesh: The replicas.
       variables: Of the same shapes in all processes.
-      over_cores: Of each, see `Partitioning.dimension`.
+      over_cores: Of each, see `Partitioner.dimension`.
 
     Raises:
       ValueError: processes divide a variable differently; all raise.
@@ -66,9 +66,9 @@ def agreed_dimensions(
     """
     dims: list[Dimension] = []
     error: Exception | None = None
-    name = f"{partitioning.name} over {partitioning.shards}"
+    name = f"{partitioner.name} over {partitioner.shards}"
     try:
-        dims = dimensions_of(partitioning, variables, over_cores)
+        dims = dimensions_of(partitioner, variables, over_cores)
         answers = [
             [variable.path, list(variable.shape), dim]
             for variable, dim in zip(variables, dims, strict=True)

@@ -25,17 +25,14 @@ _CONSTANTS = (
 )
 
 
+VariableCreator = Callable[..., keras.Variable]
+"""Of the keywords of `keras.Variable`; maybe of the next creator, too."""
+
+
 def create(
-    mesh: ReplicaMesh,
-    next_creator: Callable[..., keras.Variable],
-    **kwargs: Any,
+    mesh: ReplicaMesh, next_creator: VariableCreator, **kwargs: Any
 ) -> keras.Variable:
     """A variable creator: initializers give the chief's value.
-
-    Args:
-      mesh: The replicas.
-      next_creator: Makes the variable.
-      **kwargs: Those of `keras.Variable`.
 
     Raises:
       ValueError: a number or an array that differs from the chief's.

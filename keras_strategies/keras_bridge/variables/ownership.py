@@ -9,7 +9,7 @@ import jax
 import keras
 
 from keras_strategies._core.mesh import ReplicaMesh, copied, has_sharding
-from keras_strategies._core.step_types import Group
+from keras_strategies.keras_bridge.step_context import Group
 from keras_strategies.keras_bridge.variables.shardings import sharding_of
 
 Made = dict[int, "weakref.ref[Any]"]

@@ -99,8 +99,8 @@ class SlotsOnly(FullySharded):
     """
 
 
-class Partitioning:
-    """A partitioner, for the replicas of one strategy.
+class Partitioner:
+    """A strategy's `variable_partitioner`, for its replicas.
 
     Args:
       partitioner: `FullySharded`, `SlotsOnly`, or a function: of the path,
@@ -109,7 +109,7 @@ class Partitioning:
 
     Attributes:
       shards: How many replicas divide a variable.
-      has_whole_weights: Whether slots alone are divided.
+      has_replicated_weights: Whether slots alone are divided.
       sum_dtype: The dtype in which gradients are summed; None for theirs.
 
     Raises:
@@ -145,7 +145,7 @@ class Partitioning:
                 f"`{cls.__name__}()`, with parentheses."
             )
         self._partitioner = partitioner
-        self.has_whole_weights = isinstance(partitioner, SlotsOnly)
+        self.has_replicated_weights = isinstance(partitioner, SlotsOnly)
         shards = getattr(partitioner, "shards", None)
         self.sum_dtype: str | None = None
         if isinstance(partitioner, FullySharded):
@@ -230,7 +230,7 @@ class Partitioning:
             return name + ")"
         return getattr(partitioner, "__name__", type(partitioner).__name__)
 
-    def why_whole(
+    def why_replicated(
         self, shape: tuple[int, ...], over_cores: Sequence[Any] = ()
     ) -> tuple[str, str] | None:
         """Why no replicas divide a variable, in a word and in a line.
@@ -260,7 +260,7 @@ class Partitioning:
                 "Cores divide the one dimension that is a multiple of the "
                 f"{self.shards} shards.",
             )
-        if self.has_whole_weights:
+        if self.has_replicated_weights:
             return "weight", "Slots alone are divided."
         return None
 
@@ -346,11 +346,11 @@ def _is_of_tf(partitioner: Callable[..., Any]) -> bool:
     return True
 
 
-def partitioning_of(
+def bound_partitioner(
     partitioner: Any, mesh: ReplicaMesh
-) -> tuple[Partitioning | None, ReplicaMesh]:
-    """A strategy's partitioning, and its mesh with the groups' size."""
+) -> tuple[Partitioner | None, ReplicaMesh]:
+    """A strategy's partitioner, and its mesh with the groups' size."""
     if partitioner is None:
         return None, mesh
-    found = Partitioning(partitioner, mesh)
+    found = Partitioner(partitioner, mesh)
     return found, dataclasses.replace(mesh, shards=found.shards)

@@ -15,25 +15,25 @@ import jax
 import keras
 from jax.sharding import NamedSharding, PartitionSpec
 
-from keras_strategies._core.jaxprs.specs import Divided, OverCores, Spec
+from keras_strategies._core.jaxprs.specs import OverCores, Sharded, Spec
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.replica_map import whole_spec
+from keras_strategies._core.replica_map import replicated_spec
 from keras_strategies.keras_bridge.variables.agreed_dimensions import (
     agreed_dimensions,
     dimensions_of,
 )
-from keras_strategies.keras_bridge.variables.divided_variable import (
-    divide,
-    undivide,
-)
 from keras_strategies.keras_bridge.variables.layout_keys import LayoutKeys
-from keras_strategies.keras_bridge.variables.partitioners import Partitioning
+from keras_strategies.keras_bridge.variables.partitioners import Partitioner
+from keras_strategies.keras_bridge.variables.sharded_variable import (
+    make_plain,
+    make_sharded,
+)
 
 Axes = tuple[str | None, ...]
 """What each dimension of a variable is divided over; None: it is not."""
 
 _PLACEMENT = "_ks_placement"
-_UPDATED_WHOLE = "_ks_updated_whole"
+_UPDATED_REPLICATED = "_ks_updated_replicated"
 # The mesh whose partitioner was asked about a variable.
 _ASKED = "_ks_asked_by"
 # The state of a `keras.random.SeedGenerator`.
@@ -67,8 +67,8 @@ def forget_placement(variable: keras.Variable) -> None:
     variable.__dict__.pop(_ASKED, None)
     if hasattr(variable, _PLACEMENT):
         delattr(variable, _PLACEMENT)
-        variable.__dict__.pop(_UPDATED_WHOLE, None)
-        undivide(variable)
+        variable.__dict__.pop(_UPDATED_REPLICATED, None)
+        make_plain(variable)
 
 
 def sharding_of(variable: keras.Variable, mesh: ReplicaMesh) -> NamedSharding:
@@ -88,36 +88,36 @@ def gradient_spec_of(variable: keras.Variable, mesh: ReplicaMesh) -> Spec:
     """Where the sum of a weight's gradients lies: where its slots do."""
     held = placement_of(variable)
     if held is None or held.mesh is not mesh:
-        return whole_spec()
+        return replicated_spec()
     spec = _spec(held.of_slots, mesh)
-    if isinstance(spec, Divided) and held.sum_dtype is not None:
+    if isinstance(spec, Sharded) and held.sum_dtype is not None:
         return dataclasses.replace(spec, sum_dtype=held.sum_dtype)
     return spec
 
 
-def divides(variables: Iterable[keras.Variable], mesh: ReplicaMesh) -> bool:
+def any_sharded(variables: Iterable[keras.Variable], mesh: ReplicaMesh) -> bool:
     """Whether the replicas divide some of the variables among them."""
     placed = [v for v in variables if placement_of(v) is not None]
-    return any(isinstance(spec_of(v, mesh), Divided) for v in placed)
+    return any(isinstance(spec_of(v, mesh), Sharded) for v in placed)
 
 
 def _spec(sharding: NamedSharding, mesh: ReplicaMesh) -> Spec:
     for dim, axis in enumerate(sharding.spec):
         if axis == mesh.axis:
-            return Divided(sharding, dim)
-    return OverCores(sharding) if any(sharding.spec) else whole_spec()
+            return Sharded(sharding, dim)
+    return OverCores(sharding) if any(sharding.spec) else replicated_spec()
 
 
-def note_whole_update(variables: Iterable[keras.Variable]) -> None:
+def note_replicated_update(variables: Iterable[keras.Variable]) -> None:
     """Notes that a step updates divided variables whole, on each replica."""
     for variable in variables:
         if placement_of(variable) is not None:
-            setattr(variable, _UPDATED_WHOLE, True)
+            setattr(variable, _UPDATED_REPLICATED, True)
 
 
-def is_updated_whole(variable: keras.Variable) -> bool:
+def is_updated_replicated(variable: keras.Variable) -> bool:
     """Whether a traced step updates a divided variable whole."""
-    return getattr(variable, _UPDATED_WHOLE, False)
+    return getattr(variable, _UPDATED_REPLICATED, False)
 
 
 def shapes_of(
@@ -132,8 +132,8 @@ def shapes_of(
     ]
 
 
-class Partitions:
-    """Which variables replicas divide, and a replica over its cores.
+class Placements:
+    """Places a strategy's variables: replicated, or sharded.
 
     Args:
       mesh: The replicas.
@@ -142,8 +142,8 @@ class Partitions:
         None. A `keras.distribution.LayoutMap`, of whose layouts only the axes
         count, or a dict of tuples, and of functions of a shape that return
         them.
-      partitioning: Which variables the replicas divide among them, along
-        other dimensions than their cores.
+      partitioner: Shards variables over the replicas, along other dimensions
+        than their cores; None: none.
 
     Raises:
       TypeError: `layout_map` is something else.
@@ -154,10 +154,10 @@ class Partitions:
         self,
         mesh: ReplicaMesh,
         layout_map: Mapping[str, Any] | None = None,
-        partitioning: Partitioning | None = None,
+        partitioner: Partitioner | None = None,
     ) -> None:
         self._mesh = mesh
-        self._partitioning = partitioning
+        self.partitioner = partitioner
         self._is_compared = False
         self._map: dict[str, Any] = {}
         if layout_map is None:
@@ -180,14 +180,9 @@ class Partitions:
         self._shardings: dict[Axes, NamedSharding] = {}
 
     @property
-    def partitioning(self) -> Partitioning | None:
-        """Which variables the replicas divide among them; None: none."""
-        return self._partitioning
-
-    @property
     def are_any(self) -> bool:
         """Whether variables may be divided."""
-        return self._has_map or self._partitioning is not None
+        return self._has_map or self.partitioner is not None
 
     def check_keys(self, variables: Iterable[keras.Variable]) -> None:
         """Warns of keys of the layout map that match no variable.
@@ -213,8 +208,8 @@ class Partitions:
         if not self.are_any:
             return
         variables = list(variables)
-        if self._partitioning is not None:
-            self._divide(variables, self._partitioning)
+        if self.partitioner is not None:
+            self._divide(variables, self.partitioner)
         else:
             for variable in variables:
                 self._assign_one(variable)
@@ -277,7 +272,7 @@ class Partitions:
             sum_dtype=sum_dtype,
         )
         setattr(variable, _PLACEMENT, placement)
-        divide(variable, self._mesh)
+        make_sharded(variable, self._mesh)
 
     def _sharding(self, axes: Axes) -> NamedSharding:
         if not any(axes):
@@ -289,7 +284,7 @@ class Partitions:
         return self._shardings[axes]
 
     def _divide(
-        self, variables: list[keras.Variable], partitioning: Partitioning
+        self, variables: list[keras.Variable], partitioner: Partitioner
     ) -> None:
         """Lets the replicas divide variables, as the partitioner says.
 
@@ -297,8 +292,8 @@ class Partitions:
         """
         asked = [v for v in variables if self._is_to_ask(v)]
         over_cores = list(map(self._axes_over_cores, asked))
-        dims = self._dimensions(partitioning, asked, over_cores)
-        is_whole = partitioning.has_whole_weights
+        dims = self._dimensions(partitioner, asked, over_cores)
+        is_replicated = partitioner.has_replicated_weights
         for variable, axes, dim in zip(asked, over_cores, dims, strict=True):
             setattr(variable, _ASKED, self._mesh)
             if dim is None and not any(axes):
@@ -310,14 +305,14 @@ class Partitions:
                 )
             self._place(
                 variable,
-                self._sharding(axes if is_whole else of_slots),
+                self._sharding(axes if is_replicated else of_slots),
                 self._sharding(of_slots),
-                partitioning.sum_dtype,
+                partitioner.sum_dtype,
             )
 
     def _dimensions(
         self,
-        partitioning: Partitioning,
+        partitioner: Partitioner,
         variables: list[keras.Variable],
         over_cores: list[Axes],
     ) -> list[int | None]:
@@ -327,11 +322,11 @@ class Partitions:
         """
         mesh = self._mesh
         is_alone = mesh.num_processes == 1 or mesh.is_abstract
-        is_known = self._is_compared and not partitioning.is_function
+        is_known = self._is_compared and not partitioner.is_function
         # Of scalars there is nothing to ask.
         if is_alone or is_known or not any(tuple(v.shape) for v in variables):
-            return dimensions_of(partitioning, variables, over_cores)
-        dims = agreed_dimensions(partitioning, mesh, variables, over_cores)
+            return dimensions_of(partitioner, variables, over_cores)
+        dims = agreed_dimensions(partitioner, mesh, variables, over_cores)
         self._is_compared = True
         return dims
 
@@ -369,7 +364,7 @@ def follow(slot: keras.Variable, weight: keras.Variable) -> None:
     if held is not None and tuple(slot.shape) == tuple(weight.shape):
         placement = dataclasses.replace(held, sharding=held.of_slots)
         setattr(slot, _PLACEMENT, placement)
-        divide(slot, held.mesh)
+        make_sharded(slot, held.mesh)
 
 
 def follow_by_names(

@@ -19,6 +19,7 @@ import keras
 from keras.src.distribution.distribution_lib import Distribution
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
+from keras_strategies._core.attributes import attribute_set
 from keras_strategies._core.chief import from_chief
 from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.mesh import ReplicaMesh, copied, shown_devices
@@ -30,15 +31,16 @@ from keras_strategies.keras_bridge.variables.abstract_variables import (
     make_abstract,
     note_slot,
 )
+from keras_strategies.keras_bridge.variables.initial_values import (
+    VariableCreator,
+)
 from keras_strategies.keras_bridge.variables.shardings import (
-    Partitions,
+    Placements,
     follow,
     forget_placement,
     placement_of,
     sharding_of,
 )
-
-VariableCreator = Callable[..., keras.Variable]
 
 
 class Registry:
@@ -67,7 +69,7 @@ class ReplicaDistribution(Distribution):
     """Lays every variable out over a mesh and registers it."""
 
     def __init__(
-        self, mesh: ReplicaMesh, registry: Registry, partitions: Partitions
+        self, mesh: ReplicaMesh, registry: Registry, placements: Placements
     ) -> None:
         device_mesh = keras.distribution.DeviceMesh(
             shape=mesh.mesh.devices.shape,
@@ -79,7 +81,7 @@ class ReplicaDistribution(Distribution):
         )
         self._mesh = mesh
         self._registry = registry
-        self.partitions = partitions
+        self.placements = placements
 
     @property
     def num_model_replicas(self) -> int:
@@ -89,7 +91,7 @@ class ReplicaDistribution(Distribution):
     def get_variable_layout(self, variable: keras.Variable) -> Any:
         """The layout of a variable that is being created."""
         self._registry.add(variable)
-        self.partitions.assign([variable])
+        self.placements.assign([variable])
         # Where a slice is only compiled for, variables stay on the host.
         mesh = self._mesh
         return None if mesh.is_abstract else sharding_of(variable, mesh)
@@ -171,29 +173,22 @@ def _is_made_later(weight: Any) -> bool:
     return has_nothing and getattr(weight, "_layout", None) is None
 
 
-@contextlib.contextmanager
 def _with_layout_of_slots(
     weight: Any, distribution: ReplicaDistribution
-) -> Iterator[None]:
+) -> contextlib.AbstractContextManager[None]:
     """Shows Keras the layout of a weight's slots, where it is another one.
 
     None, where the replicas divide variables and not this weight: then the
     distribution is asked for the slot's own.
     """
     held = placement_of(weight)
-    if held is None and distribution.partitions.partitioning is None:
-        yield
-        return
+    if held is None and distribution.placements.partitioner is None:
+        return contextlib.nullcontext()
     layout = None if held is None else held.of_slots
     is_same = layout is getattr(weight, "_layout", None)
     if is_same or (held is not None and held.mesh.is_abstract):
-        yield
-        return
-    before, weight._layout = weight._layout, layout
-    try:
-        yield
-    finally:
-        weight._layout = before
+        return contextlib.nullcontext()
+    return attribute_set(weight, "_layout", layout)
 
 
 _slots_registered = Patches(
@@ -209,7 +204,7 @@ def slots_follow_weights() -> contextlib.AbstractContextManager[None]:
 def adopt(
     variables: Iterable[keras.Variable],
     mesh: ReplicaMesh,
-    partitions: Partitions,
+    placements: Placements,
 ) -> None:
     """Moves variables that were created elsewhere onto the mesh.
 
@@ -226,7 +221,7 @@ def adopt(
         held = placement_of(variable)
         if held is not None and held.mesh is not mesh:
             forget_placement(variable)
-    partitions.assign(variables)
+    placements.assign(variables)
     if mesh.is_abstract:
         return
     moved = []
@@ -298,8 +293,10 @@ def release(variables: Iterable[keras.Variable]) -> None:
         value = variable._value
         if value is not None and not value.is_fully_addressable:
             # JAX moves nothing from devices of several processes to one.
-            is_whole = value.sharding.is_fully_replicated
-            value = value.addressable_data(0) if is_whole else variable.numpy()
+            is_replicated = value.sharding.is_fully_replicated
+            value = (
+                value.addressable_data(0) if is_replicated else variable.numpy()
+            )
         variable._layout = None
         forget_placement(variable)
         if value is not None:

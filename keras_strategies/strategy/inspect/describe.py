@@ -20,9 +20,9 @@ from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.keras_bridge.variables.abstract_variables import (
     is_abstract,
 )
-from keras_strategies.keras_bridge.variables.partitioners import Partitioning
+from keras_strategies.keras_bridge.variables.partitioners import Partitioner
 from keras_strategies.keras_bridge.variables.shardings import (
-    is_updated_whole,
+    is_updated_replicated,
     placement_of,
     sharding_of,
 )
@@ -62,14 +62,14 @@ class VariableRow:
 def describe_table(
     mesh: ReplicaMesh,
     variables: Sequence[keras.Variable],
-    partitioning: Partitioning | None = None,
+    partitioner: Partitioner | None = None,
 ) -> Group:
     """Draws a mesh and lists variables.
 
     Args:
       mesh: The replicas.
       variables: The variables; one given twice is listed once.
-      partitioning: Which of them the replicas divide among them.
+      partitioner: Which of them the replicas divide among them.
 
     Returns:
       Something a `rich.console.Console` prints, in lines that the number of
@@ -77,31 +77,31 @@ def describe_table(
     """
     cores = mesh.cores_per_replica
     drawing = draw_mesh(mesh.devices, mesh.axis, cores, mesh.model_axis)
-    table = tabulate_variables(mesh.devices, variables, mesh, partitioning)
-    if partitioning is None:
+    table = tabulate_variables(mesh.devices, variables, mesh, partitioner)
+    if partitioner is None:
         return Group(drawing, table)
     return Group(
         drawing,
-        Text(divided_by(partitioning, mesh.num_replicas)),
+        Text(divided_by(partitioner, mesh.num_replicas)),
         table,
-        *_legend(variables, partitioning),
+        *_legend(variables, partitioner),
     )
 
 
-def divided_by(partitioning: Partitioning, num_replicas: int) -> str:
+def divided_by(partitioner: Partitioner, num_replicas: int) -> str:
     """Who divides the variables, in a line."""
-    shards = partitioning.shards
+    shards = partitioner.shards
     groups = num_replicas // shards
-    text = f"{partitioning.name} divides variables over {shards} replicas"
+    text = f"{partitioner.name} divides variables over {shards} replicas"
     if groups > 1:
         text += f", in each of {groups} groups"
     return text
 
 
 def _legend(
-    variables: Sequence[keras.Variable], partitioning: Partitioning
+    variables: Sequence[keras.Variable], partitioner: Partitioner
 ) -> list[Text]:
-    remarks = (_remark(v, partitioning) for v in variables)
+    remarks = (_remark(v, partitioner) for v in variables)
     return [
         Text(f"  {word}: {line}")
         for word, line in dict.fromkeys(r for r in remarks if r is not None)
@@ -109,11 +109,11 @@ def _legend(
 
 
 def _remark(
-    variable: keras.Variable, partitioning: Partitioning
+    variable: keras.Variable, partitioner: Partitioner
 ) -> tuple[str, str] | None:
     if variable.shape is None or variable.synchronization == "on_read":
         return None
-    if is_updated_whole(variable):
+    if is_updated_replicated(variable):
         return "updated whole", (
             "Its optimizer is called inside of a branch or a loop, or by "
             "replicas that do different things: each gathers it to update it."
@@ -122,7 +122,7 @@ def _remark(
     axes = () if held is None else tuple(held.sharding.spec)
     if held is not None and held.mesh.axis in axes:
         return None
-    return partitioning.why_whole(tuple(variable.shape), axes)
+    return partitioner.why_replicated(tuple(variable.shape), axes)
 
 
 def draw_mesh(
@@ -175,7 +175,7 @@ def tabulate_variables(
     devices: Sequence[jax.Device],
     variables: Sequence[keras.Variable],
     mesh: ReplicaMesh | None = None,
-    partitioning: Partitioning | None = None,
+    partitioner: Partitioner | None = None,
 ) -> Table:
     """Lists variables with where they lie and what they cost.
 
@@ -184,7 +184,7 @@ def tabulate_variables(
       variables: The variables; one given twice is listed once.
       mesh: The mesh. Where it is only compiled for, variables are listed as
         they would lie on it, and so are always those that have no values.
-      partitioning: Which of them the replicas divide among them.
+      partitioner: Which of them the replicas divide among them.
 
     Returns:
       A table with totals in its footer; beyond 40 variables it has the 40
@@ -194,7 +194,7 @@ def tabulate_variables(
     of_all = mesh if mesh is not None and mesh.is_abstract else None
     rows = [
         describe_variable(
-            v, devices, mesh if is_abstract(v) else of_all, partitioning
+            v, devices, mesh if is_abstract(v) else of_all, partitioner
         )
         for v in distinct
     ]
@@ -245,7 +245,7 @@ def describe_variable(
     variable: keras.Variable,
     devices: Sequence[jax.Device],
     planned: ReplicaMesh | None = None,
-    partitioning: Partitioning | None = None,
+    partitioner: Partitioner | None = None,
 ) -> VariableRow:
     """The facts of one variable.
 
@@ -253,7 +253,7 @@ def describe_variable(
       variable: A variable, built or not.
       devices: The devices of the mesh.
       planned: The mesh it is to lie on, where it does not yet.
-      partitioning: Which variables the replicas divide among them.
+      partitioner: Which variables the replicas divide among them.
 
     Returns:
       Its row; "not built", with no bytes, if it has no value yet.
@@ -276,9 +276,7 @@ def describe_variable(
         dtype=dtype,
         sharding=sharding,
         num_bytes=num_bytes,
-        remark=None
-        if partitioning is None
-        else _remark(variable, partitioning),
+        remark=None if partitioner is None else _remark(variable, partitioner),
     )
 
 

@@ -16,18 +16,20 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal, Var
 
 from keras_strategies._core.buffers import buffering_of
-from keras_strategies._core.jaxprs.divided_values import Values
 from keras_strategies._core.jaxprs.marked_updates import (
     MAX,
     Update,
     collected_updates,
     update_of,
 )
-from keras_strategies._core.jaxprs.specs import Divided, Placed, Spec
+from keras_strategies._core.jaxprs.sharded_values import Values
+from keras_strategies._core.jaxprs.specs import Placed, Sharded, Spec
 from keras_strategies._core.jaxprs.stages import (
     acts,
     has_references,
-    references,
+    needed_equations,
+    shape_of,
+    variables,
 )
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import (
@@ -35,28 +37,24 @@ from keras_strategies._core.replica_map import (
     all_max,
     all_sum,
     replica_map,
+    replicated_spec,
     split_spec,
-    whole_spec,
 )
 
 
-def divided_map(
-    fn: Callable[..., Any],
-    mesh: ReplicaMesh,
-    *,
-    in_specs: Any,
-    out_specs: Any,
+def sharded_map(
+    fn: Callable[..., Any], mesh: ReplicaMesh, *, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """As `replica_map`, of values of which some are `Divided`.
+    """As `replica_map`, of values of which some are `Sharded`.
 
     Args:
-      fn: A replica's function; `Divided` values are whole to it.
+      fn: A replica's function; `Sharded` values are whole to it.
       mesh: The replicas.
       in_specs: For the arguments, or a prefix of their nest.
       out_specs: For the results, likewise, or a function of them. What is
-        `Divided` there is equal on all replicas.
+        `Sharded` there is equal on all replicas.
     """
-    if not any(isinstance(s, Divided) for s in jax.tree.leaves(in_specs)):
+    if not any(isinstance(s, Sharded) for s in jax.tree.leaves(in_specs)):
         # What cores alone divide is whole to a mapped function.
         manual = jax.tree.map(_manual, (in_specs, out_specs), is_leaf=_is_spec)
         return replica_map(fn, mesh, in_specs=manual[0], out_specs=manual[1])
@@ -73,12 +71,14 @@ def divided_map(
             results[:] = [result, _flat(of_all, outputs)]
             return found
 
-        whole = [whole_spec() if isinstance(s, Placed) else s for s in specs]
+        whole = [
+            replicated_spec() if isinstance(s, Placed) else s for s in specs
+        ]
         replicated = replica_map(
-            flat, mesh, in_specs=tuple(whole), out_specs=whole_spec()
+            flat, mesh, in_specs=tuple(whole), out_specs=replicated_spec()
         )
         with collected_updates() as updates:
-            traced = jax.make_jaxpr(replicated)(*map(_shape, given))
+            traced = jax.make_jaxpr(replicated)(*map(shape_of, given))
         cut = _Cut(traced, updates, mesh, specs, given)
         return jax.tree.unflatten(results[0], cut.compute(results[1]))
 
@@ -93,11 +93,6 @@ def _flat(specs: Any, values: Any) -> list[Any]:
 
 def _is_spec(leaf: Any) -> bool:
     return isinstance(leaf, Spec)
-
-
-def _shape(value: Any) -> jax.ShapeDtypeStruct:
-    weak = getattr(value, "weak_type", False)
-    return jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=weak)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +136,7 @@ class _Cut:
         self._global: dict[Var, Any] = {}
         self._specs: dict[Var, Spec] = {}
         outer = dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
-        known: dict[Var, Spec] = dict.fromkeys(outer, whole_spec())
+        known: dict[Var, Spec] = dict.fromkeys(outer, replicated_spec())
         outer |= zip(traced.jaxpr.invars, given, strict=True)
         known |= zip(traced.jaxpr.invars, specs, strict=True)
         for inner, operand in zip(
@@ -149,7 +144,7 @@ class _Cut:
         ):
             if isinstance(operand, Literal):
                 self._global[inner] = jnp.asarray(operand.val)
-                self._specs[inner] = whole_spec()
+                self._specs[inner] = replicated_spec()
             else:
                 self._global[inner] = outer[operand]
                 self._specs[inner] = known[operand]
@@ -160,7 +155,7 @@ class _Cut:
         cut = [u for after in self._updates_after for _, u in after]
         for update in updates.values():
             if not any(update is u for u in cut):
-                update.on_whole()
+                update.on_replicated()
         self._made: dict[Any, Any] = {}
 
     def _divide(self) -> None:
@@ -239,14 +234,8 @@ class _Cut:
 
     def _equations(self, k: int, plan: dict[Any, Any]) -> list[Any]:
         """The equations of a section that its results or effects need."""
-        needed = {v for v, _ in plan.values() if not isinstance(v, Literal)}
-        found = []
-        for equation in reversed(self._sections[k]):
-            made = [*equation.outvars, *references(equation)]
-            if acts(equation) or not needed.isdisjoint(made):
-                found.append(equation)
-                needed |= set(_variables(equation.invars))
-        return found[::-1]
+        outputs = [v for v, _ in plan.values()]
+        return needed_equations(self._sections[k], outputs, acts)
 
     def _inputs_of(self, k: int, plan: dict[Any, Any]) -> list[Var]:
         """What a section reads of those before it and of the inputs."""
@@ -254,7 +243,7 @@ class _Cut:
         made = {v for e in equations for v in e.outvars}
         read = [v for e in equations for v in e.invars]
         read += [v for v, _ in plan.values()]
-        return [v for v in dict.fromkeys(_variables(read)) if v not in made]
+        return [v for v in dict.fromkeys(variables(read)) if v not in made]
 
     def _compute_section(self, k: int, plan: dict[Any, Any]) -> None:
         equations, inputs = self._equations(k, plan), self._inputs_of(k, plan)
@@ -264,15 +253,17 @@ class _Cut:
         def section(*given: Any) -> list[Any]:
             values = Values(self._jaxpr, ShardExchange(self._mesh))
             for variable, value, spec in zip(inputs, given, specs, strict=True):
-                if isinstance(spec, Divided):
+                if isinstance(spec, Sharded):
                     values.set_shard(variable, value, spec)
                 else:
                     is_own = variable not in self._specs
-                    values.set_whole(variable, value[0] if is_own else value)
+                    values.set_replicated(
+                        variable, value[0] if is_own else value
+                    )
             scattered = {
                 v: want.spec
                 for v, want in wanted
-                if want.how == "sum" and isinstance(want.spec, Divided)
+                if want.how == "sum" and isinstance(want.spec, Sharded)
             }
             values.compute(equations, [v for v, _ in wanted], scattered)
             return self._results(values, wanted)
@@ -293,7 +284,7 @@ class _Cut:
         results: list[Any] = [None] * len(wanted)
         summed = []
         for i, (variable, want) in enumerate(wanted):
-            if want.how == "sum" and isinstance(want.spec, Divided):
+            if want.how == "sum" and isinstance(want.spec, Sharded):
                 results[i] = values.sum(variable, want.spec)
             elif want.how == "sum":
                 summed.append(i)
@@ -303,7 +294,7 @@ class _Cut:
                 )
             elif want.how == "own":
                 results[i] = jnp.asarray(values.whole(variable))[None]
-            elif isinstance(want.spec, Divided):
+            elif isinstance(want.spec, Sharded):
                 results[i] = values.shard(variable, want.spec)
             else:
                 results[i] = values.whole(variable)
@@ -334,16 +325,12 @@ class _Cut:
         return jax.lax.with_sharding_constraint(value, sharding)
 
 
-def _variables(operands: Iterable[Any]) -> list[Var]:
-    return [v for v in operands if not isinstance(v, Literal)]
-
-
 def _operands(equation: Any, update: Update) -> list[tuple[Any, _Want]]:
     """What an update takes of each operand of its equation."""
-    wants = [_Want("value", whole_spec())] * update.num_captured
+    wants = [_Want("value", replicated_spec())] * update.num_captured
     for reduction in update.gradients:
         if reduction == MAX:
-            wants.append(_Want("max", whole_spec()))
+            wants.append(_Want("max", replicated_spec()))
         else:
             wants.append(_Want("sum", reduction))
     wants += [_Want("value", spec) for spec in update.values]

@@ -9,23 +9,23 @@ import pytest
 from jax.extend.core import Var
 from jax.sharding import NamedSharding, PartitionSpec
 
-from keras_strategies._core.divided_map import divided_map
 from keras_strategies._core.jaxprs.marked_updates import (
     MAX,
     is_collecting,
     marked_update,
 )
-from keras_strategies._core.jaxprs.specs import Divided
+from keras_strategies._core.jaxprs.specs import Sharded
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import (
     all_max,
     all_sum,
     replica_map,
+    replicated_spec,
     split_spec,
-    whole_spec,
 )
+from keras_strategies._core.sharded_map import sharded_map
 
-WHOLE = whole_spec()
+WHOLE = replicated_spec()
 
 
 def mesh_of(count, shards=None):
@@ -34,7 +34,7 @@ def mesh_of(count, shards=None):
 
 def divided(mesh, dim=0):
     spec = PartitionSpec(*[None] * dim, mesh.axis)
-    return Divided(NamedSharding(mesh.mesh, spec), dim)
+    return Sharded(NamedSharding(mesh.mesh, spec), dim)
 
 
 def sgd(mesh, weights, x, update, specs, reductions):
@@ -62,7 +62,7 @@ def sgd(mesh, weights, x, update, specs, reductions):
         reductions=reductions,
         specs=specs,
         divisor=1,
-        on_whole=lambda: None,
+        on_replicated=lambda: None,
     )
     return value, new
 
@@ -95,7 +95,7 @@ def test_an_update_of_all_entries(count, shards):
         return all_sum([value], mesh.all_replicas)[0], new
 
     inputs = (specs, split_spec(mesh))
-    cut = divided_map(
+    cut = sharded_map(
         step, mesh, in_specs=inputs, out_specs=(WHOLE, list(specs))
     )
     plain = replica_map(
@@ -127,7 +127,7 @@ def test_values_alive_across_an_update():
         return (own * jnp.sum(new[0]) + again)[None], last, new[1]
 
     inputs = (specs, split_spec(mesh))
-    cut = divided_map(
+    cut = sharded_map(
         step,
         mesh,
         in_specs=inputs,
@@ -175,12 +175,12 @@ def test_rematerialized_parts_gather_again():
             reductions=[spec],
             specs=[spec],
             divisor=1,
-            on_whole=lambda: None,
+            on_replicated=lambda: None,
         )[0]
 
     texts = {}
     for remat in (False, True):
-        cut = divided_map(
+        cut = sharded_map(
             lambda w, x, remat=remat: step(w, x, remat),
             mesh,
             in_specs=(spec, split_spec(mesh)),
@@ -226,11 +226,11 @@ def test_on_tpus_sums_of_matrices_are_scattered_as_blocks_of_tiles(
             reductions=[spec],
             specs=[spec],
             divisor=1,
-            on_whole=lambda: None,
+            on_replicated=lambda: None,
         )[0]
 
     inputs = (spec, split_spec(mesh))
-    cut = jax.jit(divided_map(step, mesh, in_specs=inputs, out_specs=spec))
+    cut = jax.jit(sharded_map(step, mesh, in_specs=inputs, out_specs=spec))
     grad = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(weight)
     np.testing.assert_allclose(
         cut(weight, x), weight - 0.1 * grad, rtol=1e-4, atol=1e-5
@@ -253,7 +253,7 @@ def test_what_takes_a_variables_place_is_a_maximum():
     def step(weights, x):
         return sgd(mesh, weights, x, replace, specs, [specs[0], MAX])[1]
 
-    cut = divided_map(
+    cut = sharded_map(
         step, mesh, in_specs=(specs, split_spec(mesh)), out_specs=list(specs)
     )
     plain = replica_map(
@@ -275,7 +275,7 @@ def test_prints_and_inputs_that_are_returned():
         jax.debug.callback(lambda v: seen.append(float(v)), jnp.sum(x))
         return weight, weight, x
 
-    cut = divided_map(
+    cut = sharded_map(
         step,
         mesh,
         in_specs=(spec, split_spec(mesh)),
@@ -331,7 +331,7 @@ def test_a_layers_weights_are_gathered_while_the_one_before_is_computed(dtype):
         return chain(weights, x, dtype)
 
     rows = split_spec(mesh)
-    one = divided_map(step, mesh, in_specs=(specs, rows), out_specs=rows)
+    one = sharded_map(step, mesh, in_specs=(specs, rows), out_specs=rows)
     traced = jax.make_jaxpr(one)(weights, batches[0])
     # The first two at once: there is nothing that they could wait for.
     assert products_before_gathers(traced) == [0, 0, 1, 2, 3]
@@ -360,7 +360,7 @@ def test_what_is_read_again_is_gathered_once():
     def step(weights, x):
         return jax.grad(lambda x: jnp.sum(chain(weights, x)))(x)
 
-    mapped = divided_map(
+    mapped = sharded_map(
         step,
         mesh,
         in_specs=(specs, split_spec(mesh)),

@@ -16,17 +16,15 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import (
-    ClosedJaxpr,
-    Jaxpr,
-    Literal,
-    Var,
-    jaxpr_as_fun,
-)
+from jax.extend.core import Jaxpr, Literal, Var
 
 from keras_strategies._core.jaxprs.gather_order import Gathered, gathers_of
-from keras_strategies._core.jaxprs.specs import Divided
-from keras_strategies._core.jaxprs.stages import is_reference
+from keras_strategies._core.jaxprs.specs import Sharded
+from keras_strategies._core.jaxprs.stages import (
+    computed,
+    is_reference,
+    variables,
+)
 
 _REMATERIALIZED = ("remat2", "remat", "checkpoint")
 _CALLS = ("jit", "pjit", "closed_call", "core_call")
@@ -35,15 +33,15 @@ _CALLS = ("jit", "pjit", "closed_call", "core_call")
 class Exchange(Protocol):
     """How replicas that divide values exchange what they hold of them."""
 
-    def gather(self, shard: Any, spec: Divided) -> Any:
+    def gather(self, shard: Any, spec: Sharded) -> Any:
         """The whole value, of this replica's shard."""
         ...
 
-    def scatter(self, value: Any, spec: Divided) -> Any:
+    def scatter(self, value: Any, spec: Sharded) -> Any:
         """This replica's shard of the replicas' values, summed."""
         ...
 
-    def cut(self, whole: Any, spec: Divided) -> Any:
+    def cut(self, whole: Any, spec: Sharded) -> Any:
         """This replica's shard of a value that all have."""
         ...
 
@@ -60,18 +58,18 @@ class Values:
         self._jaxpr = jaxpr
         self._exchange = exchange
         self._whole: dict[Var, Any] = {}
-        self._shards: dict[Var, tuple[Any, Divided]] = {}
+        self._shards: dict[Var, tuple[Any, Sharded]] = {}
         self._sums: dict[Var, Any] = {}
 
-    def set_whole(self, variable: Var, value: Any) -> None:
+    def set_replicated(self, variable: Var, value: Any) -> None:
         """Sets a value that this replica holds whole."""
         self._whole[variable] = value
 
-    def set_shard(self, variable: Var, shard: Any, spec: Divided) -> None:
+    def set_shard(self, variable: Var, shard: Any, spec: Sharded) -> None:
         """Sets a value by this replica's shard of it."""
         self._shards[variable] = shard, spec
 
-    def is_divided(self, variable: Any) -> bool:
+    def is_sharded(self, variable: Any) -> bool:
         """Whether a value is known by its shard alone."""
         return (
             not isinstance(variable, Literal)
@@ -83,12 +81,12 @@ class Values:
         """A value, gathered if it is divided."""
         if isinstance(variable, Literal):
             return variable.val
-        if self.is_divided(variable):
+        if self.is_sharded(variable):
             shard, spec = self._shards[variable]
             self._whole[variable] = self._exchange.gather(shard, spec)
         return self._whole[variable]
 
-    def shard(self, variable: Any, spec: Divided) -> Any:
+    def shard(self, variable: Any, spec: Sharded) -> Any:
         """This replica's shard of a value."""
         if not isinstance(variable, Literal) and variable in self._shards:
             shard, held = self._shards[variable]
@@ -96,7 +94,7 @@ class Values:
                 return shard
         return self._exchange.cut(jnp.asarray(self.whole(variable)), spec)
 
-    def sum(self, variable: Any, spec: Divided) -> Any:
+    def sum(self, variable: Any, spec: Sharded) -> Any:
         """This replica's shard of the replicas' values, summed."""
         if not isinstance(variable, Literal) and variable in self._sums:
             return self._sums[variable]
@@ -106,7 +104,7 @@ class Values:
         self,
         equations: Sequence[Any],
         outputs: Iterable[Any],
-        scattered: dict[Var, Divided],
+        scattered: dict[Var, Sharded],
     ) -> None:
         """Computes equations, in their order.
 
@@ -117,14 +115,8 @@ class Values:
             and no other way.
         """
         equations = list(equations)
-        uses = Counter(
-            v
-            for v in (
-                *(v for e in equations for v in e.invars),
-                *outputs,
-            )
-            if not isinstance(v, Literal)
-        )
+        read = [v for e in equations for v in e.invars]
+        uses = Counter(variables([*read, *outputs]))
         places = _sunk(equations, scattered, uses)
         gathers = gathers_of(
             equations,
@@ -154,7 +146,7 @@ class Values:
                 a, b = (self.sum(v, spec) for v in equation.invars)
                 self._sums[equation.outvars[0]] = a + b
             else:
-                if any(map(self.is_divided, equation.invars)):
+                if any(map(self.is_sharded, equation.invars)):
                     self._flush(pending, uses)
                 pending.append(equation)
         self._flush(pending, uses)
@@ -164,18 +156,7 @@ class Values:
         if not equations:
             return
         made = [v for e in equations for v in e.outvars if uses[v]]
-        own = {v for e in equations for v in e.outvars}
-        read = dict.fromkeys(
-            v
-            for e in equations
-            for v in e.invars
-            if not isinstance(v, Literal) and v not in own
-        )
-        values = [self.whole(v) for v in read]
-        jaxpr = self._jaxpr.replace(
-            constvars=[], invars=list(read), outvars=made, eqns=equations[:]
-        )
-        results = jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))(*values)
+        results = computed(self._jaxpr, equations, made, self.whole)
         self._whole.update(zip(made, results, strict=True))
         equations.clear()
 
@@ -185,7 +166,7 @@ class Values:
         Returns:
           Whether it could be done: the equation reads something else.
         """
-        read = [v for v in equation.invars if not isinstance(v, Literal)]
+        read = variables(equation.invars)
         others = [
             v
             for v in dict.fromkeys(read)
@@ -210,35 +191,35 @@ class Values:
         return True
 
     def _casts(self, equation: Any) -> bool:
-        return _casts(equation) and self.is_divided(equation.invars[0])
+        return _casts(equation) and self.is_sharded(equation.invars[0])
 
     def _cast(self, equation: Any) -> None:
         shard, spec = self._shards[equation.invars[0]]
         cast = jax.lax.convert_element_type(shard, equation.params["new_dtype"])
         self.set_shard(equation.outvars[0], cast, spec)
 
-    def _is_entered(self, equation: Any, places: dict[Var, Divided]) -> bool:
+    def _is_entered(self, equation: Any, places: dict[Var, Sharded]) -> bool:
         """Whether an equation is a function to be computed on shards."""
         if not _is_called(equation):
             return False
         return any(
-            self._enters_divided(equation, v) for v in equation.invars
+            self._enters_sharded(equation, v) for v in equation.invars
         ) or any(v in places for v in equation.outvars)
 
-    def _enters_divided(self, equation: Any, variable: Any) -> bool:
+    def _enters_sharded(self, equation: Any, variable: Any) -> bool:
         """Whether a function is given the shard of an operand.
 
         One that is rematerialized gathers it again.
         """
         if isinstance(variable, Literal) or variable not in self._shards:
             return False
-        return _is_rematerialized(equation) or self.is_divided(variable)
+        return _is_rematerialized(equation) or self.is_sharded(variable)
 
-    def _enter(self, equation: Any, places: dict[Var, Divided]) -> None:
+    def _enter(self, equation: Any, places: dict[Var, Sharded]) -> None:
         """Computes the function that an equation calls, on shards."""
         given = []
         for variable in equation.invars:
-            if self._enters_divided(equation, variable):
+            if self._enters_sharded(equation, variable):
                 given.append(self._shards[variable])
             else:
                 given.append((self.whole(variable), None))
@@ -273,20 +254,20 @@ class Values:
         self,
         equation: Any,
         operands: Sequence[Any],
-        specs: Sequence[Divided | None],
-        wanted: Sequence[Divided | None],
+        specs: Sequence[Sharded | None],
+        wanted: Sequence[Sharded | None],
     ) -> list[Any]:
         jaxpr = equation.params.get("jaxpr") or equation.params["call_jaxpr"]
         consts = getattr(jaxpr, "consts", ())
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
         values = Values(jaxpr, self._exchange)
         for variable, value in zip(jaxpr.constvars, consts, strict=True):
-            values.set_whole(variable, value)
+            values.set_replicated(variable, value)
         for variable, value, spec in zip(
             jaxpr.invars, operands, specs, strict=True
         ):
             if spec is None:
-                values.set_whole(variable, value)
+                values.set_replicated(variable, value)
             else:
                 values.set_shard(variable, value, spec)
         scattered = {
@@ -326,17 +307,17 @@ def _adds(equation: Any) -> bool:
 
 
 def _sunk(
-    equations: list[Any], scattered: dict[Var, Divided], uses: Counter[Var]
-) -> dict[Var, Divided]:
+    equations: list[Any], scattered: dict[Var, Sharded], uses: Counter[Var]
+) -> dict[Var, Sharded]:
     """The variables whose sums are scattered where they are made.
 
     Those are results of functions, and sums of such: a weight that several
     rematerialized parts read.
     """
     makers = {v: e for e in equations for v in e.outvars}
-    places: dict[Var, Divided] = {}
+    places: dict[Var, Sharded] = {}
 
-    def sink(variable: Any, spec: Divided) -> bool:
+    def sink(variable: Any, spec: Sharded) -> bool:
         if isinstance(variable, Literal) or uses[variable] != 1:
             return False
         maker = makers.get(variable)

@@ -19,7 +19,7 @@ from keras_strategies._core.values import local_shards
 _MESH = "_ks_mesh"
 
 
-class DividedVariable(keras.Variable):
+class ShardedVariable(keras.Variable):
     """A variable whose value is divided; made by `divide`."""
 
     def __array__(self, dtype: Any = None) -> np.ndarray:
@@ -30,16 +30,16 @@ class DividedVariable(keras.Variable):
         return np.asarray(_whole(value, getattr(self, _MESH)), dtype)
 
 
-def divide(variable: keras.Variable, mesh: ReplicaMesh) -> None:
+def make_sharded(variable: keras.Variable, mesh: ReplicaMesh) -> None:
     """Lets a variable be read as one array."""
     if type(variable) is keras.Variable:
-        variable.__class__ = DividedVariable
+        variable.__class__ = ShardedVariable
         setattr(variable, _MESH, mesh)
 
 
-def undivide(variable: keras.Variable) -> None:
+def make_plain(variable: keras.Variable) -> None:
     """Makes a variable one of Keras's again."""
-    if isinstance(variable, DividedVariable):
+    if isinstance(variable, ShardedVariable):
         delattr(variable, _MESH)
         variable.__class__ = keras.Variable
 

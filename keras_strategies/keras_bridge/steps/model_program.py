@@ -1,0 +1,304 @@
+"""The compiled programs of one kind of step: what all kinds share.
+
+A batch that the replicas share evenly goes through the model's own step,
+mapped over the replicas. Any other batch goes through the same step once,
+over the global batch, with its rows still sharded over the devices by XLA:
+exact for every loss, metric and layer, and no device holds more than its
+share (docs/architecture.md).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import keras
+
+from keras_strategies._core.batches import RowShape, Segment
+from keras_strategies._core.dispatch import dispatch
+from keras_strategies._core.jaxprs.specs import Sharded
+from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.replica_map import replicated_spec, split_spec
+from keras_strategies._core.sharded_map import sharded_map
+from keras_strategies.keras_bridge.hooks import merge as merge_lib
+from keras_strategies.keras_bridge.hooks.trace_hooks import trace_hooks
+from keras_strategies.keras_bridge.models.attention import attention_for
+from keras_strategies.keras_bridge.step_context import (
+    Batch,
+    Group,
+    ReplicaScope,
+    State,
+    StepContext,
+    StepFacts,
+    step_scope,
+)
+from keras_strategies.keras_bridge.steps import output_shardings
+from keras_strategies.keras_bridge.steps.mapped_program import (
+    Body,
+    MappedProgram,
+    global_batch_trace,
+    in_replica,
+    jitted,
+    mapped_trace,
+)
+from keras_strategies.keras_bridge.steps.trace_checks import (
+    call_on_global_batch,
+)
+from keras_strategies.keras_bridge.steps.uneven_step import (
+    UnevenCall,
+    UnevenRows,
+    call_step,
+)
+from keras_strategies.keras_bridge.variables.shardings import spec_of
+
+
+class ModelProgram:
+    """The programs of one kind of step of one model.
+
+    Steps are pure functions: (written, read, data) -> (results, written,
+    changed), where `changed` maps positions in a read group to new values.
+
+    Args:
+      step: The model's own step: `step(state, data) -> (results, state)`.
+      name: The programs' name, in profiles.
+      variables: The groups of the model's variables, aligned with the state.
+      metrics: Index of the group that holds metrics, or None.
+      written: Indices of the groups that the step writes as a rule; they are
+        donated. Of other groups only what changed is returned.
+      mesh: The replicas.
+      is_global: Whether the step must see the global batch.
+      replica_scope: Makes a step's replica context current for a block.
+    """
+
+    # Whether the results have the batch's rows.
+    _returns_rows = False
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        name: str,
+        variables: tuple[list[keras.Variable], ...],
+        *,
+        metrics: int | None = None,
+        written: tuple[int, ...] = (),
+        mesh: ReplicaMesh,
+        is_global: bool = False,
+        replica_scope: ReplicaScope | None = None,
+    ) -> None:
+        self._step = step
+        self._replica_scope = replica_scope
+        self._variables = variables
+        self._metrics = metrics
+        self._written = written
+        self._mesh = mesh
+        self._read = tuple(i for i in range(len(variables)) if i not in written)
+        self._specs = [[spec_of(v, mesh) for v in g] for g in variables]
+        self._is_sharded = any(
+            isinstance(spec, Sharded) for group in self._specs for spec in group
+        )
+        self._programs = self._made(name, is_global)
+
+    def _made(self, name: str, is_global: bool) -> MappedProgram:
+        mesh, has_rows = self._mesh, self._returns_rows
+        is_sharded, has_cores = self._is_sharded, mesh.cores_per_replica > 1
+        written, read = self._divide(self._variables)
+
+        def placed(body: Any, results: Any = mesh.whole) -> Any:
+            if not (has_cores or (is_sharded and not has_rows)):
+                return body
+            return output_shardings.step(body, written, read, mesh, results)
+
+        of_one, of_many = (
+            (mesh.split, mesh.stacked) if has_rows else (mesh.whole,) * 2
+        )
+        one = self._mapped(self._replica_step, stacked=False)
+        many = self._mapped(self._replica_step, stacked=True)
+        whole, each = self._over_global_batch, self._over_uneven_rows
+        of_shapes = functools.partial(
+            jitted, donate_argnums=0, static_argnums=3
+        )
+        return MappedProgram(
+            one=jitted(placed(one, of_one), name, donate_argnums=0),
+            many=jitted(placed(many, of_many), f"{name}s", donate_argnums=0),
+            whole=of_shapes(
+                placed(whole),
+                f"{name}_whole",
+                out_shardings=None if is_sharded or has_cores else mesh.whole,
+            ),
+            uneven=of_shapes(
+                each if has_rows else placed(each), f"{name}_uneven"
+            ),
+            is_global=is_global,
+        )
+
+    def _mapped(self, step: Body, *, stacked: bool) -> Body:
+        """A step of one batch, or of several, mapped over the replicas."""
+        whole = replicated_spec()
+        # Of a step of several batches, which are mapped as one.
+        is_inner = stacked and not self._is_sharded
+        split = split_spec(self._mesh, dim=int(is_inner))
+        specs, results = (whole, whole), whole
+        if self._is_sharded:
+            specs, results = self._divide(self._specs), self._result_specs
+        elif self._returns_rows:
+            results = (split, whole, whole)
+        body = sharded_map(
+            self._scanned(step) if is_inner else step,
+            self._mesh,
+            in_specs=(*specs, split),
+            out_specs=results,
+        )
+        return self._scanned(body) if stacked and self._is_sharded else body
+
+    def _result_specs(self, results: Any) -> Any:
+        _, _, changed = results
+        written, read = self._divide(self._specs)
+        of_changed = [
+            {k: group[int(k)] for k in values}
+            for group, values in zip(read, changed, strict=True)
+        ]
+        has_rows = self._returns_rows
+        of_results = split_spec(self._mesh) if has_rows else replicated_spec()
+        return of_results, written, of_changed
+
+    def _over_global_batch(
+        self, written: Group, read: Group, data: Batch, shape: RowShape
+    ) -> Any:
+        """The step of all rows of a padded batch, or of several."""
+        body = self._global_body
+        fn = self._scanned(body) if shape.steps > 1 else body
+        return call_on_global_batch(
+            fn, (written, read), data, shape, self._mesh
+        )
+
+    def _over_uneven_rows(
+        self, written: Group, read: Group, data: Batch, shape: RowShape
+    ) -> Any:
+        """The step of which each replica runs its rows of a padded batch."""
+        mesh, axis = self._mesh, int(shape.steps > 1)
+        padded = jax.tree.leaves(data)[0].shape[axis]
+        rows = UnevenRows.of(shape, padded, mesh.num_replicas)
+        of_counts = functools.partial(self._uneven_step, rows.counts)
+        body = self._mapped(of_counts, stacked=shape.steps > 1)
+        results, *state = body(written, read, rows.take(data, axis, mesh))
+        if self._returns_rows:
+            results = rows.put_back(results, axis, mesh)
+        return results, *state
+
+    def _run(self, state: State, segment: Segment) -> tuple[Any, State]:
+        """Runs one program; returns its results, and the state after it."""
+        results, new, changed = self._start(
+            functools.partial(dispatch, self._mesh), state, segment
+        )
+        read = [
+            merge_lib.with_changes(state[i], values) if values else state[i]
+            for i, values in zip(self._read, changed, strict=True)
+        ]
+        return results, tuple(self._ordered(new, read))
+
+    def _start(
+        self, call: Callable[..., Any], state: State, segment: Segment
+    ) -> Any:
+        args = (*self._divide(state), segment.data)
+        return self._programs.start(
+            call, args, segment, is_shared=not segment.is_padded
+        )
+
+    def lower(self, state: State, segment: Segment) -> Any:
+        """Lowers the program that a call would run; of abstract arrays, too."""
+        return self._start(
+            lambda program, *args: program.lower(*args), state, segment
+        )
+
+    def _divide(self, groups: Any) -> tuple[list[Any], list[Any]]:
+        written = [groups[i] for i in self._written]
+        return written, [groups[i] for i in self._read]
+
+    def _ordered(self, written: Group, read: Group) -> list[Any]:
+        places = (*self._written, *self._read)
+        groups = dict(zip(places, (*written, *read), strict=True))
+        return [groups[i] for i in range(len(places))]
+
+    def _output(self, old: Any, new: Any) -> tuple[list[Any], list[Any]]:
+        written = [
+            [
+                merge_lib.as_type_of(n, o)
+                for n, o in zip(new[i], old[i], strict=True)
+            ]
+            for i in self._written
+        ]
+        return written, [
+            merge_lib.changed_values(old[i], new[i]) for i in self._read
+        ]
+
+    def _call(self, state: Any, data: Batch) -> tuple[Any, Any]:
+        """Calls the model's step."""
+        return self._step(tuple(map(list, state)), data)
+
+    def _traced(
+        self, step: StepContext, state: Any, data: Batch
+    ) -> tuple[Any, Any]:
+        """Calls the model's step in a replica's trace."""
+        with (
+            trace_hooks(),
+            attention_for(self._mesh),
+            step_scope(step),
+            in_replica(self._replica_scope, step),
+        ):
+            return self._call(state, data)
+
+    def _replica_step(self, written: Group, read: Group, data: Batch) -> Any:
+        rows = jax.tree.leaves(data)[0].shape[0]
+        step = StepContext(facts=StepFacts(mesh=self._mesh, rows=rows))
+        if step.num_replicas == 1:
+            return self._global_body(written, read, data, step)
+        with mapped_trace(step, self._step):
+            return self._mapped_body(step, written, read, data)
+
+    def _global_body(
+        self,
+        written: Group,
+        read: Group,
+        data: Batch,
+        step: StepContext | None = None,
+    ) -> Any:
+        old = self._ordered(written, read)
+        with global_batch_trace(
+            self._mesh, self._replica_scope, self._step, step
+        ):
+            results, new = self._call(old, data)
+        return results, *self._output(old, new)
+
+    def _uneven_step(
+        self, counts: tuple[int, ...], written: Group, read: Group, data: Batch
+    ) -> Any:
+        """The step of a replica, which may have fewer rows than others."""
+        old = self._ordered(written, read)
+        called = call_step(
+            self._on_rows,
+            self._variables,
+            old,
+            data,
+            mesh=self._mesh,
+            counts=counts,
+            metrics=self._metrics,
+        )
+        return self._uneven_results(called), *self._output(old, called.state)
+
+    def _mapped_body(
+        self, step: StepContext, written: Group, read: Group, data: Batch
+    ) -> Any:
+        """The step of a replica, with the replicas' states merged."""
+        raise NotImplementedError
+
+    def _on_rows(self, step: StepContext, state: Any, data: Batch) -> Any:
+        """The model's step on a replica's rows: (results, state)."""
+        raise NotImplementedError
+
+    def _uneven_results(self, called: UnevenCall) -> Any:
+        """Its results, of all replicas."""
+        raise NotImplementedError
+
+    def _scanned(self, body: Body) -> Body:
+        """The steps of several stacked batches as one program."""
+        raise NotImplementedError
