@@ -9,8 +9,7 @@ import keras
 import numpy as np
 
 from keras_strategies.checkpoint import contents, job_states, nests, unbuilt
-from keras_strategies.checkpoint.directory.format import find_steps
-from keras_strategies.checkpoint.directory.names import step_of
+from keras_strategies.checkpoint.directory.names import find_steps, step_of
 from keras_strategies.checkpoint.directory.retention import Keep
 from keras_strategies.checkpoint.storage import Storage
 from keras_strategies.cluster.addresses import shown

@@ -8,8 +8,7 @@ import keras
 
 from keras_strategies.checkpoint import contents
 from keras_strategies.checkpoint.averages import with_averages
-from keras_strategies.checkpoint.directory.format import find_steps
-from keras_strategies.checkpoint.directory.names import step_of
+from keras_strategies.checkpoint.directory.names import find_steps, step_of
 from keras_strategies.checkpoint.directory.retention import Keep
 from keras_strategies.checkpoint.storage import Storage
 from keras_strategies.cluster.addresses import shown

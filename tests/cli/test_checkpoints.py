@@ -11,8 +11,8 @@ import sys
 import pytest
 from rich.console import Console
 
-from keras_strategies.checkpoint.directory.format import write_manifest
 from keras_strategies.checkpoint.directory.lock import DirectoryLock
+from keras_strategies.checkpoint.directory.manifest import write_manifest
 from keras_strategies.checkpoint.directory.retention import delete
 from keras_strategies.cli import main
 from keras_strategies.cli.checkpoints.checkpoint_list import State, look_at

@@ -16,14 +16,14 @@ import numpy as np
 
 from keras_strategies.checkpoint import contents
 from keras_strategies.checkpoint.averages import with_averages
-from keras_strategies.checkpoint.directory import format as format_lib
+from keras_strategies.checkpoint.directory import names, orbax_files, verify
+from keras_strategies.checkpoint.directory.corruption import DamagedCheckpoint
 from keras_strategies.checkpoint.directory.documents import read_document
 from keras_strategies.keras_bridge.hooks.seeds import is_seed
 from keras_strategies.keras_bridge.variables.model_variables import (
     all_variables,
 )
 
-DamagedCheckpoint = format_lib.DamagedCheckpoint
 GLOBAL_STEP = "global_step"
 WEIGHTS = "weights"
 _SEEDS = "seeds"
@@ -36,11 +36,11 @@ def latest_checkpoint(model_dir: str) -> str | None:
     Names and sizes are compared with its manifest; checksums are when it is
     read.
     """
-    for step in reversed(format_lib.find_steps(model_dir)):
-        path = format_lib.step_path(model_dir, step)
+    for step in reversed(names.find_steps(model_dir)):
+        path = names.step_path(model_dir, step)
         try:
-            format_lib.verify(path, is_quick=True)
-        except format_lib.DamagedCheckpoint:
+            verify.verify(path, is_quick=True)
+        except DamagedCheckpoint:
             continue
         return str(path)
     return None
@@ -48,17 +48,17 @@ def latest_checkpoint(model_dir: str) -> str | None:
 
 def newest_good(model_dir: str) -> str | None:
     """The folder of the newest good checkpoint; every file is read once."""
-    manifest, _ = format_lib.newest_good(model_dir)
+    manifest, _ = verify.newest_good(model_dir)
     if manifest is None:
         return None
-    return str(format_lib.step_path(model_dir, manifest.step))
+    return str(names.step_path(model_dir, manifest.step))
 
 
 def warn_of_none(model_dir: str) -> None:
     """Warns that a model has its initial weights."""
     _logger.warning(
         "No %scheckpoint in %s: initial weights are used.",
-        "good " if format_lib.find_steps(model_dir) else "",
+        "good " if names.find_steps(model_dir) else "",
         model_dir,
     )
 
@@ -69,7 +69,7 @@ def step_of(path: str | os.PathLike[str]) -> int:
     Raises:
       ValueError: it has no step's name.
     """
-    step = format_lib.step_of(pathlib.Path(path).name)
+    step = names.step_of(pathlib.Path(path).name)
     if step is None:
         raise ValueError(
             "A checkpoint is a folder named by its step. Received: "
@@ -81,12 +81,12 @@ def step_of(path: str | os.PathLike[str]) -> int:
 
 def path_of(model_dir: str, step: int) -> str:
     """The folder of a step."""
-    return str(format_lib.step_path(model_dir, step))
+    return str(names.step_path(model_dir, step))
 
 
 def document_of(path: str) -> dict[str, Any]:
     """What a checkpoint holds beside arrays, and the shapes of these."""
-    with format_lib.reading(path):
+    with verify.reading(path):
         document = read_document(path)
     contents.check_version(document, path)
     return document
@@ -104,7 +104,7 @@ def check(path: str) -> None:
             f"Couldn't find trained model at {path}. Received: a path where "
             "there is no checkpoint. Train first, or give another path."
         )
-    format_lib.verify(path)
+    verify.verify(path)
 
 
 def restore(model: keras.Model, path: str) -> None:
@@ -187,7 +187,7 @@ def read_arrays(
         )
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=options)
     checkpointer = ocp.Checkpointer(handler, multiprocessing_options=options)
-    with format_lib.restoring(path, item), checkpointer:
+    with orbax_files.restoring(path, item), checkpointer:
         return checkpointer.restore(
             pathlib.Path(path).absolute() / "state",
             args=ocp.args.PyTreeRestore(
