@@ -14,7 +14,7 @@ from keras_strategies.cluster.watchdog import watchdog
 from keras_strategies.cluster.watchdog.preemption import PreemptionNotice
 from keras_strategies.keras_bridge.callbacks.resumable_fit import (
     CheckpointCallback,
-    Loop,
+    FitState,
 )
 
 _logger = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ class Checkpoint(CheckpointCallback):
 
     # What fit calls.
 
-    def begin(self, loop: Loop) -> None:
+    def begin(self, loop: FitState) -> None:
         """Opens the directory, and resumes with what is in it."""
         self._storage = Storage(
             self.directory, processes=loop.mesh.processes, keep=self._keep
@@ -142,7 +142,7 @@ class Checkpoint(CheckpointCallback):
                 self._every_seconds, loop.num_steps, loop.mesh.processes
             )
 
-    def after_batch(self, loop: Loop) -> None:
+    def after_batch(self, loop: FitState) -> None:
         """Saves if it is time to, or if the process must end."""
         assert self._notice is not None
         every = self._every_steps
@@ -166,7 +166,7 @@ class Checkpoint(CheckpointCallback):
         # An execution may have several steps.
         return num_steps // every > (self._saved or 0) // every
 
-    def after_epoch(self, loop: Loop, logs: dict[str, Any]) -> None:
+    def after_epoch(self, loop: FitState, logs: dict[str, Any]) -> None:
         """Saves if it is time to, or if this was the last epoch."""
         assert self._notice is not None
         every = self._every_epochs
@@ -217,12 +217,11 @@ class Checkpoint(CheckpointCallback):
                 "use `resume='auto'`."
             )
 
-    def _resume_from(self, loop: Loop, step: int) -> None:
+    def _resume_from(self, loop: FitState, step: int) -> None:
         assert self._storage is not None
         storage = self._storage
         document = storage.document(step)
         where = str(storage.path(step))
-        contents.check_version(document, where)
         found = contents.matched(loop.groups(), document, where)
         wanted = contents.targets(found, document, loop.mesh)
         arrays = storage.restore(step, wanted)
@@ -232,7 +231,7 @@ class Checkpoint(CheckpointCallback):
         self._saved = loop.num_steps
         self._announce(loop, step)
 
-    def _announce(self, loop: Loop, step: int) -> None:
+    def _announce(self, loop: FitState, step: int) -> None:
         assert self._storage is not None
         if not self._storage.is_chief:
             return
@@ -267,17 +266,14 @@ class Checkpoint(CheckpointCallback):
 
     # Saving.
 
-    def _save(self, loop: Loop, logs: dict[str, Any] | None = None) -> None:
+    def _save(self, loop: FitState, logs: dict[str, Any] | None = None) -> None:
         """Saves, unless that was done after the same step."""
         if self._saved == loop.num_steps:
             return
         assert self._storage is not None
         loop.sync()
-        state, extra = nests.split(loop.state(is_epoch_over=loop.step == 0))
-        arrays = contents.arrays_of(loop.groups())
-        if extra:
-            arrays[contents.STATE] = extra
-        document = contents.document_of(arrays, state)
+        state = loop.state(is_epoch_over=loop.step == 0)
+        arrays, document = contents.packed(loop.groups(), state)
         facts = {
             "epoch": loop.epoch,
             "step_in_epoch": loop.step,
@@ -310,7 +306,7 @@ class Checkpoint(CheckpointCallback):
             sorted(logs),
         )
 
-    def _end_preempted(self, loop: Loop) -> None:
+    def _end_preempted(self, loop: FitState) -> None:
         assert self._storage is not None
         assert self._notice is not None
         self._storage.wait()

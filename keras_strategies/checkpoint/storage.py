@@ -18,8 +18,8 @@ from typing import Any
 
 import jax
 
+from keras_strategies.checkpoint import contents
 from keras_strategies.checkpoint.at_exit import wait_at_exit
-from keras_strategies.checkpoint.contents import Arrays, Document
 from keras_strategies.checkpoint.directory import disk_space, names, verify
 from keras_strategies.checkpoint.directory.corruption import DamagedCheckpoint
 from keras_strategies.checkpoint.directory.documents import read_document
@@ -225,15 +225,17 @@ class Storage:
         """The folder of a step."""
         return names.step_path(self.directory, step)
 
-    def document(self, step: int) -> Document:
-        """What a checkpoint holds beside arrays."""
+    def document(self, step: int) -> contents.Document:
+        """What a checkpoint of a version that is known holds beside arrays."""
         path = self.path(step)
         with verify.reading(path):
-            return read_document(path)
+            document = read_document(path)
+        contents.check_version(document, str(path))
+        return document
 
     def restore(
-        self, step: int, wanted: Arrays, *, is_part: bool = False
-    ) -> Arrays:
+        self, step: int, wanted: contents.Arrays, *, is_part: bool = False
+    ) -> contents.Arrays:
         """Reads arrays of a checkpoint that was verified.
 
         Args:
@@ -264,8 +266,8 @@ class Storage:
     def save(
         self,
         step: int,
-        arrays: Arrays,
-        document: Document,
+        arrays: contents.Arrays,
+        document: contents.Document,
         facts: Mapping[str, Any],
     ) -> None:
         """Saves a checkpoint; returns when its arrays may change.

@@ -91,7 +91,6 @@ def load_weights(
         storage.check(step)
     document = storage.document(chosen)
     where = str(storage.path(chosen))
-    contents.check_version(document, where)
     saved = document["variables"]
     is_of_fit, of_all = _is_of_fit(document), document
     if not is_of_fit:

@@ -32,7 +32,7 @@ from keras_strategies.cluster.exchange.message_forms import (
 from keras_strategies.cluster.untrusted import load_json, open_regular
 from keras_strategies.estimator.config.run_config import RunConfig
 from keras_strategies.estimator.records import checkpoint_reading
-from keras_strategies.keras_bridge.callbacks.resumable_fit import Loop
+from keras_strategies.keras_bridge.callbacks.resumable_fit import FitState
 
 MARK = "training.json"
 """The file that says where the last call of `train` came to its end."""
@@ -244,7 +244,7 @@ class TrainCheckpoint(Checkpoint):
         self._mesh: ReplicaMesh | None = None
         self.num_steps = 0
 
-    def begin(self, loop: Loop) -> None:
+    def begin(self, loop: FitState) -> None:
         """See `Checkpoint.begin`."""
         self._mesh = loop.mesh
         super().begin(loop)
@@ -271,7 +271,7 @@ class TrainCheckpoint(Checkpoint):
         assert self._mesh is not None
         return self._mesh.is_chief
 
-    def _resume_from(self, loop: Loop, step: int) -> None:
+    def _resume_from(self, loop: FitState, step: int) -> None:
         assert self._storage is not None
         document = self._storage.document(step)
         where = str(self._storage.path(step))
@@ -298,7 +298,7 @@ class TrainCheckpoint(Checkpoint):
         loop.num_steps = self._saved = self.num_steps = step
         _logger.info("Resuming from step %d in %r.", step, self.directory)
 
-    def _save(self, loop: Loop, logs: dict[str, Any] | None = None) -> None:
+    def _save(self, loop: FitState, logs: dict[str, Any] | None = None) -> None:
         self.num_steps = loop.num_steps
         if self._saved == loop.num_steps:
             return
@@ -309,7 +309,7 @@ class TrainCheckpoint(Checkpoint):
         if self._listeners or self._after_save is not None:
             self._tell_saved(loop)
 
-    def _tell_saved(self, loop: Loop) -> None:
+    def _tell_saved(self, loop: FitState) -> None:
         """Has listeners look at a checkpoint that is complete."""
         assert self._storage is not None
         self._storage.wait()

@@ -386,10 +386,10 @@ def _heard_by_storage(folder: Any) -> Parse:
 
 def _fit_state(text: str) -> object:
     state = nests.joined(load_json(text, max_characters=1 << 26), {})
-    loop: Any = object.__new__(fit_state.Loop)
+    loop: Any = object.__new__(fit_state.FitState)
     loop.feed = loop._validation = None
     loop._epochs, loop.mesh = 3, _MESH
-    return fit_state.Loop.resume(loop, state)
+    return fit_state.FitState.resume(loop, state)
 
 
 def _object_states(text: str) -> object:
