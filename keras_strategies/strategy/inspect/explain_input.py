@@ -91,24 +91,26 @@ class InputExplanation:
         for group in shown_replicas(len(self.devices), len(self.processes)):
             process, replicas = group or (None, [None])
             for i in replicas:
-                cells = self._cells(process, i)
-                if self.files and i is not None and i == replicas[0]:
-                    cells.append(_names(self.files[process]))
-                table.add_row(*map(Text, cells))
+                table.add_row(*map(Text, self._cells(process, i)))
         return Group(facts, table)
 
     def _cells(self, process: int | None, i: int | None) -> list[str]:
         """A replica's row; None stands for those that are left out."""
-        cells = ["..." if process is None else self.processes[process]]
-        if i is None:
-            return [*cells, "..."]
-        cells.append(f"{i} ({self.devices[i]})")
+        if process is None or i is None:
+            return [
+                "..." if process is None else self.processes[process],
+                "...",
+            ]
+        cells = [self.processes[process], f"{i} ({self.devices[i]})"]
         for _, counts in self.columns:
             start, count = sum(counts[:i]), counts[i]
             place = f" ({start}:{start + count})"
             cells.append(f"{count}{place * (not self.is_process_local)}")
             if not count:
                 cells[-1] = "none"
+        is_first = not i % (len(self.devices) // len(self.processes))
+        if self.files and is_first:
+            cells.append(_names(self.files[process]))
         return cells
 
     def _printed(self, width: int | None = None) -> Console:
