@@ -14,7 +14,7 @@ from keras_strategies.cluster.watchdog import watchdog
 from keras_strategies.cluster.watchdog.preemption import PreemptionNotice
 from keras_strategies.keras_bridge.callbacks.resumable_fit import (
     CheckpointCallback,
-    Loop,
+    FitState,
 )
 
 _logger = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class Checkpoint(CheckpointCallback):
     # What subclasses may override.
 
     def begins_anew(
-        self, loop: Loop, step: int, document: dict[str, Any]
+        self, loop: FitState, step: int, document: dict[str, Any]
     ) -> bool:
         """Returns whether a fit has a checkpoint's variables alone.
 
@@ -145,10 +145,10 @@ class Checkpoint(CheckpointCallback):
         """
         return False
 
-    def before_save(self, loop: Loop) -> None:
+    def before_save(self, loop: FitState) -> None:
         """Called before a checkpoint is saved. Collective."""
 
-    def after_save(self, loop: Loop) -> None:
+    def after_save(self, loop: FitState) -> None:
         """Called after a save, which `wait` waits for. Collective."""
 
     def wait(self) -> None:
@@ -158,7 +158,7 @@ class Checkpoint(CheckpointCallback):
 
     # What fit calls.
 
-    def begin(self, loop: Loop) -> None:
+    def begin(self, loop: FitState) -> None:
         """Opens the directory, and resumes with what is in it."""
         self._storage = Storage(
             self.directory, processes=loop.mesh.processes, keep=self._keep
@@ -176,7 +176,7 @@ class Checkpoint(CheckpointCallback):
                 self._every_seconds, loop.num_steps, loop.mesh.processes
             )
 
-    def after_batch(self, loop: Loop) -> None:
+    def after_batch(self, loop: FitState) -> None:
         """Saves if it is time to, or if the process must end."""
         assert self._notice is not None
         every = self._every_steps
@@ -200,7 +200,7 @@ class Checkpoint(CheckpointCallback):
         # An execution may have several steps.
         return num_steps // every > (self._saved or 0) // every
 
-    def after_epoch(self, loop: Loop, logs: dict[str, Any]) -> None:
+    def after_epoch(self, loop: FitState, logs: dict[str, Any]) -> None:
         """Saves if it is time to, or if this was the last epoch."""
         assert self._notice is not None
         every = self._every_epochs
@@ -251,12 +251,11 @@ class Checkpoint(CheckpointCallback):
                 "use `resume='auto'`."
             )
 
-    def _resume_from(self, loop: Loop, step: int) -> None:
+    def _resume_from(self, loop: FitState, step: int) -> None:
         assert self._storage is not None
         storage = self._storage
         document = storage.document(step)
         where = str(storage.path(step))
-        contents.check_version(document, where)
         groups = loop.groups()
         is_new = self.begins_anew(loop, step, document)
         if is_new:
@@ -276,7 +275,7 @@ class Checkpoint(CheckpointCallback):
         self._saved = loop.num_steps
         self._announce(loop, step)
 
-    def _announce(self, loop: Loop, step: int) -> None:
+    def _announce(self, loop: FitState, step: int) -> None:
         assert self._storage is not None
         if not self._storage.is_chief:
             return
@@ -311,18 +310,15 @@ class Checkpoint(CheckpointCallback):
 
     # Saving.
 
-    def _save(self, loop: Loop, logs: dict[str, Any] | None = None) -> None:
+    def _save(self, loop: FitState, logs: dict[str, Any] | None = None) -> None:
         """Saves, unless that was done after the same step."""
         if self._saved == loop.num_steps:
             return
         assert self._storage is not None
         self.before_save(loop)
         loop.sync()
-        state, extra = nests.split(loop.state(is_epoch_over=loop.step == 0))
-        arrays = contents.arrays_of(loop.groups())
-        if extra:
-            arrays[contents.STATE] = extra
-        document = contents.document_of(arrays, state)
+        state = loop.state(is_epoch_over=loop.step == 0)
+        arrays, document = contents.packed(loop.groups(), state)
         facts = {
             "epoch": loop.epoch,
             "step_in_epoch": loop.step,
@@ -356,7 +352,7 @@ class Checkpoint(CheckpointCallback):
             sorted(logs),
         )
 
-    def _end_preempted(self, loop: Loop) -> None:
+    def _end_preempted(self, loop: FitState) -> None:
         assert self._storage is not None
         assert self._notice is not None
         self.wait()

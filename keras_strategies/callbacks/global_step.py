@@ -1,6 +1,5 @@
 """The global step of a callback's model, and how fast it grows."""
 
-import dataclasses
 import math
 import weakref
 
@@ -11,6 +10,12 @@ from keras_strategies.keras_bridge.steps.step_functions import Trained
 from keras_strategies.keras_bridge.variables.optimizer_values import (
     steps_of_optimizer,
 )
+
+STEPS = "global_step/sec"
+"""The tag of train steps a second, which is tf's."""
+
+ROWS = "examples/sec"
+"""The tag of rows a second."""
 
 
 class GlobalStep:
@@ -85,19 +90,6 @@ class GlobalStep:
         self._own.steps = self._epoch_base + done
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Speed:
-    """How fast a model was trained.
-
-    Attributes:
-      steps: Train steps a second.
-      rows: Rows a second; None if they are not counted.
-    """
-
-    steps: float
-    rows: float | None
-
-
 class Every:
     """Steps that a period divides, and how fast they come.
 
@@ -152,7 +144,7 @@ class Every:
         """Takes off time in which nothing was trained."""
         self._left_out += seconds
 
-    def take(self, now: float, step: int, rows: int | None) -> Speed | None:
+    def take(self, now: float, step: int, rows: int | None) -> dict[str, float]:
         """Says that a step is dealt with.
 
         Args:
@@ -161,15 +153,16 @@ class Every:
           rows: The number of rows trained on, if known.
 
         Returns:
-          The speed since the step before it, if time has passed.
+          The speed since the step before it, if time has passed: `STEPS`, and
+          `ROWS` if they are known.
         """
         self.begin(step)
         before, left_out = self._mark, self._left_out
         self.start(now, step, rows)
         if before is None or step <= before[1] or now - before[0] <= left_out:
-            return None
+            return {}
         seconds = now - before[0] - left_out
-        speed = (step - before[1]) / seconds
-        if rows is None or before[2] is None:
-            return Speed(steps=speed, rows=None)
-        return Speed(steps=speed, rows=(rows - before[2]) / seconds)
+        speed = {STEPS: (step - before[1]) / seconds}
+        if rows is not None and before[2] is not None:
+            speed[ROWS] = (rows - before[2]) / seconds
+        return speed

@@ -14,7 +14,12 @@ import numpy as np
 
 from keras_strategies._core.checks import check_number
 from keras_strategies.callbacks.event_files import Points, check_installed
-from keras_strategies.callbacks.global_step import Every, GlobalStep, Speed
+from keras_strategies.callbacks.global_step import (
+    ROWS,
+    STEPS,
+    Every,
+    GlobalStep,
+)
 from keras_strategies.keras_bridge.loops.binding import binding_of
 from keras_strategies.keras_bridge.variables.optimizer_values import (
     learning_rates,
@@ -238,7 +243,7 @@ class Scalars(keras.callbacks.Callback):
         if self._writes.is_due(step, is_last=is_last):
             speed = self._writes.take(now, step, rows)
             rates = learning_rates(self._fitted)
-            self._train.add(step, {**rates, **values, **_tags(speed)})
+            self._train.add(step, {**rates, **values, **speed})
         if self._logs.is_due(step, is_last=is_last):
             speed = self._logs.take(now, step, rows)
             _log.info("%s", _line(step, values, speed))
@@ -273,25 +278,17 @@ class Scalars(keras.callbacks.Callback):
         )
 
 
-def _tags(speed: Speed | None) -> dict[str, float]:
-    if speed is None:
-        return {}
-    tags = {"global_step/sec": speed.steps}
-    return tags if speed.rows is None else tags | {"examples/sec": speed.rows}
-
-
-def _line(step: int, values: Mapping[str, float], speed: Speed | None) -> str:
+def _line(
+    step: int, values: Mapping[str, float], speed: Mapping[str, float]
+) -> str:
     """The log's line of a step, the loss first."""
     names = sorted(values, key=lambda name: name != "loss")
     shown = ", ".join(f"{name} = {values[name]:.4g}" for name in names)
-    line = f"step {step}: {shown}"
-    if speed is None:
-        return line
-    shown = f"{speed.steps:.3g} steps/s"
-    if speed.rows is not None:
-        number = f"{speed.rows:,.0f}".replace(",", " ")
-        shown += f", {number} examples/s"
-    return f"{line} ({shown})"
+    rates = [f"{speed[STEPS]:.3g} steps/s"] if STEPS in speed else []
+    if ROWS in speed:
+        rates.append(f"{speed[ROWS]:,.0f} examples/s".replace(",", " "))
+    end = f" ({', '.join(rates)})" if rates else ""
+    return f"step {step}: {shown}{end}"
 
 
 def _folder(log_dir: Any) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.values import set_apart
+from keras_strategies.checkpoint import nests
 from keras_strategies.checkpoint.directory.documents import VERSION
 from keras_strategies.cluster.addresses import shown
 from keras_strategies.cluster.array_kinds import dtype_named
@@ -74,18 +75,21 @@ def named(variables: Sequence[keras.Variable]) -> dict[str, keras.Variable]:
     return found
 
 
-def document_of(arrays: Arrays, state: Any) -> Document:
-    """The document of a checkpoint.
+def packed(groups: Groups, state: Any) -> tuple[Arrays, Document]:
+    """Returns the arrays and the document of a checkpoint, to be saved.
 
     Args:
-      arrays: All of its arrays, by group and name.
-      state: All else, as JSON.
+      groups: The variables.
+      state: All else: nests of what JSON can hold and numpy arrays.
     """
-    return {
-        "version": VERSION,
-        "variables": described(arrays),
-        "state": state,
-    }
+    state, extra = nests.split(state)
+    arrays = arrays_of(groups)
+    if extra or not arrays:
+        # Orbax keeps no tree without any array.
+        arrays[STATE] = extra or {"none": np.zeros(1)}
+    variables = described(arrays)
+    document = {"version": VERSION, "variables": variables, "state": state}
+    return arrays, document
 
 
 def check_version(document: Document, where: str) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from keras_strategies.checkpoint import contents
-from keras_strategies.checkpoint.directory.format import find_steps
+from keras_strategies.checkpoint.directory.names import find_steps
 from keras_strategies.checkpoint.directory.retention import Keep, as_keep
 from keras_strategies.checkpoint.objects import (
     Checkpoint,

@@ -6,11 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
-import numpy as np
 
 from keras_strategies.checkpoint import contents, job_states, nests, unbuilt
-from keras_strategies.checkpoint.directory.format import find_steps
-from keras_strategies.checkpoint.directory.names import step_of
+from keras_strategies.checkpoint.directory.names import find_steps, step_of
 from keras_strategies.checkpoint.directory.retention import Keep
 from keras_strategies.checkpoint.storage import Storage
 from keras_strategies.cluster.addresses import shown
@@ -264,19 +262,10 @@ def write_from(
     """Begins to write what the objects of a checkpoint hold. Collective."""
     groups = checkpoint.groups()
     processes = contents.processes_of(groups)
-    shared, extra = nests.split(
-        job_states.shared(checkpoint.states(), processes)
-    )
-    arrays = contents.arrays_of(groups)
-    if extra or not arrays:
-        # Orbax keeps no tree without any array.
-        arrays[contents.STATE] = extra or {"none": np.zeros(1)}
-    storage.save(
-        step,
-        arrays,
-        contents.document_of(arrays, shared),
-        {"logs": dict(metrics), "num_processes": len(processes)},
-    )
+    state = job_states.shared(checkpoint.states(), processes)
+    arrays, document = contents.packed(groups, state)
+    facts = {"logs": dict(metrics), "num_processes": len(processes)}
+    storage.save(step, arrays, document, facts)
 
 
 def read_into(
@@ -298,7 +287,6 @@ def read_into(
     """
     document = storage.document(step)
     where = str(storage.path(step))
-    contents.check_version(document, where)
     saved = document["variables"]
     unbuilt.check_models(checkpoint.objects)
     unbuilt.build_optimizers(checkpoint.objects, saved)

@@ -5,6 +5,7 @@ adds the manifest, and deletes what no rule retains. The chief decides what
 is restored, and all processes restore it.
 """
 
+import contextlib
 import functools
 import json
 import logging
@@ -17,13 +18,16 @@ from typing import Any
 
 import jax
 
+from keras_strategies.checkpoint import contents
 from keras_strategies.checkpoint.at_exit import wait_at_exit
-from keras_strategies.checkpoint.contents import Arrays, Document
-from keras_strategies.checkpoint.directory import format as format_lib
+from keras_strategies.checkpoint.directory import disk_space, names, verify
 from keras_strategies.checkpoint.directory.corruption import DamagedCheckpoint
-from keras_strategies.checkpoint.directory.disk_space import not_written
 from keras_strategies.checkpoint.directory.documents import read_document
-from keras_strategies.checkpoint.directory.manifest import Manifest
+from keras_strategies.checkpoint.directory.manifest import (
+    Manifest,
+    write_manifest,
+)
+from keras_strategies.checkpoint.directory.orbax_files import restoring
 from keras_strategies.checkpoint.directory.retention import (
     Keep,
     delete,
@@ -112,9 +116,9 @@ class Storage:
     def _take(self) -> None:
         from keras_strategies.checkpoint.directory.lock import DirectoryLock
 
-        format_lib.check_name(self.directory)
-        format_lib.check_writable(self.directory)
-        format_lib.make_directory(self.directory)
+        disk_space.check_name(self.directory)
+        disk_space.check_writable(self.directory)
+        names.make_directory(self.directory)
         lock = DirectoryLock(self.directory)
         lock.acquire()
         self._lock = lock
@@ -130,12 +134,9 @@ class Storage:
         while not mark.exists() and time.monotonic() < end:
             time.sleep(_POLL_S)
         received = self._exchange("looking at", str(mark.exists()))
-        if "False" in received:
-            blind = [
-                process
-                for process, was in zip(self._processes, received, strict=True)
-                if was == "False"
-            ]
+        found = dict(zip(self._processes, received, strict=True))
+        blind = [process for process in found if found[process] == "False"]
+        if blind:
             raise ValueError(
                 "All processes of a job keep their checkpoints in one "
                 f"directory. Received: {str(self.directory)!r}, where "
@@ -167,7 +168,7 @@ class Storage:
         self.wait()
 
         def find() -> int | None:
-            manifest, faults = format_lib.newest_good(self.directory)
+            manifest, faults = verify.newest_good(self.directory)
             for fault in faults:
                 aside = set_aside(fault)
                 _logger.warning("%s It is now %s.", fault, aside)
@@ -184,7 +185,7 @@ class Storage:
         self.wait()
 
         def find() -> int:
-            return max(format_lib.find_steps(self.directory), default=-1)
+            return max(names.find_steps(self.directory), default=-1)
 
         return self._by_chief("looking for the highest step in", find, int)
 
@@ -192,7 +193,7 @@ class Storage:
         """The newest good checkpoint; nothing is put aside."""
 
         def find() -> int | None:
-            manifest, _ = format_lib.newest_good(self.directory)
+            manifest, _ = verify.newest_good(self.directory)
             return None if manifest is None else manifest.step
 
         return self._by_chief(_NEWEST, find, int | None)
@@ -205,19 +206,16 @@ class Storage:
         self.wait()
 
         def look() -> None:
-            format_lib.verify(self.path(step))
+            verify.verify(self.path(step))
 
         self._by_chief(f"verifying step {step} of", look)
 
     def _note_good(self) -> None:
         """Looks which checkpoints there are, and when the run began."""
         self._good = {}
-        for step in format_lib.find_steps(self.directory):
-            try:
-                manifest = format_lib.verify(self.path(step), is_quick=True)
-            except DamagedCheckpoint:
-                continue
-            self._good[step] = manifest
+        for step in names.find_steps(self.directory):
+            with contextlib.suppress(DamagedCheckpoint):
+                self._good[step] = verify.verify(self.path(step), is_quick=True)
         if self._good:
             started = self._good[max(self._good)].facts.get("started")
             if isinstance(started, float):
@@ -225,17 +223,19 @@ class Storage:
 
     def path(self, step: int) -> pathlib.Path:
         """The folder of a step."""
-        return format_lib.step_path(self.directory, step)
+        return names.step_path(self.directory, step)
 
-    def document(self, step: int) -> Document:
-        """What a checkpoint holds beside arrays."""
+    def document(self, step: int) -> contents.Document:
+        """What a checkpoint of a version that is known holds beside arrays."""
         path = self.path(step)
-        with format_lib.reading(path):
-            return read_document(path)
+        with verify.reading(path):
+            document = read_document(path)
+        contents.check_version(document, str(path))
+        return document
 
     def restore(
-        self, step: int, wanted: Arrays, *, is_part: bool = False
-    ) -> Arrays:
+        self, step: int, wanted: contents.Arrays, *, is_part: bool = False
+    ) -> contents.Arrays:
         """Reads arrays of a checkpoint that was verified.
 
         Args:
@@ -246,7 +246,7 @@ class Storage:
         import orbax.checkpoint as ocp
 
         path = self.path(step)
-        with format_lib.restoring(path, wanted):
+        with restoring(path, wanted):
             restored = self._orbax().restore(
                 path,
                 args=ocp.args.Composite(
@@ -266,8 +266,8 @@ class Storage:
     def save(
         self,
         step: int,
-        arrays: Arrays,
-        document: Document,
+        arrays: contents.Arrays,
+        document: contents.Document,
         facts: Mapping[str, Any],
     ) -> None:
         """Saves a checkpoint; returns when its arrays may change.
@@ -285,7 +285,7 @@ class Storage:
         if self.is_chief:
             leaves = jax.tree.leaves(arrays)
             num_bytes = sum(leaf.nbytes for leaf in leaves)
-            format_lib.check_free_space(self.directory, num_bytes)
+            disk_space.check_free_space(self.directory, num_bytes)
         arrays = on_host(arrays, is_alone=self._is_alone)
         write = functools.partial(
             self._orbax().save,
@@ -322,13 +322,13 @@ class Storage:
             self._orbax().wait_until_finished()
             if not self.is_chief:
                 return
-            manifest = format_lib.write_manifest(self.path(step), step, facts)
+            manifest = write_manifest(self.path(step), step, facts)
             self._good[step] = manifest
             for old in to_delete(self._good.values(), self._keep):
                 delete(self.directory, old)
                 del self._good[old]
         except Exception as error:
-            self._error = not_written(
+            self._error = disk_space.not_written(
                 self.directory, step, max(self._good, default=None), error
             )
         except BaseException as error:

@@ -8,8 +8,7 @@ import keras
 
 from keras_strategies.checkpoint import contents
 from keras_strategies.checkpoint.averages import with_averages
-from keras_strategies.checkpoint.directory.format import find_steps
-from keras_strategies.checkpoint.directory.names import step_of
+from keras_strategies.checkpoint.directory.names import find_steps, step_of
 from keras_strategies.checkpoint.directory.retention import Keep
 from keras_strategies.checkpoint.storage import Storage
 from keras_strategies.cluster.addresses import shown
@@ -92,7 +91,6 @@ def load_weights(
         storage.check(step)
     document = storage.document(chosen)
     where = str(storage.path(chosen))
-    contents.check_version(document, where)
     saved = document["variables"]
     is_of_fit, of_all = _is_of_fit(document), document
     if not is_of_fit:

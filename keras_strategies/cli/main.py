@@ -80,7 +80,6 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
         return doctor(
             quick=options.quick,
-            html=options.html,
             as_json=options.json,
             timeout_s=options.timeout,
         )
@@ -183,11 +182,6 @@ def _add_doctor(commands: Any):
         "--quick",
         action="store_true",
         help="what is known without starting JAX: no devices, no all-reduce",
-    )
-    parser.add_argument(
-        "--html",
-        metavar="FILE",
-        help="also write the report as a page (in a cluster, the chief does)",
     )
     parser.add_argument(
         "--json",

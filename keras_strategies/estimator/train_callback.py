@@ -28,7 +28,7 @@ from keras_strategies.cluster.exchange.message_forms import (
 from keras_strategies.cluster.untrusted import load_json, open_regular
 from keras_strategies.estimator.config.run_config import RunConfig
 from keras_strategies.keras_bridge.callbacks.resumable_fit import (
-    Loop,
+    FitState,
     loop_of,
 )
 
@@ -246,7 +246,7 @@ class TrainCheckpoint(Checkpoint):
         """The global step of the last checkpoint."""
         return self.saved_step or 0
 
-    def begin(self, loop: Loop) -> None:
+    def begin(self, loop: FitState) -> None:
         """See `Checkpoint.begin`."""
         self._mesh = loop.mesh
         super().begin(loop)
@@ -273,7 +273,7 @@ class TrainCheckpoint(Checkpoint):
         return self._listeners if self._mesh.is_chief else ()
 
     def begins_anew(
-        self, loop: Loop, step: int, document: dict[str, Any]
+        self, loop: FitState, step: int, document: dict[str, Any]
     ) -> bool:
         """Returns whether the last call of `train` came to its end."""
         where = reading.path_of(self.directory, step)
@@ -284,12 +284,12 @@ class TrainCheckpoint(Checkpoint):
             _logger.info("Resuming from step %d in %r.", step, self.directory)
         return is_done
 
-    def before_save(self, loop: Loop) -> None:
+    def before_save(self, loop: FitState) -> None:
         """See `Checkpoint.before_save`."""
         for listener in self._listeners_here:
             listener.before_save(None, loop.num_steps)
 
-    def after_save(self, loop: Loop) -> None:
+    def after_save(self, loop: FitState) -> None:
         """Has listeners look at a checkpoint that is complete."""
         if not self._listeners and self._asks_to_stop is None:
             return

@@ -213,12 +213,12 @@ def test_speed_is_that_of_training_alone():
     assert not every.is_due(9)
     assert every.is_due(10)
     speed = every.take(106.0, 10, 94)
-    assert (speed.steps, speed.rows) == (1.0, 8.5)
+    assert speed == {global_step.STEPS: 1.0, global_step.ROWS: 8.5}
     # The next lap begins anew; without rows there is no rate of them.
-    assert every.take(108.0, 30, None).steps == 10.0
-    assert every.take(109.0, 40, 400).rows is None
-    assert every.take(110.0, 40, 400) is None
-    assert every.take(110.0, 50, 400) is None
+    assert every.take(108.0, 30, None) == {global_step.STEPS: 10.0}
+    assert every.take(109.0, 40, 400) == {global_step.STEPS: 10.0}
+    assert every.take(110.0, 40, 400) == {}
+    assert every.take(110.0, 50, 400) == {}
 
 
 @pytest.mark.parametrize(
@@ -609,15 +609,15 @@ def test_lines_of_the_log(tmp_path, caplog, monkeypatch):
 def test_large_numbers_in_a_line_have_spaces():
     from keras_strategies.callbacks.scalars import _line
 
-    speed = global_step.Speed(steps=12.34, rows=1230.4)
+    speed = {global_step.STEPS: 12.34, global_step.ROWS: 1230.4}
     line = _line(300, {"accuracy": 0.9, "loss": 0.1234567}, speed)
     assert line == (
         "step 300: loss = 0.1235, accuracy = 0.9 (12.3 steps/s, 1 230 "
         "examples/s)"
     )
-    speed = global_step.Speed(steps=12.34, rows=None)
+    speed = {global_step.STEPS: 12.34}
     assert _line(3, {}, speed) == "step 3:  (12.3 steps/s)"
-    assert _line(3, {"loss": 1.0}, None) == "step 3: loss = 1"
+    assert _line(3, {"loss": 1.0}, {}) == "step 3: loss = 1"
 
 
 def test_no_line_where_nobody_listens_to_the_log(tmp_path, caplog):
@@ -675,16 +675,21 @@ def test_a_folder_that_cannot_be_made_is_told_before_the_first_step(tmp_path):
 def test_a_disk_that_is_full_ends_the_points_and_not_the_training(
     tmp_path, monkeypatch
 ):
+    from tensorboardX import record_writer
+    from tensorboardX.proto import event_pb2
+
     written = []
 
-    def write(self, step, values):
-        written.append(step)
-        if step > 2:
-            raise OSError(28, "No space left on device")
-        real(self, step, values)
+    def write(self, data):
+        event = event_pb2.Event.FromString(data)
+        if event.summary.value:
+            written.append(event.step)
+            if event.step > 2:
+                raise OSError(28, "No space left on device")
+        real(self, data)
 
-    real = event_files.EventFile.write
-    monkeypatch.setattr(event_files.EventFile, "write", write)
+    real = record_writer.RecordWriter.write
+    monkeypatch.setattr(record_writer.RecordWriter, "write", write)
     model = _kept_model(2, 1)
     scalars = Scalars(tmp_path, every_n_steps=1, initial_step=0)
     with pytest.warns(RuntimeWarning, match="No space left.*Make room"):
@@ -720,9 +725,9 @@ def test_lines_alone_need_no_package(tmp_path, monkeypatch, caplog):
 
 
 def test_records_are_framed_as_tensorflow_frames_them(tmp_path):
-    file = event_files.EventFile(tmp_path)
-    file.write(3, {"loss": 1.5, "over": 1e300, "none": float("nan")})
-    file.close()
+    points = event_files.Points(str(tmp_path))
+    points.add(3, {"loss": 1.5, "over": 1e300, "none": float("nan")})
+    points.close()
     (name,) = files_of(tmp_path)
     assert name.startswith("events.out.tfevents.")
     content = io.BytesIO((tmp_path / name).read_bytes())
@@ -739,10 +744,10 @@ def test_records_are_framed_as_tensorflow_frames_them(tmp_path):
 
 
 def test_files_of_a_folder_are_read_in_the_order_they_were_made(tmp_path):
+    points = event_files.Points(str(tmp_path))
     for step in range(5):
-        file = event_files.EventFile(tmp_path)
-        file.write(step, {"loss": step})
-        file.close()
+        points.add(step, {"loss": step})
+        points.close()
     assert read(tmp_path)["loss"] == {k: k for k in range(5)}
     assert len(files_of(tmp_path)) == 5
 
@@ -776,16 +781,15 @@ def test_a_bucket_is_sent_whole_when_it_ends(monkeypatch):
 
     factories = record_writer.REGISTERED_FACTORIES
     monkeypatch.setitem(factories, "bucket", Factory())
-    file = event_files.EventFile("bucket://run")
+    points = event_files.Points("bucket://run")
     for step in range(50):
-        file.write(step, {"loss": 1.0})
+        points.add(step, {"loss": 1.0})
     assert sent == []
-    file.close()
+    points.close()
     (size,) = sent
     assert size > 50 * 16
     monkeypatch.setattr(event_files, "_FLUSH_S", 0.0)
-    file = event_files.EventFile("bucket://run")
-    file.write(0, {"loss": 1.0})
+    points.add(0, {"loss": 1.0})
     # The version and the point, each when it was written.
     assert len(sent) == 3
 

@@ -153,15 +153,13 @@ def _replace_by_pipe(path):
     os.mkfifo(file)
 
 
+def _add_folder(path):
+    (path / "assets").mkdir()
+    (path / "assets" / "words.txt").write_bytes(b"")
+
+
 def _drop_pickle(path):
     (path / "state" / "optimizer.pkl").write_bytes(pickle.dumps({}))
-
-
-def _forge_pickle(path):
-    content = pickle.dumps({})
-    (path / "state" / "optimizer.pkl").write_bytes(content)
-    entry = [len(content), hashlib.sha256(content).hexdigest()]
-    forge(path, lambda c: c["files"].update({"state/optimizer.pkl": entry}))
 
 
 def _forge_name(name):
@@ -252,14 +250,14 @@ DAMAGES = (
     Damage("npy", _write("state/d/kernel.npy"), "state/d/kernel.npy"),
     Damage("foreign file", _write("notes.txt"), "notes.txt"),
     Damage("file like arrays", _write(f"state/d/{'0' * 32}"), "0" * 32),
-    Damage("foreign folder", lambda path: (path / "assets").mkdir(), "assets"),
+    Damage("foreign folder", _add_folder, "assets/words.txt"),
     Damage("newline in a name", _write("a\nb"), r"a\nb"),
     Damage("name that is no text", _write("a\udcff"), r"a\udcff"),
     Damage("right-to-left name", _write("a\u202egpj"), r"a\u202egpj"),
     Damage("temporary file", _write("manifest.json.ab.tmp"), "json.ab.tmp"),
     # Names.
     Damage("other case", _rename("run/metadata", "run/METADATA"), "METADATA"),
-    Damage("renamed folder", _rename("run", "run2"), "run2"),
+    Damage("renamed folder", _rename("run", "run2"), "run/"),
     # Links and what is no file.
     Damage("linked file", _link_file, "state/ocdbt.process_0/d/"),
     Damage("linked folder", _link_folder, "state/ocdbt.process_0"),
@@ -315,5 +313,9 @@ DAMAGES = (
         "state/d/../../../x",
     ),
     Damage("manifest with a root path", _forge_name("/etc/x"), "/etc/x"),
-    Damage("manifest that lists a pickle", _forge_pickle, "optimizer.pkl"),
+    Damage(
+        "manifest that lists a pickle",
+        _forge_name("state/optimizer.pkl"),
+        "optimizer.pkl",
+    ),
 )

@@ -17,11 +17,9 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.checkpoint.directory.format import (
-    find_steps,
-    read_manifest,
-)
+from keras_strategies.checkpoint.directory import manifest
 from keras_strategies.checkpoint.directory.lock import DirectoryLock
+from keras_strategies.checkpoint.directory.names import find_steps
 from keras_strategies.cluster.exchange.exit_codes import Preempted
 from keras_strategies.cluster.watchdog import preemption
 from tests.checkpoint import cases
@@ -238,7 +236,7 @@ def test_the_best_is_kept(runner, tmp_path):
     )
     worst = int(np.argmax(history.history["val_loss"]))
     assert find_steps(tmp_path) == sorted({4 * (worst + 1), 12})
-    facts = read_manifest(tmp_path / "12").facts
+    facts = manifest.read_manifest(tmp_path / "12").facts
     assert facts["logs"]["val_loss"] == history.history["val_loss"][-1]
     assert (facts["epoch"], facts["step_in_epoch"]) == (3, 0)
 
@@ -404,8 +402,7 @@ def test_a_save_that_fails_in_the_background(runner, tmp_path, epoch):
     step = 4 * (epoch + 1)
     with pytest.raises(OSError, match=f"of step {step} could not be written"):
         fit(runner, Losing(tmp_path, epoch), Checkpoint(tmp_path), epochs=3)
-    manifest = read_manifest(tmp_path / str(4 * epoch))
-    assert manifest.step == 4 * epoch
+    assert manifest.read_manifest(tmp_path / str(4 * epoch)).step == 4 * epoch
     # What was in the way is no checkpoint.
     history = fit(runner, Checkpoint(tmp_path), epochs=3)
     assert history.epoch == [0, 1, 2]
@@ -711,14 +708,12 @@ def test_states_that_json_cannot_hold_are_refused(runner, tmp_path):
 
 
 def test_a_format_of_later_is_refused(runner, whole, tmp_path):
-    from keras_strategies.checkpoint.directory import format as format_lib
-
     shutil.copytree(whole[0] / "kept" / "12", tmp_path / "12")
     path = tmp_path / "12" / "run" / "metadata"
     document = json.loads(path.read_text())
     path.write_text(json.dumps(document | {"version": 99}))
     (tmp_path / "12" / "manifest.json").unlink()
-    format_lib.write_manifest(tmp_path / "12", 12, {})
+    manifest.write_manifest(tmp_path / "12", 12, {})
     with pytest.raises(ValueError, match="of format 99"):
         fit(runner, Checkpoint(tmp_path))
     assert find_steps(tmp_path) == [12]

@@ -10,8 +10,8 @@ import shutil
 import keras
 import pytest
 
-from keras_strategies.checkpoint.directory.format import (
-    Manifest,
+from keras_strategies.checkpoint.directory.manifest import Manifest
+from keras_strategies.checkpoint.directory.names import (
     find_steps,
     partial_saves,
 )

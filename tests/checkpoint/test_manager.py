@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.checkpoint.directory.format import find_steps
 from keras_strategies.checkpoint.directory.lock import LOCK
+from keras_strategies.checkpoint.directory.names import find_steps
 from keras_strategies.testing import assert_replicated
 from tests.checkpoint import damages
 from tests.plain_keras import mirrored

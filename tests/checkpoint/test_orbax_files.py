@@ -12,11 +12,17 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.checkpoint.directory import format as checkpoint_format
+from keras_strategies.checkpoint.directory.corruption import DamagedCheckpoint
+from keras_strategies.checkpoint.directory.manifest import write_manifest
 from keras_strategies.checkpoint.directory.retention import Keep
+from keras_strategies.checkpoint.directory.verify import newest_good, verify
 from keras_strategies.checkpoint.reading import read_arrays
 from keras_strategies.checkpoint.storage import Storage
-from tests.checkpoint.written import VARIABLES, write_checkpoints
+from tests.checkpoint.written import (
+    VARIABLES,
+    write_checkpoints,
+    write_files,
+)
 from tests.fuzz.hostile import inputs
 from tests.plain_keras import mirrored
 
@@ -68,10 +74,29 @@ READERS = {
 }
 
 
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+def test_files_that_a_later_orbax_writes_are_no_damage(tmp_path, read):
+    write_files(tmp_path, 3)
+    path = tmp_path / "3"
+    (path / "state" / "checksums").mkdir()
+    (path / "state" / "checksums" / "process_0.json").write_text("{}")
+    (path / "state" / "empty").mkdir()
+    (path / "_ORBAX_VERSION").write_text("0.13")
+    manifest = write_manifest(path, 3, {})
+    assert {"_ORBAX_VERSION", "state/checksums/process_0.json"} < set(
+        manifest.files
+    )
+    assert newest_good(tmp_path) == (manifest, [])
+    assert len(jax.tree.leaves(read(tmp_path))) == 3
+    (path / "_ORBAX_VERSION").write_text("0.14")
+    with pytest.raises(DamagedCheckpoint, match="_ORBAX_VERSION: its checksum"):
+        verify(path)
+
+
 def try_to(read, directory):
     try:
         return jax.tree.leaves(read(directory)), None
-    except checkpoint_format.DamagedCheckpoint as error:
+    except DamagedCheckpoint as error:
         return None, str(error)
 
 
@@ -111,9 +136,7 @@ def test_an_array_that_the_tree_lacks_is_missed(directory, read):
     content["tree_metadata"].pop("('model', 'dense/kernel')")
     path.write_text(json.dumps(content))
     try:
-        with pytest.raises(
-            checkpoint_format.DamagedCheckpoint, match="lacks arrays of model"
-        ):
+        with pytest.raises(DamagedCheckpoint, match="lacks arrays of model"):
             read(directory)
     finally:
         path.write_text(text)
@@ -126,7 +149,7 @@ def test_a_signed_checkpoint_with_a_hostile_file_is_refused(tmp_path):
     with ks.checkpoint.CheckpointManager(checkpoint, tmp_path) as manager:
         manager.save(1)
     (tmp_path / "1" / TREE).write_bytes(b"[" * 100_000)
-    checkpoint_format.write_manifest(tmp_path / "1", 1, {})
+    write_manifest(tmp_path / "1", 1, {})
     with (
         ks.checkpoint.CheckpointManager(checkpoint, tmp_path) as manager,
         pytest.raises(ks.checkpoint.DamagedCheckpoint, match="_METADATA"),

@@ -10,7 +10,7 @@ import signal
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.checkpoint.directory.format import find_steps
+from keras_strategies.checkpoint.directory.names import find_steps
 from keras_strategies.keras_bridge.variables.model_variables import (
     all_variables,
 )

@@ -6,7 +6,8 @@ import pathlib
 import jax
 import numpy as np
 
-from keras_strategies.checkpoint.directory import format as checkpoint_format
+from keras_strategies.checkpoint.directory.manifest import write_manifest
+from keras_strategies.checkpoint.directory.names import make_directory
 
 VARIABLES = {
     "model": {
@@ -21,7 +22,7 @@ def write_checkpoints(directory: pathlib.Path, steps=(3, 12)) -> None:
     """Writes checkpoints of these steps, complete with their manifests."""
     for step in steps:
         write_files(directory, step)
-        checkpoint_format.write_manifest(
+        write_manifest(
             directory / str(step),
             step,
             {"logs": {"loss": 1 / (1 + step)}, "epoch": step // 4},
@@ -50,7 +51,7 @@ def write_small(directory, step, facts, variables, *, created):
         text = json.dumps(document).encode()
     (path / "run" / "metadata").write_bytes(text)
     (path / "_CHECKPOINT_METADATA").write_bytes(b"{}" * 500)
-    checkpoint_format.write_manifest(path, step, facts, created=created)
+    write_manifest(path, step, facts, created=created)
     return path
 
 
@@ -58,7 +59,7 @@ def write_files(directory: pathlib.Path, step: int) -> None:
     """Writes what Orbax writes of a checkpoint."""
     import orbax.checkpoint as ocp
 
-    checkpoint_format.make_directory(directory)
+    make_directory(directory)
     with ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler()) as saver:
         saver.save(
             directory / str(step),

@@ -15,9 +15,7 @@ from keras_strategies.checkpoint.directory.names import (
 )
 from keras_strategies.checkpoint.directory.retention import Keep
 from keras_strategies.cli.checkpoints.checkpoint_list import look_at
-from keras_strategies.cli.checkpoints.checkpoint_table import (
-    print_listing,
-)
+from keras_strategies.cli.checkpoints.checkpoints import print_listing
 from tests.checkpoint.damages import flip
 from tests.checkpoint.written import VARIABLES, write_small
 
@@ -40,7 +38,7 @@ def test_output_is_that_of_the_command(tmp_path):
             step,
             {"epoch": epoch, "logs": said},
             VARIABLES,
-            created=(epoch - 2) * HOUR,
+            created=1.8e9 + epoch * HOUR,
         )
     flip(path / "run" / "metadata")
     left = tmp_path / "1600.orbax-checkpoint-tmp"
@@ -51,7 +49,6 @@ def test_output_is_that_of_the_command(tmp_path):
     console = Console(width=80, file=io.StringIO())
     print_listing(
         dataclasses.replace(listing, directory="/home/me/run1"),
-        2 * HOUR,
         console,
     )
     output = [line.rstrip() for line in console.file.getvalue().splitlines()]

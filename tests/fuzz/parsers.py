@@ -24,9 +24,7 @@ from keras_strategies.checkpoint.directory.manifest import read_manifest
 from keras_strategies.checkpoint.directory.orbax_files import restoring
 from keras_strategies.checkpoint.storage import Storage
 from keras_strategies.cli.checkpoints.checkpoint_list import look_at
-from keras_strategies.cli.checkpoints.checkpoint_table import (
-    print_listing,
-)
+from keras_strategies.cli.checkpoints.checkpoints import print_listing
 from keras_strategies.cli.doctor import run_probe
 from keras_strategies.cli.doctor.installed import split_flags
 from keras_strategies.cluster.addresses import check_address
@@ -270,7 +268,7 @@ def _listed(folder: Any) -> Parse:
         listing = look_at(str(folder), is_quick=True)
         listing.as_dict()
         console = Console(width=80, file=io.StringIO())
-        return print_listing(listing, 1.7e9, console)
+        return print_listing(listing, console)
 
     return parse
 
@@ -389,10 +387,10 @@ def _heard_by_storage(folder: Any) -> Parse:
 
 def _fit_state(text: str) -> object:
     state = nests.joined(load_json(text, max_characters=1 << 26), {})
-    loop: Any = object.__new__(fit_state.Loop)
+    loop: Any = object.__new__(fit_state.FitState)
     loop.feed = loop._validation = None
     loop._epochs, loop.mesh = 3, _MESH
-    return fit_state.Loop.resume(loop, state)
+    return fit_state.FitState.resume(loop, state)
 
 
 def _object_states(text: str) -> object:

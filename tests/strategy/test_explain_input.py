@@ -208,12 +208,6 @@ def test_rules_are_told_apart_only_where_they_differ():
     assert explain(X[:8], batch_size=4).facts["last batch"] == "4 rows"
 
 
-def test_wide_terminal_gets_bars():
-    explanation = explain(X, batch_size=8)
-    assert "█" in printed(explanation)
-    assert "█" not in printed(explanation, 80)
-
-
 def test_many_replicas_take_few_lines():
     text = printed(explain(X, 64, 4, batch_size=256))
     assert "255 (tpu:255)" in text

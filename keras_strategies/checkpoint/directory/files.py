@@ -16,8 +16,6 @@ from keras_strategies.checkpoint.directory.corruption import (
 from keras_strategies.checkpoint.directory.names import (
     MANIFEST,
     find_steps,
-    is_known_file,
-    is_known_folder,
     kind_of,
     step_of,
 )
@@ -45,13 +43,18 @@ def find_files(path: pathlib.Path) -> dict[str, int]:
       Sizes in bytes by names relative to `path`, with `/`.
 
     Raises:
-      DamagedCheckpoint: there is a link, something that is neither file nor
-        folder, or a name that no checkpoint has; the text names it.
+      DamagedCheckpoint: there is a link, or something that is neither file
+        nor folder; the text names it.
     """
     check_folder(path)
     sizes: dict[str, int] = {}
     with reported(path):
-        _find(path, "", sizes)
+        for name, status in _walk(path):
+            if not stat.S_ISREG(status.st_mode):
+                fault = f"it is a {kind_of(status)}, which no checkpoint holds"
+                raise damaged(path, name, fault)
+            if name != MANIFEST:
+                sizes[name] = status.st_size
     return sizes
 
 
@@ -135,7 +138,7 @@ def size_of(path: pathlib.Path) -> int:
             return status.st_size if stat.S_ISREG(status.st_mode) else 0
         with os.scandir(path) as entries:
             return sum(size_of(path / entry.name) for entry in entries)
-    except OSError:
+    except (OSError, RecursionError):
         return 0
 
 
@@ -183,21 +186,19 @@ def _listed(steps: list[int]) -> str:
     return start + ", ".join(map(str, steps[-_MAX_STEPS:]))
 
 
-def _find(path: pathlib.Path, folder: str, sizes: dict[str, int]) -> None:
-    with os.scandir(path / folder) as entries:
-        # In order, so that an error is the same every time.
-        found = sorted(entries, key=lambda entry: entry.name)
-    for entry in found:
-        name = f"{folder}/{entry.name}" if folder else entry.name
-        status = entry.stat(follow_symlinks=False)
-        if stat.S_ISDIR(status.st_mode):
-            if not is_known_folder(name):
-                raise damaged(path, name, "no checkpoint has such a folder")
-            _find(path, name, sizes)
-        elif not stat.S_ISREG(status.st_mode):
-            fault = f"it is a {kind_of(status)}, which no checkpoint holds"
-            raise damaged(path, name, fault)
-        elif name != MANIFEST:
-            if not is_known_file(name):
-                raise damaged(path, name, "no checkpoint has such a file")
-            sizes[name] = status.st_size
+def _walk(path: pathlib.Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Yields all that is below a folder but folders; follows no link.
+
+    In the same order every time, so that an error is the same, too.
+    """
+    folders = [""]
+    for folder in folders:  # Grows: folders may be nested deeply.
+        with os.scandir(path / folder) as entries:
+            found = sorted(entries, key=lambda entry: entry.name)
+        for entry in found:
+            name = f"{folder}/{entry.name}" if folder else entry.name
+            status = entry.stat(follow_symlinks=False)
+            if stat.S_ISDIR(status.st_mode):
+                folders.append(name)
+            else:
+                yield name, status

@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from keras_strategies.checkpoint.directory.corruption import damaged
+from keras_strategies.checkpoint.directory.corruption import damaged, shown
 from keras_strategies.checkpoint.directory.files import (
     check_folder,
     digest,
@@ -29,7 +29,6 @@ from keras_strategies.checkpoint.directory.files import (
 )
 from keras_strategies.checkpoint.directory.names import (
     MANIFEST,
-    is_known_file,
     step_of,
     step_path,
 )
@@ -101,7 +100,7 @@ def write_manifest(
 
     Raises:
       DamagedCheckpoint: the folder is missing, or holds something that no
-        checkpoint holds: a link, a pipe, a file of another name.
+        checkpoint holds: a link, a pipe.
       TypeError: a fact is no JSON.
       ValueError: the folder is not named by the step; too many facts.
       OSError: it cannot be written.
@@ -256,10 +255,8 @@ def _fault_of(content: dict[str, Any]) -> str | None:
     if not isinstance(files, dict):
         return "its files are no object"
     for name, entry in files.items():
-        if not is_known_file(name):
-            return f"it lists {ascii(name[:80])}, which no checkpoint has"
         if not _is_entry(entry):
-            return f"what it says of {name} is no size and checksum"
+            return f"what it says of {shown(name)} is no size and checksum"
     return None
 
 

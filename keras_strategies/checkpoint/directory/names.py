@@ -30,19 +30,6 @@ _PARTIAL = re.compile(
 _ASIDE = re.compile(
     rf"(0|[1-9][0-9]{{0,18}}){re.escape(DAMAGED)}.*", re.ASCII | re.DOTALL
 )
-# What Orbax 0.12 writes, on one process and on several.
-_STORE = r"(ocdbt\.process_(replica_)?[0-9]{1,9})"
-_FILES = re.compile(
-    r"_CHECKPOINT_METADATA"
-    r"|((state|run)/)?commit_success\.txt"
-    rf"|{RUN}"
-    r"|state/(_METADATA|_sharding|array_metadatas/process_[0-9]{1,9}"
-    rf"|({_STORE}/)?(manifest\.ocdbt|d/[0-9a-f]{{32}}))",
-    re.ASCII,
-)
-_FOLDERS = re.compile(
-    rf"state|run|state/(array_metadatas|d|{_STORE}(/d)?)", re.ASCII
-)
 
 
 def step_of(name: str) -> int | None:
@@ -142,20 +129,6 @@ def make_directory(directory: str | os.PathLike[str]) -> pathlib.Path:
             "another directory",
         ) from error
     return path
-
-
-def is_known_file(name: str) -> bool:
-    """Whether a checkpoint may hold a file of this name, beside its manifest.
-
-    Args:
-      name: Relative to the checkpoint, with `/`: "state/_METADATA".
-    """
-    return bool(_FILES.fullmatch(name))
-
-
-def is_known_folder(name: str) -> bool:
-    """Whether a checkpoint may hold a folder of this name."""
-    return bool(_FOLDERS.fullmatch(name))
 
 
 def kind_of(status: os.stat_result) -> str:

@@ -42,8 +42,8 @@ def verify(path: str | os.PathLike[str], *, is_quick: bool = False) -> Manifest:
 
     Raises:
       DamagedCheckpoint: a file is missing, changed, not in the manifest, a
-        link, a pipe or of a name that no checkpoint has; or the manifest
-        is missing or changed. The text names the file.
+        link or a pipe; or the manifest is missing or changed. The text names
+        the file.
     """
     path = pathlib.Path(path)
     manifest = read_manifest(path)

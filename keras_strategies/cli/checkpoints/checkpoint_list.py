@@ -33,6 +33,8 @@ from keras_strategies.checkpoint.directory.names import (
 )
 from keras_strategies.checkpoint.directory.verify import verify
 
+Contents = dict[str, dict[str, int]]
+
 
 class State(enum.StrEnum):
     """How a checkpoint is."""
@@ -41,19 +43,6 @@ class State(enum.StrEnum):
     SAME_SIZES = "sizes match"
     DAMAGED = "damaged"
     UNDER_WAY = "being saved"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Contents:
-    """What a group of a checkpoint's arrays holds.
-
-    Attributes:
-      num_arrays: How many arrays.
-      num_values: How many numbers, in all of them.
-    """
-
-    num_arrays: int
-    num_values: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +57,8 @@ class Entry:
       created: When it was written, in seconds since 1970 (UTC); None if it
         does not say.
       facts: What it says of itself: "epoch", "logs", "num_processes".
-      contents: By group of arrays: "model", "optimizer"; empty if it does not
+      contents: By group of arrays ("model", "optimizer"), how many there are,
+        "num_arrays", of how many numbers, "num_values"; empty if it does not
         say.
     """
 
@@ -78,7 +68,12 @@ class Entry:
     num_bytes: int
     created: float | None = None
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    contents: Mapping[str, Contents] = dataclasses.field(default_factory=dict)
+    contents: Contents = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether it cannot be restored."""
+        return self.state is State.DAMAGED
 
     @property
     def logs(self) -> dict[str, Any]:
@@ -121,7 +116,7 @@ class Listing:
     @property
     def damaged(self) -> list[Entry]:
         """The checkpoints that are damaged."""
-        return [e for e in self.entries if e.state is State.DAMAGED]
+        return [e for e in self.entries if e.is_damaged]
 
     @property
     def num_bytes(self) -> int:
@@ -136,7 +131,7 @@ class Listing:
             "num_bytes": self.num_bytes,
             "num_damaged": len(self.damaged),
             "checkpoints": [
-                dataclasses.asdict(entry) | {"created": _moment(entry.created)}
+                dataclasses.asdict(entry) | {"created": moment(entry.created)}
                 for entry in self.entries
             ],
             "left_behind": list(map(dataclasses.asdict, self.left_behind)),
@@ -213,7 +208,7 @@ def _entry(
     )
 
 
-def _contents(path: pathlib.Path) -> dict[str, Contents]:
+def _contents(path: pathlib.Path) -> Contents:
     """What a checkpoint says that it holds; empty if it is not understood."""
     if not os.path.lexists(path / RUN):
         return {}
@@ -224,10 +219,10 @@ def _contents(path: pathlib.Path) -> dict[str, Contents]:
     if document["version"] != VERSION:
         return {}
     return {
-        group: Contents(
-            num_arrays=len(arrays),
-            num_values=sum(math.prod(shape) for shape, _ in arrays.values()),
-        )
+        group: {
+            "num_arrays": len(arrays),
+            "num_values": sum(math.prod(shape) for shape, _ in arrays.values()),
+        }
         for group, arrays in document["variables"].items()
     }
 
@@ -247,7 +242,12 @@ def _left_behind(
     )
 
 
-def _moment(seconds: float | None) -> str | None:
+def moment(seconds: float | None) -> str | None:
+    """Returns a time in ISO format (UTC); None if it is not one.
+
+    Args:
+      seconds: The time since 1970 (UTC).
+    """
     if seconds is None:
         return None
     try:

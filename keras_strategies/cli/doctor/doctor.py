@@ -8,71 +8,57 @@ import dataclasses
 import datetime
 import json
 import os
-import pathlib
 import socket
-import sys
 from collections.abc import Mapping
+
+from rich.console import Console, Group
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 
 from keras_strategies.cli.doctor.clusters import (
     Cluster,
     check_address,
     check_clusters,
 )
-from keras_strategies.cli.doctor.findings import Level, Part, Report
+from keras_strategies.cli.doctor.findings import Finding, Level, Part, Report
 from keras_strategies.cli.doctor.installed import (
     check_packages,
     check_variables,
 )
-from keras_strategies.cli.doctor.report_html import as_html
-from keras_strategies.cli.doctor.report_text import print_report
 from keras_strategies.cli.doctor.run_probe import (
     check_devices,
-    check_flags,
     check_job,
     has_met,
 )
 
-_WRONG_ARGUMENTS = 2
+_MARKS = {
+    Level.FAULT: ("x", "bold red"),
+    Level.WARNING: ("!", "yellow"),
+    Level.NOTE: ("-", "cyan"),
+    Level.GOOD: ("+", "green"),
+}
+_WIDEST = 100
 
 
 def doctor(
-    *,
-    quick: bool = False,
-    html: str | None = None,
-    as_json: bool = False,
-    timeout_s: float = 30.0,
+    *, quick: bool = False, as_json: bool = False, timeout_s: float = 30.0
 ) -> int:
     """Looks at everything and prints a report. Collective in a cluster.
 
     Args:
       quick: Whether to look only at what is known without starting JAX.
-      html: A file to write the report to, too, as a page.
       as_json: Whether to print JSON in place of the text.
       timeout_s: How long to wait for the other processes, in seconds.
 
     Returns:
-      The exit status: 0; 1 if there is a fault; 2 if `html` cannot be written.
+      The exit status: 0, or 1 if there is a fault.
     """
-    page = None if html is None else pathlib.Path(html).resolve()
-    if page is not None and not os.access(page.parent, os.W_OK):
-        print(
-            f"keras-strategies doctor: {html!r} cannot be written. Give a "
-            "file in a folder that exists.",
-            file=sys.stderr,
-        )
-        return _WRONG_ARGUMENTS
     report = examine(os.environ, quick=quick, timeout_s=timeout_s)
     if as_json and report.is_chief:
         print(json.dumps(report.as_dict(), indent=1))
     elif not as_json:
         print_report(report)
-    if page is not None and report.is_chief:
-        page.write_text(as_html(report), encoding="utf-8")
-    elif page is not None and report.wrong:
-        print(
-            f"keras-strategies doctor: {html!r} is written by process 0 alone.",
-            file=sys.stderr,
-        )
     return 1 if report.has_faults else 0
 
 
@@ -117,13 +103,29 @@ def examine(
     )
 
 
+def print_report(report: Report, console: Console | None = None) -> None:
+    """Prints a report; of a process that is not the chief, what is wrong.
+
+    Args:
+      report: What was found.
+      console: Where to print; None for stdout.
+    """
+    if console is None:
+        console = Console(highlight=False)
+        if not console.is_terminal or console.width > _WIDEST:
+            console.width = min(console.width, _WIDEST)
+    if report.is_chief:
+        for part in report.parts:
+            # The rest is said at the end.
+            if part.rows or part.calm:
+                console.print(_of_part(part))
+    console.print(_of_result(report))
+
+
 def _started(
     environ: Mapping[str, str], cluster: Cluster | None, timeout_s: float
 ) -> list[Part]:
     """What is found out by starting JAX."""
-    flags = tuple(check_flags(environ))
-    if flags:
-        return [Part(title="Devices", findings=flags)]
     # Without an `info` JAX reads the variables itself.
     if cluster and (cluster.error or (cluster.info and not cluster.address)):
         cluster = None
@@ -138,3 +140,35 @@ def _num_cores() -> int:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # Not on macOS.
         return os.cpu_count() or 1
+
+
+def _of_part(part: Part) -> Group:
+    title = Text(part.title, style="bold")
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True, style="dim", min_width=22)
+    table.add_column(overflow="fold")
+    for name, value in part.rows:
+        # Neither is markup.
+        table.add_row(Text(name), Text(value))
+    parts = [table, *map(_of_finding, part.calm)]
+    return Group(title, *(Padding(p, (0, 0, 0, 2)) for p in parts), Text())
+
+
+def _of_result(report: Report) -> Group:
+    """The line with the result, after what is wrong."""
+    where, wrong = report.process or report.host, report.wrong
+    style = "green" if not wrong else _MARKS[wrong[0].level][1]
+    result = Text(f"{where}: {report.summary}", style=style)
+    return Group(*map(_of_finding, wrong), result)
+
+
+def _of_finding(finding: Finding) -> Table:
+    mark, style = _MARKS[finding.level]
+    text = Text(finding.text)
+    if finding.fix:
+        text.append(f"\n{finding.fix}", style="dim")
+    table = Table.grid(padding=(0, 1))
+    table.add_column(width=1, style=style)
+    table.add_column(overflow="fold")
+    table.add_row(mark, text)
+    return table

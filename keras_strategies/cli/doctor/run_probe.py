@@ -17,9 +17,9 @@ from keras_strategies.cli.doctor.findings import (
     good,
     note,
 )
-from keras_strategies.cli.doctor.installed import DEVICE_COUNT, split_flags
+from keras_strategies.cli.doctor.installed import DEVICE_COUNT
 from keras_strategies.cli.launch.local_job import described
-from keras_strategies.cli.plan.child_program import command_line, python
+from keras_strategies.cli.plan.child_program import command_line
 from keras_strategies.cluster.exchange.message_forms import fault_of
 from keras_strategies.cluster.exchange.rendezvous import RendezvousError
 from keras_strategies.cluster.untrusted import load_json
@@ -28,11 +28,13 @@ from keras_strategies.cluster.watchdog.launcher_pipe import LAUNCHER_FD
 _PROBE = "keras_strategies.cli.doctor.probe"
 # To start JAX's devices, which takes long on a large slice.
 _DEVICES_S = 90.0
-_FLAG_S = 30.0
 _LAST_LINES = 3
+_CURE_OF_FLAGS = (
+    "XLA ends every process at a flag of XLA_FLAGS that it does not know: "
+    "remove or correct it. Flags for TPUs belong into LIBTPU_INIT_ARGS."
+)
 _LONGEST = 600
 _MAX_LINE = 1 << 20
-_MAKE_CLIENT = "from jaxlib import xla_client; xla_client.make_cpu_client()"
 _NAMES = {
     "jax": "JAX was imported",
     "join": "the processes were joined",
@@ -46,25 +48,6 @@ _TIMED = {
     "keras": "import keras_strategies",
 }
 Answers = dict[str, dict[str, Any]]
-
-
-def check_flags(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Which flags of XLA_FLAGS this XLA does not know. Takes 0.5 s each.
-
-    XLA ends a process that has an unknown one, so each is tried in one.
-    """
-    flags = split_flags(environ.get("XLA_FLAGS", ""))
-    tried = [flag for flag in flags if not flag.startswith(DEVICE_COUNT)]
-    if not tried or _is_known(" ".join(tried), environ):
-        return
-    unknown = [flag for flag in tried if not _is_known(flag, environ)]
-    if unknown:
-        yield fault(
-            "This XLA ends every process at the flags "
-            f"{', '.join(unknown)} of XLA_FLAGS.",
-            "Remove or correct them. Flags for TPUs belong into "
-            "LIBTPU_INIT_ARGS.",
-        )
 
 
 def check_devices(
@@ -188,12 +171,6 @@ def _run(
     return code, "\n".join(last)[:_LONGEST]
 
 
-def _is_known(flags: str, environ: Mapping[str, str]) -> bool:
-    own = {"XLA_FLAGS": flags}
-    code, _ = _run(python(_MAKE_CLIENT), _FLAG_S, dict(environ) | own)
-    return code == 0
-
-
 def _kinds(kinds: Sequence[Sequence[Any]]) -> str:
     return "\n".join(
         f"{count} x {name}" + (f" ({kind})" if kind != name else "")
@@ -275,6 +252,7 @@ def _of_end(
         return
     stage = list(answers)[-1] if answers else "jax"
     error = answers.get(stage, {}).get("error")
+    flags = environ.get("XLA_FLAGS")
     if code is None:
         what = f"It took too long until {_NAMES[stage]}."
     elif error is None:
@@ -286,7 +264,10 @@ def _of_end(
         what = f"{kind} was raised before {_NAMES[stage]}: {error}"
     if error is None and text:
         what += f" Its last line: {text}"
-    yield fault(what, _cure_of(stage, environ.get("JAX_PLATFORMS")))
+    if code and error is None and stage == "devices" and flags:
+        yield fault(what, _CURE_OF_FLAGS)
+    else:
+        yield fault(what, _cure_of(stage, environ.get("JAX_PLATFORMS")))
 
 
 def _cure_of(stage: str, platforms: str | None) -> str:

@@ -1,6 +1,6 @@
 """The state of a running fit that a checkpoint callback saves and restores.
 
-Its steps and epochs are counted here as the list of callbacks (`resuming`)
+Its steps and epochs are counted here as the list of callbacks (`resumable_fit`)
 tells them.
 """
 
@@ -26,7 +26,7 @@ State = dict[str, Any]
 
 _POSITION = {"epoch": is_count, "step": is_count, "seed": int | str | None}
 _POSITIONS = Either((None, {"position": _POSITION}, {"positions": [_POSITION]}))
-# What `Loop.state` gives, and a file may say.
+# The form of `FitState.state`, in a file too.
 _STATE = {
     "epoch": is_count,
     "step": is_count,
@@ -40,8 +40,8 @@ _STATE = {
 }
 
 
-class Loop:
-    """A fit, as a checkpoint callback sees it.
+class FitState:
+    """The state of a fit, as a checkpoint callback saves and restores it.
 
     Args:
       variables: All variables of the model, its optimizers and metrics.

@@ -15,7 +15,7 @@ from keras_strategies.keras_bridge.callbacks.callback_list import (
     QuietCallbackList,
     quiet_kinds,
 )
-from keras_strategies.keras_bridge.callbacks.fit_state import Loop, numbers
+from keras_strategies.keras_bridge.callbacks.fit_state import FitState, numbers
 from keras_strategies.keras_bridge.steps.step_functions import Functions
 
 _LOOP = "_ks_loop"
@@ -24,18 +24,18 @@ _LOOP = "_ks_loop"
 class CheckpointCallback(keras.callbacks.Callback):
     """A callback that saves what a fit needs to resume."""
 
-    def begin(self, loop: Loop) -> None:
+    def begin(self, loop: FitState) -> None:
         """Called before the loop; the model is built. Collective.
 
         May give the model and the loop the state of another one.
         """
         raise NotImplementedError
 
-    def after_batch(self, loop: Loop) -> None:
+    def after_batch(self, loop: FitState) -> None:
         """Called after a step, or the steps of one execution. Collective."""
         raise NotImplementedError
 
-    def after_epoch(self, loop: Loop, logs: dict[str, Any]) -> None:
+    def after_epoch(self, loop: FitState, logs: dict[str, Any]) -> None:
         """Called after an epoch and its validation. Collective."""
         raise NotImplementedError
 
@@ -45,7 +45,7 @@ class CheckpointCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Refuses a fit that does not ask a checkpoint callback."""
-        if not isinstance(getattr(self.model, _LOOP, None), Loop):
+        if not isinstance(getattr(self.model, _LOOP, None), FitState):
             name = getattr(self.model, "name", None)
             raise RuntimeError(
                 f"`{type(self).__name__}` keeps the fit of a model that a "
@@ -68,7 +68,7 @@ class KeptList(QuietCallbackList):
 
     def __init__(
         self,
-        loop: Loop,
+        loop: FitState,
         checkpointer: CheckpointCallback,
         callbacks: Any,
         *,
@@ -175,7 +175,9 @@ def resumable_fit(
     Returns:
       What fit returns.
     """
-    loop = Loop(variables=variables, functions=functions, feed=feed, call=call)
+    loop = FitState(
+        variables=variables, functions=functions, feed=feed, call=call
+    )
     model = functions.model
     object.__setattr__(model, _LOOP, loop)
     is_done = False
@@ -198,7 +200,7 @@ def resumable_fit(
         checkpointer.close(is_done=is_done)
 
 
-def loop_of(model: Any) -> Loop | None:
+def loop_of(model: Any) -> FitState | None:
     """The checkpointed fit of a model, while it is under way."""
     return vars(model).get(_LOOP)
 

@@ -11,8 +11,7 @@ import numpy as np
 import rich.box
 from keras import tree
 from keras.utils import PyDataset
-from rich.bar import Bar
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -34,7 +33,6 @@ Shares = tuple[Counts, Counts]
 """Rows of each replica: in `fit` and its like; from a distributed dataset."""
 _Policy = AutoShardPolicy
 
-_BAR = 16  # Characters.
 _READING = {
     _Policy.FILE: "each process reads its own files only",
     _Policy.HINT: "each process reads its own shard only",
@@ -81,49 +79,41 @@ class InputExplanation:
             columns += zip(names, shares or (), strict=False)
         return columns
 
-    def __rich_console__(
-        self, console: Console, options: ConsoleOptions
-    ) -> RenderResult:
+    def __rich__(self) -> RenderableType:
         facts = Table.grid(padding=(0, 2))
         for name, text in self.facts.items():
             facts.add_row(name, Text(text))
-        yield facts
-        columns, has_bars = self.columns, options.max_width >= self._width()
         table = Table("process", "replica", box=rich.box.SIMPLE_HEAD)
-        for title, _ in columns:
+        for title, _ in self.columns:
             table.add_column(title.replace(", ", "\n"), justify="right")
-            if has_bars:
-                table.add_column(width=_BAR)
         if self.files:
             table.add_column("files of the process")
         for group in shown_replicas(len(self.devices), len(self.processes)):
-            process, replicas = group or (-1, [None])
+            process, replicas = group or (None, [None])
             for i in replicas:
-                name = "..." if process < 0 else self.processes[process]
-                row: list[Any] = [name]
-                if i is None:
-                    table.add_row(*row, "...")
-                    continue
-                row.append(f"{i} ({self.devices[i]})")
-                for _, counts in columns:
-                    row += self._cells(counts, i)[: 1 + has_bars]
-                if self.files and i == replicas[0]:
-                    row.append(Text(_names(self.files[process])))
-                table.add_row(*row)
-        yield table
+                table.add_row(*map(Text, self._cells(process, i)))
+        return Group(facts, table)
 
-    def _cells(self, counts: Counts, i: int) -> list[Any]:
-        """A replica's rows in words, and their place in the batch as a bar."""
-        start, stop = sum(counts[:i]), sum(counts[: i + 1])
-        if start == stop:
-            return ["none", ""]
-        text = f"{counts[i]}" + (
-            "" if self.is_process_local else f" ({start}:{stop})"
-        )
-        size = max(self.batch_size or 0, sum(counts))
-        return [text, Bar(size, start, stop, width=_BAR, color="cyan")]
+    def _cells(self, process: int | None, i: int | None) -> list[str]:
+        """A replica's row; None stands for those that are left out."""
+        if process is None or i is None:
+            return [
+                "..." if process is None else self.processes[process],
+                "...",
+            ]
+        cells = [self.processes[process], f"{i} ({self.devices[i]})"]
+        for _, counts in self.columns:
+            start, count = sum(counts[:i]), counts[i]
+            place = f" ({start}:{start + count})"
+            cells.append(f"{count}{place * (not self.is_process_local)}")
+            if not count:
+                cells[-1] = "none"
+        is_first = not i % (len(self.devices) // len(self.processes))
+        if self.files and is_first:
+            cells.append(_names(self.files[process]))
+        return cells
 
-    def _printed(self, width: int | None) -> Console:
+    def _printed(self, width: int | None = None) -> Console:
         console = Console(
             file=io.StringIO(), record=True, width=width, force_jupyter=False
         )
@@ -131,18 +121,16 @@ class InputExplanation:
         return console
 
     def __str__(self) -> str:
-        lines = self._printed(None).export_text().splitlines()
+        lines = self._printed().export_text().splitlines()
         return "\n".join(map(str.rstrip, lines))
 
     __repr__ = __str__
 
     def _repr_svg_(self) -> str:
-        svg = self._printed(self._width()).export_svg(title="explain_input")
+        width = 46 + 17 * len(self.columns) + 32 * bool(self.files)
+        svg = self._printed(width).export_svg(title="explain_input")
         # Without rich's fonts, which would be fetched from the internet.
         return re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)
-
-    def _width(self) -> int:  # Of lines with room for bars.
-        return 46 + 34 * len(self.columns) + 32 * bool(self.files)
 
 
 def explain_input(
