@@ -5,7 +5,8 @@ from typing import Any
 
 import jax
 
-from keras_strategies.tpu.rings import Cell
+Cell = tuple[int, ...]
+"""A place on a grid: (x, y, z) of a chip, (x, y, z, core) of a core."""
 
 
 def has_coordinates(device: jax.Device) -> bool:

@@ -14,13 +14,13 @@ from keras_strategies.cluster.exchange.message_forms import fault_of
 from keras_strategies.cluster.untrusted import load_json
 from keras_strategies.tpu.arguments import IntArray, read_integers
 from keras_strategies.tpu.coordinates import (
+    Cell,
     box_of,
     chip_of,
     core_of,
     has_coordinates,
     slice_of,
 )
-from keras_strategies.tpu.rings import Cell
 from keras_strategies.tpu.topology_devices import devices_by_name
 
 _RANK = 4
