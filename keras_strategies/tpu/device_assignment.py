@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from keras_strategies.tpu.arguments import IntArray, read_integers
-from keras_strategies.tpu.coordinates import Cell
+from keras_strategies.tpu.coordinates import Cell, IntArray, read_integers
 from keras_strategies.tpu.placement import DeviceOrderMode, place_replicas
 from keras_strategies.tpu.topology import Topology
 

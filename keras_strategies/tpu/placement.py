@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_strategies.tpu.arguments import IntArray, read_integers
-from keras_strategies.tpu.coordinates import Cell
+from keras_strategies.tpu.coordinates import Cell, IntArray, read_integers
 from keras_strategies.tpu.topology import Topology
 
 

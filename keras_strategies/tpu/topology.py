@@ -12,13 +12,14 @@ import numpy.typing as npt
 
 from keras_strategies.cluster.exchange.message_forms import fault_of
 from keras_strategies.cluster.untrusted import load_json
-from keras_strategies.tpu.arguments import IntArray, read_integers
 from keras_strategies.tpu.coordinates import (
     Cell,
+    IntArray,
     box_of,
     chip_of,
     core_of,
     has_coordinates,
+    read_integers,
     slice_of,
 )
 from keras_strategies.tpu.topology_devices import devices_by_name
