@@ -116,15 +116,16 @@ class StrategyExtended:
         """
         _check_variable("update", var)
         current.check_cross_replica("update")
-        args, kwargs = (var, *args), kwargs or {}
+        given: tuple[Any, ...] = (var, *args)
+        named: dict[str, Any] = kwargs or {}
         step = current_step()
         if step is None:
-            result = self._runner(fn, args, kwargs, is_update=True)
+            result = self._runner(fn, given, named, is_update=True)
             mesh = self._runtime.mesh
             return None if group else reducing.local_results(result, mesh)
-        args, kwargs = own_components((args, kwargs))
+        given, named = own_components((given, named))
         with step.flag("in_update"):
-            result = fn(*args, **kwargs)
+            result = fn(*given, **named)
         return None if group else result
 
     def broadcast_to(self, tensor: Any, destinations: Any = None) -> Any:
