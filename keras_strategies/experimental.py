@@ -11,8 +11,8 @@ from keras_strategies._core.names import tf_names as _tf_names
 from keras_strategies._core.names.lazy_names import lazy_names as _lazy_names
 
 _MODULES = {
-    "CommunicationImplementation": "strategy.tf_compat.communication",
-    "CommunicationOptions": "strategy.tf_compat.communication",
+    "CommunicationImplementation": "strategy.tf_compat.options",
+    "CommunicationOptions": "strategy.tf_compat.options",
     "FullySharded": "keras_bridge.variables.partitioners",
     "MultiWorkerMirroredStrategy": "strategy.multi_worker",
     "SlotsOnly": "keras_bridge.variables.partitioners",

@@ -15,10 +15,10 @@ from keras_strategies.strategy.multi_worker import (
 from keras_strategies.strategy.replica_context import (
     ValueContext as ValueContext,
 )
-from keras_strategies.strategy.tf_compat.communication import (
+from keras_strategies.strategy.tf_compat.options import (
     CommunicationImplementation as CommunicationImplementation,
 )
-from keras_strategies.strategy.tf_compat.communication import (
+from keras_strategies.strategy.tf_compat.options import (
     CommunicationOptions as CommunicationOptions,
 )
 from keras_strategies.strategy.tpu import TPUStrategy as TPUStrategy

@@ -1,7 +1,6 @@
 """`strategy.extended`: tf's names for libraries, computed from the runtime."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,19 +20,11 @@ class StrategyExtended:
     Args:
       runtime: The strategy's fact sheet.
       runner: What its `run` calls.
-      is_multi_worker: Whether it is one for several processes.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        runner: Runner,
-        *,
-        is_multi_worker: bool = False,
-    ) -> None:
+    def __init__(self, runtime: Runtime, runner: Runner) -> None:
         self._runtime = runtime
         self._runner = runner
-        self._is_multi_worker = is_multi_worker
 
     @property
     def worker_devices(self) -> tuple[jax.Device, ...]:
@@ -47,38 +38,6 @@ class StrategyExtended:
     def parameter_devices(self) -> tuple[jax.Device, ...]:
         """The devices that hold variables: all of them, a copy each."""
         return tuple(self._runtime.mesh.devices)
-
-    @property
-    def experimental_require_static_shapes(self) -> bool:
-        """Whether batches of one shape are wanted: on TPUs.
-
-        Others work everywhere; each new shape is compiled once, which takes
-        longest there.
-        """
-        return self._runtime.mesh.platform == "tpu"
-
-    @property
-    def experimental_between_graph(self) -> bool:
-        """Whether each process runs its own copy of the script.
-
-        True for `MultiWorkerMirroredStrategy`, also with one process.
-        """
-        return self._is_multi_worker
-
-    @property
-    def experimental_should_init(self) -> bool:
-        """Whether this process initializes variables: each does its own."""
-        return True
-
-    @property
-    def should_checkpoint(self) -> bool:
-        """Whether this process writes checkpoints: the first one does."""
-        return self._runtime.mesh.is_chief
-
-    @property
-    def should_save_summary(self) -> bool:
-        """Whether this process writes summaries: the first one does."""
-        return self._runtime.mesh.is_chief
 
     def reduce_to(
         self,
@@ -155,43 +114,17 @@ class StrategyExtended:
           RuntimeError: called inside of a replica's function.
         """
         _check_variable("update", var)
-        return self._update(fn, (var, *args), kwargs or {}, group)
-
-    def update_non_slot(
-        self,
-        colocate_with: Any,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-        group: bool = True,
-    ) -> Any:
-        """Calls `fn(*args, **kwargs)` on every device; see `update`.
-
-        Args:
-          colocate_with: Not used: it runs on all of the strategy's devices.
-          fn: What changes variables.
-          args: Its arguments.
-          kwargs: Its keyword arguments.
-          group: Whether nothing is returned.
-        """
-        return self._update(fn, tuple(args), kwargs or {}, group)
-
-    def _update(
-        self,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        group: bool,
-    ) -> Any:
         current.check_cross_replica("update")
+        given: tuple[Any, ...] = (var, *args)
+        named: dict[str, Any] = kwargs or {}
         step = current_step()
         if step is None:
-            result = self._runner(fn, args, kwargs, is_update=True)
+            result = self._runner(fn, given, named, is_update=True)
             mesh = self._runtime.mesh
             return None if group else reducing.local_results(result, mesh)
-        args, kwargs = own_components((args, kwargs))
+        given, named = own_components((given, named))
         with step.flag("in_update"):
-            result = fn(*args, **kwargs)
+            result = fn(*given, **named)
         return None if group else result
 
     def broadcast_to(self, tensor: Any, destinations: Any = None) -> Any:
@@ -226,38 +159,6 @@ class StrategyExtended:
         """
         current.check_outside("call_for_each_replica")
         return self._runner(fn, args, kwargs or {})
-
-    def value_container(self, value: Any) -> Any:
-        """What holds a component: the variable itself, which is one object."""
-        return value
-
-    def read_var(self, v: keras.Variable) -> Any:
-        """The value of a variable, aggregated where its copies differ."""
-        _check_variable("read_var", v)
-        return v.value
-
-    def non_slot_devices(self, var_list: Any) -> tuple[jax.Device, ...]:
-        """Where an optimizer's other variables lie: on all devices."""
-        del var_list
-        return self.parameter_devices
-
-    @contextlib.contextmanager
-    def colocate_vars_with(
-        self, colocate_with_variable: keras.Variable
-    ) -> Iterator[None]:
-        """Changes nothing: every variable has a copy on every device.
-
-        Raises:
-          ValueError: the variable was not created in this strategy's scope.
-        """
-        if not self.variable_created_in_scope(colocate_with_variable):
-            raise ValueError(
-                "`colocate_vars_with` must only be passed a variable created "
-                "in this strategy's scope, not: "
-                f"{colocate_with_variable.path!r}. Create it in `with "
-                "strategy.scope()`."
-            )
-        yield
 
     def variable_created_in_scope(self, v: keras.Variable) -> bool:
         """Whether `v` was created in this strategy's scope.

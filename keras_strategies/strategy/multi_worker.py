@@ -5,7 +5,7 @@ from typing import Any
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.strategy.runtime import is_chief_alone
 from keras_strategies.strategy.strategy import Strategy
-from keras_strategies.strategy.tf_compat.communication import (
+from keras_strategies.strategy.tf_compat.options import (
     CommunicationOptions,
     check_seconds,
     checked_options,
@@ -58,8 +58,6 @@ class MultiWorkerMirroredStrategy(Strategy):
       model.fit(x, y, batch_size=256)
       ```
     """
-
-    _is_multi_worker = True
 
     def __init__(
         self,

@@ -45,8 +45,6 @@ class Strategy(CustomLoops, Plans):
       TypeError: `mesh` is not a `ReplicaMesh`.
     """
 
-    _is_multi_worker = False
-
     def __init__(
         self,
         mesh: ReplicaMesh,
@@ -71,9 +69,7 @@ class Strategy(CustomLoops, Plans):
             outputs_on_chief=outputs_on_chief,
         )
         self._runner = Runner(self, self._runtime.mesh)
-        self._extended = StrategyExtended(
-            self._runtime, self._runner, is_multi_worker=self._is_multi_worker
-        )
+        self._extended = StrategyExtended(self._runtime, self._runner)
 
     @staticmethod
     def _over(mesh: ReplicaMesh, **kwargs: Any) -> "Strategy":

@@ -1,11 +1,15 @@
-"""Coordinates of jax devices: chip, core, slice."""
+"""Coordinates of TPU cores: of jax devices, and as users pass them."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
+import numpy.typing as npt
 
-from keras_strategies.tpu.rings import Cell
+IntArray = npt.NDArray[np.int32]
+Cell = tuple[int, ...]
+"""A place on a grid: (x, y, z) of a chip, (x, y, z, core) of a core."""
 
 
 def has_coordinates(device: jax.Device) -> bool:
@@ -36,3 +40,38 @@ def box_of(cells: Sequence[Cell]) -> tuple[Cell, Cell]:
     corner = tuple(min(dim) for dim in dims)
     shape = tuple(max(dim) - min(dim) + 1 for dim in dims)
     return corner, shape
+
+
+def read_integers(name: str, value: Any) -> IntArray:
+    """Returns an argument as a read-only array of integers of our own.
+
+    Raises:
+      TypeError: it is None.
+      ValueError: it is ragged, or holds anything but whole numbers.
+    """
+    if value is None:
+        raise TypeError(
+            f"`{name}` is needed. Received: None. Pass a sequence of integers."
+        )
+    try:
+        given = np.asarray(value)
+        # A wrong number is found below, by what became of it.
+        with np.errstate(invalid="ignore"):
+            integers = given.astype(np.int32)
+        is_whole = given.dtype.kind in "iuf" and bool((given == integers).all())
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(_not_integers(name, value)) from error
+    if not is_whole and given.size:
+        raise ValueError(_not_integers(name, value))
+    integers.flags.writeable = False
+    return integers
+
+
+def _not_integers(name: str, value: Any) -> str:
+    shown = repr(value)
+    if len(shown) > 200:
+        shown = f"{shown[:200]}..."
+    return (
+        f"`{name}` holds whole numbers of 32 bits, in rows of equal length. "
+        f"Received: {shown}. Pass a nest of integers or an integer array."
+    )

@@ -5,9 +5,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from keras_strategies.tpu.arguments import IntArray, read_integers
+from keras_strategies.tpu.coordinates import Cell, IntArray, read_integers
 from keras_strategies.tpu.placement import DeviceOrderMode, place_replicas
-from keras_strategies.tpu.rings import Cell
 from keras_strategies.tpu.topology import Topology
 
 SINGLE_CORE_ASSIGNMENT = [[[0, 0, 0, 0]]]
@@ -65,11 +64,11 @@ class DeviceAssignment:
           computation_stride: The distance of a replica's cores in each
             dimension; 1 if left out.
           num_replicas: The number of replicas.
-          device_order_mode: The order; rings only if the replicas fill the
-            slice and have whole chips.
+          device_order_mode: Accepted for tf's signature. Every mode gives
+            rows, x first: XLA's programs are the same for any order.
 
         Where the topology misses devices, replicas take cores in the order of
-        the tasks, and a stride or rings are refused.
+        the tasks, and a stride is refused.
 
         Raises:
           ValueError: the replicas do not fit, or are not possible so.

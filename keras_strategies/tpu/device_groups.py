@@ -1,4 +1,4 @@
-"""Groups of replicas that divide variables, on TPU slices.
+"""Orders of TPU devices, and groups of replicas that shard variables.
 
 The chips of a group are a box of the slice, of whole hosts: XLA's collectives
 over it then use links of its own. Over a whole large slice they would become
@@ -7,23 +7,55 @@ all-reduces of whole arrays, and of other sets of chips XLA compiles none.
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from keras_strategies.tpu.coordinates import (
+    Cell,
     box_of,
     chip_of,
     has_coordinates,
     slice_of,
 )
-from keras_strategies.tpu.device_order import default_device_order
-from keras_strategies.tpu.rings import Cell
 
 _MOST = 64
 """Chips of a group, if nothing else is said."""
+
+
+def default_device_order(
+    devices: Iterable[jax.Device],
+) -> tuple[jax.Device, ...]:
+    """Returns devices slice after slice, in each process after process.
+
+    The rows of each process are then one piece of a batch. Devices without
+    coordinates (CPUs, GPUs) keep their order.
+
+    Args:
+      devices: Devices of one platform, none twice; of each slice equally many.
+
+    Raises:
+      ValueError: no devices, or slices of different sizes.
+    """
+    devices = tuple(devices)
+    if not devices:
+        raise ValueError(
+            "An order needs at least one device. Received: devices=(). Pass "
+            "`jax.devices()`."
+        )
+    if not all(map(has_coordinates, devices)):
+        return devices
+    sizes = Counter(map(slice_of, devices))
+    if len(set(sizes.values())) > 1:
+        raise ValueError(
+            "All slices must have the same number of devices. Received: "
+            f"number of devices by slice {dict(sizes)}. Choose as many of "
+            "each slice."
+        )
+    return tuple(sorted(devices, key=lambda d: (slice_of(d), d.process_index)))
 
 
 def grouped_device_order(
@@ -53,12 +85,8 @@ def grouped_device_order(
     for of_slice in slices.values():
         replicas = np.array(of_slice, dtype=object)[:, None]
         groups, shards = _grouped(replicas, shards)
-        if len(groups) == 1:
-            # In the order that all devices have.
-            found += of_slice
-            continue
         for group in groups:
-            found += default_device_order(group.flat)
+            found += group.flat
     return tuple(found), shards
 
 

@@ -7,20 +7,21 @@ from typing import Any
 
 import numpy as np
 
-from keras_strategies.tpu.arguments import IntArray, read_integers
-from keras_strategies.tpu.rings import Cell, ring_of_grid
+from keras_strategies.tpu.coordinates import Cell, IntArray, read_integers
 from keras_strategies.tpu.topology import Topology
 
 
 class DeviceOrderMode(enum.IntEnum):
-    """In which order replicas and their cores lie on the chips."""
+    """The order of replicas and their cores on the chips.
+
+    Differs from tf: every mode gives rows, x first for replicas and the core
+    first for a replica's cores. XLA finds the links itself, and compiles the
+    same program for rings.
+    """
 
     AUTO = 0
-    """Rings where the replicas fill the slice, else rows."""
     RING = 1
-    """Rings: neighbours are one hop apart, the last and the first too."""
     MESH = 2
-    """Rows: x first for replicas, the core first for a replica's cores."""
 
 
 def place_replicas(
@@ -36,12 +37,10 @@ def place_replicas(
     """
     shape = _read_sizes("computation_shape", computation_shape)
     stride = _read_sizes("computation_stride", computation_stride)
-    mode = _read_mode(device_order_mode)
+    _check_mode(device_order_mode)
     count = _read_count(topology, shape, stride, num_replicas)
     if topology.missing_devices.size:
-        return _in_task_order(topology, shape, stride, count, mode)
-    if _are_rings(topology, shape, stride, count, mode):
-        return _in_rings(topology, shape)
+        return _in_task_order(topology, shape, stride, count)
     return _in_rows(topology, shape, stride, count)
 
 
@@ -57,13 +56,13 @@ def _read_sizes(name: str, value: Any) -> Cell:
     return tuple(sizes.tolist())
 
 
-def _read_mode(value: Any) -> DeviceOrderMode:
+def _check_mode(value: Any) -> None:
     try:
-        return DeviceOrderMode(value)
+        DeviceOrderMode(value)
     except ValueError as error:
         raise ValueError(
-            "`device_order_mode` is a DeviceOrderMode: AUTO, RING or MESH. "
-            f"Received: {value!r}."
+            "`device_order_mode` must be a DeviceOrderMode: AUTO, RING or "
+            f"MESH. Received: {value!r}. Leave it out for AUTO."
         ) from error
 
 
@@ -100,42 +99,6 @@ def _replicas_in_each_dim(
         size // (cores * step) * step
         for size, cores, step in zip(mesh, shape, stride, strict=True)
     ]
-
-
-def _are_rings(
-    topology: Topology,
-    shape: Cell,
-    stride: Cell,
-    count: int,
-    mode: DeviceOrderMode,
-) -> bool:
-    mesh = topology.mesh_shape.tolist()
-    are_possible = (
-        shape[-1] == mesh[-1]
-        and math.prod(stride) == 1
-        and count == math.prod(_replicas_in_each_dim(mesh, shape, stride))
-    )
-    if mode is DeviceOrderMode.RING and not are_possible:
-        raise ValueError(
-            "Rings need replicas of whole chips, without strides, as many as "
-            f"fit. Received: device_order_mode=RING, num_replicas={count}, "
-            f"computation_shape={list(shape)}, computation_stride="
-            f"{list(stride)}, mesh_shape={mesh}. Use DeviceOrderMode.AUTO."
-        )
-    return are_possible and mode is not DeviceOrderMode.MESH
-
-
-def _in_rings(topology: Topology, shape: Cell) -> IntArray:
-    """A ring of replicas, and in each a ring of its chips."""
-    blocks = topology.mesh_shape // shape
-    corners = np.array(ring_of_grid(blocks[:3].tolist()), dtype=np.int32)
-    chips = np.array(ring_of_grid(shape[:3]), dtype=np.int32)
-    places = (corners * shape[:3])[:, None] + chips
-    num_cores = shape[3]
-    places = np.repeat(places, num_cores, axis=1)
-    core = np.tile(np.arange(num_cores, dtype=np.int32), len(chips))
-    core = np.broadcast_to(core, places.shape[:2])
-    return np.concatenate([places, core[..., None]], axis=2)
 
 
 def _in_rows(
@@ -178,19 +141,15 @@ def _ceil_of_root(value: int, degree: int) -> int:
 
 
 def _in_task_order(
-    topology: Topology,
-    shape: Cell,
-    stride: Cell,
-    count: int,
-    mode: DeviceOrderMode,
+    topology: Topology, shape: Cell, stride: Cell, count: int
 ) -> IntArray:
-    if math.prod(stride) != 1 or mode is DeviceOrderMode.RING:
+    if math.prod(stride) != 1:
         raise ValueError(
             "Where devices are missing, replicas take those that are left in "
-            "the order of the tasks: no strides and no rings. Received: "
-            f"computation_stride={list(stride)}, device_order_mode="
-            f"{mode.name}, {len(topology.missing_devices)} devices missing. "
-            "Leave both out."
+            "the order of the tasks, without strides. Received: "
+            f"computation_stride={list(stride)}, "
+            f"{len(topology.missing_devices)} devices missing. Leave the "
+            "stride out."
         )
     places = topology.device_coordinates.reshape(-1, topology.mesh_rank)
     size = math.prod(shape)

@@ -15,10 +15,10 @@ from keras_strategies.tpu.device_assignment import (
     replica_mesh_devices,
 )
 from keras_strategies.tpu.device_groups import (
+    default_device_order,
     grouped_device_order,
     grouped_replicas,
 )
-from keras_strategies.tpu.device_order import default_device_order
 from keras_strategies.tpu.topology import Topology
 from keras_strategies.tpu.topology_devices import devices_by_name
 

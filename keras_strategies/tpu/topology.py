@@ -12,15 +12,16 @@ import numpy.typing as npt
 
 from keras_strategies.cluster.exchange.message_forms import fault_of
 from keras_strategies.cluster.untrusted import load_json
-from keras_strategies.tpu.arguments import IntArray, read_integers
 from keras_strategies.tpu.coordinates import (
+    Cell,
+    IntArray,
     box_of,
     chip_of,
     core_of,
     has_coordinates,
+    read_integers,
     slice_of,
 )
-from keras_strategies.tpu.rings import Cell
 from keras_strategies.tpu.topology_devices import devices_by_name
 
 _RANK = 4

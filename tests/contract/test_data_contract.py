@@ -9,7 +9,7 @@ from tensorboardX import record_writer
 
 from keras_strategies.data.grain import grain_rows
 from keras_strategies.data.grain.grain_data import GrainSource
-from keras_strategies.data.tfdata import tf_data, tf_graph
+from keras_strategies.data.tfdata import tf_graph, tf_nodes
 
 
 def loader(shards, operations=()):
@@ -115,14 +115,14 @@ def test_datasets_of_tf_tell_what_they_are(dataset, kind):
 def test_datasets_of_tf_tell_sizes_and_arrays():
     batched = NUMBERS.batch(3)
     assert int(batched._batch_size) == 3
-    assert tf_data._likely_size(batched.map(tf.identity).prefetch(2)) == 3
-    assert tf_data._likely_size(NUMBERS.map(tf.identity)) is None
+    assert tf_nodes.likely_batch_size(batched.map(tf.identity).prefetch(2)) == 3
+    assert tf_nodes.likely_batch_size(NUMBERS.map(tf.identity)) is None
     slices = tf.data.Dataset.from_tensor_slices(np.ones((3, 2)))
     (tensor,) = slices._tensors
     assert tuple(tensor.shape) == (3, 2)
     loose = NUMBERS.map(tf.identity, num_parallel_calls=2, deterministic=False)
     assert loose._deterministic == "false"
-    assert not tf_graph.is_plain(loose)
+    assert not tf_nodes.is_plain(loose)
     graph = tf_graph.graph_of(batched)
     kinds = {tf_graph.kind_of(node) for node in graph.node}
     assert {"BatchDataset", "RangeDataset"} <= kinds

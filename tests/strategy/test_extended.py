@@ -1,6 +1,8 @@
 """`strategy.extended`: what libraries call."""
 
 import copy
+import pathlib
+import re
 
 import jax
 import keras
@@ -8,7 +10,10 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.strategy.tf_compat.old_names import INSTEAD
+from keras_strategies.strategy.tf_compat.old_names import (
+    OF_EXTENDED,
+    OF_STRATEGY,
+)
 from keras_strategies.testing import assert_replicated
 from tests.plain_keras import mirrored
 
@@ -61,7 +66,7 @@ def test_update_gives_every_copy_its_component():
     )
     copies = strategy.experimental_local_results(variable)
     assert [float(c) for c in copies] == [0.0, 10.0]
-    assert float(strategy.extended.read_var(variable)) == 10.0
+    assert float(variable.value) == 10.0
 
 
 def test_the_optimizer_pattern_of_tf():
@@ -102,17 +107,6 @@ def test_a_merge_that_would_write_copies_that_differ():
         strategy.run(step, args=(ids(strategy),))
 
 
-def test_update_non_slot_runs_on_every_device():
-    strategy = mirrored(2)
-    variable = variable_of(strategy, 1.0)
-    devices = strategy.extended.non_slot_devices([variable])
-    assert devices == strategy.extended.worker_devices
-    found = strategy.extended.update_non_slot(
-        devices, lambda: variable.assign_add(2.0), group=False
-    )
-    assert [float(f) for f in found] == [3.0, 3.0]
-
-
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_value_is_broadcast(replicas):
     strategy = mirrored(replicas)
@@ -121,28 +115,6 @@ def test_a_value_is_broadcast(replicas):
     assert float(strategy.reduce("mean", value, axis=None)) == 2.5
     results = strategy.run(lambda x: x * 2, args=(value,))
     assert float(strategy.reduce("sum", results, axis=None)) == 5.0 * replicas
-
-
-def test_what_is_true_of_a_process_of_its_own():
-    extended = mirrored(2).extended
-    assert not extended.experimental_between_graph
-    assert extended.experimental_should_init
-    assert extended.should_checkpoint
-    assert extended.should_save_summary
-    assert not extended.experimental_require_static_shapes
-
-
-def test_variables_are_their_own_containers_and_everywhere():
-    strategy = mirrored(2)
-    variable = variable_of(strategy)
-    assert strategy.extended.value_container(variable) is variable
-    with strategy.extended.colocate_vars_with(variable):
-        other = keras.Variable(1.0, name="elsewhere")
-    with (
-        pytest.raises(ValueError, match="created in this strategy's scope"),
-        strategy.extended.colocate_vars_with(other),
-    ):
-        pass
 
 
 def test_call_for_each_replica_is_run():
@@ -160,7 +132,6 @@ def test_call_for_each_replica_is_run():
         lambda s, v: s.extended.reduce_to("sum", 1.0, v),
         lambda s, v: s.extended.broadcast_to(1.0),
         lambda s, v: s.extended.call_for_each_replica(lambda: None),
-        lambda s, v: s.extended.update_non_slot(None, lambda: None),
     ],
 )
 def test_methods_of_the_cross_replica_context(call):
@@ -187,16 +158,34 @@ def test_what_is_no_variable_is_refused():
         strategy.extended.update(1.0, lambda v: None)
 
 
-@pytest.mark.parametrize("name", INSTEAD)
-def test_names_without_a_meaning_name_the_way_out(name):
-    strategy = mirrored(2)
-    is_of_strategy = list(INSTEAD).index(name) <= list(INSTEAD).index(
-        "update_config_proto"
-    )
-    owner = strategy if is_of_strategy else strategy.extended
+@pytest.mark.parametrize("name", OF_STRATEGY)
+def test_names_of_strategies_without_a_meaning_name_the_way_out(name):
+    check_way_out(mirrored(2), name, OF_STRATEGY[name])
+
+
+@pytest.mark.parametrize("name", OF_EXTENDED)
+def test_names_of_extended_without_a_meaning_name_the_way_out(name):
+    check_way_out(mirrored(2).extended, name, OF_EXTENDED[name])
+
+
+def check_way_out(owner, name, way_out):
     assert not hasattr(owner, name)
-    with pytest.raises(AttributeError, match="Use"):
+    with pytest.raises(AttributeError, match=f"Use {re.escape(way_out)}"):
         getattr(owner, name)
+
+
+def test_docs_list_the_names_of_extended_without_a_meaning():
+    root = pathlib.Path(__file__).parents[2]
+    text = (root / "docs" / "parity.md").read_text()
+    start = text.index("| name of `strategy.extended` |")
+    rows = text[start:].split("\n\n")[0].splitlines()[2:]
+    listed = {
+        name: way_out
+        for row in rows
+        for names, way_out in [row.strip("| ").split(" | ")]
+        for name in re.findall(r"`(\w+)`", names)
+    }
+    assert listed == OF_EXTENDED
 
 
 def test_other_names_are_plain_attribute_errors():

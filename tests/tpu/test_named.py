@@ -7,33 +7,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from keras_strategies.tpu.device_assignment import replica_mesh_devices
-from keras_strategies.tpu.device_order import default_device_order
+from keras_strategies.tpu.device_groups import (
+    default_device_order,
+    grouped_device_order,
+)
 from keras_strategies.tpu.experimental import DeviceAssignment, Topology
-from keras_strategies.tpu.rings import count_ring_hops
 from keras_strategies.tpu.topology_devices import devices_by_name
 from tests.tpu.slices import make_slice
 
 pytestmark = pytest.mark.tpu
 
-# name, mesh_shape, tasks; hops without links from end to end, and with them:
-# of the devices as they come, and of jax's `create_device_mesh`.
+# name, mesh_shape, tasks
 SLICES = [
-    ("v5e:2x2", (2, 2, 1, 1), 1, (6, 6), (4, 4)),
-    ("v5e:4x4", (4, 4, 1, 1), 4, (30, 24), (16, 16)),
-    ("v5e:16x16", (16, 16, 1, 1), 64, (510, 384), (510, 272)),
-    ("v5p:8x8x16", (8, 8, 16, 1), 256, (2046, 1552), (2046, 1096)),
-    ("v6e:4x4", (4, 4, 1, 1), 4, (30, 24), (16, 16)),
-    ("tpu7x:2x2x1", (2, 2, 1, 2), 1, (6, 6), (4, 4)),
+    ("v5e:2x2", (2, 2, 1, 1), 1),
+    ("v5e:4x4", (4, 4, 1, 1), 4),
+    ("v5e:16x16", (16, 16, 1, 1), 64),
+    ("v5p:8x8x16", (8, 8, 16, 1), 256),
+    ("v6e:4x4", (4, 4, 1, 1), 4),
+    ("tpu7x:2x2x1", (2, 2, 1, 2), 1),
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh_shape", "tasks"), [s[:3] for s in SLICES]
-)
+@pytest.mark.parametrize(("name", "mesh_shape", "tasks"), SLICES)
 def test_a_name_gives_a_whole_slice(name, mesh_shape, tasks):
     topology = Topology.from_name(name)
     assert topology.mesh_shape.tolist() == list(mesh_shape)
@@ -48,9 +46,7 @@ def test_a_name_gives_a_whole_slice(name, mesh_shape, tasks):
         )
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh_shape", "tasks"), [s[:3] for s in SLICES]
-)
+@pytest.mark.parametrize(("name", "mesh_shape", "tasks"), SLICES)
 def test_the_tests_own_slices_are_as_real_ones(name, mesh_shape, tasks):
     def facts(devices):
         return [
@@ -62,26 +58,12 @@ def test_the_tests_own_slices_are_as_real_ones(name, mesh_shape, tasks):
     assert facts(made) == facts(devices_by_name(name))
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh_shape", "tasks", "plain", "jaxs"), SLICES
-)
-def test_default_order_is_a_ring(name, mesh_shape, tasks, plain, jaxs):
-    def hops(devices):
-        chips = [tuple(d.coords) for d in devices]
-        torus = mesh_shape[:3]
-        return count_ring_hops(chips), count_ring_hops(chips, torus)
-
+@pytest.mark.parametrize(("name", "mesh_shape", "tasks"), SLICES)
+def test_default_order_keeps_processes_together(name, mesh_shape, tasks):
     devices = devices_by_name(name)
-    assert hops(devices) == plain
-    mesh = mesh_utils.create_device_mesh((len(devices),), devices)
-    assert hops(list(mesh.flat)) == jaxs
     ordered = default_device_order(devices)
     assert sorted(ordered, key=devices.index) == list(devices)
-    num_chips = math.prod(mesh_shape[:3])
-    assert hops(ordered) == (num_chips, num_chips)
     assert num_runs(ordered) == tasks
-    # jax's is of no use to a strategy of several processes.
-    assert tasks == 1 or num_runs(mesh.flat) > tasks
 
 
 def num_runs(devices):
@@ -103,10 +85,48 @@ def test_an_all_reduce_over_a_whole_slice_is_the_same_in_any_order(name):
 
     devices = list(devices_by_name(name))
     shuffled = np.random.default_rng(0).permutation(np.array(devices))
-    orders = (devices, default_device_order(devices), shuffled.tolist())
+    orders = (default_device_order(devices), shuffled.tolist())
     texts = {compile_for(order) for order in orders}
     assert len(texts) == 1
     assert "all-reduce" in texts.pop()
+
+
+@pytest.mark.parametrize(
+    ("name", "shards"), [("v5e:16x16", 64), ("v5p:8x8x8", 64), ("v5e:4x4", 16)]
+)
+def test_collectives_of_groups_are_the_same_in_any_order(name, shards):
+    def compile_for(groups):
+        mesh = Mesh(np.array(groups), ("group", "shard"))
+
+        def step(weight, x):
+            y = x @ jax.lax.all_gather(weight, "shard", tiled=True)
+            grad = jax.lax.psum_scatter(x.T @ y, "shard", tiled=True)
+            return jax.lax.psum(grad, "group")
+
+        split = PartitionSpec("shard")
+        rows = PartitionSpec(("group", "shard"))
+        shapes = ((1024, 1024), split), ((8 * mesh.size, 1024), rows)
+        arguments = [
+            jax.ShapeDtypeStruct(
+                shape, jnp.float32, sharding=NamedSharding(mesh, spec)
+            )
+            for shape, spec in shapes
+        ]
+        mapped = jax.shard_map(
+            step,
+            mesh=mesh,
+            in_specs=(split, rows),
+            out_specs=split,
+            check_vma=False,
+        )
+        return jax.jit(mapped).lower(*arguments).compile().as_text()
+
+    ordered, _ = grouped_device_order(devices_by_name(name), shards)
+    groups = np.array(ordered).reshape(-1, shards)
+    shuffled = np.random.default_rng(0).permutation(shards)
+    texts = {compile_for(order) for order in (groups, groups[:, shuffled])}
+    assert len(texts) == 1
+    assert "all-gather" in texts.pop()
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 1, 1, 1), (2, 2, 1, 1)])
@@ -137,8 +157,7 @@ def test_slices_are_joined_slice_after_slice():
     ordered = default_device_order(devices)
     slices = [device.slice_index for device in ordered]
     assert slices == [0] * 16 + [1] * 16
-    for part in (ordered[:16], ordered[16:]):
-        assert count_ring_hops([tuple(d.coords) for d in part]) == 16
+    assert num_runs(ordered) == 8
     with pytest.raises(ValueError, match="one slice"):
         Topology.from_devices(devices)
 

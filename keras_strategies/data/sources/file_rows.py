@@ -1,15 +1,13 @@
 """The rows of array files, texts and files of records."""
 
 import contextlib
-import dataclasses
+import functools
 import itertools
-import mmap
 import os
 import struct
 import zipfile
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,90 +15,52 @@ from numpy.lib import format as npy
 
 from keras_strategies.data.own_rows import stack_rows
 from keras_strategies.data.sources.files import Files
-from keras_strategies.data.sources.mapped_arrays import release
+from keras_strategies.data.sources.mapped_arrays import let_go
 
 Tree = Any
-_Key = tuple[int, ...]
 
 _MAX_OPEN = 64
 # Bytes around a record: its length and two checksums.
 _TFRECORD_FRAME = 16
 
 
-class _Record(NamedTuple):
-    """What a file holds at an index: a line, the bytes of a record, a row."""
-
-    path: str
-    index: int
-    value: Any
-
-
-@dataclasses.dataclass
-class _FileRows:
-    """Rows of files in a sequence.
+class ArrayRows:
+    """Rows of array files. An item is a row's position among all of them.
 
     Args:
       data: All files.
       paths: Those that are read, in their order.
-      counts: Their numbers of rows, as far as they are known.
-      key: What their shuffling is drawn from.
+      counts: The number of rows of each file.
     """
 
-    _data: Files
-    _paths: Sequence[str]
-    _counts: dict[str, int]
-    _key: _Key
+    def __init__(
+        self, data: Files, paths: Sequence[str], counts: dict[str, int]
+    ) -> None:
+        self._paths = paths
+        self._ends = np.cumsum([0, *(counts[path] for path in paths)])
+        self._names = ",".join(map(os.path.basename, paths))
+        self._batch_of = functools.lru_cache(_MAX_OPEN)(
+            functools.partial(_batch_of, data)
+        )
 
+    def items(self, skip: int) -> Iterator[int]:
+        """Iterates over the items after the first `skip`."""
+        return iter(range(skip, int(self._ends[-1])))
 
-@dataclasses.dataclass
-class ArrayRows(_FileRows):
-    """Rows of array files, by their positions in the sequence of all."""
+    def label(self, item: int) -> str:
+        """Returns a text that other items and other files do not have."""
+        return f"{self._names} {item}"
 
-    def __post_init__(self) -> None:
-        counts = (self._counts[path] for path in self._paths)
-        self._ends = np.cumsum([0, *counts])
-        self._names = ",".join(map(os.path.basename, self._paths))
-        self._open: dict[int, Tree] = {}
-        self._window = (-1, np.zeros(0, int))
-
-    def checksum(self, first: int, last: int) -> int:
-        """A checksum of which rows these are; see `Part`."""
-        return zlib.crc32(f"{self._names} {first} {last}".encode())
-
-    def batches(self, start: int, size: int) -> Iterator[np.ndarray]:
-        """The positions of the rows of each batch, from one of them on."""
-        total = self._ends[-1]
-        for first in range(start, total, size):
-            last = min(first + size, total)
-            window = self._data.window
-            if not window:
-                yield np.arange(first, last)
-                continue
-            numbers = range(first // window, (last - 1) // window + 1)
-            shuffled = [
-                self._shuffled(number, total)[
-                    max(first - number * window, 0) : last - number * window
-                ]
-                for number in numbers
-            ]
-            yield np.concatenate(shuffled)
-
-    def _shuffled(self, number: int, total: int) -> np.ndarray:
-        if self._window[0] != number:
-            first = number * self._data.window
-            rows = min(self._data.window, total - first)
-            order = _permutation(self._key, number, rows)
-            self._window = number, first + order
-        return self._window[1]
-
-    def data(self, positions: np.ndarray) -> Tree:
-        """The rows at these positions."""
+    def read(self, items: Sequence[int]) -> Tree:
+        """Reads rows into new arrays (rows, ...)."""
+        positions = np.asarray(items)
         numbers = np.searchsorted(self._ends, positions, side="right") - 1
         nest, leaves = None, []
         for number in np.unique(numbers).tolist():
             at = np.flatnonzero(numbers == number)
             rows = _sliced(positions[at] - self._ends[number])
-            arrays, nest = jax.tree.flatten(self._opened(number))
+            batch = self._batch_of(self._paths[number])
+            arrays, nest = jax.tree.flatten(batch)
             leaves = leaves or [
                 np.empty(
                     (len(positions), *array.shape[1:]),
@@ -110,56 +70,43 @@ class ArrayRows(_FileRows):
             ]
             for leaf, array in zip(leaves, arrays, strict=True):
                 leaf[_sliced(at)] = array[rows]
-                release(array.base)
+                let_go(array)
         return jax.tree.unflatten(nest, leaves)
 
-    def _opened(self, number: int) -> Tree:
-        if number not in self._open:
-            if len(self._open) == _MAX_OPEN:
-                del self._open[next(iter(self._open))]
-            arrays = _arrays_of(self._data, self._paths[number])
-            self._open[number] = _batch_of(self._data, arrays)
-        return self._open[number]
+
+class _Record(NamedTuple):
+    path: str
+    index: int
+    value: Any
 
 
-class RecordRows(_FileRows):
-    """Rows that files yield one after the other."""
+class RecordRows:
+    """Rows that files yield one after the other. An item is a record.
 
-    def checksum(self, first: _Record, last: _Record) -> int:
-        """A checksum of which records these are; see `Part`."""
-        places = [(os.path.basename(r.path), r.index) for r in (first, last)]
-        return zlib.crc32(repr(places).encode())
+    Args:
+      data: All files.
+      paths: Those that are read, in their order.
+      counts: The numbers of rows, of the files where they are known.
+    """
 
-    def batches(self, start: int, size: int) -> Iterator[list[_Record]]:
-        """The records of each batch, from one of them on."""
-        records = self._records(start)
-        if self._data.window:
-            records = self._shuffled(start)
-        while batch := list(itertools.islice(records, size)):
-            yield batch
+    def __init__(
+        self, data: Files, paths: Sequence[str], counts: dict[str, int]
+    ) -> None:
+        self._data, self._paths, self._counts = data, paths, counts
 
-    def _shuffled(self, start: int) -> Iterator[_Record]:
-        window = self._data.window
-        number, skip = divmod(start, window)
-        records = self._records(number * window)
-        while held := list(itertools.islice(records, window)):
-            for place in _permutation(self._key, number, len(held))[skip:]:
-                yield held[place]
-            number, skip = number + 1, 0
-
-    def _records(self, skip: int) -> Iterator[_Record]:
+    def items(self, skip: int) -> Iterator[_Record]:
+        """Iterates over the items after the first `skip`."""
         for path in self._paths:
             count = self._counts.get(path)
             if count is not None and count <= skip:
                 skip -= count
                 continue
             found = 0
-            for value in _values(self._data, path):
+            for found, value in enumerate(_values(self._data, path), 1):
                 if skip:
                     skip -= 1
                 else:
-                    yield _Record(path, found, value)
-                found += 1
+                    yield _Record(path, found - 1, value)
             if count not in (None, found):
                 raise OSError(
                     "A file must hold as many rows as were counted. Received: "
@@ -167,21 +114,57 @@ class RecordRows(_FileRows):
                     "`count`, and that nobody writes to the file."
                 )
 
-    def data(self, records: list[_Record]) -> Tree:
-        """The rows that the records hold."""
-        rows = [self._parsed(record) for record in records]
-        where = f", from {records[0].path}, record {records[0].index}, on"
+    def label(self, item: _Record) -> str:
+        """Returns a text that other items and other files do not have."""
+        return f"{os.path.basename(item.path)} {item.index}"
+
+    def read(self, items: Sequence[_Record]) -> Tree:
+        """Parses records and stacks them to arrays (rows, ...)."""
+        where = f", from {items[0].path}, record {items[0].index}, on"
+        rows = [self._parsed(item) for item in items]
         return stack_rows(rows, "Pad them in `parse`.", where)
 
     def _parsed(self, record: _Record) -> Tree:
         if self._data.parse is None:
             return record.value
-        with _reading(record.path, record.index):
+        with _reading(lambda: f"{record.path}, record {record.index}"):
             return self._data.parse(record.value)
 
 
+def batches(
+    rows: ArrayRows | RecordRows,
+    start: int,
+    size: int,
+    window: int,
+    key: tuple[int, ...],
+) -> Iterator[list[Any]]:
+    """Iterates over the items of each batch, from one of them on.
+
+    Args:
+      rows: The rows.
+      start: Rows that are passed over.
+      size: Rows of a batch.
+      window: How many consecutive rows are shuffled among each other, or 0.
+      key: What the shuffling is drawn from.
+    """
+    items = _shuffled(rows, start, window, key) if window else rows.items(start)
+    while batch := list(itertools.islice(items, size)):
+        yield batch
+
+
+def _shuffled(
+    rows: ArrayRows | RecordRows, start: int, window: int, key: tuple[int, ...]
+) -> Iterator[Any]:
+    number, skip = divmod(start, window)
+    items = rows.items(number * window)
+    while held := list(itertools.islice(items, window)):
+        order = np.random.default_rng((*key, number)).permutation(len(held))
+        yield from (held[place] for place in order[skip:].tolist())
+        number, skip = number + 1, 0
+
+
 def counts_of_arrays(data: Files) -> dict[str, int]:
-    """The numbers of rows, from the headers, which must be alike."""
+    """Returns the rows of each file by its headers, which must be alike."""
     counts, expected = {}, None
     for path in data.paths:
         arrays = _arrays_of(data, path, with_data=False)
@@ -203,11 +186,27 @@ def counts_of_arrays(data: Files) -> dict[str, int]:
     return counts
 
 
+def count_of(data: Files, path: str) -> int:
+    """Returns how many rows a file of records holds."""
+    if callable(data.count):
+        return data.count(path)
+    return sum(1 for _ in _values(data, path))
+
+
+def _batch_of(data: Files, path: str) -> Tree:
+    arrays = _arrays_of(data, path)
+    if data.reader == "npy":
+        return arrays[""]
+    if isinstance(data.keys, str):
+        return arrays[data.keys]
+    return arrays if data.keys is None else tuple(arrays[n] for n in data.keys)
+
+
 def _arrays_of(
     data: Files, path: str, with_data: bool = True
 ) -> dict[str, np.ndarray]:
     """The arrays of a file by name; mapped, if they are not compressed."""
-    with _reading(path), open(path, "rb") as file:
+    with _reading(lambda: path), open(path, "rb") as file:
         if data.reader == "npy":
             return {"": _mapped(file, 0)}
         arrays = {}
@@ -217,29 +216,28 @@ def _arrays_of(
                 names = [n.removesuffix(".npy") for n in archive.namelist()]
             for name in names:
                 info = archive.getinfo(f"{name}.npy")
+                with archive.open(info) as member:
+                    shape, _, dtype = _header(member)
                 if info.compress_type == zipfile.ZIP_STORED:
+                    # The lengths of what lies between a zip's header and data.
                     file.seek(info.header_offset + 26)
                     extra = sum(struct.unpack("<HH", file.read(4)))
-                    offset = info.header_offset + 30 + extra
-                    arrays[name] = _mapped(file, offset)
-                    continue
-                with archive.open(info) as member:
-                    if with_data:
+                    arrays[name] = _mapped(
+                        file, info.header_offset + 30 + extra
+                    )
+                elif with_data:
+                    with archive.open(info) as member:
                         arrays[name] = npy.read_array(member)
-                    else:
-                        shape, _, dtype = _header(member)
-                        one = np.zeros((), dtype)
-                        arrays[name] = np.broadcast_to(one, shape)
+                else:
+                    arrays[name] = np.broadcast_to(np.zeros((), dtype), shape)
         return arrays
 
 
 def _mapped(file: Any, offset: int) -> np.ndarray:
-    """An array of a file, read when it is used."""
     file.seek(offset)
     shape, is_fortran, dtype = _header(file)
-    memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     order = "F" if is_fortran else "C"
-    return np.ndarray(shape, dtype, memory, file.tell(), order=order)
+    return np.memmap(file, dtype, "r", file.tell(), shape, order)
 
 
 def _header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype]:
@@ -256,36 +254,20 @@ def _header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype]:
     return shape, is_fortran, dtype
 
 
-def _batch_of(data: Files, arrays: dict[str, np.ndarray]) -> Tree:
-    if data.reader == "npy":
-        return arrays[""]
-    if isinstance(data.keys, str):
-        return arrays[data.keys]
-    return arrays if data.keys is None else tuple(arrays[n] for n in data.keys)
-
-
-def count_of(data: Files, path: str) -> int:
-    """How many rows a file holds."""
-    if callable(data.count):
-        return data.count(path)
-    return sum(1 for _ in _values(data, path))
-
-
 def _values(data: Files, path: str) -> Iterator[Any]:
     """What a file of records holds, one after the other."""
     index = 0
-    try:
-        for value in _opened_records(data, path):
+    with _reading(lambda: f"{path}, record {index}"):
+        records: Iterable[Any]
+        if callable(data.reader):
+            records = data.reader(path)
+        else:
+            records = {"text": _lines, "tfrecord": _tfrecords}[data.reader](
+                path
+            )
+        for value in records:
             yield value
             index += 1
-    except Exception as error:
-        _refuse(path, index, error)
-
-
-def _opened_records(data: Files, path: str) -> Iterable[Any]:
-    if callable(data.reader):
-        return data.reader(path)
-    return _lines(path) if data.reader == "text" else _tfrecords(path)
 
 
 def _tfrecords(path: str) -> Iterator[Any]:
@@ -308,23 +290,14 @@ def _lines(path: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _reading(path: str, index: int | None = None) -> Iterator[None]:
+def _reading(place: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        _refuse(path, index, error)
-
-
-def _refuse(path: str, index: int | None, error: Exception) -> NoReturn:
-    record = "" if index is None else f", record {index}"
-    raise OSError(
-        f"A file could not be read. Received: {path}{record}: "
-        f"{type(error).__name__}: {error}. Write it anew, or leave it out."
-    ) from error
-
-
-def _permutation(key: _Key, number: int, rows: int) -> np.ndarray:
-    return np.random.default_rng((*key, number)).permutation(rows)
+        raise OSError(
+            f"A file could not be read. Received: {place()}: "
+            f"{type(error).__name__}: {error}. Write it anew, or leave it out."
+        ) from error
 
 
 def _sliced(indices: np.ndarray) -> Any:

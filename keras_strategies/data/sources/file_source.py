@@ -1,7 +1,9 @@
 """Files as a source, without a pipeline that reads them."""
 
 import dataclasses
+import functools
 import warnings
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +16,7 @@ from keras_strategies.data.source_summary import Reading, Summary
 from keras_strategies.data.sources.file_rows import (
     ArrayRows,
     RecordRows,
+    batches,
     count_of,
     counts_of_arrays,
 )
@@ -76,10 +79,8 @@ class FilesSource(Source):
         files = dict.fromkeys(range(self._num_processes), data.paths)
         if self._is_by_file:
             files = {process: self.assigned_files(process) for process in files}
-            summary = Summary(
-                applied=AutoShardPolicy.FILE,
-                reason="there is a file for each process",
-            )
+            reason = "there is a file for each process"
+            summary = Summary(applied=AutoShardPolicy.FILE, reason=reason)
         is_array = data.reader in ARRAYS
         note = "The files are shuffled anew in each epoch."
         return dataclasses.replace(
@@ -119,27 +120,27 @@ class FilesSource(Source):
 
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
         """See `Source`."""
-        paths = self.assigned_files(self._process_index, epoch)
-        size = self._data.batch_size
-        key = (self._seed, epoch, 0)
+        data, size = self._data, self._data.batch_size
+        reader = 0
         if self._is_by_file:
             size = -(-size // self._num_processes)
-            key = (self._seed, epoch, 1 + self._process_index)
+            reader = 1 + self._process_index
         if self.is_process_local:
             cut = all_rows
-        is_array = self._data.reader in ARRAYS
-        kind: Any = ArrayRows if is_array else RecordRows
-        rows = kind(self._data, paths, self._counts, key)
-        own = OwnRows()
-        for batch in rows.batches(start * size, size):
-            if len(batch) < size and self._data.drop_remainder:
+        paths = self.assigned_files(self._process_index, epoch)
+        kind = ArrayRows if data.reader in ARRAYS else RecordRows
+        rows = kind(data, paths, self._counts)
+        key, own = (self._seed, epoch, reader), OwnRows()
+        for batch in batches(rows, start * size, size, data.window, key):
+            if len(batch) < size and data.drop_remainder:
                 return
+            ends = f"{rows.label(batch[0])} {rows.label(batch[-1])}"
+            read = functools.partial(_read, rows, batch)
+            yield own.part(read, len(batch), cut, zlib.crc32(ends.encode()))
 
-            def data(begin: int, end: int, batch: Any = batch) -> Tree:
-                return rows.data(batch[begin:end])
 
-            checksum = rows.checksum(batch[0], batch[-1])
-            yield own.part(data, len(batch), cut, checksum)
+def _read(rows: Any, batch: list[Any], begin: int, end: int) -> Tree:
+    return rows.read(batch[begin:end])
 
 
 def _is_by_file(

@@ -17,18 +17,11 @@ _WINDOW = 10_000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Files:
-    """Files and how their rows are read; made by `files`.
+    """Files and how their rows are read; see `files`, which makes them.
 
     Attributes:
       paths: The files, in their order.
-      reader: Their format, or a function that yields a file's rows.
-      batch_size: Rows of a global batch.
-      keys: Of "npz": the names of the arrays of a batch.
-      parse: Makes a row of a record.
-      count: How a file's rows are counted, or whether they are.
       window: How many consecutive rows are shuffled among each other, or 0.
-      seed: The shuffling's; None is the strategy's.
-      drop_remainder: Whether a last, smaller batch is left out.
     """
 
     paths: tuple[str, ...]
@@ -149,12 +142,10 @@ def files(
 
 def _found(pattern: Any) -> tuple[str, ...]:
     """The files that a pattern names, sorted: alike in every process."""
-    if not isinstance(pattern, str | os.PathLike):
-        paths = [os.fspath(path) for path in pattern]
-    elif os.path.lexists(pattern):
-        paths = [os.fspath(pattern)]
-    else:
-        matches = glob.glob(os.fspath(pattern), recursive=True)
+    is_one = isinstance(pattern, str | os.PathLike)
+    paths = [os.fspath(path) for path in ([pattern] if is_one else pattern)]
+    if is_one and not os.path.lexists(pattern):
+        matches = glob.glob(paths[0], recursive=True)
         paths = [path for path in matches if os.path.isfile(path)]
     for path in paths:
         if not os.path.isfile(path):

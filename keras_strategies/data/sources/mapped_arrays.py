@@ -18,12 +18,8 @@ def let_go(array: Any) -> None:
     Nothing is lost: what was written to the array is in the file. Does
     nothing for other arrays.
     """
-    release(_memory(array))
-
-
-def release(memory: Any) -> None:
-    """See `let_go`; does nothing for what is no mapped file."""
-    if isinstance(memory, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+    memory = _memory(array)
+    if memory is not None and hasattr(mmap, "MADV_DONTNEED"):
         memory.madvise(mmap.MADV_DONTNEED)
 
 

@@ -6,16 +6,16 @@ import itertools
 import sys
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 
 from keras_strategies.data.loaded import LoadedSource, check_by_rows, is_own
 from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.source import Cut, Part, take
-from keras_strategies.data.sources.torch_tensors import arrays_of
 
 Tree = Any
 _Key = tuple[int, ...]
@@ -132,7 +132,7 @@ class _IndexedBatches:
         if not self.is_by_rows:
             for batch in self._items(keys, epoch, start):
                 yield take(
-                    arrays_of(batch),
+                    _arrays_of(batch),
                     cut,
                     has_checksums=self.has_checksums,
                     is_copied=True,
@@ -143,7 +143,7 @@ class _IndexedBatches:
         items = self._items(own, epoch, start)
         no_rows: Tree = None
         for wanted, count, rows, checksum in plan:
-            data = no_rows if wanted is None else arrays_of(next(items))
+            data = no_rows if wanted is None else _arrays_of(next(items))
             if no_rows is None:
                 no_rows = jax.tree.map(lambda leaf: leaf[:0], data)
             yield Part(
@@ -183,7 +183,7 @@ class _IndexedBatches:
         user = self._loader
         is_plain = self.is_by_rows and not user.num_workers
         if is_plain and type(user.dataset) is _data().TensorDataset:
-            return _rows_of(arrays_of(user.dataset.tensors), keys)
+            return _rows_of(_arrays_of(user.dataset.tensors), keys)
         # Each process augments its rows in its own way; batches that all
         # processes read must come out alike.
         key = (self.seed, epoch, 1 + self._process_index * self.is_by_rows)
@@ -233,7 +233,7 @@ class _IteratedBatches:
         batches = _seeded(lambda: iter(loader), (self.seed, epoch), 0, own)
         for batch in itertools.islice(batches, start, None):
             yield take(
-                arrays_of(batch),
+                _arrays_of(batch),
                 cut,
                 has_checksums=self.has_checksums,
                 # That makes new tensors each time.
@@ -362,3 +362,31 @@ def _rows_of(arrays: Tree, keys: Iterator[Any]) -> Iterator[Tree]:
         is_range = isinstance(wanted, range)
         rows = slice(wanted.start, wanted.stop) if is_range else list(wanted)
         yield tuple(array[rows] for array in arrays)
+
+
+def _arrays_of(batch: Any) -> Tree:
+    """A nest of numpy arrays; a list at its top becomes a tuple, as for fit."""
+    batch = jax.tree.map(_to_array, batch)
+    return tuple(batch) if type(batch) is list else batch
+
+
+def _to_array(leaf: Any) -> Any:
+    """A tensor as an array, of the same memory where it is the host's."""
+    torch = sys.modules["torch"]
+    if isinstance(leaf, Mapping):
+        return _arrays_of(dict(leaf))
+    if not isinstance(leaf, torch.Tensor):
+        return leaf if isinstance(leaf, str) else np.asarray(leaf)
+    if leaf.layout is not torch.strided or leaf.is_nested:
+        raise ValueError(
+            "Batches must hold dense tensors. Received: one with layout "
+            f"{leaf.layout}{' that is nested' * leaf.is_nested}. Call "
+            "`.to_dense()`, or pad it, in the dataset or in `collate_fn`."
+        )
+    leaf = leaf.detach().cpu()
+    name = str(leaf.dtype).removeprefix("torch.")
+    # numpy's own dtypes need no view: bfloat16 and float8 are ml_dtypes'.
+    if not leaf.is_floating_point() or not hasattr(ml_dtypes, name):
+        return leaf.numpy()
+    same_size = {1: torch.uint8, 2: torch.int16}[leaf.element_size()]
+    return leaf.view(same_size).numpy().view(getattr(ml_dtypes, name))

@@ -24,30 +24,22 @@ from keras_strategies.data.tfdata.tf_files import (
     missing_file,
     texts_of,
 )
-from keras_strategies.data.tfdata.tf_graph import (
-    graph_of,
-    is_plain,
-    kinds,
-    tensorflow,
-)
-from keras_strategies.data.tfdata.tf_order import (
-    EpochDatasets,
+from keras_strategies.data.tfdata.tf_graph import graph_of, tensorflow
+from keras_strategies.data.tfdata.tf_nodes import (
     changes_rows,
     has_variables,
     hints_of,
     is_drawn,
+    is_plain,
+    known_rows,
+    likely_batch_size,
 )
+from keras_strategies.data.tfdata.tf_order import EpochDatasets
 from keras_strategies.data.tfdata.tf_plan import plan_shards
 
 Tree = Any
 _Policy = AutoShardPolicy
 
-# Operations that batch rows, and that leave batches as they are.
-_BATCHES = kinds("_Batch _ParallelBatch _PaddedBatch")
-_KEEP_BATCHES = kinds(
-    "_Map _ParallelMap _Prefetch _Options _Repeat _Shuffle _Take _Skip _Filter "
-    "Cache"
-)
 _MAX_SEED = 1 << 20
 
 
@@ -58,7 +50,6 @@ def _is_number(value: Any) -> bool:
 
 # What `seed` gives, which may come from a file.
 _SEED = Either((_is_number, (_is_number, [(_is_number, _is_number)])))
-_ONE_TO_ONE = kinds("_Map _ParallelMap _Prefetch _Options Cache")
 
 
 class TfDataSource(Source):
@@ -109,7 +100,7 @@ class TfDataSource(Source):
         if there are no others.
 
     Attributes:
-      plan: What was decided, for `Strategy.explain_input`.
+      plan: What was decided; `summary` adds the numbers of rows.
       is_infinite: Whether it surely never ends.
 
     Raises:
@@ -144,7 +135,7 @@ class TfDataSource(Source):
             _Policy.OFF,
         )
         self.batch_size = _batch_size(dataset)
-        self.likely_size = self.batch_size or _likely_size(dataset)
+        self.likely_size = self.batch_size or likely_batch_size(dataset)
         count = int(dataset.cardinality())
         self.is_infinite = count == tensorflow().data.INFINITE_CARDINALITY
         if count >= 0 and not self.is_process_local:
@@ -180,23 +171,16 @@ class TfDataSource(Source):
             self._epochs = self._make_epochs(graph, seed=seed)
         if split is not None and self._epochs is not None:
             first, _ = self._epochs.graph(0)
-            files = files_of_part(first)
-            self.plan = dataclasses.replace(self.plan, files=files)
+            if (files := files_of_part(first)) is not None:
+                named = {process_index: files}
+                self.plan = dataclasses.replace(self.plan, files=named)
 
     def summary(self) -> Summary:
         """See `Source.summary`."""
-        plan, files = self.plan, self.plan.files
-        first = rows = None
-        if not self.is_process_local:
-            first, rows = _known_rows(self._dataset)
-        return Summary(
-            asked=plan.asked,
-            applied=plan.applied,
-            reason=plan.reason,
-            num_rows=rows,
-            first_rows=first,
-            files={} if files is None else {self._process_index: files},
-        )
+        if self.is_process_local:
+            return self.plan
+        first, rows = known_rows(self._dataset)
+        return dataclasses.replace(self.plan, num_rows=rows, first_rows=first)
 
     @property
     def seed(self) -> str | int | None:
@@ -268,7 +252,8 @@ class TfDataSource(Source):
 
     def _explain(self, error: Any) -> None:
         """Raises which file it was, if that can be found."""
-        files = self.plan.files or files_of(self._dataset)
+        files = self.plan.files.get(self._process_index)
+        files = files or files_of(self._dataset)
         if isinstance(error, tensorflow().errors.DataLossError):
             graph = graph_of(self._dataset)
             others = () if graph is None else texts_of(graph)
@@ -347,26 +332,3 @@ def _batch_size(dataset: Any) -> int | None:
         )
     )
     return size if size > 0 else None
-
-
-def _likely_size(dataset: Any) -> int | None:
-    """Rows of a batch by the last `batch`, as if maps kept their number."""
-    while True:
-        kind = type(dataset).__name__
-        if kind in _BATCHES:
-            return int(dataset._batch_size)
-        inputs = dataset._inputs()
-        if kind not in _KEEP_BATCHES or len(inputs) != 1:
-            return None
-        (dataset,) = inputs
-
-
-def _known_rows(dataset: Any) -> tuple[int | None, int | None]:
-    """Rows of a batch and of an epoch, as far as `batch` gives them."""
-    kind = type(dataset).__name__
-    if kind in _ONE_TO_ONE:
-        return _known_rows(dataset._inputs()[0])
-    if kind not in _BATCHES:
-        return None, None
-    rows = int(dataset._inputs()[0].cardinality())
-    return int(dataset._batch_size), rows if rows > 0 else None

@@ -14,35 +14,26 @@ from keras_strategies.data.tfdata.tf_graph import (
     functions_of,
     graph_of,
     kind_of,
-    kinds,
     part_of,
     scopes,
     sink_of,
     tensorflow,
     upstream,
 )
-from keras_strategies.data.tfdata.tf_order import shards_of_files
-
-# Those that TensorFlow splits, and others.
-_READERS = kinds("TFRecord TextLine FixedLengthRecord ArrayRecord")
-_OTHER_READERS = kinds("CSV LMDB Sql")
-# They treat each element for itself, be it a row or a batch.
-_EACH = kinds(
-    "Map ParallelMap Prefetch Options Model Cache Repeat Shuffle "
-    "ShuffleAndRepeat Concatenate MaxIntraOpParallelism PrivateThreadPool "
-    "AssertNext ParseExample FlatMap Interleave ParallelInterleave "
-    "LegacyParallelInterleave"
+from keras_strategies.data.tfdata.tf_nodes import (
+    BATCHES,
+    COUNTING,
+    DOUBTS,
+    EACH,
+    EACH_ROW,
+    READERS,
+    SPLIT_READERS,
+    drops_remainder,
+    pads_to_longest,
+    repeats_for_ever,
+    shards_of_files,
 )
-_EACH_ROW = kinds("Filter ParallelFilter")
-_BATCHES = kinds("Batch ParallelBatch PaddedBatch MapAndBatch")
-_COUNTING = kinds("Take Skip TakeWhile Shard Window")
-_WHY_NOT = {
-    "TakeDataset": "`take` counts rows of all files together",
-    "SkipDataset": "`skip` counts rows of all files together",
-    "ShardDataset": "it already has a `shard`",
-    "ZipDataset": "`zip` would pair other rows than on one process",
-    "FilterDataset": "`filter` after `batch` depends on a batch's rows",
-}
+
 _MAX_NAMES = 100_000
 
 
@@ -65,23 +56,13 @@ class FileSplit:
 
 def reads_files(graph: Graph) -> bool:
     """Whether a dataset reads files, as far as its operations show."""
-    return any(
-        kind_of(node) in _READERS | _OTHER_READERS
-        for node in called(graph, graph.node)
-    )
+    return any(kind_of(node) in READERS for node in called(graph, graph.node))
 
 
 def split_by_files(
     dataset: Any, graph: Graph, num_processes: int, process_index: int
 ) -> FileSplit:
-    """Splits a dataset with TensorFlow's own rewrite, and checks the result.
-
-    Args:
-      dataset: The dataset.
-      graph: Its graph.
-      num_processes: Number of parts.
-      process_index: Which of them.
-    """
+    """Splits a dataset with TensorFlow's own rewrite, and checks the result."""
     tf = tensorflow()
     try:
         part = _rewritten(dataset, num_processes, process_index)
@@ -145,7 +126,7 @@ def _doubt(graph: Graph, shards: set[str]) -> str | None:
         kind = kind_of(node)
         if node.name in shards or (not shards and _is_reader(graph, node)):
             continue
-        if kind in _BATCHES:
+        if kind in BATCHES:
             if is_batched:
                 return "it is batched twice"
             if (why := _batch_doubt(top, node)) is not None:
@@ -153,9 +134,9 @@ def _doubt(graph: Graph, shards: set[str]) -> str | None:
             is_batched = True
         elif kind == "UnbatchDataset":
             is_batched = False
-        elif kind not in _EACH and not (is_batched and kind in _EACH_ROW):
+        elif kind not in EACH and not (is_batched and kind in EACH_ROW):
             default = f"`{kind}` is in it"
-            return _WHY_NOT.get(kind.removeprefix("Parallel"), default)
+            return DOUBTS.get(kind.removeprefix("Parallel"), default)
         waiting += [(source, is_batched) for source in top.datasets(node)]
     return None
 
@@ -164,24 +145,15 @@ def _is_reader(graph: Graph, node: Node) -> bool:
     names = set(functions_of(node))
     bodies = (f for f in graph.library.function if f.signature.name in names)
     inner = [n for body in bodies for n in body.node_def]
-    return any(kind_of(n) in _READERS for n in called(graph, [node, *inner]))
+    return any(
+        kind_of(n) in SPLIT_READERS for n in called(graph, [node, *inner])
+    )
 
 
 def _batch_doubt(top: Scope, node: Node) -> str | None:
-    repeats = (
-        top.value(above, 1)
-        for above in upstream(top, node)
-        if kind_of(above) == "RepeatDataset"
-    )
-    is_endless = any(times is not None and times < 0 for times in repeats)
-    # The last input, apart from control inputs, of each of them.
-    drops = top.value(node, len(node.input) - 1)
-    if drops is not None and drops.dtype == bool and drops and not is_endless:
+    if drops_remainder(top, node) and not repeats_for_ever(top, node):
         return "`drop_remainder=True` would drop the last rows of each process"
-    shapes = node.attr["output_shapes"].list.shape
-    if kind_of(node) == "PaddedBatchDataset" and any(
-        dim.size == -1 for shape in shapes for dim in shape.dim[1:]
-    ):
+    if pads_to_longest(node):
         return "`padded_batch` pads the batches of each process differently"
     return None
 
@@ -190,7 +162,7 @@ def _shuffle_doubt(graph: Graph) -> str | None:
     """TensorFlow moves shuffles of file names behind its shard."""
     top = Scope(graph.node)
     for node in graph.node:
-        if kind_of(node) in _COUNTING and any(
+        if kind_of(node) in COUNTING and any(
             kind_of(above).startswith("Shuffle")
             for above in upstream(top, node)
         ):
@@ -226,11 +198,7 @@ def _names(graph: Graph, nodes: list[Node]) -> tuple[str, ...] | None:
 
 
 def files_of_part(graph: Graph) -> tuple[str, ...] | None:
-    """The names of the files of a process's part, where they are found.
-
-    Args:
-      graph: The part's graph, with seeds.
-    """
+    """Returns the files of a part by its graph, or None if not found."""
     return _names(graph, shards_of_files(graph))
 
 

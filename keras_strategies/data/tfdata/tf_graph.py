@@ -1,9 +1,7 @@
 """Graphs of tf.data datasets: read, edited, and made datasets again.
 
-The ops that write a dataset as a graph and read it again are public, the
-names of the nodes between them are TensorFlow 2.21's: a dataset that these
-functions do not know is left as it is, and tests/data/test_tf_data.py shows
-where a later TensorFlow differs.
+The ops that write a dataset as a graph and read it again are public; what
+their nodes are called is in tf_nodes.py.
 """
 
 import re
@@ -22,36 +20,6 @@ _MAX_BYTES = 1 << 31
 def tensorflow() -> Any:
     """TensorFlow, which whoever has a `tf.data.Dataset` has imported."""
     return sys.modules["tensorflow"]
-
-
-def kinds(names: str) -> frozenset[str]:
-    """What `kind_of` gives, of names without "Dataset", parted by spaces."""
-    return frozenset(f"{name}Dataset" for name in names.split())
-
-
-# In them no order is drawn, no row left out and no file read.
-_PLAIN = kinds(
-    "_TensorSlice _Tensor _Range _Batch _ParallelBatch _PaddedBatch _Map "
-    "_ParallelMap _Filter _Prefetch _Options _Repeat _Take _Skip _Zip "
-    "_Concatenate _Unbatch"
-)
-
-
-def is_plain(dataset: Any, *, with_functions: bool = True) -> bool:
-    """Whether a dataset surely has no shuffle, shard or reader.
-
-    It need not be written as a graph then, with all the arrays in it.
-
-    Args:
-      dataset: The dataset.
-      with_functions: Whether it may call the user's functions.
-    """
-    return all(
-        type(part).__name__ in _PLAIN
-        and getattr(part, "_deterministic", None) != "false"
-        and (with_functions or not part._functions())
-        for part in _with_inputs(dataset)
-    )
 
 
 def graph_of(dataset: Any) -> Graph | None:
@@ -80,13 +48,13 @@ def _num_bytes(dataset: Any) -> int:
     """The size of the arrays that a dataset slices, as far as is known."""
     return sum(
         array.shape.num_elements() * array.dtype.size
-        for part in _with_inputs(dataset)
+        for part in with_inputs(dataset)
         for array in getattr(part, "_tensors", ())
     )
 
 
-def _with_inputs(dataset: Any) -> Iterator[Any]:
-    """A dataset and all that it is made of."""
+def with_inputs(dataset: Any) -> Iterator[Any]:
+    """Iterates over a dataset and all that it is made of."""
     waiting = [dataset]
     for part in waiting:  # It grows meanwhile.
         yield part

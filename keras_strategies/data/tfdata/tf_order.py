@@ -5,12 +5,10 @@ without a seed another one in each process. Here it is made anew for each
 epoch from its graph, with the seeds of that epoch.
 """
 
-import re
 from typing import Any
 
 import numpy as np
 
-from keras_strategies.data.options import SHARD_HINT
 from keras_strategies.data.tfdata.tf_graph import (
     Graph,
     Node,
@@ -20,88 +18,24 @@ from keras_strategies.data.tfdata.tf_graph import (
     dataset_of,
     graph_of,
     kind_of,
-    nodes_of,
-    scopes,
     sink_of,
     tensorflow,
     upstream,
 )
-
-_SEED_INPUT = {
-    "ShuffleDataset": 2,
-    "ShuffleAndRepeatDataset": 2,
-    "RandomDataset": 0,
-}
-_GENERATOR_INPUT = {
-    "ShuffleDatasetV3": 4,
-    "ShuffleAndRepeatDatasetV2": 5,
-    "RandomDatasetV2": 2,
-}
-_LARGE_BYTES = 1 << 20
-# What is drawn in a function changes rows, not which rows there are.
-_RANDOM_OP = re.compile(
-    "(Random|Stateful|TruncatedNormal|Parameterized|Multinomial|SampleDist"
-    "|PyFunc|EagerPyFunc)(?!.*Dataset)"
+from keras_strategies.data.tfdata.tf_nodes import (
+    INPUTS,
+    count_draws,
+    feed_hints,
+    has_draws_above,
+    has_variables,
+    is_drawn_anew,
+    make_deterministic,
+    seeds_of,
+    shards_of_files,
+    shuffles_of,
 )
 
-
-def is_drawn(graph: Graph) -> bool:
-    """Whether a dataset shuffles, or draws in another way."""
-    return bool(nodes_of(graph, _SEED_INPUT))
-
-
-def seeds_of(graph: Graph) -> list[list[int | None]]:
-    """The two seeds of each shuffle, 0 if it has none; None if not known.
-
-    Without a seed of its own a shuffle has one of `tf.random.set_seed`, and of
-    how much the process has drawn.
-    """
-    return [
-        [
-            None if value is None else int(value)
-            for value in (scope.value(node, first + i) for i in (0, 1))
-        ]
-        for scope, node, first in _shuffles(graph)
-    ]
-
-
-def has_variables(graph: Graph) -> bool:
-    """Whether a dataset's functions use variables: in a graph, copies."""
-    return any(node.op == "VarHandleOp" for node in graph.node)
-
-
-def changes_rows(graph: Graph) -> bool:
-    """Whether a row may be another one each time that it is read."""
-    return any(
-        _RANDOM_OP.match(node.op)
-        for scope in scopes(graph)
-        if scope.caller is not None
-        and kind_of(scope.caller) != "GeneratorDataset"
-        for node in scope.nodes
-    )
-
-
-def hints_of(graph: Graph) -> list[tuple[Scope, Node]]:
-    """The nodes of `shard(SHARD_HINT, ...)`."""
-    return [
-        (scope, node)
-        for scope, node in shards_of(graph)
-        if scope.value(node, 1) == SHARD_HINT
-    ]
-
-
-def shards_of(graph: Graph) -> list[tuple[Scope, Node]]:
-    """The nodes of `shard`."""
-    return nodes_of(graph, {"ShardDataset"})
-
-
-def shards_of_files(graph: Graph) -> list[Node]:
-    """The nodes of the shards that TensorFlow put in front of readers."""
-    return [
-        node
-        for node in graph.node
-        if "require_non_empty" in node.attr and node.attr["require_non_empty"].b
-    ]
+_LARGE_BYTES = 1 << 20
 
 
 class EpochDatasets:
@@ -157,27 +91,13 @@ class EpochDatasets:
         self._graph = None if has_variables(graph) else graph
 
     def of(self, epoch: int) -> tuple[Any, Any]:
-        """The dataset of an epoch.
-
-        Args:
-          epoch: Its number, from 0.
-
-        Returns:
-          The dataset, and what must be kept as long as it is iterated.
-        """
+        """Returns an epoch's dataset, and what it needs while iterated."""
         graph, kept = self.graph(epoch)
         dataset = dataset_of(graph, self._dataset.element_spec)
         return dataset, (kept, self._served, self._caches, self._dataset)
 
     def graph(self, epoch: int) -> tuple[Graph, Any]:
-        """The graph of the dataset that `of` gives.
-
-        Args:
-          epoch: See there.
-
-        Returns:
-          The graph, and what must be kept as long as it is used.
-        """
+        """Returns an epoch's graph, and what it needs while it is used."""
         graph = tensorflow().compat.v1.GraphDef()
         if self._graph is not None:
             graph.CopyFrom(self._graph)
@@ -188,9 +108,7 @@ class EpochDatasets:
 
     def _prepare(self, graph: Graph) -> None:
         """Edits that are the same in all epochs."""
-        for scope, node in hints_of(graph):
-            scope.feed(node, 1, self._num_processes)
-            scope.feed(node, 2, self._process_index)
+        feed_hints(graph, self._num_processes, self._process_index)
         top = Scope(graph.node)
         parts = list(graph.node)
         is_alike = self._is_whole and self._num_processes > 1
@@ -201,11 +119,7 @@ class EpochDatasets:
                 for shard in shards_of_files(graph)
                 for part in upstream(top, shard)
             ]
-        for node in called(graph, parts):
-            if "deterministic" in node.attr:
-                node.attr["deterministic"].s = b"true"
-            if "sloppy" in node.attr:
-                node.attr["sloppy"].b = False
+        make_deterministic(called(graph, parts))
         for node in list(graph.node):
             if kind_of(node) == "CacheDataset":
                 self._prepare_cache(graph, top, node)
@@ -214,22 +128,23 @@ class EpochDatasets:
                 self._serve(node)
 
     def _prepare_cache(self, graph: Graph, top: Scope, node: Node) -> None:
-        path = top.value(node, 1)
+        inputs = INPUTS["CacheDatasetV2"]
+        path = top.value(node, inputs["filename"])
         if path is not None and path.item():
             if self._num_processes > 1 or self._copy is not None:
                 # Each process writes the file; their rows may differ.
                 part = f".{self._process_index}-of-{self._num_processes}"
                 part += "" if self._copy is None else f".{self._copy}"
-                top.feed(node, 1, path.item() + part.encode())
+                name = path.item() + part.encode()
+                top.feed(node, inputs["filename"], name)
             return
         if node.op != "CacheDatasetV2":
             return
-        above = map(kind_of, called(graph, upstream(top, node)))
-        if self._is_whole and not any(kind in _SEED_INPUT for kind in above):
+        if self._is_whole and not has_draws_above(graph, node):
             return  # It may have been filled, and may be used later.
         if node.name not in self._caches:
             self._caches[node.name] = _new_cache()
-        top.feed(node, 2, self._caches[node.name][0])
+        top.feed(node, inputs["cache"], self._caches[node.name][0])
 
     def _serve(self, node: Node) -> None:
         """Keeps an array outside of the graph, which is copied often."""
@@ -255,57 +170,27 @@ class EpochDatasets:
 
     def _seed_nodes(self, graph: Graph, epoch: int) -> list[Any]:
         kept: list[Any] = []
-        draws = _draws(Scope(graph.node))
-        shuffles = enumerate(zip(_shuffles(graph), self.seeds, strict=True), 1)
-        for number, ((scope, node, first), seeds) in shuffles:
+        draws = count_draws(graph)
+        shuffles = enumerate(
+            zip(shuffles_of(graph), self.seeds, strict=True), 1
+        )
+        for number, ((scope, node, first, generator), seeds) in shuffles:
             place = draws.get((scope.caller or node).name, 1)
-            if not _is_drawn_anew(node):
+            if not is_drawn_anew(node):
                 place = 0
             handle = type(node)(op="DummySeedGenerator")
             if seeds == [0, 0]:
                 numbers = (self._seed, epoch if place else 0, number)
                 seeds = _mixed(*numbers)
             elif not scope.caller and epoch and place and None not in seeds:
-                handle, generator = _generator(seeds, epoch * place)
-                kept.append(generator)
+                handle, drawn = _generator(seeds, epoch * place)
+                kept.append(drawn)
             for i, value in enumerate(seeds):
                 if value is not None:
                     scope.feed(node, first + i, value)
-            if node.op in _GENERATOR_INPUT:
-                scope.feed(node, _GENERATOR_INPUT[node.op], handle)
+            if generator is not None:
+                scope.feed(node, generator, handle)
         return kept
-
-
-def _shuffles(graph: Graph) -> list[tuple[Scope, Node, int]]:
-    """What draws, and its first input that is a seed."""
-    return [
-        (scope, node, _SEED_INPUT[kind_of(node)])
-        for scope, node in nodes_of(graph, _SEED_INPUT)
-    ]
-
-
-def _draws(top: Scope) -> dict[str, int]:
-    """How often a shuffle is begun in an epoch; 0 above a cache."""
-    draws = {}
-    waiting = [(sink_of(top), 1)]
-    while waiting:
-        node, count = waiting.pop()
-        draws[node.name] = count
-        if kind_of(node) == "CacheDataset":
-            count = 0
-        elif kind_of(node) == "RepeatDataset":
-            times = top.value(node, 1)
-            count *= 1 if times is None else max(int(times), 1)
-        waiting += [(source, count) for source in top.datasets(node)]
-    return draws
-
-
-def _is_drawn_anew(node: Node) -> bool:
-    """Whether each iterator has an order of its own."""
-    for name in ("reshuffle_each_iteration", "rerandomize_each_iteration"):
-        if name in node.attr:
-            return node.attr[name].b
-    return True
 
 
 def _mixed(*numbers: int) -> list[int]:

@@ -1,39 +1,22 @@
 """Plans of how several processes share a `tf.data.Dataset`."""
 
-import dataclasses
 import warnings
 from typing import Any
 
 from keras_strategies.data.options import AutoShardPolicy
+from keras_strategies.data.source_summary import Summary
 from keras_strategies.data.tfdata.tf_files import (
     FileSplit,
     reads_files,
     split_by_files,
 )
-from keras_strategies.data.tfdata.tf_graph import Graph, is_plain
-from keras_strategies.data.tfdata.tf_order import hints_of, shards_of
+from keras_strategies.data.tfdata.tf_graph import Graph
+from keras_strategies.data.tfdata.tf_nodes import hints_of, is_plain, shards_of
 
 _Policy = AutoShardPolicy
 _NO_FILES = FileSplit(obstacle="it reads no files")
 
 _OR_FILES = ", or `AutoShardPolicy.FILE` to split the files all the same"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ShardPlan:
-    """How several processes share a `tf.data.Dataset`.
-
-    Attributes:
-      asked: The policy that the dataset or the user chose.
-      applied: The one that is followed.
-      reason: Why, as the end of a sentence: "because ...".
-      files: The files that go to this process, where they could be found.
-    """
-
-    asked: AutoShardPolicy
-    applied: AutoShardPolicy
-    reason: str
-    files: tuple[str, ...] | None = None
 
 
 def plan_shards(
@@ -42,7 +25,7 @@ def plan_shards(
     policy: AutoShardPolicy,
     num_processes: int,
     process_index: int,
-) -> tuple[ShardPlan, FileSplit | None]:
+) -> tuple[Summary, FileSplit | None]:
     """Decides what the processes do with a dataset.
 
     Args:
@@ -77,7 +60,7 @@ def plan_shards(
         else:
             _warn_of_rows(split, why_not, num_processes)
             applied, reason, split = _Policy.DATA, why_not, None
-    return ShardPlan(asked=policy, applied=applied, reason=reason), split
+    return Summary(asked=policy, applied=applied, reason=reason), split
 
 
 def _warn_of_rows(split: FileSplit, why_not: str, num_processes: int) -> None:
@@ -133,8 +116,7 @@ def _check_shards(
             "read all of them."
         )
     is_split = graph is not None and any(
-        scope.value(node, 1) == num_processes
-        for scope, node in shards_of(graph)
+        count == num_processes for _, _, count in shards_of(graph)
     )
     if is_split and policy not in (_Policy.HINT, _Policy.OFF):
         raise ValueError(

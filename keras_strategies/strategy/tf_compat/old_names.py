@@ -2,9 +2,12 @@
 
 from typing import Any
 
-INSTEAD = {
-    # Strategy.
-    "colocate_vars_with": "`strategy.extended.colocate_vars_with`",
+_LAYOUT = "`TPUStrategy(layout_map=...)`"
+_PROCESS = "`jax.process_index() == 0`: the first process writes"
+_EVERYWHERE = "nothing: every variable has a copy on every device"
+
+OF_STRATEGY = {
+    "colocate_vars_with": _EVERYWHERE,
     "configure": "nothing: there is no session to configure",
     "experimental_run": "`run`, in a loop over a distributed dataset",
     "group": "nothing: what a function returns is computed",
@@ -12,23 +15,35 @@ INSTEAD = {
     "make_input_fn_iterator": "`iter(distribute_datasets_from_function(...))`",
     "unwrap": "`experimental_local_results`",
     "update_config_proto": "nothing: there is no session to configure",
-    # StrategyExtended.
-    "assign_to_logical_device": "`TPUStrategy(layout_map=...)`",
-    "experimental_assign_to_logical_device": "`TPUStrategy(layout_map=...)`",
-    "experimental_logical_device": "`TPUStrategy(layout_map=...)`",
+}
+OF_EXTENDED = {
+    "assign_to_logical_device": _LAYOUT,
+    "colocate_vars_with": _EVERYWHERE,
+    "experimental_assign_to_logical_device": _LAYOUT,
+    "experimental_between_graph": "`jax.process_count() > 1`",
+    "experimental_logical_device": _LAYOUT,
     "experimental_make_numpy_dataset": (
         "`strategy.experimental_make_numpy_dataset`"
+    ),
+    "experimental_replicate_to_logical_devices": _LAYOUT,
+    "experimental_require_static_shapes": (
+        "nothing: each shape of a batch is compiled once"
     ),
     "experimental_run_steps_on_iterator": (
         "`steps_per_execution` of `compile`, or `run` in a loop"
     ),
-    "experimental_replicate_to_logical_devices": (
-        "`TPUStrategy(layout_map=...)`"
-    ),
-    "experimental_split_to_logical_devices": "`TPUStrategy(layout_map=...)`",
-    "replicate_to_logical_devices": "`TPUStrategy(layout_map=...)`",
-    "split_to_logical_devices": "`TPUStrategy(layout_map=...)`",
+    "experimental_should_init": "nothing: each process makes its variables",
+    "experimental_split_to_logical_devices": _LAYOUT,
+    "non_slot_devices": "`worker_devices`",
+    "read_var": "`variable.value`",
+    "replicate_to_logical_devices": _LAYOUT,
+    "should_checkpoint": _PROCESS,
+    "should_save_summary": _PROCESS,
+    "split_to_logical_devices": _LAYOUT,
+    "update_non_slot": "`update` of the variable that the function changes",
+    "value_container": "nothing: a variable is one object",
 }
+_INSTEAD = OF_EXTENDED | OF_STRATEGY
 
 
 def missing(owner: Any, name: str) -> AttributeError:
@@ -39,9 +54,9 @@ def missing(owner: Any, name: str) -> AttributeError:
       name: The attribute.
     """
     text = f"{type(owner).__name__!r} object has no attribute {name!r}"
-    if name in INSTEAD:
+    if name in _INSTEAD:
         text += (
-            f". It is a name of tf.distribute without a meaning on JAX. Use "
-            f"{INSTEAD[name]}."
+            ". It is a name of tf.distribute without a meaning on JAX. Use "
+            f"{_INSTEAD[name]}."
         )
     return AttributeError(text, name=name, obj=owner)

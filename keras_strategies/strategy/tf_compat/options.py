@@ -1,7 +1,123 @@
-"""Options of tf.distribute that are accepted for its signatures."""
+"""Options of tf.distribute: those of `run`, and of communication."""
 
 import dataclasses
+import enum
 from typing import Any
+
+from keras_strategies._core.checks import check_number
+
+_MAX_SECONDS = 7 * 24 * 3600
+_CURE = "Leave it out for the default."
+
+
+class CommunicationImplementation(enum.Enum):
+    """What tf chooses among; XLA knows one library for each platform.
+
+    Differs from tf: `RING` is refused, and `NCCL` where there are no GPUs.
+    """
+
+    AUTO = "AUTO"
+    RING = "RING"
+    NCCL = "NCCL"
+
+
+@dataclasses.dataclass(frozen=True)
+class CommunicationOptions:
+    """Options of `MultiWorkerMirroredStrategy`, as in tf.
+
+    Differs from tf: `bytes_per_pack` has no effect. XLA decides what it sends
+    together; the flag `--xla_gpu_all_reduce_combine_threshold_bytes` in
+    `XLA_FLAGS` sets that for GPUs.
+
+    Args:
+      bytes_per_pack: 0, or how many bytes tf would send together.
+      timeout_seconds: How long processes wait for each other before they end
+        with the cause; None for what `KERAS_STRATEGIES_TIMEOUT_S` says, else
+        600. It holds for all strategies of this process.
+      implementation: A `CommunicationImplementation` or its name.
+
+    Raises:
+      ValueError: a number that is negative, no time, an unknown
+        implementation, or one that XLA has not.
+      TypeError: what is no number.
+    """
+
+    bytes_per_pack: int = 0
+    timeout_seconds: float | None = None
+    implementation: Any = CommunicationImplementation.AUTO
+
+    def __post_init__(self) -> None:
+        check_number("`bytes_per_pack`", self.bytes_per_pack, _CURE, least=0)
+        if self.timeout_seconds is not None:
+            check_seconds("timeout_seconds", self.timeout_seconds)
+        name = getattr(self.implementation, "value", self.implementation)
+        known = CommunicationImplementation.__members__
+        if name not in list(known):
+            raise ValueError(
+                "`implementation` is one of "
+                f"{', '.join(map(repr, known))}. Received: "
+                f"{self.implementation!r}. Leave it out for 'AUTO'."
+            )
+        if name == "RING":
+            raise ValueError(
+                "XLA chooses the algorithm: gloo's on CPU, NCCL's on GPU, that "
+                "of the links on TPU. Received: implementation='RING'. Leave "
+                "it out."
+            )
+        object.__setattr__(self, "implementation", known[name])
+
+    def check_platform(self, platform: str) -> None:
+        """Raises ValueError where `implementation` cannot be had.
+
+        Args:
+          platform: `"cpu"`, `"gpu"` or `"tpu"`.
+        """
+        implementation = CommunicationImplementation.NCCL
+        if self.implementation is implementation and platform != "gpu":
+            raise ValueError(
+                "NCCL connects GPUs. Received: implementation='NCCL' and "
+                f"devices of platform {platform!r}. Leave it out: XLA uses "
+                "what the platform has."
+            )
+
+
+def checked_options(options: Any) -> CommunicationOptions:
+    """The options given, or the default ones.
+
+    Raises:
+      TypeError: something else was given.
+    """
+    if options is None:
+        return CommunicationOptions()
+    if not isinstance(options, CommunicationOptions):
+        raise TypeError(
+            "`communication_options` are `ks.experimental."
+            "CommunicationOptions`. Received: an object of type "
+            f"{type(options).__name__}. Make such an object, or leave it out."
+        )
+    return options
+
+
+def check_seconds(name: str, value: Any) -> None:
+    """Raises unless a value is a positive number of seconds.
+
+    Args:
+      name: The argument's name.
+      value: What was given.
+
+    Raises:
+      TypeError: it is no number.
+      ValueError: it is none that can be waited for: above a week, too.
+    """
+    check_number(
+        f"`{name}`",
+        value,
+        _CURE,
+        above=0,
+        most=_MAX_SECONDS,
+        is_whole=False,
+        is_optional=False,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

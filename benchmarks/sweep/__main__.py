@@ -27,12 +27,15 @@ import pathlib
 import sys
 import time
 
+# turns.py and multi_process.py lie beside this folder.
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
+
 import sweep_crew
 import sweep_extras
 import sweep_points
 import sweep_report
 
-RESULTS = pathlib.Path(__file__).with_name("results")
+RESULTS = pathlib.Path(__file__).parents[1] / "results"
 POINT_SECONDS = 180
 QUICK_TURNS, QUICK_SECONDS = 7, 450
 SESSIONS = 2

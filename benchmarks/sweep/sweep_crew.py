@@ -44,6 +44,14 @@ class Refused(Exception):
     """A worker's command raised."""
 
 
+def environment(role, devices):
+    """A worker's environment, which finds fit.py beside this folder."""
+    beside = str(pathlib.Path(__file__).parents[1])
+    paths = [beside, os.environ.get("PYTHONPATH", "")]
+    found = turns.environment(on_tensorflow=role == "tf", devices=devices)
+    return found | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
 class Worker:
     """One peer's process (and those it starts), on virtual CPU devices."""
 
@@ -60,7 +68,7 @@ class Worker:
         script = pathlib.Path(__file__).with_name("sweep_worker.py")
         self.process = subprocess.Popen(
             [python, script, *(str(p) for item in words.items() for p in item)],
-            env=turns.environment(on_tensorflow=role == "tf", devices=local),
+            env=environment(role, local),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,

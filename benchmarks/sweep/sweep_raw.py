@@ -305,9 +305,8 @@ def predict_step(point):
 def run_step(point):
     """What sweep_loops.py's `run` does, by hand."""
     import jax
-    import sweep_loops
 
-    model, optimizer, accuracy, loss_of = sweep_loops.parts(
+    model, optimizer, accuracy, loss_of = sweep_models.parts(
         point, synchronized_norm
     )
     rows = sweep_points.batch_rows(point)
@@ -320,7 +319,7 @@ def run_step(point):
             logits, new_others = model.stateless_call(
                 weights, others, x, training=True
             )
-            loss = jax.numpy.sum(sweep_loops.by_row(loss_of(y, logits))) / rows
+            loss = jax.numpy.sum(sweep_models.by_row(loss_of(y, logits))) / rows
             new_sums = accuracy.stateless_update_state(sums, y, logits)
             return loss, (new_others, new_sums)
 

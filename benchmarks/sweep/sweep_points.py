@@ -4,7 +4,7 @@ A point is a model, its batches and the loop over them. Factors are varied one
 at a time around three base models, and a seeded sample combines them. The
 list was made before anything was mended for it, and stays as it is.
 
-    python benchmarks/sweep_points.py    # writes the list anew, the same
+    python benchmarks/sweep/sweep_points.py    # writes the list anew, the same
 """
 
 import json

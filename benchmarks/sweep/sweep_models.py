@@ -74,6 +74,29 @@ def optimizer(name):
     }[name]()
 
 
+def parts(point, norm=None):
+    """What a loop of one's own needs."""
+    import keras
+
+    model = network(point, norm)
+    made = optimizer(point["optimizer"])
+    made.build(model.trainable_variables)
+    accuracy = keras.metrics.SparseCategoricalAccuracy()
+    loss_of = keras.losses.SparseCategoricalCrossentropy(
+        from_logits=True, reduction="none"
+    )
+    return model, made, accuracy, loss_of
+
+
+def by_row(losses):
+    """Losses of rows: those of a sequence's words are averaged."""
+    import keras
+
+    if len(losses.shape) == 1:
+        return losses
+    return keras.ops.mean(losses, axis=-1)
+
+
 def network(point, norm=None):
     """A model of the point.
 

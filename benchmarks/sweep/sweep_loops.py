@@ -100,29 +100,6 @@ def tf_strategy(devices):
     return fit.tf_strategy(devices)
 
 
-def parts(point, norm=None):
-    """What a loop of one's own needs."""
-    import keras
-
-    model = sweep_models.network(point, norm)
-    optimizer = sweep_models.optimizer(point["optimizer"])
-    optimizer.build(model.trainable_variables)
-    accuracy = keras.metrics.SparseCategoricalAccuracy()
-    loss_of = keras.losses.SparseCategoricalCrossentropy(
-        from_logits=True, reduction="none"
-    )
-    return model, optimizer, accuracy, loss_of
-
-
-def by_row(losses):
-    """Losses of rows: those of a sequence's words are averaged."""
-    import keras
-
-    if len(losses.shape) == 1:
-        return losses
-    return keras.ops.mean(losses, axis=-1)
-
-
 def our_loop(point, place):
     """`run` and `reduce` over a distributed dataset."""
     import keras_strategies as ks
@@ -130,14 +107,14 @@ def our_loop(point, place):
     strategy = our_strategy(place)
     rows = sweep_points.batch_rows(point)
     with strategy.scope():
-        model, optimizer, accuracy, loss_of = parts(point)
+        model, optimizer, accuracy, loss_of = sweep_models.parts(point)
 
     def step(x, y):
         def loss_fn():
             logits = model(x, training=True)
             accuracy.update_state(y, logits)
             return ks.compute_average_loss(
-                by_row(loss_of(y, logits)), global_batch_size=rows
+                sweep_models.by_row(loss_of(y, logits)), global_batch_size=rows
             )
 
         loss, grads = ks.value_and_grad(loss_fn, model.trainable_variables)()

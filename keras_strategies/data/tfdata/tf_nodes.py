@@ -1,0 +1,289 @@
+"""TensorFlow's names of datasets, graph nodes, their inputs and attributes.
+
+All that depends on them is here: tests/contract/test_tf_nodes_contract.py
+checks each name against the TensorFlow that is installed.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from keras_strategies.data.options import SHARD_HINT
+from keras_strategies.data.tfdata.tf_graph import (
+    Graph,
+    Node,
+    Scope,
+    called,
+    kind_of,
+    nodes_of,
+    scopes,
+    sink_of,
+    tensorflow,
+    upstream,
+    with_inputs,
+)
+
+
+def _kinds(names: str) -> frozenset[str]:
+    return frozenset(f"{name}Dataset" for name in names.split())
+
+
+# Python classes. In them no order is drawn, no row left out, no file read.
+PLAIN = _kinds(
+    "_TensorSlice _Tensor _Range _Batch _ParallelBatch _PaddedBatch _Map "
+    "_ParallelMap _Filter _Prefetch _Options _Repeat _Take _Skip _Zip "
+    "_Concatenate _Unbatch"
+)
+# Those that batch rows, and those that leave batches, or each row, as it is.
+BATCH_CLASSES = _kinds("_Batch _ParallelBatch _PaddedBatch")
+KEEP_BATCHES = _kinds(
+    "_Map _ParallelMap _Prefetch _Options _Repeat _Shuffle _Take _Skip _Filter "
+    "Cache"
+)
+ONE_TO_ONE = _kinds("_Map _ParallelMap _Prefetch _Options Cache")
+
+# Operations of graphs, without their version. Readers that TensorFlow splits,
+# and others.
+SPLIT_READERS = _kinds("TFRecord TextLine FixedLengthRecord")
+READERS = SPLIT_READERS | _kinds("CSV LMDB Sql")
+# They treat each element for itself, be it a row or a batch.
+EACH = _kinds(
+    "Map ParallelMap Prefetch Options Model Cache Repeat Shuffle "
+    "ShuffleAndRepeat Concatenate MaxIntraOpParallelism PrivateThreadPool "
+    "AssertNext ParseExample FlatMap Interleave ParallelInterleave "
+    "LegacyParallelInterleave"
+)
+EACH_ROW = _kinds("Filter ParallelFilter")
+BATCHES = _kinds("Batch ParallelBatch PaddedBatch MapAndBatch")
+COUNTING = _kinds("Take Skip TakeWhile Shard Window")
+DOUBTS = {
+    "TakeDataset": "`take` counts rows of all files together",
+    "SkipDataset": "`skip` counts rows of all files together",
+    "ShardDataset": "it already has a `shard`",
+    "ZipDataset": "`zip` would pair other rows than on one process",
+    "FilterDataset": "`filter` after `batch` depends on a batch's rows",
+}
+
+# Operations that draw an order: the first of two inputs that are seeds, and
+# the input that is a generator of seeds.
+SEED_INPUTS: dict[str, tuple[int, int | None]] = {
+    "ShuffleDataset": (2, None),
+    "ShuffleDatasetV3": (2, 4),
+    "ShuffleAndRepeatDataset": (2, None),
+    "ShuffleAndRepeatDatasetV2": (2, 5),
+    "RandomDataset": (0, None),
+    "RandomDatasetV2": (0, 2),
+}
+_DRAWS = re.compile(r"\w*(Shuffle|Random|Sampl)\w*Dataset(V\d+)?")
+# What is drawn in a function changes rows, not which rows there are.
+_RANDOM_OP = re.compile(
+    "(Random|Stateful|TruncatedNormal|Parameterized|Multinomial|SampleDist"
+    "|PyFunc|EagerPyFunc)(?!.*Dataset)"
+)
+# Inputs of other operations.
+INPUTS = {
+    "RepeatDataset": {"count": 1},
+    "ShardDataset": {"num_shards": 1, "index": 2},
+    "CacheDatasetV2": {"filename": 1, "cache": 2},
+}
+DRAWN_ANEW = ("reshuffle_each_iteration", "rerandomize_each_iteration")
+
+
+def is_plain(dataset: Any, *, with_functions: bool = True) -> bool:
+    """Returns whether a dataset surely has no shuffle, shard or reader.
+
+    It need not be written as a graph then, with all the arrays in it.
+
+    Args:
+      dataset: The dataset.
+      with_functions: Whether it may call the user's functions.
+    """
+    return all(
+        type(part).__name__ in PLAIN
+        and getattr(part, "_deterministic", None) != "false"
+        and (with_functions or not part._functions())
+        for part in with_inputs(dataset)
+    )
+
+
+def likely_batch_size(dataset: Any) -> int | None:
+    """Returns rows of a batch by the last `batch`, as if maps kept them."""
+    while True:
+        kind = type(dataset).__name__
+        if kind in BATCH_CLASSES:
+            return int(dataset._batch_size)
+        inputs = dataset._inputs()
+        if kind not in KEEP_BATCHES or len(inputs) != 1:
+            return None
+        (dataset,) = inputs
+
+
+def known_rows(dataset: Any) -> tuple[int | None, int | None]:
+    """Returns rows of a batch and of an epoch, as far as `batch` gives them."""
+    while (kind := type(dataset).__name__) in ONE_TO_ONE:
+        (dataset,) = dataset._inputs()
+    if kind not in BATCH_CLASSES:
+        return None, None
+    rows = int(dataset._inputs()[0].cardinality())
+    return int(dataset._batch_size), rows if rows > 0 else None
+
+
+def shuffles_of(graph: Graph) -> Iterator[tuple[Scope, Node, int, int | None]]:
+    """Iterates over what draws an order.
+
+    Yields:
+      The scope, the node, and the inputs of SEED_INPUTS.
+
+    Raises:
+      RuntimeError: a node draws whose inputs are not known.
+    """
+    for scope in scopes(graph):
+        for node in scope.nodes:
+            if node.op in SEED_INPUTS:
+                yield scope, node, *SEED_INPUTS[node.op]
+            elif _DRAWS.fullmatch(node.op):
+                raise RuntimeError(
+                    "The order of a tf.data pipeline can be repeated only if "
+                    "every operation that draws it is known. Received: "
+                    f"{node.op!r} of TensorFlow {tensorflow().__version__}. "
+                    "Shuffle with `dataset.shuffle`, or use "
+                    "`ks.data.files(shuffle=True)` or grain."
+                )
+
+
+def seeds_of(graph: Graph) -> list[list[int | None]]:
+    """Returns the two seeds of each shuffle; 0 for none, None if not known.
+
+    Without a seed of its own a shuffle has one of `tf.random.set_seed`, and of
+    how much the process has drawn.
+    """
+    return [
+        [
+            None if value is None else int(value)
+            for value in (scope.value(node, first + i) for i in (0, 1))
+        ]
+        for scope, node, first, _ in shuffles_of(graph)
+    ]
+
+
+def is_drawn(graph: Graph) -> bool:
+    """Returns whether a dataset shuffles, or draws in another way."""
+    return any(True for _ in shuffles_of(graph))
+
+
+def is_drawn_anew(node: Node) -> bool:
+    """Returns whether each iterator has another order."""
+    for name in DRAWN_ANEW:
+        if name in node.attr:
+            return node.attr[name].b
+    return True
+
+
+def has_draws_above(graph: Graph, node: Node) -> bool:
+    """Returns whether anything that a node is made from draws an order."""
+    above = called(graph, upstream(Scope(graph.node), node))
+    return any(other.op in SEED_INPUTS for other in above)
+
+
+def count_draws(graph: Graph) -> dict[str, int]:
+    """Counts how often each shuffle begins in an epoch; 0 above a cache."""
+    top = Scope(graph.node)
+    draws = {}
+    waiting = [(sink_of(top), 1)]
+    while waiting:
+        node, count = waiting.pop()
+        draws[node.name] = count
+        if kind_of(node) == "CacheDataset":
+            count = 0
+        elif kind_of(node) == "RepeatDataset":
+            times = top.value(node, INPUTS["RepeatDataset"]["count"])
+            count *= 1 if times is None else max(int(times), 1)
+        waiting += [(source, count) for source in top.datasets(node)]
+    return draws
+
+
+def repeats_for_ever(top: Scope, node: Node) -> bool:
+    """Returns whether a node's elements are repeated without end."""
+    repeats = (
+        top.value(above, INPUTS["RepeatDataset"]["count"])
+        for above in upstream(top, node)
+        if kind_of(above) == "RepeatDataset"
+    )
+    return any(times is not None and times < 0 for times in repeats)
+
+
+def drops_remainder(top: Scope, node: Node) -> bool:
+    """Returns whether a node of BATCHES drops a last, smaller batch."""
+    # The last input, apart from control inputs, of each of them.
+    drops: np.ndarray | None = top.value(node, len(node.input) - 1)
+    return drops is not None and drops.dtype == bool and bool(drops)
+
+
+def pads_to_longest(node: Node) -> bool:
+    """Returns whether a node pads rows to the longest of their batch."""
+    shapes = node.attr["output_shapes"].list.shape
+    return kind_of(node) == "PaddedBatchDataset" and any(
+        dim.size == -1 for shape in shapes for dim in shape.dim[1:]
+    )
+
+
+def has_variables(graph: Graph) -> bool:
+    """Returns whether functions use variables: in a graph, copies."""
+    return any(node.op == "VarHandleOp" for node in graph.node)
+
+
+def changes_rows(graph: Graph) -> bool:
+    """Returns whether a row may differ each time that it is read."""
+    return any(
+        _RANDOM_OP.match(node.op)
+        for scope in scopes(graph)
+        if scope.caller is not None
+        and kind_of(scope.caller) != "GeneratorDataset"
+        for node in scope.nodes
+    )
+
+
+def shards_of(graph: Graph) -> list[tuple[Scope, Node, Any]]:
+    """Returns the nodes of `shard`, and their constant number of shards."""
+    place = INPUTS["ShardDataset"]["num_shards"]
+    return [
+        (scope, node, scope.value(node, place))
+        for scope, node in nodes_of(graph, {"ShardDataset"})
+    ]
+
+
+def hints_of(graph: Graph) -> list[tuple[Scope, Node]]:
+    """Returns the nodes of `shard(SHARD_HINT, ...)`."""
+    return [
+        (scope, node)
+        for scope, node, count in shards_of(graph)
+        if count == SHARD_HINT
+    ]
+
+
+def feed_hints(graph: Graph, num_processes: int, process_index: int) -> None:
+    """Makes each `shard(SHARD_HINT, ...)` the process's."""
+    inputs = INPUTS["ShardDataset"]
+    for scope, node in hints_of(graph):
+        scope.feed(node, inputs["num_shards"], num_processes)
+        scope.feed(node, inputs["index"], process_index)
+
+
+def shards_of_files(graph: Graph) -> list[Node]:
+    """Returns the shards that TensorFlow put in front of readers."""
+    return [
+        node
+        for node in graph.node
+        if "require_non_empty" in node.attr and node.attr["require_non_empty"].b
+    ]
+
+
+def make_deterministic(nodes: Iterable[Node]) -> None:
+    """Has parallel operations keep their order."""
+    for node in nodes:
+        if "deterministic" in node.attr:
+            node.attr["deterministic"].s = b"true"
+        if "sloppy" in node.attr:
+            node.attr["sloppy"].b = False
