@@ -19,8 +19,8 @@ from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import replica_map, split_spec
 from keras_strategies.cluster.exchange import kv_store
 from keras_strategies.cluster.watchdog import progress
-from keras_strategies.strategy.planning.chips import memory_of
-from keras_strategies.strategy.planning.figures import as_misfit
+from keras_strategies.planning.compile.chips import memory_of
+from keras_strategies.planning.compile.figures import as_misfit
 from keras_strategies.testing import run_processes
 from keras_strategies.tpu.topology_devices import devices_by_name
 from tests import compiling
