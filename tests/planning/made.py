@@ -1,8 +1,7 @@
 """Figures and steps of plans, with what a test does not say left out."""
 
-from keras_strategies.planning.compile.estimates import Estimate
-from keras_strategies.planning.compile.figures import Figures
-from keras_strategies.planning.report.planned_step import PlannedStep
+from keras_strategies._core.compiled import Figures
+from keras_strategies.planning.report.planned_step import Estimate, PlannedStep
 
 GIB = 2**30
 

@@ -6,10 +6,13 @@ kept in files, by the program's text, what it is compiled for and by what.
 
 import concurrent.futures
 import contextlib
+import dataclasses
+import functools
 import hashlib
 import json
 import os
 import pathlib
+import re
 import sys
 import tempfile
 import time
@@ -18,17 +21,9 @@ from typing import Any
 
 import jax
 
-from keras_strategies._core.compiled import without_jax_cache
+from keras_strategies._core.compiled import Figures, without_jax_cache
 from keras_strategies._core.jaxprs.hlo_text import COLLECTIVES
 from keras_strategies.cluster.untrusted import load_json, open_regular
-from keras_strategies.planning.compile.figures import (
-    LOW_EFFORT,
-    DoesNotFit,
-    Figures,
-    as_misfit,
-    compilers,
-    figures_of,
-)
 
 _FOLDER = "keras_strategies"
 _MOST_JOBS = 8
@@ -36,13 +31,29 @@ _BYTES_OF_JOB = 3e9
 """What a large program takes to compile."""
 _VERSION = 1
 _MOST_BYTES = 10_000
-_NUMBERS = (
-    *("argument_bytes", "output_bytes", "temporary_bytes"),
-    *("flops", "optimal_seconds", "compile_seconds"),
-)
-_MAPPINGS = ("counts", "sent")
+_MAPPINGS = {"counts", "sent"}
+_NUMBERS = {field.name for field in dataclasses.fields(Figures)} - _MAPPINGS
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 """Variables of the environment that compilers read."""
+
+LOW_EFFORT = {"exec_time_optimization_effort": -1.0}
+"""XLA's option by which large programs for TPUs compile in minutes."""
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_EXHAUSTED = "RESOURCE_EXHAUSTED"
+_NEEDED = re.compile(r"temporaries \((?P<size>\d+(\.\d+)?)(?P<unit>[KMGT]?)")
+
+
+class DoesNotFit(Exception):  # noqa: N818
+    """The compiler says that a program needs too much memory.
+
+    Attributes:
+      needed: Bytes that it needs, as far as the compiler says.
+    """
+
+    def __init__(self, message: str, needed: float | None) -> None:
+        super().__init__(message)
+        self.needed = needed
+
 
 Outcome = Figures | DoesNotFit
 
@@ -108,6 +119,37 @@ class Compiler:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
+def as_misfit(error: jax.errors.JaxRuntimeError) -> DoesNotFit | None:
+    """What the compiler's error says of a program that is too large.
+
+    Returns:
+      None: it is another error.
+    """
+    # Of its status JAX has the name alone, as the message's first word.
+    message = str(error)
+    if not message.startswith(_EXHAUSTED):
+        return None
+    found = _NEEDED.search(message)
+    needed = None
+    if found is not None:
+        needed = float(found["size"]) * _UNITS[found["unit"]]
+    return DoesNotFit(message.splitlines()[0], needed)
+
+
+@functools.cache
+def compilers() -> tuple[str, ...]:
+    """The versions that a program's figures depend on."""
+    import importlib.metadata as metadata
+
+    found = []
+    for name in ("jax", "jaxlib", "libtpu"):
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return tuple(found)
+
+
 def cache_folder() -> pathlib.Path | None:
     """Where figures are kept, of this user; None: who has no home."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -131,7 +173,9 @@ def _compiled(lowered: Any, options: Any, path: pathlib.Path | None) -> Outcome:
     start = time.perf_counter()
     try:
         executable = lowered.compile(compiler_options=options)
-        outcome: Outcome = figures_of(executable, time.perf_counter() - start)
+        outcome: Outcome = Figures.measure(
+            executable, time.perf_counter() - start
+        )
     except jax.errors.JaxRuntimeError as error:
         misfit = as_misfit(error)
         if misfit is None:
@@ -156,7 +200,7 @@ def _write(path: pathlib.Path, outcome: Outcome) -> None:
     if isinstance(outcome, DoesNotFit):
         kept: Any = {"misfit": str(outcome), "needed": outcome.needed}
     else:
-        kept = {n: getattr(outcome, n) for n in (*_NUMBERS, *_MAPPINGS)}
+        kept = dataclasses.asdict(outcome)
     # A full disk or a read-only home costs time alone.
     with contextlib.suppress(OSError):
         _make_private(path.parent)
@@ -195,7 +239,7 @@ def _parsed(kept: Any) -> Outcome | None:
             needed is None or _is_number(needed)
         )
         return DoesNotFit(kept["misfit"], needed) if is_good else None
-    if set(kept) != {*_NUMBERS, *_MAPPINGS}:
+    if set(kept) != _NUMBERS | _MAPPINGS:
         return None
     mappings = [kept[name] for name in _MAPPINGS]
     is_good = all(_is_number(kept[name]) for name in _NUMBERS) and all(

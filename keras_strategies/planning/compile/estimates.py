@@ -7,8 +7,8 @@ References:
 
 import math
 
+from keras_strategies._core.compiled import Figures
 from keras_strategies.planning.compile.chips import Chip
-from keras_strategies.planning.compile.figures import Figures
 from keras_strategies.planning.report.planned_step import Estimate
 
 _LAUNCH_SECONDS = 1e-4

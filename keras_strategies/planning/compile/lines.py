@@ -6,11 +6,15 @@ its model's equal blocks. Two compilations give a line.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from keras_strategies.planning.compile.compiler import Compiler, Outcome
-from keras_strategies.planning.compile.figures import DoesNotFit, Figures
+from keras_strategies._core.compiled import Figures
+from keras_strategies.planning.compile.compiler import (
+    Compiler,
+    DoesNotFit,
+    Outcome,
+)
 from keras_strategies.planning.compile.step import Step
 
 FEW_BLOCKS = {False: 4, True: 2}
@@ -22,6 +26,15 @@ BLOCK_OVERHEAD = 2.5e6
 """Bytes that a block may add besides what it keeps and its gradients: room
 that XLA leaves around small arrays. Measured for TPUs: 1.1 MB a block of
 width 128 on 8 chips, 2.3 on 16, less of wide ones."""
+
+
+_MOST_ROWS = 2**24
+_NARROW = 8
+_PARTS = 16
+_BEYOND = 1.02
+
+Try = Callable[[int], tuple[bool, float | None]]
+"""Whether so many rows fit, and the bytes that they need, if known."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,7 +78,19 @@ def grown(outcome: Outcome, before: Outcome, after: Outcome) -> Outcome:
         and isinstance(before, Figures)
         and isinstance(after, Figures)
     ):
-        return outcome.grown_by(before, after)
+        return dataclasses.replace(
+            outcome,
+            **{
+                name: getattr(outcome, name)
+                + getattr(after, name)
+                - getattr(before, name)
+                for name in (
+                    "argument_bytes",
+                    "output_bytes",
+                    "temporary_bytes",
+                )
+            },
+        )
     own, first, second = map(bytes_needed, (outcome, before, after))
     if own is None or first is None or second is None:
         return outcome
@@ -191,7 +216,7 @@ def extrapolated(
     """
     num_few, num_many, count = blocks
     share = (count - num_few) / (num_many - num_few)
-    line = few.combined(1 - share, many, share)
+    line = combine(few, 1 - share, many, share)
     least, most = block_bytes
     base, before = many.temporary_bytes, few.temporary_bytes
     slope = max((base - before) / (num_many - num_few), least)
@@ -199,3 +224,116 @@ def extrapolated(
         base, slope = max(base, before), min(slope, most)
     temporary = base + (count - num_many) * slope
     return dataclasses.replace(line, temporary_bytes=temporary)
+
+
+def combine(a: Figures, of_a: float, b: Figures, of_b: float) -> Figures:
+    """Returns `of_a * a + of_b * b`, where nothing is less than 0.
+
+    Seconds to compile are added up.
+    """
+
+    def add(x: Any, y: Any) -> Any:
+        if isinstance(x, Mapping):
+            kinds = dict.fromkeys((*x, *y))
+            return {k: add(x.get(k, 0), y.get(k, 0)) for k in kinds}
+        return max(of_a * x + of_b * y, 0)
+
+    names = [field.name for field in dataclasses.fields(a)]
+    sums = {n: add(getattr(a, n), getattr(b, n)) for n in names}
+    took = a.compile_seconds + b.compile_seconds
+    return Figures(**sums | {"compile_seconds": took})
+
+
+def memory_breakdown(
+    state: Mapping[str, float], line: Line
+) -> Mapping[str, float]:
+    """Returns a device's bytes by kind, of what a compiler reports.
+
+    The kinds are those of `PlannedStep.memory`.
+
+    Args:
+      state: Weights, slots and other state, and all gradients, by arithmetic.
+      line: The program's figures for two numbers of rows.
+    """
+    first, second = line.figures
+    if isinstance(first, Figures):
+        standing = first.argument_bytes + first.output_bytes
+        temporary = first.temporary_bytes
+    elif first.needed is not None:
+        # Of which the compiler says no more.
+        held = state["weights"] + state["slots"] + state["other"]
+        standing = min(held, first.needed)
+        temporary = first.needed - standing
+    else:
+        return {}
+    sizes = bytes_needed(first), bytes_needed(second)
+    if isinstance(first, Figures) and isinstance(second, Figures):
+        sizes = first.temporary_bytes, second.temporary_bytes
+    activations = 0.0
+    if sizes[0] is not None and sizes[1] is not None:
+        low, high = line.rows
+        growing = max(sizes[1] - sizes[0], 0.0) * low / max(high - low, 1)
+        activations = min(growing, temporary)
+    gradients = min(state["gradients"], temporary - activations)
+    known = state["weights"] + state["slots"]
+    return {
+        "weights": state["weights"],
+        "slots": state["slots"],
+        "other": max(standing - known, 0.0),
+        "gradients": gradients,
+        "activations": activations,
+        "temporary": temporary - activations - gradients,
+    }
+
+
+def find_max_rows(
+    guess: int, limit: float, fits: Try, most_tries: int
+) -> tuple[int, bool]:
+    """Finds the largest batch that fits by compiling at several sizes.
+
+    Bytes are nearly a line in the rows, so the line between the two ends of
+    what is left is followed, and what it leaves is halved in the end.
+
+    Args:
+      guess: Where the search begins.
+      limit: The bytes that there are.
+      fits: Tries a number of rows.
+      most_tries: After so many the search ends.
+
+    Returns:
+      The most rows that were seen to fit, and whether one more was tried,
+      which does not.
+    """
+    low, of_low = 0, 0.0
+    high: int | None = None
+    of_high: float | None = None
+    tried = min(max(guess, 1), _MOST_ROWS)
+    for _ in range(most_tries):
+        is_fitting, needed = fits(tried)
+        if is_fitting:
+            low, of_low = tried, limit / 2 if needed is None else needed
+        else:
+            high, of_high = tried, needed
+        if high is None:
+            if low >= _MOST_ROWS:
+                break
+            more = low * limit / max(of_low, 1.0) * _BEYOND
+            tried = min(max(math.ceil(more), low + 1), _MOST_ROWS)
+            continue
+        if high - low == 1:
+            return low, True
+        tried = _between(low, of_low, high, of_high, limit)
+    return low, False
+
+
+def _between(
+    low: int, of_low: float, high: int, of_high: float | None, limit: float
+) -> int:
+    """Where to look between rows that fit and rows that do not."""
+    width = high - low
+    if width <= _NARROW or of_high is None or of_high <= max(of_low, limit):
+        return (low + high) // 2
+    share = (limit - of_low) / (of_high - of_low)
+    margin = max(width // _PARTS, 1)
+    wanted = low + math.floor(share * width)
+    return min(max(wanted, low + margin), high - margin)

@@ -7,17 +7,21 @@ from typing import Any
 
 import jax
 
+from keras_strategies._core.compiled import Figures
 from keras_strategies.planning.compile.chips import chip_of, memory_of
-from keras_strategies.planning.compile.compiler import Compiler, Outcome
-from keras_strategies.planning.compile.edge import find_edge
+from keras_strategies.planning.compile.compiler import (
+    Compiler,
+    DoesNotFit,
+    Outcome,
+)
 from keras_strategies.planning.compile.estimates import estimate
-from keras_strategies.planning.compile.figures import DoesNotFit, Figures
-from keras_strategies.planning.compile.kinds import by_kind
 from keras_strategies.planning.compile.lines import (
     Line,
     Measuring,
     bytes_needed,
+    find_max_rows,
     grown,
+    memory_breakdown,
 )
 from keras_strategies.planning.compile.step import Step
 from keras_strategies.planning.report.advice import advice_on
@@ -246,7 +250,7 @@ class _Planning:
             "blocks": line.blocks,
             "tokens": self._step.tokens,
             "compile_seconds": took,
-            "memory": by_kind(self._step.state_bytes(), line),
+            "memory": memory_breakdown(self._step.state_bytes(), line),
             "most_rows": most,
             "bytes_in_all": bytes_needed(figures),
         }
@@ -348,7 +352,7 @@ class _Planning:
             ).result()
             return isinstance(outcome, Figures), bytes_needed(outcome)
 
-        return find_edge(guess, self._limit or 0, fits, _MOST_TRIES)
+        return find_max_rows(guess, self._limit or 0, fits, _MOST_TRIES)
 
     def _row(self, **facts: Any) -> PlannedStep:
         candidate = self._candidate

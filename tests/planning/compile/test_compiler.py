@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from keras_strategies._core.compiled import without_jax_cache
+from keras_strategies._core.compiled import Figures, without_jax_cache
 from keras_strategies.planning.compile import compiler as compiling
-from keras_strategies.planning.compile.compiler import Compiler
-from keras_strategies.planning.compile.figures import DoesNotFit, Figures
+from keras_strategies.planning.compile.compiler import Compiler, DoesNotFit
 from tests.pipes import read_a_pipe
+from tests.planning.made import GIB
 
 pytestmark = pytest.mark.quick
 
@@ -240,3 +240,55 @@ def test_jax_s_own_cache_is_as_before_afterwards():
     with without_jax_cache():
         assert getattr(jax.config, name) == 1e9
     assert getattr(jax.config, name) == before
+
+
+REAL = (
+    "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required "
+    "for HLO temporaries (16.01G) exceeds available HBM (15.75G)."
+)
+
+
+@pytest.mark.parametrize(
+    ("message", "needed"),
+    [
+        (REAL, 16.01 * GIB),
+        (f"{REAL}\n\nmore (1.00G)\n", 16.01 * GIB),
+        (REAL.replace("16.01G", "2.5T"), 2.5 * 2**40),
+        (REAL.replace("16.01G", "512.00M"), 512 * 2**20),
+        (REAL.replace("16.01G", "100"), 100.0),
+        ("RESOURCE_EXHAUSTED: Out of memory.", None),
+        ("RESOURCE_EXHAUSTED", None),
+    ],
+)
+def test_an_error_of_too_little_memory_is_a_misfit(message, needed):
+    found = compiling.as_misfit(jax.errors.JaxRuntimeError(message))
+    assert isinstance(found, DoesNotFit)
+    assert found.needed == needed
+    assert str(found) == message.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "",
+        "INTERNAL: Mosaic failed to compile",
+        "INVALID_ARGUMENT: HLO temporaries (16.01G) RESOURCE_EXHAUSTED",
+        "UNIMPLEMENTED: no such thing",
+    ],
+)
+def test_another_error_is_none(message):
+    assert compiling.as_misfit(jax.errors.JaxRuntimeError(message)) is None
+
+
+def test_figures_of_a_program():
+    x = jnp.ones((64, 64))
+    program = jax.jit(lambda x: x @ x).lower(x).compile()
+    found = Figures.measure(program, 1.5)
+    assert found.argument_bytes == found.output_bytes == 4 * 64 * 64
+    assert found.flops == pytest.approx(2 * 64**3, rel=0.01)
+    assert found.counts == found.sent == {}
+    assert found.compile_seconds == 1.5
+
+
+def test_the_compilers_are_named_with_their_versions():
+    assert f"jax {jax.__version__}" in compiling.compilers()

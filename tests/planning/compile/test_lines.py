@@ -5,12 +5,14 @@ import math
 
 import pytest
 
-from keras_strategies.planning.compile.figures import DoesNotFit
+from keras_strategies.planning.compile.compiler import DoesNotFit
 from keras_strategies.planning.compile.lines import (
     Line,
     Measuring,
     bytes_needed,
+    combine,
     extrapolated,
+    find_max_rows,
     grown,
 )
 from tests.planning.made import figures
@@ -179,3 +181,89 @@ def test_outcomes_grow_by_the_bytes_that_are_known():
     assert grown(misfit, sized(60.0), DoesNotFit("", None)) is misfit
     silent = DoesNotFit("", None)
     assert grown(silent, sized(60.0), sized(90.0)) is silent
+
+
+FEW = figures(
+    argument_bytes=10.0,
+    output_bytes=1.0,
+    temporary_bytes=5.0,
+    flops=100.0,
+    counts={"all-reduce": 2},
+    sent={"all-reduce": 8.0},
+    compile_seconds=1.0,
+)
+MANY = figures(
+    argument_bytes=16.0,
+    output_bytes=1.0,
+    temporary_bytes=4.0,
+    flops=180.0,
+    counts={"all-reduce": 2, "all-gather": 4},
+    sent={"all-reduce": 8.0, "all-gather": 6.0},
+    compile_seconds=2.0,
+)
+
+
+def test_bytes_in_all_are_of_arguments_outputs_and_temporaries():
+    assert FEW.bytes_in_all == 16.0
+
+
+def test_figures_are_combined_one_by_one():
+    found = combine(FEW, -1.0, MANY, 2.0)
+    assert found.argument_bytes == 22.0
+    assert found.output_bytes == 1.0
+    assert found.temporary_bytes == 3.0
+    assert found.flops == 260.0
+    assert found.counts == {"all-reduce": 2.0, "all-gather": 8.0}
+    assert found.sent == {"all-reduce": 8.0, "all-gather": 12.0}
+    assert found.compile_seconds == 3.0
+
+
+def test_no_combined_figure_is_negative():
+    found = combine(FEW, -9.0, MANY, 10.0)
+    assert found.temporary_bytes == 0.0
+    assert found.counts["all-reduce"] == 2.0
+    assert combine(MANY, -1.0, FEW, 1.0).counts["all-gather"] == 0
+
+
+def test_figures_grow_by_the_bytes_of_others_alone():
+    found = grown(MANY, FEW, figures(argument_bytes=13.0, flops=1.0))
+    assert found.argument_bytes == 19.0
+    assert found.output_bytes == 0.0
+    assert found.temporary_bytes == -1.0
+    assert found.flops == MANY.flops
+    assert found.counts == MANY.counts
+
+
+@pytest.mark.parametrize("edge", [0, 1, 2, 7, 14, 100, 11_156, 436_000])
+@pytest.mark.parametrize("guess", [0, 1, 13, 100, 9_000, 500_000])
+@pytest.mark.parametrize("is_told", [True, False])
+def test_the_edge_is_found(edge, guess, is_told):
+    tries = []
+
+    def fits(rows):
+        tries.append(rows)
+        # Steps, as arrays have whole tiles, and what is there without rows.
+        needed = 500.0 + 8 * (rows // 8) + 3 * rows
+        limit_rows = edge
+        return rows <= limit_rows, needed if is_told else None
+
+    limit = 500.0 + 8 * (edge // 8) + 3 * edge
+    assert find_max_rows(guess, limit, fits, 60) == (edge, True)
+    assert len(set(tries)) == len(tries)
+    if is_told and guess and edge:
+        assert len(tries) <= 24
+
+
+def test_it_ends_where_everything_fits():
+    rows, is_seen = find_max_rows(5, 1e9, lambda rows: (True, 1.0), 24)
+    assert rows == 2**24
+    assert not is_seen
+
+
+def test_it_ends_after_so_many_tries():
+    def fits(rows):
+        return rows <= 1000, None
+
+    rows, is_seen = find_max_rows(3000, 1.0, fits, 3)
+    assert rows <= 1000
+    assert not is_seen
