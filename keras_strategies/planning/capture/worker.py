@@ -101,10 +101,14 @@ class Worker:
         """Returns the candidate's step as JSON has it."""
         if self._request.function:
             return self._plan_candidate(_candidate_of_function(self._request))
-        return self._plan_script(devices_by_name(self._request.topology))
+        return self.plan_script(devices_by_name(self._request.topology))
 
-    def _plan_script(self, devices: Any) -> dict[str, Any]:
-        """Plans the step of a script, where the script is caught."""
+    def plan_script(self, devices: Any) -> dict[str, Any]:
+        """Plans the step of a script, where the script is caught.
+
+        Args:
+          devices: Those of the slice.
+        """
         request, layout = self._request, layout_of(self._request.layout)
         layout_map = None
         if layout.cores > 1:
