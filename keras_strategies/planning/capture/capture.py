@@ -30,7 +30,10 @@ from keras_strategies.keras_bridge.loops.loop_call import Call
 from keras_strategies.keras_bridge.steps.lower_step import shape_of
 from keras_strategies.keras_bridge.variables.abstract_models import abstract
 from keras_strategies.planning.capture import io_stubs
-from keras_strategies.planning.capture.captured_data import PlannedData
+from keras_strategies.planning.capture.captured_data import (
+    CapturedData,
+    with_rows,
+)
 from keras_strategies.planning.compile.candidates import mesh_of
 from keras_strategies.planning.compile.fit_step import FitStep
 from keras_strategies.planning.compile.layouts import Layout, layout_of
@@ -208,25 +211,25 @@ class Capture:
 
     def _distribute(
         self, strategy: Strategy, dataset: Any, options: Any = None
-    ) -> PlannedData:
+    ) -> CapturedData:
         source = source_of_dataset(dataset, self._host)
         factor = self._replicas(strategy)
-        return PlannedData(source, self._host, strategy.mesh, factor)
+        return CapturedData(source, self._host, strategy.mesh, factor)
 
     def _from_function(
         self, strategy: Strategy, dataset_fn: Any, options: Any = None
-    ) -> PlannedData:
+    ) -> CapturedData:
         replicas = strategy.num_replicas_in_sync
         context = InputContext(num_replicas_in_sync=replicas)
         source = source_of_dataset(dataset_fn(context), self._host)
-        return PlannedData(source, self._host, strategy.mesh, replicas)
+        return CapturedData(source, self._host, strategy.mesh, replicas)
 
     def _batch(self, binding: Binding, call: Call) -> tuple[Any, int | None]:
         """The shapes of the first batch, of what `fit` was given, and how many
         batches an epoch has, if that is known."""
         strategy = binding.owner
         hold_out(call)
-        if isinstance(call["x"], PlannedData):
+        if isinstance(call["x"], CapturedData):
             data = call["x"]
             number = call["steps_per_epoch"] or data.source.num_batches
             return data.first_shapes(), number
@@ -316,13 +319,10 @@ class Capture:
 
 
 def _with_rows(batch: Any, factor: int) -> Any:
-    """The shapes of a batch, with `factor` times as many rows."""
-
-    def shape(leaf: Any) -> Any:
-        rows, *rest = leaf.shape
-        return jax.ShapeDtypeStruct((rows * factor, *rest), leaf.dtype)
-
-    return jax.tree.map(lambda leaf: shape(shape_of(leaf)), batch)
+    """Returns the shapes of a batch with `factor` times as many rows."""
+    return jax.tree.map(
+        lambda leaf: with_rows(leaf, shape_of(leaf).shape[0] * factor), batch
+    )
 
 
 class _AbstractScope:

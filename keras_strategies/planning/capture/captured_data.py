@@ -1,18 +1,21 @@
 """Distributed datasets of a script that is planned: they yield shapes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from keras_strategies._core import values
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies.data.distributed import DistributedDataset
+from keras_strategies.data.distributed import (
+    DistributedDataset,
+    DistributedIterator,
+)
 from keras_strategies.data.source import Source
 from keras_strategies.keras_bridge.steps.lower_step import shape_of
 
 
-class PlannedData(DistributedDataset):
+class CapturedData(DistributedDataset):
     """A distributed dataset whose batches are their shapes.
 
     Args:
@@ -28,27 +31,17 @@ class PlannedData(DistributedDataset):
         super().__init__(source, host)
         self._replicas, self._factor = mesh, factor
 
-    def __iter__(self) -> Any:
-        """Nests of values of all replicas, one for each batch."""
-        return _Shapes(self, super().__iter__())
-
-    def iterator(self, epoch: int, start: int = 0) -> Any:
-        """The same from any place on."""
-        return super().iterator(epoch, start)
+    def iterator(self, epoch: int, start: int = 0) -> "_ShapeIterator":
+        """Starts anywhere; yields nests of values of all replicas."""
+        return _ShapeIterator(super().iterator(epoch, start), self._stand_in)
 
     def first_shapes(self) -> Any:
-        """The shapes of the first global batch."""
-        batch = next(iter(super().__iter__()))
+        """Returns the shapes of the first global batch."""
+        batch = next(super().iterator(self.source.passes.next))
         return jax.tree.map(self._global, batch)
 
-    def of_replicas(self, batch: Any) -> Any:
-        """What stands for a batch."""
-        return jax.tree.map(self._stand_in, batch)
-
     def _global(self, leaf: Any) -> jax.ShapeDtypeStruct:
-        shape = shape_of(leaf)
-        rows, *rest = shape.shape
-        return jax.ShapeDtypeStruct((rows * self._factor, *rest), shape.dtype)
+        return with_rows(leaf, leaf.shape[0] * self._factor)
 
     def _stand_in(self, leaf: Any) -> values.PerReplica:
         shape, mesh = self._global(leaf), self._replicas
@@ -61,27 +54,20 @@ class PlannedData(DistributedDataset):
         return values.PerReplica.of(array, values.ROWS)
 
 
-class _Shapes:
-    """An iterator over the batches of a `PlannedData`."""
+class _ShapeIterator(DistributedIterator):
+    """Yields what stands for the batches of another iterator."""
 
-    def __init__(self, data: PlannedData, batches: Any) -> None:
-        self._data, self._batches = data, batches
-
-    @property
-    def element_spec(self) -> Any:
-        """The shapes and dtypes of a global batch, rows left open (None)."""
-        return self._batches.element_spec
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
+    def __init__(
+        self, batches: DistributedIterator, stand_in: Callable[[Any], Any]
+    ) -> None:
+        super().__init__(batches._steps, *batches._place)
+        self._stand_in = stand_in
 
     def __next__(self) -> Any:
-        return self._data.of_replicas(next(self._batches))
+        return jax.tree.map(self._stand_in, super().__next__())
 
-    def get_next(self) -> Any:
-        """The next batch."""
-        return next(self)
 
-    def get_next_as_optional(self) -> Any:
-        """The next batch, as tf's optional."""
-        return self._batches.get_next_as_optional()
+def with_rows(leaf: Any, rows: int) -> jax.ShapeDtypeStruct:
+    """Returns the shape of an array with another number of rows."""
+    shape = shape_of(leaf)
+    return jax.ShapeDtypeStruct((rows, *shape.shape[1:]), shape.dtype)

@@ -248,7 +248,7 @@ def _wiring(
     return tuple(tuple(map(source, nodes[i].inputs)) for i in segment)
 
 
-def shortened(model: keras.Model, blocks: Blocks, number: int) -> keras.Model:
+def shortened(model: Any, blocks: Blocks, number: int) -> Any:
     """A model of the same layers with the first `number` blocks alone.
 
     Args:
@@ -259,17 +259,13 @@ def shortened(model: keras.Model, blocks: Blocks, number: int) -> keras.Model:
     Returns:
       A functional model, not compiled. It shares the model's layers.
     """
-    return _with_inner(model, blocks, number)
-
-
-def _with_inner(model: Any, blocks: Blocks, number: int) -> Any:
     if isinstance(model, keras.Sequential):
         shorter = _shorter_sequential(model, blocks, number)
     elif model is blocks.model:
         shorter = _shorter_functional(model, blocks, number)
     else:
         inner = {
-            id(layer): _with_inner(layer, blocks, number)
+            id(layer): shortened(layer, blocks, number)
             for layer in model.layers
             if layer is blocks.model or _contains(layer, blocks.model)
         }
@@ -329,7 +325,7 @@ def _shorter_sequential(model: Any, blocks: Blocks, number: int) -> Any:
         keras.Input(batch_shape=t.shape, dtype=t.dtype) for t in model.inputs
     ]
     layers = [
-        _with_inner(x, blocks, number)
+        shortened(x, blocks, number)
         if x is blocks.model or _contains(x, blocks.model)
         else x
         for x in model.layers

@@ -3,12 +3,12 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
-from typing import Protocol
 
 from keras_strategies.planning.report.page_style import STYLE
 from keras_strategies.planning.report.planned_step import (
     KINDS,
     PlannedStep,
+    fastest,
     in_gb,
 )
 
@@ -20,34 +20,20 @@ _REST = "not told apart"
 _CODE = re.compile(r"`([^`]+)`")
 
 
-class Planned(Protocol):
-    """A plan, as `Plan` is one."""
+def make_page(steps: Sequence[PlannedStep], notes: Sequence[str] = ()) -> str:
+    """Returns the page's text. It asks for no other file and runs no script.
 
-    @property
-    def steps(self) -> Sequence[PlannedStep]:
-        """The candidates."""
-        ...
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """What holds for all of them, in sentences."""
-        ...
-
-    @property
-    def fastest(self) -> PlannedStep | None:
-        """Of those that fit."""
-        ...
-
-
-def page_of(plan: Planned) -> str:
-    """The page's text. It asks for no other file and runs no script."""
-    scales = _scales(plan.steps)
+    Args:
+      steps: The candidates.
+      notes: What holds for all of them, in sentences.
+    """
+    scales = _scales(steps)
     cards = [
         _card(number, step, scales.get(step.limit_bytes, 0.0))
-        for number, step in enumerate(plan.steps, 1)
+        for number, step in enumerate(steps, 1)
     ]
-    summary = _summary(plan)
-    notes = "".join(f"<p>{_text(note)}</p>\n" for note in plan.notes)
+    summary = _summary(steps)
+    footer = "".join(f"<p>{_text(note)}</p>\n" for note in notes)
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -60,34 +46,26 @@ def page_of(plan: Planned) -> str:
 <header><h1>keras-strategies plan</h1></header>
 <main>
 <section class="summary"><p>{escape(summary)}</p></section>
-{_table(plan.steps) if len(plan.steps) > 1 else ""}
+{_table(steps) if len(steps) > 1 else ""}
 {"".join(cards)}
 </main>
-<footer>{notes}</footer>
+<footer>{footer}</footer>
 </body>
 </html>
 """
 
 
-def framed(page: str) -> str:
-    """A page inside of another one, as notebooks are, without its style."""
-    return (
-        f'<iframe srcdoc="{escape(page)}" title="keras-strategies plan" '
-        'sandbox style="width: 100%; height: 40rem; border: 0"></iframe>'
-    )
-
-
-def _summary(plan: Planned) -> str:
-    count = len(plan.steps)
+def _summary(steps: Sequence[PlannedStep]) -> str:
+    count = len(steps)
     if not count:
         return "There are no candidates."
-    num_fit = sum(step.fits is True for step in plan.steps)
-    num_unknown = sum(step.fits is None for step in plan.steps)
+    num_fit = sum(step.fits is True for step in steps)
+    num_unknown = sum(step.fits is None for step in steps)
     are = "candidate fits" if count == 1 else "candidates fit"
     text = f"{num_fit} of {count} {are}"
     if num_unknown:
         text += f"; of {num_unknown} it is not known"
-    best = plan.fastest
+    best = fastest(steps)
     if best is None:
         return text + "."
     rate = f"{best.topology} {best.layout}, with {_rate(best)} a second"
@@ -148,24 +126,24 @@ def _table(steps: Sequence[PlannedStep]) -> str:
 
 
 def _card(number: int, step: PlannedStep, scale: float) -> str:
-    said = ""
+    remarks = ""
     if step.error is not None:
-        said += _said("no error", step.error)
+        remarks += _paragraph("no error", step.error)
     if step.advice:
-        said += _said("advice", step.advice)
+        remarks += _paragraph("advice", step.advice)
     facts = "".join(
         f"<dt>{name}</dt><dd>{text}</dd>\n" for name, text in _facts(step)
     )
     return (
         f'<section id="c{number}"><div class="head"><h2>'
         f"{escape(step.topology)} <span>{_layout(step)}</span></h2>"
-        f"{_fits(step)}</div>\n{said}"
+        f"{_fits(step)}</div>\n{remarks}"
         f"{_memory_bar(step, scale)}{_times(step)}<dl>{facts}</dl>"
         "</section>\n"
     )
 
 
-def _said(kind: str, text: str) -> str:
+def _paragraph(kind: str, text: str) -> str:
     return f'<p class="say {kind}"><span>{_text(text)}</span></p>\n'
 
 

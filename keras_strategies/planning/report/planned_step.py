@@ -1,7 +1,7 @@
 """`PlannedStep`: what a step needs on one slice, in one layout."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 BYTES_PER_GB = 1e9
@@ -146,3 +146,10 @@ def in_gb(size: float) -> str:
     gigabytes = size / BYTES_PER_GB
     digits = 2 if gigabytes < 10 else 1
     return f"{gigabytes:.{digits}f}"
+
+
+def fastest(steps: Iterable[PlannedStep]) -> PlannedStep | None:
+    """Returns the one that fits with most rows a second and device."""
+    fit = [(s.rows_per_second, s) for s in steps if s.fits]
+    rates = [(rate / s.num_devices, s) for rate, s in fit if rate]
+    return max(rates, key=lambda pair: pair[0], default=(0.0, None))[1]

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import sys
 from collections.abc import Iterator, Sequence
+from html import escape
 from typing import Any
 
 import rich.box
@@ -12,8 +13,10 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from keras_strategies.planning.report.page import make_page
 from keras_strategies.planning.report.planned_step import (
     PlannedStep,
+    fastest,
     in_gb,
 )
 
@@ -50,12 +53,7 @@ class Plan:
     @property
     def fastest(self) -> PlannedStep | None:
         """Of those that fit the one with most rows a second and chip."""
-        fit = [s for s in self.steps if s.fits and s.rows_per_second]
-        return max(
-            fit,
-            key=lambda s: (s.rows_per_second or 0) / s.num_devices,
-            default=None,
-        )
+        return fastest(self.steps)
 
     def to_json(self) -> dict[str, Any]:
         """All of it, as `json.dumps` takes it."""
@@ -64,14 +62,15 @@ class Plan:
 
     def to_html(self) -> str:
         """A page with the table, and each candidate's memory as bars."""
-        from keras_strategies.planning.report.page import page_of
-
-        return page_of(self)
+        return make_page(self.steps, self.notes)
 
     def _repr_html_(self) -> str:
-        from keras_strategies.planning.report.page import framed
-
-        return framed(self.to_html())
+        # Inside of a notebook, and without its style.
+        return (
+            f'<iframe srcdoc="{escape(self.to_html())}" '
+            'title="keras-strategies plan" sandbox style="width: 100%; '
+            'height: 40rem; border: 0"></iframe>'
+        )
 
     def __rich_console__(
         self, console: Console, options: ConsoleOptions

@@ -5,8 +5,7 @@ import re
 
 import pytest
 
-from keras_strategies.planning.report.page import page_of
-from keras_strategies.planning.report.table import Plan
+from keras_strategies.planning.report.page import make_page
 from tests.planning.made import step, times
 from tests.planning.report.test_table import PLAN
 
@@ -61,7 +60,7 @@ def parts(page):
 
 
 def test_a_page_needs_nothing_beside_itself():
-    text = page_of(PLAN)
+    text = make_page(PLAN.steps, PLAN.notes)
     page = Page(text)
     assert text.startswith("<!doctype html>")
     tags = {tag for tag, _ in page.found}
@@ -73,7 +72,7 @@ def test_a_page_needs_nothing_beside_itself():
 
 
 def test_a_page_says_all_of_every_candidate():
-    text = Page(page_of(PLAN)).text
+    text = Page(make_page(PLAN.steps, PLAN.notes)).text
     for words in (
         "2 of 5 candidates fit; of 1 it is not known.",
         "weights 1.00 GB",
@@ -115,11 +114,11 @@ def test_a_page_says_all_of_every_candidate():
     ],
 )
 def test_the_summary(steps, summary):
-    assert summary in Page(page_of(Plan(steps=steps))).text
+    assert summary in Page(make_page(steps)).text
 
 
 def test_the_parts_of_a_bar_follow_each_other_up_to_the_limit():
-    ends, (limit,) = parts(Page(page_of(Plan(steps=[step()]))))
+    ends, (limit,) = parts(Page(make_page([step()])))
     kinds = ["weights", "slots", "other", "gradients", "activations"]
     assert [kind for kind, _, _ in ends] == [*kinds, "temporary"]
     for (_, _, end), (_, start, _) in zip(ends, ends[1:], strict=False):
@@ -130,14 +129,14 @@ def test_the_parts_of_a_bar_follow_each_other_up_to_the_limit():
 
 def test_what_does_not_fit_runs_past_the_limit_and_bars_share_it():
     big = step(bytes_in_all=24e9, memory={"weights": 24e9})
-    ends, limits = parts(Page(page_of(Plan(steps=[step(), big]))))
+    ends, limits = parts(Page(make_page([step(), big])))
     assert limits[0] == limits[1]
     assert ends[-1][2] / limits[1] == pytest.approx(1.5, abs=1e-3)
 
 
 def test_a_bar_many_limits_long_is_cut_off():
     huge = step(bytes_in_all=900e9, memory={"weights": 900e9})
-    text = page_of(Plan(steps=[huge]))
+    text = make_page([huge])
     ends, (limit,) = parts(Page(text))
     assert ends[-1][2] == 100
     assert 40 < limit < 60
@@ -146,9 +145,9 @@ def test_a_bar_many_limits_long_is_cut_off():
 
 
 def test_what_kinds_do_not_tell_is_a_part_of_its_own():
-    ends, _ = parts(Page(page_of(Plan(steps=[step(bytes_in_all=12e9)]))))
+    ends, _ = parts(Page(make_page([step(bytes_in_all=12e9)])))
     assert ends[-1][0] == "rest"
-    ends, _ = parts(Page(page_of(Plan(steps=[step(memory={})]))))
+    ends, _ = parts(Page(make_page([step(memory={})])))
     assert [kind for kind, _, _ in ends] == ["rest"]
 
 
@@ -162,7 +161,7 @@ def test_what_kinds_do_not_tell_is_a_part_of_its_own():
     ],
 )
 def test_nothing_is_a_page_too(given):
-    assert "nan" not in page_of(Plan(steps=[step(**given)]))
+    assert "nan" not in make_page([step(**given)])
 
 
 def test_everything_given_is_escaped():
@@ -171,12 +170,14 @@ def test_everything_given_is_escaped():
         step(topology=bad, layout=bad, advice=bad, error=bad),
         step(counts={bad: 1}, sent={bad: 1.0}),
     ]
-    page = Page(page_of(Plan(steps=steps, notes=(bad,))))
+    page = Page(make_page(steps, (bad,)))
     assert not page.all_of("script")
     assert page.text.count("<script>") > 6
 
 
 def test_a_notebook_shows_the_page_in_a_frame_of_its_own():
     (frame,) = Page(PLAN._repr_html_()).all_of("iframe")
-    assert frame["srcdoc"] == PLAN.to_html() == page_of(PLAN)
+    assert (
+        frame["srcdoc"] == PLAN.to_html() == make_page(PLAN.steps, PLAN.notes)
+    )
     assert frame["sandbox"] is None
