@@ -164,11 +164,7 @@ def _requests(options: argparse.Namespace) -> list[Any]:
     os.environ.setdefault("KERAS_BACKEND", "jax")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    if importlib.util.find_spec("libtpu") is None:
-        raise ImportError(
-            "Programs for TPUs are compiled by libtpu, which is not installed. "
-            "Run `pip install 'keras-strategies[tpu]'`; it needs no TPU."
-        )
+    _require_libtpu()
     from keras_strategies.planning.compile import layouts as lib
     from keras_strategies.planning.compile.candidates import (
         default_layouts,
@@ -198,6 +194,14 @@ def _requests(options: argparse.Namespace) -> list[Any]:
     ]
 
 
+def _require_libtpu() -> None:
+    if importlib.util.find_spec("libtpu") is None:
+        raise ImportError(
+            "Programs for TPUs are compiled by libtpu, which is not installed. "
+            "Run `pip install 'keras-strategies[tpu]'`; it needs no TPU."
+        )
+
+
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Without what libtpu writes where there is no TPU."""
@@ -213,6 +217,24 @@ def _quiet() -> Iterator[None]:
 
 
 def _common(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns what the requests of all candidates have."""
+    _check(options)
+    batch = list(options.batch or [])
+    return {
+        "script": options.script or options.module or "",
+        "is_module": options.module is not None,
+        "function": options.model or "",
+        "batch": tuple(batch * 2 if len(batch) == 1 else batch),
+        "arguments": tuple(options.arguments),
+        "scale": options.scale,
+        "effort": options.effort,
+        "verify": options.verify,
+        "whole": options.whole,
+        "cache": not options.no_cache,
+    }
+
+
+def _check(options: argparse.Namespace) -> None:
     given = [
         name for name in ("script", "module", "model") if getattr(options, name)
     ]
@@ -244,16 +266,3 @@ def _common(options: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(
             f"There is no such script. Received: {script!r}. Give its path."
         )
-    batch = list(options.batch or [])
-    return {
-        "script": script,
-        "is_module": options.module is not None,
-        "function": options.model or "",
-        "batch": tuple(batch * 2 if len(batch) == 1 else batch),
-        "arguments": tuple(options.arguments),
-        "scale": options.scale,
-        "effort": options.effort,
-        "verify": options.verify,
-        "whole": options.whole,
-        "cache": not options.no_cache,
-    }

@@ -37,13 +37,12 @@ def make_plan(
     """Plans as `Strategy.plan` says, which documents the arguments."""
     _check_choice("scale", scale, _SCALES)
     _check_choice("effort", effort, tuple(EFFORTS))
-    mesh = strategy.mesh
-    rows = lib.Batch(batch, mesh.num_replicas, is_global=scale == "global")
+    rows = lib.Batch(
+        batch, strategy.mesh.num_replicas, is_global=scale == "global"
+    )
     maker = lib.maker_of(model)
     candidates = list(
-        lib.candidates_of(
-            mesh, maker, rows, topologies, strategies, strategy._over
-        )
+        lib.candidates_of(strategy, maker, rows, topologies, strategies)
     )
     thorough = Effort(
         is_full=EFFORTS[effort],

@@ -1,7 +1,7 @@
 """`Strategy.plan`: whether, how and how fast a model trains on slices."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import keras
 
@@ -90,7 +90,7 @@ class PlanMixin:
 
         current.check_outside("plan")
         return make_plan(
-            self,
+            cast("Any", self),
             model,
             batch,
             topologies,

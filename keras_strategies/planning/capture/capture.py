@@ -194,11 +194,10 @@ class Capture:
 
     def _give_resolver(self, strategy: Strategy, named: Any) -> None:
         """Gives a strategy the resolver that its script asks for."""
-        given = named.get("cluster_resolver")
         if isinstance(strategy, MultiWorkerMirroredStrategy):
-            strategy._cluster_resolver = given or SimpleClusterResolver(
-                ClusterSpec({})
-            )
+            alone = SimpleClusterResolver(ClusterSpec({}))
+            given = named.get("cluster_resolver")
+            strategy._cluster_resolver = given or alone
         strategy.__dict__["_resolver"] = named.get("tpu_cluster_resolver")
 
     def _topology(self, *args: Any, **kwargs: Any) -> Any:

@@ -41,25 +41,19 @@ def run_script(capture: Capture, request: Request) -> Capture:
     process, threads = os.getpid(), _ScriptThreads()
     with capture.installed(), _as_main(request), threads.watched():
         try:
-            if request.is_module:
-                runpy.run_module(
-                    request.script, run_name="__main__", alter_sys=True
-                )
-            else:
-                runpy.run_path(request.script, run_name="__main__")
+            _run_main(request)
         except StepCaptured:
             pass
         except SystemExit as error:
+            code = error.code
             if os.getpid() != process:
                 # The script has forked itself.
-                code = error.code
-                end_process(
-                    code if isinstance(code, int) else int(code is not None)
-                )
-            if capture.step is None and error.code not in (None, 0):
+                is_number = isinstance(code, int)
+                end_process(code if is_number else int(code is not None))
+            if capture.step is None and code not in (None, 0):
                 raise ScriptEnded(
-                    f"The script ended itself with {error.code!r} before it "
-                    "trained a model."
+                    f"The script ended itself with {code!r} before it trained "
+                    "a model."
                 ) from error
         except Exception:
             if os.getpid() != process:
@@ -72,15 +66,20 @@ def run_script(capture: Capture, request: Request) -> Capture:
             end_process()
         threads.finish(lambda: capture.step is not None)
         capture.wait()
-    if capture.step is not None:
-        return capture
-    if threads.error is not None:
-        raise threads.error
-    raise PlanError(
-        "A plan is for the first training step of a script. Received: "
-        f"{request.script!r}, which ended without `fit` of a strategy's "
-        "model and without `strategy.run`. Does it train under a flag?"
-    )
+    if capture.step is None:
+        raise threads.error or PlanError(
+            "A plan is for the first training step of a script. Received: "
+            f"{request.script!r}, which ended without `fit` of a strategy's "
+            "model and without `strategy.run`. Does it train under a flag?"
+        )
+    return capture
+
+
+def _run_main(request: Request) -> None:
+    if request.is_module:
+        runpy.run_module(request.script, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(request.script, run_name="__main__")
 
 
 def end_process(status: int = 0) -> NoReturn:

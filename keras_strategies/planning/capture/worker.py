@@ -210,12 +210,11 @@ def _candidate_of_function(request: Request) -> Candidate:
     sys.path.insert(0, os.getcwd())
     maker = getattr(importlib.import_module(module), name)
     (candidate,) = candidates.candidates_of(
-        strategy.mesh,
+        strategy,
         candidates.maker_of(maker),
         candidates.Batch(batch, 1, is_global=is_global),
         [request.topology],
         [request.layout],
-        strategy._over,
     )
     return candidate
 

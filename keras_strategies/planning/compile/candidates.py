@@ -2,13 +2,13 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import jax
 import keras
 
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies.keras_bridge.steps.lower_step import shape_of
+from keras_strategies.keras_bridge.steps.lower_step import num_rows, shape_of
 from keras_strategies.keras_bridge.variables.abstract_models import abstract
 from keras_strategies.keras_bridge.variables.transformer_layout import (
     transformer_layout,
@@ -30,7 +30,6 @@ class MakingFailed(Exception):  # noqa: N818
 
 
 Maker = Callable[[], keras.Model]
-StrategyMaker = Callable[..., Strategy]
 
 _MODEL_AXIS = 4
 """Cores of a replica, in a layout that is tried for transformers."""
@@ -56,15 +55,7 @@ class Batch:
                 f"{type(batch).__name__}. Pass a tuple of arrays or shapes."
             )
         self._shapes = jax.tree.map(shape_of, batch)
-        found = {s.shape[:1] for s in jax.tree.leaves(self._shapes)}
-        if len(found) != 1 or not all(found) or (0,) in found:
-            raise ValueError(
-                "The arrays of a batch have the global batch's number of "
-                "rows, at least one, as their first dimension. Received: "
-                f"{[s.shape for s in jax.tree.leaves(self._shapes)]}. Give "
-                "all of them as many."
-            )
-        ((self._rows,),) = found
+        self._rows = num_rows(self._shapes)
         self._replicas, self._is_global = replicas, is_global
 
     def on(self, replicas: int) -> Any:
@@ -105,42 +96,38 @@ def maker_of(model: Any) -> Maker:
 
 
 def candidates_of(
-    own: ReplicaMesh,
+    own: Strategy,
     maker: Maker,
     batch: Batch,
     topologies: Any,
     strategies: Any,
-    make_strategy: StrategyMaker,
 ) -> Iterator[Candidate]:
     """The candidates of `Strategy.plan`; see there.
 
     Args:
-      own: The mesh of the strategy that plans.
+      own: The strategy that plans.
       maker: Makes the model.
       batch: The batch.
       topologies: Names of slices; None: the strategy's own devices.
       strategies: Layouts; None: several.
-      make_strategy: Makes a strategy, of what `Strategy` takes.
 
     Raises:
       ValueError, TypeError: no such slice or layout.
     """
     given = None
     if strategies is not None:
-        is_one = isinstance(strategies, str) or not isinstance(
-            strategies, Sequence
-        )
-        given = [
-            lib.layout_of(s) for s in ([strategies] if is_one else strategies)
-        ]
-    slices: list[tuple[str, Sequence[Any]]] = []
+        is_many = isinstance(strategies, Sequence)
+        if isinstance(strategies, str) or not is_many:
+            strategies = [strategies]
+        given = list(map(lib.layout_of, strategies))
     if topologies is None:
-        slices.append((own.devices[0].device_kind, own.devices))
+        devices = own.mesh.devices
+        slices = {devices[0].device_kind: devices}
     else:
-        for name in lib.check_topologies(topologies):
-            slices.append((name, devices_by_name(name)))
+        names = lib.check_topologies(topologies)
+        slices = {name: devices_by_name(name) for name in names}
     layout_maps = _LayoutMaps(maker)
-    for name, devices in slices:
+    for name, devices in slices.items():
         layouts = given
         if layouts is None:
             layouts = [
@@ -153,7 +140,7 @@ def candidates_of(
             def make(mesh: ReplicaMesh, layout: lib.Layout = layout) -> Step:
                 cores = layout.cores
                 layout_map = layout_maps.of(cores) if cores > 1 else None
-                strategy = make_strategy(
+                strategy = own._over(
                     mesh,
                     layout_map=layout_map,
                     variable_partitioner=layout.variable_partitioner,
@@ -214,26 +201,22 @@ def candidate_of(
         mesh = mesh_of(devices, layout)
     except (ValueError, TypeError) as error:
         # It has a row of its own in the plan.
-        failed = error
-
-        def fail() -> Step:
-            raise failed
-
-        replicas = max(len(devices) // layout.cores, 1)
-        return Candidate(
-            topology=name,
-            layout=str(layout),
-            devices=devices,
-            num_replicas=replicas,
-            make=fail,
-        )
+        make_step = functools.partial(_fail, error)
+        num_replicas = max(len(devices) // layout.cores, 1)
+    else:
+        make_step = functools.partial(make, mesh)
+        devices, num_replicas = mesh.devices, mesh.num_replicas
     return Candidate(
         topology=name,
         layout=str(layout),
-        devices=mesh.devices,
-        num_replicas=mesh.num_replicas,
-        make=functools.partial(make, mesh),
+        devices=devices,
+        num_replicas=num_replicas,
+        make=make_step,
     )
+
+
+def _fail(error: Exception) -> NoReturn:
+    raise error
 
 
 def mesh_of(devices: Sequence[Any], layout: lib.Layout) -> ReplicaMesh:

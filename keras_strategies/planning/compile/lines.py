@@ -241,7 +241,7 @@ def combine(a: Figures, of_a: float, b: Figures, of_b: float) -> Figures:
     names = [field.name for field in dataclasses.fields(a)]
     sums = {n: add(getattr(a, n), getattr(b, n)) for n in names}
     took = a.compile_seconds + b.compile_seconds
-    return Figures(**sums | {"compile_seconds": took})
+    return dataclasses.replace(a, **sums | {"compile_seconds": took})
 
 
 def memory_breakdown(

@@ -328,7 +328,9 @@ class _Planning:
             return row
         guess = 1 if row.most_rows is None else row.most_rows
         try:
-            found, is_verified = self._verified(guess)
+            found, is_verified = find_max_rows(
+                guess, self._limit or 0, self._try_rows, _MOST_TRIES
+            )
         except Exception as error:
             text = _first_line(error)
             self._notes.append(
@@ -339,20 +341,16 @@ class _Planning:
             row, most_rows=found, is_most_verified=is_verified
         )
 
-    def _verified(self, guess: int) -> tuple[int, bool]:
-        """The most rows of a replica that fit, found by compiling."""
-
-        def fits(rows: int) -> tuple[bool, float | None]:
-            self._on_stage(self._candidate, f"trying {rows} rows a replica")
-            number = rows * self._candidate.num_replicas
-            outcome = self._compiler.submit(
-                self._step.lower(number, None),
-                self._candidate.devices,
-                is_full=True,
-            ).result()
-            return isinstance(outcome, Figures), bytes_needed(outcome)
-
-        return find_max_rows(guess, self._limit or 0, fits, _MOST_TRIES)
+    def _try_rows(self, rows: int) -> tuple[bool, float | None]:
+        """Compiles for so many rows a replica: whether they fit, and bytes."""
+        self._on_stage(self._candidate, f"trying {rows} rows a replica")
+        number = rows * self._candidate.num_replicas
+        outcome = self._compiler.submit(
+            self._step.lower(number, None),
+            self._candidate.devices,
+            is_full=True,
+        ).result()
+        return isinstance(outcome, Figures), bytes_needed(outcome)
 
     def _row(self, **facts: Any) -> PlannedStep:
         candidate = self._candidate
