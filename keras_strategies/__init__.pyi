@@ -44,6 +44,10 @@ from keras_strategies.keras_bridge.variables.abstract_models import (
 from keras_strategies.keras_bridge.variables.variable_creator import (
     variable_creator_scope as variable_creator_scope,
 )
+from keras_strategies.planning.report.planned_step import (
+    PlannedStep as PlannedStep,
+)
+from keras_strategies.planning.report.table import Plan as Plan
 from keras_strategies.strategy.default import (
     experimental_set_strategy as experimental_set_strategy,
 )
@@ -72,10 +76,6 @@ from keras_strategies.strategy.mirrored import (
 )
 from keras_strategies.strategy.multi_worker import (
     MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
-)
-from keras_strategies.strategy.planning.plan import Plan as Plan
-from keras_strategies.strategy.planning.plan import (
-    PlannedStep as PlannedStep,
 )
 from keras_strategies.strategy.replica_context import (
     ReplicaContext as ReplicaContext,

@@ -25,11 +25,15 @@ RANKS = {
     "checkpoint": 4,
     "callbacks": 5,
     "estimator": 6,
+    # It keeps a planned script's Estimators and checkpoints from files.
+    "planning": 7,
     # The public names: keras_strategies/__init__.py, as users import it.
-    "": 7,
-    "cli": 8,
-    "testing": 8,
+    "": 8,
+    "cli": 9,
+    "testing": 9,
 }
+# What one file alone may import from above, when it is called: `Strategy.plan`.
+DOORS = {"strategy/plans.py": "keras_strategies.planning"}
 # The rooms of a package, on their floors: a module imports its own room's and
 # those of the floors below. "" are the package's own modules; its `__init__`
 # and `experimental` are what users see of it, above all others.
@@ -37,7 +41,7 @@ ROOMS = {
     "_core": [{"jaxprs", "names"}, {"row_kinds"}, {""}],
     "callbacks": [{""}],
     "checkpoint": [{"directory"}, {""}],
-    "cli": [{"launch", "checkpoints", "plan"}, {"doctor"}, {""}],
+    "cli": [{"launch", "checkpoints"}, {"doctor"}, {""}],
     "cluster": [{""}, {"exchange", "resolvers"}, {"watchdog"}, {"job"}],
     "data": [{""}, {"grain", "sources", "tfdata"}],
     "estimator": [{"config"}, {""}, {"contrib"}],
@@ -49,7 +53,8 @@ ROOMS = {
         {"callbacks", "run"},
         {"loops"},
     ],
-    "strategy": [{"inspect", "planning", "tf_compat"}, {""}],
+    "planning": [{"report"}, {"compile"}, {"capture"}, {""}],
+    "strategy": [{"inspect", "tf_compat"}, {""}],
     "testing": [{""}],
     "tpu": [{""}],
 }
@@ -137,6 +142,7 @@ def _find_imports(path, tree):
     `from a import b` counts as `a.b`: b may be a module.
     """
     eager = set(_find_eager(tree.body))
+    door = DOORS.get(path.as_posix())
     for node in ast.walk(tree):
         names = []
         if isinstance(node, ast.Import):
@@ -147,7 +153,9 @@ def _find_imports(path, tree):
         elif isinstance(node, ast.Call) and _is_import_call(node):
             names = [node.args[0].value]
         for name in names:
-            yield node.lineno, name, node in eager
+            is_door = door is not None and f"{name}.".startswith(f"{door}.")
+            if node in eager or not is_door:
+                yield node.lineno, name, node in eager
 
 
 def _find_eager(body):
@@ -342,6 +350,37 @@ def test_circles_are_found(sources, circles):
         ("strategy/a.py", "def f():\n  from ..cli import main", "upwards"),
         ("data/a.py", "from keras_strategies.keras_bridge import x", "upwards"),
         ("__init__.py", "from keras_strategies.cli import main", "upwards"),
+        *(
+            (
+                f"{room}/a.py",
+                f"def f():\n  from keras_strategies.{above} import x",
+                "upwards",
+            )
+            for room in ("_core", "data", "keras_bridge", "strategy", "tpu")
+            for above in ("planning", "estimator", "cli")
+        ),
+        ("checkpoint/a.py", "import keras_strategies.planning.x", "upwards"),
+        ("estimator/a.py", "import keras_strategies.planning.x", "upwards"),
+        (
+            "strategy/plans.py",
+            "from keras_strategies.planning.plan_api import make_plan",
+            "upwards",
+        ),
+        (
+            "strategy/plans.py",
+            "def f():\n  from keras_strategies.estimator import x",
+            "upwards",
+        ),
+        (
+            "strategy/a.py",
+            "if TYPE_CHECKING:\n  from keras_strategies.planning import x",
+            "upwards",
+        ),
+        (
+            "planning/compile/a.py",
+            "from keras_strategies.planning.capture import x",
+            "a room above",
+        ),
         ("new/a.py", "from keras_strategies._core import mesh", "upwards"),
         ("strategy/a.py", "import keras.src.models", "keras.src"),
         ("strategy/a.py", "from keras.src import backend", "keras.src"),
@@ -405,6 +444,11 @@ def test_rule_can_fail(path, source, expected):
         ("keras_bridge/a.py", "from keras.src import backend"),
         ("strategy/a.py", "import keras\nfrom ..data import feed"),
         ("strategy/a.py", "from . import mirrored"),
+        (
+            "strategy/plans.py",
+            "if TYPE_CHECKING:\n  from keras_strategies.planning import x\n"
+            "def f():\n  from keras_strategies.planning.plan_api import y",
+        ),
         ("data/a.py", "def f():\n  import tensorflow"),
         (
             "data/a.py",

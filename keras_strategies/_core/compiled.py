@@ -9,10 +9,69 @@ from typing import Any
 
 import jax
 
-from keras_strategies._core.jaxprs.hlo_text import bytes_of, counts_of
+from keras_strategies._core.jaxprs.hlo_text import (
+    COLLECTIVES,
+    bytes_of,
+    counts_of,
+)
 from keras_strategies._core.mesh import ReplicaMesh
 
 BYTES_PER_MB = 1e6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What a compiled program needs of each device, as plain numbers.
+
+    Attributes:
+      argument_bytes: Of the state and the batch.
+      output_bytes: Of results that are not state in place.
+      temporary_bytes: Of what there is in between.
+      flops: Operations, as XLA counts them.
+      optimal_seconds: XLA's own estimate of a run, of programs for TPUs that
+        were compiled at low effort; else 0.
+      counts: Collectives, by kind.
+      sent: Bytes of the arrays that they send, by kind.
+      compile_seconds: How long compiling took.
+    """
+
+    argument_bytes: float
+    output_bytes: float
+    temporary_bytes: float
+    flops: float
+    optimal_seconds: float
+    counts: Mapping[str, float]
+    sent: Mapping[str, float]
+    compile_seconds: float
+
+    @property
+    def bytes_in_all(self) -> float:
+        """Bytes on a device in all."""
+        return self.argument_bytes + self.output_bytes + self.temporary_bytes
+
+    @classmethod
+    def measure(cls, executable: Any, seconds: float) -> "Figures":
+        """Reads the figures of a compiled program.
+
+        Args:
+          executable: A `jax.stages.Compiled`.
+          seconds: How long it took to compile.
+        """
+        memory, text = executable.memory_analysis(), executable.as_text()
+        cost = executable.cost_analysis() or {}
+        counts, sent = counts_of(text), bytes_of(text)
+        outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        return cls(
+            argument_bytes=memory.argument_size_in_bytes,
+            output_bytes=outputs,
+            temporary_bytes=memory.temp_size_in_bytes,
+            flops=max(cost.get("flops", 0.0), 0.0),
+            # At full effort it is negative (libtpu 0.0.42).
+            optimal_seconds=max(cost.get("optimal_seconds", 0.0), 0.0),
+            counts={kind: n for kind, n in counts.items() if n},
+            sent={kind: sent[kind] for kind, n in counts.items() if n},
+            compile_seconds=seconds,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,38 +107,39 @@ class CompiledProgram:
         """The program as XLA will run it on a device (HLO)."""
         return self.executable.as_text()
 
-    @functools.cached_property
+    @property
     def collectives(self) -> dict[str, int]:
         """How many collectives of each kind the program has.
 
         In the program's text: one in a loop counts once.
         """
-        return counts_of(self.as_text())
+        counts = self._figures.counts
+        return {kind: int(counts.get(kind, 0)) for kind in COLLECTIVES}
 
-    @functools.cached_property
+    @property
     def collective_bytes(self) -> dict[str, int]:
         """Bytes of the arrays that the collectives of each kind send.
 
         Of whole arrays: what is gathered, reduced, or summed up and then
         scattered. One in a loop counts once.
         """
-        return bytes_of(self.as_text())
+        sent = self._figures.sent
+        return {kind: int(sent.get(kind, 0)) for kind in COLLECTIVES}
 
     @property
     def argument_bytes(self) -> int:
         """Bytes on each device of the state and the batch."""
-        return self._memory.argument_size_in_bytes
+        return int(self._figures.argument_bytes)
 
     @property
     def output_bytes(self) -> int:
         """Bytes on each device of the results that are not state in place."""
-        memory = self._memory
-        return memory.output_size_in_bytes - memory.alias_size_in_bytes
+        return int(self._figures.output_bytes)
 
     @property
     def temporary_bytes(self) -> int:
         """Bytes on each device of what the program needs in between."""
-        return self._memory.temp_size_in_bytes
+        return int(self._figures.temporary_bytes)
 
     @property
     def bytes_per_chip(self) -> int:
@@ -87,11 +147,11 @@ class CompiledProgram:
 
         Of a chip with two cores, on each core.
         """
-        return self.argument_bytes + self.output_bytes + self.temporary_bytes
+        return int(self._figures.bytes_in_all)
 
     @functools.cached_property
-    def _memory(self) -> Any:
-        return self.executable.memory_analysis()
+    def _figures(self) -> Figures:
+        return Figures.measure(self.executable, self.compile_seconds)
 
     def __str__(self) -> str:
         cores = self.cores_per_replica

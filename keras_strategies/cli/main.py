@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras_strategies
-from keras_strategies.cli.plan import command
+from keras_strategies.cli import plan_command
 
 _LAUNCH = """\
 Starts several local processes of one script: a cluster on this machine.
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _make_parser()
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["plan"]:
-        options = command.parsed(parser, words)
+        options = plan_command.parsed(parser, words)
     else:
         options = parser.parse_args(words)
     try:
@@ -95,7 +95,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
             has_evaluator=options.evaluator,
         )
     if options.command == "plan":
-        return command.run(options)
+        return plan_command.run(options)
     if options.command == "checkpoints":
         from keras_strategies.cli.checkpoints.checkpoints import checkpoints
 
@@ -120,7 +120,7 @@ def _make_parser() -> argparse.ArgumentParser:
     _add_launch(commands)
     _add_doctor(commands)
     _add_checkpoints(commands)
-    command.add_parser(commands)
+    plan_command.add_parser(commands)
     return parser
 
 

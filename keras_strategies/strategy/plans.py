@@ -1,30 +1,22 @@
 """`Strategy.plan`: whether, how and how fast a model trains on slices."""
 
-import contextlib
-import random
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import keras
 
-from keras_strategies._core.compiled import without_jax_cache
-from keras_strategies.keras_bridge.fresh_names import names_kept
 from keras_strategies.strategy import current
-from keras_strategies.strategy.runtime import Runtime
 
 if TYPE_CHECKING:
-    from keras_strategies.strategy.planning.plan import Plan, PlannedStep
-
-_SCALES = ("replica", "global")
-_EFFORTS = ("auto", "low", "full")
+    from keras_strategies.planning.report.table import Plan
 
 
-class Plans:
-    """The methods of `Strategy` that plan for devices that are not there."""
+class PlanMixin:
+    """The method of `Strategy` that plans for absent devices.
 
-    _runtime: Runtime
-    _over: Callable[..., Any]
+    The one door from `strategy` into `planning`, which is imported when the
+    method is called.
+    """
 
     def plan(
         self,
@@ -94,96 +86,19 @@ class Plans:
           https://github.com/AI-Hypercomputer/maxtext (train_compile, which
           compiles ahead of time for a slice by its name)
         """
-        from keras_strategies.strategy.planning import (
-            compiling,
-            fit_candidates,
-            planner,
-        )
-        from keras_strategies.strategy.planning.plan import NOTES, Plan
+        from keras_strategies.planning.plan_api import make_plan
 
         current.check_outside("plan")
-        for name, value, values in (
-            ("scale", scale, _SCALES),
-            ("effort", effort, _EFFORTS),
-        ):
-            if value not in values:
-                raise ValueError(
-                    f"`{name}` is one of {', '.join(map(repr, values))}. "
-                    f"Received: {name}={value!r}. Pass one of them."
-                )
-        mesh = self._runtime.mesh
-        candidates = list(
-            fit_candidates.candidates_of(
-                mesh,
-                fit_candidates.maker_of(model),
-                fit_candidates.Batch(
-                    batch, mesh.num_replicas, is_global=scale == "global"
-                ),
-                topologies,
-                strategies,
-                self._over,
-            )
+        return make_plan(
+            cast("Any", self),
+            model,
+            batch,
+            topologies,
+            strategies,
+            scale=scale,
+            effort=effort,
+            verify=verify,
+            whole=whole,
+            cache=cache,
+            progress=progress,
         )
-        is_full = {"auto": None, "low": False, "full": True}[effort]
-        thorough = planner.Effort(
-            is_full=is_full,
-            is_alone=len(candidates) == 1,
-            is_verified=verify,
-            is_whole=whole,
-        )
-        folder = compiling.cache_folder() if cache else None
-        compiler = compiling.Compiler(folder=folder)
-        done: list[PlannedStep] = []
-        try:
-            with (
-                without_jax_cache(),
-                _seeds_kept(),
-                names_kept(),
-                _shown(done, progress) as on_stage,
-            ):
-                for step in planner.planned(
-                    candidates, compiler, thorough, on_stage
-                ):
-                    done.append(step)
-        except fit_candidates.MakingFailed as failed:
-            # The user's own error.
-            raise failed.__cause__ or failed from None
-        finally:
-            compiler.close()
-        return Plan(steps=tuple(done), notes=NOTES)
-
-
-@contextlib.contextmanager
-def _seeds_kept() -> Iterator[None]:
-    """After which Keras draws the seeds that it would have drawn before.
-
-    Of layers that are given none it draws them when models are made.
-    """
-    before = random.getstate()
-    try:
-        yield
-    finally:
-        random.setstate(before)
-
-
-@contextlib.contextmanager
-def _shown(
-    done: "list[PlannedStep]", is_shown: bool
-) -> Iterator[Callable[[Any, str], None]]:
-    """Shows the table on the error output while it is filled."""
-    if not is_shown or not sys.stderr.isatty():
-        yield lambda candidate, stage: None
-        return
-    from rich.console import Console, Group
-    from rich.live import Live
-    from rich.spinner import Spinner
-
-    from keras_strategies.strategy.planning.plan import Plan
-
-    with Live(console=Console(stderr=True), transient=True) as live:
-
-        def on_stage(candidate: Any, stage: str) -> None:
-            text = f"{candidate.topology} {candidate.layout}: {stage}"
-            live.update(Group(Plan(steps=tuple(done)), Spinner("dots", text)))
-
-        yield on_stage

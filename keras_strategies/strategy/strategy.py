@@ -19,7 +19,7 @@ from keras_strategies.keras_bridge.variables.variable_creator import check_home
 from keras_strategies.strategy import current
 from keras_strategies.strategy.custom_loops import CustomLoops
 from keras_strategies.strategy.extended import StrategyExtended
-from keras_strategies.strategy.plans import Plans
+from keras_strategies.strategy.plans import PlanMixin
 from keras_strategies.strategy.replica_context import replica_scope
 from keras_strategies.strategy.runner import Runner
 from keras_strategies.strategy.runtime import Runtime
@@ -27,7 +27,7 @@ from keras_strategies.strategy.scope import Scope
 from keras_strategies.strategy.tf_compat import old_names
 
 
-class Strategy(CustomLoops, Plans):
+class Strategy(CustomLoops, PlanMixin):
     """Distributes Keras models over devices; the base of all strategies.
 
     A model that is compiled in `scope()` trains, evaluates and predicts on

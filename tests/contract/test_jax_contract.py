@@ -19,8 +19,8 @@ from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import replica_map, split_spec
 from keras_strategies.cluster.exchange import kv_store
 from keras_strategies.cluster.watchdog import progress
-from keras_strategies.strategy.planning.chips import memory_of
-from keras_strategies.strategy.planning.figures import as_misfit
+from keras_strategies.planning.compile.chips import memory_of
+from keras_strategies.planning.compile.compiler import as_misfit
 from keras_strategies.testing import run_processes
 from keras_strategies.tpu.topology_devices import devices_by_name
 from tests import compiling
@@ -285,7 +285,7 @@ def test_what_is_traced_to_be_compiled_is_told_apart():
 def test_libtpu_says_what_a_program_needs_that_does_not_fit(
     name, gib, available
 ):
-    """With its arguments and results: figures.py, chips.py."""
+    """With its arguments and results: compiler.py, chips.py."""
     device = devices_by_name(name)[0]
     rows = jax.ShapeDtypeStruct(
         (gib, 2**28), "float32", sharding=SingleDeviceSharding(device)

@@ -70,8 +70,8 @@ from keras_strategies.keras_bridge.callbacks.callback_states import (
     resume_writing,
 )
 from keras_strategies.keras_bridge.inputs import agree_source
-from keras_strategies.strategy.planning import compiling
-from keras_strategies.strategy.planning.candidates import layout_of
+from keras_strategies.planning.compile import compiler as compiling
+from keras_strategies.planning.compile.layouts import layout_of
 from keras_strategies.tpu.topology import Topology
 from tests.checkpoint.written import write_small
 from tests.data.workers import Mesh

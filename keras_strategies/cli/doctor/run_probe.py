@@ -19,7 +19,7 @@ from keras_strategies.cli.doctor.findings import (
 )
 from keras_strategies.cli.doctor.installed import DEVICE_COUNT
 from keras_strategies.cli.launch.local_job import described
-from keras_strategies.cli.plan.child_program import command_line
+from keras_strategies.cluster.child_program import command_line
 from keras_strategies.cluster.exchange.message_forms import fault_of
 from keras_strategies.cluster.exchange.rendezvous import RendezvousError
 from keras_strategies.cluster.untrusted import load_json

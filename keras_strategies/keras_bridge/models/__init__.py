@@ -1,1 +1,1 @@
-"""Models that are like another one: shorter, or without values."""
+"""Models like another one: attention as its layer says."""

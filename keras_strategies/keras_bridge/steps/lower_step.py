@@ -56,7 +56,7 @@ def lower_step(
         data = parts = parts[:1]
     # An own step is given what it would be in `fit`: `(x, y)`, say.
     data, parts = jax.tree.map(shape_of, (data, parts))
-    rows = _num_rows(data)
+    rows = num_rows(data)
     build(parts)
     padded = padded_rows(rows, mesh.num_replicas)
     variables = step_functions.step_variables(model, kind)
@@ -104,7 +104,12 @@ def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(shape), dtype)
 
 
-def _num_rows(data: Batch) -> int:
+def num_rows(data: Batch) -> int:
+    """Returns the rows of a batch of arrays or shapes.
+
+    Raises:
+      ValueError: the arrays have none, or different numbers of them.
+    """
     shapes = [leaf.shape for leaf in jax.tree.leaves(data)]
     rows = {shape[:1] for shape in shapes}
     if len(rows) != 1 or not all(shapes) or not all(rows.copy().pop()):

@@ -1,1 +1,0 @@
-"""`keras-strategies plan`: a script's model on slices that are not there."""

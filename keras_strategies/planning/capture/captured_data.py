@@ -1,0 +1,73 @@
+"""Distributed datasets of a script that is planned: they yield shapes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from keras_strategies._core import values
+from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.data.distributed import (
+    DistributedDataset,
+    DistributedIterator,
+)
+from keras_strategies.data.source import Source
+from keras_strategies.keras_bridge.steps.lower_step import shape_of
+
+
+class CapturedData(DistributedDataset):
+    """A distributed dataset whose batches are their shapes.
+
+    Args:
+      source: Where the batches come from.
+      host: The one device that reads them.
+      mesh: The replicas that they are for.
+      factor: How many of the source's batches are a global one.
+    """
+
+    def __init__(
+        self, source: Source, host: ReplicaMesh, mesh: ReplicaMesh, factor: int
+    ) -> None:
+        super().__init__(source, host)
+        self._replicas, self._factor = mesh, factor
+
+    def iterator(self, epoch: int, start: int = 0) -> "_ShapeIterator":
+        """Starts anywhere; yields nests of values of all replicas."""
+        return _ShapeIterator(super().iterator(epoch, start), self._stand_in)
+
+    def first_shapes(self) -> Any:
+        """Returns the shapes of the first global batch."""
+        batch = next(super().iterator(self.source.passes.next))
+        return jax.tree.map(self._global, batch)
+
+    def _global(self, leaf: Any) -> jax.ShapeDtypeStruct:
+        return with_rows(leaf, leaf.shape[0] * self._factor)
+
+    def _stand_in(self, leaf: Any) -> values.PerReplica:
+        shape, mesh = self._global(leaf), self._replicas
+        replicas = mesh.num_replicas
+        # As programs are compiled for: with rows that all share evenly.
+        rows = max(-(-shape.shape[0] // replicas), 1) * replicas
+        array = jax.ShapeDtypeStruct(
+            (rows, *shape.shape[1:]), shape.dtype, sharding=mesh.split
+        )
+        return values.PerReplica.of(array, values.ROWS)
+
+
+class _ShapeIterator(DistributedIterator):
+    """Yields what stands for the batches of another iterator."""
+
+    def __init__(
+        self, batches: DistributedIterator, stand_in: Callable[[Any], Any]
+    ) -> None:
+        super().__init__(batches._steps, *batches._place)
+        self._stand_in = stand_in
+
+    def __next__(self) -> Any:
+        return jax.tree.map(self._stand_in, super().__next__())
+
+
+def with_rows(leaf: Any, rows: int) -> jax.ShapeDtypeStruct:
+    """Returns the shape of an array with another number of rows."""
+    shape = shape_of(leaf)
+    return jax.ShapeDtypeStruct((rows, *shape.shape[1:]), shape.dtype)

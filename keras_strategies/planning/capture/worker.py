@@ -1,0 +1,233 @@
+"""A process of `keras-strategies plan`: one candidate, from script to figures.
+
+It has the current folder on its path only where a module is planned.
+"""
+
+import dataclasses
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn, TextIO
+
+import jax
+
+from keras_strategies.keras_bridge.variables.transformer_layout import (
+    transformer_layout,
+)
+from keras_strategies.planning.capture.capture import (
+    Capture,
+    PlanError,
+    ScriptEnded,
+)
+from keras_strategies.planning.capture.request import Request, shape_and_dtype
+from keras_strategies.planning.capture.script import end_process, run_script
+from keras_strategies.planning.compile import candidates
+from keras_strategies.planning.compile.candidates import Candidate
+from keras_strategies.planning.compile.compiler import Compiler, cache_folder
+from keras_strategies.planning.compile.layouts import Layout, layout_of
+from keras_strategies.planning.compile.planner import (
+    EFFORTS,
+    Effort,
+    iter_plans,
+)
+from keras_strategies.strategy.mirrored import MirroredStrategy
+from keras_strategies.tpu.topology_devices import devices_by_name
+
+_MAX_LINES = 12
+_POLL_SECONDS = 1.0
+
+
+def main(descriptor: str, words: str, parent: str) -> NoReturn:
+    """Plans the candidate, and writes answers to a file descriptor.
+
+    Each is a line of JSON: what is known of it at low effort, then the answer.
+
+    Args:
+      descriptor: The number of the file descriptor.
+      words: The request.
+      parent: The command's process id.
+    """
+    threading.Thread(target=_end_with, args=(int(parent),), daemon=True).start()
+    with os.fdopen(int(descriptor), "w") as file:
+        worker = Worker(Request.from_text(words), file)
+        worker.answer(worker.plan)
+    end_process()
+
+
+def _end_with(parent: int) -> None:
+    """Ends the process once the command has: its terminal was closed, say."""
+    while os.getppid() == parent:
+        time.sleep(_POLL_SECONDS)
+    if os.getpgrp() == os.getpid():
+        # With what the script has started.
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+class Worker:
+    """Plans one candidate.
+
+    Args:
+      request: The candidate.
+      file: Where answers are written.
+    """
+
+    def __init__(self, request: Request, file: TextIO) -> None:
+        self._request, self._file = request, file
+        self._process = os.getpid()
+
+    def send(self, **answer: Any) -> None:
+        """Writes an answer, unless in a child that the script has forked."""
+        if os.getpid() == self._process:
+            self._file.write(json.dumps(answer) + "\n")
+            self._file.flush()
+
+    def answer(self, plan: Callable[[], dict[str, Any]]) -> None:
+        """Sends what a plan returns, or why it failed."""
+        try:
+            self.send(step=plan())
+        except BaseException as error:
+            sys.stdout.flush()
+            name = "ended" if isinstance(error, ScriptEnded) else "error"
+            self.send(**{name: _describe_error(error, self._request)})
+
+    def plan(self) -> dict[str, Any]:
+        """Returns the candidate's step as JSON has it."""
+        if self._request.function:
+            return self._plan_candidate(_candidate_of_function(self._request))
+        return self.plan_script(devices_by_name(self._request.topology))
+
+    def plan_script(self, devices: Any) -> dict[str, Any]:
+        """Plans the step of a script, where the script is caught.
+
+        Args:
+          devices: Those of the slice.
+        """
+        request, layout = self._request, layout_of(self._request.layout)
+        layout_map = None
+        if layout.cores > 1:
+            # What its cores divide is known from the model.
+            plain = dataclasses.replace(layout, cores=1, shards=None)
+            model = self._run(devices, plain, _check_thread).model
+            if model is None:
+                raise PlanError(
+                    "A model axis can only be planned for models that `fit` "
+                    "trains. Received: a script with a loop of its own. Leave "
+                    "'model' out."
+                )
+            layout_map = transformer_layout(model, layout.cores)
+        is_scripts = request.is_default and layout == Layout()
+        capture = self._run(
+            devices,
+            None if is_scripts else layout,
+            self._plan_step,
+            layout_map=layout_map,
+        )
+        if capture.error is not None:
+            raise capture.error
+        return capture.planned
+
+    def _run(
+        self,
+        devices: Any,
+        layout: Layout | None,
+        plan: Callable[..., Any],
+        **kwargs: Any,
+    ) -> Capture:
+        """Runs the script; `plan` is called with its first step."""
+
+        def plan_in_thread(*args: Any) -> Any:
+            if threading.current_thread() is not threading.main_thread():
+                # The main thread may wait for what the step gives, for ever.
+                self.answer(lambda: plan(*args))
+                end_process()
+            return plan(*args)
+
+        capture = Capture(
+            devices,
+            layout,
+            is_per_replica=self._request.scale == "replica",
+            plan=plan_in_thread,
+            **kwargs,
+        )
+        return run_script(capture, self._request)
+
+    def _plan_step(self, step: Any, layout: str) -> dict[str, Any]:
+        """Plans a step that was caught."""
+        return self._plan_candidate(
+            Candidate(
+                topology=self._request.topology,
+                layout=layout,
+                devices=step.mesh.devices,
+                num_replicas=step.mesh.num_replicas,
+                make=lambda: step,
+            )
+        )
+
+    def _plan_candidate(self, candidate: Candidate) -> dict[str, Any]:
+        request = self._request
+        effort = Effort(
+            is_full=EFFORTS[request.effort],
+            is_alone=request.is_alone,
+            is_verified=request.verify,
+            is_whole=request.whole,
+        )
+        folder = cache_folder() if request.cache else None
+        with Compiler(folder=folder) as compiler:
+            (step,) = iter_plans(
+                [candidate],
+                compiler,
+                effort,
+                on_row=lambda row: self.send(row=row.to_json()),
+            )
+        return step.to_json()
+
+
+def _check_thread(*args: Any) -> None:
+    if threading.current_thread() is not threading.main_thread():
+        raise PlanError(
+            "A model axis can only be planned for scripts that train in their "
+            "main thread. Received: one that trains in another. Leave 'model' "
+            "out."
+        )
+
+
+def _candidate_of_function(request: Request) -> Candidate:
+    """Returns the candidate of a function that makes a model."""
+    module, name = request.function.split(":")
+    batch = tuple(
+        jax.ShapeDtypeStruct(*shape_and_dtype(text)) for text in request.batch
+    )
+    is_global = request.scale == "global"
+    strategy = MirroredStrategy(jax.devices("cpu")[:1])
+    # After what is imported here: files there may have the names of modules.
+    sys.path.insert(0, os.getcwd())
+    maker = getattr(importlib.import_module(module), name)
+    (candidate,) = candidates.candidates_of(
+        strategy,
+        candidates.maker_of(maker),
+        candidates.Batch(batch, 1, is_global=is_global),
+        [request.topology],
+        [request.layout],
+    )
+    return candidate
+
+
+def _describe_error(error: BaseException, request: Request) -> str:
+    """Returns an error for the script's author, with its place in it."""
+    if isinstance(error, PlanError):
+        return str(error)
+    if isinstance(error, candidates.MakingFailed):
+        error = error.__cause__ or error
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if f.filename == request.script]
+    place = f" (line {own[-1].lineno} of {request.script})" if own else ""
+    traceback.print_exception(error)
+    lines = str(error).splitlines()[:_MAX_LINES]
+    return f"{type(error).__name__}{place}: " + "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Candidates compiled for shapes, and the figures of their programs."""

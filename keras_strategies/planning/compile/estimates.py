@@ -1,0 +1,62 @@
+"""Estimates of a step's time, by what a chip computes, moves and sends.
+
+References:
+  - Williams et al., Roofline (2009): https://doi.org/10.1145/1498765.1498785
+  - How to Scale Your Model (2025): https://jax-ml.github.io/scaling-book/
+"""
+
+import math
+
+from keras_strategies._core.compiled import Figures
+from keras_strategies.planning.compile.chips import Chip
+from keras_strategies.planning.report.planned_step import Estimate
+
+_LAUNCH_SECONDS = 1e-4
+"""What JAX takes to start a program: no step is faster."""
+# How often a chip's links carry an array: a sum goes round twice.
+_PASSES = {"all-reduce": 2.0}
+
+
+def estimate(
+    figures: Figures,
+    chip: Chip,
+    model_flops: float | None,
+    *,
+    steps: int = 1,
+    step_bytes: float = math.inf,
+) -> Estimate:
+    """Estimates a step.
+
+    Args:
+      figures: Of its program, compiled at low effort.
+      chip: What it runs on.
+      model_flops: Operations of the model on a device, forward and backward,
+        none of them twice; None: unknown.
+      steps: Of the program, of which XLA counts the operations of one.
+      step_bytes: Of the state and a step's batch, on a device.
+    """
+    # XLA counts a loop's body once.
+    compute = max(figures.flops, model_flops or 0.0) / chip.flops
+    # The state is read, and written in place. The other steps' batches are not
+    # this one's.
+    own = min(figures.argument_bytes, step_bytes)
+    moved = 2 * own + figures.output_bytes
+    memory = moved / chip.memory_bandwidth
+    sent = sum(n * _PASSES.get(k, 1.0) for k, n in figures.sent.items())
+    links = sent / chip.link_bandwidth
+    least = max(compute, memory, links, _LAUNCH_SECONDS / steps)
+    seconds = max(figures.optimal_seconds, least)
+
+    def utilization(took: float) -> float | None:
+        if model_flops is None or not took:
+            return None
+        return model_flops / chip.flops / took
+
+    return Estimate(
+        seconds=seconds,
+        compute_seconds=compute,
+        memory_seconds=memory,
+        link_seconds=links,
+        utilization=utilization(seconds),
+        most_utilization=utilization(least),
+    )

@@ -1,0 +1,93 @@
+"""`Strategy.plan`: candidates planned in this process."""
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from keras_strategies.keras_bridge.fresh_names import names_kept
+from keras_strategies.planning.compile import candidates as lib
+from keras_strategies.planning.compile.compiler import Compiler, cache_folder
+from keras_strategies.planning.compile.planner import (
+    EFFORTS,
+    Effort,
+    iter_plans,
+)
+from keras_strategies.planning.report.planned_step import PlannedStep
+from keras_strategies.planning.report.table import NOTES, LiveTable, Plan
+from keras_strategies.strategy.strategy import Strategy
+
+_SCALES = ("replica", "global")
+
+
+def make_plan(
+    strategy: Strategy,
+    model: Any,
+    batch: Any,
+    topologies: Any,
+    strategies: Any,
+    *,
+    scale: str,
+    effort: str,
+    verify: bool,
+    whole: bool,
+    cache: bool,
+    progress: bool,
+) -> Plan:
+    """Plans as `Strategy.plan` says, which documents the arguments."""
+    _check_choice("scale", scale, _SCALES)
+    _check_choice("effort", effort, tuple(EFFORTS))
+    rows = lib.Batch(
+        batch, strategy.mesh.num_replicas, is_global=scale == "global"
+    )
+    maker = lib.maker_of(model)
+    candidates = list(
+        lib.candidates_of(strategy, maker, rows, topologies, strategies)
+    )
+    thorough = Effort(
+        is_full=EFFORTS[effort],
+        is_alone=len(candidates) == 1,
+        is_verified=verify,
+        is_whole=whole,
+    )
+    done: list[PlannedStep] = []
+    try:
+        with (
+            Compiler(folder=cache_folder() if cache else None) as compiler,
+            _seeds_kept(),
+            names_kept(),
+            LiveTable(is_shown=progress) as live,
+        ):
+
+            def on_stage(candidate: lib.Candidate, stage: str) -> None:
+                name = f"{candidate.topology} {candidate.layout}"
+                live.update(done, f"{name}: {stage}")
+
+            for step in iter_plans(candidates, compiler, thorough, on_stage):
+                done.append(step)
+    except lib.MakingFailed as failed:
+        # The user's own error.
+        raise failed.__cause__ or failed from None
+    return Plan(steps=tuple(done), notes=NOTES)
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(
+            f"`{name}` must be one of {', '.join(map(repr, choices))}. "
+            f"Received: {name}={value!r}. Pass one of them."
+        )
+
+
+@contextlib.contextmanager
+def _seeds_kept() -> Iterator[None]:
+    """Restores the generator of Keras's seeds on exit.
+
+    Making models draws from it for layers without a seed, so that a plan would
+    change the seeds of layers that are created later.
+    """
+    before = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(before)

@@ -1,0 +1,1 @@
+"""A plan as it is read: its steps, table, page and advice."""

@@ -1,0 +1,142 @@
+"""`keras-strategies plan` and its arguments."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from keras_strategies.cli import plan_command as command
+from keras_strategies.cli.main import main
+from tests.cli import strangers
+from tests.planning.capture.scripts import HEAD, MIRRORED
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train.py"], "no --topology"),
+        (["--topology", "v5e:4x4"], "none of them"),
+        (["--topology", "v5e:4x4", "nowhere.py"], "no such script"),
+        (["--topology", "v5e:4x4", "--model", "a:b"], "go together"),
+        (
+            ["--topology", "v5e:4x4", "--model", "a", "--batch", "2:int32"],
+            "module:function",
+        ),
+        (
+            ["--topology", "v5e:4x4", "--model", "a:b", "--batch", "x:y"],
+            "sizes and a dtype",
+        ),
+    ],
+)
+def test_wrong_arguments_are_told_at_once(words, message, capsys):
+    assert main(["plan", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train.py", "--topology", "v5e:4x4", "--", "--topology", "x"],
+        ["--topology", "v5e:4x4", "train.py", "--", "--topology", "x"],
+        ["--topology=v5e:4x4", "train.py", "--", "--topology", "x"],
+    ],
+)
+def test_the_script_may_come_first(words, monkeypatch):
+    seen = []
+    monkeypatch.setattr(command, "run", seen.append)
+    main(["plan", *words])
+    (options,) = seen
+    assert options.script == "train.py"
+    assert options.topology == ["v5e:4x4"]
+    assert options.arguments == ["--topology", "x"]
+
+
+@pytest.mark.parametrize(
+    "words", [["--epochs", "3"], ["3"], ["-m", "a", "--epochs", "3"]]
+)
+def test_arguments_of_the_script_come_after_dashes(words, capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "train.py", "--topology", "v5e:4x4", *words])
+    error = capsys.readouterr().err
+    assert "unrecognized arguments" in error
+    assert "come after --" in error
+
+
+@pytest.mark.tpu
+def test_a_script_is_planned_from_the_command_line(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        MIRRORED.replace("(30)", "(3000)").replace("(50, 30)", "(50, 3000)")
+        + "import sys\nprint('a line of the script')\n"
+        + "assert sys.argv[1:] == ['--epochs', '3'], sys.argv\n"
+        + "model.fit(x, y)\n"
+    )
+    page = tmp_path / "plan.html"
+    words = [sys.executable, "-m", "keras_strategies.cli", "plan"]
+    words += ["--topology", "v5e:2x2", "--json", "--html", str(page)]
+    words += ["--no-cache", str(script), "--", "--epochs", "3"]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    plan = json.loads(ended.stdout)
+    layouts = [step["layout"] for step in plan["steps"]]
+    assert layouts == ["replicated", "slots", "sharded"]
+    replicated, slots, sharded = (s["memory"] for s in plan["steps"])
+    size = 4 * (40 * 3000 + 3000)
+    assert replicated["weights"] == size
+    assert sharded["weights"] < size / 3
+    assert slots["slots"] < replicated["slots"] / 3
+    assert "v5e:2x2" in page.read_text()
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("is_module", [False, True])
+def test_a_script_of_another_folder_is_planned(
+    tmp_path, monkeypatch, capsys, is_module
+):
+    """With modules beside it, and none of the current folder."""
+    imported = strangers.write(tmp_path / "here")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "sizes.py").write_text("ROWS = 16")
+    script = elsewhere / "train.py"
+    script.write_text(
+        MIRRORED + "import sizes\nmodel.fit(x, y, batch_size=sizes.ROWS)"
+    )
+    monkeypatch.chdir(elsewhere if is_module else tmp_path / "here")
+    words = ["--topology", "v5e:2x2", "--layout", "replicated", "--no-cache"]
+    words += ["-m", "train"] if is_module else [str(script)]
+    assert main(["plan", "--json", *words]) == 0
+    (step,) = json.loads(capsys.readouterr().out)["steps"]
+    assert step["rows"] == 16
+    assert not imported.exists()
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (HEAD + "ks.MirroredStrategy()", "ended without `fit`"),
+        (HEAD + "np.load('/nowhere/x.npy')", "line 5 of"),
+        (HEAD + "raise SystemExit('usage')", "ended itself with 'usage'"),
+        (
+            HEAD
+            + "import argparse\nargparse.ArgumentParser().parse_args(['a'])",
+            r"ended itself with 2 .* It wrote last: '.*arguments: a'",
+        ),
+        (
+            MIRRORED.replace("(30)", "(9000)")
+            + "model.set_weights([np.zeros((40, 9000)), np.zeros(9000)])",
+            "set_weights|has a shape and no value",
+        ),
+    ],
+)
+def test_scripts_that_end_before_they_train(tmp_path, text, message, capfd):
+    import re
+
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    words = ["--topology", "v5e:2x2", "--layout", "replicated", "--json"]
+    assert main(["plan", *words, "--no-cache", str(script)]) == 1
+    (step,) = json.loads(capfd.readouterr().out)["steps"]
+    assert re.search(message, step["error"]), step["error"]

@@ -1,0 +1,226 @@
+"""Processes of `keras-strategies plan`: requests and answers."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from keras_strategies.cluster.child_program import command_line
+from keras_strategies.planning.capture import processes, worker
+from keras_strategies.planning.capture import request as request_lib
+from keras_strategies.planning.capture.request import Request
+from tests.cli import strangers
+from tests.planning.capture.scripts import HEAD, MODEL
+
+
+def test_a_request_is_what_it_was():
+    request = Request(
+        topology="v5e:4x4",
+        layout="sharded",
+        script="a b.py",
+        arguments=("--x", '"'),
+    )
+    assert Request.from_text(request.to_text()) == request
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("8x2048:int32", ((8, 2048), "int32")),
+        ("4:bfloat16", ((4,), "bfloat16")),
+    ],
+)
+def test_shapes_in_words(text, expected):
+    assert request_lib.shape_and_dtype(text) == expected
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"[]", b"{}", b'{"a": 1}', b'{"step": {}, "error": ""}', b"x"]
+)
+def test_answers_that_are_none(raw):
+    assert request_lib.answer_of(raw) is None
+
+
+@pytest.mark.parametrize("first", ["", "os.fork()"])
+def test_a_process_ends_with_the_command(tmp_path, first):
+    # In a session of its own with what its script starts.
+    own = {"start_new_session": bool(first)}
+    (tmp_path / "sleeper.py").write_text(
+        "import os, pathlib, time\n"
+        f"{first}\npathlib.Path('started').touch()\ntime.sleep(600)"
+    )
+    request = Request(topology="v5e:4x4", layout="", function="sleeper:make")
+    worker_words = [
+        *command_line(worker.__name__, "1", request.to_text()),
+    ]
+    command = (
+        "import os, subprocess, time\n"
+        f"subprocess.Popen([*{worker_words!r}, str(os.getpid())], **{own})\n"
+        "while not os.path.exists('started'): time.sleep(0.1)"
+    )
+    # Whoever is left of them would hold the pipe open.
+    subprocess.run(
+        [sys.executable, "-c", command],
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
+
+
+def test_a_child_of_the_process_says_nothing():
+    code = """
+import os, sys
+from keras_strategies.planning.capture import script as script_lib
+from keras_strategies.planning.capture import worker
+from keras_strategies.planning.capture.request import Request
+def plan(self):
+    child = os.fork()
+    if not child:
+        self.send(row={"of": "the child"})
+        os._exit(0)
+    os.waitpid(child, 0)
+    return {"of": "the process"}
+worker.Worker.plan = plan
+request = Request(topology="", layout="")
+worker.main("1", request.to_text(), str(os.getppid()))
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True
+    )
+    assert json.loads(ended.stdout) == {"step": {"of": "the process"}}
+
+
+def answers_of(tmp_path, text, **given):
+    """What the process of a script answers, which ends in time."""
+    (tmp_path / "script.py").write_text(text)
+    command = (
+        "import json, sys\n"
+        "from keras_strategies.planning.capture import processes\n"
+        "from keras_strategies.planning.capture.request import Request\n"
+        "request = Request.from_text(sys.argv[1])\n"
+        "plan = processes.plan_in_processes([request])\n"
+        "print(json.dumps(plan.to_json()))\n"
+    )
+    request = Request(topology="v5e:2x2", layout="replicated", **given)
+    words = [sys.executable, "-c", command, request.to_text()]
+    ended = subprocess.run(
+        words, cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    (step,) = json.loads(ended.stdout)["steps"]
+    return step
+
+
+def test_what_a_script_forks_ends_with_it(tmp_path):
+    text = (
+        "import os, pathlib, time\n"
+        "child = os.fork()\n"
+        "if child == 0:\n    time.sleep(600)\n    os._exit(0)\n"
+        "pathlib.Path('child').write_text(str(child))\n"
+        "raise ValueError('of the module')\n"
+    )
+    step = answers_of(tmp_path, text, function="script:make")
+    assert "of the module" in step["error"]
+    child = pathlib.Path(f"/proc/{(tmp_path / 'child').read_text()}/stat")
+    # A zombie has ended, and waits for who has started it.
+    assert not child.exists() or child.read_text().split()[2] == "Z"
+
+
+def test_modules_of_the_current_folder_are_not_imported(tmp_path, monkeypatch):
+    imported = strangers.write(tmp_path)
+    (tmp_path / "models.py").write_text("raise ValueError('of the module')")
+    monkeypatch.chdir(tmp_path)
+    given = {"topology": "v5e:2x2", "layout": "replicated"}
+    request = Request(**given, function="models:make")
+    (step,) = processes.plan_in_processes([request]).steps
+    assert "of the module" in step.error
+    assert not imported.exists()
+
+
+THREADS = (
+    HEAD
+    + """
+import queue, threading, time
+def fit():
+    {first}
+    strategy = ks.MirroredStrategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+        model.compile("sgd", "mse")
+    results.put(model.fit(np.zeros((8, 4)), np.zeros((8, 3))))
+results = queue.Queue()
+threading.Thread(target=fit).start()
+{last}
+"""
+)
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [
+        # The main thread waits for what is not to come.
+        ("", "results.get()"),
+        # The script ends before its thread trains.
+        ("time.sleep(1)", ""),
+    ],
+)
+def test_scripts_that_train_in_a_thread_are_planned(tmp_path, first, last):
+    text = THREADS.format(first=first, last=last)
+    step = answers_of(tmp_path, text, script="script.py", cache=False)
+    assert step["error"] is None
+    assert step["rows"] == 8
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("code", ["raise SystemExit(3)", "print(1 / 0)", ""])
+def test_a_child_of_the_script_answers_nothing(tmp_path, code):
+    text = (
+        HEAD
+        + "import os\nchild = os.fork()\n"
+        + f"if not child:\n    {code or 'model = None'}\n"
+        + "else:\n"
+        + "    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])\n"
+        + f"    assert ended == {len(code) and 3 - 2 * ('/' in code)}\n"
+        + "    strategy = ks.MirroredStrategy()\n"
+        + MODEL.replace("\n", "\n    ")
+        + "\n    model.fit(x, y)\n"
+    )
+    step = answers_of(tmp_path, text, script="script.py", cache=False)
+    assert step["error"] is None
+    assert step["rows"] == 32
+
+
+@pytest.mark.tpu
+def test_an_error_of_a_thread_is_told(tmp_path):
+    text = THREADS.format(first="raise ValueError('of the thread')", last="")
+    step = answers_of(tmp_path, text, script="script.py")
+    assert "ValueError (line 8 of script.py): of the thread" in step["error"]
+
+
+@pytest.mark.tpu
+def test_a_model_axis_is_for_scripts_without_threads(tmp_path):
+    text = THREADS.format(first="", last="results.get()")
+    (tmp_path / "script.py").write_text(text)
+    request = Request(topology="v5e:2x2", layout="model:2", script="script.py")
+    words = ["1", request.to_text(), str(os.getpid())]
+    ended = subprocess.run(
+        command_line(worker.__name__, *words),
+        cwd=tmp_path,
+        capture_output=True,
+        timeout=120,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"},
+    )
+    assert b"scripts that train in their main thread" in ended.stdout
+
+
+def test_of_a_process_the_last_line_counts():
+    raw = b'{"row": {"a": 1}}\n{"step": {"a": 2}}\n'
+    assert request_lib.answer_of(raw) == {"step": {"a": 2}}
+    # One that was killed before its answer has none.
+    cut = b'{"row": {"a": 1}}\n'
+    assert request_lib.answer_of(cut) is None
+    assert request_lib.answer_of(cut, names=("row",)) == {"row": {"a": 1}}

@@ -1,0 +1,294 @@
+"""Figures that are kept between plans, and files that are not ours."""
+
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from keras_strategies._core.compiled import Figures, without_jax_cache
+from keras_strategies.planning.compile import compiler as compiling
+from keras_strategies.planning.compile.compiler import Compiler, DoesNotFit
+from tests.pipes import read_a_pipe
+from tests.planning.made import GIB
+
+pytestmark = pytest.mark.quick
+
+DEVICES = jax.devices()[:1]
+MISFIT = {"misfit": "RESOURCE_EXHAUSTED: too large", "needed": 16.5e9}
+KEPT = {
+    "argument_bytes": 1,
+    "output_bytes": 2,
+    "temporary_bytes": 3.5,
+    "flops": 4,
+    "optimal_seconds": 0,
+    "compile_seconds": 0.5,
+    "counts": {"all-reduce": 2},
+    "sent": {"all-reduce": 8.0},
+}
+
+
+class Lowered:
+    """A lowered program that counts how often it is compiled."""
+
+    def __init__(self, fn, error=None):
+        self._lowered = jax.jit(fn).lower(jnp.ones(8))
+        self._error = error
+        self.num_compiled = 0
+
+    def as_text(self):
+        return self._lowered.as_text()
+
+    def compile(self, compiler_options=None):
+        self.num_compiled += 1
+        if self._error is not None:
+            raise jax.errors.JaxRuntimeError(self._error)
+        return self._lowered.compile(compiler_options=compiler_options)
+
+
+def compiled(lowered, folder):
+    compiler = Compiler(num_threads=1, folder=folder)
+    try:
+        return compiler.submit(lowered, DEVICES, is_full=True).result()
+    finally:
+        compiler.close()
+
+
+def double(x):
+    return 2 * x
+
+
+def test_the_same_program_is_compiled_once(tmp_path):
+    folder = tmp_path / "not" / "there"
+    lowered = Lowered(double)
+    first, second = (compiled(lowered, folder) for _ in range(2))
+    assert lowered.num_compiled == 1
+    assert isinstance(first, Figures)
+    assert first == second
+    assert len(os.listdir(folder)) == 1
+    other = Lowered(lambda x: 3 * x)
+    compiled(other, folder)
+    assert other.num_compiled == 1
+    assert len(os.listdir(folder)) == 2
+
+
+def test_without_a_folder_nothing_is_kept():
+    lowered = Lowered(double)
+    assert compiled(lowered, None).argument_bytes == 32
+    compiled(lowered, None)
+    assert lowered.num_compiled == 2
+
+
+def test_a_compiler_s_flags_are_part_of_what_figures_are_kept_by(
+    tmp_path, monkeypatch
+):
+    lowered = Lowered(double)
+    compiled(lowered, tmp_path)
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=9")
+    compiled(lowered, tmp_path)
+    assert lowered.num_compiled == 2
+
+
+def test_a_program_that_does_not_fit_is_compiled_once(tmp_path):
+    message = "RESOURCE_EXHAUSTED: for HLO temporaries (2.00G) exceeds\nmore"
+    lowered = Lowered(double, message)
+    for _ in range(2):
+        found = compiled(lowered, tmp_path)
+        assert isinstance(found, DoesNotFit)
+        assert str(found) == message.splitlines()[0]
+        assert found.needed == 2 * 2**30
+    assert lowered.num_compiled == 1
+
+
+def test_another_error_is_raised_and_not_kept(tmp_path):
+    lowered = Lowered(double, "INTERNAL: a fault")
+    for _ in range(2):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="a fault"):
+            compiled(lowered, tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"[" * 5000,
+        b"null",
+        json.dumps(KEPT | {"more": 1}).encode(),
+        json.dumps(KEPT).encode() + b" " * 10_000,
+        json.dumps(KEPT | {"flops": float("nan")}).encode(),
+        json.dumps(KEPT | {"flops": 10**400}).encode(),
+        json.dumps(KEPT).replace("3.5", "9" * 9000).encode(),
+    ],
+    ids=[
+        *("empty", "half", "no text", "deep", "null", "more", "huge"),
+        *("nan", "a large number", "a number of many digits"),
+    ],
+)
+def test_a_damaged_file_is_written_anew(text, tmp_path):
+    lowered = Lowered(double)
+    first = compiled(lowered, tmp_path)
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(text)
+    assert compiled(lowered, tmp_path).flops == first.flops
+    assert lowered.num_compiled == 2
+    compiled(lowered, tmp_path)
+    assert lowered.num_compiled == 2
+
+
+def test_a_folder_in_the_file_s_place_costs_time_alone(tmp_path):
+    lowered = Lowered(double)
+    compiled(lowered, tmp_path)
+    (file,) = tmp_path.iterdir()
+    file.unlink()
+    file.mkdir()
+    assert isinstance(compiled(lowered, tmp_path), Figures)
+    assert list(tmp_path.iterdir()) == [file], "what was written half is there"
+
+
+def test_a_pipe_in_the_file_s_place_is_not_waited_for(tmp_path):
+    lowered = Lowered(double)
+    compiled(lowered, tmp_path)
+    (file,) = tmp_path.iterdir()
+    file.unlink()
+    found = read_a_pipe(file, lambda: compiled(lowered, tmp_path))
+    assert isinstance(found, Figures)
+    assert file.is_file()
+    assert lowered.num_compiled == 2
+
+
+def test_what_is_no_file_is_not_read(tmp_path):
+    (tmp_path / "endless").symlink_to("/dev/zero")
+    assert compiling._read(tmp_path / "endless") is None
+
+
+@pytest.mark.parametrize("mask", [0, 0o022, 0o077])
+def test_folders_are_their_owner_s_alone(tmp_path, mask):
+    top = tmp_path / "cache"
+    before = os.umask(mask)
+    try:
+        compiled(Lowered(double), top / "keras_strategies" / "plans")
+    finally:
+        os.umask(before)
+    modes = [p.stat().st_mode & 0o777 for p in (top, *top.rglob("*"))]
+    assert sorted(modes) == [0o600, 0o700, 0o700, 0o700]
+
+
+def test_a_folder_that_cannot_be_written_costs_time_alone(tmp_path):
+    # Root may write into read-only folders.
+    (tmp_path / "file").write_text("")
+    lowered = Lowered(double)
+    for _ in range(2):
+        found = compiled(lowered, tmp_path / "file" / "plans")
+        assert isinstance(found, Figures)
+    assert lowered.num_compiled == 2
+
+
+def test_what_is_ours_is_read():
+    assert compiling._parsed(KEPT) == Figures(**KEPT)
+    found = compiling._parsed(MISFIT)
+    assert isinstance(found, DoesNotFit)
+    assert (str(found), found.needed) == tuple(MISFIT.values())
+    found = compiling._parsed(MISFIT | {"needed": None})
+    assert isinstance(found, DoesNotFit)
+    assert found.needed is None
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        *(None, 7, "flops", [], {}, [KEPT]),
+        MISFIT | {"misfit": None},
+        MISFIT | {"needed": "16"},
+        MISFIT | {"needed": -1},
+        MISFIT | {"needed": float("inf")},
+        {"misfit": "x"},
+        KEPT | {"flops": None},
+        KEPT | {"flops": True},
+        KEPT | {"flops": "4"},
+        KEPT | {"flops": -4.0},
+        KEPT | {"flops": float("nan")},
+        KEPT | {"flops": 10**400},
+        KEPT | {"counts": []},
+        KEPT | {"counts": {"all-reduce": "2"}},
+        KEPT | {"counts": {"<script>": 2}},
+        KEPT | {"sent": {"all-reduce": float("inf")}},
+        {k: v for k, v in KEPT.items() if k != "sent"},
+        KEPT | {"more": 1},
+    ],
+)
+def test_what_is_not_ours_is_none(kept):
+    assert compiling._parsed(kept) is None
+
+
+def test_the_folder_is_the_user_s(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    expected = tmp_path / "keras_strategies" / "plans"
+    assert compiling.cache_folder() == expected
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    expected = tmp_path / ".cache" / "keras_strategies" / "plans"
+    assert compiling.cache_folder() == expected
+
+
+def test_jax_s_own_cache_is_as_before_afterwards():
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    with without_jax_cache():
+        assert getattr(jax.config, name) == 1e9
+    assert getattr(jax.config, name) == before
+
+
+REAL = (
+    "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required "
+    "for HLO temporaries (16.01G) exceeds available HBM (15.75G)."
+)
+
+
+@pytest.mark.parametrize(
+    ("message", "needed"),
+    [
+        (REAL, 16.01 * GIB),
+        (f"{REAL}\n\nmore (1.00G)\n", 16.01 * GIB),
+        (REAL.replace("16.01G", "2.5T"), 2.5 * 2**40),
+        (REAL.replace("16.01G", "512.00M"), 512 * 2**20),
+        (REAL.replace("16.01G", "100"), 100.0),
+        ("RESOURCE_EXHAUSTED: Out of memory.", None),
+        ("RESOURCE_EXHAUSTED", None),
+    ],
+)
+def test_an_error_of_too_little_memory_is_a_misfit(message, needed):
+    found = compiling.as_misfit(jax.errors.JaxRuntimeError(message))
+    assert isinstance(found, DoesNotFit)
+    assert found.needed == needed
+    assert str(found) == message.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "",
+        "INTERNAL: Mosaic failed to compile",
+        "INVALID_ARGUMENT: HLO temporaries (16.01G) RESOURCE_EXHAUSTED",
+        "UNIMPLEMENTED: no such thing",
+    ],
+)
+def test_another_error_is_none(message):
+    assert compiling.as_misfit(jax.errors.JaxRuntimeError(message)) is None
+
+
+def test_figures_of_a_program():
+    x = jnp.ones((64, 64))
+    program = jax.jit(lambda x: x @ x).lower(x).compile()
+    found = Figures.measure(program, 1.5)
+    assert found.argument_bytes == found.output_bytes == 4 * 64 * 64
+    assert found.flops == pytest.approx(2 * 64**3, rel=0.01)
+    assert found.counts == found.sent == {}
+    assert found.compile_seconds == 1.5
+
+
+def test_the_compilers_are_named_with_their_versions():
+    assert f"jax {jax.__version__}" in compiling.compilers()

@@ -1,0 +1,334 @@
+"""Candidates planned, of programs whose bytes are a line in their rows."""
+
+import contextlib
+import dataclasses
+import math
+import types
+
+import jax
+import pytest
+
+from keras_strategies.planning.compile.chips import chip_of
+from keras_strategies.planning.compile.compiler import Compiler
+from keras_strategies.planning.compile.planner import (
+    Candidate,
+    Effort,
+    iter_plans,
+)
+from tests.planning.made import GIB
+from tests.tpu.slices import make_slice
+
+pytestmark = pytest.mark.quick
+
+DEVICES = make_slice((2, 2, 1))
+LIMIT = int(15.75 * GIB)
+
+
+@dataclasses.dataclass
+class Program:
+    """A program that is lowered, compiled and measured."""
+
+    needed: float
+    state: float
+    blocks: int | None
+    error: str | None
+    efforts: list
+    shared: float = 0.0
+
+    def as_text(self):
+        return f"{self.needed}"
+
+    def compile(self, compiler_options=None):
+        self.efforts.append("low" if compiler_options else "full")
+        if self.error is not None:
+            raise jax.errors.JaxRuntimeError(self.error)
+        if not compiler_options:
+            # As it is run, it needs less.
+            self.needed = self.state + 0.9 * (self.needed - self.state)
+        if self.needed > LIMIT:
+            raise jax.errors.JaxRuntimeError(
+                "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total "
+                "memory required for HLO temporaries "
+                f"({self.needed / GIB:.2f}G) exceeds available HBM (15.75G)."
+            )
+        return self
+
+    def memory_analysis(self):
+        return types.SimpleNamespace(
+            argument_size_in_bytes=self.state,
+            output_size_in_bytes=self.state,
+            alias_size_in_bytes=self.state,
+            temp_size_in_bytes=self.needed + self.shared - self.state,
+        )
+
+    def cost_analysis(self):
+        return {"flops": 1e12, "optimal_seconds": 0.5}
+
+
+class Step:
+    """A step of 3 GiB of state, and of so many GiB for each row a replica."""
+
+    def __init__(self, of_row, rows=4, error=None):
+        self.of_row, self.rows, self._error = of_row, rows, error
+        self.mesh = None
+        self.tokens, self.blocks = 128, None
+        self.efforts, self.remat = [], None
+        self.keeps_nothing_else = False
+        self.note, self.steps = "", 1
+        self.shared, self.most_rows = 0.0, math.inf
+
+    def lower(self, rows, blocks):
+        if rows > self.most_rows:
+            raise AssertionError("It is of so many rows.")
+        needed = 3 * GIB + rows / len(DEVICES) * self.of_row * GIB
+        return Program(
+            *(needed, 3 * GIB, blocks, self._error, self.efforts),
+            shared=self.shared,
+        )
+
+    def model_flops(self, rows, blocks):
+        return 5e11 * rows
+
+    def state_bytes(self):
+        sizes = {"weights": 1, "slots": 1.5, "other": 0.25, "gradients": 1}
+        return {name: size * GIB for name, size in sizes.items()}
+
+    def block_bytes(self, rows):
+        return 0.0, 0.0
+
+    def batch_bytes(self, rows):
+        return 0.0
+
+    def with_remat(self):
+        return self.remat
+
+
+def candidate(make):
+    return Candidate(
+        topology="v5e:2x2",
+        layout="replicated",
+        devices=DEVICES,
+        num_replicas=4,
+        make=make,
+    )
+
+
+def plan(*steps, rows=None, **effort):
+    stages = []
+    with contextlib.closing(Compiler(num_threads=2)) as compiler:
+        found = iter_plans(
+            [candidate(lambda step=step: step) for step in steps],
+            compiler,
+            Effort(**effort),
+            lambda candidate, stage: stages.append(stage),
+            [].append if rows is None else rows.append,
+        )
+        return list(found), stages
+
+
+def test_a_step_that_fits_easily_is_compiled_at_low_effort_alone():
+    step = Step(of_row=1)
+    (row,), stages = plan(step)
+    assert stages == ["tracing", "compiling"]
+    assert step.efforts == ["low", "low"]
+    assert row.fits
+    assert row.error is None
+    assert not row.is_full_effort
+    assert row.bytes_in_all == 4 * GIB
+    assert row.most_rows == 12
+    assert row.memory == {
+        "weights": 1 * GIB,
+        "slots": 1.5 * GIB,
+        "other": 0.5 * GIB,
+        "gradients": 0,
+        "activations": 1 * GIB,
+        "temporary": 0,
+    }
+    assert row.estimate.seconds == 0.5
+    assert row.estimate.utilization == pytest.approx(4 * 5e11 / 197e12 / 0.5)
+    assert row.tokens_per_second == 4 * 128 / 0.5
+
+
+def test_near_the_limit_it_is_compiled_as_it_is_run():
+    step = Step(of_row=10)
+    (row,), stages = plan(step)
+    assert stages[-1] == "compiling at full effort"
+    assert sorted(step.efforts) == ["full", "low", "low"]
+    assert row.is_full_effort
+    assert row.bytes_in_all == 12 * GIB
+    assert row.most_rows == 1
+
+
+@pytest.mark.parametrize(("of_row", "is_full"), [(7, False), (7.5, True)])
+def test_from_two_thirds_of_the_limit_on_it_is_near(of_row, is_full):
+    (row,), _ = plan(Step(of_row=of_row))
+    assert row.is_full_effort is is_full
+
+
+def test_what_is_known_at_low_effort_is_said_before():
+    rows = []
+    (row,), _ = plan(Step(of_row=10), rows=rows)
+    (before,) = rows
+    assert before.bytes_in_all == 13 * GIB
+    assert not before.is_full_effort
+    assert before.estimate == row.estimate
+    assert row.is_full_effort
+
+
+def test_a_step_with_a_note_says_it():
+    step = Step(of_row=1)
+    step.note = "It trains nothing."
+    (row,), _ = plan(step)
+    assert row.advice.startswith("It trains nothing.")
+
+
+def test_what_needs_less_as_it_is_run_may_fit():
+    (row,), _ = plan(Step(of_row=13.5))
+    assert row.is_full_effort
+    assert row.fits
+    assert row.bytes_in_all == pytest.approx(15.15 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("effort", "efforts"),
+    [(False, ["low", "low"]), (True, ["full", "low", "low"])],
+)
+def test_effort_is_as_asked_for(effort, efforts):
+    step = Step(of_row=10)
+    (row,), _ = plan(step, is_full=effort)
+    assert sorted(step.efforts) == efforts
+    assert row.is_full_effort is effort
+
+
+@pytest.mark.parametrize("effort", [False, None])
+def test_of_what_does_not_fit_rows_and_kinds_are_known(effort):
+    (row,), _ = plan(Step(of_row=4, rows=16), is_full=effort)
+    assert row.fits is False
+    assert row.error is None
+    size = 19 if effort is False else 17.4
+    assert row.bytes_in_all == pytest.approx(size * GIB, rel=1e-3)
+    assert sum(row.memory.values()) == pytest.approx(row.bytes_in_all)
+    assert row.memory["other"] == 0.25 * GIB
+    assert row.memory["activations"] == pytest.approx(
+        (16 if effort is False else 14.65) * GIB, rel=0.02
+    )
+    assert row.most_rows == 3
+    assert row.advice == "At most 3 rows a replica fit."
+
+
+def test_the_most_rows_are_found_by_compiling():
+    (row,), stages = plan(Step(of_row=1), is_verified=True)
+    # At full effort a row needs 0.9 GiB.
+    assert row.most_rows == 14
+    assert row.is_most_verified
+    assert "trying 15 rows a replica" in stages
+
+
+def test_a_row_that_does_not_fit_is_none():
+    (row,), _ = plan(Step(of_row=90), is_verified=True)
+    assert row.most_rows == 0
+    assert row.is_most_verified
+
+
+def test_a_program_that_the_compiler_takes_fits():
+    step = Step(of_row=12)
+    # Of which some lie where others do.
+    step.shared = 3 * GIB
+    (row,), _ = plan(step)
+    assert row.is_full_effort
+    assert row.bytes_in_all > row.limit_bytes
+    assert row.fits
+    assert row.most_rows == 1
+    assert row.advice == "Nothing is left: some arrays lie where others do."
+
+
+@pytest.mark.parametrize("effort", [None, False])
+def test_low_effort_alone_takes_no_program_beyond_the_limit(effort):
+    step = Step(of_row=12)
+    # More than a quarter more than there is.
+    step.shared = 8 * GIB
+    (row,), _ = plan(step, is_full=effort)
+    assert row.is_full_effort is (effort is None)
+    assert row.fits is (effort is None)
+
+
+def test_more_rows_than_anybody_has_are_not_compiled():
+    (row,), stages = plan(Step(of_row=1e-7), is_verified=True)
+    assert row.most_rows is None
+    assert not any(stage.startswith("trying") for stage in stages)
+    assert row.error is None
+
+
+@pytest.mark.parametrize("is_verified", [False, True])
+@pytest.mark.parametrize(
+    ("most", "found", "note"),
+    [
+        (20, 12, "not found by compiling: It is of so many rows."),
+        (4, None, "not known: It is of so many rows."),
+    ],
+)
+def test_a_step_that_cannot_have_more_rows_keeps_its_figures(
+    most, found, note, is_verified
+):
+    step = Step(of_row=1)
+    step.most_rows = most
+    (row,), _ = plan(step, is_verified=is_verified)
+    assert row.bytes_in_all == 4 * GIB
+    assert row.most_rows == found
+    assert not row.is_most_verified
+    assert row.estimate.seconds == 0.5
+    assert (note in row.advice) == (is_verified or found is None)
+
+
+def test_a_note_is_kept_when_the_step_is_lowered_again():
+    class Noted(Step):
+        def lower(self, rows, blocks):
+            self.note = "It trains nothing."
+            return super().lower(rows, blocks)
+
+    step = Noted(of_row=1)
+    step.most_rows = 4
+    (row,), _ = plan(step, is_full=True)
+    assert row.is_full_effort
+    assert row.advice.startswith("It trains nothing. The most rows are not")
+
+
+def test_rows_that_need_no_bytes_are_not_compiled():
+    (row,), stages = plan(Step(of_row=0), is_verified=True)
+    assert row.most_rows is None
+    assert not any(stage.startswith("trying") for stage in stages)
+
+
+def test_a_step_of_an_execution_moves_its_own_batch():
+    step = Step(of_row=1)
+    step.steps = 64
+    step.batch_bytes = lambda rows: rows * 1e6
+    (row,), _ = plan(step)
+    # The program's arguments are 3 GiB, a step's own less.
+    own = 2.75 * GIB + 4e6
+    assert row.estimate.memory_seconds == pytest.approx(
+        (2 * own + 0) / chip_of(DEVICES[0]).memory_bandwidth
+    )
+
+
+def test_a_fault_of_the_compiler_is_a_row_of_its_own():
+    rows, _ = plan(
+        Step(of_row=1, error="INTERNAL: a fault\nof many lines"),
+        Step(of_row=1, error="RESOURCE_EXHAUSTED: somehow"),
+        Step(of_row=1),
+    )
+    assert [row.fits for row in rows] == [False, False, True]
+    assert rows[0].error == "INTERNAL: a fault"
+    assert rows[1].error == "RESOURCE_EXHAUSTED: somehow"
+
+
+def test_a_candidate_that_cannot_be_made_is_a_row_of_its_own():
+    def fail():
+        raise ValueError("It cannot be.")
+
+    with contextlib.closing(Compiler(num_threads=1)) as compiler:
+        given = [candidate(fail), candidate(lambda: Step(of_row=1))]
+        rows = list(iter_plans(given, compiler, Effort(), lambda *_: None))
+    assert [row.error for row in rows] == ["It cannot be.", None]
+    assert rows[0].num_devices == 4
+    assert rows[0].limit_bytes == LIMIT

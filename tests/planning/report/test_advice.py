@@ -1,0 +1,71 @@
+"""Advice on steps."""
+
+import pytest
+
+from keras_strategies.planning.report.advice import advice_on
+from tests.planning.made import step, times
+
+pytestmark = pytest.mark.quick
+
+STATE = {"weights": 8e9, "slots": 16e9, "activations": 1e9}
+ROWS = {"weights": 1e9, "slots": 2e9, "activations": 27e9}
+OTHER = {"weights": 1e9, "slots": 2e9, "temporary": 27e9}
+
+
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        ({}, ""),
+        ({"error": "It cannot be."}, ""),
+        ({"bytes_in_all": None}, ""),
+        (
+            {"bytes_in_all": 30e9, "memory": STATE, "layout": "replicated"},
+            "Weights and slots are 24.0 GB on every device: divide them with "
+            "`ks.experimental.FullySharded()`.",
+        ),
+        (
+            {"bytes_in_all": 30e9, "memory": STATE, "layout": "sharded:4"},
+            "Take a larger group (`shards`), or a larger slice.",
+        ),
+        (
+            {"bytes_in_all": 30e9, "memory": STATE, "num_replicas": 1},
+            "Take a slice of chips with more memory, or divide the state.",
+        ),
+        (
+            {"bytes_in_all": 30e9, "memory": ROWS, "most_rows": 2},
+            "At most 2 rows a replica fit.",
+        ),
+        (
+            {"bytes_in_all": 30e9, "memory": ROWS, "most_rows": 0},
+            "One row needs too much: `keras.RematScope` on its blocks, or a "
+            "model axis.",
+        ),
+        (
+            {"bytes_in_all": 30e9, "memory": OTHER},
+            "Take a slice of chips with more memory, or divide the state.",
+        ),
+        (
+            {"estimate": times(compute=0.1, links=0.4), "most_rows": 7},
+            "Links take longer than computing: more rows a replica (up to 7 "
+            "fit) cost little.",
+        ),
+        ({"estimate": times(compute=0.1, links=0.4), "most_rows": 5}, ""),
+        (
+            {"bytes_in_all": 15.9e9},
+            "0.10 GB are left: little for changes.",
+        ),
+        ({"limit_bytes": None}, ""),
+    ],
+)
+def test_what_to_do(given, advice):
+    assert advice_on(step(**given)) == advice
+
+
+def test_with_remat_is_said_only_where_it_saves():
+    big = step(bytes_in_all=30e9, memory=ROWS)
+    assert advice_on(big, remat=(30e9, 9e9)) == (
+        "`keras.RematScope` on your blocks: 30.0 -> 9.00 GB."
+    )
+    assert advice_on(big, remat=(30e9, 29e9)) == advice_on(big)
+    one = step(bytes_in_all=30e9, memory=ROWS, most_rows=None)
+    assert "RematScope" not in advice_on(one, has_remat=True)

@@ -1,0 +1,173 @@
+"""`Strategy.plan` on devices that are there: what its figures are."""
+
+import json
+
+import jax
+import keras
+import numpy as np
+import pytest
+
+import keras_strategies as ks
+from tests.plain_keras import mirrored
+
+SHAPE = jax.ShapeDtypeStruct((16, 40), "float32")
+BATCH = (SHAPE, SHAPE)
+QUIET = {"cache": False, "progress": False}
+
+
+def make_model(depth=1, width=40, optimizer="adam"):
+    layers = [
+        keras.layers.Dense(width, "tanh", name=f"dense{i}")
+        for i in range(depth)
+    ]
+    head = keras.layers.Dense(40, name="head")
+    model = keras.Sequential([keras.Input((40,)), *layers, head])
+    model.compile(optimizer, "mse")
+    return model
+
+
+def test_each_layout_has_its_bytes_and_collectives():
+    plan = mirrored(4).plan(lambda: make_model(width=400), BATCH, **QUIET)
+    assert [s.layout for s in plan.steps] == ["replicated", "slots", "sharded"]
+    replicated, slots, sharded = plan.steps
+    weights = 4 * (40 * 400 + 400 + 400 * 40 + 40)
+    assert replicated.memory["weights"] == weights
+    assert replicated.memory["slots"] >= 2 * weights
+    assert slots.memory["weights"] == weights
+    # Kernels of 16,000 entries are under FullySharded's least size.
+    assert sharded.memory["weights"] == weights
+    assert replicated.counts["all-reduce"] >= 1
+    assert all(step.rows == 16 and step.fits for step in plan.steps)
+    for step in plan.steps:
+        assert sum(step.memory.values()) == pytest.approx(step.bytes_in_all)
+    json.dumps(plan.to_json(), allow_nan=False)
+
+
+def test_what_is_planned_is_what_is_compiled():
+    strategy = ks.MirroredStrategy(
+        jax.devices()[:4],
+        variable_partitioner=ks.experimental.FullySharded(min_size=1),
+    )
+    with strategy.scope():
+        model = make_model(width=400)
+    program = strategy.compile_step(model, BATCH)
+    (step,) = strategy.plan(
+        model,
+        BATCH,
+        strategies=ks.experimental.FullySharded(min_size=1),
+        **QUIET,
+    ).steps
+    assert step.bytes_in_all == program.bytes_per_chip
+    assert step.counts == {k: n for k, n in program.collectives.items() if n}
+    assert step.layout == "FullySharded"
+
+
+def test_the_planned_model_is_left_as_it_is():
+    strategy = mirrored(4)
+    with strategy.scope():
+        model = make_model()
+    before = model.get_weights()
+    strategy.plan(model, BATCH, strategies="sharded", **QUIET)
+    for a, b in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    model.fit(np.zeros((16, 40)), np.zeros((16, 40)), verbose=0)
+
+
+def test_deep_models_are_extrapolated_from_a_few_blocks():
+    plans = [
+        mirrored(2).plan(
+            lambda: make_model(depth=20),
+            BATCH,
+            strategies="replicated",
+            whole=whole,
+            **QUIET,
+        )
+        for whole in (False, True)
+    ]
+    (few,), (whole,) = (plan.steps for plan in plans)
+    assert few.blocks == (4, 8, 20)
+    assert whole.blocks is None
+    assert few.memory["weights"] == whole.memory["weights"]
+    assert few.memory["slots"] == whole.memory["slots"]
+    assert few.bytes_in_all == pytest.approx(whole.bytes_in_all, rel=0.05)
+
+
+def test_models_whose_gradients_are_accumulated_are_compiled_whole():
+    def make():
+        adam = keras.optimizers.Adam(gradient_accumulation_steps=4)
+        return make_model(depth=20, optimizer=adam)
+
+    (step,) = mirrored(2).plan(make, BATCH, strategies="slots", **QUIET).steps
+    assert step.blocks is None
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"batch": SHAPE}, ValueError, "as `fit` trains on"),
+        ({"batch": (1, 2)}, TypeError, "arrays or by their shapes"),
+        ({"batch": (SHAPE, SHAPE.update(shape=(8, 4)))}, ValueError, "as many"),
+        ({"strategies": "tiny"}, ValueError, "'sharded:64'"),
+        ({"strategies": 3}, TypeError, "words or partitioners"),
+        ({"topologies": []}, ValueError, "at least one slice"),
+        ({"topologies": 3}, TypeError, "names of slices"),
+        ({"scale": "local"}, ValueError, "`scale` must be one of"),
+        ({"effort": "high"}, ValueError, "`effort` must be one of"),
+        ({"model": 3}, TypeError, "a function that makes one"),
+        (
+            {"model": keras.Sequential([keras.layers.Dense(1)])},
+            ValueError,
+            "is not compiled",
+        ),
+    ],
+)
+def test_wrong_arguments(change, error, message):
+    arguments = {"model": make_model, "batch": BATCH} | change
+    with pytest.raises(error, match=message):
+        mirrored(2).plan(**arguments, **QUIET)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ("sharded:3", "groups of equally many"),
+        ("model:2", "those of TPU slices"),
+    ],
+)
+def test_what_is_wrong_with_a_candidate_is_said_in_its_row(layout, message):
+    plan = mirrored(4).plan(
+        make_model, BATCH, strategies=[layout, "slots"], **QUIET
+    )
+    assert message in plan.steps[0].error
+    assert message in str(plan).replace("\n", " ")
+    assert plan.steps[0].fits is False
+
+
+@pytest.mark.parametrize(
+    ("maker", "error"),
+    [(lambda: 1 // 0, ZeroDivisionError), (lambda: 3, TypeError)],
+)
+def test_what_the_function_raises_is_raised(maker, error):
+    with pytest.raises(error):
+        mirrored(2).plan(maker, BATCH, **QUIET)
+
+
+def test_figures_are_kept_for_the_next_plan(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    strategy = mirrored(2)
+
+    def planned(width):
+        return strategy.plan(
+            lambda: make_model(width=width),
+            BATCH,
+            strategies="replicated",
+            progress=False,
+        ).steps[0]
+
+    first = planned(40)
+    files = list(tmp_path.rglob("*.json"))
+    assert len(files) == 2
+    assert planned(40).bytes_in_all == first.bytes_in_all
+    assert len(list(tmp_path.rglob("*.json"))) == 2
+    planned(50)
+    assert len(list(tmp_path.rglob("*.json"))) == 4
