@@ -13,6 +13,7 @@ from keras_strategies._core.jaxprs.stages import names_in
 from keras_strategies._core.row_kinds import (
     elementwise,
     indexing,
+    kernels,
     reductions,
     shapes,
 )
@@ -233,6 +234,8 @@ _RULES: dict[str, Callable[[Call], Any]] = {
     ),
     "triangular_solve": reductions.of_matrices(2),
     "fft": reductions.fft,
+    **_all(kernels.cudnn, *kernels.CUDNN),
+    "pallas_call": kernels.pallas,
     "gather": indexing.gather,
     **_all(
         indexing.scatter,
