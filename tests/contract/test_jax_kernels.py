@@ -98,9 +98,10 @@ def lstm(x, weights, state=None, lengths=None):
         state = jnp.zeros((1, count, 3))
     if lengths is None:
         lengths = jnp.full(count, steps, "int32")
-    return rnn.lstm(
+    outputs, _, _ = rnn.lstm(
         x, state, state, weights, lengths, size, 3, 1, 0.0, False
-    )[0]
+    )
+    return outputs
 
 
 def weights():
