@@ -242,7 +242,12 @@ def test_a_metric_that_fails_on_toy_data_is_taken_as_no_sum():
     ("metric", "args", "kwargs", "rule"),
     [
         (keras.metrics.Mean(), (np.float32(1),), {}, "mean"),
-        (keras.metrics.Mean(), (np.float32(1), np.float32(2)), {}, "whole"),
+        (
+            keras.metrics.Mean(),
+            (np.float32(1), np.float32(2)),
+            {},
+            "global batch",
+        ),
         (keras.metrics.Mean(), (np.float32(1), 2), {}, "mean"),
         (
             keras.metrics.Mean(),
@@ -250,8 +255,8 @@ def test_a_metric_that_fails_on_toy_data_is_taken_as_no_sum():
             {"sample_weight": 4},
             "sum",
         ),
-        (keras.metrics.Sum(), (np.float32(1),), {}, "whole"),
-        (Errors(), (np.float32(1), np.float32(1)), {}, "whole"),
+        (keras.metrics.Sum(), (np.float32(1),), {}, "global batch"),
+        (Errors(), (np.float32(1), np.float32(1)), {}, "global batch"),
         (Errors(), (VECTORS[0][:4], np.float32(1)), {}, "sum"),
         # A constant of the program is told to every replica. That it counts
         # no rows is for a probe to confirm.
