@@ -33,6 +33,17 @@ class ValueContext:
     Attributes:
       replica_id_in_sync_group: The replica's id.
       num_replicas_in_sync: Number of replicas.
+
+    Example:
+      ```python
+      def value_fn(context):
+          return float(context.replica_id_in_sync_group)
+
+      ids = strategy.experimental_distribute_values_from_function(value_fn)
+      assert strategy.reduce("sum", ids, axis=None) == sum(
+          range(strategy.num_replicas_in_sync)
+      )
+      ```
     """
 
     replica_id_in_sync_group: int = 0
@@ -48,6 +59,16 @@ class ReplicaContext:
       strategy: The strategy.
       step: The program that is traced, or None for the one replica of the
         default strategy.
+
+    Example:
+      ```python
+      def replica_fn(x):
+          context = ks.get_replica_context()
+          total = context.all_reduce(ks.ReduceOp.SUM, keras.ops.sum(x))
+          return total / context.num_replicas_in_sync
+
+      means = strategy.run(replica_fn, args=batch[:1])
+      ```
     """
 
     def __init__(

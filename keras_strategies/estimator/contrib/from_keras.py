@@ -55,6 +55,12 @@ def model_to_estimator(
       ValueError: neither or both of model and path, a model that is not
         compiled, or what has no meaning here.
       TypeError: an argument of another type.
+
+    Example:
+      ```python
+      estimator = ks.estimator.model_to_estimator(model, model_dir="run")
+      estimator.train(train_input_fn, steps=1)
+      ```
     """
     if (keras_model is None) == (keras_model_path is None):
         raise ValueError(
