@@ -44,9 +44,7 @@ class DistributedValues:
     A pytree node; `values` are the components, in the order of replica ids.
 
     Example:
-      >>> sums = strategy.run(step, args=batch)
-      >>> len(sums.values) == strategy.num_replicas_in_sync
-      True
+      >>> first, *others = strategy.run(step, args=batch).values
     """
 
     @property
@@ -187,8 +185,7 @@ class Mirrored(DistributedValues):
       mesh: The strategy's replicas; None for those that the array lies on.
 
     Example:
-      >>> rate = ks.Mirrored(0.5)
-      >>> strategy.run(lambda r: 2 * r, args=(rate,))
+      >>> strategy.run(lambda rate: 2 * rate, args=(ks.Mirrored(0.5),))
       1.0
     """
 

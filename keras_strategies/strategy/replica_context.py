@@ -119,6 +119,15 @@ class ReplicaContext:
         Returns:
           The nest, the same on every replica. Gradients flow through: a
           replica's is the same reduction of all replicas' incoming ones.
+
+        Example:
+          ```python
+          def replica_fn(x):
+              context = ks.get_replica_context()
+              return context.all_reduce("mean", keras.ops.mean(x))
+
+          means = strategy.run(replica_fn, args=batch[:1])
+          ```
         """
         self._check_current("all_reduce")
         op = as_reduce_op(reduce_op)
@@ -141,6 +150,15 @@ class ReplicaContext:
         Returns:
           The nest, in the order of replica ids, the same on every replica.
           Gradients flow through.
+
+        Example:
+          ```python
+          def replica_fn(x):
+              return ks.get_replica_context().all_gather(x, axis=0)
+
+          rows = strategy.run(replica_fn, args=batch[:1])
+          assert rows.values[0].shape[0] == 64
+          ```
         """
         self._check_current("all_gather")
 
@@ -175,6 +193,17 @@ class ReplicaContext:
 
         Returns:
           What it returns, for this replica.
+
+        Example:
+          ```python
+          def merge_fn(strategy, x):
+              return strategy.reduce("sum", x, axis=None)
+
+          def replica_fn(x):
+              return ks.get_replica_context().merge_call(merge_fn, (x,))
+
+          totals = strategy.run(replica_fn, args=batch[:1])
+          ```
         """
         self._check_current("merge_call")
         turn = current_side()

@@ -59,7 +59,7 @@ def model_to_estimator(
     Example:
       ```python
       estimator = ks.estimator.model_to_estimator(model, model_dir="run")
-      estimator.train(train_input_fn, steps=1)
+      spec = ks.estimator.TrainSpec(train_input_fn, max_steps=1000)
       ```
     """
     if (keras_model is None) == (keras_model_path is None):
