@@ -28,7 +28,11 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 class ReduceOp(enum.Enum):
-    """A reduction over replicas; its name as a string will do too."""
+    """A reduction over replicas; its name as a string will do too.
+
+    Example:
+      >>> total = strategy.reduce(ks.ReduceOp.SUM, batch, axis=0)
+    """
 
     SUM = "SUM"
     MEAN = "MEAN"
@@ -38,6 +42,9 @@ class DistributedValues:
     """A value with a component on each replica; the base of the two kinds.
 
     A pytree node; `values` are the components, in the order of replica ids.
+
+    Example:
+      >>> first, *others = strategy.run(step, args=batch).values
     """
 
     @property
@@ -57,6 +64,11 @@ class PerReplica(DistributedValues):
       arrays: What holds the components: one array, or one for each.
       total: The sum of the components, if it is known, or None.
       shapes: The shapes of all components, if the layout is `PADDED`.
+
+    Example:
+      >>> ids = ks.PerReplica(range(strategy.num_replicas_in_sync))
+      >>> strategy.run(lambda i: 10 * i, args=(ids,)).values[1]
+      Array(10, dtype=int32)
     """
 
     def __init__(self, values: Sequence[Any]) -> None:
@@ -171,6 +183,10 @@ class Mirrored(DistributedValues):
       array: An array that every device of the strategy holds, or that they
         divide.
       mesh: The strategy's replicas; None for those that the array lies on.
+
+    Example:
+      >>> strategy.run(lambda rate: 2 * rate, args=(ks.Mirrored(0.5),))
+      1.0
     """
 
     def __init__(self, array: Any, mesh: ReplicaMesh | None = None) -> None:

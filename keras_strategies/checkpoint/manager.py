@@ -128,6 +128,15 @@ class CheckpointManager:
           OSError: it does not fit on the disk, or the last one could not be
             written.
           RuntimeError: the manager is closed.
+
+        Example:
+          ```python
+          manager = ks.checkpoint.CheckpointManager(
+              checkpoint, "run", ks.checkpoint.Keep(last=2, best="loss")
+          )
+          manager.save(100, {"loss": 0.5})
+          manager.close()
+          ```
         """
         if self._is_closed:
             raise RuntimeError(
@@ -156,6 +165,13 @@ class CheckpointManager:
 
         Raises:
           ValueError: it is of other objects; they are listed.
+
+        Example:
+          ```python
+          manager = ks.checkpoint.CheckpointManager(checkpoint, "run")
+          step = manager.restore_or_initialize() or 0
+          assert step == 0
+          ```
         """
         step = self._storage.newest()
         if step is not None:
@@ -171,6 +187,13 @@ class CheckpointManager:
         Raises:
           DamagedCheckpoint: it is damaged, or not there.
           ValueError: it is of other objects.
+
+        Example:
+          ```python
+          manager = ks.checkpoint.CheckpointManager(checkpoint, "run")
+          manager.save(100)
+          manager.restore(100)
+          ```
         """
         self._storage.check(step)
         read_into(self._checkpoint, self._storage, step, is_part=False)
@@ -180,6 +203,14 @@ class CheckpointManager:
 
         Raises:
           OSError: it could not be written.
+
+        Example:
+          ```python
+          manager = ks.checkpoint.CheckpointManager(checkpoint, "run")
+          path = manager.save(100)
+          manager.wait()
+          assert manager.checkpoints == [path]
+          ```
         """
         self._storage.wait()
 

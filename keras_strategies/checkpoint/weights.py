@@ -21,6 +21,14 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
     """The path of the newest checkpoint in a directory, None without any.
 
     As `tf.train.latest_checkpoint`. What is in it is not looked at.
+
+    Example:
+      ```python
+      with ks.checkpoint.CheckpointManager(checkpoint, "run") as manager:
+          manager.save(step=100)
+      path = ks.checkpoint.latest_checkpoint("run")
+      checkpoint.restore(path)
+      ```
     """
     steps = find_steps(directory)
     return str(pathlib.Path(directory) / str(steps[-1])) if steps else None
@@ -61,6 +69,14 @@ def load_weights(
       ValueError: it is of another model; what differs is listed. Or several
         objects in it fit; or the model is not built.
       TypeError: the first argument is no model.
+
+    Example:
+      ```python
+      with ks.checkpoint.CheckpointManager(checkpoint, "run") as manager:
+          manager.save(step=100)
+      assert ks.checkpoint.load_weights(model, "run") == 100
+      model.save("model.keras")
+      ```
     """
     if not isinstance(model, keras.Model):
         raise TypeError(

@@ -135,6 +135,16 @@ class TaskInfo:
       num_processes: The number of training processes.
       addresses: `host:port` of every training process in the order of their
         numbers; None where it is not known.
+
+    Example:
+      >>> hosts = {"worker": ["host0:2222", "host1:2222"]}
+      >>> resolver = ks.cluster_resolver.SimpleClusterResolver(
+      ...     ks.cluster_resolver.ClusterSpec(hosts),
+      ...     task_type="worker", task_id=0,
+      ... )
+      >>> info = ks.cluster_resolver.task_info(resolver)
+      >>> info.is_chief, info.num_processes
+      (True, 2)
     """
 
     type: str

@@ -33,6 +33,14 @@ class DistributedDataset:
 
     Attributes:
       source: Where the batches come from.
+
+    Example:
+      ```python
+      data = strategy.experimental_distribute_dataset(dataset)
+      for epoch in range(2):
+          for x, y in data:
+              strategy.run(train_step, args=(x, y))
+      ```
     """
 
     def __init__(self, source: Source, mesh: ReplicaMesh) -> None:
@@ -72,6 +80,17 @@ class DistributedIterator:
       steps: The steps.
       epoch: Which epoch it reads.
       start: How many steps to leave out.
+
+    Example:
+      ```python
+      iterator = iter(strategy.experimental_distribute_dataset(dataset))
+      x, y = next(iterator)
+      state = iterator.get_state()
+
+      resumed = iter(strategy.experimental_distribute_dataset(dataset))
+      resumed.set_state(state)
+      assert resumed.get_state()["step"] == 1
+      ```
     """
 
     def __init__(self, steps: Steps, epoch: int, start: int = 0) -> None:

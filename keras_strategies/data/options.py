@@ -14,6 +14,17 @@ class AutoShardPolicy(enum.IntEnum):
       DATA: Each process runs the whole pipeline and keeps its rows.
       HINT: Each `shard(SHARD_HINT, ...)` of the dataset is made the process's.
       OFF: Each process uses all that its dataset yields.
+
+    Example:
+      ```python
+      options = ks.InputOptions(
+          distribute=ks.data.DistributeOptions(
+              auto_shard_policy=ks.data.AutoShardPolicy.FILE
+          )
+      )
+      files = ks.data.files("train/*.npz", "npz", batch_size=64)
+      data = strategy.experimental_distribute_dataset(files, options)
+      ```
     """
 
     AUTO = 0
@@ -35,6 +46,17 @@ class DistributeOptions:
       auto_shard_policy: How several processes share the dataset.
       num_devices: Not used; for tf's signature.
       auto_shard: The old, boolean form: False is `AutoShardPolicy.OFF`.
+
+    Example:
+      ```python
+      options = ks.data.DistributeOptions(
+          auto_shard_policy=ks.data.AutoShardPolicy.OFF
+      )
+      data = strategy.experimental_distribute_dataset(
+          ks.data.files("train/*.npz", "npz", batch_size=64),
+          ks.InputOptions(distribute=options),
+      )
+      ```
     """
 
     auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
@@ -55,6 +77,16 @@ class InputReplicationMode(enum.Enum):
     Attributes:
       PER_WORKER: Once in each process.
       PER_REPLICA: Once for each replica.
+
+    Example:
+      ```python
+      options = ks.InputOptions(
+          experimental_replication_mode=ks.InputReplicationMode.PER_REPLICA
+      )
+      data = strategy.distribute_datasets_from_function(
+          lambda context: dataset, options
+      )
+      ```
     """
 
     PER_WORKER = "PER_WORKER"
@@ -75,6 +107,12 @@ class InputOptions:
       experimental_per_replica_buffer_size: How many batches are read ahead.
       distribute: How several processes share a dataset that is no
         `tf.data.Dataset` (one has options of its own).
+
+    Example:
+      ```python
+      options = ks.InputOptions(experimental_per_replica_buffer_size=2)
+      data = strategy.experimental_distribute_dataset(dataset, options)
+      ```
     """
 
     experimental_fetch_to_device: bool | None = None

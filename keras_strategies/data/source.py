@@ -37,6 +37,14 @@ class Part:
         it was computed, to find whether all processes see the same.
       counts: For a process-local source: how many of the rows each of this
         process's replicas takes, if that is not left to the feed.
+
+    Example:
+      ```python
+      import numpy as np
+
+      rows = {"x": np.zeros((32, 8), "float32")}
+      part = ks.data.Part(data=rows, rows=64)
+      ```
     """
 
     data: Tree
@@ -226,6 +234,12 @@ def take(
       is_copied: Whether user code may fill the same arrays again while the
         part is still needed: it is read ahead, and CPU devices use a host's
         memory as it is.
+
+    Example:
+      >>> import numpy as np
+      >>> part = ks.data.take(np.arange(6), lambda rows: (rows // 2, rows))
+      >>> part.data, part.rows
+      (array([3, 4, 5]), 6)
     """
     rows = num_rows(batch)
     checksum = rows_checksum(batch, (0, rows - 1)) if has_checksums else None

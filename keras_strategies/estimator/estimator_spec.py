@@ -18,6 +18,18 @@ class ModeKeys:
       TRAIN: Training.
       EVAL: Evaluation.
       PREDICT: Prediction, and export.
+
+    Example:
+      ```python
+      def model_fn(features, labels, mode, params):
+          model = make_model(params)
+          if mode == ks.estimator.ModeKeys.PREDICT:
+              return ks.estimator.EstimatorSpec(mode, model=model)
+          model.compile("adam", "mse")
+          return model
+
+      estimator = ks.estimator.Estimator(model_fn)
+      ```
     """
 
     TRAIN = "train"

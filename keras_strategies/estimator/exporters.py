@@ -23,7 +23,20 @@ _logger = logging.getLogger(__name__)
 
 
 class Exporter(abc.ABC):
-    """What `EvalSpec(exporters=...)` takes; derive an own one from it."""
+    """What `EvalSpec(exporters=...)` takes; derive an own one from it.
+
+    Example:
+      ```python
+      class Losses(ks.estimator.Exporter):
+          name = "losses"
+
+          def export(self, estimator, export_path, checkpoint_path,
+                     eval_result, is_the_final_export):
+              print(checkpoint_path, eval_result["loss"])
+
+      spec = ks.estimator.EvalSpec(eval_input_fn, exporters=Losses())
+      ```
+    """
 
     @property
     @abc.abstractmethod
@@ -126,6 +139,13 @@ class FinalExporter(_ModelExporter):
 
     Raises:
       ValueError: what has no meaning here.
+
+    Example:
+      ```python
+      spec = ks.estimator.EvalSpec(
+          eval_input_fn, exporters=ks.estimator.FinalExporter("final")
+      )
+      ```
     """
 
     def __init__(
@@ -162,6 +182,12 @@ class LatestExporter(_ModelExporter):
     Raises:
       ValueError: what has no meaning here, or `exports_to_keep` is 0 or less.
       TypeError: `exports_to_keep` is no integer.
+
+    Example:
+      ```python
+      exporter = ks.estimator.LatestExporter("latest", exports_to_keep=3)
+      spec = ks.estimator.EvalSpec(eval_input_fn, exporters=exporter)
+      ```
     """
 
 

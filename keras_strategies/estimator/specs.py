@@ -34,6 +34,11 @@ class TrainSpec:
     Raises:
       TypeError: an argument of another type, such as a SessionRunHook.
       ValueError: `max_steps` is 0 or less.
+
+    Example:
+      >>> spec = ks.estimator.TrainSpec(train_input_fn, max_steps=1000)
+      >>> spec.max_steps
+      1000
     """
 
     input_fn: Callable[..., Any]
@@ -70,6 +75,14 @@ class EvalSpec:
       TypeError: an argument of another type, such as a SessionRunHook.
       ValueError: `steps` is 0 or less, seconds are negative, or exporters
         have equal or empty names.
+
+    Example:
+      ```python
+      spec = ks.estimator.EvalSpec(
+          eval_input_fn, steps=None, throttle_secs=60,
+          exporters=ks.estimator.LatestExporter("latest"),
+      )
+      ```
     """
 
     input_fn: Callable[..., Any]

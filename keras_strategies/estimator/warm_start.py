@@ -34,6 +34,16 @@ class WarmStartSettings:
     Raises:
       ValueError: an empty path, or what has no meaning here.
       TypeError: an argument of another type.
+
+    Example:
+      ```python
+      settings = ks.estimator.WarmStartSettings(
+          "pretrained", vars_to_warm_start=".*kernel"
+      )
+      estimator = ks.estimator.Estimator(
+          model_fn, model_dir="finetuned", warm_start_from=settings
+      )
+      ```
     """
 
     ckpt_to_initialize_from: str | os.PathLike[str]

@@ -62,13 +62,28 @@ def get_strategy() -> Strategy:
 
     Outside of scopes it is the default strategy: one replica on the default
     device, whose scope changes nothing. A new thread starts outside.
+
+    Example:
+      >>> with strategy.scope():
+      ...     ks.get_strategy() is strategy
+      True
+      >>> ks.get_strategy().num_replicas_in_sync
+      1
     """
     entered = current.entered_strategy()
     return cast(Strategy, entered or default_strategy())
 
 
 def has_strategy() -> bool:
-    """Returns whether the current strategy is another than the default one."""
+    """Returns whether the current strategy is another than the default one.
+
+    Example:
+      >>> ks.has_strategy()
+      False
+      >>> with strategy.scope():
+      ...     ks.has_strategy()
+      True
+    """
     entered = current.entered_strategy()
     return entered is not None and not isinstance(entered, DefaultStrategy)
 
@@ -101,6 +116,13 @@ def in_cross_replica_context() -> bool:
 
     True in a strategy's scope and in a function given to `merge_call`; False
     inside of `run`, and outside of scopes.
+
+    Example:
+      >>> with strategy.scope():
+      ...     ks.in_cross_replica_context()
+      True
+      >>> ks.in_cross_replica_context()
+      False
     """
     return get_replica_context() is None
 
@@ -114,6 +136,12 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
 
     Raises:
       RuntimeError: called inside a `with strategy.scope()`.
+
+    Example:
+      >>> ks.experimental_set_strategy(strategy)
+      >>> ks.get_strategy() is strategy
+      True
+      >>> ks.experimental_set_strategy(None)
     """
     is_set = current.stack.set_globally is not None
     if len(current.stack.entered) > int(is_set):

@@ -20,6 +20,17 @@ class StrategyExtended:
     Args:
       runtime: The strategy's fact sheet.
       runner: What its `run` calls.
+
+    Example:
+      ```python
+      def merge_fn(strategy, x):
+          return strategy.extended.reduce_to("sum", x, destinations=x)
+
+      def replica_fn(x):
+          return ks.get_replica_context().merge_call(merge_fn, args=(x,))
+
+      sums = strategy.run(replica_fn, args=batch[:1])
+      ```
     """
 
     def __init__(self, runtime: Runtime, runner: Runner) -> None:

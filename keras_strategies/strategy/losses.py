@@ -35,6 +35,12 @@ def compute_average_loss(
 
     References:
       `tf.nn.compute_average_loss`.
+
+    Example:
+      >>> loss_of = keras.losses.MeanSquaredError(reduction="none")
+      >>> losses = loss_of([[0.0], [0.0]], [[1.0], [2.0]])
+      >>> float(ks.compute_average_loss(losses, global_batch_size=4))
+      1.25
     """
     losses = jnp.asarray(per_example_loss)
     if not losses.ndim:
@@ -79,6 +85,16 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
 
     References:
       `tf.nn.scale_regularization_loss`.
+
+    Example:
+      ```python
+      def loss_fn(x, y):
+          losses = (y - model(x, training=True)) ** 2
+          loss = ks.compute_average_loss(losses, global_batch_size=64)
+          return loss + ks.scale_regularization_loss(model.losses)
+
+      loss = strategy.reduce("sum", strategy.run(loss_fn, batch), axis=None)
+      ```
     """
     parts = regularization_loss
     if not isinstance(parts, list | tuple):

@@ -72,6 +72,15 @@ class OneDeviceStrategy(Strategy):
 
     Raises:
       ValueError: an unknown device.
+
+    Example:
+      ```python
+      strategy = ks.OneDeviceStrategy("cpu:0")
+      with strategy.scope():
+          model = keras.Sequential([keras.Input((32,)), keras.layers.Dense(1)])
+          model.compile("adam", "mse")
+      model.fit(x, y, batch_size=64)
+      ```
     """
 
     def __init__(self, device: str | jax.Device) -> None:

@@ -33,6 +33,17 @@ class ValueContext:
     Attributes:
       replica_id_in_sync_group: The replica's id.
       num_replicas_in_sync: Number of replicas.
+
+    Example:
+      ```python
+      def value_fn(context):
+          return float(context.replica_id_in_sync_group)
+
+      ids = strategy.experimental_distribute_values_from_function(value_fn)
+      assert strategy.reduce("sum", ids, axis=None) == sum(
+          range(strategy.num_replicas_in_sync)
+      )
+      ```
     """
 
     replica_id_in_sync_group: int = 0
@@ -48,6 +59,16 @@ class ReplicaContext:
       strategy: The strategy.
       step: The program that is traced, or None for the one replica of the
         default strategy.
+
+    Example:
+      ```python
+      def replica_fn(x):
+          context = ks.get_replica_context()
+          total = context.all_reduce(ks.ReduceOp.SUM, keras.ops.sum(x))
+          return total / context.num_replicas_in_sync
+
+      means = strategy.run(replica_fn, args=batch[:1])
+      ```
     """
 
     def __init__(
@@ -98,6 +119,15 @@ class ReplicaContext:
         Returns:
           The nest, the same on every replica. Gradients flow through: a
           replica's is the same reduction of all replicas' incoming ones.
+
+        Example:
+          ```python
+          def replica_fn(x):
+              context = ks.get_replica_context()
+              return context.all_reduce("mean", keras.ops.mean(x))
+
+          means = strategy.run(replica_fn, args=batch[:1])
+          ```
         """
         self._check_current("all_reduce")
         op = as_reduce_op(reduce_op)
@@ -120,6 +150,15 @@ class ReplicaContext:
         Returns:
           The nest, in the order of replica ids, the same on every replica.
           Gradients flow through.
+
+        Example:
+          ```python
+          def replica_fn(x):
+              return ks.get_replica_context().all_gather(x, axis=0)
+
+          rows = strategy.run(replica_fn, args=batch[:1])
+          assert rows.values[0].shape[0] == 64
+          ```
         """
         self._check_current("all_gather")
 
@@ -154,6 +193,17 @@ class ReplicaContext:
 
         Returns:
           What it returns, for this replica.
+
+        Example:
+          ```python
+          def merge_fn(strategy, x):
+              return strategy.reduce("sum", x, axis=None)
+
+          def replica_fn(x):
+              return ks.get_replica_context().merge_call(merge_fn, (x,))
+
+          totals = strategy.run(replica_fn, args=batch[:1])
+          ```
         """
         self._check_current("merge_call")
         turn = current_side()

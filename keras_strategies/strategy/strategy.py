@@ -43,6 +43,14 @@ class Strategy(CustomLoops, PlanMixin):
 
     Raises:
       TypeError: `mesh` is not a `ReplicaMesh`.
+
+    Example:
+      ```python
+      strategy = ks.Strategy(ks.ReplicaMesh(devices=jax.devices()[:2]))
+      with strategy.scope():
+          model = keras.Sequential([keras.Input((32,)), keras.layers.Dense(1)])
+          model.compile("adam", "mse")
+      ```
     """
 
     def __init__(

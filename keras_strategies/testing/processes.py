@@ -36,6 +36,17 @@ class ProcessResult:
       returncode: Its exit status; negative for a signal.
       value: What the function returned, through JSON; None if it failed.
       output: What the process wrote to stdout and stderr.
+
+    Example:
+      ```python
+      from keras_strategies import testing
+
+      first, second = testing.run_processes(
+          "jobs:train", num_processes=2, must_succeed=False
+      )
+      assert first.returncode == 0, first.output
+      assert first.value == second.value
+      ```
     """
 
     returncode: int
@@ -72,6 +83,18 @@ def run_processes(
     Raises:
       TimeoutError: some did not end in time; all are ended by then.
       RuntimeError: some failed, and all must succeed.
+
+    Example:
+      ```python
+      from keras_strategies import testing
+
+      # The file jobs.py has `def train(steps): ...`, which makes a
+      # `ks.MultiWorkerMirroredStrategy()` and returns a number.
+      results = testing.run_processes(
+          "jobs:train", num_processes=2, args=[10]
+      )
+      assert results[0].value == results[1].value
+      ```
     """
     (port,) = free_ports(1)
     address = f"127.0.0.1:{port}"

@@ -20,6 +20,14 @@ def assert_replicated(*owners: keras.Model | keras.Variable) -> None:
 
     Raises:
       AssertionError: copies differ; the text lists the variables.
+
+    Example:
+      ```python
+      from keras_strategies import testing
+
+      model.fit(x, y, batch_size=64)
+      testing.assert_replicated(model)
+      ```
     """
     variables: list[keras.Variable] = []
     for owner in owners:

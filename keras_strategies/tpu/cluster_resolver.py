@@ -49,6 +49,13 @@ class TPUSystemMetadata(NamedTuple):
       num_of_cores_per_host: Number of cores of each.
       topology: The `Topology`; None where there are several slices.
       devices: The jax devices. Differs from tf: there they are descriptions.
+
+    Example:
+      ```python
+      resolver = ks.cluster_resolver.TPUClusterResolver.connect("")
+      metadata = resolver.get_tpu_system_metadata()
+      print(metadata.num_cores, "cores on", metadata.num_hosts, "hosts")
+      ```
     """
 
     num_cores: int

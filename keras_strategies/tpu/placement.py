@@ -17,6 +17,16 @@ class DeviceOrderMode(enum.IntEnum):
     Differs from tf: every mode gives rows, x first for replicas and the core
     first for a replica's cores. XLA finds the links itself, and compiles the
     same program for rings.
+
+    Example:
+      ```python
+      topology = ks.tpu.experimental.Topology.from_devices(jax.devices())
+      assignment = ks.tpu.experimental.DeviceAssignment.build(
+          topology,
+          num_replicas=2,
+          device_order_mode=ks.tpu.experimental.DeviceOrderMode.MESH,
+      )
+      ```
     """
 
     AUTO = 0

@@ -65,6 +65,11 @@ def shutdown_tpu_system(cluster_resolver: Any = None) -> None:
 
     Raises:
       TypeError: `cluster_resolver` is no resolver.
+
+    Example:
+      ```python
+      ks.tpu.experimental.shutdown_tpu_system()
+      ```
     """
     _check_resolver(cluster_resolver)
     jax.clear_caches()

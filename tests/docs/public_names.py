@@ -47,6 +47,15 @@ def public_names():
     }
 
 
+def public_code():
+    """The public classes and functions, by their dotted names."""
+    return {
+        path: value
+        for path, value in public_names().items()
+        if inspect.isclass(value) or inspect.isroutine(value)
+    }
+
+
 def public_docstrings():
     """The docstrings of modules, names and members, by dotted names.
 
@@ -54,11 +63,7 @@ def public_docstrings():
     inherited is its base's.
     """
     found = {path: m.__doc__ for path, m in public_modules().items()}
-    names = {
-        path: value
-        for path, value in public_names().items()
-        if inspect.isclass(value) or inspect.isroutine(value)
-    }
+    names = public_code()
     seen = set()
     for path in sorted(names, key=lambda path: _depth(names[path])):
         for place, value in ((path, names[path]), *_members(path, names[path])):

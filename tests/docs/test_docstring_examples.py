@@ -4,7 +4,7 @@ import pytest
 
 from tests.docs.docstring_code import examples_of, run_example
 from tests.docs.example_names import names_for
-from tests.docs.public_names import public_docstrings
+from tests.docs.public_names import public_code, public_docstrings
 
 EXAMPLES = {
     path: examples
@@ -18,7 +18,19 @@ ELSEWHERE = {
     "keras_strategies.cluster_resolver.KubernetesClusterResolver": (
         "asks Kubernetes for pods; tests/cluster has a client that answers"
     ),
+    "keras_strategies.cluster_resolver.KubernetesExecutableLocation": (
+        "loads credentials; tests/cluster has a client that answers"
+    ),
     "keras_strategies.cluster_resolver.TPUClusterResolver": (
+        "joins hosts before JAX's devices are used; tests/tpu has hosts"
+    ),
+    "keras_strategies.testing.ProcessResult": (
+        "starts two processes; tests/multi_process does"
+    ),
+    "keras_strategies.testing.run_processes": (
+        "starts two processes; tests/multi_process does"
+    ),
+    "keras_strategies.tpu.experimental.TPUSystemMetadata": (
         "joins hosts before JAX's devices are used; tests/tpu has hosts"
     ),
 }
@@ -47,8 +59,38 @@ def test_an_example_runs(path, tmp_path, monkeypatch):
         run_example(source, names)
 
 
+def without_example(code):
+    """The dotted names of classes and functions without an example."""
+    return {
+        path
+        for path, value in code.items()
+        if not examples_of(value.__doc__ or "")
+    }
+
+
+def test_each_public_class_and_function_has_an_example():
+    assert not without_example(public_code())
+
+
+def test_names_without_an_example_are_seen():
+    def documented():
+        """Adds.
+
+        Example:
+          >>> 1 + 1
+          2
+        """
+
+    def summarized():
+        """Adds."""
+
+    def bare(): ...
+
+    code = {"a": documented, "b": summarized, "c": bare}
+    assert without_example(code) == {"b", "c"}
+
+
 def test_there_are_examples_of_all_kinds():
-    assert len(EXAMPLES) > 40
     sources = [source for found in EXAMPLES.values() for source in found]
     assert sum(">>>" in source for source in sources) >= 2
     assert EXAMPLES.keys() >= ELSEWHERE.keys() | WITH_LIBTPU

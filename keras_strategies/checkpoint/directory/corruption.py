@@ -17,6 +17,17 @@ class DamagedCheckpoint(ValueError):
       path: The checkpoint's folder; None if it is not known.
       file: The file at fault, relative to it; None for the whole.
       fault: What is wrong, in short: for a table.
+
+    Example:
+      ```python
+      manager = ks.checkpoint.CheckpointManager(checkpoint, "run")
+      manager.save(step=100)
+      manager.close()
+      try:
+          manager.restore(step=200)
+      except ks.checkpoint.DamagedCheckpoint as error:
+          print(error.path, error.fault)
+      ```
     """
 
     def __init__(

@@ -56,6 +56,15 @@ class KubernetesExecutableLocation(enum.Enum):
     Attributes:
       WITHIN_CLUSTER: In a pod: its service account's.
       OFF_CLUSTER: Elsewhere: those of `~/.kube/config`.
+
+    Example:
+      ```python
+      location = ks.cluster_resolver.KubernetesExecutableLocation
+      resolver = ks.cluster_resolver.KubernetesClusterResolver(
+          {"worker": ["job-name=train"]},
+          executable_location=location.OFF_CLUSTER,
+      )
+      ```
     """
 
     WITHIN_CLUSTER = 0

@@ -21,6 +21,16 @@ class ClusterResolver(abc.ABC):
 
     References:
       https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/ClusterResolver
+
+    Example:
+      >>> class Pair(ks.cluster_resolver.ClusterResolver):
+      ...     def cluster_spec(self):
+      ...         hosts = ["host0:2222", "host1:2222"]
+      ...         return ks.cluster_resolver.ClusterSpec({"worker": hosts})
+      >>> resolver = Pair()
+      >>> resolver.task_type, resolver.task_id = "worker", 1
+      >>> resolver.master()
+      'host1:2222'
     """
 
     _task_type: str | None = None

@@ -68,6 +68,16 @@ class SlurmClusterResolver(ClusterResolver):
 
     References:
       https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/SlurmClusterResolver
+
+    Example:
+      >>> resolver = ks.cluster_resolver.SlurmClusterResolver(environ={
+      ...     "SLURM_PROCID": "1",
+      ...     "SLURM_STEP_NUM_TASKS": "2",
+      ...     "SLURM_STEP_NODELIST": "host[0-1]",
+      ...     "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+      ... })
+      >>> resolver.task_id, resolver.cluster_spec().job_tasks("worker")
+      (1, ['host0:8888', 'host1:8888'])
     """
 
     def __init__(

@@ -74,6 +74,15 @@ class TFConfigClusterResolver(ClusterResolver):
 
     References:
       https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/TFConfigClusterResolver
+
+    Example:
+      >>> text = '''{"cluster": {"worker": ["host0:2222", "host1:2222"]},
+      ...           "task": {"type": "worker", "index": 1}}'''
+      >>> resolver = ks.cluster_resolver.TFConfigClusterResolver(
+      ...     environ={"TF_CONFIG": text}
+      ... )
+      >>> resolver.task_type, resolver.task_id
+      ('worker', 1)
     """
 
     def __init__(

@@ -50,6 +50,14 @@ class TorchrunClusterResolver(ClusterResolver):
 
     References:
       https://docs.pytorch.org/docs/stable/elastic/run.html
+
+    Example:
+      >>> resolver = ks.cluster_resolver.TorchrunClusterResolver(environ={
+      ...     "RANK": "1", "WORLD_SIZE": "2",
+      ...     "MASTER_ADDR": "host0", "MASTER_PORT": "29500",
+      ... })
+      >>> resolver.task_id, resolver.num_processes
+      (1, 2)
     """
 
     def __init__(

@@ -22,6 +22,11 @@ class Files:
     Attributes:
       paths: The files, in their order.
       window: How many consecutive rows are shuffled among each other, or 0.
+
+    Example:
+      >>> files = ks.data.files("train/*.npz", "npz", batch_size=64)
+      >>> isinstance(files, ks.data.Files), len(files.paths)
+      (True, 2)
     """
 
     paths: tuple[str, ...]

@@ -28,6 +28,16 @@ class InputContext:
         Processes that have cores of the same replicas make the same one.
       input_pipeline_id: Which of them this one is.
       num_replicas_in_sync: Number of replicas, of all processes.
+
+    Example:
+      ```python
+      def dataset_fn(context):
+          rows = context.get_per_replica_batch_size(64)
+          shard = context.num_input_pipelines, context.input_pipeline_id
+          return dataset.unbatch().shard(*shard).batch(rows)
+
+      data = strategy.distribute_datasets_from_function(dataset_fn)
+      ```
     """
 
     num_input_pipelines: int = 1

@@ -52,6 +52,16 @@ def make_early_stopping_hook(
       TypeError: an argument of another type.
       ValueError: both or none of seconds and steps, or seconds on several
         processes.
+
+    Example:
+      ```python
+      import pathlib
+
+      hook = ks.estimator.experimental.make_early_stopping_hook(
+          estimator, pathlib.Path("stop").exists, run_every_secs=30
+      )
+      spec = ks.estimator.TrainSpec(train_input_fn, hooks=[hook])
+      ```
     """
     check_kind("estimator", estimator, Estimator)
     if not callable(should_stop_fn):
@@ -105,6 +115,14 @@ def stop_if_higher_hook(
       TypeError: an argument of another type.
       ValueError: see `make_early_stopping_hook`; (in training) there is no
         such result.
+
+    Example:
+      ```python
+      hook = ks.estimator.experimental.stop_if_higher_hook(
+          estimator, "accuracy", threshold=0.9, min_steps=100
+      )
+      spec = ks.estimator.TrainSpec(train_input_fn, hooks=[hook])
+      ```
     """
     every = run_every_secs, run_every_steps
     rule = _beyond(threshold, operator.gt)
@@ -123,6 +141,14 @@ def stop_if_lower_hook(
     """A hook that ends the training when a metric is below a threshold.
 
     Arguments, returns and errors as of `stop_if_higher_hook`.
+
+    Example:
+      ```python
+      hook = ks.estimator.experimental.stop_if_lower_hook(
+          estimator, "loss", threshold=0.1, min_steps=100
+      )
+      spec = ks.estimator.TrainSpec(train_input_fn, hooks=[hook])
+      ```
     """
     every = run_every_secs, run_every_steps
     rule = _beyond(threshold, operator.lt)
@@ -143,6 +169,14 @@ def stop_if_no_increase_hook(
     Arguments, returns and errors as of `stop_if_higher_hook`, but instead of a
     threshold `max_steps_without_increase`: how many train steps may pass since
     the best result.
+
+    Example:
+      ```python
+      hook = ks.estimator.experimental.stop_if_no_increase_hook(
+          estimator, "accuracy", max_steps_without_increase=500
+      )
+      spec = ks.estimator.TrainSpec(train_input_fn, hooks=[hook])
+      ```
     """
     every = run_every_secs, run_every_steps
     rule = _without_improvement(max_steps_without_increase, operator.gt)
@@ -161,6 +195,14 @@ def stop_if_no_decrease_hook(
     """A hook that ends the training when a metric falls no more.
 
     Arguments, returns and errors as of `stop_if_no_increase_hook`.
+
+    Example:
+      ```python
+      hook = ks.estimator.experimental.stop_if_no_decrease_hook(
+          estimator, "loss", max_steps_without_decrease=500
+      )
+      spec = ks.estimator.TrainSpec(train_input_fn, hooks=[hook])
+      ```
     """
     every = run_every_secs, run_every_steps
     rule = _without_improvement(max_steps_without_decrease, operator.lt)

@@ -55,6 +55,12 @@ def model_to_estimator(
       ValueError: neither or both of model and path, a model that is not
         compiled, or what has no meaning here.
       TypeError: an argument of another type.
+
+    Example:
+      ```python
+      estimator = ks.estimator.model_to_estimator(model, model_dir="run")
+      spec = ks.estimator.TrainSpec(train_input_fn, max_steps=1000)
+      ```
     """
     if (keras_model is None) == (keras_model_path is None):
         raise ValueError(

@@ -118,6 +118,14 @@ def grad(
     Returns:
       A function of `fn`'s arguments that returns the gradients, or with
       `has_aux` `(gradients, aux)`.
+
+    Example:
+      ```python
+      gradients = ks.grad(
+          lambda: loss_of(y, model(x, training=True)),
+          model.trainable_variables,
+      )()
+      ```
     """
     both = value_and_grad(fn, variables, has_aux)
 

@@ -72,6 +72,17 @@ class PlannedStep:
       compile_seconds: How long compiling took, all in all.
       advice: What to do, in a sentence; "" for nothing.
       error: Why there are no figures, in a sentence; None: there are.
+
+    Example:
+      >>> step = ks.PlannedStep(
+      ...     topology="v5e:2x2", layout="replicated", num_devices=4,
+      ...     num_replicas=4, rows=64, limit_bytes=16_000_000_000,
+      ...     bytes_in_all=9e9,
+      ... )
+      >>> step.fits
+      True
+      >>> ks.PlannedStep.from_json(step.to_json()) == step
+      True
     """
 
     topology: str

@@ -14,6 +14,13 @@ class CommunicationImplementation(enum.Enum):
     """What tf chooses among; XLA knows one library for each platform.
 
     Differs from tf: `RING` is refused, and `NCCL` where there are no GPUs.
+
+    Example:
+      >>> options = ks.experimental.CommunicationOptions(
+      ...     implementation=ks.experimental.CommunicationImplementation.NCCL
+      ... )
+      >>> options.implementation.value
+      'NCCL'
     """
 
     AUTO = "AUTO"
@@ -40,6 +47,14 @@ class CommunicationOptions:
       ValueError: a number that is negative, no time, an unknown
         implementation, or one that XLA has not.
       TypeError: what is no number.
+
+    Example:
+      ```python
+      options = ks.experimental.CommunicationOptions(timeout_seconds=120)
+      strategy = ks.MultiWorkerMirroredStrategy(
+          communication_options=options
+      )
+      ```
     """
 
     bytes_per_pack: int = 0
@@ -131,6 +146,12 @@ class RunOptions:
       experimental_enable_dynamic_batch_size: Not used.
       experimental_bucketizing_dynamic_shape: Not used.
       experimental_xla_options: Not used.
+
+    Example:
+      ```python
+      options = ks.RunOptions(experimental_enable_dynamic_batch_size=False)
+      sums = strategy.run(step, args=batch, options=options)
+      ```
     """
 
     experimental_enable_dynamic_batch_size: bool = True
