@@ -16,7 +16,7 @@ FOLDER = pathlib.Path(__file__).parents[1] / PACKAGE
 
 # A package imports itself and those of a lower rank.
 RANKS = {
-    # Aliases, which import nothing.
+    # Names for annotations, which imports nothing of the package.
     "_types": -2,
     "cluster": -1,
     "_core": 0,
