@@ -126,7 +126,7 @@ class Points:
         self._flushed = time.monotonic()
         self._append(file_version="brain.Event:2")
 
-    def _append(self, **event: Any) -> None:
+    def _append(self, **event: object) -> None:
         from tensorboardX.proto import event_pb2
 
         # Made of a description when it is imported: no checker sees it.

@@ -13,6 +13,7 @@ import keras
 import numpy as np
 
 from keras_strategies._core.checks import check_number
+from keras_strategies._types import Logs
 from keras_strategies.callbacks.event_files import Points, check_installed
 from keras_strategies.callbacks.global_step import (
     ROWS,
@@ -140,7 +141,7 @@ class Scalars(keras.callbacks.Callback):
         # `self.model` would set back all variables in each step that asks.
         self._fitted = model
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Makes the file, so that a fault shows before the first step."""
         self._follow()
         self._is_fitting, self._has_begun = True, False
@@ -150,7 +151,7 @@ class Scalars(keras.callbacks.Callback):
         if self._is_writer and self._writes.period:
             self._train.open()
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Finds, in the first epoch, the step that the fit starts from."""
         if not self._has_begun:
             # All callbacks have restored by now what they restore.
@@ -178,12 +179,12 @@ class Scalars(keras.callbacks.Callback):
                 every.start(time.perf_counter(), step, self._step.rows)
         return step >= self._due
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Writes the logs of a batch that is wanted."""
         if self.wants_batch(batch):
             self._write(logs or {})
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Logs | None = None) -> None:
         """Writes the last step, and ends the files."""
         names = {f"val_{name}" for name in self._validated}
         values = {k: v for k, v in (logs or {}).items() if k not in names}
@@ -195,7 +196,7 @@ class Scalars(keras.callbacks.Callback):
 
     # What Keras calls in evaluate, and for validation in fit.
 
-    def on_test_begin(self, logs: Any = None) -> None:
+    def on_test_begin(self, logs: Logs | None = None) -> None:
         """Notes the time; without a fit, makes the file."""
         self._test_began = time.perf_counter()
         if not self._is_fitting:
@@ -204,7 +205,7 @@ class Scalars(keras.callbacks.Callback):
             if self._is_writer:
                 self._eval.open()
 
-    def on_test_end(self, logs: Any = None) -> None:
+    def on_test_end(self, logs: Logs | None = None) -> None:
         """Writes what was evaluated, at the step trained so far."""
         logs = logs or {}
         self._validated |= set(logs)
@@ -291,7 +292,7 @@ def _line(
     return f"step {step}: {shown}{end}"
 
 
-def _folder(log_dir: Any) -> str:
+def _folder(log_dir: object) -> str:
     if not isinstance(log_dir, str | os.PathLike) or not str(log_dir):
         raise TypeError(
             "`log_dir` is the folder to write to. Received: log_dir="
@@ -300,7 +301,7 @@ def _folder(log_dir: Any) -> str:
     return str(log_dir)
 
 
-def _eval_folder(name: Any) -> str:
+def _eval_folder(name: object) -> str:
     if name is None:
         return "eval"
     if not isinstance(name, str) or not name or set(name) & set("/\\\0"):
@@ -311,7 +312,7 @@ def _eval_folder(name: Any) -> str:
     return f"eval_{name}"
 
 
-def _steps(name: str, value: Any) -> int:
+def _steps(name: str, value: int) -> int:
     cure = "Give a number of steps, 0 or more."
     check_number(f"`{name}`", value, cure, least=0, is_optional=False)
     return int(value)

@@ -15,6 +15,7 @@ import numpy as np
 
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.values import set_apart
+from keras_strategies._types import Tree
 from keras_strategies.checkpoint import nests
 from keras_strategies.checkpoint.directory.documents import VERSION
 from keras_strategies.cluster.addresses import shown
@@ -75,7 +76,7 @@ def named(variables: Sequence[keras.Variable]) -> dict[str, keras.Variable]:
     return found
 
 
-def packed(groups: Groups, state: Any) -> tuple[Arrays, Document]:
+def packed(groups: Groups, state: Tree) -> tuple[Arrays, Document]:
     """Returns the arrays and the document of a checkpoint, to be saved.
 
     Args:
@@ -236,7 +237,9 @@ def assign(
             variable.assign(arrays[group][name])
 
 
-def _target(variable: keras.Variable, mesh: ReplicaMesh | None) -> Any:
+def _target(
+    variable: keras.Variable, mesh: ReplicaMesh | None
+) -> np.ndarray | jax.ShapeDtypeStruct:
     shape, dtype = tuple(variable.shape), variable.value.dtype
     sharding = _home(variable, mesh)
     if jax.process_count() > 1 and sharding.is_fully_addressable:
@@ -245,7 +248,9 @@ def _target(variable: keras.Variable, mesh: ReplicaMesh | None) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
-def _home(variable: keras.Variable, mesh: ReplicaMesh | None) -> Any:
+def _home(
+    variable: keras.Variable, mesh: ReplicaMesh | None
+) -> jax.sharding.Sharding:
     if mesh is not None:
         return sharding_of(variable, mesh)
     return variable.value.sharding

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from keras_strategies._types import Tree
 from keras_strategies.checkpoint import nests
 from keras_strategies.cluster.exchange.host_exchange import Agreement
 from keras_strategies.cluster.exchange.message_forms import Either, fault_of
@@ -36,7 +37,7 @@ def shared(
 
 
 def own(
-    state: Any, processes: tuple[int, ...], where: str
+    state: Tree, processes: tuple[int, ...], where: str
 ) -> Mapping[str, Any]:
     """The states of this process, of what `shared` gave.
 

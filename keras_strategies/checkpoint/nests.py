@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from keras_strategies._types import Tree
 from keras_strategies.cluster.array_kinds import dtype_named, is_shape
 from keras_strategies.cluster.exchange.message_forms import (
     MAX_MESSAGE,
@@ -34,7 +35,7 @@ _MARKS = tuple({mark} for mark in _FORMS)
 _ARRAY_FORM = (dtype_named, is_shape, str)
 
 
-def split(state: Any) -> tuple[Any, dict[str, np.ndarray]]:
+def split(state: Tree) -> tuple[Tree, dict[str, np.ndarray]]:
     """A nest as JSON, and the arrays that it held.
 
     Args:
@@ -46,7 +47,7 @@ def split(state: Any) -> tuple[Any, dict[str, np.ndarray]]:
     """
     arrays: dict[str, np.ndarray] = {}
 
-    def encode(value: Any, path: str) -> Any:
+    def encode(value: Tree, path: str) -> Tree:
         if value is None or isinstance(value, bool | int | float | str):
             return _plain(value)
         if isinstance(value, np.generic) and _is_real(value.dtype):
@@ -85,12 +86,15 @@ def split(state: Any) -> tuple[Any, dict[str, np.ndarray]]:
     return encode(state, ""), arrays
 
 
-def joined(state: Any, arrays: Mapping[str, Any]) -> Any:
+def joined(state: Tree, arrays: Mapping[str, Any]) -> Tree:
     """The nest that `split` has split.
 
     Args:
       state: JSON that `load_json` gave; a file may say anything.
       arrays: Those that it names.
+
+    Returns:
+      Dicts, lists, tuples, arrays of numpy and numbers, as `split` was given.
 
     Raises:
       ValueError: it is no such nest.
@@ -121,7 +125,7 @@ def joined(state: Any, arrays: Mapping[str, Any]) -> Any:
     return np.empty(shape, dtype_named(dtype))
 
 
-def packed(state: Any) -> str:
+def packed(state: Tree) -> str:
     """A nest, its arrays too, as text that other processes read."""
     plain, arrays = split(state)
     arrays_sent = {
@@ -135,8 +139,11 @@ def packed(state: Any) -> str:
     return json.dumps([plain, arrays_sent])
 
 
-def unpacked(text: str) -> Any:
+def unpacked(text: str) -> Tree:
     """The nest that `packed` has packed.
+
+    Returns:
+      See `joined`.
 
     Raises:
       ValueError: another process has said something else.
@@ -163,7 +170,7 @@ def _array(dtype: str, shape: list[int], raw: str) -> np.ndarray:
         raise _no_nest("an array has another size") from None
 
 
-def _scalar(value: float, dtype: str) -> Any:
+def _scalar(value: float, dtype: str) -> np.generic:
     kind = dtype_named(dtype)
     try:
         if kind is None or not _is_real(kind):
@@ -181,14 +188,14 @@ def _no_nest(fault: str) -> ValueError:
     )
 
 
-def _is_real(dtype: Any) -> bool:
+def _is_real(dtype: np.dtype) -> bool:
     """Whether it is of booleans, integers or floats, bfloat16 too."""
     return dtype.kind in "biuf" or (
         dtype.kind == "V" and jnp.issubdtype(dtype, np.number)
     )
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> bool | float | str | None:
     """Without subclasses (of numpy's float64, for one)."""
     if isinstance(value, bool) or value is None:
         return value

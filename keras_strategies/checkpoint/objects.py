@@ -313,7 +313,7 @@ def read_into(
     return others
 
 
-def _variables(value: Any, name: str) -> Iterator[keras.Variable]:
+def _variables(value: object, name: str) -> Iterator[keras.Variable]:
     """The variables of an object of a checkpoint."""
     if isinstance(value, keras.Model):
         yield from all_variables(value)
@@ -341,7 +341,7 @@ def _variables(value: Any, name: str) -> Iterator[keras.Variable]:
         )
 
 
-def _has_state(value: Any) -> bool:
+def _has_state(value: object) -> bool:
     if isinstance(value, keras.Layer | keras.Variable):
         return False
     return callable(getattr(value, "get_state", None)) and callable(

@@ -1,14 +1,18 @@
 """Orbax's options for reading and writing."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
+from keras_strategies._types import Array, Tree
 from keras_strategies.checkpoint.contents import Arrays
 
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
 
-def make_checkpointer(processes: tuple[int, ...]) -> Any:
+
+def make_checkpointer(processes: tuple[int, ...]) -> "ocp.AsyncCheckpointer":
     """What writes and reads a step's folder: arrays and a document.
 
     Weights that were trained are nearly random: compression makes them a tenth
@@ -61,13 +65,13 @@ def on_host(arrays: Arrays, *, is_alone: bool) -> Arrays:
       is_alone: Whether no other process has variables.
     """
 
-    def is_taken(leaf: Any) -> bool:
+    def is_taken(leaf: jax.Array) -> bool:
         # One that only this process has, as a variable that was made outside
         # of the scope, is the chief's.
         is_here = is_alone or leaf.is_fully_addressable
         return is_here and leaf.sharding.is_fully_replicated
 
-    def host(leaf: Any) -> Any:
+    def host(leaf: Array) -> Array:
         if not isinstance(leaf, jax.Array):
             return np.array(leaf)
         return np.asarray(leaf) if is_taken(leaf) else leaf
@@ -78,16 +82,19 @@ def on_host(arrays: Arrays, *, is_alone: bool) -> Arrays:
     return jax.tree.map(host, arrays)
 
 
-def restore_args(wanted: Arrays) -> Any:
+def restore_args(wanted: Arrays) -> Tree:
     """Where the arrays are to lie that Orbax restores.
 
     Args:
       wanted: Shapes, dtypes and shardings, or arrays of numpy, by group and
         name.
+
+    Returns:
+      An `ocp.RestoreArgs` for each, by group and name.
     """
     import orbax.checkpoint as ocp
 
-    def args(leaf: Any) -> Any:
+    def args(leaf: np.ndarray | jax.ShapeDtypeStruct) -> "ocp.RestoreArgs":
         if isinstance(leaf, np.ndarray):
             return ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype)
         return ocp.ArrayRestoreArgs(

@@ -89,7 +89,9 @@ def left_out(objects: Objects, saved: Names, found: Names) -> list[str]:
     return names[:_MAX_SHOWN] + [f"{more} more"] * (more > 0)
 
 
-def _lacks(optimizer: Any, entries: Sequence[str]) -> bool:
+def _lacks(
+    optimizer: keras.optimizers.Optimizer, entries: Sequence[str]
+) -> bool:
     """Whether it is not built, and a checkpoint has more of it."""
     if optimizer.built:
         return False
@@ -108,7 +110,7 @@ def _first_word(name: str) -> str:
     return without_numbers(name).partition(".")[0]
 
 
-def _optimizers(value: Any) -> Iterator[Any]:
+def _optimizers(value: object) -> Iterator[keras.optimizers.Optimizer]:
     """Optimizers among values, those that models hold too."""
     yield from _found(keras.optimizers.Optimizer, value)
     for model in _found(keras.Model, value):
@@ -116,7 +118,7 @@ def _optimizers(value: Any) -> Iterator[Any]:
         yield from _found(keras.optimizers.Optimizer, held)
 
 
-def _found(kind: type, value: Any) -> Iterator[Any]:
+def _found(kind: type, value: object) -> Iterator[Any]:
     """Objects of a kind in lists and dicts."""
     if isinstance(value, kind):
         yield value

@@ -8,11 +8,12 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeAlias
 
 import keras_strategies
 from keras_strategies.cli import plan_command
 
+_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 _LAUNCH = """\
 Starts several local processes of one script: a cluster on this machine.
 
@@ -124,7 +125,7 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_launch(commands: Any):
+def _add_launch(commands: _Commands):
     parser = commands.add_parser(
         "launch",
         help="run a script in several local processes",
@@ -170,7 +171,7 @@ def _add_launch(commands: Any):
     )
 
 
-def _add_doctor(commands: Any):
+def _add_doctor(commands: _Commands):
     parser = commands.add_parser(
         "doctor",
         help="show versions, devices, the cluster and advice",
@@ -197,7 +198,7 @@ def _add_doctor(commands: Any):
     )
 
 
-def _add_checkpoints(commands: Any):
+def _add_checkpoints(commands: _Commands):
     parser = commands.add_parser(
         "checkpoints",
         help="show the checkpoints of a directory and verify them",

@@ -86,7 +86,9 @@ _OPTIONS: tuple[tuple[str, str | None, dict[str, Any]], ...] = (
 """Each option's name, help and further arguments of `add_argument`."""
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+) -> None:
     """Adds the command to the others."""
     parser = commands.add_parser(
         "plan",

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Mapping
 from ipaddress import IPv4Address, IPv6Address
-from typing import Any
 
 MAX_TASKS = 1_000_000
 """Indices of tasks are below this."""
@@ -53,7 +52,7 @@ def with_rpc_layer(address: str, rpc_layer: str | None) -> str:
     return f"{rpc_layer}://{address}" if rpc_layer else address
 
 
-def parse_index(value: Any, what: str) -> int:
+def parse_index(value: object, what: str) -> int:
     """A task's index from an int or from decimal digits.
 
     Args:
@@ -83,7 +82,7 @@ def parse_index(value: Any, what: str) -> int:
     return index
 
 
-def check_port(port: Any, what: str) -> int:
+def check_port(port: object, what: str) -> int:
     """The port, if it is one.
 
     Raises:

@@ -2,7 +2,11 @@
 
 import math
 import re
-from typing import Any
+from typing import TYPE_CHECKING, TypeGuard
+
+if TYPE_CHECKING:
+    import numpy as np
+
 
 _MAX_DTYPE = 64
 # Of one entry, as a dtype of texts may be of any length.
@@ -14,7 +18,7 @@ _MAX_ENTRIES = 2.0**48
 _DTYPE = re.compile(r"[<>|=]?[A-Za-z][A-Za-z0-9_]*(\[[A-Za-z0-9]+\])?", re.A)
 
 
-def is_dtype_name(name: Any) -> bool:
+def is_dtype_name(name: object) -> TypeGuard[str]:
     """Whether something may be what `str` of a dtype wrote. Imports nothing."""
     return (
         isinstance(name, str)
@@ -23,7 +27,7 @@ def is_dtype_name(name: Any) -> bool:
     )
 
 
-def dtype_named(name: Any) -> Any:
+def dtype_named(name: object) -> "np.dtype | None":
     """The dtype that `str` wrote; None of anything else."""
     # Here, so that who looks at names alone needs no JAX.
     import jax
@@ -39,7 +43,7 @@ def dtype_named(name: Any) -> Any:
     return dtype if is_so and dtype.itemsize <= _MAX_BYTES else None
 
 
-def is_shape(value: Any) -> bool:
+def is_shape(value: object) -> TypeGuard[list[int]]:
     """Whether something is the shape of an array that may be somewhere."""
     return (
         isinstance(value, list)

@@ -110,7 +110,7 @@ class ClusterSpec:
         tasks = self._job(job_name)
         return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
 
-    def _job(self, name: Any) -> dict[int, str]:
+    def _job(self, name: object) -> dict[int, str]:
         if not isinstance(name, str) or name not in self._tasks:
             raise ValueError(
                 f"No such job in cluster: {shown(name)}. The cluster has the "
@@ -175,7 +175,7 @@ class TaskInfo:
         return self.addresses[0]
 
 
-def _checked_job(name: Any) -> str:
+def _checked_job(name: object) -> str:
     if not isinstance(name, str):
         raise TypeError(
             "The name of a job is a str. Received: "
@@ -184,7 +184,7 @@ def _checked_job(name: Any) -> str:
     return name
 
 
-def _tasks_of(job: str, tasks: Any) -> dict[int, str]:
+def _tasks_of(job: str, tasks: object) -> dict[int, str]:
     if isinstance(tasks, list | tuple):
         pairs = list(enumerate(tasks))
     elif isinstance(tasks, Mapping):

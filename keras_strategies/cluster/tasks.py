@@ -24,17 +24,21 @@ class AnyResolver(Protocol):
     """What is asked of a resolver, ours or tf's."""
 
     @property
-    def task_type(self) -> Any:
+    def task_type(self) -> str | None:
         """The job of this process."""
         ...
 
     @property
-    def task_id(self) -> Any:
+    def task_id(self) -> int | None:
         """The index of this process in its job."""
         ...
 
     def cluster_spec(self) -> Any:
-        """All jobs."""
+        """All jobs.
+
+        Returns:
+          A `ClusterSpec`, ours or tf's.
+        """
         ...
 
 
@@ -176,7 +180,7 @@ def num_tasks(spec: ClusterSpec, job: str) -> int:
     return spec.num_tasks(job) if job in spec.jobs else 0
 
 
-def _alone(task_type: Any, task_id: Any) -> TaskInfo:
+def _alone(task_type: str | None, task_id: int | None) -> TaskInfo:
     """The task of a process without a cluster."""
     if task_id not in (None, 0):
         raise ValueError(
@@ -196,7 +200,9 @@ def _alone(task_type: Any, task_id: Any) -> TaskInfo:
     )
 
 
-def _checked_task(task_type: Any, task_id: Any) -> tuple[str, int]:
+def _checked_task(
+    task_type: str | None, task_id: int | None
+) -> tuple[str, int]:
     if task_type is None or task_id is None:
         missing = "type" if task_type is None else "index"
         raise ValueError(
@@ -243,7 +249,7 @@ def _training_addresses(
     return tuple(addresses)
 
 
-def _cure_of_role(name: Any) -> str:
+def _cure_of_role(name: str) -> str:
     if name == "master":
         return "Rename it to 'chief', as tf 1's 'master' is called since."
     return "Rename it: processes that train are 'worker'."

@@ -125,7 +125,7 @@ def _finite(text: str) -> float:
     return value
 
 
-def _is_deeper(value: Any, most: int) -> bool:
+def _is_deeper(value: object, most: int) -> bool:
     level = [value]
     for _ in range(most):
         level = [

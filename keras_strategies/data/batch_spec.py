@@ -11,13 +11,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from keras_strategies._types import Array, Shape, Tree
 from keras_strategies.cluster.array_kinds import dtype_named, is_shape
 from keras_strategies.cluster.untrusted import load_json
 
 _MAX_CHARACTERS = 1 << 20
 _MAX_NAME = 1024
-
-Tree = Any
 
 
 def spec_of(batch: Tree) -> str:
@@ -61,7 +60,9 @@ def is_like(spec: str, other: str) -> bool:
     return spec == other or kinds(empty(spec)) == kinds(empty(other))
 
 
-def kinds(batch: Tree) -> Any:
+def kinds(
+    batch: Tree,
+) -> tuple[jax.tree_util.PyTreeDef, list[tuple[int, np.dtype]]]:
     """The structure, and the ranks and dtypes of its arrays on the devices.
 
     Types that are one there (float64 is float32) are one here.
@@ -73,7 +74,9 @@ def kinds(batch: Tree) -> Any:
     ]
 
 
-def rows_kind(batch: Tree) -> Any:
+def rows_kind(
+    batch: Tree,
+) -> tuple[jax.tree_util.PyTreeDef, list[tuple[Shape, np.dtype]]]:
     """The structure, and the shapes and dtypes of its arrays' rows."""
     leaves, nest = jax.tree.flatten(batch)
     return nest, [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
@@ -82,7 +85,7 @@ def rows_kind(batch: Tree) -> Any:
 def with_rows(batch: Tree, rows: int) -> Tree:
     """Returns a batch of `rows` rows to build a model on: only shapes count."""
 
-    def with_them(leaf: Any) -> Any:
+    def with_them(leaf: Array) -> Array:
         if len(leaf) == rows:
             return leaf
         row = leaf[0] if len(leaf) else np.zeros(leaf.shape[1:], leaf.dtype)
@@ -98,7 +101,7 @@ def summary(batch: Tree) -> str:
     )
 
 
-def _encoded(value: Any) -> Any:
+def _encoded(value: Tree) -> object:
     if value is None:
         return None
     if type(value) is dict:
@@ -125,7 +128,7 @@ def _encoded(value: Any) -> Any:
     return {"dtype": str(value.dtype), "shape": list(np.shape(value)[1:])}
 
 
-def _decoded(value: Any, has_classes: bool) -> Any:
+def _decoded(value: object, has_classes: bool) -> Tree:
     if value is None:
         return None
     if not isinstance(value, dict):
@@ -153,13 +156,13 @@ def _decoded(value: Any, has_classes: bool) -> Any:
     raise _no_structure("a part of it is no nest and no array")
 
 
-def _items(value: Any) -> list[Any]:
+def _items(value: object) -> list[Any]:
     if not isinstance(value, list):
         raise _no_structure("the items of a nest are no array of JSON")
     return value
 
 
-def _pairs(value: Any) -> list[tuple[Any, Any]]:
+def _pairs(value: object) -> list[tuple[Any, Any]]:
     pairs = []
     for pair in _items(value):
         if not isinstance(pair, list) or len(pair) != 2:
@@ -173,7 +176,7 @@ def _pairs(value: Any) -> list[tuple[Any, Any]]:
     return pairs
 
 
-def _without_rows(name: Any, shape: Any) -> np.ndarray:
+def _without_rows(name: object, shape: object) -> np.ndarray:
     if not is_shape(shape):
         raise _no_structure("a shape is not one of an array")
     dtype = dtype_named(name)
@@ -193,7 +196,7 @@ def _no_structure(fault: str) -> ValueError:
     )
 
 
-def _fields(named: Any) -> tuple[str, ...] | None:
+def _fields(named: object) -> tuple[str, ...] | None:
     """The names of a named tuple's fields; None of another class."""
     if not isinstance(named, type) or not issubclass(named, tuple):
         return None
@@ -204,7 +207,7 @@ def _fields(named: Any) -> tuple[str, ...] | None:
     return fields if is_named else None
 
 
-def _named(name: Any) -> Any:
+def _named(name: object) -> type[tuple[Any, ...]]:
     """The class of a named tuple that another process has named.
 
     It is looked up where it was imported already, in what modules and classes

@@ -12,10 +12,9 @@ from keras_strategies._core.jaxprs.traces import is_traced
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.rows import filled, rows_of_replicas
 from keras_strategies._core.values import PADDED, ROWS, PerReplica
+from keras_strategies._types import Tree
 from keras_strategies.data.source import Source, all_rows
 from keras_strategies.data.steps import Steps
-
-Tree = Any
 
 
 class DistributedDataset:

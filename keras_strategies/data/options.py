@@ -2,7 +2,6 @@
 
 import dataclasses
 import enum
-from typing import Any
 
 
 class AutoShardPolicy(enum.IntEnum):
@@ -124,7 +123,7 @@ class InputOptions:
     distribute: DistributeOptions | None = None
 
 
-def check_input_options(options: Any) -> None:
+def check_input_options(options: object) -> None:
     """Raises for options of input that cannot be followed.
 
     Raises:

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from keras_strategies.data.source import Cut, Part, Tree
+from keras_strategies._types import Tree
+from keras_strategies.data.source import Cut, Part
 
 
 class OwnRows:

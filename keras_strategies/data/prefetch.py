@@ -218,7 +218,7 @@ def _read(
             shared.changed.notify_all()
 
 
-def _close(iterator: Any) -> None:
+def _close(iterator: object) -> None:
     close = getattr(iterator, "close", None)
     if close is not None:
         close()

@@ -8,10 +8,9 @@ import jax
 import numpy as np
 
 from keras_strategies._core.batches import num_rows
+from keras_strategies._types import Tree
 from keras_strategies.data.batch_spec import rows_kind
 from keras_strategies.data.source import Part
-
-Tree = Any
 
 
 class Rows:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 
 class Order(abc.ABC):
@@ -111,7 +112,7 @@ class DrawnOrder(Order):
         return order
 
     @abc.abstractmethod
-    def _parsed(self, state: str) -> Any:
+    def _parsed(self, state: str) -> tuple[Any, ...]:
         """A state as its generator has it; raises ValueError for another's."""
 
     @abc.abstractmethod
@@ -144,7 +145,7 @@ class RowOrder(DrawnOrder):
         self._window = window
         super().__init__(seed)
 
-    def _parsed(self, state: str) -> Any:
+    def _parsed(self, state: str) -> tuple[Any, ...]:
         return _numpy_state(state)
 
     def _draw(self, state: str) -> tuple[np.ndarray, str]:
@@ -182,7 +183,7 @@ class BatchOrder(DrawnOrder):
             self._size = size
             self._last = None
 
-    def _parsed(self, state: str) -> Any:
+    def _parsed(self, state: str) -> tuple[Any, ...]:
         return _python_state(state)
 
     def _draw(self, state: str) -> tuple[np.ndarray, str]:
@@ -308,13 +309,13 @@ _NUM_WORDS = 624
 _PYTHONS = 3
 
 
-def _packed(words: Any, *others: Any) -> str:
+def _packed(words: npt.ArrayLike, *others: object) -> str:
     raw = np.asarray(words, "<u4").tobytes()
     text = base64.b64encode(raw).decode("ascii")
     return ":".join([text, *map(repr, others)])
 
 
-def _words(text: str, count: int) -> Any:
+def _words(text: str, count: int) -> np.ndarray:
     words = np.frombuffer(base64.b64decode(text, validate=True), "<u4")
     if len(words) != count:
         raise ValueError(f"A generator has {count} words.")
@@ -334,7 +335,7 @@ def _text(state: Any) -> str:
     return _packed(words, int(position), int(has_spare), float(spare))
 
 
-def _numpy_state(text: str) -> Any:
+def _numpy_state(text: str) -> tuple[Any, ...]:
     words, position, has_spare, spare = text.split(":")
     return (
         "MT19937",
@@ -345,12 +346,12 @@ def _numpy_state(text: str) -> Any:
     )
 
 
-def _python_text(state: Any) -> str:
+def _python_text(state: tuple[Any, ...]) -> str:
     version, words, spare = state
     return _packed(words, int(version), spare)
 
 
-def _python_state(text: str) -> Any:
+def _python_state(text: str) -> tuple[Any, ...]:
     words, version, spare = text.split(":")
     numbers = tuple(map(int, _words(words, _NUM_WORDS + 1)))
     _position(str(numbers[-1]))

@@ -12,11 +12,11 @@ import numpy as np
 
 from keras_strategies._core import host_arrays
 from keras_strategies._core.batches import num_rows
+from keras_strategies._types import Tree
 from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.shuffled_orders import Order
 from keras_strategies.data.source_summary import Summary
 
-Tree = Any
 _NUM_MARKED = 16
 Cut = Callable[[int], tuple[int, int]]
 """A function from a global batch's number of rows to the rows that this process
@@ -251,7 +251,7 @@ def take(
     return Part(data=batch, rows=rows, checksum=checksum)
 
 
-def checked_part(part: Any, kind: str) -> Part:
+def checked_part(part: object, kind: str) -> Part:
     """What a source has yielded.
 
     Raises:

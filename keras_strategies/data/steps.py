@@ -16,9 +16,11 @@ from keras_strategies._core.rows import (
     rows_of_processes,
     rows_of_replicas,
 )
+from keras_strategies._types import Tree
 from keras_strategies.cluster.exchange.host_exchange import Agreement
 from keras_strategies.cluster.exchange.message_forms import (
     Either,
+    Form,
     is_count,
     read_messages,
 )
@@ -34,12 +36,11 @@ from keras_strategies.data.source import (
     data_checksum,
 )
 
-Tree = Any
 IsStopped = Callable[[], bool]
 _Exchange = Callable[[dict[str, Any]], list[str]]
 
 
-def _is_size(value: Any) -> bool:
+def _is_size(value: object) -> bool:
     # Shares of a batch without rows would never end.
     return is_count(value) and value > 0
 
@@ -138,7 +139,7 @@ class Steps:
         *,
         num_bytes: Callable[[Any], int],
         is_pause: Callable[[Any], bool],
-    ) -> Any:
+    ) -> Iterator[Any]:
         """What is made of the steps of an epoch, ahead of time if that helps.
 
         Args:
@@ -294,7 +295,7 @@ class Steps:
                 data = batch_spec.empty(spec) if part is None else part.data
                 yield self._joined(data, received)
 
-    def _read(self, texts: list[str], form: Any) -> list[Any]:
+    def _read(self, texts: list[str], form: Form) -> list[Any]:
         return read_messages(
             texts,
             form,

@@ -39,7 +39,7 @@ _CALLBACKS = {
 """What to use instead of tf's hooks."""
 
 
-def check_kind(name: str, value: Any, kind: type) -> None:
+def check_kind(name: str, value: object, kind: type) -> None:
     """Raises TypeError for an argument that is not of a public class."""
     if not isinstance(value, kind):
         raise TypeError(
@@ -49,7 +49,7 @@ def check_kind(name: str, value: Any, kind: type) -> None:
         )
 
 
-def check_input_fn(input_fn: Any) -> None:
+def check_input_fn(input_fn: object) -> None:
     """Raises TypeError for an `input_fn` that cannot be called."""
     if not callable(input_fn):
         raise TypeError(
@@ -59,7 +59,7 @@ def check_input_fn(input_fn: Any) -> None:
         )
 
 
-def check_positive(name: str, value: Any) -> None:
+def check_positive(name: str, value: object) -> None:
     """Raises unless a number of steps is None, or an integer above 0.
 
     Raises:
@@ -70,7 +70,7 @@ def check_positive(name: str, value: Any) -> None:
     check_number(f"`{name}`", value, cure, above=0)
 
 
-def check_seconds(name: str, value: Any) -> None:
+def check_seconds(name: str, value: object) -> None:
     """Raises unless it is a number of seconds, 0 or more."""
     cure = "Give a number of seconds, 0 for none."
     check_number(
@@ -78,7 +78,7 @@ def check_seconds(name: str, value: Any) -> None:
     )
 
 
-def check_name(name: Any) -> None:
+def check_name(name: object) -> None:
     """Raises unless an evaluation's name can be part of a folder's.
 
     Raises:
@@ -99,7 +99,7 @@ def check_name(name: Any) -> None:
         )
 
 
-def check_hooks(hooks: Any, name: str = "hooks") -> tuple[Any, ...]:
+def check_hooks(hooks: object, name: str = "hooks") -> tuple[Any, ...]:
     """The hooks as a tuple.
 
     Args:
@@ -121,7 +121,7 @@ def check_hooks(hooks: Any, name: str = "hooks") -> tuple[Any, ...]:
     return found
 
 
-def check_listeners(listeners: Any) -> tuple[Any, ...]:
+def check_listeners(listeners: object) -> tuple[Any, ...]:
     """The saving listeners as a tuple.
 
     Args:
@@ -170,7 +170,7 @@ def names_of_arguments(function: Callable[..., Any]) -> tuple[str, ...]:
     )
 
 
-def _as_tuple(values: Any, name: str) -> tuple[Any, ...]:
+def _as_tuple(values: object, name: str) -> tuple[Any, ...]:
     if values is None:
         return ()
     if isinstance(values, str) or not isinstance(values, Iterable):
@@ -181,7 +181,7 @@ def _as_tuple(values: Any, name: str) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def _refusal(hook: Any, name: str) -> str:
+def _refusal(hook: object, name: str) -> str:
     kind = type(hook)
     # An own hook derives from one of tf's, which may say what it is for.
     names = [parent.__name__ for parent in kind.__mro__]

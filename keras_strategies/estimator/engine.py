@@ -15,6 +15,7 @@ import jax
 import keras
 import numpy as np
 
+from keras_strategies._types import Logs, Tree
 from keras_strategies.checkpoint import DamagedCheckpoint, reading
 from keras_strategies.estimator import (
     exporting,
@@ -60,7 +61,7 @@ class Engine:
         self,
         model_fn: Callable[..., Any],
         config: RunConfig,
-        params: Any,
+        params: Mapping[str, Any],
         warm_start_from: WarmStartSettings | None,
     ) -> None:
         self._model_fn = model_fn
@@ -81,7 +82,7 @@ class Engine:
         return self._config
 
     @property
-    def params(self) -> Any:
+    def params(self) -> Mapping[str, Any]:
         """A copy of what `model_fn` is given."""
         return copy.deepcopy(self._params)
 
@@ -105,7 +106,7 @@ class Engine:
             self._one_device = OneDeviceStrategy(jax.local_devices()[0])
         return self._one_device
 
-    def make_plain(self, mode: str, features: Any) -> model_fns.Made:
+    def make_plain(self, mode: str, features: Tree) -> model_fns.Made:
         """Calls `model_fn` outside of any scope, for an export.
 
         Args:
@@ -282,7 +283,7 @@ class Engine:
             return self._call_model_fn(mode, features, labels)
 
     def _call_model_fn(
-        self, mode: str, features: Any, labels: Any
+        self, mode: str, features: Tree, labels: Tree
     ) -> model_fns.Made:
         with fresh_names():
             return model_fns.make(
@@ -339,15 +340,17 @@ class _Restore(keras.callbacks.Callback):
       model: The model, if it is not the callback's.
     """
 
-    def __init__(self, restore: Restore, model: Any = None) -> None:
+    def __init__(
+        self, restore: Restore, model: keras.Model | None = None
+    ) -> None:
         super().__init__()
         self._apply = restore
         self._given = model
 
-    def on_test_begin(self, logs: Any = None) -> None:
+    def on_test_begin(self, logs: Logs | None = None) -> None:
         self._apply(self.model if self._given is None else self._given)
 
-    def on_predict_begin(self, logs: Any = None) -> None:
+    def on_predict_begin(self, logs: Logs | None = None) -> None:
         self._apply(self.model if self._given is None else self._given)
 
 

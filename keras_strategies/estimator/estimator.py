@@ -86,7 +86,10 @@ class Estimator(Engine):
         model_dir: str | os.PathLike[str] | None = None,
         config: RunConfig | None = None,
         params: Mapping[str, Any] | None = None,
-        warm_start_from: Any = None,
+        warm_start_from: str
+        | os.PathLike[str]
+        | warm_start.WarmStartSettings
+        | None = None,
     ) -> None:
         model_fns.check_model_fn(model_fn, params)
         super().__init__(
@@ -305,7 +308,7 @@ class Estimator(Engine):
         return path
 
 
-def _check_steps(steps: Any, max_steps: Any) -> None:
+def _check_steps(steps: object, max_steps: object) -> None:
     if steps is not None and max_steps is not None:
         raise ValueError(
             "Can not provide both steps and max_steps. Received: "
@@ -316,7 +319,7 @@ def _check_steps(steps: Any, max_steps: Any) -> None:
     check_positive("max_steps", max_steps)
 
 
-def _with_model_dir(config: Any, model_dir: Any) -> RunConfig:
+def _with_model_dir(config: object, model_dir: object) -> RunConfig:
     """The RunConfig, with a `model_dir`."""
     if config is None:
         config = RunConfig()

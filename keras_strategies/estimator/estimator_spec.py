@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from keras_strategies._types import Tree
 from keras_strategies.cluster.addresses import shown
 from keras_strategies.estimator.arguments import check_hooks
 
@@ -138,7 +139,7 @@ class EstimatorSpec:
             object.__setattr__(self, name, hooks)
 
 
-def _check_model(model: Any) -> None:
+def _check_model(model: object) -> None:
     import keras
 
     if not isinstance(model, keras.Model):
@@ -183,7 +184,7 @@ def _check_needed(spec: EstimatorSpec) -> None:
         )
 
 
-def _check_train_op(train_op: Any) -> None:
+def _check_train_op(train_op: object) -> None:
     import keras
 
     kinds = (keras.optimizers.Optimizer, str)
@@ -196,7 +197,7 @@ def _check_train_op(train_op: Any) -> None:
         )
 
 
-def _check_loss(loss: Any) -> None:
+def _check_loss(loss: Tree) -> None:
     import keras
 
     for part in keras.tree.flatten(loss):
@@ -213,7 +214,7 @@ def _check_loss(loss: Any) -> None:
             )
 
 
-def _check_predictions(predictions: Any) -> None:
+def _check_predictions(predictions: Tree) -> None:
     parts = predictions
     if isinstance(predictions, Mapping):
         parts = [p for p in predictions.values() if p is not None]
@@ -232,7 +233,7 @@ def _check_predictions(predictions: Any) -> None:
             )
 
 
-def _check_metrics(metrics: Any) -> None:
+def _check_metrics(metrics: object) -> None:
     import keras
 
     if metrics is None:
@@ -268,7 +269,7 @@ def _check_metrics(metrics: Any) -> None:
             )
 
 
-def _check_export_outputs(outputs: Any) -> None:
+def _check_export_outputs(outputs: object) -> None:
     if outputs is None:
         return
     if not isinstance(outputs, Mapping):
@@ -284,7 +285,7 @@ def _check_export_outputs(outputs: Any) -> None:
     )
 
 
-def _check_scaffold(scaffold: Any) -> None:
+def _check_scaffold(scaffold: object) -> None:
     if scaffold is not None:
         raise TypeError(
             "`scaffold` has no meaning here: there is no session. Received: "
@@ -294,12 +295,12 @@ def _check_scaffold(scaffold: Any) -> None:
         )
 
 
-def is_tensor(value: Any) -> bool:
+def is_tensor(value: object) -> bool:
     """Whether it is an array or a tensor, of whichever library."""
     return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
-def _is_symbolic(value: Any) -> bool:
+def _is_symbolic(value: object) -> bool:
     import keras
 
     return isinstance(value, keras.KerasTensor)

@@ -297,7 +297,7 @@ class BestExporter(_ModelExporter):
         return best
 
 
-def check_serving(serving_input_receiver_fn: Any, as_text: Any) -> None:
+def check_serving(serving_input_receiver_fn: object, as_text: object) -> None:
     """Raises ValueError for arguments of SavedModels of graphs."""
     if serving_input_receiver_fn is not None:
         raise ValueError(
@@ -314,7 +314,7 @@ def check_serving(serving_input_receiver_fn: Any, as_text: Any) -> None:
         )
 
 
-def _check_compare_fn(compare_fn: Any) -> None:
+def _check_compare_fn(compare_fn: object) -> None:
     if compare_fn is None or not callable(compare_fn):
         raise ValueError(
             "`compare_fn` must be a function. Received: "

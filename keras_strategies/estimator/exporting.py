@@ -14,6 +14,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_strategies._types import Array, Tree
 from keras_strategies.checkpoint import reading
 from keras_strategies.cluster.addresses import shown
 from keras_strategies.cluster.untrusted import open_regular
@@ -31,7 +32,6 @@ FEATURES = "features.json"
 _EXTRA = "assets.extra"
 _MAX_BYTES = 1 << 20
 _logger = logging.getLogger(__name__)
-Tree = Any
 
 
 def export(
@@ -39,9 +39,9 @@ def export(
     base: str,
     checkpoint_path: str | None,
     *,
-    serving_input_receiver_fn: Any,
+    serving_input_receiver_fn: object,
     assets_extra: Mapping[str, str] | None,
-    as_text: Any,
+    as_text: object,
     mode: str,
     saved_model: bool | None,
 ) -> str:
@@ -131,7 +131,7 @@ def _bytes_of(path: pathlib.Path) -> bytes | None:
         return None
 
 
-def _without_rows(feature: Any) -> Any:
+def _without_rows(feature: Array) -> np.ndarray:
     return np.empty((0, *feature.shape[1:]), feature.dtype)
 
 
@@ -172,11 +172,11 @@ def _write_saved_model(model: keras.Model, folder: str) -> None:
         model.export(folder, format="tf_saved_model", verbose=False)
 
 
-def _one_row(feature: Any) -> Any:
+def _one_row(feature: Array) -> np.ndarray:
     return np.zeros((1, *feature.shape[1:]), feature.dtype)
 
 
-def _checked_files(files: Any) -> dict[str, str]:
+def _checked_files(files: object) -> dict[str, str]:
     """The files for `assets.extra`: their names there, and where they are."""
     if files is None:
         return {}

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_strategies._types import Array, Dataset, Tree
 from keras_strategies.cluster.addresses import shown
 from keras_strategies.data.distributed import DistributedDataset
 from keras_strategies.data.source import Source, all_rows
@@ -19,7 +20,6 @@ from keras_strategies.estimator.config.run_config import RunConfig
 from keras_strategies.estimator.estimator_spec import ModeKeys, is_tensor
 from keras_strategies.strategy.strategy import Strategy
 
-Tree = Any
 DEFAULT_BATCH_SIZE = 32
 """Rows of a batch where arrays are returned; as in Keras."""
 
@@ -103,7 +103,7 @@ def call_input_fn(
         return _input_of(input_fn(**keywords), mode)
     made: list[Input] = []
 
-    def dataset_fn(context: InputContext) -> Any:
+    def dataset_fn(context: InputContext) -> Dataset:
         data = input_fn(input_context=context, **keywords)
         made.append(_input_of(data, mode))
         if not made[-1].is_dataset:
@@ -154,7 +154,7 @@ class _Replayed:
             yield batch
 
 
-def _input_of(data: Any, mode: str) -> Input:
+def _input_of(data: Dataset, mode: str) -> Input:
     if data is None:
         raise TypeError(f"An `input_fn` returns data. Received: None. {_CURE}")
     if isinstance(data, list) and data and isinstance(data[0], tuple):
@@ -179,7 +179,7 @@ def _input_of(data: Any, mode: str) -> Input:
     )
 
 
-def _of_arrays(data: Any, mode: str) -> Input:
+def _of_arrays(data: Tree, mode: str) -> Input:
     if not isinstance(data, list | tuple):
         return Input(x=_plain(data), example=(data,), is_dataset=False)
     if len(data) > 3:
@@ -221,7 +221,7 @@ def _of_iterator(data: Iterator[Any]) -> Input:
     return Input(x=batches(), example=first, is_dataset=True)
 
 
-def _global_batches(dataset: Any) -> Iterator[Tree]:
+def _global_batches(dataset: Dataset) -> Iterator[Tree]:
     """The batches of all replicas together, on the host."""
     if not isinstance(dataset, DistributedDataset):
         return host_batches(dataset)
@@ -231,7 +231,7 @@ def _global_batches(dataset: Any) -> Iterator[Tree]:
     return (part.data for part in source.read(epoch, 0, all_rows))
 
 
-def _is_nest_of_arrays(data: Any) -> bool:
+def _is_nest_of_arrays(data: object) -> bool:
     """Whether it is arrays in dicts, lists and tuples, and nothing else."""
     if isinstance(data, Mapping):
         return bool(data) and all(map(_is_nest_of_arrays, data.values()))
@@ -242,7 +242,7 @@ def _is_nest_of_arrays(data: Any) -> bool:
     return is_tensor(data) or hasattr(data, "iloc")
 
 
-def _plain(data: Any) -> Any:
+def _plain(data: Tree) -> Tree:
     """Columns of pandas as arrays; what is one already as it is."""
     if isinstance(data, Mapping):
         return {key: _plain(value) for key, value in data.items()}
@@ -251,7 +251,7 @@ def _plain(data: Any) -> Any:
     return data.to_numpy() if hasattr(data, "iloc") else data
 
 
-def _example_of(data: Any) -> Tree:
+def _example_of(data: Dataset) -> Tree:
     """A batch of a dataset, or specs of one."""
     if isinstance(data, DistributedDataset):
         return data.element_spec
@@ -263,7 +263,7 @@ def _example_of(data: Any) -> Tree:
     return next(iter(data))
 
 
-def _is_endless(data: Any) -> bool:
+def _is_endless(data: Dataset) -> bool:
     tensorflow = sys.modules.get("tensorflow")
     if tensorflow is not None and isinstance(data, tensorflow.data.Dataset):
         return int(data.cardinality()) == tensorflow.data.INFINITE_CARDINALITY
@@ -284,7 +284,7 @@ def _as_element(batch: Tree) -> Tree:
 def _mapped(function: Callable[[Any, str | None], Any], nest: Tree) -> Tree:
     """A nest with a function of each leaf and its key, if it has one."""
 
-    def visit(value: Any, key: str | None) -> Any:
+    def visit(value: Tree, key: str | None) -> Tree:
         if value is None:
             return None
         if isinstance(value, Mapping):
@@ -302,7 +302,7 @@ def _mapped(function: Callable[[Any, str | None], Any], nest: Tree) -> Tree:
     return visit(nest, None)
 
 
-def _is_pair(value: Any) -> bool:
+def _is_pair(value: object) -> bool:
     """Whether it is (shape, dtype), as `element_spec` of ours has them."""
     return (
         isinstance(value, tuple)
@@ -313,7 +313,7 @@ def _is_pair(value: Any) -> bool:
 
 
 def _shape_and_dtype(
-    leaf: Any, key: str | None
+    leaf: Array, key: str | None
 ) -> tuple[tuple[int | None, ...], str]:
     """The shape without rows, and the dtype as Keras feeds it."""
     shape, dtype = leaf if _is_pair(leaf) else _facts(leaf)
@@ -347,7 +347,7 @@ def _shape_and_dtype(
     return tuple(shape)[1:], name
 
 
-def _facts(leaf: Any) -> tuple[Any, Any]:
+def _facts(leaf: Array) -> tuple[Any, Any]:
     if hasattr(leaf, "iloc"):
         leaf = leaf.to_numpy()
     if not is_tensor(leaf):
@@ -360,11 +360,11 @@ def _of_key(key: str | None) -> str:
     return "" if key is None else f" in {key!r}"
 
 
-def _input_like(leaf: Any, key: str | None) -> Any:
+def _input_like(leaf: Array, key: str | None) -> Array:
     shape, dtype = _shape_and_dtype(leaf, key)
     return keras.Input(shape, dtype=dtype, name=key)
 
 
-def _tensor_like(leaf: Any, key: str | None) -> Any:
+def _tensor_like(leaf: Array, key: str | None) -> keras.KerasTensor:
     shape, dtype = _shape_and_dtype(leaf, key)
     return keras.KerasTensor((None, *shape), dtype=dtype, name=key)

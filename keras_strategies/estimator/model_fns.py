@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 
+from keras_strategies._types import Array, Tree
 from keras_strategies.cluster.addresses import shown
 from keras_strategies.estimator.arguments import names_of_arguments
 from keras_strategies.estimator.config.run_config import RunConfig
@@ -16,7 +17,6 @@ from keras_strategies.estimator.estimator_spec import EstimatorSpec, ModeKeys
 from keras_strategies.keras_bridge.loops.binding import binding_of
 from keras_strategies.strategy.current import entered_strategy
 
-Tree = Any
 ARGUMENTS = ("features", "labels", "mode", "params", "config")
 """What a `model_fn` may ask for."""
 
@@ -44,7 +44,7 @@ class Made:
     hooks: tuple[Any, ...] = ()
 
 
-def check_model_fn(model_fn: Any, params: Any) -> None:
+def check_model_fn(model_fn: object, params: object) -> None:
     """Raises unless a function can be called as a `model_fn`.
 
     Raises:
@@ -211,7 +211,7 @@ def _of_spec(spec: EstimatorSpec, mode: str) -> Made:
     )
 
 
-def _named(name: str, metric: Any) -> Any:
+def _named(name: str, metric: object) -> keras.metrics.Metric | str:
     """A metric whose result has a name."""
     if isinstance(metric, str):
         if metric == name:
@@ -246,7 +246,7 @@ def _check_metrics(spec: EstimatorSpec) -> None:
 
 
 def _predictions(
-    model: keras.Model, wanted: Any
+    model: keras.Model, wanted: Tree
 ) -> tuple[keras.Model, Callable[[Tree], Tree]]:
     """The model to run, and what its outputs become."""
     leaves = keras.tree.flatten(wanted)
@@ -309,7 +309,7 @@ def _output_names(model: keras.Model, count: int) -> list[str]:
     return [f"output_{index}" for index in range(count)]
 
 
-def _entry(model: keras.Model, outputs: Tree, name: str) -> Any:
+def _entry(model: keras.Model, outputs: Tree, name: str) -> Array:
     """The output of a name."""
     named = _named_outputs(model)(outputs)
     if not isinstance(named, Mapping):

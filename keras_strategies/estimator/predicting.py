@@ -6,16 +6,15 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_strategies._types import Array, Tree
 from keras_strategies.cluster.addresses import shown
 from keras_strategies.estimator.inputs import Input
 from keras_strategies.estimator.model_fns import Made
 from keras_strategies.keras_bridge.loops.scope_hooks import is_built
 from keras_strategies.strategy.strategy import Strategy
 
-Tree = Any
 
-
-def checked_keys(keys: Any) -> tuple[str, ...] | None:
+def checked_keys(keys: object) -> tuple[str, ...] | None:
     """The names of predictions; None for all.
 
     Raises:
@@ -129,7 +128,7 @@ def rows_of(predictions: Tree) -> Iterator[Tree]:
         yield {name: value[index] for name, value in predictions.items()}
 
 
-def _num_rows(value: Any) -> int:
+def _num_rows(value: Array) -> int:
     return np.shape(value)[0] if np.ndim(value) else 0
 
 

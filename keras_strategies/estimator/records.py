@@ -11,7 +11,7 @@ import logging
 import os
 import pathlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 from keras_strategies.cluster.exchange.message_forms import is_count
 from keras_strategies.cluster.untrusted import load_json, open_regular
@@ -163,7 +163,7 @@ def _is_number(value: Any) -> bool:
     return not isinstance(value, str | bytes)
 
 
-def _last_byte(file: Any) -> bytes:
+def _last_byte(file: BinaryIO) -> bytes:
     file.seek(-1, os.SEEK_END)
     return file.read(1)
 

@@ -149,7 +149,7 @@ class CheckpointSaverListener:
         """
 
 
-def _set(spec: Any, name: str, value: Any) -> None:
+def _set(spec: object, name: str, value: object) -> None:
     object.__setattr__(spec, name, value)
 
 

@@ -126,7 +126,9 @@ def step_of_fit(model: Any) -> int:
     return 0 if loop is None else loop.num_steps
 
 
-def value_of_chief(mesh: ReplicaMesh, name: str, value: Any, form: Form) -> Any:
+def value_of_chief(
+    mesh: ReplicaMesh, name: str, value: object, form: Form
+) -> Any:
     """What the chief has, in all processes. Collective.
 
     Args:
@@ -134,6 +136,9 @@ def value_of_chief(mesh: ReplicaMesh, name: str, value: Any, form: Form) -> Any:
       name: What it is about.
       value: What this process has; JSON.
       form: What it must be like.
+
+    Returns:
+      The chief's `value`, of that form.
     """
     if mesh.num_processes == 1:
         return value

@@ -107,7 +107,9 @@ def _warn_without_evaluator(estimator: Estimator) -> None:
     )
 
 
-def _check(estimator: Any, train_spec: Any, eval_spec: Any) -> None:
+def _check(
+    estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
+) -> None:
     for name, value, kind in (
         ("estimator", estimator, Estimator),
         ("train_spec", train_spec, TrainSpec),

@@ -124,7 +124,7 @@ def apply(settings: WarmStartSettings | None, model: keras.Model) -> None:
     _logger.info("Warm-started %d weights from %s.", len(pairs), path)
 
 
-def settings_of(given: Any) -> WarmStartSettings | None:
+def settings_of(given: object) -> WarmStartSettings | None:
     """Returns what `warm_start_from` asks for, or None for nothing.
 
     Raises:
@@ -167,7 +167,7 @@ def _check_saved(name: str, saved: Mapping[str, Any], path: str) -> None:
         )
 
 
-def _check_shape(variable: keras.Variable, shape: Any, path: str) -> None:
+def _check_shape(variable: keras.Variable, shape: list[int], path: str) -> None:
     if list(variable.shape) != shape:
         raise ValueError(
             "A weight that is warm-started has its shape in the "

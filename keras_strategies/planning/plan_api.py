@@ -2,9 +2,10 @@
 
 import contextlib
 import random
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
+from keras_strategies._types import Batch
 from keras_strategies.keras_bridge.fresh_names import names_kept
 from keras_strategies.planning.compile import candidates as lib
 from keras_strategies.planning.compile.compiler import Compiler, cache_folder
@@ -17,14 +18,18 @@ from keras_strategies.planning.report.planned_step import PlannedStep
 from keras_strategies.planning.report.table import NOTES, LiveTable, Plan
 from keras_strategies.strategy.strategy import Strategy
 
+if TYPE_CHECKING:
+    import keras
+
+
 _SCALES = ("replica", "global")
 
 
 def make_plan(
     strategy: Strategy,
-    model: Any,
-    batch: Any,
-    topologies: Any,
+    model: "keras.Model | Callable[[], keras.Model]",
+    batch: Batch,
+    topologies: str | Sequence[str] | None,
     strategies: Any,
     *,
     scale: str,

@@ -105,8 +105,8 @@ class TPUClusterResolver(ClusterResolver):
         job_name: str = "worker",
         coordinator_name: str | None = None,
         coordinator_address: str | None = None,
-        credentials: Any = "default",
-        service: Any = None,
+        credentials: object = "default",
+        service: object = None,
         discovery_url: str | None = None,
         *,
         environ: Mapping[str, str] | None = None,
@@ -321,7 +321,7 @@ class TPUClusterResolver(ClusterResolver):
         return f"<TPUClusterResolver of {self._tpu or 'this host'!r}>"
 
 
-def _checked_name(tpu: Any, environ: Mapping[str, str]) -> str:
+def _checked_name(tpu: object, environ: Mapping[str, str]) -> str:
     """The name: "local", "" or this TPU's own."""
     own = environ.get(_NAME, "")
     if tpu is None:

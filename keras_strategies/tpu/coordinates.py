@@ -42,7 +42,7 @@ def box_of(cells: Sequence[Cell]) -> tuple[Cell, Cell]:
     return corner, shape
 
 
-def read_integers(name: str, value: Any) -> IntArray:
+def read_integers(name: str, value: object) -> IntArray:
     """Returns an argument as a read-only array of integers of our own.
 
     Raises:
@@ -67,7 +67,7 @@ def read_integers(name: str, value: Any) -> IntArray:
     return integers
 
 
-def _not_integers(name: str, value: Any) -> str:
+def _not_integers(name: str, value: object) -> str:
     shown = repr(value)
     if len(shown) > 200:
         shown = f"{shown[:200]}..."

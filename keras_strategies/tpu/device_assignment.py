@@ -1,7 +1,5 @@
 """DeviceAssignment: which cores of a TPU slice form which replica."""
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
@@ -35,7 +33,9 @@ class DeviceAssignment:
       ```
     """
 
-    def __init__(self, topology: Topology, core_assignment: Any) -> None:
+    def __init__(
+        self, topology: Topology, core_assignment: npt.ArrayLike
+    ) -> None:
         self._topology = _check_topology(topology)
         self._core_assignment = _check_cores(topology, core_assignment)
         self._replicas: dict[tuple[int, int], list[int]] = {}
@@ -50,8 +50,8 @@ class DeviceAssignment:
     def build(
         cls,
         topology: Topology,
-        computation_shape: Any = None,
-        computation_stride: Any = None,
+        computation_shape: npt.ArrayLike | None = None,
+        computation_stride: npt.ArrayLike | None = None,
         num_replicas: int = 1,
         device_order_mode: DeviceOrderMode = DeviceOrderMode.AUTO,
     ) -> "DeviceAssignment":
@@ -189,7 +189,7 @@ def replica_mesh_devices(
     return devices
 
 
-def _check_topology(topology: Any) -> Topology:
+def _check_topology(topology: object) -> Topology:
     if not isinstance(topology, Topology):
         raise ValueError(
             "`topology` is a Topology. Received: "
@@ -199,7 +199,7 @@ def _check_topology(topology: Any) -> Topology:
     return topology
 
 
-def _check_cores(topology: Topology, value: Any) -> IntArray:
+def _check_cores(topology: Topology, value: object) -> IntArray:
     cores = read_integers("core_assignment", value)
     if cores.ndim != 3 or cores.shape[2] != topology.mesh_rank:
         raise ValueError(

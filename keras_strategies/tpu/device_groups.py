@@ -91,8 +91,8 @@ def grouped_device_order(
 
 
 def grouped_replicas(
-    replicas: Any, shards: int | None
-) -> tuple[Any, int | None]:
+    replicas: np.ndarray, shards: int | None
+) -> tuple[np.ndarray, int | None]:
     """As `grouped_device_order`, of replicas of several cores in one slice.
 
     Args:
@@ -111,7 +111,9 @@ def grouped_replicas(
     return np.concatenate(groups), shards
 
 
-def _grouped(replicas: Any, shards: int | None) -> tuple[list[Any], int]:
+def _grouped(
+    replicas: np.ndarray, shards: int | None
+) -> tuple[list[np.ndarray], int]:
     """The replicas of each group in a slice, and how many a group has.
 
     Args:
@@ -178,7 +180,7 @@ def _boxes(devices: Sequence[jax.Device]) -> Iterator[tuple[int, Cell]]:
         yield math.prod(box) * cores, box
 
 
-def _groups(replicas: Any, box: Cell) -> list[Any]:
+def _groups(replicas: np.ndarray, box: Cell) -> list[np.ndarray]:
     """The replicas in each box, in the order of the boxes."""
     origin, _ = box_of([chip_of(device) for device in replicas.flat])
     groups: dict[Cell, list[Any]] = {}
@@ -188,7 +190,7 @@ def _groups(replicas: Any, box: Cell) -> list[Any]:
     return [np.array(groups[place]) for place in sorted(groups)]
 
 
-def _is_in_one(replica: Any, origin: Cell, box: Cell) -> bool:
+def _is_in_one(replica: np.ndarray, origin: Cell, box: Cell) -> bool:
     """Whether all cores of a replica lie in one box."""
     return len({_place(device, origin, box) for device in replica}) == 1
 

@@ -3,7 +3,6 @@
 import enum
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -36,10 +35,10 @@ class DeviceOrderMode(enum.IntEnum):
 
 def place_replicas(
     topology: Topology,
-    computation_shape: Any,
-    computation_stride: Any,
-    num_replicas: Any,
-    device_order_mode: Any,
+    computation_shape: object,
+    computation_stride: object,
+    num_replicas: object,
+    device_order_mode: object,
 ) -> IntArray:
     """Returns the cores of replicas, of shape (replicas, cores, 4).
 
@@ -54,7 +53,7 @@ def place_replicas(
     return _in_rows(topology, shape, stride, count)
 
 
-def _read_sizes(name: str, value: Any) -> Cell:
+def _read_sizes(name: str, value: object) -> Cell:
     if value is None:
         return (1, 1, 1, 1)
     sizes = read_integers(name, value)
@@ -66,7 +65,7 @@ def _read_sizes(name: str, value: Any) -> Cell:
     return tuple(sizes.tolist())
 
 
-def _check_mode(value: Any) -> None:
+def _check_mode(value: object) -> None:
     try:
         DeviceOrderMode(value)
     except ValueError as error:
@@ -77,7 +76,7 @@ def _check_mode(value: Any) -> None:
 
 
 def _read_count(
-    topology: Topology, shape: Cell, stride: Cell, value: Any
+    topology: Topology, shape: Cell, stride: Cell, value: object
 ) -> int:
     count = read_integers("num_replicas", value)
     if count.ndim or count < 1:

@@ -44,7 +44,7 @@ def the_one_given(
 def mesh_of_devices(
     resolver: TPUClusterResolver | None,
     assignments: Assignments | None,
-    partitioner: Any = None,
+    partitioner: object = None,
 ) -> ReplicaMesh:
     """The mesh of an assignment, or of a replica on each core.
 
@@ -60,7 +60,7 @@ def mesh_of_devices(
 
 
 def _mesh_of_cores(
-    devices: Sequence[jax.Device], partitioner: Any, **kwargs: Any
+    devices: Sequence[jax.Device], partitioner: object, **kwargs: Any
 ) -> ReplicaMesh:
     """A replica on each core."""
     if partitioner is None:
@@ -74,7 +74,7 @@ def mesh_of_topology(
     name: str,
     num_slices: int,
     computation_shape: Sequence[int] | None,
-    partitioner: Any = None,
+    partitioner: object = None,
 ) -> ReplicaMesh:
     """The abstract mesh of slices by their name; see `for_topology`."""
     devices = devices_by_name(name, num_slices=num_slices)
@@ -84,7 +84,7 @@ def mesh_of_topology(
 def abstract_mesh(
     devices: Sequence[jax.Device],
     computation_shape: Sequence[int] | None,
-    partitioner: Any = None,
+    partitioner: object = None,
 ) -> ReplicaMesh:
     """The mesh of replicas that fill slices, which is compiled for only."""
     if computation_shape is None:
@@ -98,7 +98,7 @@ def abstract_mesh(
 
 def mesh_of_assignments(
     assignments: Assignments,
-    partitioner: Any = None,
+    partitioner: object = None,
     *,
     is_abstract: bool = False,
 ) -> ReplicaMesh:
@@ -141,7 +141,7 @@ def mesh_of_assignments(
 
 
 def _mesh_of_blocks(
-    blocks: Iterable[Any], partitioner: Any, **kwargs: Any
+    blocks: Iterable[np.ndarray], partitioner: object, **kwargs: Any
 ) -> ReplicaMesh:
     """The mesh of the devices of each slice, (replicas, cores)."""
     shards = getattr(partitioner, "shards", None)
@@ -156,7 +156,7 @@ def _mesh_of_blocks(
     )
 
 
-def _in_order(devices: Any) -> tuple[tuple[jax.Device, ...], int]:
+def _in_order(devices: np.ndarray) -> tuple[tuple[jax.Device, ...], int]:
     """Replicas' devices, those of a process after each other."""
     owners = [frozenset(d.process_index for d in cores) for cores in devices]
     first = {owner: i for i, owner in reversed(list(enumerate(owners)))}
@@ -181,7 +181,7 @@ def _slices(devices: Iterable[jax.Device]) -> list[list[jax.Device]]:
     return [list(part) for _, part in itertools.groupby(ordered, slice_of)]
 
 
-def check_resolver(resolver: Any) -> TPUClusterResolver | None:
+def check_resolver(resolver: object) -> TPUClusterResolver | None:
     """Returns the resolver of a TPUStrategy.
 
     Raises:

@@ -1,16 +1,16 @@
 """The TPU system: finding it, and freeing what was compiled for it."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 
+from keras_strategies.cluster.tasks import AnyResolver
 from keras_strategies.tpu.cluster_resolver import TPUClusterResolver
 from keras_strategies.tpu.topology import Topology
 
 
 def initialize_tpu_system(
-    cluster_resolver: Any = None,
+    cluster_resolver: AnyResolver | None = None,
     *,
     devices: Iterable[jax.Device] | None = None,
 ) -> Topology:
@@ -54,7 +54,7 @@ def initialize_tpu_system(
     return Topology.from_devices(found)
 
 
-def shutdown_tpu_system(cluster_resolver: Any = None) -> None:
+def shutdown_tpu_system(cluster_resolver: AnyResolver | None = None) -> None:
     """Drops all compiled programs, and with them the memory they hold.
 
     Differs from tf: the process keeps its TPUs. JAX gives them back when the
@@ -75,7 +75,7 @@ def shutdown_tpu_system(cluster_resolver: Any = None) -> None:
     jax.clear_caches()
 
 
-def _check_resolver(cluster_resolver: Any) -> None:
+def _check_resolver(cluster_resolver: object) -> None:
     if cluster_resolver is None or hasattr(cluster_resolver, "cluster_spec"):
         return
     raise TypeError(

@@ -31,7 +31,7 @@ _FORMAT = "keras_strategies.tpu.Topology"
 _MOST_CHARACTERS = 64 * _MOST_CORES
 
 
-def _is_place(value: Any) -> bool:
+def _is_place(value: object) -> bool:
     return type(value) is int and 0 <= value <= _MOST_CORES
 
 
@@ -73,8 +73,8 @@ class Topology:
     def __init__(
         self,
         serialized: bytes | str | None = None,
-        mesh_shape: Any = None,
-        device_coordinates: Any = None,
+        mesh_shape: npt.ArrayLike | None = None,
+        device_coordinates: npt.ArrayLike | None = None,
     ) -> None:
         if serialized is not None:
             mesh_shape, device_coordinates = _parse(serialized)
@@ -271,7 +271,7 @@ class Topology:
         )
 
 
-def _check_mesh_shape(value: Any) -> IntArray:
+def _check_mesh_shape(value: object) -> IntArray:
     shape = read_integers("mesh_shape", value)
     if shape.shape != (_RANK,) or (shape < 1).any():
         raise ValueError(
@@ -286,7 +286,7 @@ def _check_mesh_shape(value: Any) -> IntArray:
     return shape
 
 
-def _check_coordinates(value: Any, mesh_shape: IntArray) -> IntArray:
+def _check_coordinates(value: object, mesh_shape: IntArray) -> IntArray:
     coordinates = read_integers("device_coordinates", value)
     if coordinates.ndim != 3 or coordinates.shape[2] != _RANK:
         raise ValueError(

@@ -2,7 +2,6 @@
 
 import math
 import re
-from typing import Any
 
 import jax
 
@@ -62,7 +61,7 @@ def devices_by_name(
     return tuple(described.devices)
 
 
-def _unknown(name: Any, num_slices: int, reason: str) -> str:
+def _unknown(name: object, num_slices: int, reason: str) -> str:
     slices = "" if num_slices == 1 else f", num_slices={num_slices}"
     return (
         "There is no such TPU slice to compile for. A name is a generation "

@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from keras_strategies._types import Tree
 from keras_strategies.checkpoint.directory.corruption import damaged, shown
 from keras_strategies.checkpoint.directory.files import (
     check_folder,
@@ -185,7 +186,7 @@ def _check_readable(text: bytes) -> None:
         ) from None
 
 
-def _dump(content: Any) -> bytes:
+def _dump(content: object) -> bytes:
     text = json.dumps(content, sort_keys=True, allow_nan=False, indent=1)
     return text.encode("ascii")
 
@@ -260,7 +261,7 @@ def _fault_of(content: dict[str, Any]) -> str | None:
     return None
 
 
-def _is_entry(entry: Any) -> bool:
+def _is_entry(entry: object) -> bool:
     if not isinstance(entry, list) or len(entry) != 2:
         return False
     size, checksum = entry
@@ -272,11 +273,11 @@ def _is_entry(entry: Any) -> bool:
     )
 
 
-def _is_int(value: Any) -> bool:
+def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _plain(value: Any, name: str) -> Any:
+def _plain(value: Tree, name: str) -> Tree:
     """A fact as JSON has it."""
     if value is None or isinstance(value, bool | str):
         return value

@@ -9,7 +9,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Literal
 
 from keras_strategies._core.checks import check_number
 from keras_strategies.checkpoint.directory.corruption import DamagedCheckpoint
@@ -98,7 +98,7 @@ class Keep:
         return bool(_MAX.search(name)) and not _LOSSES.search(name)
 
 
-def as_keep(keep: Any) -> Keep:
+def as_keep(keep: object) -> Keep:
     """The rules that are meant: a number is how many of the newest.
 
     Raises:
@@ -218,7 +218,7 @@ def _best(ordered: list[Manifest], keep: Keep) -> set[int]:
     return {step for _, step in sorted(ranked)[: keep.num_best]}
 
 
-def _number(value: Any) -> float | None:
+def _number(value: object) -> float | None:
     """A finite number; None for anything else, as "NaN"."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None

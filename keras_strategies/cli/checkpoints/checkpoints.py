@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from typing import Any
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -112,7 +111,7 @@ def _cells(entry: Entry) -> list[str]:
     ]
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     return printable(text)
 

@@ -70,7 +70,7 @@ def message_in(text: bytes) -> dict[str, Any] | None:
     return message if is_ours else None
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """What another process says, for a message: short, and printable."""
     text = ascii(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

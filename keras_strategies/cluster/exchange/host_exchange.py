@@ -21,6 +21,7 @@ from keras_strategies.cluster.exchange.kv_store import client as _client
 from keras_strategies.cluster.exchange.message_forms import (
     MAX_MESSAGE,
     Either,
+    Form,
     read_messages,
 )
 
@@ -176,7 +177,7 @@ class Agreement:
         return received
 
     def _read(
-        self, texts: list[str], form: Any, processes: tuple[int, ...]
+        self, texts: list[str], form: Form, processes: tuple[int, ...]
     ) -> list[Any]:
         return read_messages(
             texts,

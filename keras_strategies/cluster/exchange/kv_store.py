@@ -17,6 +17,9 @@ _PROBE_S = 1.0
 def client() -> Any:
     """The client of the store.
 
+    Returns:
+      JAX's `DistributedRuntimeClient`, whose module has no types.
+
     Raises:
       RuntimeError: this process is in no job.
     """

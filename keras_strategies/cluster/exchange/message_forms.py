@@ -32,12 +32,12 @@ class Either:
     forms: tuple[Form, ...]
 
 
-def is_count(value: Any) -> TypeGuard[int]:
+def is_count(value: object) -> TypeGuard[int]:
     """A form: a whole number from 0 that a float can hold."""
     return type(value) is int and 0 <= value < _MOST
 
 
-def fault_of(value: Any, form: Form, name: str = "it") -> str | None:
+def fault_of(value: object, form: Form, name: str = "it") -> str | None:
     """Where a value has not its form, for a message; None if it has it.
 
     Args:
@@ -102,7 +102,7 @@ def read_messages(
 
 
 def _fault_of_entries(
-    value: Any, form: dict[str, Form], name: str
+    value: object, form: dict[str, Form], name: str
 ) -> str | None:
     if not isinstance(value, dict):
         return f"{name} is no object"
@@ -128,7 +128,7 @@ def _first(
     return None
 
 
-def _is_simple(value: Any, form: Form) -> bool:
+def _is_simple(value: object, form: Form) -> bool:
     if isinstance(form, UnionType):
         return any(_is_simple(value, one) for one in form.__args__)
     if form is None or form is type(None):

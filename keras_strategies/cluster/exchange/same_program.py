@@ -11,13 +11,18 @@ import math
 import re
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
+from keras_strategies._types import Array
 from keras_strategies.cluster.exchange.greetings import readable
 from keras_strategies.cluster.exchange.host_exchange import Agreement
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr, Jaxpr
+
 
 # Constants above this are compared by their shape and type alone.
 _MAX_CONSTANT_BYTES = 1 << 26
@@ -100,7 +105,7 @@ def compare(processes: tuple[int, ...], traced: Traced) -> None:
     _compared[traced.program].add(traced.key)
 
 
-def _check_captured(value: Any) -> None:
+def _check_captured(value: Array) -> None:
     is_whole = getattr(value, "is_fully_replicated", True)
     if is_whole or value.is_fully_addressable:
         return
@@ -113,18 +118,18 @@ def _check_captured(value: Any) -> None:
     )
 
 
-def _signature(leaf: Any) -> Any:
+def _signature(leaf: Array) -> object:
     return (leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf
 
 
-def _text(closed: Any) -> str:
+def _text(closed: "ClosedJaxpr") -> str:
     """A traced program with its constants, the same in every process."""
     lines = [_ADDRESS.sub("", str(closed.jaxpr))]
     lines += [_constant(value) for value in _constants(closed)]
     return "\n".join(lines)
 
 
-def _constants(closed: Any) -> Iterator[Any]:
+def _constants(closed: "ClosedJaxpr | Jaxpr") -> Iterator[Any]:
     """The arrays that a program holds, those of inner ones too."""
     yield from getattr(closed, "consts", ())
     for equation in getattr(closed, "jaxpr", closed).eqns:
@@ -138,7 +143,7 @@ def _constants(closed: Any) -> Iterator[Any]:
                     yield from _constants(inner)
 
 
-def _constant(value: Any) -> str:
+def _constant(value: Array) -> str:
     text = f"constant {getattr(value, 'dtype', '')}{list(np.shape(value))}"
     is_here = getattr(value, "is_fully_addressable", True)
     if not is_here or getattr(value, "nbytes", 0) > _MAX_CONSTANT_BYTES:

@@ -57,11 +57,11 @@ _LAUNCHERS = (
 
 
 def join(
-    resolver: Any,
+    resolver: tasks.AnyResolver | None,
     numbers: tuple[str | None, int | None, int | None],
     strategy: str,
     timeout_s: float,
-) -> Any:
+) -> tasks.AnyResolver:
     """Joins the job that a resolver, numbers or TF_CONFIG describe. Collective.
 
     Args:
@@ -119,7 +119,7 @@ def unjoined_job(environ: Mapping[str, str]) -> UnjoinedJob | None:
     return None
 
 
-def _check_one_way(resolver: Any, numbers: dict[str, Any]) -> None:
+def _check_one_way(resolver: object, numbers: dict[str, Any]) -> None:
     """Raises unless a job is described in one way, and wholly."""
     missing = [name for name, value in numbers.items() if value is None]
     if len(missing) == len(numbers):
@@ -138,7 +138,9 @@ def _check_one_way(resolver: Any, numbers: dict[str, Any]) -> None:
         )
 
 
-def _resolved(resolver: Any, numbers: dict[str, Any]) -> tuple[Any, Any]:
+def _resolved(
+    resolver: tasks.AnyResolver | None, numbers: dict[str, Any]
+) -> tuple[tasks.AnyResolver | None, spec.TaskInfo | None]:
     """A resolver and this process's `TaskInfo`; None where neither is given."""
     if resolver is None and numbers["num_processes"] is not None:
         return None, tasks.task_of_process(**numbers)
@@ -174,7 +176,7 @@ def _warn_if_alone() -> None:
     )
 
 
-def _resolver_of_job() -> Any:
+def _resolver_of_job() -> simple_resolver.SimpleClusterResolver:
     """A resolver of a process whose place is known to JAX alone."""
     is_alone = jax.process_count() == 1
     return simple_resolver.SimpleClusterResolver(

@@ -282,7 +282,7 @@ def _make_client(location: KubernetesExecutableLocation) -> Any:
     return client.CoreV1Api()
 
 
-def _checked_labels(labels: Any) -> Mapping[str, Sequence[str]]:
+def _checked_labels(labels: object) -> Mapping[str, Sequence[str]]:
     if not labels:
         return _LABELS
     is_mapping = isinstance(labels, Mapping)

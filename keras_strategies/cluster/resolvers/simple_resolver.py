@@ -1,7 +1,5 @@
 """A resolver with a cluster that it was given."""
 
-from typing import Any
-
 from keras_strategies.cluster.addresses import shown
 from keras_strategies.cluster.resolvers.resolver import ClusterResolver
 from keras_strategies.cluster.spec import ClusterSpec
@@ -62,7 +60,7 @@ class SimpleClusterResolver(ClusterResolver):
         return super()._address_of_task(task_type, task_id)
 
 
-def _checked_spec(spec: Any) -> ClusterSpec:
+def _checked_spec(spec: object) -> ClusterSpec:
     if not isinstance(spec, ClusterSpec):
         raise TypeError(
             "`cluster_spec` is a `ks.cluster_resolver.ClusterSpec`. Received: "
@@ -72,7 +70,7 @@ def _checked_spec(spec: Any) -> ClusterSpec:
     return spec
 
 
-def _checked_master(master: Any) -> str:
+def _checked_master(master: object) -> str:
     if not isinstance(master, str):
         raise TypeError(
             f"`master` is a str. Received: {shown(master)} of type "

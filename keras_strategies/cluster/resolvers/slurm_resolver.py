@@ -1,7 +1,6 @@
 """The cluster of a SLURM job step."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from keras_strategies.cluster.addresses import (
     check_port,
@@ -183,7 +182,7 @@ def _check_counts(
         )
 
 
-def _check_count(count: Any, what: str) -> None:
+def _check_count(count: object, what: str) -> None:
     if count is None:
         return
     if isinstance(count, bool) or not isinstance(count, int):

@@ -230,7 +230,7 @@ def _load(text: str) -> Any:
     )
 
 
-def _parse_cluster(cluster: Any) -> ClusterSpec:
+def _parse_cluster(cluster: object) -> ClusterSpec:
     if not isinstance(cluster, dict):
         raise TypeError(
             f'"cluster" in {VARIABLE} maps jobs to addresses. Received: '
@@ -265,7 +265,7 @@ def _parse_text(config: dict[str, Any], name: str) -> str | None:
     return text
 
 
-def _named(value: Any) -> str:
+def _named(value: object) -> str:
     """What kind of JSON a value is; itself only if it is short and simple."""
     if isinstance(value, dict):
         return "an object"

@@ -36,7 +36,7 @@ class UnionResolver(ClusterResolver):
         task_type: str | None = None,
         task_id: int | None = None,
         rpc_layer: str | None = None,
-        **unexpected: Any,
+        **unexpected: object,
     ) -> None:
         if unexpected:
             raise ValueError(
@@ -130,7 +130,7 @@ UnionClusterResolver = UnionResolver
 """The name that tf's own sources give it."""
 
 
-def _checked(resolver: Any) -> ClusterResolver:
+def _checked(resolver: object) -> ClusterResolver:
     if not isinstance(resolver, ClusterResolver):
         raise TypeError(
             "All arguments must be a `ClusterResolver`. Received: an object "

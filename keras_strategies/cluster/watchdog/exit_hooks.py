@@ -14,6 +14,7 @@ import sys
 import threading
 import traceback
 import types
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -97,7 +98,7 @@ class _Hooks:
 
     def on_exception(
         self,
-        previous: Any,
+        previous: Callable[..., object],
         kind: type[BaseException],
         error: BaseException,
         trace: types.TracebackType | None,
@@ -106,7 +107,9 @@ class _Hooks:
         previous(kind, error, trace)
         self._fail(error, trace)
 
-    def on_thread_exception(self, previous: Any, args: Any, /) -> None:
+    def on_thread_exception(
+        self, previous: Callable[..., object], args: threading.ExceptHookArgs, /
+    ) -> None:
         """In the place of `threading.excepthook`.
 
         Python continues after it. A job does not, if the thread was training:
@@ -143,14 +146,16 @@ class _Hooks:
         reason = f"process {self._watchdog.process} failed: {name}"
         self._watchdog.fail(name, code, Cause(text=reason))
 
-    def on_exit(self, previous: Any, status: Any = None, /) -> None:
+    def on_exit(
+        self, previous: Callable[..., object], status: object = None, /
+    ) -> None:
         """In the place of `sys.exit`."""
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and self._is_here():
             self._status = (status, self._watchdog.progress.num_started)
         previous(status)
 
-    def on_shutdown(self, previous: Any) -> None:
+    def on_shutdown(self, previous: Callable[..., object]) -> None:
         """In the place of `jax.distributed.shutdown`."""
         self._leave()
         previous()

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 import types
+from collections.abc import Callable
 from typing import Any
 
 from keras_strategies.cluster.watchdog.progress import Progress
@@ -47,7 +48,7 @@ class PreemptionNotice:
             self._is_installed = True
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._progress is not None:
             self._progress.num_savers -= 1
         elif self._is_installed and self._came:
@@ -65,7 +66,7 @@ class PreemptionNotice:
         return self._came
 
     @property
-    def previous(self) -> Any:
+    def previous(self) -> Callable[..., object] | int:
         """The handler that this one has replaced."""
         return self._previous or signal.SIG_DFL
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 
+from keras_strategies._types import Array, Tree
 from keras_strategies.cluster.exchange import host_exchange
 from keras_strategies.cluster.exchange.exit_codes import Preempted
 from keras_strategies.cluster.exchange.same_program import compare, traced
@@ -85,8 +86,11 @@ class Progress:
         num_processes: int,
         program: Callable[..., Any],
         args: tuple[Any, ...],
-    ) -> Any:
-        """Calls a program over so many processes; returns its outputs.
+    ) -> Tree:
+        """Calls a program over so many processes.
+
+        Returns:
+          Its outputs, as the program returns them.
 
         Raises:
           Preempted: one of the processes got SIGTERM; all raise it before
@@ -175,7 +179,7 @@ class Progress:
             self._executing_since = now if is_first else starting[0]
         return 0.0, now - self._executing_since
 
-    def _note(self, outputs: Any) -> None:
+    def _note(self, outputs: Tree) -> None:
         # The first entry (logs, results) is donated to no program. Of another
         # one nothing may be kept: a program looks who else holds its state.
         first = jax.tree.leaves(outputs[0])
@@ -197,7 +201,7 @@ class Progress:
 class _InFlight:
     """A program that was started, known by one of its outputs."""
 
-    def __init__(self, output: Any, since: float, *, keeps: bool) -> None:
+    def __init__(self, output: Array, since: float, *, keeps: bool) -> None:
         self.since = since
         self._output = output if keeps else None
         self._reference = weakref.ref(output)

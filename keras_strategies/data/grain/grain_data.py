@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from keras_strategies._core.batches import num_rows
+from keras_strategies._types import Dataset, Tree
 from keras_strategies.data.grain.grain_rows import (
     Stacked,
     checksum_of,
@@ -24,8 +25,6 @@ from keras_strategies.data.loaded import LoadedSource, check_by_rows, is_own
 from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.own_rows import OwnRows, stack_rows
 from keras_strategies.data.source import Cut, Part, take
-
-Tree = Any
 
 # Batches of a `MapDataset` that are read at once, and so read ahead.
 _NUM_THREADS = 4
@@ -66,7 +65,7 @@ class GrainSource(LoadedSource):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: Dataset,
         *,
         num_processes: int = 1,
         process_index: int = 0,
@@ -106,7 +105,7 @@ class GrainSource(LoadedSource):
         self._batches.states[start] = state
 
 
-def is_grain(dataset: Any) -> bool:
+def is_grain(dataset: object) -> bool:
     """Whether something is a grain dataset or loader."""
     return _is_a(dataset, "MapDataset", "IterDataset", "DataLoader")
 
@@ -116,7 +115,7 @@ class _MapBatches:
 
     has_checksums = False
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
         self._len = len(dataset)
         self.stacked = stacked_rows(dataset)
@@ -180,7 +179,7 @@ class _IteratedBatches:
     is_by_rows = has_checksums = False
     is_infinite = False  # Whether it ends, nobody knows.
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
         self.states: dict[int, Any] = {}
         self._begun: tuple[Any, list[Tree]] | None = None
@@ -225,7 +224,7 @@ class _IteratedBatches:
             del self.states[next(iter(self.states))]
 
 
-def _size_of_operations(dataset: Any) -> int | None:
+def _size_of_operations(dataset: Dataset) -> int | None:
     """The batch size that is the last of a `DataLoader`'s operations."""
     batch = sys.modules["grain"].transforms.Batch
     for operation in list(getattr(dataset, "_operations", ()))[-1:]:
@@ -234,7 +233,9 @@ def _size_of_operations(dataset: Any) -> int | None:
     return None
 
 
-def _is_divided(dataset: Any, num_processes: int, process_index: int) -> bool:
+def _is_divided(
+    dataset: Dataset, num_processes: int, process_index: int
+) -> bool:
     """Whether a `DataLoader` reads this process's shard only."""
     if not _is_a(dataset, "DataLoader"):
         return False
@@ -264,7 +265,7 @@ def _is_divided(dataset: Any, num_processes: int, process_index: int) -> bool:
     )
 
 
-def _warn_of_slices(dataset: Any, count: int, process_index: int) -> None:
+def _warn_of_slices(dataset: Dataset, count: int, process_index: int) -> None:
     """Warns of a dataset that seems to be the process's shard already."""
     for inner in with_parents(dataset):
         begin, step = (getattr(inner, n, None) for n in ("_start", "_step"))
@@ -280,7 +281,7 @@ def _warn_of_slices(dataset: Any, count: int, process_index: int) -> None:
             return
 
 
-def _warn_of_lost_rows(dataset: Any) -> None:
+def _warn_of_lost_rows(dataset: Dataset) -> None:
     """Warns of a `DataLoader` whose shards together lack rows."""
     options = getattr(dataset, "_shard_options", None)
     sampler: Any = getattr(dataset, "_sampler", None)
@@ -352,7 +353,7 @@ def _in_threads(
         pool.shutdown(cancel_futures=True)
 
 
-def _is_a(dataset: Any, *names: str) -> bool:
+def _is_a(dataset: object, *names: str) -> bool:
     grain = sys.modules.get("grain")
     return grain is not None and isinstance(
         dataset, tuple(getattr(grain, name) for name in names)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-Tree = Any
+from keras_strategies._types import Dataset, Tree
 
 # Rows that are read at once: as many are in memory before they are mapped.
 _NUM_AT_ONCE = 32
@@ -48,7 +48,7 @@ class Stacked(NamedTuple):
         return read
 
 
-def stacked_rows(dataset: Any) -> Stacked | None:
+def stacked_rows(dataset: Dataset) -> Stacked | None:
     """The rows below a `.batch(...)` that only stacks them."""
     if type(dataset).__name__ != "BatchMapDataset":
         return None
@@ -63,7 +63,7 @@ def stacked_rows(dataset: Any) -> Stacked | None:
     return Stacked(rows=rows, batch_size=size, many=_of_many(rows))
 
 
-def checksum_of(dataset: Any) -> int:
+def checksum_of(dataset: Dataset) -> int:
     """A checksum of the transformations' names, lengths and seeds."""
     facts = [
         (type(inner).__name__, len(inner), getattr(inner, "_seed", None))
@@ -72,7 +72,7 @@ def checksum_of(dataset: Any) -> int:
     return zlib.crc32(repr(facts).encode())
 
 
-def with_parents(dataset: Any) -> Iterator[Any]:
+def with_parents(dataset: Dataset) -> Iterator[Any]:
     """A dataset and all that it is made of."""
     waiting = [dataset]
     for inner in waiting:
@@ -80,7 +80,7 @@ def with_parents(dataset: Any) -> Iterator[Any]:
         waiting.extend(getattr(inner, "parents", ()))
 
 
-def _of_many(dataset: Any) -> Any:
+def _of_many(dataset: Dataset) -> Dataset | None:
     """A copy of a pipeline whose sources give many rows at once, or None."""
     kind = type(dataset)
     if not kind.__module__.startswith(_OF_GRAIN) or not _has_many(kind):
@@ -101,7 +101,7 @@ def _of_many(dataset: Any) -> Any:
     return made
 
 
-def _is_grains(source: Any) -> bool:
+def _is_grains(source: object) -> bool:
     """Whether a source is grain's own, and gives many rows by itself."""
     module = type(source).__module__
     return module.startswith("grain.") and hasattr(source, "_getitems")
@@ -133,5 +133,5 @@ class _Rows:
         return [jax.tree.map(_copy, self._source[index]) for index in indices]
 
 
-def _copy(leaf: Any) -> Any:
+def _copy(leaf: object) -> object:
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf

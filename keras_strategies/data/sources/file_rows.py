@@ -7,17 +7,16 @@ import os
 import struct
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import jax
 import numpy as np
 from numpy.lib import format as npy
 
+from keras_strategies._types import Tree
 from keras_strategies.data.own_rows import stack_rows
 from keras_strategies.data.sources.files import Files
 from keras_strategies.data.sources.mapped_arrays import let_go
-
-Tree = Any
 
 _MAX_OPEN = 64
 # Bytes around a record: its length and two checksums.
@@ -233,14 +232,14 @@ def _arrays_of(
         return arrays
 
 
-def _mapped(file: Any, offset: int) -> np.ndarray:
+def _mapped(file: IO[bytes], offset: int) -> np.ndarray:
     file.seek(offset)
     shape, is_fortran, dtype = _header(file)
     order = "F" if is_fortran else "C"
     return np.memmap(file, dtype, "r", file.tell(), shape, order)
 
 
-def _header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype]:
+def _header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
     version = npy.read_magic(file)
     read = npy.read_array_header_2_0
     if version == (1, 0):
@@ -300,7 +299,7 @@ def _reading(place: Callable[[], str]) -> Iterator[None]:
         ) from error
 
 
-def _sliced(indices: np.ndarray) -> Any:
+def _sliced(indices: np.ndarray) -> np.ndarray | slice:
     """The same as a slice, where they are consecutive."""
     if np.all(np.diff(indices) == 1):
         return slice(int(indices[0]), int(indices[-1]) + 1)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_strategies._types import Tree
 from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.own_rows import OwnRows
 from keras_strategies.data.source import Cut, Part, Source, all_rows
@@ -21,8 +22,6 @@ from keras_strategies.data.sources.file_rows import (
     counts_of_arrays,
 )
 from keras_strategies.data.sources.files import ARRAYS, Files
-
-Tree = Any
 
 
 class FilesSource(Source):
@@ -139,7 +138,9 @@ class FilesSource(Source):
             yield own.part(read, len(batch), cut, zlib.crc32(ends.encode()))
 
 
-def _read(rows: Any, batch: list[Any], begin: int, end: int) -> Tree:
+def _read(
+    rows: ArrayRows | RecordRows, batch: list[Any], begin: int, end: int
+) -> Tree:
     return rows.read(batch[begin:end])
 
 

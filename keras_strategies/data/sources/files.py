@@ -7,7 +7,8 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-Tree = Any
+from keras_strategies._types import Tree
+
 Reader = str | Callable[[str], Iterable[Tree]]
 
 ARRAYS = ("npz", "npy")

@@ -11,12 +11,11 @@ import numpy as np
 from keras_strategies._core import host_arrays
 from keras_strategies._core.batches import num_rows
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._types import Tree
 from keras_strategies.data.batch_spec import rows_kind
 from keras_strategies.data.source import Cut, Part, Source
 from keras_strategies.data.source_summary import Reading, Summary
 from keras_strategies.data.sources.iterables import check_batches, host_batches
-
-Tree = Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,14 +4,12 @@ import itertools
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import jax
 import numpy as np
 
+from keras_strategies._types import Dataset, Tree
 from keras_strategies.data.source import Cut, Part, Source, take
-
-Tree = Any
 
 
 class IterableSource(Source):
@@ -61,7 +59,7 @@ class IterableSource(Source):
         yield from batches
 
 
-def host_batches(dataset: Any) -> Iterator[Tree]:
+def host_batches(dataset: Dataset) -> Iterator[Tree]:
     """The batches of a dataset as nests of numpy arrays."""
     tensorflow = sys.modules.get("tensorflow")
     if tensorflow is not None and isinstance(dataset, tensorflow.data.Dataset):
@@ -71,13 +69,13 @@ def host_batches(dataset: Any) -> Iterator[Tree]:
     return (jax.tree.map(np.asarray, batch) for batch in dataset)
 
 
-def _of_py_dataset(dataset: Any) -> Iterator[Tree]:
+def _of_py_dataset(dataset: Dataset) -> Iterator[Tree]:
     for index in range(len(dataset)):
         yield jax.tree.map(np.asarray, dataset[index])
     dataset.on_epoch_end()
 
 
-def check_batches(dataset: Any) -> None:
+def check_batches(dataset: object) -> None:
     """Raises TypeError for what cannot be iterated over in batches."""
     if isinstance(dataset, str | bytes | os.PathLike):
         raise TypeError(

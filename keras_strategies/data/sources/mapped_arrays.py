@@ -1,17 +1,16 @@
 """Arrays of files, mapped into memory."""
 
 import mmap
-from typing import Any
 
 import numpy as np
 
 
-def is_mapped(array: Any) -> bool:
+def is_mapped(array: object) -> bool:
     """Whether it is (a view of) a `np.memmap` that shares its file's pages."""
     return _memory(array) is not None
 
 
-def let_go(array: Any) -> None:
+def let_go(array: object) -> None:
     """Leaves what was read of a file to the system to keep in memory or not.
 
     Otherwise it counts as the process's memory as long as the array lives.
@@ -23,7 +22,7 @@ def let_go(array: Any) -> None:
         memory.madvise(mmap.MADV_DONTNEED)
 
 
-def _memory(array: Any) -> mmap.mmap | None:
+def _memory(array: object) -> mmap.mmap | None:
     while isinstance(array, np.ndarray):
         if isinstance(array, np.memmap):
             # What is written to a copy-on-write array is nowhere else.

@@ -3,12 +3,12 @@
 import dataclasses
 import operator
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import numpy as np
 
 from keras_strategies._core.batches import num_rows
+from keras_strategies._types import Tree
 from keras_strategies.data.source import (
     Cut,
     Part,
@@ -18,8 +18,6 @@ from keras_strategies.data.source import (
 )
 from keras_strategies.data.source_summary import Reading, Summary
 from keras_strategies.data.sources.mapped_arrays import let_go
-
-Tree = Any
 
 
 class NumpyDataset:

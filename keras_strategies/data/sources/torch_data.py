@@ -7,17 +7,18 @@ import sys
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 import jax
 import ml_dtypes
 import numpy as np
 
+from keras_strategies._types import Array, Batch, Dataset, Tree
 from keras_strategies.data.loaded import LoadedSource, check_by_rows, is_own
 from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.source import Cut, Part, take
 
-Tree = Any
 _Key = tuple[int, ...]
 
 
@@ -57,7 +58,7 @@ class TorchSource(LoadedSource):
 
     def __init__(
         self,
-        data: Any,
+        data: Dataset,
         *,
         batch_size: int | None = None,
         shuffle: bool = False,
@@ -94,7 +95,7 @@ class TorchSource(LoadedSource):
             self._batches.seed = int(seed)
 
 
-def is_torch(data: Any) -> bool:
+def is_torch(data: object) -> bool:
     """Whether something is a torch `DataLoader` or `Dataset`."""
     return "torch" in sys.modules and isinstance(
         data, _data().DataLoader | _data().Dataset
@@ -107,7 +108,11 @@ class _IndexedBatches:
     has_checksums = False
 
     def __init__(
-        self, loader: Any, seed: int, process_index: int, should_shuffle: bool
+        self,
+        loader: Dataset,
+        seed: int,
+        process_index: int,
+        should_shuffle: bool,
     ) -> None:
         self._loader = loader
         self._sampler, collate = loader.batch_sampler, loader.collate_fn
@@ -220,7 +225,7 @@ class _IteratedBatches:
     length = num_rows = None
     has_checksums = is_by_rows = False
 
-    def __init__(self, loader: Any, seed: int) -> None:
+    def __init__(self, loader: Dataset, seed: int) -> None:
         self._loader = loader
         self.seed = _seed_of(loader, seed)
         self.batch_size: int | None = loader.batch_size
@@ -250,7 +255,7 @@ class _Keys:
         return self.coming
 
 
-def _loader_like(user: Any, keys: _Keys) -> Any:
+def _loader_like(user: Dataset, keys: _Keys) -> Dataset:
     """A loader with a user's settings that reads what is at the keys."""
     order: dict[str, Any] = {"batch_sampler": keys}
     if user.batch_sampler is None:
@@ -269,11 +274,11 @@ def _loader_like(user: Any, keys: _Keys) -> Any:
     )
 
 
-def _data() -> Any:
+def _data() -> ModuleType:
     return sys.modules["torch"].utils.data
 
 
-def _is_divided(loader: Any, count: int, process_index: int) -> bool:
+def _is_divided(loader: Dataset, count: int, process_index: int) -> bool:
     """Whether a loader reads the rows of this one of the processes only."""
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
     if not isinstance(sampler, _data().distributed.DistributedSampler):
@@ -296,13 +301,13 @@ def _is_divided(loader: Any, count: int, process_index: int) -> bool:
     return True
 
 
-def _seed_of(loader: Any, seed: int) -> int:
+def _seed_of(loader: Dataset, seed: int) -> int:
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
     generator = getattr(sampler, "generator", None) or loader.generator
     return seed % 2**64 if generator is None else generator.initial_seed()
 
 
-def _set_epoch(target: Any, epoch: int) -> None:
+def _set_epoch(target: object, epoch: int) -> None:
     # As torch's `DistributedSampler` and other libraries' datasets have it.
     getattr(target, "set_epoch", lambda _: None)(epoch)
 
@@ -364,13 +369,13 @@ def _rows_of(arrays: Tree, keys: Iterator[Any]) -> Iterator[Tree]:
         yield tuple(array[rows] for array in arrays)
 
 
-def _arrays_of(batch: Any) -> Tree:
+def _arrays_of(batch: Batch) -> Tree:
     """A nest of numpy arrays; a list at its top becomes a tuple, as for fit."""
     batch = jax.tree.map(_to_array, batch)
     return tuple(batch) if type(batch) is list else batch
 
 
-def _to_array(leaf: Any) -> Any:
+def _to_array(leaf: Array) -> Tree:
     """A tensor as an array, of the same memory where it is the host's."""
     torch = sys.modules["torch"]
     if isinstance(leaf, Mapping):

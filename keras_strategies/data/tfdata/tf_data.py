@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from keras_strategies._core.batches import num_rows
+from keras_strategies._types import Dataset, Tree
 from keras_strategies.cluster.exchange.message_forms import Either, fault_of
 from keras_strategies.cluster.untrusted import load_json
 from keras_strategies.data.options import AutoShardPolicy
@@ -37,13 +38,12 @@ from keras_strategies.data.tfdata.tf_nodes import (
 from keras_strategies.data.tfdata.tf_order import EpochDatasets
 from keras_strategies.data.tfdata.tf_plan import plan_shards
 
-Tree = Any
 _Policy = AutoShardPolicy
 
 _MAX_SEED = 1 << 20
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     is_int = type(value) is int
     return value is None or (is_int and -(2**63) <= value < 2**63)
 
@@ -112,7 +112,7 @@ class TfDataSource(Source):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: Dataset,
         *,
         num_processes: int,
         process_index: int,
@@ -250,7 +250,7 @@ class TfDataSource(Source):
                 return
             yield batch
 
-    def _explain(self, error: Any) -> None:
+    def _explain(self, error: Exception) -> None:
         """Raises which file it was, if that can be found."""
         files = self.plan.files.get(self._process_index)
         files = files or files_of(self._dataset)
@@ -286,7 +286,7 @@ def _let_go(
         held.clear()
 
 
-def _check_elements(element_spec: Any) -> None:
+def _check_elements(element_spec: Tree) -> None:
     tf = tensorflow()
     for spec in tf.nest.flatten(element_spec):
         if _is_none(spec):
@@ -310,12 +310,12 @@ def _check_elements(element_spec: Any) -> None:
             )
 
 
-def _is_none(spec: Any) -> bool:
+def _is_none(spec: object) -> bool:
     """Whether it stands for a None, in which there is no tensor."""
     return type(spec).__name__ == "NoneTensorSpec"
 
 
-def _batch_size(dataset: Any) -> int | None:
+def _batch_size(dataset: Dataset) -> int | None:
     """Rows of a whole batch, where shapes or the last `batch` give them."""
     tf = tensorflow()
     specs = tf.nest.flatten(dataset.element_spec)

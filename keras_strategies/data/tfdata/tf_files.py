@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+from keras_strategies._types import Dataset
 from keras_strategies.data.tfdata.tf_graph import (
     Graph,
     Node,
@@ -60,7 +61,7 @@ def reads_files(graph: Graph) -> bool:
 
 
 def split_by_files(
-    dataset: Any, graph: Graph, num_processes: int, process_index: int
+    dataset: Dataset, graph: Graph, num_processes: int, process_index: int
 ) -> FileSplit:
     """Splits a dataset with TensorFlow's own rewrite, and checks the result."""
     tf = tensorflow()
@@ -94,7 +95,9 @@ def split_by_files(
     )
 
 
-def _rewritten(dataset: Any, num_processes: int, process_index: int) -> Any:
+def _rewritten(
+    dataset: Dataset, num_processes: int, process_index: int
+) -> Dataset:
     tf = tensorflow()
     specs = [
         spec
@@ -171,7 +174,7 @@ def _shuffle_doubt(graph: Graph) -> str | None:
     return None
 
 
-def _count(dataset: Any, limit: int) -> int:
+def _count(dataset: Dataset, limit: int) -> int:
     """Number of elements, if it is less than the limit."""
     tf = tensorflow()
     count = int(dataset.cardinality())
@@ -202,7 +205,7 @@ def files_of_part(graph: Graph) -> tuple[str, ...] | None:
     return _names(graph, shards_of_files(graph))
 
 
-def files_of(dataset: Any) -> tuple[str, ...]:
+def files_of(dataset: Dataset) -> tuple[str, ...]:
     """The names of the files that a dataset reads, where they are found."""
     tf = tensorflow()
     try:

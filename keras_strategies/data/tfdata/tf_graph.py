@@ -7,9 +7,12 @@ their nodes are called is in tf_nodes.py.
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator
+from types import ModuleType
 from typing import Any
 
 import numpy as np
+
+from keras_strategies._types import Array, Dataset, Tree
 
 Graph = Any
 Node = Any
@@ -17,12 +20,12 @@ Node = Any
 _MAX_BYTES = 1 << 31
 
 
-def tensorflow() -> Any:
+def tensorflow() -> ModuleType:
     """TensorFlow, which whoever has a `tf.data.Dataset` has imported."""
     return sys.modules["tensorflow"]
 
 
-def graph_of(dataset: Any) -> Graph | None:
+def graph_of(dataset: Dataset) -> Graph | None:
     """A dataset's graph.
 
     None if it has none: it is too large (2 GiB), or made by an operation of
@@ -44,7 +47,7 @@ def graph_of(dataset: Any) -> Graph | None:
     return graph if graph.node else None
 
 
-def _num_bytes(dataset: Any) -> int:
+def _num_bytes(dataset: Dataset) -> int:
     """The size of the arrays that a dataset slices, as far as is known."""
     return sum(
         array.shape.num_elements() * array.dtype.size
@@ -53,7 +56,7 @@ def _num_bytes(dataset: Any) -> int:
     )
 
 
-def with_inputs(dataset: Any) -> Iterator[Any]:
+def with_inputs(dataset: Dataset) -> Iterator[Any]:
     """Iterates over a dataset and all that it is made of."""
     waiting = [dataset]
     for part in waiting:  # It grows meanwhile.
@@ -61,22 +64,27 @@ def with_inputs(dataset: Any) -> Iterator[Any]:
         waiting += part._inputs()
 
 
-def dataset_of(graph: Graph, structure: Any) -> Any:
+def dataset_of(graph: Graph, structure: Tree) -> Dataset:
     """The dataset that a graph describes.
 
     Args:
       graph: The graph.
       structure: The dataset's `element_spec`.
+
+    Returns:
+      A `tf.data.Dataset`.
     """
     tf = tensorflow()
     variant = tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString())
     return tf.data.experimental.from_variant(variant, structure)
 
 
-def part_of(graph: Graph, node: Node) -> Any:
+def part_of(graph: Graph, node: Node) -> Dataset:
     """The dataset that one node of a graph makes.
 
-    Its elements are tuples of tensors, whatever structure they have.
+    Returns:
+      A `tf.data.Dataset`. Its elements are tuples of tensors, whatever
+      structure they have.
     """
     tf = tensorflow()
     top = Scope(graph.node)
@@ -149,7 +157,7 @@ class Scope:
             return None
         return constant(source)
 
-    def feed(self, node: Node, index: int, value: Any) -> None:
+    def feed(self, node: Node, index: int, value: Array) -> None:
         """Gives a node another input.
 
         Args:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_strategies._types import Dataset
 from keras_strategies.data.options import SHARD_HINT
 from keras_strategies.data.tfdata.tf_graph import (
     Graph,
@@ -91,7 +92,7 @@ INPUTS = {
 DRAWN_ANEW = ("reshuffle_each_iteration", "rerandomize_each_iteration")
 
 
-def is_plain(dataset: Any, *, with_functions: bool = True) -> bool:
+def is_plain(dataset: Dataset, *, with_functions: bool = True) -> bool:
     """Returns whether a dataset surely has no shuffle, shard or reader.
 
     It need not be written as a graph then, with all the arrays in it.
@@ -108,7 +109,7 @@ def is_plain(dataset: Any, *, with_functions: bool = True) -> bool:
     )
 
 
-def likely_batch_size(dataset: Any) -> int | None:
+def likely_batch_size(dataset: Dataset) -> int | None:
     """Returns rows of a batch by the last `batch`, as if maps kept them."""
     while True:
         kind = type(dataset).__name__
@@ -120,7 +121,7 @@ def likely_batch_size(dataset: Any) -> int | None:
         (dataset,) = inputs
 
 
-def known_rows(dataset: Any) -> tuple[int | None, int | None]:
+def known_rows(dataset: Dataset) -> tuple[int | None, int | None]:
     """Returns rows of a batch and of an epoch, as far as `batch` gives them."""
     while (kind := type(dataset).__name__) in ONE_TO_ONE:
         (dataset,) = dataset._inputs()

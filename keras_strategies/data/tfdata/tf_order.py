@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_strategies._types import Array, Dataset
 from keras_strategies.data.tfdata.tf_graph import (
     Graph,
     Node,
@@ -66,7 +67,7 @@ class EpochDatasets:
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: Dataset,
         graph: Graph,
         *,
         seed: int,
@@ -153,7 +154,7 @@ class EpochDatasets:
         if array is None or array.dtype.kind not in "biufc":
             return
 
-        def read() -> Any:
+        def read() -> Array:
             return tf.numpy_function(lambda: array, [], array.dtype)
 
         function = tf.function(read, autograph=False).get_concrete_function()
@@ -228,7 +229,7 @@ def _new_cache() -> tuple[Node, Any]:
     return _last_input(cached), cached
 
 
-def _last_input(dataset: Any) -> Node:
+def _last_input(dataset: Dataset) -> Node:
     graph = graph_of(dataset)
     assert graph is not None
     top = Scope(graph.node)

@@ -1,8 +1,8 @@
 """Plans of how several processes share a `tf.data.Dataset`."""
 
 import warnings
-from typing import Any
 
+from keras_strategies._types import Dataset
 from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.source_summary import Summary
 from keras_strategies.data.tfdata.tf_files import (
@@ -20,7 +20,7 @@ _OR_FILES = ", or `AutoShardPolicy.FILE` to split the files all the same"
 
 
 def plan_shards(
-    dataset: Any,
+    dataset: Dataset,
     graph: Graph | None,
     policy: AutoShardPolicy,
     num_processes: int,
@@ -128,7 +128,7 @@ def _check_shards(
         )
 
 
-def _check_known(dataset: Any, graph: Graph | None) -> None:
+def _check_known(dataset: Dataset, graph: Graph | None) -> None:
     if graph is None and not is_plain(dataset):
         raise ValueError(
             "On several processes a tf.data.Dataset must have a graph that "

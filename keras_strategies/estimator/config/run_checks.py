@@ -85,7 +85,7 @@ def check_trains(config: Any, num_processes: int) -> None:
         )
 
 
-def _check_model_dir(directory: Any) -> None:
+def _check_model_dir(directory: object) -> None:
     if directory is None:
         return
     if not isinstance(directory, str):
@@ -100,7 +100,7 @@ def _check_model_dir(directory: Any) -> None:
         )
 
 
-def _check_strategy(name: str, strategy: Any) -> None:
+def _check_strategy(name: str, strategy: object) -> None:
     if strategy is None:
         return
     # Where no strategy is given, neither Keras nor JAX need be there.

@@ -221,7 +221,7 @@ class RunConfig:
         """TF_CONFIG's "service", which a platform writes."""
         return self._cluster.service
 
-    def _set(self, **values: Any) -> None:
+    def _set(self, **values: object) -> None:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -261,7 +261,7 @@ _FIELDS = tuple(
 )
 
 
-def _save_rule(steps: Any, secs: Any) -> tuple[Any, Any]:
+def _save_rule(steps: object, secs: object) -> tuple[object, object]:
     """The two ways of saving, of which at most one is given."""
     if steps is _USE_DEFAULT and secs is _USE_DEFAULT:
         return None, DEFAULT_SAVE_SECONDS
@@ -284,12 +284,12 @@ def _switched(changes: dict[str, Any]) -> dict[str, Any]:
     return changes
 
 
-def _path_text(path: Any) -> Any:
+def _path_text(path: object) -> object:
     """A path as text; what is none stays for the check."""
     return os.fspath(path) if isinstance(path, os.PathLike) else path
 
 
-def _agreed_model_dir(directory: Any, cluster: RunCluster) -> Any:
+def _agreed_model_dir(directory: object, cluster: RunCluster) -> object:
     of_cluster = cluster.model_dir
     if of_cluster and directory and of_cluster != directory:
         raise ValueError(

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 
 from keras_strategies._core.checks import check_number
+from keras_strategies._types import Logs
 from keras_strategies.cluster.addresses import shown
 from keras_strategies.estimator import records, train_callback
 from keras_strategies.estimator.arguments import (
@@ -281,11 +282,11 @@ class _Stopping(keras.callbacks.Callback):
         self._asked_at: float | None = None
         self._asked: int | None = None
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         # What stopped a training stops it again when it is called again.
         self._asked_at = self._asked = None
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         step = train_callback.step_of_fit(self.model)
         if not self._is_due(step):
             return
@@ -308,9 +309,9 @@ class _Stopping(keras.callbacks.Callback):
 def _hook(
     rule: Callable[[Values], bool],
     estimator: Estimator,
-    name: Any,
+    name: object,
     eval_dir: str | None,
-    min_steps: Any,
+    min_steps: int,
     every: tuple[float | None, int | None],
 ) -> keras.callbacks.Callback:
     """Returns a hook that asks a rule about the results of a name."""
@@ -328,7 +329,9 @@ def _hook(
     return make_early_stopping_hook(estimator, should_stop, *every)
 
 
-def _beyond(threshold: Any, is_better: _Comparison) -> Callable[[Values], bool]:
+def _beyond(
+    threshold: object, is_better: _Comparison
+) -> Callable[[Values], bool]:
     if isinstance(threshold, bool) or not isinstance(threshold, numbers.Real):
         raise TypeError(
             "`threshold` is a number. Received: "
@@ -338,11 +341,11 @@ def _beyond(threshold: Any, is_better: _Comparison) -> Callable[[Values], bool]:
 
 
 def _without_improvement(
-    max_steps: Any, is_better: _Comparison
+    max_steps: int, is_better: _Comparison
 ) -> Callable[[Values], bool]:
     _check_whole("The number of steps without improvement", max_steps)
     return lambda values: is_without_improvement(values, max_steps, is_better)
 
 
-def _check_whole(name: str, value: Any) -> None:
+def _check_whole(name: str, value: object) -> None:
     check_number(name, value, "Give a whole number.", is_optional=False)

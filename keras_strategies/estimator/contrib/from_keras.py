@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import weakref
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -89,7 +89,7 @@ def model_to_estimator(
 
 
 def _check_options(
-    checkpoint_format: Any, export_outputs: Any, metric_names_map: Any
+    checkpoint_format: object, export_outputs: object, metric_names_map: object
 ) -> None:
     if checkpoint_format not in _FORMATS:
         raise ValueError(
@@ -112,7 +112,7 @@ def _check_options(
         )
 
 
-def _save(model: Any, path: str) -> None:
+def _save(model: object, path: str) -> None:
     if not isinstance(model, keras.Model):
         raise TypeError(
             "`keras_model` is a Keras model. Received: "
@@ -142,7 +142,7 @@ def _check_compiled(model: keras.Model) -> None:
         )
 
 
-def _copy(source: Any, path: str) -> None:
+def _copy(source: object, path: str) -> None:
     if not isinstance(source, str | os.PathLike):
         raise TypeError(
             "`keras_model_path` is a path. Received: an object of type "
@@ -164,7 +164,9 @@ def _copy(source: Any, path: str) -> None:
         )
 
 
-def _model_fn(path: str, custom_objects: Any, *, is_trusted: bool) -> Any:
+def _model_fn(
+    path: str, custom_objects: Mapping[str, Any] | None, *, is_trusted: bool
+) -> Callable[[str], keras.Model | EstimatorSpec]:
     """A `model_fn` that reads the model anew.
 
     Args:
@@ -174,7 +176,7 @@ def _model_fn(path: str, custom_objects: Any, *, is_trusted: bool) -> Any:
         run.
     """
 
-    def model_fn(mode: str) -> Any:
+    def model_fn(mode: str) -> keras.Model | EstimatorSpec:
         model: Any = keras.saving.load_model(
             path,
             custom_objects=dict(custom_objects or {}),

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import keras
 
+from keras_strategies._types import Logs
 from keras_strategies.checkpoint import reading
 from keras_strategies.estimator import train_callback
 from keras_strategies.estimator.arguments import (
@@ -77,17 +78,17 @@ class InMemoryEvaluatorHook(keras.callbacks.Callback):
         mesh = estimator.strategy_of(ModeKeys.EVAL).mesh
         self._is_here = mesh.num_processes > 1 or jax.process_index() == 0
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Evaluates what the training begins with."""
         self._evaluate(train_callback.step_of_fit(self.model))
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Evaluates if it is time to."""
         step = train_callback.step_of_fit(self.model)
         if step - self._evaluated >= self._every:
             self._evaluate(step)
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Logs | None = None) -> None:
         """Evaluates what the training ends with."""
         step = train_callback.step_of_fit(self.model)
         if step != self._evaluated:

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -17,6 +17,7 @@ import keras
 from keras_strategies._core import values
 from keras_strategies._core.attributes import attribute_set
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._types import Array, Batch, Dataset, Tree
 from keras_strategies.cluster.resolvers.simple_resolver import (
     SimpleClusterResolver,
 )
@@ -59,6 +60,7 @@ _CLASSES = (
 )
 _EX, _FROM = "experimental_", "distribute_datasets_from"
 _DATA = ("x", "y", "sample_weight", "class_weight", "batch_size", "shuffle")
+_Function = Callable[..., Any]
 
 
 class StepCaptured(BaseException):
@@ -96,10 +98,10 @@ class Capture:
 
     def __init__(
         self,
-        devices: Any,
+        devices: Sequence[jax.Device],
         layout: Layout | None,
         *,
-        layout_map: Any = None,
+        layout_map: Mapping[str, Any] | None = None,
         is_per_replica: bool = False,
         plan: Callable[[Step, str], Any] | None = None,
     ) -> None:
@@ -157,7 +159,7 @@ class Capture:
     # Strategies.
 
     def _make(
-        self, original: Any, strategy: Strategy, *args: Any, **kwargs: Any
+        self, original: _Function, strategy: Strategy, *args: Any, **kwargs: Any
     ) -> None:
         given = inspect.signature(original).bind(strategy, *args, **kwargs)
         named = given.arguments
@@ -194,7 +196,7 @@ class Capture:
             variable_partitioner=partitioner,
         )
 
-    def _give_resolver(self, strategy: Strategy, named: Any) -> None:
+    def _give_resolver(self, strategy: Strategy, named: dict[str, Any]) -> None:
         """Gives a strategy the resolver that its script asks for."""
         if isinstance(strategy, MultiWorkerMirroredStrategy):
             alone = SimpleClusterResolver(ClusterSpec({}))
@@ -202,7 +204,7 @@ class Capture:
             strategy._cluster_resolver = given or alone
         strategy.__dict__["_resolver"] = named.get("tpu_cluster_resolver")
 
-    def _topology(self, *args: Any, **kwargs: Any) -> Any:
+    def _topology(self, *args: object, **kwargs: object) -> Topology:
         return Topology.from_devices(self._devices)
 
     # Data.
@@ -211,14 +213,14 @@ class Capture:
         return strategy.num_replicas_in_sync if self._is_per_replica else 1
 
     def _distribute(
-        self, strategy: Strategy, dataset: Any, options: Any = None
+        self, strategy: Strategy, dataset: Dataset, options: object = None
     ) -> CapturedData:
         source = source_of_dataset(dataset, self._host)
         factor = self._replicas(strategy)
         return CapturedData(source, self._host, strategy.mesh, factor)
 
     def _from_function(
-        self, strategy: Strategy, dataset_fn: Any, options: Any = None
+        self, strategy: Strategy, dataset_fn: _Function, options: object = None
     ) -> CapturedData:
         replicas = strategy.num_replicas_in_sync
         context = InputContext(num_replicas_in_sync=replicas)
@@ -247,11 +249,11 @@ class Capture:
 
     # Steps.
 
-    def _fit(self, binding: Binding, *args: Any, **kwargs: Any) -> None:
+    def _fit(self, binding: Binding, *args: object, **kwargs: object) -> None:
         self._catch_fit(binding, Call(binding.model, "fit", args, kwargs))
 
     def _train_on_batch(
-        self, binding: Binding, *args: Any, **kwargs: Any
+        self, binding: Binding, *args: object, **kwargs: object
     ) -> None:
         call = Call(binding.model, "train_on_batch", args, kwargs)
         self._catch_fit(binding, call)
@@ -296,9 +298,9 @@ class Capture:
     def _run(
         self,
         runner: Runner,
-        fn: Any,
-        args: Any,
-        kwargs: Any,
+        fn: _Function,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
         *,
         is_update: bool = False,
     ) -> None:
@@ -319,7 +321,7 @@ class Capture:
             )
 
 
-def _with_rows(batch: Any, factor: int) -> Any:
+def _with_rows(batch: Batch, factor: int) -> Batch:
     """Returns the shapes of a batch with `factor` times as many rows."""
     return jax.tree.map(
         lambda leaf: with_rows(leaf, shape_of(leaf).shape[0] * factor), batch
@@ -333,7 +335,7 @@ class _AbstractScope:
         self._scope = scope
         self._open: list[contextlib.ExitStack] = []
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Strategy:
         with contextlib.ExitStack() as stack:
             strategy = stack.enter_context(self._scope)
             stack.enter_context(abstract())
@@ -344,16 +346,16 @@ class _AbstractScope:
         self._open.pop().close()
 
 
-def _scope(original: Any, strategy: Strategy) -> _AbstractScope:
+def _scope(original: _Function, strategy: Strategy) -> _AbstractScope:
     return _AbstractScope(original(strategy))
 
 
-def _values(strategy: Strategy, value_fn: Any) -> Any:
+def _values(strategy: Strategy, value_fn: _Function) -> Tree:
     """One value for each replica, by the shapes of the first one's."""
     count, mesh = strategy.num_replicas_in_sync, strategy.mesh
     made = value_fn(ValueContext(0, count))
 
-    def stand_in(leaf: Any) -> Any:
+    def stand_in(leaf: Array) -> values.PerReplica:
         shape = shape_of(jax.numpy.asarray(leaf))
         stacked = jax.ShapeDtypeStruct(
             (count, *shape.shape), shape.dtype, sharding=mesh.split
@@ -363,13 +365,13 @@ def _values(strategy: Strategy, value_fn: Any) -> Any:
     return jax.tree.map(stand_in, made)
 
 
-def _local_results(strategy: Strategy, value: Any) -> Any:
+def _local_results(strategy: Strategy, value: Tree) -> Tree:
     """The components of all replicas, of batches their shapes."""
     return reducing.local_results(value, strategy.mesh)
 
 
 def _refuser(name: str) -> Callable[..., None]:
-    def refuse(binding: Binding, *args: Any, **kwargs: Any) -> None:
+    def refuse(binding: Binding, *args: object, **kwargs: object) -> None:
         raise PlanError(
             f"A plan is for training, up to the first `fit` or `run`. "
             f"Received: a script that calls `{name}` of "
@@ -380,7 +382,7 @@ def _refuser(name: str) -> Callable[..., None]:
     return refuse
 
 
-def _refuse_plain(model: keras.Model, *args: Any, **kwargs: Any) -> None:
+def _refuse_plain(model: keras.Model, *args: object, **kwargs: object) -> None:
     raise PlanError(
         "A plan is for models of a strategy. Received: a script that trains "
         f"{model.name!r}, which no strategy's scope has made or compiled, "
@@ -392,7 +394,7 @@ def _method(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that a class binds, also one that is bound already."""
 
     @functools.wraps(function, assigned=("__name__", "__doc__"))
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def method(self: object, *args: object, **kwargs: object) -> object:
         return function(self, *args, **kwargs)
 
     return method

@@ -7,6 +7,7 @@ import jax
 
 from keras_strategies._core import values
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._types import Array, Batch
 from keras_strategies.data.distributed import (
     DistributedDataset,
     DistributedIterator,
@@ -35,15 +36,19 @@ class CapturedData(DistributedDataset):
         """Starts anywhere; yields nests of values of all replicas."""
         return _ShapeIterator(super().iterator(epoch, start), self._stand_in)
 
-    def first_shapes(self) -> Any:
-        """Returns the shapes of the first global batch."""
+    def first_shapes(self) -> Batch:
+        """Reads the first batch of the data.
+
+        Returns:
+          A `jax.ShapeDtypeStruct` for each array of the global batch.
+        """
         batch = next(super().iterator(self.source.passes.next))
         return jax.tree.map(self._global, batch)
 
-    def _global(self, leaf: Any) -> jax.ShapeDtypeStruct:
+    def _global(self, leaf: Array) -> jax.ShapeDtypeStruct:
         return with_rows(leaf, leaf.shape[0] * self._factor)
 
-    def _stand_in(self, leaf: Any) -> values.PerReplica:
+    def _stand_in(self, leaf: Array) -> values.PerReplica:
         shape, mesh = self._global(leaf), self._replicas
         replicas = mesh.num_replicas
         # As programs are compiled for: with rows that all share evenly.
@@ -63,11 +68,11 @@ class _ShapeIterator(DistributedIterator):
         super().__init__(batches._steps, *batches._place)
         self._stand_in = stand_in
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Batch:
         return jax.tree.map(self._stand_in, super().__next__())
 
 
-def with_rows(leaf: Any, rows: int) -> jax.ShapeDtypeStruct:
+def with_rows(leaf: Array, rows: int) -> jax.ShapeDtypeStruct:
     """Returns the shape of an array with another number of rows."""
     shape = shape_of(leaf)
     return jax.ShapeDtypeStruct((rows, *shape.shape[1:]), shape.dtype)

@@ -1,6 +1,7 @@
 """Files that a planned script neither reads nor writes: its checkpoints."""
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 from keras_strategies import checkpoint as lib
@@ -35,29 +36,34 @@ def patches() -> list[Patch]:
 class Restored:
     """The status of a checkpoint that was not read."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Callable[..., "Restored"]:
         if name.startswith("_"):
             raise AttributeError(name)
         return lambda *args, **kwargs: self
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
+def _nothing(*args: object, **kwargs: object) -> None:
     pass
 
 
-def _prefix(checkpoint: Any, file_prefix: Any, *args: Any) -> str:
+def _prefix(
+    checkpoint: object, file_prefix: str | os.PathLike[str], *args: object
+) -> str:
     return os.fspath(file_prefix)
 
 
-def _restored(*args: Any, **kwargs: Any) -> Restored:
+def _restored(*args: object, **kwargs: object) -> Restored:
     return Restored()
 
 
 def _manage(
-    manager: Any, checkpoint: Any, directory: Any = "", **kwargs: Any
+    manager: Any,
+    checkpoint: object,
+    directory: str | os.PathLike[str] = "",
+    **kwargs: object,
 ) -> None:
     manager._ks_directory = os.fspath(directory)
 
 
-def _no_progress(*args: Any) -> train_callback.Progress:
+def _no_progress(*args: object) -> train_callback.Progress:
     return train_callback.Progress()

@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from keras_strategies._core.attributes import attribute_set
 from keras_strategies.planning.capture.capture import (
@@ -117,7 +117,7 @@ class _ScriptThreads:
         """Keeps their errors in the block."""
         report = threading.excepthook
 
-        def keep(args: Any) -> None:
+        def keep(args: threading.ExceptHookArgs) -> None:
             # An `Exception` is the script's; else its step was caught.
             if isinstance(args.exc_value, Exception):
                 self.error = self.error or args.exc_value

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TextIO
 
 import jax
@@ -36,6 +36,7 @@ from keras_strategies.planning.compile.planner import (
     Effort,
     iter_plans,
 )
+from keras_strategies.planning.compile.step import Step
 from keras_strategies.strategy.mirrored import MirroredStrategy
 from keras_strategies.tpu.topology_devices import devices_by_name
 
@@ -82,7 +83,7 @@ class Worker:
         self._request, self._file = request, file
         self._process = os.getpid()
 
-    def send(self, **answer: Any) -> None:
+    def send(self, **answer: object) -> None:
         """Writes an answer, unless in a child that the script has forked."""
         if os.getpid() == self._process:
             self._file.write(json.dumps(answer) + "\n")
@@ -103,7 +104,7 @@ class Worker:
             return self._plan_candidate(_candidate_of_function(self._request))
         return self.plan_script(devices_by_name(self._request.topology))
 
-    def plan_script(self, devices: Any) -> dict[str, Any]:
+    def plan_script(self, devices: Sequence[jax.Device]) -> dict[str, Any]:
         """Plans the step of a script, where the script is caught.
 
         Args:
@@ -135,14 +136,14 @@ class Worker:
 
     def _run(
         self,
-        devices: Any,
+        devices: Sequence[jax.Device],
         layout: Layout | None,
         plan: Callable[..., Any],
         **kwargs: Any,
     ) -> Capture:
         """Runs the script; `plan` is called with its first step."""
 
-        def plan_in_thread(*args: Any) -> Any:
+        def plan_in_thread(*args: object) -> object:
             if threading.current_thread() is not threading.main_thread():
                 # The main thread may wait for what the step gives, for ever.
                 self.answer(lambda: plan(*args))
@@ -158,7 +159,7 @@ class Worker:
         )
         return run_script(capture, self._request)
 
-    def _plan_step(self, step: Any, layout: str) -> dict[str, Any]:
+    def _plan_step(self, step: Step, layout: str) -> dict[str, Any]:
         """Plans a step that was caught."""
         return self._plan_candidate(
             Candidate(
@@ -189,7 +190,7 @@ class Worker:
         return step.to_json()
 
 
-def _check_thread(*args: Any) -> None:
+def _check_thread(*args: object) -> None:
     if threading.current_thread() is not threading.main_thread():
         raise PlanError(
             "A model axis can only be planned for scripts that train in their "

@@ -3,9 +3,13 @@
 import inspect
 import json
 import re
+import types
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import keras
+
+from keras_strategies._types import Tree
 
 _KERAS = ("keras", "keras_hub")
 
@@ -24,7 +28,7 @@ def call_signature(node: Any) -> tuple[Any, ...]:
     )
 
 
-def is_of_keras(thing: Any) -> bool:
+def is_of_keras(thing: type | Callable[..., object]) -> bool:
     """Whether a class or a function is Keras's own."""
     return thing.__module__.split(".")[0] in _KERAS
 
@@ -34,11 +38,11 @@ def is_rematerialized(layer: keras.layers.Layer) -> bool:
     return _remat_of(layer) not in ((), (False,))
 
 
-def _spec(tensor: Any) -> tuple[Any, ...]:
+def _spec(tensor: keras.KerasTensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), str(tensor.dtype)
 
 
-def _kind_of(operation: Any) -> tuple[Any, ...]:
+def _kind_of(operation: keras.Operation) -> tuple[Any, ...]:
     variables = tuple(
         (tuple(v.shape), str(v.dtype), v.trainable)
         for v in getattr(operation, "variables", ())
@@ -61,7 +65,7 @@ def _kind_of(operation: Any) -> tuple[Any, ...]:
     return type(operation), variables, text, modes
 
 
-def _config_of(operation: Any) -> str:
+def _config_of(operation: keras.Operation) -> str:
     try:
         config = _nameless(operation.get_config())
         return json.dumps(config, sort_keys=True, default=repr)
@@ -70,7 +74,7 @@ def _config_of(operation: Any) -> str:
         return ""
 
 
-def _attributes_of(layer: Any) -> tuple[Any, ...]:
+def _attributes_of(layer: keras.layers.Layer) -> tuple[Any, ...]:
     """What a layer of somebody's holds besides layers and variables."""
     if is_of_keras(type(layer)):
         return ()
@@ -82,7 +86,7 @@ def _attributes_of(layer: Any) -> tuple[Any, ...]:
     )
 
 
-def _arguments_of(node: Any) -> Any:
+def _arguments_of(node: Any) -> Hashable:
     """What a call is given besides tensors.
 
     Numbers that an operation of Keras computes with are as good as others.
@@ -92,10 +96,10 @@ def _arguments_of(node: Any) -> Any:
     return _value_of(given, has_numbers=is_layer)
 
 
-def _value_of(value: Any, *, has_numbers: bool = True) -> Any:
+def _value_of(value: Any, *, has_numbers: bool = True) -> Hashable:
     """A value that is equal for equal ones, and has a hash."""
 
-    def of(item: Any) -> Any:
+    def of(item: object) -> Hashable:
         return _value_of(item, has_numbers=has_numbers)
 
     if isinstance(value, dict):
@@ -114,7 +118,7 @@ def _value_of(value: Any, *, has_numbers: bool = True) -> Any:
     return _hashed(value)
 
 
-def _captured(cell: Any) -> Any:
+def _captured(cell: types.CellType) -> Hashable:
     """What a function has from where it was made. It may be itself."""
     try:
         return _hashed(cell.cell_contents)
@@ -122,7 +126,7 @@ def _captured(cell: Any) -> Any:
         return None
 
 
-def _hashed(value: Any) -> Any:
+def _hashed(value: object) -> Hashable:
     is_plain = isinstance(value, str | int | float | None)
     if not is_plain and is_of_keras(type(value)):
         # Layers are looked at by themselves.
@@ -134,7 +138,7 @@ def _hashed(value: Any) -> Any:
     return type(value), value
 
 
-def _remat_of(layer: Any) -> tuple[Any, ...]:
+def _remat_of(layer: keras.layers.Layer) -> tuple[Any, ...]:
     """How a layer is computed again in the backward pass."""
     remat = layer._remat_mode
     if remat is None or remat.mode is None:
@@ -144,7 +148,7 @@ def _remat_of(layer: Any) -> tuple[Any, ...]:
     return remat.mode, remat.output_size_threshold
 
 
-def _nameless(config: Any) -> Any:
+def _nameless(config: Tree) -> Tree:
     if isinstance(config, dict):
         return {k: _nameless(v) for k, v in config.items() if k != "name"}
     if isinstance(config, list | tuple):

@@ -1,13 +1,14 @@
 """Candidates of a plan for a model's `fit`: strategies, models and batches."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, cast
 
 import jax
 import keras
 
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._types import Tree
 from keras_strategies.keras_bridge.steps.lower_step import num_rows, shape_of
 from keras_strategies.keras_bridge.variables.abstract_models import abstract
 from keras_strategies.keras_bridge.variables.transformer_layout import (
@@ -47,7 +48,7 @@ class Batch:
       ValueError: it is no batch, or has no rows.
     """
 
-    def __init__(self, batch: Any, replicas: int, *, is_global: bool) -> None:
+    def __init__(self, batch: Tree, replicas: int, *, is_global: bool) -> None:
         if not isinstance(batch, tuple) or len(batch) not in (2, 3):
             raise ValueError(
                 "A plan is for a batch as `fit` trains on: `(x, y)` or `(x, "
@@ -58,8 +59,12 @@ class Batch:
         self._rows = num_rows(self._shapes)
         self._replicas, self._is_global = replicas, is_global
 
-    def on(self, replicas: int) -> Any:
-        """The shapes of a global batch of so many replicas."""
+    def on(self, replicas: int) -> Tree:
+        """The shapes of a global batch of so many replicas.
+
+        Returns:
+          A `jax.ShapeDtypeStruct` for each array, (rows, ...).
+        """
         rows = self._rows
         if not self._is_global:
             rows = lib.rows_of(rows / self._replicas, replicas)
@@ -69,7 +74,7 @@ class Batch:
         )
 
 
-def maker_of(model: Any) -> Maker:
+def maker_of(model: object) -> Maker:
     """What makes the model that is planned.
 
     Args:
@@ -99,7 +104,7 @@ def candidates_of(
     own: Strategy,
     maker: Maker,
     batch: Batch,
-    topologies: Any,
+    topologies: str | Sequence[str] | None,
     strategies: Any,
 ) -> Iterator[Candidate]:
     """The candidates of `Strategy.plan`; see there.
@@ -175,7 +180,7 @@ class _LayoutMaps:
             return False
         return True
 
-    def of(self, cores: int) -> Any:
+    def of(self, cores: int) -> Mapping[str, Any]:
         """The one for replicas of so many cores."""
         if self._model is None:
             with abstract():

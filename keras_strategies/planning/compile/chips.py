@@ -2,7 +2,11 @@
 
 import dataclasses
 import os
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import jax
+
 
 _GIB = 2**30
 
@@ -62,7 +66,7 @@ _BY_KIND = {
 _OF_V4_CORE = _chip("v4", 15.25, 137.5, 614, 150, "v4")
 
 
-def chip_of(device: Any) -> Chip | None:
+def chip_of(device: "jax.Device") -> Chip | None:
     """The figures of a device; None if there are none."""
     kind = device.device_kind
     if kind == "TPU v4" and getattr(device, "num_cores", 2) == 1:
@@ -70,7 +74,7 @@ def chip_of(device: Any) -> Chip | None:
     return _BY_KIND.get(kind)
 
 
-def memory_of(device: Any, num_local: int = 1) -> int | None:
+def memory_of(device: "jax.Device", num_local: int = 1) -> int | None:
     """Bytes that a program may have on a device.
 
     Args:

@@ -80,7 +80,11 @@ class Compiler:
         self._flags = tuple(map(os.environ.get, _FLAGS))
 
     def submit(
-        self, lowered: Any, devices: Sequence[Any], *, is_full: bool
+        self,
+        lowered: jax.stages.Lowered,
+        devices: Sequence[Any],
+        *,
+        is_full: bool,
     ) -> "concurrent.futures.Future[Outcome]":
         """Begins to compile.
 
@@ -169,7 +173,11 @@ def num_jobs(most: int = _MOST_JOBS) -> int:
     return max(min(cores, int(free // _BYTES_OF_JOB), most, _MOST_JOBS), 1)
 
 
-def _compiled(lowered: Any, options: Any, path: pathlib.Path | None) -> Outcome:
+def _compiled(
+    lowered: jax.stages.Lowered,
+    options: dict[str, Any] | None,
+    path: pathlib.Path | None,
+) -> Outcome:
     start = time.perf_counter()
     try:
         executable = lowered.compile(compiler_options=options)
@@ -186,7 +194,12 @@ def _compiled(lowered: Any, options: Any, path: pathlib.Path | None) -> Outcome:
     return outcome
 
 
-def _key(lowered: Any, devices: Sequence[Any], options: Any, flags: Any) -> str:
+def _key(
+    lowered: jax.stages.Lowered,
+    devices: Sequence[Any],
+    options: Mapping[str, Any] | None,
+    flags: tuple[str | None, ...],
+) -> str:
     """What a program's figures depend on, as a number in hex."""
     kind = devices[0].device_kind
     places = [(d.id, getattr(d, "coords", None)) for d in devices]
@@ -230,7 +243,7 @@ def _read(path: pathlib.Path) -> Outcome | None:
         return None
 
 
-def _parsed(kept: Any) -> Outcome | None:
+def _parsed(kept: object) -> Outcome | None:
     if not isinstance(kept, dict):
         return None
     if set(kept) == {"misfit", "needed"}:

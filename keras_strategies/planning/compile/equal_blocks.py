@@ -8,12 +8,13 @@ one.
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 from keras import tree
 
+from keras_strategies._types import Tree
 from keras_strategies.planning.compile.call_signatures import (
     call_signature,
     is_of_keras,
@@ -88,7 +89,7 @@ def find_blocks(model: keras.Model) -> Blocks | None:
     return max(blocks, key=lambda b: len(b) * b.num_entries, default=None)
 
 
-def _functional_parts(model: Any) -> Iterator[Any]:
+def _functional_parts(model: keras.Model) -> Iterator[keras.Model]:
     """A model and those in its graph, all of which do what the graph says.
 
     Others that a layer holds cannot be replaced by shorter ones.
@@ -101,18 +102,18 @@ def _functional_parts(model: Any) -> Iterator[Any]:
             yield from _functional_parts(layer)
 
 
-def _has_own_call(model: Any) -> bool:
+def _has_own_call(model: keras.Model) -> bool:
     """Whether a functional or sequential model does something else."""
     return not is_of_keras(type(model).call)
 
 
-def _graph_of(model: Any) -> Any:
+def _graph_of(model: keras.Model) -> Any:
     """The calls of a functional or sequential model, by their depths."""
     graph = getattr(model, "_functional", None) or model
     return getattr(graph, "_nodes_by_depth", None)
 
 
-def _blocks_of(model: Any) -> Blocks | None:
+def _blocks_of(model: keras.Model) -> Blocks | None:
     nodes = list(_nodes_of(model))
     if not MIN_BLOCKS <= len(nodes) <= _MAX_NODES:
         return None
@@ -127,7 +128,7 @@ def _blocks_of(model: Any) -> Blocks | None:
     return best if best is not None and best.num_entries else None
 
 
-def _nodes_of(model: Any) -> Iterator[_Node]:
+def _nodes_of(model: keras.Model) -> Iterator[_Node]:
     """A model's calls in an order in which each comes after its inputs."""
     by_depth = _graph_of(model)
     for depth in sorted(by_depth, reverse=True):
@@ -165,7 +166,11 @@ def _repetitions(kinds: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
 
 
 def _checked(
-    model: Any, nodes: Sequence[_Node], start: int, length: int, count: int
+    model: keras.Model,
+    nodes: Sequence[_Node],
+    start: int,
+    length: int,
+    count: int,
 ) -> Blocks | None:
     """The repetitions as blocks, if they are alike and follow each other."""
     consumers: dict[int, list[int]] = {}
@@ -240,7 +245,7 @@ def _wiring(
         for k, tensor in enumerate(nodes[i].outputs)
     }
 
-    def source(tensor: int) -> Any:
+    def source(tensor: int) -> object:
         if tensor == entering:
             return "trunk"
         return made.get(tensor, tensor)
@@ -248,7 +253,7 @@ def _wiring(
     return tuple(tuple(map(source, nodes[i].inputs)) for i in segment)
 
 
-def shortened(model: Any, blocks: Blocks, number: int) -> Any:
+def shortened(model: keras.Model, blocks: Blocks, number: int) -> keras.Model:
     """A model of the same layers with the first `number` blocks alone.
 
     Args:
@@ -279,7 +284,11 @@ def shortened(model: Any, blocks: Blocks, number: int) -> Any:
     return shorter
 
 
-def _cloned(model: Any, layer_of: Any, call: Any) -> Any:
+def _cloned(
+    model: keras.Model,
+    layer_of: Callable[..., keras.layers.Layer],
+    call: Callable[..., Tree],
+) -> keras.Model:
     if model.compiled:
         # Keras would compile the clone by a config: lambdas have none.
         model = keras.Model(model.input, model.output, name=model.name)
@@ -288,13 +297,17 @@ def _cloned(model: Any, layer_of: Any, call: Any) -> Any:
     )
 
 
-def _shorter_functional(model: Any, blocks: Blocks, number: int) -> Any:
+def _shorter_functional(
+    model: keras.Model, blocks: Blocks, number: int
+) -> keras.Model:
     dropped = {id(x) for part in blocks.segments[number:] for x in part}
     last, last_index = blocks.trunks[number - 1]
     end, end_index = blocks.trunks[-1]
     trunk: list[Any] = []
 
-    def call(operation: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(
+        operation: keras.Operation, *args: object, **kwargs: object
+    ) -> Tree:
         if id(operation) not in dropped:
             outputs = operation(*args, **kwargs)
             if operation is last:
@@ -313,13 +326,15 @@ def _shorter_functional(model: Any, blocks: Blocks, number: int) -> Any:
     return _cloned(model, lambda layer: layer, call)
 
 
-def _contains(layer: Any, inner: Any) -> bool:
+def _contains(layer: object, inner: object) -> bool:
     if not isinstance(layer, keras.Model):
         return False
     return any(part is inner for part in layer._flatten_layers())
 
 
-def _shorter_sequential(model: Any, blocks: Blocks, number: int) -> Any:
+def _shorter_sequential(
+    model: keras.Model, blocks: Blocks, number: int
+) -> keras.Model:
     dropped = {id(x) for part in blocks.segments[number:] for x in part}
     inputs = [
         keras.Input(batch_shape=t.shape, dtype=t.dtype) for t in model.inputs

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ from keras import tree
 
 from keras_strategies._core.jaxprs.flops import flops_of
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._types import Array, Batch, Tree
 from keras_strategies.keras_bridge.loops.binding import Binding
 from keras_strategies.keras_bridge.steps.lower_step import (
     lower_step,
@@ -55,7 +56,7 @@ class FitStep(Step):
         self,
         model: keras.Model,
         strategy: Strategy,
-        batch: Any,
+        batch: Batch,
         steps: int | None = None,
     ) -> None:
         self.steps = steps or model.steps_per_execution
@@ -99,7 +100,7 @@ class FitStep(Step):
         other._again, other.keeps_nothing_else = layers, True
         return other
 
-    def lower(self, rows: int, blocks: int | None) -> Any:
+    def lower(self, rows: int, blocks: int | None) -> jax.stages.Lowered:
         """See `Step`."""
         with rematerialized(self._again):
             model, binding = self._model_of(blocks)
@@ -124,7 +125,9 @@ class FitStep(Step):
                 jax.ShapeDtypeStruct(tuple(v.shape), v.dtype) for v in variables
             ]
 
-        def forward(weights: Any, others: Any, x: Any) -> Any:
+        def forward(
+            weights: Sequence[Array], others: Sequence[Array], x: Tree
+        ) -> Tree:
             # As keras-hub's tasks are, a model may be made for inference.
             return model.stateless_call(weights, others, x, training=False)[0]
 
@@ -188,7 +191,7 @@ class FitStep(Step):
             kept + _gradient_bytes(weights, self.mesh),
         )
 
-    def _with_rows(self, rows: int) -> Any:
+    def _with_rows(self, rows: int) -> Batch:
         return jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(
                 (rows, *leaf.shape[1:]), leaf.dtype
@@ -197,7 +200,7 @@ class FitStep(Step):
         )
 
 
-def _tokens(x: Any) -> int | None:
+def _tokens(x: Tree) -> int | None:
     """Tokens of a row, where the inputs are numbers of tokens."""
     for leaf in jax.tree.leaves(x):
         is_whole = jax.numpy.issubdtype(leaf.dtype, jax.numpy.integer)
@@ -206,7 +209,7 @@ def _tokens(x: Any) -> int | None:
     return None
 
 
-def _length(x: Any) -> int:
+def _length(x: Tree) -> int:
     """Entries of a row's first dimension; 1 if there is none."""
     lengths = [s.shape[1] for s in jax.tree.leaves(x) if len(s.shape) > 1]
     return max(lengths, default=1)

@@ -43,7 +43,11 @@ class Layout:
 
     @property
     def variable_partitioner(self) -> Any:
-        """For a strategy's `variable_partitioner`."""
+        """For a strategy's `variable_partitioner`.
+
+        Returns:
+          A partitioner, or None for variables that are replicated.
+        """
         if self.partitioner is not None:
             return self.partitioner
         if self.divides == "slots":
@@ -64,7 +68,7 @@ class Layout:
         return "+".join(words) or "replicated"
 
 
-def layout_of(given: Any) -> Layout:
+def layout_of(given: object) -> Layout:
     """The layout that is given in words, or by a partitioner.
 
     Raises:
@@ -163,7 +167,7 @@ def _boxes(size: int, rank: int) -> Iterable[tuple[int, ...]]:
     ]
 
 
-def check_topologies(given: Any) -> list[str]:
+def check_topologies(given: object) -> list[str]:
     """The names of slices, as a list.
 
     Raises:

@@ -4,12 +4,14 @@ Bytes and operations of a step are a line in its rows, and in the number of
 its model's equal blocks. Two compilations give a line.
 """
 
+import concurrent.futures
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from keras_strategies._core.compiled import Figures
+from keras_strategies._types import Tree
 from keras_strategies.planning.compile.compiler import (
     Compiler,
     DoesNotFit,
@@ -132,11 +134,13 @@ class Measuring:
             few = FEW_BLOCKS[is_full]
             self.blocks = (few, 2 * few, count)
 
-        def begin(number: int, blocks: int | None) -> Any:
+        def begin(
+            number: int, blocks: int | None
+        ) -> concurrent.futures.Future[Outcome]:
             lowered = step.lower(number, blocks)
             return compiler.submit(lowered, devices, is_full=is_full)
 
-        def begin_all() -> Any:
+        def begin_all() -> list[list[concurrent.futures.Future[Outcome]]]:
             variants = self.blocks[:2] if self.blocks else (None,)
             return [[begin(r, b) for b in variants] for r in rows]
 
@@ -232,7 +236,7 @@ def combine(a: Figures, of_a: float, b: Figures, of_b: float) -> Figures:
     Seconds to compile are added up.
     """
 
-    def add(x: Any, y: Any) -> Any:
+    def add(x: Tree, y: Tree) -> Tree:
         if isinstance(x, Mapping):
             kinds = dict.fromkeys((*x, *y))
             return {k: add(x.get(k, 0), y.get(k, 0)) for k in kinds}

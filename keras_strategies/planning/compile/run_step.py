@@ -2,8 +2,8 @@
 
 import collections
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeGuard
 
 import jax
 import keras
@@ -24,7 +24,13 @@ class RunStep(Step):
       kwargs: Its keyword arguments.
     """
 
-    def __init__(self, runner: Runner, fn: Any, args: Any, kwargs: Any) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
         self._runner, self._fn = runner, fn
         self.mesh = runner._mesh
         self._given = jax.tree.map(
@@ -42,7 +48,7 @@ class RunStep(Step):
         else:
             self.rows = replicas
 
-    def lower(self, rows: int, blocks: int | None) -> Any:
+    def lower(self, rows: int, blocks: int | None) -> jax.stages.Lowered:
         """See `Step`; it has no blocks."""
         if rows != self.rows and self._own_rows:
             try:
@@ -52,10 +58,10 @@ class RunStep(Step):
                 rows = self.rows
         return self._lower(rows)
 
-    def _lower(self, rows: int) -> Any:
+    def _lower(self, rows: int) -> jax.stages.Lowered:
         replicas = self.mesh.num_replicas
 
-        def scaled(leaf: Any) -> Any:
+        def scaled(leaf: object) -> object:
             if _is_rows(leaf):
                 dim = 0
             elif self._own_rows and _is_of_rows(leaf, self._own_rows):
@@ -114,15 +120,17 @@ class RunStep(Step):
         return [v for v in self._variables() if v.trainable]
 
 
-def _is_leaf(leaf: Any) -> bool:
+def _is_leaf(leaf: object) -> bool:
     return leaf is None or values.is_distributed(leaf)
 
 
-def _is_rows(leaf: Any) -> bool:
+def _is_rows(leaf: object) -> TypeGuard[values.PerReplica]:
     return isinstance(leaf, values.PerReplica) and leaf.layout == values.ROWS
 
 
-def _is_of_rows(leaf: Any, rows: int | None = None) -> bool:
+def _is_of_rows(
+    leaf: object, rows: int | None = None
+) -> TypeGuard[values.PerReplica]:
     """Whether each replica has its own array, of so many rows."""
     if not isinstance(leaf, values.PerReplica):
         return False
@@ -132,7 +140,7 @@ def _is_of_rows(leaf: Any, rows: int | None = None) -> bool:
     return rows is None or shape[1] == rows
 
 
-def _as_passed(leaf: Any) -> Any:
+def _as_passed(leaf: object) -> object:
     """An argument as a program is lowered with it: arrays are passed whole."""
     if isinstance(leaf, jax.Array | np.ndarray | np.generic):
         return values.Mirrored(leaf)

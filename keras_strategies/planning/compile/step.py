@@ -34,7 +34,7 @@ class Step:
     steps: int = 1
     note: str = ""
 
-    def lower(self, rows: int, blocks: int | None) -> Any:
+    def lower(self, rows: int, blocks: int | None) -> jax.stages.Lowered:
         """Lowers it for a global batch of so many rows, and so many blocks."""
         raise NotImplementedError
 
