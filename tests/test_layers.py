@@ -16,6 +16,8 @@ FOLDER = pathlib.Path(__file__).parents[1] / PACKAGE
 
 # A package imports itself and those of a lower rank.
 RANKS = {
+    # Names for annotations, which imports nothing of the package.
+    "_types": -2,
     "cluster": -1,
     "_core": 0,
     "data": 1,

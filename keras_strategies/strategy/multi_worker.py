@@ -1,8 +1,9 @@
 """MultiWorkerMirroredStrategy: one replica on each device of all processes."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.keras_bridge.variables.partitioners import PartitionerLike
 from keras_strategies.strategy.runtime import is_chief_alone
 from keras_strategies.strategy.strategy import Strategy
 from keras_strategies.strategy.tf_compat.options import (
@@ -10,6 +11,9 @@ from keras_strategies.strategy.tf_compat.options import (
     check_seconds,
     checked_options,
 )
+
+if TYPE_CHECKING:
+    from keras_strategies.cluster.resolvers.resolver import ClusterResolver
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -61,7 +65,7 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     def __init__(
         self,
-        cluster_resolver: Any = None,
+        cluster_resolver: "ClusterResolver | None" = None,
         communication_options: CommunicationOptions | None = None,
         *,
         coordinator_address: str | None = None,
@@ -69,7 +73,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         process_id: int | None = None,
         startup_timeout_s: float = 300.0,
         predict_in: str = "all",
-        variable_partitioner: Any = None,
+        variable_partitioner: PartitionerLike | None = None,
     ) -> None:
         # It would take a tenth of the time of importing this package.
         from keras_strategies.cluster.job import place
@@ -91,6 +95,6 @@ class MultiWorkerMirroredStrategy(Strategy):
         place.set_timeout(options.timeout_seconds)
 
     @property
-    def cluster_resolver(self) -> Any:
+    def cluster_resolver(self) -> "ClusterResolver | None":
         """The resolver given, or one of this process's place in the job."""
         return self._cluster_resolver

@@ -81,7 +81,7 @@ class CommunicationOptions:
             )
 
 
-def checked_options(options: Any) -> CommunicationOptions:
+def checked_options(options: object) -> CommunicationOptions:
     """The options given, or the default ones.
 
     Raises:
@@ -98,7 +98,7 @@ def checked_options(options: Any) -> CommunicationOptions:
     return options
 
 
-def check_seconds(name: str, value: Any) -> None:
+def check_seconds(name: str, value: object) -> None:
     """Raises unless a value is a positive number of seconds.
 
     Args:
@@ -138,7 +138,7 @@ class RunOptions:
     experimental_xla_options: Any = None
 
 
-def check_options(options: Any) -> None:
+def check_options(options: object) -> None:
     """Raises TypeError unless options are None or `RunOptions`."""
     if options is not None and not isinstance(options, RunOptions):
         raise TypeError(
