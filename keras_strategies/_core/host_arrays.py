@@ -55,12 +55,20 @@ def copied(array: np.ndarray) -> np.ndarray:
 
 
 def owned(leaf: Array) -> Array:
-    """What user code cannot write to again: a copy, unless it is JAX's."""
+    """What user code cannot write to again: a copy, unless it is JAX's.
+
+    Returns:
+      An array of the leaf's shape and dtype.
+    """
     return leaf if isinstance(leaf, jax.Array) else copied(np.asarray(leaf))
 
 
 def from_tensor(leaf: Leaf) -> Leaf:
-    """A tensor of TensorFlow as numpy's array; anything else as it is."""
+    """A tensor of TensorFlow as numpy's array; anything else as it is.
+
+    Returns:
+      An array of the tensor's shape and dtype, or the leaf.
+    """
     tensorflow = sys.modules.get("tensorflow")
     tensor: Any = getattr(tensorflow, "Tensor", None)
     if tensor is None or not isinstance(leaf, tensor):
@@ -70,7 +78,11 @@ def from_tensor(leaf: Leaf) -> Leaf:
 
 
 def aligned(array: Array) -> Array:
-    """The array, or a copy, so that JAX makes none."""
+    """The array, or a copy, so that JAX makes none.
+
+    Returns:
+      An array of the same shape and dtype.
+    """
     if (
         not isinstance(array, np.ndarray)
         or array.nbytes < _LEAST_BYTES

@@ -228,7 +228,11 @@ def all_concatenated(leaf: jax.Array, axis: Axis, dim: int) -> jax.Array:
 
 
 def as_number(array: Array) -> Array:
-    """An array as it is added up and compared: booleans are counted."""
+    """An array as it is added up and compared: booleans are counted.
+
+    Returns:
+      An array of the same shape, of dtype int32 for booleans.
+    """
     return array.astype("int32") if array.dtype == bool else array
 
 

@@ -318,7 +318,11 @@ def set_apart(array: jax.Array) -> jax.Array:
 
 
 def own_components(nest: Tree) -> Tree:
-    """The nest with this replica's arrays in the place of its components."""
+    """The nest with this replica's arrays in the place of its components.
+
+    Returns:
+      A nest of arrays, for a replica's function.
+    """
     return jax.tree.map(
         lambda v: v.arrays[0] if isinstance(v, PerReplica) else v,
         nest,
@@ -333,7 +337,11 @@ def padded(array: Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def cut(array: Array, shape: tuple[int, ...]) -> Array:
-    """The first entries of each dimension."""
+    """The first entries of each dimension.
+
+    Returns:
+      An array of shape `shape`.
+    """
     return array[tuple(map(slice, shape))]
 
 

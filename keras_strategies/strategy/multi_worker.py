@@ -1,6 +1,6 @@
 """MultiWorkerMirroredStrategy: one replica on each device of all processes."""
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.keras_bridge.variables.partitioners import PartitionerLike
@@ -11,9 +11,6 @@ from keras_strategies.strategy.tf_compat.options import (
     check_seconds,
     checked_options,
 )
-
-if TYPE_CHECKING:
-    from keras_strategies.cluster.resolvers.resolver import ClusterResolver
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -65,7 +62,7 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     def __init__(
         self,
-        cluster_resolver: "ClusterResolver | None" = None,
+        cluster_resolver: Any = None,
         communication_options: CommunicationOptions | None = None,
         *,
         coordinator_address: str | None = None,
@@ -95,6 +92,10 @@ class MultiWorkerMirroredStrategy(Strategy):
         place.set_timeout(options.timeout_seconds)
 
     @property
-    def cluster_resolver(self) -> "ClusterResolver | None":
-        """The resolver given, or one of this process's place in the job."""
+    def cluster_resolver(self) -> Any:
+        """The resolver given, or one of this process's place in the job.
+
+        Returns:
+          An object of `ks.cluster_resolver`, or one of tf's if it was given.
+        """
         return self._cluster_resolver

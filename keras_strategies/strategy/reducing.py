@@ -24,7 +24,11 @@ _Axes = int | tuple[int, ...] | None
 def reduce(
     op: ReduceOp | str, value: Tree, axis: _Axes, mesh: ReplicaMesh
 ) -> Tree:
-    """See `Strategy.reduce`."""
+    """See `Strategy.reduce`.
+
+    Returns:
+      The nest, with an array in the place of each value.
+    """
     op = as_reduce_op(op)
     return jax.tree.map(
         lambda leaf: _reduce_one(op, leaf, axis, mesh),
@@ -165,7 +169,11 @@ def _as_axes(axis: int | tuple[int, ...]) -> tuple[Any, ...]:
 
 
 def summable(array: Array, op: ReduceOp) -> Array:
-    """An array as it is added up: booleans counted, means not in integers."""
+    """An array as it is added up: booleans counted, means not in integers.
+
+    Returns:
+      An array of the same shape, of another dtype in these cases.
+    """
     is_exact = jnp.issubdtype(array.dtype, jnp.integer) or array.dtype == bool
     if op is ReduceOp.MEAN and is_exact:
         return array.astype("float32")
@@ -217,7 +225,11 @@ def _sum_over(array: Array, axes: tuple[int, ...]) -> jax.Array:
 
 
 def gather(value: Tree, axis: int, mesh: ReplicaMesh) -> Tree:
-    """See `Strategy.gather`."""
+    """See `Strategy.gather`.
+
+    Returns:
+      The nest, with an array in the place of each value.
+    """
 
     def one(leaf: Leaf) -> Leaf:
         leaf = _read(leaf, mesh)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 
@@ -27,9 +27,6 @@ from keras_strategies.strategy.runner import Runner
 from keras_strategies.strategy.runtime import Runtime
 from keras_strategies.strategy.scope import Scope
 from keras_strategies.strategy.tf_compat import old_names
-
-if TYPE_CHECKING:
-    from keras_strategies.cluster.resolvers.resolver import ClusterResolver
 
 
 class Strategy(CustomLoops, PlanMixin):
@@ -92,8 +89,12 @@ class Strategy(CustomLoops, PlanMixin):
         return self._runtime.mesh
 
     @property
-    def cluster_resolver(self) -> "ClusterResolver | None":
-        """The cluster this strategy was made for; none on one machine."""
+    def cluster_resolver(self) -> Any:
+        """The cluster this strategy was made for; none on one machine.
+
+        Returns:
+          A resolver, or None.
+        """
         return
 
     def scope(self) -> Scope:

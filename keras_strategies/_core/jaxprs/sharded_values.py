@@ -91,7 +91,11 @@ class Values:
         )
 
     def whole(self, variable: Var | Literal) -> Array:
-        """A value, gathered if it is divided."""
+        """A value, gathered if it is divided.
+
+        Returns:
+          An array of the variable's shape.
+        """
         if isinstance(variable, Literal):
             return variable.val
         if self.is_sharded(variable):
@@ -100,7 +104,11 @@ class Values:
         return self._whole[variable]
 
     def shard(self, variable: Var | Literal, spec: Sharded) -> Array:
-        """This replica's shard of a value."""
+        """This replica's shard of a value.
+
+        Returns:
+          An array whose dimension `spec.dim` is a replica's part.
+        """
         if not isinstance(variable, Literal) and variable in self._shards:
             shard, held = self._shards[variable]
             if held.dim == spec.dim:
@@ -108,7 +116,11 @@ class Values:
         return self._exchange.cut(jnp.asarray(self.whole(variable)), spec)
 
     def sum(self, variable: Var | Literal, spec: Sharded) -> Array:
-        """This replica's shard of the replicas' values, summed."""
+        """This replica's shard of the replicas' values, summed.
+
+        Returns:
+          An array whose dimension `spec.dim` is a replica's part.
+        """
         if not isinstance(variable, Literal) and variable in self._sums:
             return self._sums[variable]
         return self._exchange.scatter(jnp.asarray(self.whole(variable)), spec)

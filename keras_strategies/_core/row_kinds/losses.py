@@ -78,7 +78,11 @@ class Finding:
 
 
 def mark(value: Array, name: str) -> Array:
-    """Marks an array in the trace under way; see the names above."""
+    """Marks an array in the trace under way; see the names above.
+
+    Returns:
+      The same array.
+    """
     return checkpoint_name(value, name)
 
 

@@ -75,7 +75,11 @@ def apply_mask(
     dtype: str,
     reduction: str | None,
 ) -> Array | None:
-    """Weights of masked entries, by the kept entries of all replicas."""
+    """Weights of masked entries, by the kept entries of all replicas.
+
+    Returns:
+      Weights, or None where neither weights nor a mask are given.
+    """
     weighted = original(
         sample_weight, mask=mask, dtype=dtype, reduction=reduction
     )

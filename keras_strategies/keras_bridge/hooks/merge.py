@@ -173,7 +173,11 @@ def _of_first(plan: Merge, value: Array) -> Callable[[list[Any]], Any]:
 
 
 def share_of_mean(value: Array, step: StepContext) -> Array:
-    """Returns this replica's part of the average over the replicas."""
+    """Returns this replica's part of the average over the replicas.
+
+    Returns:
+      An array of the value's shape; the replicas' sum is the average.
+    """
     if step.facts.share is None:
         return value / step.num_replicas
     share = jnp.asarray(step.facts.share, value.dtype)

@@ -261,7 +261,11 @@ def _check_ends(source: Source, steps_per_epoch: int | None) -> None:
 
 
 def dense(dataset: Dataset) -> Dataset:
-    """Returns a dataset; one of tf.data with its sparse elements made dense."""
+    """Returns a dataset; one of tf.data with its sparse elements made dense.
+
+    Returns:
+      A dataset of the same elements.
+    """
     if not is_tf_dataset(dataset):
         return dataset
     tensorflow = sys.modules["tensorflow"]

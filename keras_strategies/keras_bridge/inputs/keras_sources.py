@@ -315,12 +315,19 @@ def host_batch(batch: Tree) -> Tree:
 
     Arrays that lie on several devices are left alone: they may be where they
     are wanted.
+
+    Returns:
+      A batch of the same structure.
     """
     return jax.tree.map(as_numpy, batch, is_leaf=_is_sparse)
 
 
 def as_numpy(leaf: Array) -> Array:
-    """An array of numpy, for `host_batch`."""
+    """An array of numpy, for `host_batch`.
+
+    Returns:
+      An array of numpy, or one that lies on several devices as it is.
+    """
     if type(leaf) is np.ndarray or _is_distributed(leaf):
         return leaf
     if data_adapter_utils.is_tensorflow_sparse(leaf):

@@ -112,6 +112,9 @@ def nest_of(
       constants: What `regrouped_constants` returned.
       arrays: Those of them that are arrays.
       differing: Makes one result of the variants' different numbers.
+
+    Returns:
+      A nest of arrays, `PerReplica` and constants.
     """
     rest = iter(arrays)
 

@@ -80,7 +80,11 @@ class UnevenRows:
         )
 
     def take(self, data: Batch, axis: int, mesh: ReplicaMesh) -> Batch:
-        """Moves each replica's rows to it; to be compiled."""
+        """Moves each replica's rows to it; to be compiled.
+
+        Returns:
+          A batch in which each replica has as many rows as the one with most.
+        """
         sharding = mesh.stacked if axis else mesh.split
         moved = jax.tree.map(lambda a: jnp.take(a, self.taken, axis), data)
         return jax.lax.with_sharding_constraint(moved, sharding)

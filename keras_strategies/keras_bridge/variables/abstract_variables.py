@@ -63,7 +63,7 @@ class AbstractVariable(keras.Variable):
         """The value that a step's state has; zeros for Keras's shapes.
 
         Returns:
-          An array of the variable's shape, in the dtype of the layer's policy.
+          An array of the variable's shape.
         """
         scope = get_stateless_scope()
         if scope is not None:
