@@ -13,12 +13,13 @@ from typing import Any, NoReturn
 
 import jax
 import numpy as np
+from jax.tree_util import PyTreeDef
 
 from keras_strategies._core import host_arrays
 from keras_strategies._core import rows as rows_lib
 from keras_strategies._core.mesh import ReplicaMesh, has_sharding
+from keras_strategies._types import Array, Batch, Tree
 
-Tree = Any
 _Key = tuple[Any, ...]
 
 
@@ -61,12 +62,15 @@ class RowShape:
     steps: int
     parts: tuple[int, ...] | None = None
 
-    def without_padding(self, leaf: Any, axis: int) -> Any:
+    def without_padding(self, leaf: Array, axis: int) -> Array:
         """An array's true rows, in their order.
 
         Args:
           leaf: An array, of numpy or traced.
           axis: The dimension of the rows.
+
+        Returns:
+          The array of shape (..., rows, ...), `rows` along `axis`.
         """
         before = (slice(None),) * axis
         if self.parts is None:
@@ -233,7 +237,7 @@ def place(batches: Sequence[HostBatch], mesh: ReplicaMesh) -> Execution:
 
 
 def _place_run(
-    structure: Any,
+    structure: PyTreeDef,
     parts: tuple[int, ...],
     run: list[list[Any]],
     mesh: ReplicaMesh,
@@ -273,7 +277,7 @@ def _put(column: Sequence[Any], block: int, mesh: ReplicaMesh) -> jax.Array:
     leaf = _padded(leaf, block)
     first = mesh.reader_index * block
 
-    def rows_of(index: Any) -> Any:
+    def rows_of(index: Any) -> Array:
         start, stop, _ = index[0].indices(shape[0])
         rows = leaf[start - first : stop - first]
         return host_arrays.aligned(rows) if mesh.platform == "cpu" else rows
@@ -282,7 +286,7 @@ def _put(column: Sequence[Any], block: int, mesh: ReplicaMesh) -> jax.Array:
     return jax.make_array_from_callback(shape, mesh.split, rows_of)
 
 
-def _is_placed(leaf: Any, mesh: ReplicaMesh) -> bool:
+def _is_placed(leaf: object, mesh: ReplicaMesh) -> bool:
     return (
         isinstance(leaf, jax.Array)
         and leaf.shape[0] % mesh.num_replicas == 0
@@ -290,8 +294,13 @@ def _is_placed(leaf: Any, mesh: ReplicaMesh) -> bool:
     )
 
 
-def true_rows(data: Any, shape: RowShape) -> Any:
-    """Cuts the padding off; to be compiled."""
+def true_rows(data: Batch, shape: RowShape) -> Batch:
+    """Cuts the padding off; to be compiled.
+
+    Returns:
+      The batch of `shape.rows` rows; of several steps their dimension is
+      the second.
+    """
     axis = int(shape.steps > 1)
 
     def cut(leaf: jax.Array) -> jax.Array:
@@ -302,8 +311,8 @@ def true_rows(data: Any, shape: RowShape) -> Any:
 
 
 def sharded_rows(
-    data: Any, shape: RowShape, mesh: ReplicaMesh, *, is_sharded: bool
-) -> Any:
+    data: Batch, shape: RowShape, mesh: ReplicaMesh, *, is_sharded: bool
+) -> Batch:
     """Says where the true rows of a padded batch lie; to be compiled.
 
     Args:
@@ -314,6 +323,9 @@ def sharded_rows(
         otherwise each replica has them all. So it has with several cores a
         replica: XLA would add padding to what is scattered, and to some
         gradients of convolutions (tests/contract/test_jax_contract.py).
+
+    Returns:
+      The same batch, with a sharding.
     """
     sharding = mesh.stacked if shape.steps > 1 else mesh.split
     is_even = shape.rows % mesh.num_replicas == 0
@@ -336,7 +348,7 @@ def _put_stacked(
     shape = (len(column), rows, *np.shape(column[0])[1:])
     first = mesh.reader_index * block
 
-    def rows_of(index: Any) -> Any:
+    def rows_of(index: Any) -> Array:
         start, stop, _ = index[1].indices(rows)
         part = slice(start - first, stop - first)
         return host_arrays.stacked([leaf[part] for leaf in column])
@@ -344,7 +356,7 @@ def _put_stacked(
     return jax.make_array_from_callback(shape, mesh.stacked, rows_of)
 
 
-def _padded(leaf: Any, rows: int) -> Any:
+def _padded(leaf: Array, rows: int) -> Array:
     """The array with `rows` rows: its last one again and again, or zeros."""
     missing = rows - leaf.shape[0]
     if not missing:

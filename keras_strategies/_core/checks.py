@@ -9,7 +9,7 @@ from keras_strategies.cluster.addresses import shown
 
 def check_number(
     name: str,
-    value: Any,
+    value: object,
     cure: str,
     *,
     least: float | None = None,

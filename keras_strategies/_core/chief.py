@@ -1,7 +1,7 @@
 """Broadcast of the chief's arrays to all processes."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._types import Array
 
 
 def from_chief(values: Sequence[Any], mesh: ReplicaMesh) -> list[jax.Array]:
@@ -22,7 +23,7 @@ def from_chief(values: Sequence[Any], mesh: ReplicaMesh) -> list[jax.Array]:
 
     split = _split(mesh)
 
-    def column(value: Any) -> jax.Array:
+    def column(value: Array) -> jax.Array:
         host = np.asarray(value)[None]
         shape = (split.num_devices, *host.shape[1:])
         return jax.make_array_from_callback(shape, split, lambda _: host)
@@ -44,7 +45,7 @@ def _split(mesh: ReplicaMesh) -> NamedSharding:
 
 
 @functools.cache
-def _first_rows(mesh: ReplicaMesh) -> Any:
+def _first_rows(mesh: ReplicaMesh) -> Callable[..., list[jax.Array]]:
     return jax.jit(
         lambda columns: [column[0] for column in columns],
         out_shardings=mesh.whole,

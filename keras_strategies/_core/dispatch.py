@@ -44,6 +44,9 @@ def dispatch(mesh: ReplicaMesh, fn: Callable[..., Any], *args: Any) -> Any:
         not donated to another program.
       *args: Its arguments.
 
+    Returns:
+      What the program returns.
+
     Raises:
       RuntimeError: another process is about to run another program.
     """

@@ -6,17 +6,22 @@ copy takes about twice as long as numpy's (jax 0.10.2).
 
 import math
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+
+from keras_strategies._types import Array, Leaf
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
 
 _ALIGNMENT = 64
 # Below, finding a place takes longer than JAX's copy.
 _LEAST_BYTES = 2**16
 
 
-def check_numbers(leaf: Any, name: str = "an array") -> None:
+def check_numbers(leaf: object, name: str = "an array") -> None:
     """Raises TypeError unless a leaf holds numbers or booleans."""
     if not holds_numbers(leaf):
         raise TypeError(
@@ -26,12 +31,12 @@ def check_numbers(leaf: Any, name: str = "an array") -> None:
         )
 
 
-def holds_numbers(leaf: Any) -> bool:
+def holds_numbers(leaf: object) -> bool:
     """Whether a leaf is an array of numbers or booleans."""
     return getattr(leaf, "dtype", np.dtype("O")).kind not in "OSUmM"
 
 
-def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+def empty(shape: tuple[int, ...], dtype: "DTypeLike") -> np.ndarray:
     """An array without values that JAX will not copy."""
     dtype = np.dtype(dtype)
     num_bytes = math.prod(shape) * dtype.itemsize
@@ -49,13 +54,21 @@ def copied(array: np.ndarray) -> np.ndarray:
     return copy
 
 
-def owned(leaf: Any) -> Any:
-    """What user code cannot write to again: a copy, unless it is JAX's."""
+def owned(leaf: Array) -> Array:
+    """What user code cannot write to again: a copy, unless it is JAX's.
+
+    Returns:
+      An array of the leaf's shape and dtype.
+    """
     return leaf if isinstance(leaf, jax.Array) else copied(np.asarray(leaf))
 
 
-def from_tensor(leaf: Any) -> Any:
-    """A tensor of TensorFlow as numpy's array; anything else as it is."""
+def from_tensor(leaf: Leaf) -> Leaf:
+    """A tensor of TensorFlow as numpy's array; anything else as it is.
+
+    Returns:
+      An array of the tensor's shape and dtype, or the leaf.
+    """
     tensorflow = sys.modules.get("tensorflow")
     tensor: Any = getattr(tensorflow, "Tensor", None)
     if tensor is None or not isinstance(leaf, tensor):
@@ -64,8 +77,12 @@ def from_tensor(leaf: Any) -> Any:
     return leaf if array.dtype.hasobject else array
 
 
-def aligned(array: Any) -> Any:
-    """The array, or a copy, so that JAX makes none."""
+def aligned(array: Array) -> Array:
+    """The array, or a copy, so that JAX makes none.
+
+    Returns:
+      An array of the same shape and dtype.
+    """
     if (
         not isinstance(array, np.ndarray)
         or array.nbytes < _LEAST_BYTES

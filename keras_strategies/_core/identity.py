@@ -22,13 +22,13 @@ class IdentityMap(Generic[V]):
         for key, value in items:
             self[key] = value
 
-    def __setitem__(self, key: Any, value: V) -> None:
+    def __setitem__(self, key: object, value: V) -> None:
         self._items[id(key)] = key, value
 
-    def __getitem__(self, key: Any) -> V:
+    def __getitem__(self, key: object) -> V:
         return self._items[id(key)][1]
 
-    def __contains__(self, key: Any) -> bool:
+    def __contains__(self, key: object) -> bool:
         return id(key) in self._items
 
     def __iter__(self) -> Iterator[Any]:
@@ -37,7 +37,7 @@ class IdentityMap(Generic[V]):
     def __len__(self) -> int:
         return len(self._items)
 
-    def get(self, key: Any, default: V | None = None) -> V | None:
+    def get(self, key: object, default: V | None = None) -> V | None:
         """The value of a key, or `default` where it has none."""
         return self._items.get(id(key), (key, default))[1]
 
@@ -53,7 +53,7 @@ class IdentitySet:
         self._members: dict[int, Any] = {}
         self.update(members)
 
-    def __contains__(self, member: Any) -> bool:
+    def __contains__(self, member: object) -> bool:
         return id(member) in self._members
 
     def __iter__(self) -> Iterator[Any]:
@@ -62,7 +62,7 @@ class IdentitySet:
     def __len__(self) -> int:
         return len(self._members)
 
-    def add(self, member: Any) -> None:
+    def add(self, member: object) -> None:
         """Takes an object in."""
         self._members[id(member)] = member
 

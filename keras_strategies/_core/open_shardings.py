@@ -12,9 +12,10 @@ JAX means to leave those constraints out (a TODO in its source). See
 
 import functools
 import threading
+from collections.abc import Callable
 from typing import Any
 
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType
 
 _NAME = "lower_with_sharding_in_types"
 _lock = threading.Lock()
@@ -43,7 +44,7 @@ def leave_out_open_constraints(axis: str) -> None:
         _is_installed = True
 
 
-def _leaving_out(original: Any) -> Any:
+def _leaving_out(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def lower(ctx: Any, op: Any, aval: Any) -> Any:
         return op if _is_ours(aval.sharding.mesh) else original(ctx, op, aval)
@@ -51,7 +52,7 @@ def _leaving_out(original: Any) -> Any:
     return lower
 
 
-def _is_ours(mesh: Any) -> bool:
+def _is_ours(mesh: AbstractMesh) -> bool:
     """Whether an operation is manual over the replicas, automatic in them."""
     types = mesh.axis_types
     return (

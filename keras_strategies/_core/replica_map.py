@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec
 
 from keras_strategies._core.buffers import Buffering, packed, unpacked
@@ -19,8 +20,8 @@ from keras_strategies._core.jaxprs import replay, stages
 from keras_strategies._core.jaxprs.lockstep import Turn
 from keras_strategies._core.jaxprs.specs import Axis, Sharded
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._types import Array, Equation, Tree
 
-Tree = Any
 # Of a shard: the rows of a TPU's tile, and the columns of eight.
 _TILE_ROWS = 8
 _TILE_COLUMNS = 1024
@@ -140,7 +141,7 @@ def split_spec(mesh: ReplicaMesh, *, dim: int = 0) -> PartitionSpec:
     return PartitionSpec(*[None] * dim, mesh.all_replicas)
 
 
-def replica_id(axis: Axis) -> Any:
+def replica_id(axis: Axis) -> jax.Array | int:
     """The id of the calling replica: traced int32, an int in lockstep."""
     side = replay.current_side()
     if isinstance(side, Turn | replay.Alone):
@@ -226,18 +227,22 @@ def all_concatenated(leaf: jax.Array, axis: Axis, dim: int) -> jax.Array:
     return replay.collective(replay.Concatenation(axis, dim), [leaf])[0]
 
 
-def as_number(array: Any) -> Any:
-    """An array as it is added up and compared: booleans are counted."""
+def as_number(array: Array) -> Array:
+    """An array as it is added up and compared: booleans are counted.
+
+    Returns:
+      An array of the same shape, of dtype int32 for booleans.
+    """
     return array.astype("int32") if array.dtype == bool else array
 
 
-def of_first(array: Any, axis: Axis) -> Any:
+def of_first(array: Array, axis: Axis) -> jax.Array:
     """The array of replica 0, zeros on others: what all have in sum."""
     is_first = replica_id(axis) == 0
     return jnp.where(is_first, array, jnp.zeros_like(array))
 
 
-def _one(reduce: Callable[[Any], Any], leaf: Any) -> Any:
+def _one(reduce: Callable[[Any], Any], leaf: Array) -> Array:
     return replay.collective(lambda leaves: [reduce(leaves[0])], [leaf])[0]
 
 
@@ -245,7 +250,7 @@ _COLLECTIVES = ("psum", "pmax", "pmin", "all_gather", "reduce_scatter")
 _UNSURE = ("cond", "while")
 
 
-def has_unsure_collectives(jaxpr: Any) -> bool:
+def has_unsure_collectives(jaxpr: ClosedJaxpr) -> bool:
     """Whether a traced program communicates where some replicas may not go."""
     return any(
         inner.primitive.name.startswith(_COLLECTIVES)
@@ -255,7 +260,7 @@ def has_unsure_collectives(jaxpr: Any) -> bool:
     )
 
 
-def has_convolutions(jaxpr: Any) -> bool:
+def has_convolutions(jaxpr: ClosedJaxpr) -> bool:
     """Whether a traced program computes convolutions."""
     return any(
         equation.primitive.name == "conv_general_dilated"
@@ -263,7 +268,7 @@ def has_convolutions(jaxpr: Any) -> bool:
     )
 
 
-def has_unsafe_scatters(jaxpr: Any) -> bool:
+def has_unsafe_scatters(jaxpr: ClosedJaxpr) -> bool:
     """Whether a traced program scatters in a way that XLA cannot divide.
 
     Where rows are divided unevenly, XLA's partitioner (jaxlib 0.10.2) takes
@@ -272,7 +277,7 @@ def has_unsafe_scatters(jaxpr: Any) -> bool:
     of sorts, medians and quantiles. Sums, as in embeddings, are right.
     """
 
-    def is_one(equation: Any) -> bool:
+    def is_one(equation: Equation) -> bool:
         name = equation.primitive.name
         if not name.startswith("scatter"):
             return False

@@ -13,7 +13,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.sharding import PartitionSpec
 
 from keras_strategies._core.buffers import buffering_of
 from keras_strategies._core.jaxprs.marked_updates import (
@@ -40,10 +41,15 @@ from keras_strategies._core.replica_map import (
     replicated_spec,
     split_spec,
 )
+from keras_strategies._types import Array, Tree
 
 
 def sharded_map(
-    fn: Callable[..., Any], mesh: ReplicaMesh, *, in_specs: Any, out_specs: Any
+    fn: Callable[..., Any],
+    mesh: ReplicaMesh,
+    *,
+    in_specs: Tree,
+    out_specs: Tree,
 ) -> Callable[..., Any]:
     """As `replica_map`, of values of which some are `Sharded`.
 
@@ -59,12 +65,12 @@ def sharded_map(
         manual = jax.tree.map(_manual, (in_specs, out_specs), is_leaf=_is_spec)
         return replica_map(fn, mesh, in_specs=manual[0], out_specs=manual[1])
 
-    def mapped(*args: Any) -> Any:
+    def mapped(*args: Any) -> Tree:
         given, structure = jax.tree.flatten(args)
         specs = _flat(in_specs, args)
         results: list[Any] = []
 
-        def flat(*leaves: Any) -> list[Any]:
+        def flat(*leaves: Array) -> list[Any]:
             outputs = fn(*jax.tree.unflatten(structure, leaves))
             found, result = jax.tree.flatten(outputs)
             of_all = out_specs(outputs) if callable(out_specs) else out_specs
@@ -85,13 +91,13 @@ def sharded_map(
     return mapped
 
 
-def _flat(specs: Any, values: Any) -> list[Any]:
+def _flat(specs: Tree, values: Tree) -> list[Any]:
     return jax.tree.leaves(
         jax.tree.broadcast(specs, values, is_leaf=_is_spec), is_leaf=_is_spec
     )
 
 
-def _is_spec(leaf: Any) -> bool:
+def _is_spec(leaf: object) -> bool:
     return isinstance(leaf, Spec)
 
 
@@ -122,7 +128,7 @@ class _Cut:
 
     def __init__(
         self,
-        traced: Any,
+        traced: ClosedJaxpr,
         updates: dict[str, Update],
         mesh: ReplicaMesh,
         specs: Sequence[Spec],
@@ -177,7 +183,7 @@ class _Cut:
                 place += 1
             self._section_of |= dict.fromkeys(equation.outvars, place)
 
-    def _place(self, variable: Any) -> int:
+    def _place(self, variable: Var | Literal) -> int:
         if isinstance(variable, Literal):
             return 0
         return self._section_of.get(variable, 0)
@@ -200,7 +206,7 @@ class _Cut:
         """What each section has to return, without what is there anyway."""
         plans: list[dict[Any, Any]] = [{} for _ in self._sections]
 
-        def want(variable: Any, want: _Want) -> None:
+        def want(variable: Var | Literal, want: _Want) -> None:
             if not self._is_global(variable, want):
                 plan = plans[self._place(variable)]
                 plan[id(variable), want] = variable, want
@@ -220,14 +226,14 @@ class _Cut:
     def _own(self) -> _Want:
         return _Want("own", split_spec(self._mesh))
 
-    def _is_global(self, variable: Any, want: _Want) -> bool:
+    def _is_global(self, variable: Var | Literal, want: _Want) -> bool:
         return (
             want.how == "value"
             and not isinstance(variable, Literal)
             and self._specs.get(variable) == want.spec
         )
 
-    def _value(self, variable: Any, want: _Want) -> Any:
+    def _value(self, variable: Any, want: _Want) -> Array:
         if self._is_global(variable, want):
             return self._global[variable]
         return self._made[id(variable), want]
@@ -250,7 +256,7 @@ class _Cut:
         specs = [self._specs.get(v, self._own.spec) for v in inputs]
         wanted = list(plan.values())
 
-        def section(*given: Any) -> list[Any]:
+        def section(*given: Array) -> list[Any]:
             values = Values(self._jaxpr, ShardExchange(self._mesh))
             for variable, value, spec in zip(inputs, given, specs, strict=True):
                 if isinstance(spec, Sharded):
@@ -304,7 +310,7 @@ class _Cut:
             results[i] = total
         return results
 
-    def _apply(self, equation: Any, update: Update) -> None:
+    def _apply(self, equation: JaxprEqn, update: Update) -> None:
         """Computes an update on global arrays."""
         operands = []
         for variable, want in _operands(equation, update):
@@ -318,14 +324,14 @@ class _Cut:
         ]
         self._global |= zip(equation.outvars, values, strict=True)
 
-    def _constrained(self, value: Any, spec: Spec) -> Any:
+    def _constrained(self, value: Array, spec: Spec) -> Array:
         sharding = self._mesh.whole
         if isinstance(spec, Placed):
             sharding = spec.sharding
         return jax.lax.with_sharding_constraint(value, sharding)
 
 
-def _operands(equation: Any, update: Update) -> list[tuple[Any, _Want]]:
+def _operands(equation: JaxprEqn, update: Update) -> list[tuple[Any, _Want]]:
     """What an update takes of each operand of its equation."""
     wants = [_Want("value", replicated_spec())] * update.num_captured
     for reduction in update.gradients:
@@ -337,5 +343,5 @@ def _operands(equation: Any, update: Update) -> list[tuple[Any, _Want]]:
     return list(zip(equation.invars, wants, strict=True))
 
 
-def _manual(spec: Spec) -> Any:
+def _manual(spec: Spec) -> PartitionSpec:
     return spec.spec if isinstance(spec, Placed) else spec

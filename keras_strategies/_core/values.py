@@ -2,7 +2,7 @@
 
 import enum
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._types import Array, Tree
 
 STACKED = "stacked"
 """Component i is entry i of the first dimension."""
@@ -80,9 +81,9 @@ class PerReplica(DistributedValues):
     @classmethod
     def of(
         cls,
-        array: Any,
+        array: Array,
         layout: str,
-        total: Any = None,
+        total: Array | None = None,
         shapes: "Shapes | None" = None,
     ) -> "PerReplica":
         """A value held as one array over all replicas.
@@ -140,7 +141,7 @@ class PerReplica(DistributedValues):
         component = jax.ShapeDtypeStruct(shape, whole.dtype)
         return (component,) * (whole.shape[0] // (length or 1))
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Any, ...]:
         # An array over devices comes back from a pickle on one of them.
         return PerReplica, (tuple(map(np.asarray, self.values)),)
 
@@ -168,7 +169,7 @@ class PerReplica(DistributedValues):
         length = data.shape[0] or 1
         return [first // length + k for k in range(len(shards))]
 
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ValueError(
             "A value per replica is not one array. Received: a PerReplica "
             "used as an array. Use `strategy.reduce`, `strategy.gather` or "
@@ -189,7 +190,7 @@ class Mirrored(DistributedValues):
       1.0
     """
 
-    def __init__(self, array: Any, mesh: ReplicaMesh | None = None) -> None:
+    def __init__(self, array: Array, mesh: ReplicaMesh | None = None) -> None:
         self.array = array
         self.mesh = mesh
 
@@ -203,7 +204,7 @@ class Mirrored(DistributedValues):
             return tuple(data for _, data in local_shards(self.array))
         return _copies(self.array, self.mesh)
 
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+    def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
         return np.asarray(self.array, *args, **kwargs)
 
     def __repr__(self) -> str:
@@ -214,7 +215,7 @@ class Mirrored(DistributedValues):
         return f"Mirrored:{_printed(self.array)}"
 
 
-def _printed(value: Any) -> str:
+def _printed(value: Array) -> str:
     if isinstance(value, Tracer):
         return str(value)
     return np.array2string(np.asarray(value), separator=", ")
@@ -261,7 +262,9 @@ def _copies(array: jax.Array, mesh: ReplicaMesh) -> tuple[Any, ...]:
     return tuple(copies)
 
 
-def _within_replicas(sharding: Any, mesh: ReplicaMesh) -> PartitionSpec:
+def _within_replicas(
+    sharding: jax.sharding.Sharding, mesh: ReplicaMesh
+) -> PartitionSpec:
     """How each replica divides an array over its cores."""
     spec = getattr(sharding, "spec", ())
     return PartitionSpec(*(a if a == mesh.model_axis else None for a in spec))
@@ -289,7 +292,7 @@ def check_home(value: PerReplica, mesh: ReplicaMesh) -> None:
         )
 
 
-def is_distributed(value: Any) -> bool:
+def is_distributed(value: object) -> bool:
     """Whether a leaf of a nest is a value of several replicas."""
     return isinstance(value, DistributedValues)
 
@@ -330,8 +333,12 @@ def set_apart(array: jax.Array) -> jax.Array:
     )
 
 
-def own_components(nest: Any) -> Any:
-    """The nest with this replica's arrays in the place of its components."""
+def own_components(nest: Tree) -> Tree:
+    """The nest with this replica's arrays in the place of its components.
+
+    Returns:
+      A nest of arrays, for a replica's function.
+    """
     return jax.tree.map(
         lambda v: v.arrays[0] if isinstance(v, PerReplica) else v,
         nest,
@@ -339,14 +346,18 @@ def own_components(nest: Any) -> Any:
     )
 
 
-def padded(array: Any, shape: tuple[int, ...]) -> Any:
+def padded(array: Array, shape: tuple[int, ...]) -> jax.Array:
     """The array with zeros after the entries of each dimension."""
     sizes = zip(array.shape, shape, strict=True)
     return jax.numpy.pad(array, [(0, most - size) for size, most in sizes])
 
 
-def cut(array: Any, shape: tuple[int, ...]) -> Any:
-    """The first entries of each dimension."""
+def cut(array: Array, shape: tuple[int, ...]) -> Array:
+    """The first entries of each dimension.
+
+    Returns:
+      An array of shape `shape`.
+    """
     return array[tuple(map(slice, shape))]
 
 
@@ -368,7 +379,7 @@ def stacked(parts: Sequence[Any], mesh: ReplicaMesh) -> jax.Array:
     return jax.make_array_from_single_device_arrays(shape, mesh.split, shards)
 
 
-def as_reduce_op(op: Any) -> ReduceOp:
+def as_reduce_op(op: object) -> ReduceOp:
     """The operation that a user named.
 
     Args:

@@ -16,6 +16,7 @@ from keras.src.trainers import trainer as trainer_lib
 from keras.src.trainers.data_adapters import data_adapter_utils
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
+from keras_strategies._types import Batch
 from keras_strategies.data import shuffled_orders as order_lib
 
 TRAINER: Any = (
@@ -55,7 +56,7 @@ for its trainer to scan on the device."""
 
 
 def batches_of_execution(
-    iterator: Iterator[Any], first: Any, num_steps: int
+    iterator: Iterator[Any], first: Batch, num_steps: int
 ) -> list[Any]:
     """The batches of one execution of a loop of Keras's own.
 

@@ -27,7 +27,7 @@ class Patches:
         self._patched: list[tuple[Any, str, Any, Any]] = []
 
     @contextlib.contextmanager
-    def held(self, *args: Any) -> Iterator[None]:
+    def held(self, *args: object) -> Iterator[None]:
         """Holds the patches for a block; the first holder's arguments count."""
         with _lock:
             if self._holders == 0:

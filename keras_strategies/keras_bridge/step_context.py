@@ -17,21 +17,9 @@ from keras_strategies._core.jaxprs import replay
 from keras_strategies._core.jaxprs.specs import Axis
 from keras_strategies._core.mesh import ReplicaMesh
 
-Batch = Any
-"""A nest (dicts, lists, tuples) of arrays of shape (rows, ...): x, (x, y) or
-(x, y, sample_weight), as `keras.utils.unpack_x_y_sample_weight` takes it."""
-
 Group = list[Any]
 """The values of some variables, in the order of the variables: each of its
 variable's shape; in a mapped program those of one replica."""
-
-State = tuple[Group, ...]
-"""The values of a model's variables, a `Group` for each of Keras's groups:
-trainable and other variables, the optimizers', and those of metrics."""
-
-Logs = Any
-"""What a step returns: a dict of scalars by name for train and test steps, a
-`Batch` of outputs for predict steps."""
 
 
 class GlobalBatchNeeded(Exception):
@@ -206,7 +194,7 @@ class StepContext:
         """Which arrays share a buffer when they are reduced."""
         return buffering_of(self.facts.mesh)
 
-    def with_facts(self, **facts: Any) -> "StepContext":
+    def with_facts(self, **facts: object) -> "StepContext":
         """The same trace, with flags and notes shared, and other facts."""
         return dataclasses.replace(
             self, facts=dataclasses.replace(self.facts, **facts)

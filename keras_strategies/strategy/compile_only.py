@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
+from keras_strategies.keras_bridge.variables.partitioners import PartitionerLike
 from keras_strategies.strategy.strategy import Strategy
 from keras_strategies.tpu.replica_meshes import mesh_of_topology
 
@@ -20,7 +21,7 @@ class CompileOnly(Strategy):
         num_slices: int = 1,
         computation_shape: Sequence[int] | None = None,
         layout_map: Mapping[str, Any] | None = None,
-        variable_partitioner: Any = None,
+        variable_partitioner: PartitionerLike | None = None,
     ) -> Self:
         """A strategy over a TPU slice by its name, which compiles only.
 

@@ -4,9 +4,12 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Iterator
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from keras_strategies.strategy.runtime import Runtime
+
+if TYPE_CHECKING:
+    import keras
 
 
 class AnyStrategy(Protocol):
@@ -21,18 +24,26 @@ class AnyStrategy(Protocol):
 
     @property
     def extended(self) -> Any:
-        """tf's names for libraries."""
+        """tf's names for libraries.
+
+        Returns:
+          A strategy's `StrategyExtended`, or that of the default strategy.
+        """
         ...
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """Returns its scope."""
         ...
 
-    def attach(self, model: Any) -> Any:
-        """Makes a model this strategy's."""
+    def attach(self, model: "keras.Model") -> "keras.Model":
+        """Makes a model this strategy's.
+
+        Returns:
+          The model.
+        """
         ...
 
-    def _check_free(self, model: Any) -> None: ...
+    def _check_free(self, model: "keras.Model") -> None: ...
 
 
 class _Stack(threading.local):
@@ -81,7 +92,7 @@ def check_outside(name: str) -> None:
 
 
 @contextlib.contextmanager
-def replica_context(strategy: AnyStrategy, context: Any) -> Iterator[None]:
+def replica_context(strategy: AnyStrategy, context: object) -> Iterator[None]:
     """Makes `context` the current one of `strategy` for a block."""
     stack.entered.append(strategy)
     stack.replicas.append(context)
@@ -92,7 +103,7 @@ def replica_context(strategy: AnyStrategy, context: Any) -> Iterator[None]:
         stack.entered.pop()
 
 
-def check_not_mixing(strategy: Any) -> None:
+def check_not_mixing(strategy: object) -> None:
     """Raises unless this thread is in no scope or in `strategy`'s.
 
     Raises:
@@ -103,7 +114,7 @@ def check_not_mixing(strategy: Any) -> None:
         refuse_mixing(strategy, repr(entered))
 
 
-def refuse_mixing(strategy: Any, other: str) -> NoReturn:
+def refuse_mixing(strategy: object, other: str) -> NoReturn:
     """Raises RuntimeError: `strategy` is used in the scope of another one."""
     raise RuntimeError(
         "Mixing different tf.distribute.Strategy objects. A strategy and "

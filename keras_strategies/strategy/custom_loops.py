@@ -8,6 +8,7 @@ import jax
 
 from keras_strategies._core.host_arrays import from_tensor
 from keras_strategies._core.values import STACKED, PerReplica, ReduceOp, stacked
+from keras_strategies._types import Dataset, Tree
 from keras_strategies.data.distributed import DistributedDataset
 from keras_strategies.data.options import (
     InputOptions,
@@ -58,7 +59,7 @@ class CustomLoops:
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
         options: RunOptions | None = None,
-    ) -> Any:
+    ) -> Tree:
         """Runs `fn(*args, **kwargs)` once on every replica. Collective.
 
         One compiled program over all replicas. It is compiled once for the
@@ -112,17 +113,21 @@ class CustomLoops:
         fn: Callable[..., Any],
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """The old name of `run`; warns once."""
+    ) -> Tree:
+        """The old name of `run`; warns once.
+
+        Returns:
+          What `run` returns.
+        """
         current.warn_of_old_name("experimental_run_v2", "run")
         return self.run(fn, args, kwargs)
 
     def reduce(
         self,
         reduce_op: ReduceOp | str,
-        value: Any,
+        value: Tree,
         axis: int | tuple[int, ...] | None,
-    ) -> Any:
+    ) -> Tree:
         """Reduces values of several replicas to one.
 
         Args:
@@ -144,7 +149,7 @@ class CustomLoops:
         self._check_call("reduce")
         return reducing.reduce(reduce_op, value, axis, self._runtime.mesh)
 
-    def gather(self, value: Any, axis: int) -> Any:
+    def gather(self, value: Tree, axis: int) -> Tree:
         """Concatenates the components of values along a dimension.
 
         Args:
@@ -162,7 +167,7 @@ class CustomLoops:
         self._check_call("gather")
         return reducing.gather(value, axis, self._runtime.mesh)
 
-    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+    def experimental_local_results(self, value: Tree) -> tuple[Any, ...]:
         """The components of a nest on this process's devices.
 
         Args:
@@ -177,7 +182,7 @@ class CustomLoops:
 
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], Any]
-    ) -> Any:
+    ) -> Tree:
         """Makes one value for each replica. Collective.
 
         Args:
@@ -257,7 +262,7 @@ class CustomLoops:
             source_of_dataset(dataset, mesh, policy=policy)
         )
 
-    def experimental_make_numpy_dataset(self, arrays: Any) -> NumpyDataset:
+    def experimental_make_numpy_dataset(self, arrays: Tree) -> NumpyDataset:
         """Makes a dataset of the rows of arrays; `.batch(B)` batches it.
 
         Args:
@@ -342,7 +347,7 @@ class CustomLoops:
 
     def explain_input(
         self,
-        dataset: Any,
+        dataset: Dataset,
         batch_size: int | None = None,
         options: InputOptions | None = None,
     ) -> "InputExplanation":

@@ -7,6 +7,7 @@ import jax
 import keras
 
 from keras_strategies._core.values import Mirrored, ReduceOp, own_components
+from keras_strategies._types import Array, Tree
 from keras_strategies.keras_bridge.step_context import current_step
 from keras_strategies.strategy import current, reducing
 from keras_strategies.strategy.runner import Runner
@@ -53,10 +54,10 @@ class StrategyExtended:
     def reduce_to(
         self,
         reduce_op: ReduceOp | str,
-        value: Any,
-        destinations: Any,
-        options: Any = None,
-    ) -> Any:
+        value: Tree,
+        destinations: object,
+        options: object = None,
+    ) -> Tree:
         """Reduces a value elementwise over the replicas, onto all devices.
 
         Outside of replica functions, and in a function given to `merge_call`.
@@ -67,6 +68,9 @@ class StrategyExtended:
           destinations: Not used: the result is on all of the strategy's
             devices.
           options: Not used.
+
+        Returns:
+          The nest, with an array in the place of each `PerReplica`.
 
         Raises:
           RuntimeError: called inside of a replica's function.
@@ -79,7 +83,7 @@ class StrategyExtended:
         self,
         reduce_op: ReduceOp | str,
         value_destination_pairs: Sequence[tuple[Any, Any]],
-        options: Any = None,
+        options: object = None,
     ) -> list[Any]:
         """Reduces several values; see `reduce_to`.
 
@@ -100,7 +104,7 @@ class StrategyExtended:
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
         group: bool = True,
-    ) -> Any:
+    ) -> Tree:
         """Calls `fn(var, *args, **kwargs)` for every copy of a variable.
 
         Outside of replica functions, and in a function given to `merge_call`.
@@ -138,7 +142,9 @@ class StrategyExtended:
             result = fn(*given, **named)
         return None if group else result
 
-    def broadcast_to(self, tensor: Any, destinations: Any = None) -> Any:
+    def broadcast_to(
+        self, tensor: Array, destinations: object = None
+    ) -> jax.Array | Mirrored:
         """Copies a value to every device.
 
         Args:
@@ -160,13 +166,16 @@ class StrategyExtended:
         fn: Callable[..., Any],
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    ) -> Tree:
         """The old name of `Strategy.run`.
 
         Args:
           fn: The function.
           args: Its positional arguments.
           kwargs: Its keyword arguments.
+
+        Returns:
+          What `Strategy.run` returns.
         """
         current.check_outside("call_for_each_replica")
         return self._runner(fn, args, kwargs or {})
@@ -184,7 +193,7 @@ class StrategyExtended:
         raise old_names.missing(self, name)
 
 
-def _check_variable(name: str, value: Any) -> None:
+def _check_variable(name: str, value: object) -> None:
     if not isinstance(value, keras.Variable):
         raise TypeError(
             f"`{name}` takes a Keras variable. Received: "

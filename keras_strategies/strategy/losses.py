@@ -1,18 +1,20 @@
 """Losses of a replica that add up to the global batch's."""
 
-from typing import Any
+from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 
+from keras_strategies._types import Array
 from keras_strategies.keras_bridge.step_context import current_step
 from keras_strategies.strategy.default import get_strategy
 
 
 def compute_average_loss(
-    per_example_loss: Any,
-    sample_weight: Any = None,
-    global_batch_size: Any = None,
-) -> Any:
+    per_example_loss: Array,
+    sample_weight: Array | None = None,
+    global_batch_size: Array | None = None,
+) -> jax.Array:
     """Divides a sum of the rows' losses by the rows of the global batch.
 
     In `run` an optimizer sums the gradients over the replicas, so a replica's
@@ -72,7 +74,9 @@ def _rows_of_all(rows: int) -> int:
     return next(iter(known), rows * count)
 
 
-def scale_regularization_loss(regularization_loss: Any) -> Any:
+def scale_regularization_loss(
+    regularization_loss: Array | Sequence[Array],
+) -> jax.Array:
     """Divides a loss of the weights by the number of replicas.
 
     Every replica adds it, and gradients are summed in `run`.

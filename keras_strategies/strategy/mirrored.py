@@ -1,7 +1,6 @@
 """Strategies of one machine: on all of its devices, or on one."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
@@ -11,6 +10,7 @@ from keras_strategies._core.names.device_names import (
     find_devices,
     local_devices,
 )
+from keras_strategies.keras_bridge.variables.partitioners import PartitionerLike
 from keras_strategies.strategy.strategy import Strategy
 
 
@@ -44,7 +44,7 @@ class MirroredStrategy(Strategy):
         self,
         devices: Sequence[str | jax.Device] | None = None,
         cross_device_ops: None = None,
-        variable_partitioner: Any = None,
+        variable_partitioner: PartitionerLike | None = None,
     ) -> None:
         if cross_device_ops is not None:
             raise ValueError(

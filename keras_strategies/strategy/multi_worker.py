@@ -3,6 +3,7 @@
 from typing import Any
 
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.keras_bridge.variables.partitioners import PartitionerLike
 from keras_strategies.strategy.runtime import is_chief_alone
 from keras_strategies.strategy.strategy import Strategy
 from keras_strategies.strategy.tf_compat.options import (
@@ -69,7 +70,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         process_id: int | None = None,
         startup_timeout_s: float = 300.0,
         predict_in: str = "all",
-        variable_partitioner: Any = None,
+        variable_partitioner: PartitionerLike | None = None,
     ) -> None:
         # It would take a tenth of the time of importing this package.
         from keras_strategies.cluster.job import place
@@ -92,5 +93,9 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     @property
     def cluster_resolver(self) -> Any:
-        """The resolver given, or one of this process's place in the job."""
+        """The resolver given, or one of this process's place in the job.
+
+        Returns:
+          An object of `ks.cluster_resolver`, or one of tf's if it was given.
+        """
         return self._cluster_resolver

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import keras
 
+from keras_strategies._types import Batch
 from keras_strategies.strategy import current
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ class PlanMixin:
     def plan(
         self,
         model: keras.Model | Callable[[], keras.Model],
-        batch: Any,
+        batch: Batch,
         topologies: str | Sequence[str] | None = None,
         strategies: Any = None,
         *,

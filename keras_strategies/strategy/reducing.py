@@ -1,6 +1,7 @@
 """`reduce`, `gather` and the local components of distributed values."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,12 +14,21 @@ from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import all_sum, as_number
 from keras_strategies._core.values import ReduceOp, as_reduce_op
+from keras_strategies._types import Array, Leaf, Tree
 from keras_strategies.keras_bridge.hooks import on_read
 from keras_strategies.keras_bridge.run.mappings import opened
 
+_Axes = int | tuple[int, ...] | None
 
-def reduce(op: Any, value: Any, axis: Any, mesh: ReplicaMesh) -> Any:
-    """See `Strategy.reduce`."""
+
+def reduce(
+    op: ReduceOp | str, value: Tree, axis: _Axes, mesh: ReplicaMesh
+) -> Tree:
+    """See `Strategy.reduce`.
+
+    Returns:
+      The nest, with an array in the place of each value.
+    """
     op = as_reduce_op(op)
     return jax.tree.map(
         lambda leaf: _reduce_one(op, leaf, axis, mesh),
@@ -27,7 +37,9 @@ def reduce(op: Any, value: Any, axis: Any, mesh: ReplicaMesh) -> Any:
     )
 
 
-def _reduce_one(op: ReduceOp, value: Any, axis: Any, mesh: ReplicaMesh) -> Any:
+def _reduce_one(
+    op: ReduceOp, value: Leaf, axis: _Axes, mesh: ReplicaMesh
+) -> Array:
     value = _read(value, mesh)
     if isinstance(value, values.Mirrored):
         value = value.array
@@ -58,7 +70,7 @@ def _reduce_one(op: ReduceOp, value: Any, axis: Any, mesh: ReplicaMesh) -> Any:
 
 def _reduced(
     parts: list[Any], op: ReduceOp, axes: tuple[int, ...] | None
-) -> Any:
+) -> jax.Array:
     """Components, all in one place, reduced to one value."""
     if axes is None:
         _check_equal_shapes(parts)
@@ -74,8 +86,11 @@ def _reduced(
 
 
 def _with_components(
-    value: values.PerReplica, mesh: ReplicaMesh, fn: Any, *args: Any
-) -> Any:
+    value: values.PerReplica,
+    mesh: ReplicaMesh,
+    fn: Callable[..., Any],
+    *args: object,
+) -> Array:
     """Calls `fn(components, *args)`: on the first device, or compiled.
 
     Of several processes, none has all components: there it is a program over
@@ -98,9 +113,13 @@ def _with_components(
 
 @functools.lru_cache(maxsize=256)
 def _over_components(
-    mesh: ReplicaMesh, layout: str, shapes: Any, fn: Any, *args: Any
-) -> Any:
-    def over(array: Any) -> tuple[Any]:
+    mesh: ReplicaMesh,
+    layout: str,
+    shapes: values.Shapes | None,
+    fn: Callable[..., Any],
+    *args: object,
+) -> Array:
+    def over(array: Array) -> tuple[Any]:
         if layout == values.ROWS:
             parts = jnp.split(array, mesh.num_replicas)
         elif shapes is None:
@@ -112,7 +131,7 @@ def _over_components(
     return jax.jit(over, out_shardings=mesh.whole)
 
 
-def _read(leaf: Any, mesh: ReplicaMesh) -> Any:
+def _read(leaf: Leaf, mesh: ReplicaMesh) -> Leaf:
     """A variable's copies: a `PerReplica` where they differ; or the leaf."""
     if not isinstance(leaf, keras.Variable):
         return leaf
@@ -124,8 +143,8 @@ def _read(leaf: Any, mesh: ReplicaMesh) -> Any:
 
 
 def _reduce_plain(
-    op: ReduceOp, value: Any, axis: Any, mesh: ReplicaMesh
-) -> Any:
+    op: ReduceOp, value: Array, axis: _Axes, mesh: ReplicaMesh
+) -> Array:
     array = jnp.asarray(value)
     if axis is not None:
         axes = _as_axes(axis)
@@ -144,20 +163,24 @@ def _reduce_plain(
     )
 
 
-def _as_axes(axis: Any) -> tuple[Any, ...]:
+def _as_axes(axis: int | tuple[int, ...]) -> tuple[Any, ...]:
     axes = axis if isinstance(axis, tuple) else (axis,)
     return tuple(int(a) if isinstance(a, np.integer) else a for a in axes)
 
 
-def summable(array: Any, op: ReduceOp) -> Any:
-    """An array as it is added up: booleans counted, means not in integers."""
+def summable(array: Array, op: ReduceOp) -> Array:
+    """An array as it is added up: booleans counted, means not in integers.
+
+    Returns:
+      An array of the same shape, of another dtype in these cases.
+    """
     is_exact = jnp.issubdtype(array.dtype, jnp.integer) or array.dtype == bool
     if op is ReduceOp.MEAN and is_exact:
         return array.astype("float32")
     return as_number(array)
 
 
-def _check_axes(axes: tuple[Any, ...], array: Any) -> None:
+def _check_axes(axes: tuple[Any, ...], array: Array) -> None:
     for axis in axes:
         is_number = isinstance(axis, int) and not isinstance(axis, bool)
         if not is_number or not (-array.ndim <= axis < array.ndim):
@@ -179,16 +202,16 @@ def _check_equal_shapes(parts: list[Any]) -> None:
         )
 
 
-def sum_in_order(arrays: list[Any]) -> Any:
+def sum_in_order(arrays: list[Any]) -> jax.Array:
     """The sum, added up in the order of the replicas."""
     return functools.reduce(jnp.add, arrays)
 
 
 @functools.cache
-def _over_replicas(mesh: ReplicaMesh, op: ReduceOp) -> Any:
+def _over_replicas(mesh: ReplicaMesh, op: ReduceOp) -> Callable[..., Any]:
     """The compiled reduction of arrays with a dimension of replicas."""
 
-    def over(array: Any) -> tuple[Any]:
+    def over(array: Array) -> tuple[Any]:
         array = summable(array, op)
         total = jnp.sum(array, axis=0, dtype=array.dtype)
         return (total / mesh.num_replicas if op is ReduceOp.MEAN else total,)
@@ -197,14 +220,18 @@ def _over_replicas(mesh: ReplicaMesh, op: ReduceOp) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _sum_over(array: Any, axes: tuple[int, ...]) -> Any:
+def _sum_over(array: Array, axes: tuple[int, ...]) -> jax.Array:
     return jnp.sum(array, axis=axes)
 
 
-def gather(value: Any, axis: int, mesh: ReplicaMesh) -> Any:
-    """See `Strategy.gather`."""
+def gather(value: Tree, axis: int, mesh: ReplicaMesh) -> Tree:
+    """See `Strategy.gather`.
 
-    def one(leaf: Any) -> Any:
+    Returns:
+      The nest, with an array in the place of each value.
+    """
+
+    def one(leaf: Leaf) -> Leaf:
         leaf = _read(leaf, mesh)
         if not isinstance(leaf, values.PerReplica):
             return leaf.array if isinstance(leaf, values.Mirrored) else leaf
@@ -215,13 +242,13 @@ def gather(value: Any, axis: int, mesh: ReplicaMesh) -> Any:
     return jax.tree.map(one, value, is_leaf=values.is_distributed)
 
 
-def _gathered(parts: list[Any], axis: int) -> Any:
+def _gathered(parts: list[Any], axis: int) -> jax.Array:
     for part in parts:
         _check_gathered(axis, part, parts)
     return jnp.concatenate(parts, axis=axis)
 
 
-def _check_gathered(axis: Any, part: Any, parts: list[Any]) -> None:
+def _check_gathered(axis: object, part: Array, parts: list[Any]) -> None:
     shapes = [tuple(p.shape) for p in parts]
     if not isinstance(axis, int) or not -part.ndim <= axis < part.ndim:
         raise ValueError(
@@ -242,7 +269,7 @@ def _check_gathered(axis: Any, part: Any, parts: list[Any]) -> None:
         )
 
 
-def local_results(value: Any, mesh: ReplicaMesh) -> tuple[Any, ...]:
+def local_results(value: Tree, mesh: ReplicaMesh) -> tuple[Any, ...]:
     """See `Strategy.experimental_local_results`."""
     nest = opened(value, values.is_distributed)
     leaves, structure = jax.tree.flatten(nest, is_leaf=values.is_distributed)

@@ -1,5 +1,6 @@
 """ReplicaContext: the replica that a function runs on."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from keras_strategies._core.values import (
     as_reduce_op,
     own_components,
 )
+from keras_strategies._types import Array, Leaf, Tree
 from keras_strategies.keras_bridge.step_context import ReplicaScope, StepContext
 from keras_strategies.strategy import current
 from keras_strategies.strategy.reducing import summable
@@ -88,7 +90,7 @@ class ReplicaContext:
         return self._strategy.num_replicas_in_sync
 
     @property
-    def replica_id_in_sync_group(self) -> Any:
+    def replica_id_in_sync_group(self) -> jax.Array | int:
         """This replica's id: a traced int32 scalar, 0 outside of `run`.
 
         The program is one for all replicas, so Python cannot branch on it:
@@ -107,8 +109,8 @@ class ReplicaContext:
         return self._strategy.extended.worker_devices
 
     def all_reduce(
-        self, reduce_op: ReduceOp | str, value: Any, options: Any = None
-    ) -> Any:
+        self, reduce_op: ReduceOp | str, value: Tree, options: object = None
+    ) -> Tree:
         """Sums or averages a nest over the replicas. Collective.
 
         Args:
@@ -139,7 +141,9 @@ class ReplicaContext:
             arrays = [a / self.num_replicas_in_sync for a in arrays]
         return jax.tree.unflatten(structure, arrays)
 
-    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
+    def all_gather(
+        self, value: Tree, axis: int, options: object = None
+    ) -> Tree:
         """Concatenates a nest's arrays over the replicas. Collective.
 
         Args:
@@ -162,7 +166,7 @@ class ReplicaContext:
         """
         self._check_current("all_gather")
 
-        def gather(leaf: Any) -> Any:
+        def gather(leaf: Array) -> jax.Array:
             array = jnp.asarray(leaf)
             dim = checked_dim(axis, array, "all_gather")
             if self._step is None:
@@ -176,7 +180,7 @@ class ReplicaContext:
         merge_fn: Callable[..., Any],
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    ) -> Tree:
         """Calls `merge_fn(strategy, *args, **kwargs)` once for all replicas.
 
         The function is in the cross-replica context. Arrays among its
@@ -247,14 +251,16 @@ class ReplicaContext:
 def replica_scope(strategy: current.AnyStrategy) -> ReplicaScope:
     """Returns what makes a step's replica context current for a block."""
 
-    def scope(step: StepContext | None) -> Any:
+    def scope(
+        step: StepContext | None,
+    ) -> contextlib.AbstractContextManager[None]:
         context = ReplicaContext(strategy, step)
         return current.replica_context(strategy, context)
 
     return scope
 
 
-def checked_dim(axis: Any, array: Any, name: str) -> int:
+def checked_dim(axis: int, array: Array, name: str) -> int:
     """The dimension `axis` of an array, not negative.
 
     Raises:
@@ -272,7 +278,7 @@ def checked_dim(axis: Any, array: Any, name: str) -> int:
     return axis % array.ndim
 
 
-def _local(leaf: Any) -> Any:
+def _local(leaf: Leaf) -> Leaf:
     if isinstance(leaf, jax.Array):
         return PerReplica.of(leaf, LOCAL)
     return leaf

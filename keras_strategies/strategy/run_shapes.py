@@ -7,6 +7,7 @@ import numpy as np
 
 from keras_strategies._core import values
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._types import Leaf
 from keras_strategies.keras_bridge.run.function_keys import value_key
 from keras_strategies.keras_bridge.steps.lower_step import shape_of
 
@@ -18,7 +19,7 @@ STATIC = "static"
 Kind = tuple[Any, ...]
 
 
-def argument(leaf: Any, mesh: ReplicaMesh) -> tuple[Kind, Any]:
+def argument(leaf: Leaf, mesh: ReplicaMesh) -> tuple[Kind, Any]:
     """How an argument enters the program, and its shape.
 
     Args:
@@ -55,7 +56,9 @@ def argument(leaf: Any, mesh: ReplicaMesh) -> tuple[Kind, Any]:
     return _kind(values.ROWS, described, mesh.split)
 
 
-def _kind(layout: str, shape: Any, sharding: Any) -> tuple[Kind, Any]:
+def _kind(
+    layout: str, shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding
+) -> tuple[Kind, Any]:
     placed = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
     dtype = np.dtype(shape.dtype)
     return (layout, shape.shape, dtype, None), placed

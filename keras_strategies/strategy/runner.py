@@ -16,6 +16,7 @@ from keras_strategies._core import values
 from keras_strategies._core.attributes import attribute_set
 from keras_strategies._core.host_arrays import from_tensor
 from keras_strategies._core.mesh import ReplicaMesh, has_sharding
+from keras_strategies._types import Array, Leaf, Tree
 from keras_strategies.keras_bridge.run.debug_run import debug_run
 from keras_strategies.keras_bridge.run.function_keys import (
     function_key,
@@ -74,7 +75,7 @@ class Runner:
         kwargs: dict[str, Any],
         *,
         is_update: bool = False,
-    ) -> Any:
+    ) -> Tree:
         """Runs `fn` once on every replica; see `Strategy.run`.
 
         Args:
@@ -105,7 +106,7 @@ class Runner:
                 "strategy.debug():`."
             ) from error
 
-    def _compiled(self, call: "_Call", given: list[_Argument]) -> Any:
+    def _compiled(self, call: "_Call", given: list[_Argument]) -> Tree:
         kept = tuple(kind[:4] for kind, _ in given)
         key = (function_key(call.fn), call.structure, kept, call.is_update)
         # One for each set of flags: a loop may freeze layers in turn.
@@ -139,7 +140,7 @@ class Runner:
         """Runs functions eagerly in this thread while the block runs."""
         return attribute_set(self._thread, "is_debugging", True)
 
-    def _debug(self, call: "_Call", leaves: list[Any]) -> Any:
+    def _debug(self, call: "_Call", leaves: list[Any]) -> Tree:
         mesh = self._mesh
         if mesh.num_processes > 1:
             raise RuntimeError(
@@ -164,7 +165,7 @@ class Runner:
         """How many programs are kept."""
         return sum(map(len, self._programs.values()))
 
-    def _argument(self, leaf: Any) -> _Argument:
+    def _argument(self, leaf: Leaf) -> _Argument:
         """How an argument enters the program: (kind, shape, dtype, key)."""
         if isinstance(leaf, values.PerReplica):
             layout, array, rows = self._one_array(leaf)
@@ -203,7 +204,7 @@ class Runner:
         kinds = [kind for kind, _ in given]
         of_arrays = [kind for kind in kinds if kind[0] != STATIC]
 
-        def of_components(components: list[Any]) -> Any:
+        def of_components(components: list[Any]) -> Tree:
             rest = iter(components)
             return call(
                 kind[4] if kind[0] == STATIC else _component(kind, next(rest))
@@ -260,12 +261,12 @@ class _Call(NamedTuple):
     structure: Any
     is_update: bool
 
-    def __call__(self, leaves: Iterable[Any]) -> Any:
+    def __call__(self, leaves: Iterable[Any]) -> Tree:
         args, kwargs = jax.tree.unflatten(self.structure, leaves)
         return self.fn(*args, **kwargs)
 
 
-def _note_captured(error: ValueError, fn: Any) -> None:
+def _note_captured(error: ValueError, fn: Callable[..., Any]) -> None:
     """Adds to an error what the function has captured of the devices' arrays.
 
     JAX does not index those in a function that is mapped: their mesh is not
@@ -281,7 +282,7 @@ def _note_captured(error: ValueError, fn: Any) -> None:
         )
 
 
-def _captured(fn: Any) -> list[tuple[str, Any]]:
+def _captured(fn: Callable[..., Any]) -> list[tuple[str, Any]]:
     """What a function reads of the names around it."""
     try:
         seen = inspect.getclosurevars(fn)
@@ -291,7 +292,7 @@ def _captured(fn: Any) -> list[tuple[str, Any]]:
     return list({**seen.globals, **seen.nonlocals}.items())
 
 
-def _is_spread(value: Any) -> bool:
+def _is_spread(value: object) -> bool:
     """Whether there are arrays in it that lie on several devices."""
     try:
         leaves = jax.tree.leaves(value)
@@ -329,7 +330,7 @@ def _sizes(shapes: Sequence[Any], dtypes: Sequence[str] = ()) -> Variant:
 
 
 def _flattened(
-    fn: Any, args: Any, kwargs: Any, *, is_update: bool = False
+    fn: object, args: object, kwargs: object, *, is_update: bool = False
 ) -> tuple[_Call, list[Any]]:
     """A call, and the leaves of its arguments."""
     if not callable(fn):
@@ -344,7 +345,7 @@ def _flattened(
             f"kwargs of type {type(kwargs).__name__}. Write `args=(x,)`."
         )
 
-    def is_leaf(value: Any) -> bool:
+    def is_leaf(value: object) -> bool:
         return value is None or values.is_distributed(value)
 
     nest: Any = (tuple(args), kwargs)
@@ -356,7 +357,7 @@ def _flattened(
     return _Call(fn, structure, is_update), leaves
 
 
-def _own(leaf: Any, replica: int, mesh: ReplicaMesh) -> Any:
+def _own(leaf: Leaf, replica: int, mesh: ReplicaMesh) -> Leaf:
     """What one replica gets of an argument, in debug mode."""
     if isinstance(leaf, values.Mirrored):
         leaf = leaf.array
@@ -368,5 +369,5 @@ def _own(leaf: Any, replica: int, mesh: ReplicaMesh) -> Any:
     return leaf
 
 
-def _component(kind: tuple[Any, ...], array: Any) -> Any:
+def _component(kind: tuple[Any, ...], array: Array) -> Array:
     return array[0] if kind[0] == values.STACKED else array

@@ -6,6 +6,7 @@ from typing import Any
 
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.keras_bridge.variables.partitioners import (
+    PartitionerLike,
     bound_partitioner,
 )
 from keras_strategies.keras_bridge.variables.shardings import Placements
@@ -37,7 +38,7 @@ class Runtime:
         mesh: ReplicaMesh,
         *,
         layout_map: Mapping[str, Any] | None = None,
-        variable_partitioner: Any = None,
+        variable_partitioner: PartitionerLike | None = None,
         outputs_on_chief: bool = False,
     ) -> "Runtime":
         """The runtime of a strategy over `mesh`."""

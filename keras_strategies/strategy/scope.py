@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 
@@ -56,7 +56,7 @@ class Scope:
             )
         self._open.pop()[0].close()
 
-    def _refuse(self, *_: Any, **__: Any) -> Any:
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
         current.refuse_mixing(self._strategy, "the default strategy")
 
 

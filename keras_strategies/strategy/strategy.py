@@ -9,12 +9,14 @@ import keras
 from keras_strategies._core import dispatch
 from keras_strategies._core.compiled import CompiledProgram, compile_program
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._types import Batch
 from keras_strategies.keras_bridge.loops import binding as binding_lib
 from keras_strategies.keras_bridge.steps.lower_step import lower_step
 from keras_strategies.keras_bridge.variables.abstract_models import materialize
 from keras_strategies.keras_bridge.variables.model_variables import (
     all_variables,
 )
+from keras_strategies.keras_bridge.variables.partitioners import PartitionerLike
 from keras_strategies.keras_bridge.variables.variable_creator import check_home
 from keras_strategies.strategy import current
 from keras_strategies.strategy.custom_loops import CustomLoops
@@ -58,7 +60,7 @@ class Strategy(CustomLoops, PlanMixin):
         mesh: ReplicaMesh,
         *,
         layout_map: Mapping[str, Any] | None = None,
-        variable_partitioner: Any = None,
+        variable_partitioner: PartitionerLike | None = None,
         outputs_on_chief: bool = False,
     ) -> None:
         if not isinstance(mesh, ReplicaMesh):
@@ -96,7 +98,11 @@ class Strategy(CustomLoops, PlanMixin):
 
     @property
     def cluster_resolver(self) -> Any:
-        """The cluster this strategy was made for; none on one machine."""
+        """The cluster this strategy was made for; none on one machine.
+
+        Returns:
+          A resolver, or None.
+        """
         return
 
     def scope(self) -> Scope:
@@ -168,7 +174,7 @@ class Strategy(CustomLoops, PlanMixin):
     def compile_step(
         self,
         model: keras.Model,
-        batch: Any,
+        batch: Batch,
         *,
         kind: str = "train",
         compiler_options: Mapping[str, Any] | None = None,
@@ -347,7 +353,7 @@ class Strategy(CustomLoops, PlanMixin):
             f"{', to compile for' * mesh.is_abstract}>"
         )
 
-    def _binding_of(self, name: str, model: keras.Model) -> Any:
+    def _binding_of(self, name: str, model: keras.Model) -> binding_lib.Binding:
         """The binding of a model of this strategy; `name` takes no other."""
         _check_model(name, model)
         existing = binding_lib.binding_of(model)
@@ -373,7 +379,7 @@ class Strategy(CustomLoops, PlanMixin):
         check_home(variables, self._runtime.mesh)
 
 
-def _check_model(name: str, model: Any) -> None:
+def _check_model(name: str, model: object) -> None:
     if not isinstance(model, keras.Model):
         raise TypeError(
             f"`{name}` takes a Keras model. Received: {model!r} of type "

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from keras_strategies.keras_bridge.variables.partitioners import PartitionerLike
 from keras_strategies.strategy.compile_only import CompileOnly
 from keras_strategies.tpu.cluster_resolver import TPUClusterResolver
 from keras_strategies.tpu.replica_meshes import (
@@ -73,7 +74,7 @@ class TPUStrategy(CompileOnly):
         device_assignment: Assignments | None = None,
         *,
         layout_map: Mapping[str, Any] | None = None,
-        variable_partitioner: Any = None,
+        variable_partitioner: PartitionerLike | None = None,
         experimental_device_assignment: Assignments | None = None,
         experimental_spmd_xla_partitioning: bool = True,
     ) -> None:

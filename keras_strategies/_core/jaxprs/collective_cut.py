@@ -11,9 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, DropVar, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from keras_strategies._core.jaxprs import stages
+from keras_strategies._types import Array, Equation
 
 _NAMES = ("psum", "pmax", "pmin", "all_gather", "reduce_scatter", "ppermute")
 _CALLS = {
@@ -66,7 +67,9 @@ def cut_at_collectives(traced: ClosedJaxpr) -> Cut:
     """
     collectives = list(_collectives_in(traced.jaxpr))
 
-    def program(inputs: list[Any], known: list[Any]) -> Any:
+    def program(
+        inputs: list[Any], known: list[Any]
+    ) -> tuple[list[list[Any]], list[Any]]:
         operands: list[list[Any]] = []
         results = iter(known)
 
@@ -108,7 +111,9 @@ def meeting_as(cut: Cut, other: Cut) -> Cut | None:
     structure = jax.tree.structure((cut.operands, None))
     count = len(cut.jaxpr.in_avals) - sum(map(len, cut.results))
 
-    def program(inputs: list[Any], known: list[Any]) -> Any:
+    def program(
+        inputs: list[Any], known: list[Any]
+    ) -> tuple[list[list[Any]], list[Any]]:
         given = jax.tree.leaves([known[k] for k in places])
         leaves = jaxpr_as_fun(cut.jaxpr)(*inputs, *given)
         number = structure.num_leaves
@@ -149,13 +154,13 @@ def _places(own: Sequence[Any], of_all: Sequence[Any]) -> list[int] | None:
     return places
 
 
-def reduce(collective: Any, operands: Sequence[Any]) -> list[Any]:
+def reduce(collective: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     """Computes a collective that a program was cut at."""
     results = collective.primitive.bind(*operands, **collective.params)
     return list(results) if collective.primitive.multiple_results else [results]
 
 
-def trace_called(equation: Any) -> tuple[Any, list[Any]] | None:
+def trace_called(equation: Equation) -> tuple[Any, list[Any]] | None:
     """Returns the jaxpr that an equation calls and its constants, or None."""
     if equation.primitive.name == "call_hi_primitive":
         return _expanded(equation)
@@ -170,18 +175,18 @@ def trace_called(equation: Any) -> tuple[Any, list[Any]] | None:
     return inner, consts
 
 
-def _expanded(equation: Any) -> tuple[Any, list[Any]]:
+def _expanded(equation: JaxprEqn) -> tuple[Any, list[Any]]:
     """What a call of JAX 0.12 computes, which has no jaxpr of its own."""
     called = equation.params["_prim"]
 
-    def expanded(*leaves: Any) -> list[Any]:
+    def expanded(*leaves: Array) -> list[Any]:
         return jax.tree.leaves(called.expand(*called.in_tree.unflatten(leaves)))
 
     traced = jax.make_jaxpr(expanded)(*_shapes(equation.invars))
     return traced.jaxpr, list(traced.consts)
 
 
-def _collectives_in(jaxpr: Any) -> Iterator[Any]:
+def _collectives_in(jaxpr: Jaxpr) -> Iterator[Any]:
     for equation in jaxpr.eqns:
         if _is_collective(equation):
             yield equation
@@ -198,16 +203,16 @@ def _collectives_in(jaxpr: Any) -> Iterator[Any]:
             yield from _collectives_in(called[0])
 
 
-def _is_collective(equation: Any) -> bool:
+def _is_collective(equation: JaxprEqn) -> bool:
     return equation.primitive.name.startswith(_NAMES)
 
 
-def _has_collectives(equation: Any) -> bool:
+def _has_collectives(equation: JaxprEqn) -> bool:
     return any(map(_is_collective, stages.equations_in(equation)))
 
 
 def _evaluated(
-    jaxpr: Any,
+    jaxpr: Jaxpr,
     consts: Sequence[Any],
     inputs: Sequence[Any],
     meet: Callable[[list[Any]], list[Any]],

@@ -11,10 +11,11 @@ import collections
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
 from keras_strategies._core.jaxprs import stages
 from keras_strategies._core.jaxprs.specs import Axis
+from keras_strategies._types import Array
 
 Sum = Callable[[list[Any]], list[Any]]
 
@@ -43,7 +44,7 @@ def with_combined_sums(
     read = {id(v) for equation in equations for v in equation.invars}
     read |= set(map(id, jaxpr.outvars))
 
-    def combined(*inputs: Any) -> list[Any]:
+    def combined(*inputs: Array) -> list[Any]:
         values = dict(zip(jaxpr.constvars, traced.consts, strict=True))
         values |= dict(zip(jaxpr.invars, inputs, strict=True))
         for computed, sums in rounds:
@@ -74,7 +75,7 @@ def _rounds(equations: Sequence[Any], axis: Axis) -> list[tuple[Any, Any]]:
     return [(computed[k], sums.get(k, [])) for k in range(last + 1)]
 
 
-def _is_sum(equation: Any, axis: Axis) -> bool:
+def _is_sum(equation: JaxprEqn, axis: Axis) -> bool:
     return (
         equation.primitive.name == "psum"
         and equation.params["axes"] in ((axis,), axis)

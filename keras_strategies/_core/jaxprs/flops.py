@@ -1,13 +1,14 @@
 """Operations of a traced program: those of its products and convolutions."""
 
 import math
-from typing import Any
 
 import numpy as np
-from jax.extend.core import jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxprs_in_params
+
+from keras_strategies._types import Equation
 
 
-def flops_of(jaxpr: Any) -> float:
+def flops_of(jaxpr: Jaxpr | ClosedJaxpr) -> float:
     """Multiplications and additions of a traced program.
 
     Of matrix products and convolutions, without those of padding; others are
@@ -29,14 +30,14 @@ def flops_of(jaxpr: Any) -> float:
     return total
 
 
-def _of_product(equation: Any) -> float:
+def _of_product(equation: Equation) -> float:
     (contracted, _), _ = equation.params["dimension_numbers"]
     sizes = equation.invars[0].aval.shape
     summed = math.prod(sizes[dim] for dim in contracted)
     return 2.0 * math.prod(equation.outvars[0].aval.shape) * summed
 
 
-def _of_convolution(equation: Any) -> float:
+def _of_convolution(equation: Equation) -> float:
     numbers, params = equation.params["dimension_numbers"], equation.params
     taken, kernel = (invar.aval.shape for invar in equation.invars)
     given = equation.outvars[0].aval.shape

@@ -20,6 +20,7 @@ from keras_strategies._core.jaxprs.replay import (
     replay_scope,
 )
 from keras_strategies._core.jaxprs.specs import Axis
+from keras_strategies._types import Array
 
 _SHAPES = "a collective (Concatenation)"
 END = "the function's end"
@@ -89,7 +90,7 @@ class Lockstep:
         self,
         replica: int,
         kind: str,
-        value: Any,
+        value: object,
         combine: Callable[[list[Any]], list[Any]],
     ) -> Any:
         """Waits for all replicas' values and returns this replica's answer.
@@ -99,6 +100,9 @@ class Lockstep:
           kind: What for.
           value: Its value.
           combine: Makes each replica's answer of all values.
+
+        Returns:
+          This replica's entry of what `combine` returned.
 
         Raises:
           RuntimeError: others came for something else.
@@ -147,7 +151,7 @@ class Turn:
         self._lockstep = lockstep
         self.replica = replica
 
-    def meet(self, value: Any, where: str = END) -> list[Any]:
+    def meet(self, value: object, where: str = END) -> list[Any]:
         """Every replica's value, of any kind.
 
         Raises:
@@ -180,7 +184,9 @@ class Turn:
         )
         return exchanged(operands)
 
-    def _forward(self, reduce: Reduce, arrays: list[Any]) -> Any:
+    def _forward(
+        self, reduce: Reduce, arrays: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
         """This replica's results, and all replicas' operands."""
         _check_concrete(arrays)
 
@@ -230,11 +236,11 @@ class Turn:
         return [[column[i] for column in columns] for i in range(count)]
 
 
-def _is_float(array: Any) -> bool:
+def _is_float(array: Array) -> bool:
     return jnp.issubdtype(array.dtype, jnp.inexact)
 
 
-def _name(reduce: Any) -> str:
+def _name(reduce: object) -> str:
     function = getattr(reduce, "func", reduce)
     name = getattr(function, "__qualname__", type(function).__name__)
     return f"a collective ({name})"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
 from keras_strategies._core.jaxprs.replay import current_side
 from keras_strategies._core.jaxprs.specs import Spec
@@ -125,14 +125,16 @@ def marked_update(
     name = f"{_PREFIX}{len(_collected.updates)}"
     _collected.updates[name] = note
 
-    def whole(captured: Any, gradients: Any, values: Any) -> list[Any]:
+    def whole(
+        captured: list[Any], gradients: list[Any], values: list[Any]
+    ) -> list[Any]:
         return note([*captured, *reduce(gradients), *values])
 
     whole.__name__ = whole.__qualname__ = name
     return jax.jit(whole)(captured, gradients, values)
 
 
-def update_of(equation: Any, updates: dict[str, Update]) -> Update | None:
+def update_of(equation: JaxprEqn, updates: dict[str, Update]) -> Update | None:
     """The marked update that an equation calls, or None."""
     if equation.primitive.name not in ("jit", "pjit"):
         return None

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from keras_strategies._core.jaxprs.specs import Axis
 from keras_strategies._core.jaxprs.traces import is_traced
+from keras_strategies._types import Array
 
 Reduce = Callable[[list[Any]], list[Any]]
 
@@ -70,7 +71,7 @@ class Concatenation:
             )
         return dataclasses.replace(self, sizes=tuple(s[dim] for s in shapes))
 
-    def padded(self, array: Any) -> Any:
+    def padded(self, array: Array) -> jax.Array:
         """A replica's array, as large as the largest."""
         most = max(self.sizes or (0,))
         missing = [(0, 0)] * array.ndim

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from keras_strategies._core.jaxprs.gather_order import Gathered, gathers_of
 from keras_strategies._core.jaxprs.specs import Sharded
@@ -25,6 +25,7 @@ from keras_strategies._core.jaxprs.stages import (
     is_reference,
     variables,
 )
+from keras_strategies._types import Array, Equation
 
 _REMATERIALIZED = ("remat2", "remat", "checkpoint")
 _CALLS = ("jit", "pjit", "closed_call", "core_call")
@@ -33,16 +34,28 @@ _CALLS = ("jit", "pjit", "closed_call", "core_call")
 class Exchange(Protocol):
     """How replicas that divide values exchange what they hold of them."""
 
-    def gather(self, shard: Any, spec: Sharded) -> Any:
-        """The whole value, of this replica's shard."""
+    def gather(self, shard: Array, spec: Sharded) -> Array:
+        """The whole value, of this replica's shard.
+
+        Returns:
+          An array of the value's shape.
+        """
         ...
 
-    def scatter(self, value: Any, spec: Sharded) -> Any:
-        """This replica's shard of the replicas' values, summed."""
+    def scatter(self, value: Array, spec: Sharded) -> Array:
+        """This replica's shard of the replicas' values, summed.
+
+        Returns:
+          An array whose dimension `spec.dim` is a replica's part.
+        """
         ...
 
-    def cut(self, whole: Any, spec: Sharded) -> Any:
-        """This replica's shard of a value that all have."""
+    def cut(self, whole: Array, spec: Sharded) -> Array:
+        """This replica's shard of a value that all have.
+
+        Returns:
+          An array whose dimension `spec.dim` is a replica's part.
+        """
         ...
 
 
@@ -61,15 +74,15 @@ class Values:
         self._shards: dict[Var, tuple[Any, Sharded]] = {}
         self._sums: dict[Var, Any] = {}
 
-    def set_replicated(self, variable: Var, value: Any) -> None:
+    def set_replicated(self, variable: Var, value: Array) -> None:
         """Sets a value that this replica holds whole."""
         self._whole[variable] = value
 
-    def set_shard(self, variable: Var, shard: Any, spec: Sharded) -> None:
+    def set_shard(self, variable: Var, shard: Array, spec: Sharded) -> None:
         """Sets a value by this replica's shard of it."""
         self._shards[variable] = shard, spec
 
-    def is_sharded(self, variable: Any) -> bool:
+    def is_sharded(self, variable: Var | Literal) -> bool:
         """Whether a value is known by its shard alone."""
         return (
             not isinstance(variable, Literal)
@@ -77,8 +90,12 @@ class Values:
             and variable not in self._whole
         )
 
-    def whole(self, variable: Any) -> Any:
-        """A value, gathered if it is divided."""
+    def whole(self, variable: Var | Literal) -> Array:
+        """A value, gathered if it is divided.
+
+        Returns:
+          An array of the variable's shape.
+        """
         if isinstance(variable, Literal):
             return variable.val
         if self.is_sharded(variable):
@@ -86,16 +103,24 @@ class Values:
             self._whole[variable] = self._exchange.gather(shard, spec)
         return self._whole[variable]
 
-    def shard(self, variable: Any, spec: Sharded) -> Any:
-        """This replica's shard of a value."""
+    def shard(self, variable: Var | Literal, spec: Sharded) -> Array:
+        """This replica's shard of a value.
+
+        Returns:
+          An array whose dimension `spec.dim` is a replica's part.
+        """
         if not isinstance(variable, Literal) and variable in self._shards:
             shard, held = self._shards[variable]
             if held.dim == spec.dim:
                 return shard
         return self._exchange.cut(jnp.asarray(self.whole(variable)), spec)
 
-    def sum(self, variable: Any, spec: Sharded) -> Any:
-        """This replica's shard of the replicas' values, summed."""
+    def sum(self, variable: Var | Literal, spec: Sharded) -> Array:
+        """This replica's shard of the replicas' values, summed.
+
+        Returns:
+          An array whose dimension `spec.dim` is a replica's part.
+        """
         if not isinstance(variable, Literal) and variable in self._sums:
             return self._sums[variable]
         return self._exchange.scatter(jnp.asarray(self.whole(variable)), spec)
@@ -160,7 +185,7 @@ class Values:
         self._whole.update(zip(made, results, strict=True))
         equations.clear()
 
-    def _tie(self, equation: Any, gathered: list[Gathered]) -> bool:
+    def _tie(self, equation: JaxprEqn, gathered: list[Gathered]) -> bool:
         """Has values gathered no sooner than an equation can be computed.
 
         Returns:
@@ -190,15 +215,17 @@ class Values:
             self.set_shard(variable, part, self._shards[variable][1])
         return True
 
-    def _casts(self, equation: Any) -> bool:
+    def _casts(self, equation: JaxprEqn) -> bool:
         return _casts(equation) and self.is_sharded(equation.invars[0])
 
-    def _cast(self, equation: Any) -> None:
+    def _cast(self, equation: Equation) -> None:
         shard, spec = self._shards[equation.invars[0]]
         cast = jax.lax.convert_element_type(shard, equation.params["new_dtype"])
         self.set_shard(equation.outvars[0], cast, spec)
 
-    def _is_entered(self, equation: Any, places: dict[Var, Sharded]) -> bool:
+    def _is_entered(
+        self, equation: JaxprEqn, places: dict[Var, Sharded]
+    ) -> bool:
         """Whether an equation is a function to be computed on shards."""
         if not _is_called(equation):
             return False
@@ -206,7 +233,9 @@ class Values:
             self._enters_sharded(equation, v) for v in equation.invars
         ) or any(v in places for v in equation.outvars)
 
-    def _enters_sharded(self, equation: Any, variable: Any) -> bool:
+    def _enters_sharded(
+        self, equation: JaxprEqn, variable: Var | Literal
+    ) -> bool:
         """Whether a function is given the shard of an operand.
 
         One that is rematerialized gathers it again.
@@ -215,7 +244,7 @@ class Values:
             return False
         return _is_rematerialized(equation) or self.is_sharded(variable)
 
-    def _enter(self, equation: Any, places: dict[Var, Sharded]) -> None:
+    def _enter(self, equation: Equation, places: dict[Var, Sharded]) -> None:
         """Computes the function that an equation calls, on shards."""
         given = []
         for variable in equation.invars:
@@ -226,7 +255,7 @@ class Values:
         specs = [spec for _, spec in given]
         wanted = [places.get(v) for v in equation.outvars]
 
-        def inner(*operands: Any) -> list[Any]:
+        def inner(*operands: Array) -> list[Any]:
             return self._called(equation, operands, specs, wanted)
 
         operands = [value for value, _ in given]
@@ -252,7 +281,7 @@ class Values:
 
     def _called(
         self,
-        equation: Any,
+        equation: JaxprEqn,
         operands: Sequence[Any],
         specs: Sequence[Sharded | None],
         wanted: Sequence[Sharded | None],
@@ -282,16 +311,16 @@ class Values:
         ]
 
 
-def _is_rematerialized(equation: Any) -> bool:
+def _is_rematerialized(equation: JaxprEqn) -> bool:
     return equation.primitive.name in _REMATERIALIZED
 
 
-def _is_called(equation: Any) -> bool:
+def _is_called(equation: JaxprEqn) -> bool:
     """Whether an equation is a function that can be computed on shards."""
     return equation.primitive.name in (*_REMATERIALIZED, *_CALLS)
 
 
-def _casts(equation: Any) -> bool:
+def _casts(equation: JaxprEqn) -> bool:
     return equation.primitive.name == "convert_element_type"
 
 
@@ -302,7 +331,7 @@ def _is_plain(variable: Var) -> bool:
     return not is_key and not is_reference(variable)
 
 
-def _adds(equation: Any) -> bool:
+def _adds(equation: JaxprEqn) -> bool:
     return equation.primitive.name == "add_any"
 
 
@@ -317,7 +346,7 @@ def _sunk(
     makers = {v: e for e in equations for v in e.outvars}
     places: dict[Var, Sharded] = {}
 
-    def sink(variable: Any, spec: Sharded) -> bool:
+    def sink(variable: Var | Literal, spec: Sharded) -> bool:
         if isinstance(variable, Literal) or uses[variable] != 1:
             return False
         maker = makers.get(variable)

@@ -12,11 +12,14 @@ from jax.extend.core import (
     ClosedJaxpr,
     DropVar,
     Jaxpr,
+    JaxprEqn,
     Literal,
     Var,
     jaxpr_as_fun,
     jaxprs_in_params,
 )
+
+from keras_strategies._types import Array, Equation
 
 # Effects not seen outside of the program: that an equation knows a mapped
 # axis, and what it does to a reference.
@@ -117,12 +120,12 @@ def variables(operands: Iterable[Any]) -> list[Var]:
     return [v for v in operands if not isinstance(v, Literal)]
 
 
-def value_of(operand: Any, values: Mapping[Var, Any]) -> Any:
+def value_of(operand: Var | Literal, values: Mapping[Var, Any]) -> Array:
     """Returns the value of a variable or a literal."""
     return operand.val if isinstance(operand, Literal) else values[operand]
 
 
-def shape_of(value: Any) -> jax.ShapeDtypeStruct:
+def shape_of(value: Array) -> jax.ShapeDtypeStruct:
     """Returns the shape and dtype of an array or of a variable's `aval`."""
     weak = getattr(value, "weak_type", False)
     return jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=weak)
@@ -139,7 +142,7 @@ def acting(jaxpr: Jaxpr, stages: Sequence[int], stage: int) -> list[Any]:
     ]
 
 
-def acts(equation: Any) -> bool:
+def acts(equation: JaxprEqn) -> bool:
     """Whether an equation does something that is seen: prints, calls Python."""
     return any(
         type(effect).__name__ not in _SILENT for effect in equation.effects
@@ -184,7 +187,7 @@ def _values(operands: Sequence[Any], flow: dict[Var, int]) -> list[int]:
     return [flow[v] for v in variables(operands)]
 
 
-def references(equation: Any) -> list[Var]:
+def references(equation: Equation) -> list[Var]:
     """The references among an equation's operands and results."""
     return [
         variable
@@ -193,12 +196,12 @@ def references(equation: Any) -> list[Var]:
     ]
 
 
-def is_reference(variable: Any) -> bool:
+def is_reference(variable: Var | Literal) -> bool:
     """Whether a variable is a reference (`jax.new_ref`), and no value."""
     return type(variable.aval).__name__ == "AbstractRef"
 
 
-def _is_own(equation: Any) -> bool:
+def _is_own(equation: JaxprEqn) -> bool:
     """Whether results may differ though the operands are the same on all.
 
     So do a replica's number, and what Python answers.
@@ -209,7 +212,7 @@ def _is_own(equation: Any) -> bool:
     )
 
 
-def all_equations(jaxpr: Any) -> Iterator[Any]:
+def all_equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Any]:
     """The equations of a jaxpr, closed or not, and those in them, each once."""
     seen: set[int] = set()
     waiting = [getattr(jaxpr, "jaxpr", jaxpr)]
@@ -222,14 +225,14 @@ def all_equations(jaxpr: Any) -> Iterator[Any]:
                 waiting += jaxprs_in_params(equation.params)
 
 
-def equations_in(equation: Any) -> Iterator[Any]:
+def equations_in(equation: JaxprEqn) -> Iterator[Any]:
     """All equations of the jaxprs among an equation's parameters."""
     for inner in jaxprs_in_params(equation.params):
         yield from all_equations(inner)
 
 
 def scan_operands(
-    equation: Any, values: Sequence[Any]
+    equation: JaxprEqn, values: Sequence[Any]
 ) -> tuple[list[Any], list[Any], list[Any]]:
     """Splits what belongs to the operands of a `scan` by what they are.
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from keras_strategies._core.jaxprs import stages
 
@@ -29,7 +29,7 @@ def is_traced() -> bool:
     )
 
 
-def place_of(equation: Any) -> str:
+def place_of(equation: JaxprEqn) -> str:
     """Returns the file and line of the user's code that an equation is from.
 
     Empty where nothing is known, or no frame is the user's.
@@ -43,7 +43,7 @@ def place_of(equation: Any) -> str:
     return ""
 
 
-def has_own_code(jaxpr: Any, mark: str) -> bool:
+def has_own_code(jaxpr: ClosedJaxpr, mark: str) -> bool:
     """Whether code that is neither Keras's nor JAX's made, or takes, a mark.
 
     An equation is made by who called JAX, directly or by an operation of
@@ -64,7 +64,7 @@ def has_own_code(jaxpr: Any, mark: str) -> bool:
     )
 
 
-def computations_in(jaxpr: Any, mark: str) -> dict[Any, int]:
+def computations_in(jaxpr: ClosedJaxpr, mark: str) -> dict[Any, int]:
     """How often each computation makes what is marked, but for moves and sums.
 
     A compiled function counts as one, by its name: of one row JAX's own
@@ -81,7 +81,7 @@ def computations_in(jaxpr: Any, mark: str) -> dict[Any, int]:
     )
 
 
-def numbers_in(jaxpr: Any, mark: str) -> list[float]:
+def numbers_in(jaxpr: ClosedJaxpr, mark: str) -> list[float]:
     """Lists the plain real numbers that what is marked is made with.
 
     Args:
@@ -104,19 +104,19 @@ _MOVES = frozenset(
 )
 
 
-def _equations_behind(jaxpr: Any, mark: str) -> list[Any]:
+def _equations_behind(jaxpr: ClosedJaxpr, mark: str) -> list[Any]:
     """The equations that marked values are computed by; all, if none is."""
     is_kept = functools.partial(_is_mark, mark=mark)
     equations = stages.needed_equations(jaxpr.jaxpr.eqns, (), is_kept)
     return equations or list(jaxpr.jaxpr.eqns)
 
 
-def _is_mark(equation: Any, mark: str) -> bool:
+def _is_mark(equation: JaxprEqn, mark: str) -> bool:
     is_name = equation.primitive.name == "name"
     return is_name and equation.params["name"] == mark
 
 
-def is_own(equation: Any) -> bool:
+def is_own(equation: JaxprEqn) -> bool:
     """Whether code that is neither Keras's nor JAX's made an equation."""
     traceback = getattr(equation.source_info, "traceback", None)
     if traceback is None or equation.primitive.name == "name":

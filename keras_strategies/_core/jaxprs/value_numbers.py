@@ -1,10 +1,10 @@
 """Value numbering: the same code in several traced functions."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from keras_strategies._core.jaxprs.stages import acts, references
 
@@ -44,7 +44,9 @@ class ValueNumbers:
                 known[variable] = self._number((key, i))
         return [self._operand(v, known) for v in jaxpr.outvars]
 
-    def _operand(self, variable: Any, known: Mapping[Any, int]) -> int:
+    def _operand(
+        self, variable: Var | Literal, known: Mapping[Any, int]
+    ) -> int:
         if not isinstance(variable, Literal):
             return known[variable]
         try:
@@ -53,7 +55,7 @@ class ValueNumbers:
             return self._by_identity(variable.val)
         return self._number(("literal", str(variable.aval), content))
 
-    def _parameters(self, value: Any) -> Any:
+    def _parameters(self, value: Any) -> Hashable:
         """What a parameter's value is, as a key."""
         if isinstance(value, ClosedJaxpr):
             return ("program", *self.of_outputs(value))
@@ -77,9 +79,9 @@ class ValueNumbers:
         self._held.append(value)
         return (type(value), value)
 
-    def _by_identity(self, value: Any) -> int:
+    def _by_identity(self, value: object) -> int:
         self._held.append(value)
         return self._number(("object", id(value)))
 
-    def _number(self, key: Any) -> int:
+    def _number(self, key: Hashable) -> int:
         return self._numbers.setdefault(key, len(self._numbers))

@@ -1,7 +1,7 @@
 """Rules for primitives that compute entry by entry."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from keras_strategies._core.row_kinds.kinds import (
     summed,
     uniform,
 )
+from keras_strategies._types import Array
 
 
 def elementwise(call: Call) -> Kind:
@@ -59,7 +60,7 @@ def _constant(call: Call) -> Kind:
     return joined_constants(spread).but(power=_power_of_constants(call))
 
 
-def _spread(kind: Kind, before: Any, after: Any) -> Kind:
+def _spread(kind: Kind, before: Sequence[int], after: Sequence[int]) -> Kind:
     """A constant operand as large as the result."""
     if kind.values is not None or len(before) < len(after):
         return uniform(kind.values, after)
@@ -112,7 +113,7 @@ def _computed(call: Call) -> tuple[Any, ...] | None:
     return tuple(results)
 
 
-def _divided(params: Any, one: Any, two: Any) -> Any:
+def _divided(params: Mapping[str, Any], one: Array, two: Array) -> Array:
     if np.issubdtype(one.dtype, np.integer):
         return np.trunc(np.divide(one, two))
     return np.divide(one, two)

@@ -1,6 +1,6 @@
 """Rules for gathers and scatters."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from keras_strategies._core.row_kinds.call import Call, at_axis, joined_plain
 from keras_strategies._core.row_kinds.kinds import (
@@ -12,6 +12,9 @@ from keras_strategies._core.row_kinds.kinds import (
     same_power,
     summed,
 )
+
+if TYPE_CHECKING:
+    import jax
 
 
 def gather(call: Call) -> Kind:
@@ -55,7 +58,11 @@ def gather(call: Call) -> Kind:
 
 
 def _gathered_rows(
-    call: Call, operand: Kind, index: Kind, numbers: Any, places: list[int]
+    call: Call,
+    operand: Kind,
+    index: Kind,
+    numbers: "jax.lax.GatherDimensionNumbers",
+    places: list[int],
 ) -> Kind:
     axis, shape = operand.axis, call.shape()
     operand = operand.but(count=0)
@@ -165,7 +172,9 @@ def _if_rows_meet(
     return operand.but(count=0) if fits else call.mixed()
 
 
-def _scattered_into_constant(call: Call, numbers: Any) -> Kind:
+def _scattered_into_constant(
+    call: Call, numbers: "jax.lax.ScatterDimensionNumbers"
+) -> Kind:
     """Rows that are added up in places, or each put into its own."""
     operand, index, update = call.kinds
     of_index = index.is_rows
@@ -201,7 +210,9 @@ def _scattered_into_constant(call: Call, numbers: Any) -> Kind:
     return summed(power) if fits and is_sum else call.mixed()
 
 
-def _window_of_rows(call: Call, numbers: Any) -> Kind:
+def _window_of_rows(
+    call: Call, numbers: "jax.lax.ScatterDimensionNumbers"
+) -> Kind:
     operand, _, update = call.kinds
     window = tuple(numbers.update_window_dims)
     axis = _window_dims(call)[window.index(update.axis)]

@@ -18,6 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.extend.core import JaxprEqn
+
+from keras_strategies._types import Array
 
 CONST, ROWS, SUM, MIXED = "const", "rows", "sum", "mixed"
 
@@ -111,7 +114,7 @@ class Kind:
 PLAIN = Kind(form=CONST)
 
 
-def mixed(why: Any) -> Kind:
+def mixed(why: JaxprEqn) -> Kind:
     """The kind of a value that mixes rows at the equation `why`."""
     return Kind(form=MIXED, why=why)
 
@@ -168,7 +171,7 @@ def _are_equal(values: tuple[Any, ...]) -> bool:
     return all(v == first or (v != v and first != first) for v in values)
 
 
-def may_count(value: Any, num_rows: int) -> bool:
+def may_count(value: Array, num_rows: int) -> bool:
     """Whether a number, or its inverse, may be made of a number of rows."""
     number = float(abs(value))
     if not math.isfinite(number) or number in (0.0, 1.0):
@@ -202,7 +205,7 @@ def is_constant(kind: Kind) -> bool:
     return _are_equal(kind.values)
 
 
-def joined(one: Kind, two: Kind, shape: Sequence[int], why: Any) -> Kind:
+def joined(one: Kind, two: Kind, shape: Sequence[int], why: JaxprEqn) -> Kind:
     """The kind of a value that is one or the other.
 
     Args:

@@ -14,12 +14,12 @@ nothing in the compiled program.
 import contextlib
 import dataclasses
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from keras_strategies._core.jaxprs import traces
 from keras_strategies._core.jaxprs.collective_cut import trace_called
@@ -37,6 +37,7 @@ from keras_strategies._core.row_kinds.kinds import (
     summed,
 )
 from keras_strategies._core.row_kinds.rules import kinds_of_results
+from keras_strategies._types import Array, Equation
 
 LOSS = "ks.loss"
 """Marks a scalar whose mean over the replicas is taken."""
@@ -76,13 +77,20 @@ class Finding:
     why: Any = None
 
 
-def mark(value: Any, name: str) -> Any:
-    """Marks an array in the trace under way; see the names above."""
+def mark(value: Array, name: str) -> Array:
+    """Marks an array in the trace under way; see the names above.
+
+    Returns:
+      The same array.
+    """
     return checkpoint_name(value, name)
 
 
 def losses_in(
-    traced: Any, data: Sequence[int], num_rows: int, twin: Any = None
+    traced: ClosedJaxpr,
+    data: Sequence[int],
+    num_rows: int,
+    twin: ClosedJaxpr | None = None,
 ) -> Finding:
     """Decides whether the losses that are marked in a trace are means.
 
@@ -209,7 +217,7 @@ class _Walk:
         )
         return kinds_of_results(call)
 
-    def _marked_value(self, equation: Any, kind: Kind) -> Kind:
+    def _marked_value(self, equation: Equation, kind: Kind) -> Kind:
         name = equation.params["name"]
         if (
             name == LOSS
@@ -245,7 +253,11 @@ class _Walk:
             self._is_noting = before
 
     def _settled(
-        self, carry: list[Kind], shapes: Sequence[Any], body: Any, why: Any
+        self,
+        carry: list[Kind],
+        shapes: Sequence[Any],
+        body: Callable[[list[Kind]], list[Kind]],
+        why: JaxprEqn,
     ) -> list[Kind]:
         """The kinds of a loop's carry, whatever the number of turns."""
         with self._not_noting():
@@ -313,7 +325,7 @@ class _Walk:
 
 
 def _joined_each(
-    ones: list[Kind], others: list[Kind], shapes: Sequence[Any], why: Any
+    ones: list[Kind], others: list[Kind], shapes: Sequence[Any], why: JaxprEqn
 ) -> list[Kind]:
     columns = zip(ones, others, shapes, strict=True)
     return [joined(one, two, shape, why) for one, two, shape in columns]
@@ -324,7 +336,7 @@ def _is_number(variable: Any) -> bool:
     return not aval.shape and jnp.issubdtype(aval.dtype, jnp.floating)
 
 
-def _without_placing(jaxpr: Any) -> tuple[list[Any], dict[Any, Any]]:
+def _without_placing(jaxpr: Jaxpr) -> tuple[list[Any], dict[Any, Any]]:
     """A jaxpr's other equations, and what their operands are otherwise."""
     equations, same = [], {}
     for equation in jaxpr.eqns:
@@ -347,7 +359,7 @@ def _verdict(kind: Kind) -> Verdict:
     return Verdict.MEAN if is_mean else Verdict.MIXED
 
 
-def _slice_of(kind: Kind, why: Any) -> Kind:
+def _slice_of(kind: Kind, why: JaxprEqn) -> Kind:
     """The kind of the entries along dimension 0."""
     if kind.is_rows:
         if kind.axis == 0:

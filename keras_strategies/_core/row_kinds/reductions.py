@@ -1,7 +1,7 @@
 """Rules for primitives that sum or compute along dimensions."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from keras_strategies._core.row_kinds.call import (
@@ -67,7 +67,7 @@ def reduce(call: Call) -> Kind:
 def along(axis_of: Callable[[Call], int]) -> Callable[[Call], Any]:
     """The rule of what computes along a dimension, which is not the rows'."""
 
-    def rule(call: Call) -> Any:
+    def rule(call: Call) -> Kind:
         if any(kind.is_sum for kind in call.kinds):
             return call.mixed()
         axis = axis_of(call)
@@ -146,7 +146,11 @@ def dot_general(call: Call) -> Kind:
     return summed(power)
 
 
-def _constant_product(call: Call, contracted: Any, batch: Any) -> Kind:
+def _constant_product(
+    call: Call,
+    contracted: Sequence[Sequence[int]],
+    batch: Sequence[Sequence[int]],
+) -> Kind:
     if any(kind.is_zero for kind in call.kinds):
         zeros = (0,) * len(call.equations)
         return uniform(zeros, call.out_shape())
@@ -161,7 +165,11 @@ def _constant_product(call: Call, contracted: Any, batch: Any) -> Kind:
 
 
 def _place_of_dim(
-    call: Call, k: int, dim: int, contracted: Any, batch: Any
+    call: Call,
+    k: int,
+    dim: int,
+    contracted: Sequence[Sequence[int]],
+    batch: Sequence[Sequence[int]],
 ) -> int | None:
     """The dimension of a product that a dimension of operand `k` becomes."""
     if dim in contracted[k]:
@@ -179,7 +187,10 @@ def _place_of_dim(
 
 
 def _product_of_rows(
-    call: Call, places: list[int | None], contracted: Any, batch: Any
+    call: Call,
+    places: list[int | None],
+    contracted: Sequence[Sequence[int]],
+    batch: Sequence[Sequence[int]],
 ) -> Kind:
     one, two = call.kinds
     power = sum_of_powers(call.kinds)

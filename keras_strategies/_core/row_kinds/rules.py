@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
 
 from keras_strategies._core.jaxprs.stages import names_in
 from keras_strategies._core.row_kinds import (
@@ -123,7 +124,7 @@ def _grown(call: Call, variables: str, k: int) -> list[int]:
     return [dim for dim, (size, other) in enumerate(pairs) if size != other]
 
 
-def _scalars(equation: Any) -> list[Any]:
+def _scalars(equation: JaxprEqn) -> list[Any]:
     """An equation's parameters that are plain numbers, names or flags."""
     plain = (bool, int, float, str)
     values = [v for v in equation.params.values() if isinstance(v, plain)]

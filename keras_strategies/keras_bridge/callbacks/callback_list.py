@@ -11,10 +11,15 @@ then. In a list of Keras's own it is called every time.
 """
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 from keras.src.utils.python_utils import pythonify_logs
+
+from keras_strategies._types import Callbacks, Logs
+
+if TYPE_CHECKING:
+    from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 _LOOPS = {"fit": "train", "evaluate": "test", "predict": "predict"}
 """The loops, and what the hooks of their batches are named after."""
@@ -37,13 +42,13 @@ class QuietCallbackList(keras.callbacks.CallbackList):
     """
 
     def __init__(
-        self, callbacks: Any, *, quiet: Collection[str], **options: Any
+        self, callbacks: Callbacks, *, quiet: Collection[str], **options: Any
     ) -> None:
         self._quiet = quiet
         self._choosy = [c for c in _as_list(callbacks) if _is_choosy(c)]
         super().__init__(callbacks, **options)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Fetches logs and calls the callbacks, where one listens."""
         if "train" not in self._quiet:
             super().on_train_batch_end(batch, logs)
@@ -51,22 +56,24 @@ class QuietCallbackList(keras.callbacks.CallbackList):
             if callback.wants_batch(batch):
                 callback.on_train_batch_end(batch, logs=pythonify_logs(logs))
 
-    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_test_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Calls the callbacks, where one listens."""
         if "test" not in self._quiet:
             super().on_test_batch_end(batch, logs)
 
-    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_predict_batch_end(
+        self, batch: int, logs: Logs | None = None
+    ) -> None:
         """Calls the callbacks, where one listens."""
         if "predict" not in self._quiet:
             super().on_predict_batch_end(batch, logs)
 
-    def _configure_async_dispatch(self, callbacks: Any) -> None:
+    def _configure_async_dispatch(self, callbacks: Callbacks) -> None:
         # Those that choose keep no other from being called in Keras's thread.
         others = [c for c in _as_list(callbacks) if not _is_choosy(c)]
         super()._configure_async_dispatch(others)
 
-    def _on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def _on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         logs = pythonify_logs(logs)
         for callback in self.callbacks:
             if not _is_choosy(callback):
@@ -74,8 +81,11 @@ class QuietCallbackList(keras.callbacks.CallbackList):
 
 
 def quiet_list(
-    loop: str, arguments: dict[str, Any], model: keras.Model, feed: Any
-) -> Any:
+    loop: str,
+    arguments: dict[str, Any],
+    model: keras.Model,
+    feed: "DataAdapter",
+) -> Callbacks:
     """The list that a loop would make of its callbacks, quiet if it can be.
 
     Args:
@@ -110,7 +120,7 @@ def quiet_list(
     )
 
 
-def quiet_kinds(callbacks: Sequence[Any], verbose: Any) -> frozenset[str]:
+def quiet_kinds(callbacks: Sequence[Any], verbose: object) -> frozenset[str]:
     """The kinds of batches to whose end nobody listens.
 
     Args:
@@ -129,15 +139,15 @@ def quiet_kinds(callbacks: Sequence[Any], verbose: Any) -> frozenset[str]:
     )
 
 
-def _as_list(callbacks: Any) -> list[Any]:
+def _as_list(callbacks: Callbacks) -> list[Any]:
     return keras.tree.flatten(callbacks) if callbacks else []
 
 
-def _is_choosy(callback: Any) -> bool:
+def _is_choosy(callback: object) -> bool:
     return hasattr(callback, "wants_batch")
 
 
-def _listens(callback: Any, kind: str) -> bool:
+def _listens(callback: keras.callbacks.Callback, kind: str) -> bool:
     """Whether a callback wants to know of every batch's end."""
     if kind == "train" and _is_choosy(callback):
         return False

@@ -59,7 +59,7 @@ def set_states(callbacks: Iterable[Any], states: dict[str, State]) -> None:
             _set_state(callback, states[name])
 
 
-def has_swapped_averages(states: Any) -> bool:
+def has_swapped_averages(states: object) -> bool:
     """Returns whether weights and averages are swapped (`SwapEMAWeights`).
 
     Args:
@@ -159,7 +159,7 @@ def _set_state(callback: Any, state: State) -> None:
         model.history = callback
 
 
-def _check(callback: Any, state: Any, form: message_forms.Form) -> None:
+def _check(callback: object, state: object, form: message_forms.Form) -> None:
     fault = message_forms.fault_of(state, form)
     if fault is not None:
         raise ValueError(
@@ -169,5 +169,5 @@ def _check(callback: Any, state: Any, form: message_forms.Form) -> None:
         )
 
 
-def _has_own(callback: Any) -> bool:
+def _has_own(callback: object) -> bool:
     return all(callable(getattr(callback, name, None)) for name in _OWN)

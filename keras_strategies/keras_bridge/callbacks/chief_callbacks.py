@@ -13,6 +13,7 @@ import keras
 from keras.src.utils import file_utils
 
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._types import Callbacks, Logs
 from keras_strategies.cluster.exchange.host_exchange import Agreement
 
 _WRITERS = (
@@ -24,13 +25,16 @@ _WRITERS = (
 )
 
 
-def of_this_process(callbacks: Any, mesh: ReplicaMesh) -> Any:
+def of_this_process(callbacks: Callbacks, mesh: ReplicaMesh) -> Callbacks:
     """The callbacks that this process calls.
 
     Args:
       callbacks: Those given to fit: a list, one, None, or a `CallbackList`,
         which is left as it is.
       mesh: The replicas.
+
+    Returns:
+      The callbacks as given, or a list of some of them and of copies.
     """
     if mesh.num_processes == 1 or not callbacks:
         return callbacks
@@ -45,7 +49,7 @@ def of_this_process(callbacks: Any, mesh: ReplicaMesh) -> Any:
     return chosen
 
 
-def _is_chiefs(callback: Any, mesh: ReplicaMesh) -> bool:
+def _is_chiefs(callback: keras.callbacks.Callback, mesh: ReplicaMesh) -> bool:
     """Whether a callback is called in the chief alone.
 
     What saves a model must read variables in all processes, where each has
@@ -67,7 +71,7 @@ def _together(callback: Any, mesh: ReplicaMesh) -> Any:
 class _Together(keras.callbacks.BackupAndRestore):
     _ks_mesh: ReplicaMesh
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         mesh = self._ks_mesh
         agreement = Agreement(mesh.processes, "`BackupAndRestore`")
         found = [
@@ -94,6 +98,6 @@ class _Together(keras.callbacks.BackupAndRestore):
             model: Any = self.model
             model.save_weights(self._weights_path, overwrite=True)
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Logs | None = None) -> None:
         if self._ks_mesh.is_chief:
             super().on_train_end(logs)

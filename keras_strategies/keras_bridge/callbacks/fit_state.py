@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_strategies._types import Array, Logs
 from keras_strategies.cluster.exchange.host_exchange import Agreement
 from keras_strategies.cluster.exchange.message_forms import (
     Either,
@@ -141,7 +142,9 @@ class FitState:
             "callbacks": callback_states.states_of(self.callbacks),
         }
 
-    def _positions(self, feed: Any, is_epoch_over: bool) -> Any:
+    def _positions(
+        self, feed: Any, is_epoch_over: bool
+    ) -> dict[str, Any] | None:
         """Where a feed is; of data that are each process's own, of all."""
         if feed is None:
             return None
@@ -203,7 +206,9 @@ class FitState:
         if position is not None:
             self._validation.resume(position)
 
-    def _position_of(self, feed: Any, saved: Any) -> Any:
+    def _position_of(
+        self, feed: Any, saved: dict[str, Any] | None
+    ) -> dict[str, Any] | None:
         if feed is None or saved is None:
             return None
         if "position" in saved and not (
@@ -257,7 +262,7 @@ class FitState:
         self.epoch, self.step = epoch, 0
         return False
 
-    def count(self, logs: Any) -> bool:
+    def count(self, logs: Logs | None) -> bool:
         """Counts what was computed; returns whether it was anything."""
         seen = self._functions.trained.steps
         new, self._seen = seen - self._seen, seen
@@ -267,7 +272,7 @@ class FitState:
             self.logs = logs
         return new > 0
 
-    def end_epoch(self, logs: Any) -> None:
+    def end_epoch(self, logs: Logs | None) -> None:
         """An epoch is done."""
         self.epoch += 1
         self.step = 0
@@ -287,12 +292,12 @@ def _differing(
     return "; ".join(differing) or None
 
 
-def numbers(logs: Any) -> Any:
+def numbers(logs: Logs | None) -> dict[str, Any] | None:
     """Logs as numbers of Python: fetched from the devices."""
     if logs is None:
         return None
 
-    def number(value: Any) -> Any:
+    def number(value: Array) -> object:
         array = np.asarray(value)
         return array.item() if array.ndim == 0 else array.tolist()
 

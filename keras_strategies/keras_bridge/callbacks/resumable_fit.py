@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 
+from keras_strategies._types import Callbacks, Logs
 from keras_strategies.keras_bridge.callbacks import callback_states
 from keras_strategies.keras_bridge.callbacks.callback_list import (
     QuietCallbackList,
@@ -43,7 +44,7 @@ class CheckpointCallback(keras.callbacks.Callback):
         """Called when the loop has ended, by an error if not `is_done`."""
         raise NotImplementedError
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Refuses a fit that does not ask a checkpoint callback."""
         if not isinstance(getattr(self.model, _LOOP, None), FitState):
             name = getattr(self.model, "name", None)
@@ -70,9 +71,9 @@ class KeptList(QuietCallbackList):
         self,
         loop: FitState,
         checkpointer: CheckpointCallback,
-        callbacks: Any,
+        callbacks: Callbacks,
         *,
-        verbose: Any,
+        verbose: object,
         **params: Any,
     ) -> None:
         self._loop = loop
@@ -101,7 +102,7 @@ class KeptList(QuietCallbackList):
             if variable.value is not value:
                 variable.assign(value)
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Called at the start; a resumed fit restores its callbacks' state."""
         loop = self._loop
         given = loop.given
@@ -118,14 +119,16 @@ class KeptList(QuietCallbackList):
         if loop.step == 0:
             self._values = []
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Begins an epoch; of one that is begun already nothing changes."""
         super().on_epoch_begin(epoch, logs)
         if self._loop.begin_epoch(epoch):
             self._restore()
         self._values = []
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(
+        self, batch: int, logs: Logs | None = None
+    ) -> None:
         """Begins a step, if it was not computed before."""
         loop = self._loop
         if self._is_first and loop.step:
@@ -138,20 +141,20 @@ class KeptList(QuietCallbackList):
             return
         super().on_train_batch_begin(batch, logs)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Ends a step; the checkpoint callback is last."""
         if not self._loop.count(logs):
             return
         super().on_train_batch_end(batch, logs)
         self._checkpointer.after_batch(self._loop)
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Ends an epoch; the checkpoint callback is last."""
         super().on_epoch_end(epoch, logs)
         self._loop.end_epoch(logs)
         self._checkpointer.after_epoch(self._loop, numbers(logs) or {})
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Logs | None = None) -> None:
         """Ends; also a loop that had nothing left to do."""
         super().on_train_end(logs or self._loop.logs)
 
@@ -162,7 +165,7 @@ def resumable_fit(
     feed: Any,
     variables: list[keras.Variable],
     functions: Functions,
-) -> Any:
+) -> keras.callbacks.History:
     """Runs a fit that a callback checkpoints.
 
     Args:
@@ -200,12 +203,12 @@ def resumable_fit(
         checkpointer.close(is_done=is_done)
 
 
-def loop_of(model: Any) -> FitState | None:
+def loop_of(model: keras.Model) -> FitState | None:
     """The checkpointed fit of a model, while it is under way."""
     return vars(model).get(_LOOP)
 
 
-def checkpointer_among(callbacks: Any) -> CheckpointCallback | None:
+def checkpointer_among(callbacks: Callbacks) -> CheckpointCallback | None:
     """The checkpoint callback among those given to fit, if there is one.
 
     Raises:

@@ -20,6 +20,7 @@ from keras import ops
 
 from keras_strategies._core.replica_map import all_mean
 from keras_strategies._core.row_kinds import losses
+from keras_strategies._types import Array
 from keras_strategies.keras_bridge.step_context import StepContext, current_step
 
 
@@ -34,7 +35,9 @@ def accepting_init(
     """
 
     @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init(
+        self: keras.layers.BatchNormalization, *args: Any, **kwargs: Any
+    ) -> None:
         if not kwargs.get("synchronized") or entered() is None:
             original(self, *args, **kwargs)
             return
@@ -51,7 +54,7 @@ def accepting_init(
 
 
 def global_moments(
-    layer: keras.layers.BatchNormalization, inputs: Any, mask: Any
+    layer: keras.layers.BatchNormalization, inputs: Array, mask: Array | None
 ) -> tuple[Any, Any]:
     """Mean and variance of `inputs` over all axes but the layer's.
 
@@ -66,12 +69,12 @@ def global_moments(
     if step is not None and step.flags.sees_global_batch and not is_run:
         step = None  # It sees all rows.
 
-    def over_replicas(value: Any) -> Any:
+    def over_replicas(value: Array) -> Array:
         return value if step is None else all_mean(value, step.axis)
 
     axes = list(layer._reduction_axes or ())
 
-    def mean_of(value: Any) -> Any:
+    def mean_of(value: Array) -> Array:
         if step is None or not is_uneven:
             return over_replicas(ops.mean(value, axes, keepdims=True))
         count = math.prod(value.shape[axis] for axis in axes)
@@ -86,7 +89,7 @@ def global_moments(
         ops.broadcast_to(ops.expand_dims(mask, -1), ops.shape(inputs)), "bool"
     )
 
-    def weighted_mean(value: Any, weight: Any) -> Any:
+    def weighted_mean(value: Array, weight: Array) -> Array:
         total = ops.sum(ops.where(kept, value, 0), axes, keepdims=True)
         return over_replicas(total) / weight
 
@@ -104,13 +107,16 @@ def call_layer(
     step: StepContext,
     original: Callable[..., Any],
     layer: keras.layers.BatchNormalization,
-    inputs: Any,
+    inputs: Array,
     *args: Any,
     **kwargs: Any,
-) -> Any:
+) -> Array:
     """Marks rows that were normalized with statistics of a replica's rows.
 
     They are the replica's by definition, so a loss of them mixes no rows.
+
+    Returns:
+      The normalized rows, of the inputs' shape.
     """
     if step.facts.is_local:
         return original(layer, inputs, *args, **kwargs)

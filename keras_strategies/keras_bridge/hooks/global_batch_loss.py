@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import keras
 
+from keras_strategies._types import Array, Tree
 from keras_strategies.keras_bridge.hooks.gather_rows import (
     call_with_all,
     note_rows,
@@ -57,7 +58,7 @@ def global_batch_loss(loss: Loss) -> Loss:
     if not is_class and not isinstance(loss, keras.losses.Loss):
 
         @functools.wraps(loss)
-        def on_all_rows(*args: Any, **kwargs: Any) -> Any:
+        def on_all_rows(*args: Tree, **kwargs: Tree) -> Array:
             step = current_step()
             if (
                 step is None

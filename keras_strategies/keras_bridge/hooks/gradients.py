@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import keras
 
+from keras_strategies._types import Array, Tree
 from keras_strategies.keras_bridge.hooks import loss_hooks
 from keras_strategies.keras_bridge.hooks.variables_used import (
     InnerScope,
@@ -72,7 +73,7 @@ def value_and_grad(
         inner: list[InnerScope] = []
         step = current_step()
 
-        def pure(values: list[Any]) -> Any:
+        def pure(values: list[Any]) -> tuple[Array, Any]:
             scope = InnerScope(zip(variables, values, strict=True))
             with scopes_ask_outwards(), scope:
                 result = fn(*args, **kwargs)
@@ -129,7 +130,7 @@ def grad(
     """
     both = value_and_grad(fn, variables, has_aux)
 
-    def gradients(*args: Any, **kwargs: Any) -> Any:
+    def gradients(*args: Any, **kwargs: Any) -> Tree:
         value, grads = both(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 

@@ -5,7 +5,7 @@ and so is the mean of their gradients.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from keras.src.trainers.compile_utils import CompileLoss
 
 from keras_strategies._core.replica_map import all_mean
 from keras_strategies._core.row_kinds import losses
+from keras_strategies._types import Array, Leaf, Tree
 from keras_strategies.keras_bridge.hooks import metric_rules
 from keras_strategies.keras_bridge.hooks.gather_rows import (
     call_with_all,
@@ -21,17 +22,24 @@ from keras_strategies.keras_bridge.hooks.gather_rows import (
 )
 from keras_strategies.keras_bridge.step_context import StepContext
 
+if TYPE_CHECKING:
+    import keras
+
 _Method = Callable[..., Any]
 
 
 def reduce_values(
     step: StepContext,
     original: _Method,
-    values: Any,
-    sample_weight: Any = None,
+    values: Array,
+    sample_weight: Array | None = None,
     reduction: str | None = "sum_over_batch_size",
-) -> Any:
-    """A loss's values reduced with the denominator of all replicas' rows."""
+) -> Array:
+    """A loss's values reduced with the denominator of all replicas' rows.
+
+    Returns:
+      A scalar, or the values as they are where nothing reduces them.
+    """
     is_own = not (step.flags.sees_global_batch or step.flags.in_metric)
     if is_own and step.is_empty and reduction not in (None, "none"):
         if reduction == "mean_with_sample_weight" and sample_weight is not None:
@@ -62,12 +70,16 @@ def reduce_values(
 def apply_mask(
     step: StepContext,
     original: _Method,
-    sample_weight: Any,
-    mask: Any,
-    dtype: Any,
+    sample_weight: Array | None,
+    mask: Array | None,
+    dtype: str,
     reduction: str | None,
-) -> Any:
-    """Weights of masked entries, by the kept entries of all replicas."""
+) -> Array | None:
+    """Weights of masked entries, by the kept entries of all replicas.
+
+    Returns:
+      Weights, or None where neither weights nor a mask are given.
+    """
     weighted = original(
         sample_weight, mask=mask, dtype=dtype, reduction=reduction
     )
@@ -88,9 +100,17 @@ def apply_mask(
 
 
 def call_loss(
-    step: StepContext, original: _Method, loss: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """A loss of this replica's rows, or of all where it mixes rows."""
+    step: StepContext,
+    original: _Method,
+    loss: "keras.losses.Loss",
+    *args: Tree,
+    **kwargs: Tree,
+) -> Array:
+    """A loss of this replica's rows, or of all where it mixes rows.
+
+    Returns:
+      What the loss returns: a scalar, if it reduces its values.
+    """
     if step.flags.sees_global_batch or step.flags.in_metric:
         return original(loss, *args, **kwargs)
     if isinstance(loss, CompileLoss):
@@ -103,15 +123,23 @@ def call_loss(
 
 
 def compute_loss(
-    step: StepContext, original: _Method, model: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Marks a model's loss, to be looked at once the step is traced."""
+    step: StepContext,
+    original: _Method,
+    model: "keras.Model",
+    *args: Tree,
+    **kwargs: Tree,
+) -> Array:
+    """Marks a model's loss, to be looked at once the step is traced.
+
+    Returns:
+      The loss, a scalar.
+    """
     return _whole_loss(step, original, model, *args, **kwargs)
 
 
 def _whole_loss(
-    step: StepContext, original: _Method, *args: Any, **kwargs: Any
-) -> Any:
+    step: StepContext, original: _Method, *args: Tree, **kwargs: Tree
+) -> Array:
     """A loss that is not part of another one: weighted by the rows, marked."""
     if step.flags.in_loss:
         return original(*args, **kwargs)
@@ -129,7 +157,7 @@ def _whole_loss(
     return loss * step.weight if is_own else loss
 
 
-def _mean(step: StepContext, value: Any) -> Any:
+def _mean(step: StepContext, value: Array) -> Array:
     """The mean over the replicas that have rows."""
     mean = all_mean(value, step.axis)
     if step.num_sharing == step.num_replicas:
@@ -137,13 +165,17 @@ def _mean(step: StepContext, value: Any) -> Any:
     return mean * (step.num_replicas / step.num_sharing)
 
 
-def _exact(step: StepContext, value: Any) -> Any:
+def _exact(step: StepContext, value: Array) -> Array:
     """A value that is exact as it is: not to be weighted by the rows."""
     return value if step.weight in (0.0, 1.0) else value / step.weight
 
 
-def mark_loss(step: StepContext, value: Any) -> Any:
-    """Marks what is taken for a replica's loss: a scalar of its own rows."""
+def mark_loss(step: StepContext, value: Leaf) -> Leaf:
+    """Marks what is taken for a replica's loss: a scalar of its own rows.
+
+    Returns:
+      The value, marked if it is such a scalar.
+    """
     is_own = not (
         step.facts.is_local
         or step.flags.sees_global_batch

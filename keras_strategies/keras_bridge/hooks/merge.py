@@ -1,7 +1,7 @@
 """The merge of the replicas' states: one value for all of each variable."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from keras_strategies._core.replica_map import (
     as_number,
     of_first,
 )
+from keras_strategies._types import Array
 from keras_strategies.keras_bridge.hooks import metric_rules
 from keras_strategies.keras_bridge.hooks.seeds import is_seed
 from keras_strategies.keras_bridge.step_context import Group, StepContext
@@ -74,7 +75,7 @@ class Merge:
     step: StepContext
     summands: list[Any] = dataclasses.field(default_factory=list)
 
-    def add(self, value: Any) -> int:
+    def add(self, value: Array) -> int:
         """Takes an array to be summed over the replicas; returns its place."""
         self.summands.append(value)
         return len(self.summands) - 1
@@ -92,7 +93,7 @@ def plan_merge(
     new: Group,
     *,
     are_metrics: bool = False,
-) -> Any:
+) -> Callable[[list[Any]], Group]:
     """Plans the merge of one group of variables.
 
     Args:
@@ -123,11 +124,11 @@ def plan_merge(
 def _finisher(
     plan: Merge,
     variable: keras.Variable,
-    old: Any,
-    folded: Any,
-    new: Any,
+    old: Array,
+    folded: Array,
+    new: Array | None,
     is_metric: bool,
-) -> Any:
+) -> Callable[[list[Any]], Any]:
     step = plan.step
     if new is folded or new is old or new is None:
         return lambda sums: old
@@ -165,14 +166,18 @@ def _finisher(
     return _of_first(plan, number)
 
 
-def _of_first(plan: Merge, value: Any) -> Any:
+def _of_first(plan: Merge, value: Array) -> Callable[[list[Any]], Any]:
     """Replica 0's value, for all."""
     place = plan.add(of_first(value, plan.step.axis))
     return lambda sums: sums[place]
 
 
-def share_of_mean(value: Any, step: StepContext) -> Any:
-    """Returns this replica's part of the average over the replicas."""
+def share_of_mean(value: Array, step: StepContext) -> Array:
+    """Returns this replica's part of the average over the replicas.
+
+    Returns:
+      An array of the value's shape; the replicas' sum is the average.
+    """
     if step.facts.share is None:
         return value / step.num_replicas
     share = jnp.asarray(step.facts.share, value.dtype)
@@ -194,7 +199,7 @@ def _rule(variable: keras.Variable, step: StepContext, is_metric: bool) -> str:
     return "mean" if floating else "first"
 
 
-def as_type_of(new: Any, old: Any) -> Any:
+def as_type_of(new: Array, old: Array) -> jax.Array:
     """`new` with the dtype of `old`, so that no step changes a type."""
     return jax.lax.convert_element_type(jnp.asarray(new), old.dtype)
 

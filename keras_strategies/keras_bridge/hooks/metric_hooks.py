@@ -1,7 +1,7 @@
 """Changes to metrics while a step is traced; see trace_hooks.py."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ import keras
 
 from keras_strategies._core.identity import IdentitySet
 from keras_strategies._core.replica_map import all_rows
+from keras_strategies._types import Array, Tree
 from keras_strategies.keras_bridge.hooks import (
     gather_rows,
     loss_hooks,
@@ -23,8 +24,12 @@ Method = Callable[..., Any]
 
 
 def update_compiled(
-    step: StepContext, original: Method, metrics: Any, *args: Any, **kwargs: Any
-) -> Any:
+    step: StepContext,
+    original: Method,
+    metrics: keras.metrics.Metric,
+    *args: Any,
+    **kwargs: Any,
+) -> object:
     """Notes that what is updated was given to `compile`."""
     with step.flag("in_compiled"):
         return original(metrics, *args, **kwargs)
@@ -36,7 +41,7 @@ def update_state(
     metric: keras.metrics.Metric,
     *args: Any,
     **kwargs: Any,
-) -> Any:
+) -> object:
     """Updates with this replica's rows, or with all, by the metric's rule."""
     if step.flags.in_metric:
         return original(metric, *args, **kwargs)
@@ -89,9 +94,9 @@ def _update_in_turn(
     step: StepContext,
     original: Method,
     metric: keras.metrics.Metric,
-    args: Any,
-    kwargs: Any,
-) -> Any:
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> object:
     """Updates with the scalars of all replicas, in the order of their ids."""
     leaves, structure = jax.tree.flatten((args, kwargs))
     of_all = [
@@ -111,7 +116,7 @@ def _update_in_turn(
 
 def reset_state(
     step: StepContext, original: Method, metric: keras.metrics.Metric
-) -> Any:
+) -> object:
     """Lets the metric's changes be counted from here."""
     result = original(metric)
     for variable in metric.variables:
@@ -121,9 +126,17 @@ def reset_state(
 
 
 def result(
-    step: StepContext, original: Method, metric: Any, *args: Any, **kw: Any
-) -> Any:
-    """The result of all replicas' updates so far."""
+    step: StepContext,
+    original: Method,
+    metric: keras.metrics.Metric,
+    *args: Any,
+    **kw: Any,
+) -> Tree:
+    """The result of all replicas' updates so far.
+
+    Returns:
+      A scalar, or a dict of scalars by name.
+    """
     variables = metric.variables
     is_known = all(v in step.notes.before for v in variables)
     if step.flags.in_metric or step.facts.is_probe or not is_known:
@@ -178,11 +191,11 @@ class Result:
 class _ResultScope(InnerScope):
     """An inner scope that notes what is read, too."""
 
-    def __init__(self, mapping: Any) -> None:
+    def __init__(self, mapping: Iterable[tuple[keras.Variable, Any]]) -> None:
         super().__init__(mapping)
         self.read = IdentitySet()
 
-    def get_current_value(self, variable: keras.Variable) -> Any:
+    def get_current_value(self, variable: keras.Variable) -> Array | None:
         """Notes a variable that is read."""
         self.read.add(variable)
         return super().get_current_value(variable)

@@ -16,6 +16,7 @@ import keras
 import numpy as np
 from keras import tree
 
+from keras_strategies._types import Array, Leaf, Tree
 from keras_strategies.keras_bridge.hooks.gather_rows import has_rows, note_rows
 from keras_strategies.keras_bridge.step_context import StepContext
 
@@ -88,7 +89,10 @@ def title(metric: keras.metrics.Metric) -> str:
 
 
 def note_sizes(
-    step: StepContext, metric: Any, args: Any, kwargs: dict[str, Any]
+    step: StepContext,
+    metric: keras.metrics.Metric,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> None:
     """Notes what `rule_of_update` took for rows, for a probe to confirm."""
     leaves, rows = tree.flatten((args, kwargs)), step.facts.rows
@@ -100,16 +104,16 @@ def note_sizes(
         step.took_for_rows(leaf, may_count and leaf == rows, of)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     """Whether a value is a Python number."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
-def _arrays(nest: Any) -> list[Any]:
+def _arrays(nest: Tree) -> list[Any]:
     return list(filter(_is_array, tree.flatten(nest)))
 
 
@@ -123,19 +127,19 @@ def _is_keras_own(metric: keras.metrics.Metric) -> bool:
     return True
 
 
-def rank(arrays: Any) -> int:
+def rank(arrays: Tree) -> int:
     """The largest number of dimensions in a nest of arrays."""
     return max((len(a.shape) for a in _arrays(arrays)), default=0)
 
 
-def _is_from_keras(thing: Any) -> bool:
+def _is_from_keras(thing: object) -> bool:
     if not hasattr(thing, "__name__"):
         thing = type(thing)
     module = getattr(thing, "__module__", "") or ""
     return module.split(".")[0] == "keras"
 
 
-def mixes_rows(loss: Any, ndim: int) -> bool:
+def mixes_rows(loss: object, ndim: int) -> bool:
     """Whether the value of a loss or metric for one row depends on others.
 
     True for Keras's Dice, Tversky and Circle, for its hinge losses (they look
@@ -231,7 +235,7 @@ def _adds_the_same(
     random = np.random.default_rng(0)
     for toy in _TOYS:
 
-        def scalar(like: Any, toy: _Toy = toy) -> Any:
+        def scalar(like: Leaf, toy: _Toy = toy) -> Leaf:
             if not _is_array(like):
                 return like
             value = random.uniform(toy.low, toy.high)
@@ -252,7 +256,7 @@ def _adds_the_same(
     return True
 
 
-def _adds_up(metric: keras.metrics.Metric, like: Any, rows: int) -> bool:
+def _adds_up(metric: keras.metrics.Metric, like: Tree, rows: int) -> bool:
     """Whether toy batches of some kind show a sum, and none the contrary."""
     found: list[bool | None] = []
     error: Exception | None = None
@@ -267,7 +271,7 @@ def _adds_up(metric: keras.metrics.Metric, like: Any, rows: int) -> bool:
 
 
 def _adds_up_on(
-    toy: "_Toy", metric: keras.metrics.Metric, like: Any, rows: int
+    toy: "_Toy", metric: keras.metrics.Metric, like: Tree, rows: int
 ) -> bool | None:
     """As `_adds_up`, of one kind of toy data; None where nothing shows."""
     state = _reset(metric)
@@ -304,7 +308,9 @@ def _reset(metric: keras.metrics.Metric) -> list[np.ndarray]:
 
 
 def _updated(
-    metric: keras.metrics.Metric, state: list[np.ndarray], batch: Any
+    metric: keras.metrics.Metric,
+    state: list[np.ndarray],
+    batch: Tree,
 ) -> list[np.ndarray]:
     args, kwargs = batch
     new = metric.stateless_update_state(state, *args, **kwargs)
@@ -323,7 +329,7 @@ _TOYS = (_Toy(0.05, 0.95, 1), _Toy(-3.0, 3.0, 9), _Toy(-200.0, 200.0, 99))
 
 
 def _toy(
-    like: Any, rows: int, toy: _Toy, random: np.random.Generator
+    like: Array, rows: int, toy: _Toy, random: np.random.Generator
 ) -> np.ndarray:
     if not like.shape:
         return np.ones((), like.dtype)
@@ -339,7 +345,7 @@ def _toy(
     return values.astype(like.dtype)
 
 
-def _take(batch: Any, part: slice) -> Any:
+def _take(batch: Tree, part: slice) -> Tree:
     return tree.map_structure(
         lambda a: a[part] if isinstance(a, np.ndarray) and a.ndim else a, batch
     )

@@ -7,7 +7,7 @@ one array with a dimension of replicas, beside the variable's own value.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import keras
@@ -16,6 +16,7 @@ from keras.src.backend.common import global_state
 
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import as_number, of_first
+from keras_strategies._types import Array
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.step_context import StepContext
 from keras_strategies.keras_bridge.variables.initial_values import (
@@ -41,7 +42,7 @@ class Unreadable:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def _raise(self, *args: Any, **kwargs: Any) -> Any:
+    def _raise(self, *args: object, **kwargs: object) -> NoReturn:
         raise ValueError(
             "A variable with a copy on each replica and no aggregation has no "
             f"one value. Received: a read of {self._path!r} outside of `run`. "
@@ -89,13 +90,13 @@ def create(
     return variable
 
 
-def _caller() -> Any:
+def _caller() -> object:
     """The layer, optimizer or metric that is making a variable, or None."""
     stack = global_state.get_global_attribute("name_scope_stack")
     return stack[-1].caller if stack else None
 
 
-def is_on_read(variable: Any) -> bool:
+def is_on_read(variable: object) -> bool:
     """Whether a variable has a copy of its own on each replica."""
     return getattr(variable, _MARK, False)
 
@@ -155,7 +156,7 @@ def settle(variable: keras.Variable, mesh: ReplicaMesh) -> None:
         hold(variable, array, jax.device_put(total, mesh.whole))
 
 
-def hold(variable: keras.Variable, array: jax.Array, aggregate: Any) -> None:
+def hold(variable: keras.Variable, array: jax.Array, aggregate: Array) -> None:
     """Sets a variable's copies, and what it is outside of `run`.
 
     Args:
@@ -170,7 +171,7 @@ def hold(variable: keras.Variable, array: jax.Array, aggregate: Any) -> None:
 
 
 def plan_aggregate(
-    plan: merge_lib.Merge, variable: keras.Variable, copy: Any
+    plan: merge_lib.Merge, variable: keras.Variable, copy: Array
 ) -> Callable[[list[Any]], Any]:
     """Plans the aggregate of a replica's copies; see `merge.plan_merge`."""
     step: StepContext = plan.step

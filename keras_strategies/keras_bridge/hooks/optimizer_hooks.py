@@ -8,7 +8,7 @@ References:
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from keras_strategies._core.jaxprs.marked_updates import (
 )
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import all_max, all_sum
+from keras_strategies._types import Array
 from keras_strategies.keras_bridge.hooks import loss_hooks
 from keras_strategies.keras_bridge.hooks.variables_used import (
     InnerScope,
@@ -38,11 +39,11 @@ _Method = Callable[..., Any]
 def apply(
     step: StepContext,
     original: _Method,
-    optimizer: Any,
-    grads: Any,
+    optimizer: keras.optimizers.Optimizer,
+    grads: Sequence[Array | None],
     *args: Any,
     **kwargs: Any,
-) -> Any:
+) -> object:
     """Reduces the gradients, then lets the optimizer apply them."""
     if step.flags.in_optimizer:
         return original(optimizer, grads, *args, **kwargs)
@@ -68,12 +69,12 @@ def apply(
 def stateless_apply(
     step: StepContext,
     original: _Method,
-    optimizer: Any,
-    optimizer_variables: Any,
-    grads: Any,
+    optimizer: keras.optimizers.Optimizer,
+    optimizer_variables: Sequence[Array],
+    grads: Sequence[Array | None],
     *args: Any,
     **kwargs: Any,
-) -> Any:
+) -> tuple[Any, ...]:
     """As `apply`, of values."""
     apply_to = functools.partial(original, optimizer, optimizer_variables)
     if step.flags.in_optimizer:
@@ -100,11 +101,17 @@ def stateless_apply(
     return result
 
 
-def _known_variables(optimizer: Any) -> Any:
+def _known_variables(
+    optimizer: keras.optimizers.Optimizer,
+) -> list[keras.Variable]:
     return getattr(optimizer, "_trainable_variables", [])
 
 
-def _is_cut(step: StepContext, optimizer: Any, variables: Any) -> bool:
+def _is_cut(
+    step: StepContext,
+    optimizer: keras.optimizers.Optimizer,
+    variables: Sequence[keras.Variable],
+) -> bool:
     """Whether the step is cut at this update: its variables are divided."""
     held = [*variables, *optimizer.variables]
     if not shardings.any_sharded(held, step.facts.mesh):
@@ -118,8 +125,8 @@ def _is_cut(step: StepContext, optimizer: Any, variables: Any) -> bool:
 def _apply_in_cut(
     step: StepContext,
     original: _Method,
-    optimizer: Any,
-    grads: list[Any],
+    optimizer: keras.optimizers.Optimizer,
+    grads: Sequence[Array | None],
     variables: list[keras.Variable],
 ) -> None:
     """`apply` in a step that is cut at it."""
@@ -146,8 +153,8 @@ def _apply_in_cut(
 
 def _updated(
     step: StepContext,
-    optimizer: Any,
-    grads: list[Any],
+    optimizer: keras.optimizers.Optimizer,
+    grads: Sequence[Array | None],
     held: list[keras.Variable],
     values: list[Any],
     update: Callable[[list[Any], list[Any]], list[Any]],
@@ -193,7 +200,7 @@ def _reduction(variable: keras.Variable, mesh: ReplicaMesh) -> Reduction:
     return shardings.gradient_spec_of(variable, mesh)
 
 
-def _divisor(step: StepContext, optimizer: Any) -> int:
+def _divisor(step: StepContext, optimizer: keras.optimizers.Optimizer) -> int:
     """What the sum of the replicas' gradients is divided by.
 
     A scaled loss was divided by the number of replicas already, so that a
@@ -204,7 +211,9 @@ def _divisor(step: StepContext, optimizer: Any) -> int:
 
 
 def _apply_purely(
-    optimizer: Any, grads: list[Any], variables: list[keras.Variable]
+    optimizer: keras.optimizers.Optimizer,
+    grads: list[Any],
+    variables: list[keras.Variable],
 ) -> None:
     """`apply` by way of `stateless_apply`.
 
@@ -223,7 +232,10 @@ def _apply_purely(
 
 
 def _reduce_gradients(
-    step: StepContext, optimizer: Any, grads: Any, variables: Any
+    step: StepContext,
+    optimizer: keras.optimizers.Optimizer,
+    grads: Sequence[Array | None],
+    variables: Sequence[keras.Variable],
 ) -> list[Any]:
     grads = _of_rows(step, grads)
     overwriting = list(map(_is_overwritten, variables))
@@ -242,7 +254,7 @@ def _reduce_gradients(
     return reduced
 
 
-def _of_rows(step: StepContext, grads: Any) -> list[Any]:
+def _of_rows(step: StepContext, grads: Sequence[Array | None]) -> list[Any]:
     """Gradients, of which a replica without rows has none."""
     if not step.is_empty:
         return list(grads)
@@ -251,7 +263,7 @@ def _of_rows(step: StepContext, grads: Any) -> list[Any]:
     return [grad if grad is None else empty(grad) for grad in grads]
 
 
-def _without_nan(array: Any) -> Any:
+def _without_nan(array: Array) -> jax.Array:
     return jnp.where(jnp.isnan(array), jnp.zeros_like(array), array)
 
 
@@ -261,9 +273,16 @@ def _is_overwritten(variable: keras.Variable) -> bool:
 
 
 def scale_loss(
-    step: StepContext, original: _Method, optimizer: Any, loss: Any
-) -> Any:
-    """The loss as an optimizer scales it, divided by the replicas, too."""
+    step: StepContext,
+    original: _Method,
+    optimizer: keras.optimizers.Optimizer,
+    loss: Array,
+) -> Array:
+    """The loss as an optimizer scales it, divided by the replicas, too.
+
+    Returns:
+      A scalar.
+    """
     if not step.flags.in_scaling:
         loss = loss_hooks.mark_loss(step, loss)
     scales = (

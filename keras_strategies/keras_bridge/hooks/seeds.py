@@ -8,6 +8,7 @@ import keras
 import numpy as np
 
 from keras_strategies._core.replica_map import replica_id
+from keras_strategies._types import Array
 from keras_strategies.keras_bridge.step_context import StepContext
 
 Arrays = list[Any]
@@ -38,7 +39,7 @@ def fold_seeds(
     ]
 
 
-def _folded(seed: Any, step: StepContext) -> Any:
+def _folded(seed: Array, step: StepContext) -> Array:
     """The seed of a replica's own stream; and back, if it is one."""
     mixed = jnp.asarray(replica_id(step.axis)).astype("uint32") * _HASH
     mixed = (mixed ^ (mixed >> 15)) * np.uint32(0x85EBCA6B)
@@ -51,10 +52,13 @@ def next_seed(
     generator: keras.random.SeedGenerator,
     *args: Any,
     **kwargs: Any,
-) -> Any:
+) -> Array:
     """`SeedGenerator.next`: what is written to all copies draws alike.
 
     An optimizer that adds noise is given that of one device.
+
+    Returns:
+      The seed, two numbers of type uint32.
     """
     seed = original(generator, *args, **kwargs)
     is_for_all = step.flags.in_optimizer or step.flags.in_update

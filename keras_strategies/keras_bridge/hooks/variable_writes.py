@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import keras
 
 from keras_strategies._core.replica_map import all_sum, of_first
+from keras_strategies._types import Array
 from keras_strategies.keras_bridge.hooks.metric_rules import SUM
 from keras_strategies.keras_bridge.hooks.on_read import is_on_read
 from keras_strategies.keras_bridge.hooks.seeds import is_seed
@@ -35,8 +36,8 @@ def assign(
     step: StepContext,
     original: Callable[..., Any],
     variable: keras.Variable,
-    value: Any,
-) -> Any:
+    value: Array,
+) -> Array:
     """Writes the replicas' values, combined, in the place of `assign`.
 
     Args:
@@ -45,6 +46,9 @@ def assign(
       variable: The variable.
       value: This replica's value.
 
+
+    Returns:
+      What `original` returns: the variable's new value.
     """
     is_inner = (
         step.flags.in_assign or step.flags.in_optimizer or step.flags.in_metric

@@ -8,7 +8,7 @@ scope here, so that none outlives it and threads do not clear each other's.
 import contextlib
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Self
 
 import jax.numpy as jnp
 import keras
@@ -16,6 +16,7 @@ from jax.extend.core import get_opaque_trace_state
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 
 from keras_strategies._core.identity import IdentityMap, IdentitySet
+from keras_strategies._types import Array
 from keras_strategies.keras_bridge.patches import Patches
 
 
@@ -44,7 +45,7 @@ class CollectingScope(keras.StatelessScope):
         self._inner = IdentitySet()
         self._trace_state: Any = None
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Self:
         super().__enter__()
         self._trace_state = get_opaque_trace_state()
         if isinstance(self.original_scope, CollectingScope):
@@ -52,13 +53,13 @@ class CollectingScope(keras.StatelessScope):
             self._outer.update(self.losses)
         return self
 
-    def add_loss(self, loss: Any) -> None:
+    def add_loss(self, loss: Array) -> None:
         """Keeps a loss."""
         super().add_loss(loss)
         if get_opaque_trace_state() != self._trace_state:
             self._inner.add(loss)
 
-    def ids_of(self, layer: Any) -> set[int]:
+    def ids_of(self, layer: keras.Layer) -> set[int]:
         """Returns the ids of a layer's losses, to be changed in place."""
         if layer not in self._ids:
             self._ids[layer] = set()
@@ -120,8 +121,12 @@ class LiftingScope(CollectingScope):
         self.variables: dict[int, keras.Variable] = {}
         self.written: dict[int, keras.Variable] = {}
 
-    def get_current_value(self, variable: keras.Variable) -> Any:
-        """The value written last, or zeros."""
+    def get_current_value(self, variable: keras.Variable) -> Array:
+        """The value written last, or zeros.
+
+        Returns:
+          An array of the variable's shape.
+        """
         value = super().get_current_value(variable)
         if value is not None:
             return value
@@ -139,7 +144,9 @@ class LiftingScope(CollectingScope):
 
 def _asking_outwards(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def get_current_value(scope: Any, variable: keras.Variable) -> Any:
+    def get_current_value(
+        scope: keras.StatelessScope, variable: keras.Variable
+    ) -> Array | None:
         value = original(scope, variable)
         outer = getattr(scope, "original_scope", None)
         if value is None and outer is not None:
@@ -182,7 +189,7 @@ def scopes_ask_outwards() -> contextlib.AbstractContextManager[None]:
     return _patches.held()
 
 
-def _get_loss_ids(layer: Any) -> set[int]:
+def _get_loss_ids(layer: keras.Layer) -> set[int]:
     scope = get_stateless_scope()
     if isinstance(scope, CollectingScope):
         return scope.ids_of(layer)

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._types import Batch, Tree
 from keras_strategies.cluster.exchange import message_forms
 from keras_strategies.cluster.exchange.host_exchange import Agreement
 from keras_strategies.data.raise_together import by_process, raise_together
@@ -142,7 +143,7 @@ def made_alike(
     return made[0]
 
 
-def check_same_rows(mesh: ReplicaMesh, batch: Any) -> None:
+def check_same_rows(mesh: ReplicaMesh, batch: Batch) -> None:
     """Compares a batch that every process was given. Collective.
 
     Raises:
@@ -184,7 +185,7 @@ def _tried(
         return None, error, {"error": f"{type(error).__name__}: {error}"}
 
 
-def _shapes_of(nest: Any) -> str:
+def _shapes_of(nest: Tree) -> str:
     leaves, structure = jax.tree.flatten(nest)
     arrays = [np.asarray(leaf) for leaf in leaves]
     shapes = ", ".join(f"{a.dtype}{list(a.shape)}" for a in arrays)

@@ -29,6 +29,7 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 from keras_strategies._core.host_arrays import check_numbers
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._types import Dataset, Tree
 from keras_strategies.data.distributed import DistributedDataset
 from keras_strategies.data.grain.grain_data import GrainSource
 from keras_strategies.data.options import AutoShardPolicy
@@ -63,7 +64,10 @@ def source_of_loop(
 
 
 def source_of_dataset(
-    dataset: Any, mesh: ReplicaMesh, *, policy: AutoShardPolicy | None = None
+    dataset: Dataset,
+    mesh: ReplicaMesh,
+    *,
+    policy: AutoShardPolicy | None = None,
 ) -> Source:
     """The source of a dataset that yields batches. Collective.
 
@@ -83,7 +87,7 @@ def source_of_dataset(
 
 
 def local_source(
-    dataset: Any,
+    dataset: Dataset,
     mesh: ReplicaMesh,
     seed: int,
     *,
@@ -240,7 +244,7 @@ class _Weighted:
             yield dataclasses.replace(part, data=data)
 
 
-def _weighted(source: Source, class_weight: Any) -> Source:
+def _weighted(source: Source, class_weight: dict[int, float] | None) -> Source:
     if not class_weight:
         return source
     return cast(Source, _Weighted(source, class_weight))
@@ -256,14 +260,18 @@ def _check_ends(source: Source, steps_per_epoch: int | None) -> None:
         )
 
 
-def dense(dataset: Any) -> Any:
-    """Returns a dataset; one of tf.data with its sparse elements made dense."""
+def dense(dataset: Dataset) -> Dataset:
+    """Returns a dataset; one of tf.data with its sparse elements made dense.
+
+    Returns:
+      A dataset of the same elements.
+    """
     if not is_tf_dataset(dataset):
         return dataset
     tensorflow = sys.modules["tensorflow"]
     nest, sparse = tensorflow.nest, tensorflow.SparseTensor
 
-    def made_dense(*element: Any) -> Any:
+    def made_dense(*element: Tree) -> Tree:
         made = [
             tensorflow.sparse.to_dense(leaf)
             if isinstance(leaf, sparse)
@@ -279,7 +287,7 @@ def dense(dataset: Any) -> Any:
     return dataset
 
 
-def _draws_orders(x: Any) -> bool:
+def _draws_orders(x: Dataset) -> bool:
     """Whether a dataset may ask us for the seed of its shuffling."""
     return isinstance(x, Files) or is_tf_dataset(x) or _is_torch(x)
 
@@ -288,7 +296,7 @@ def _draws_orders(x: Any) -> bool:
 _passes: dict[int, Passes] = {}
 
 
-def _passes_of(dataset: Any) -> Passes:
+def _passes_of(dataset: Dataset) -> Passes:
     """The passes over a dataset, counted for as long as it lives."""
     key = id(dataset)
     if key not in _passes:
@@ -297,7 +305,7 @@ def _passes_of(dataset: Any) -> Passes:
     return _passes[key]
 
 
-def _is_read_without_keras(x: Any) -> bool:
+def _is_read_without_keras(x: Dataset) -> bool:
     """Whether Keras has no adapter for it, or one that reads it at once.
 
     That of a grain `MapDataset` lets grain read 500 batches ahead, for the
@@ -307,11 +315,11 @@ def _is_read_without_keras(x: Any) -> bool:
     return is_ours or _is_torch(x) or is_grain_dataset(x)
 
 
-def _is_torch(x: Any) -> bool:
+def _is_torch(x: Dataset) -> bool:
     return _is_torch_dataset(x) or is_torch_dataloader(x)
 
 
-def _is_torch_dataset(value: Any) -> bool:
+def _is_torch_dataset(value: Dataset) -> bool:
     """Whether it is a dataset of torch that any row can be asked of."""
     torch = sys.modules.get("torch.utils.data")
     return (

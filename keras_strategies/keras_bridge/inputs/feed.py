@@ -20,6 +20,7 @@ from keras_strategies._core.batches import (
     place,
 )
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._types import Logs, Tree
 from keras_strategies.data import batch_spec
 from keras_strategies.data.steps import Steps
 from keras_strategies.keras_bridge.inputs import keras_sources
@@ -34,8 +35,6 @@ from keras_strategies.keras_bridge.inputs.loop_data import (
     FeedAdapter,
     LoopData,
 )
-
-Tree = Any
 
 
 class Feed(FeedAdapter):
@@ -93,7 +92,9 @@ class Feed(FeedAdapter):
         if not has_rows:
             raise ValueError(_NO_ROWS)
 
-    def get_jax_iterator(self, super_batch: Any = None) -> Iterator[Execution]:
+    def get_jax_iterator(
+        self, super_batch: object = None
+    ) -> Iterator[Execution]:
         """Executions whose arrays lie on the devices.
 
         Args:
@@ -200,7 +201,10 @@ class Feed(FeedAdapter):
         return self._source.is_process_local
 
     def resume(
-        self, position: dict[str, Any], done_steps: int = 0, logs: Any = None
+        self,
+        position: dict[str, Any],
+        done_steps: int = 0,
+        logs: Logs | None = None,
     ) -> None:
         """Begins the next epoch that is read where another feed was.
 
@@ -326,6 +330,9 @@ def make_feed(
       facts: Numbers that must be the same in every process.
       **data: The attributes of `LoopData`; an `x` that is a Keras adapter
         already (a feed) is returned as it is.
+
+    Returns:
+      A `Feed`, or the adapter that `x` is.
     """
     given = LoopData(**data)
     if isinstance(given.x, DataAdapter):

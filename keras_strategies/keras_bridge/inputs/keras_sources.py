@@ -23,6 +23,7 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
 from keras_strategies._core import host_arrays
 from keras_strategies._core.batches import num_rows
+from keras_strategies._types import Array, Batch, Tree
 from keras_strategies.data.source import (
     Cut,
     Part,
@@ -34,8 +35,6 @@ from keras_strategies.data.source import (
 from keras_strategies.data.source_summary import Reading, Summary
 from keras_strategies.data.sources.mapped_arrays import is_mapped, let_go
 from keras_strategies.keras_bridge.keras_names import BATCH_ORDER, ROW_ORDER
-
-Tree = Any
 
 
 class ArraySource(Source):
@@ -105,7 +104,9 @@ class ArraySource(Source):
             )
 
 
-def _rows_of(leaf: Any, indices: Any, is_plain: bool) -> Any:
+def _rows_of(
+    leaf: array_slicing.Sliceable, indices: slice | np.ndarray, is_plain: bool
+) -> Array:
     if not is_plain:
         return as_numpy(leaf.convert_to_numpy(leaf[indices]))
     if isinstance(indices, slice):
@@ -113,7 +114,7 @@ def _rows_of(leaf: Any, indices: Any, is_plain: bool) -> Any:
     return host_arrays.taken(leaf.array, indices)
 
 
-def _sliceable(array: Any) -> Any:
+def _sliceable(array: Array) -> Any:
     if is_mapped(array):
         return _MappedRows(array)
     return array_slicing.convert_to_sliceable(array, target_backend="numpy")
@@ -128,7 +129,7 @@ class _MappedRows(array_slicing.NumpySliceable):
         is_float = keras.backend.is_float_dtype(array.dtype.name)
         self._dtype = keras.config.floatx() if is_float else array.dtype
 
-    def __getitem__(self, indices: Any) -> np.ndarray:
+    def __getitem__(self, indices: slice | np.ndarray) -> np.ndarray:
         is_view = isinstance(indices, slice)
         rows = np.array(
             self.array[indices], self._dtype, copy=True if is_view else None
@@ -203,7 +204,7 @@ class PyDatasetSource(Source):
 
     def __init__(
         self,
-        adapter: Any,
+        adapter: PyDatasetAdapter,
         *,
         is_process_local: bool = False,
         has_checksums: bool = False,
@@ -267,7 +268,10 @@ class _View(keras.utils.PyDataset):
     """A PyDataset's batches in another order, from one of them on."""
 
     def __init__(
-        self, dataset: Any, first: int, order: np.ndarray | None
+        self,
+        dataset: Any,
+        first: int,
+        order: np.ndarray | None,
     ) -> None:
         super().__init__(
             workers=dataset.workers,
@@ -283,7 +287,7 @@ class _View(keras.utils.PyDataset):
         size = self._dataset.num_batches
         return None if size is None else size - self._first
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Batch:
         index += self._first
         if self._order is not None:
             index = int(self._order[index])
@@ -301,7 +305,7 @@ def source_of_arrays(arrays: Tree, batch_size: int) -> ArraySource:
     return ArraySource(ArrayDataAdapter(arrays, batch_size=batch_size))
 
 
-def are_arrays(values: Any) -> bool:
+def are_arrays(values: Tree) -> bool:
     """Whether all values of a nest are what Keras takes for arrays."""
     return can_convert_arrays(values)
 
@@ -311,12 +315,19 @@ def host_batch(batch: Tree) -> Tree:
 
     Arrays that lie on several devices are left alone: they may be where they
     are wanted.
+
+    Returns:
+      A batch of the same structure.
     """
     return jax.tree.map(as_numpy, batch, is_leaf=_is_sparse)
 
 
-def as_numpy(leaf: Any) -> Any:
-    """An array of numpy, for `host_batch`."""
+def as_numpy(leaf: Array) -> Array:
+    """An array of numpy, for `host_batch`.
+
+    Returns:
+      An array of numpy, or one that lies on several devices as it is.
+    """
     if type(leaf) is np.ndarray or _is_distributed(leaf):
         return leaf
     if data_adapter_utils.is_tensorflow_sparse(leaf):
@@ -326,10 +337,10 @@ def as_numpy(leaf: Any) -> Any:
     return np.asarray(leaf)
 
 
-def _is_distributed(leaf: Any) -> bool:
+def _is_distributed(leaf: object) -> bool:
     return isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1
 
 
-def _is_sparse(value: Any) -> bool:
+def _is_sparse(value: object) -> bool:
     # Of jax too, whose sparse arrays are nests of their parts elsewhere.
     return hasattr(value, "todense")

@@ -1,10 +1,13 @@
 """The data arguments of `fit`, `evaluate` and `predict`, and their parts."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+
+from keras_strategies._types import Tree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,8 +54,14 @@ class FeedAdapter(DataAdapter):
         return None
 
 
-def batch_weights(y: Any, sample_weight: Any, class_weight: Any) -> Any:
-    """The sample weights of `train_on_batch`, with its class weights."""
+def batch_weights(
+    y: Tree, sample_weight: Tree, class_weight: Mapping[int, float] | None
+) -> Tree:
+    """The sample weights of `train_on_batch`, with its class weights.
+
+    Returns:
+      Weights of shape (rows,), a nest of them, or None.
+    """
     if class_weight is None:
         return sample_weight
     if sample_weight is not None:

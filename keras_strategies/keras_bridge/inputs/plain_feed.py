@@ -9,12 +9,13 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from keras.src.trainers import data_adapters
 
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._types import Dataset, Tree
 from keras_strategies.data.distributed import DistributedDataset
 from keras_strategies.keras_bridge.inputs.choose_source import source_of_loop
 from keras_strategies.keras_bridge.inputs.loop_data import (
@@ -23,7 +24,8 @@ from keras_strategies.keras_bridge.inputs.loop_data import (
 )
 from keras_strategies.keras_bridge.patches import Patches
 
-Tree = Any
+if TYPE_CHECKING:
+    from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 
 class PlainFeed(FeedAdapter):
@@ -41,7 +43,7 @@ class PlainFeed(FeedAdapter):
         """Yields batches of host arrays."""
         return (jax.device_get(batch) for batch in self.get_jax_iterator())
 
-    def get_jax_iterator(self, super_batch: Any = None) -> Iterator[Tree]:
+    def get_jax_iterator(self, super_batch: object = None) -> Iterator[Tree]:
         """Yields batches on the device; see `Feed.get_jax_iterator`."""
         del super_batch
         begun, self._begun = self._begun, None
@@ -86,7 +88,9 @@ _meshes = weakref.WeakKeyDictionary()
 
 def _adapting(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def get_data_adapter(x: Any, *args: Any, **kwargs: Any) -> Any:
+    def get_data_adapter(
+        x: Dataset, *args: Any, **kwargs: Any
+    ) -> "DataAdapter":
         mesh = _meshes.get(x) if isinstance(x, DistributedDataset) else None
         if mesh is None:
             return original(x, *args, **kwargs)

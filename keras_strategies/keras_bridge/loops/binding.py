@@ -8,8 +8,8 @@ pickling, stay as they were.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import jax
 import keras
@@ -17,6 +17,7 @@ from keras.src.trainers.epoch_iterator import EpochIterator
 
 from keras_strategies._core.attributes import attribute_set
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._types import Batch, Tree
 from keras_strategies.keras_bridge import keras_names
 from keras_strategies.keras_bridge.callbacks.callback_list import quiet_list
 from keras_strategies.keras_bridge.callbacks.chief_callbacks import (
@@ -50,6 +51,9 @@ from keras_strategies.keras_bridge.variables.abstract_variables import (
 from keras_strategies.keras_bridge.variables.model_variables import (
     all_variables,
 )
+
+if TYPE_CHECKING:
+    from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 _MAKERS = tuple(f"make_{k}_function" for k in ("train", "test", "predict"))
 _DATA = ("x", "y", "sample_weight", "class_weight", "batch_size", "shuffle")
@@ -167,7 +171,7 @@ class Binding:
             self._quieten(call, feed)
             return call.run()
 
-    def _validation_feed(self, call: Call) -> Any:
+    def _validation_feed(self, call: Call) -> "DataAdapter | None":
         if call["validation_data"] is None:
             return None
         return adapter.make_feed(
@@ -198,7 +202,7 @@ class Binding:
             self._quieten(call, feed)
             return self._synced(call)
 
-    def _quieten(self, call: Call, feed: Any) -> None:
+    def _quieten(self, call: Call, feed: "DataAdapter") -> None:
         callbacks = quiet_list(call.name, call.keywords, self.model, feed)
         call.set(callbacks=callbacks)
 
@@ -243,7 +247,7 @@ class Binding:
         call.set(callbacks=of_this_process(call["callbacks"], self._mesh))
         return call
 
-    def _feed(self, call: Call, *, steps: int | None) -> Any:
+    def _feed(self, call: Call, *, steps: int | None) -> "DataAdapter":
         return adapter.make_feed(
             self._mesh,
             **{name: call[name] for name in _DATA},
@@ -268,14 +272,16 @@ class Binding:
         finally:
             self._functions.forget(kind)
 
-    def _validating(self, data: Any) -> contextlib.AbstractContextManager[None]:
+    def _validating(
+        self, data: Tree
+    ) -> contextlib.AbstractContextManager[None]:
         if data is None:
             return contextlib.nullcontext()
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
         given = {"x": x, "y": y, "sample_weight": weight}
         return attribute_set(self, "_validation", given)
 
-    def _build_on_feed(self, feed: Any) -> None:
+    def _build_on_feed(self, feed: "DataAdapter") -> None:
         self.model._assert_compile_called("fit")
         self._build(iterator=EpochIterator(feed))
 
@@ -288,7 +294,7 @@ class Binding:
         ):
             yield
 
-    def _build(self, **data: Any) -> None:
+    def _build(self, **data: object) -> None:
         with self._building():
             type(self.model)._symbolic_build(self.model, **data)
         self._adopt_built()
@@ -327,7 +333,7 @@ class Binding:
             maybe_build = getattr(type(self.model), keras_names.MAYBE_BUILD)
             maybe_build(self.model, *args, **kwargs)
 
-    def build_for_shapes(self, data: Any) -> None:
+    def build_for_shapes(self, data: Batch) -> None:
         """Builds the model for a batch that is known by its shapes.
 
         Args:
@@ -342,7 +348,7 @@ class Binding:
                 jax.eval_shape(self.model, data[0])
         self._adopt_built()
 
-    def _build_for_call(self, iterator: Any) -> None:
+    def _build_for_call(self, iterator: Iterable[Any]) -> None:
         """Builds a model that was never called, on its first batch."""
         if not scope_hooks.is_built(self.model):
             for _, _, batches in iterator:

@@ -44,17 +44,21 @@ class Call:
             facts["validation"] = self["validation_data"] is not None
         return facts
 
-    def set(self, **keywords: Any) -> None:
+    def set(self, **keywords: object) -> None:
         """Replaces arguments, those that the loop has."""
         self.keywords |= {
             k: v for k, v in keywords.items() if k in self.keywords
         }
 
-    def set_feed(self, feed: Any) -> None:
+    def set_feed(self, feed: object) -> None:
         """Replaces the data; what the feed has taken in is left out."""
         self.set(x=feed, y=None, sample_weight=None, class_weight=None)
 
     def run(self) -> Any:
-        """Calls Keras's own loop."""
+        """Calls Keras's own loop.
+
+        Returns:
+          What the loop returns: a `History`, logs or outputs.
+        """
         with scope_hooks.routed(self._model, None):
             return self._loop(self._model, **self.keywords)

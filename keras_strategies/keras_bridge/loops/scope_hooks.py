@@ -191,7 +191,7 @@ def is_bound_on_use(model: keras.Model) -> bool:
 
 def _routing(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def call(model: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         route = _routes.of_models.get(id(model))
         if route is not None:
             return route(name, args, kwargs)
@@ -207,7 +207,7 @@ def _claiming(
     init: Callable[..., None], entered: Callable[[], Any]
 ) -> Callable[..., None]:
     @functools.wraps(init)
-    def init_and_claim(model: Any, *args: Any, **kwargs: Any) -> None:
+    def init_and_claim(model: keras.Model, *args: Any, **kwargs: Any) -> None:
         init(model, *args, **kwargs)
         if (strategy := entered()) is not None:
             bind_on_use(model, strategy)
@@ -221,7 +221,7 @@ def _binding(
     before_compile: Callable[[keras.Model], None],
 ) -> Callable[..., Any]:
     @functools.wraps(method)
-    def compile_and_bind(model: Any, *args: Any, **kwargs: Any) -> Any:
+    def compile_and_bind(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         before_compile(model)
         result = method(model, *args, **kwargs)
         if (strategy := entered()) is not None:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from keras_strategies._core.attributes import attribute_set
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._types import Array
 from keras_strategies.keras_bridge import keras_names
 from keras_strategies.keras_bridge.patches import Patches
 
@@ -48,7 +49,7 @@ def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def attention(*args: Any, **kwargs: Any) -> Any:
+    def attention(*args: Any, **kwargs: Any) -> Array:
         if not _thread.is_for_tpus:
             return original(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
@@ -62,11 +63,11 @@ def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def capped_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any = None,
-    mask: Any = None,
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Array = None,
     scale: float | None = None,
     is_causal: bool = False,
     *,

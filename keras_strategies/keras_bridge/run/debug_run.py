@@ -18,6 +18,7 @@ from keras_strategies._core.jaxprs.lockstep import Lockstep, Turn
 from keras_strategies._core.jaxprs.replay import current_side
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.values import STACKED, PerReplica, stacked
+from keras_strategies._types import Array, Tree
 from keras_strategies.keras_bridge.hooks import on_read, seeds
 from keras_strategies.keras_bridge.hooks.variables_used import CollectingScope
 from keras_strategies.keras_bridge.run import replica_trace, run_results
@@ -39,7 +40,7 @@ def debug_run(
     replica_scope: ReplicaScope,
     rows: Sequence[variants.Variant] = (),
     is_update: bool = False,
-) -> Any:
+) -> Tree:
     """Calls `fn(replica)` eagerly for each replica; as a `RunProgram` would.
 
     Args:
@@ -49,12 +50,15 @@ def debug_run(
       replica_scope: Makes a replica context of a step for a block.
       rows: Each replica's numbers of rows, of all uneven arguments.
       is_update: Whether it writes the same to every copy.
+
+    Returns:
+      The results as one nest, as a compiled `run` returns it.
     """
     keras_state = dict(vars(global_state.GLOBAL_STATE_TRACKER))
     shares = variants.shares_of(rows)
     lockstep = Lockstep(mesh.num_replicas, mesh.all_replicas)
 
-    def replica(index: int) -> Any:
+    def replica(index: int) -> tuple[Any, ...]:
         # What is open is kept in lists: each thread has its own.
         vars(global_state.GLOBAL_STATE_TRACKER).update(
             {
@@ -90,8 +94,8 @@ def debug_run(
 
 
 def _ended(
-    step: StepContext, seen: "_SeenScope", results: Any, merging: StepContext
-) -> Any:
+    step: StepContext, seen: "_SeenScope", results: Tree, merging: StepContext
+) -> tuple[Any, ...]:
     """Merges what the replicas wrote, in the step `merging`; on each."""
     turn = current_side()
     assert isinstance(turn, Turn)
@@ -145,14 +149,14 @@ class _SeenScope(CollectingScope):
         self._folded: dict[int, Any] = {}
         self.variables: list[keras.Variable] = []
 
-    def get_current_value(self, variable: keras.Variable) -> Any:
+    def get_current_value(self, variable: keras.Variable) -> Array:
         """The value written last, or that before the call."""
         written = super().get_current_value(variable)
         if written is not None:
             return written
         return self.get_current_value_before(variable)
 
-    def get_current_value_before(self, variable: keras.Variable) -> Any:
+    def get_current_value_before(self, variable: keras.Variable) -> Array:
         """This replica's value before the call, its seed folded."""
         key = id(variable)
         if key not in self.old:
@@ -167,7 +171,7 @@ class _SeenScope(CollectingScope):
             self._folded[key] = folded
         return self._folded[key]
 
-    def _start(self, variable: keras.Variable) -> Any:
+    def _start(self, variable: keras.Variable) -> Array:
         if on_read.is_on_read(variable) and variable._value is not None:
             copies = on_read.copies_of(variable, self._mesh)
             return _whole(np.asarray(copies)[self._replica], self._mesh)
@@ -183,7 +187,7 @@ class _SeenScope(CollectingScope):
         super().add_update(update)
 
 
-def _regrouped(ended: list[uneven_rows.Called], mesh: ReplicaMesh) -> Any:
+def _regrouped(ended: list[uneven_rows.Called], mesh: ReplicaMesh) -> Tree:
     """The replicas' results as one nest, as a compiled `run` returns it."""
     notes = [called.note.structure for called in ended]
     columns = zip(*[called.outputs for called in ended], strict=True)
@@ -195,7 +199,7 @@ def _regrouped(ended: list[uneven_rows.Called], mesh: ReplicaMesh) -> Any:
     )
 
 
-def _wrapped(parts: list[Any], mesh: ReplicaMesh) -> Any:
+def _wrapped(parts: list[Any], mesh: ReplicaMesh) -> Array:
     if mesh.num_replicas == 1:
         return parts[0]
     if len({(part.shape, str(part.dtype)) for part in parts}) > 1:
@@ -208,5 +212,5 @@ def _wrapped(parts: list[Any], mesh: ReplicaMesh) -> Any:
     return PerReplica.of(stacked(parts, mesh), STACKED)
 
 
-def _whole(value: Any, mesh: ReplicaMesh) -> Any:
+def _whole(value: Array, mesh: ReplicaMesh) -> jax.Array:
     return jax.device_put(value, mesh.whole)

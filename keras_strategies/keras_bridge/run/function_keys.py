@@ -8,6 +8,7 @@ import dis
 import functools
 import inspect
 import types
+from collections.abc import Callable, Hashable
 from typing import Any
 
 _CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
@@ -28,7 +29,7 @@ class Same:
 
     __slots__ = ("_thing",)
 
-    def __init__(self, thing: Any) -> None:
+    def __init__(self, thing: object) -> None:
         self._thing = thing
 
     def __eq__(self, other: object) -> bool:
@@ -38,7 +39,9 @@ class Same:
         return id(self._thing)
 
 
-def function_key(fn: Any, inside: frozenset[int] = frozenset()) -> Any:
+def function_key(
+    fn: Callable[..., Any], inside: frozenset[int] = frozenset()
+) -> Hashable:
     """A key that equal functions share.
 
     Functions are equal if they have the same code, defaults and cells, and
@@ -85,7 +88,7 @@ def function_key(fn: Any, inside: frozenset[int] = frozenset()) -> Any:
     return Same(fn)
 
 
-def value_key(value: Any, inside: frozenset[int] = frozenset()) -> Any:
+def value_key(value: object, inside: frozenset[int] = frozenset()) -> Hashable:
     """A key for a value: by value where it is plain, else by identity."""
     if isinstance(value, float):
         # Tells 0.0 from -0.0, and NaN is itself.
@@ -117,7 +120,7 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
 
 def _global_key(
     scope: dict[str, Any], name: str, inside: frozenset[int]
-) -> Any:
+) -> Hashable:
     if name not in scope:
         return None  # A built-in.
     value = scope[name]
@@ -128,7 +131,7 @@ def _global_key(
     return value_key(value, inside)
 
 
-def _cell_key(cell: Any, inside: frozenset[int]) -> Any:
+def _cell_key(cell: types.CellType, inside: frozenset[int]) -> Hashable:
     try:
         return value_key(cell.cell_contents, inside)
     except ValueError:  # Not assigned yet.

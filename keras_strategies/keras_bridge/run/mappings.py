@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+from keras_strategies._types import Leaf, Tree
+
 
 class _Opened:
     """Stands for a mapping until JAX has taken it apart.
@@ -44,11 +46,11 @@ jax.tree_util.register_pytree_node(
 
 
 def opened(
-    nest: Any,
+    nest: Tree,
     is_leaf: Callable[[Any], bool],
     *,
     having: Callable[[Any], bool] | None = None,
-) -> Any:
+) -> Tree:
     """Returns a nest that JAX takes apart as far as tf does.
 
     What is made of its structure has the classes of the mappings again; lists
@@ -58,12 +60,15 @@ def opened(
       nest: The nest.
       is_leaf: As that of `jax.tree.map`.
       having: Those without such a leaf stay leaves; None: no one does.
+
+    Returns:
+      The nest; its mappings, lists and tuples are nodes for JAX.
     """
 
-    def open_(value: Any) -> Any:
+    def open_(value: Tree) -> Tree:
         return jax.tree.map(one, value, is_leaf=is_leaf)
 
-    def one(leaf: Any) -> Any:
+    def one(leaf: Leaf) -> Leaf:
         if not is_closed(leaf):
             return leaf
         if isinstance(leaf, Mapping):
@@ -79,6 +84,6 @@ def opened(
     return open_(nest)
 
 
-def is_closed(leaf: Any) -> bool:
+def is_closed(leaf: object) -> bool:
     """Returns whether a leaf for JAX is a nest for tf."""
     return isinstance(leaf, Mapping | list | tuple)

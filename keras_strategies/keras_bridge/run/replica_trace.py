@@ -16,6 +16,7 @@ import keras
 from keras_strategies._core.jaxprs.specs import Axis
 from keras_strategies._core.mesh import ReplicaMesh, shown_devices
 from keras_strategies._core.replica_map import all_max, all_min, as_number
+from keras_strategies._types import Array, Tree
 from keras_strategies.keras_bridge.hooks import variables_used
 from keras_strategies.keras_bridge.hooks.trace_hooks import trace_hooks
 from keras_strategies.keras_bridge.models.attention import attention_for
@@ -62,7 +63,7 @@ def replica_tracing(
 def called_in(
     step: StepContext,
     scope: keras.StatelessScope,
-    results: Any,
+    results: Tree,
     variables: list[keras.Variable],
     folded: list[Any],
 ) -> Called:
@@ -77,7 +78,7 @@ def called_in(
     """
     new = [scope.get_current_value(v) for v in variables]
 
-    def is_none(value: Any) -> bool:
+    def is_none(value: object) -> bool:
         return value is None
 
     nest = opened(results, is_none)
@@ -127,8 +128,12 @@ def report_of(
     return dataclasses.replace(found, summed=summed)
 
 
-def is_same(value: Any, axis: Axis) -> Any:
-    """Whether all replicas have one value; NaN equals itself."""
+def is_same(value: Array, axis: Axis) -> jax.Array:
+    """Whether all replicas have one value; NaN equals itself.
+
+    Returns:
+      A scalar boolean.
+    """
     is_nan = value != value
     number = jnp.where(is_nan, jnp.zeros_like(value), value)
     number = as_number(number)

@@ -26,7 +26,14 @@ from keras_strategies._core.replica_map import (
     split_spec,
 )
 from keras_strategies._core.sharded_map import sharded_map
-from keras_strategies._core.values import PADDED, STACKED, PerReplica, stacked
+from keras_strategies._core.values import (
+    PADDED,
+    STACKED,
+    PerReplica,
+    Shapes,
+    stacked,
+)
+from keras_strategies._types import Array, Tree
 from keras_strategies.keras_bridge.hooks import on_read, seeds
 from keras_strategies.keras_bridge.hooks.variables_used import (
     CollectingScope,
@@ -128,7 +135,7 @@ class RunProgram:
         mesh = dataclasses.replace(self._mesh, marker="lifting")
         step = replica_trace.new_step(mesh, is_update=self._is_update)
 
-        def abstract(*components: Any) -> Any:
+        def abstract(*components: Array) -> Any:
             own = list(components)
             if self._variant_of:
                 own = with_rows(self._variant_of[0], self._is_uneven, own)
@@ -176,7 +183,7 @@ class RunProgram:
         program = output_shardings.run(program, returned, self._mesh)
         self._program = jitted(program, "run", donate_argnums=(0, 1))
 
-    def lower(self, leaves: list[Any]) -> Any:
+    def lower(self, leaves: list[Any]) -> jax.stages.Lowered:
         """Lowers the program for arguments' shapes; reads no values."""
         mesh = self._mesh
         return self._program.lower(
@@ -199,7 +206,7 @@ class RunProgram:
             for reference, flag in self._trainable
         )
 
-    def __call__(self, leaves: list[Any], last: ownership.Made) -> Any:
+    def __call__(self, leaves: list[Any], last: ownership.Made) -> Tree:
         """Runs the function once on every replica.
 
         Args:
@@ -258,7 +265,7 @@ class RunProgram:
 
     def _results(
         self, report: TraceReport, arrays: list[Any], sums: list[Any]
-    ) -> Any:
+    ) -> Tree:
         totals = dict(zip(report.summed, sums, strict=True))
         wrapped = (
             self._wrapped(array, totals.get(k), report.shapes_of(k))
@@ -268,14 +275,16 @@ class RunProgram:
             report.structure, report.constants, wrapped, self._differing
         )
 
-    def _differing(self, values: list[Any]) -> Any:
+    def _differing(self, values: list[Any]) -> PerReplica:
         """A number that is another one for replicas with other rows."""
         variants = variants_of(self._variant_of)
         mesh, of = self._mesh, self._variant_of
         own = [values[variants.index(of[r])] for r in mesh.local_replicas]
         return PerReplica.of(stacked(own, mesh), STACKED)
 
-    def _wrapped(self, array: Any, total: Any, shapes: Any) -> Any:
+    def _wrapped(
+        self, array: Array, total: Array | None, shapes: Shapes | None
+    ) -> Array | PerReplica:
         if self._mesh.num_replicas == 1:
             return array[0]
         if shapes is None:
@@ -290,7 +299,7 @@ class RunProgram:
         copies: list[Any],
         read: list[Any],
         leaves: list[Any],
-    ) -> Any:
+    ) -> tuple[Any, ...]:
         step = replica_trace.new_step(self._mesh, is_update=self._is_update)
         variables = [*self._written, *self._on_read, *self._read]
         old = [*written, *[c[0] for c in copies], *read]

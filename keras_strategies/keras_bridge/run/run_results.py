@@ -7,6 +7,9 @@ from typing import Any, NoReturn
 import jax
 import keras
 import numpy as np
+from jax.tree_util import PyTreeDef
+
+from keras_strategies._types import Leaf, Tree
 
 
 @jax.tree_util.register_static
@@ -41,11 +44,11 @@ class TraceReport:
 class Constant:
     """A result that is no array: the same for every replica and call."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self.value = value
 
 
-def constant_of(leaf: Any) -> Constant | None:
+def constant_of(leaf: object) -> Constant | None:
     """The constant that a result is, or None for an array.
 
     Raises:
@@ -97,11 +100,11 @@ def regrouped_constants(structures: list[Any]) -> list[list[Any] | None]:
 
 
 def nest_of(
-    structure: Any,
+    structure: PyTreeDef,
     constants: list[list[Any] | None],
     arrays: Iterable[Any],
     differing: Callable[[list[Any]], Any],
-) -> Any:
+) -> Tree:
     """The results as the function returned them.
 
     Args:
@@ -109,10 +112,13 @@ def nest_of(
       constants: What `regrouped_constants` returned.
       arrays: Those of them that are arrays.
       differing: Makes one result of the variants' different numbers.
+
+    Returns:
+      A nest of arrays, `PerReplica` and constants.
     """
     rest = iter(arrays)
 
-    def leaf(values: list[Any] | None) -> Any:
+    def leaf(values: list[Any] | None) -> Leaf:
         if values is None:
             return next(rest)
         return values[0] if len(values) == 1 else differing(values)
@@ -120,7 +126,7 @@ def nest_of(
     return jax.tree.unflatten(structure, map(leaf, constants))
 
 
-def _is_same(a: Any, b: Any) -> bool:
+def _is_same(a: object, b: object) -> bool:
     is_plain = isinstance(a, bool | int | float | complex | str | bytes)
     return is_plain and type(a) is type(b) and a == b
 

@@ -10,7 +10,8 @@ import numpy as np
 from keras_strategies._core.batches import Segment
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.rows import padded_rows
-from keras_strategies.keras_bridge.step_context import Batch, ReplicaScope
+from keras_strategies._types import Batch
+from keras_strategies.keras_bridge.step_context import ReplicaScope
 from keras_strategies.keras_bridge.steps import step_functions, trace_checks
 from keras_strategies.keras_bridge.variables import shardings
 
@@ -25,7 +26,7 @@ def lower_step(
     build: Callable[[Any], None],
     steps: int = 1,
     replica_scope: ReplicaScope | None = None,
-) -> Any:
+) -> jax.stages.Lowered:
     """Lowers a step of a bound model.
 
     Args:
@@ -62,7 +63,7 @@ def lower_step(
     variables = step_functions.step_variables(model, kind)
     state = tuple(shardings.shapes_of(group, mesh) for group in variables)
 
-    def lowered(steps: int) -> Any:
+    def lowered(steps: int) -> jax.stages.Lowered:
         placed = trace_checks.with_rows(padded, data, mesh.split)
         if steps > 1:
             placed = _stacked(placed, steps, mesh.stacked)
@@ -78,7 +79,7 @@ def lower_step(
         return lowered(1)
 
 
-def _stacked(data: Batch, steps: int, sharding: Any) -> Batch:
+def _stacked(data: Batch, steps: int, sharding: jax.sharding.Sharding) -> Batch:
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
             (steps, *leaf.shape), leaf.dtype, sharding=sharding
@@ -87,7 +88,7 @@ def _stacked(data: Batch, steps: int, sharding: Any) -> Batch:
     )
 
 
-def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+def shape_of(leaf: object) -> jax.ShapeDtypeStruct:
     """The shape and dtype of an array, or of what stands for one.
 
     Raises:

@@ -10,6 +10,7 @@ from keras_strategies._core.batches import Segment
 from keras_strategies._core.jaxprs.replay import own_trace
 from keras_strategies._core.jaxprs.traces import is_traced
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._types import Tree
 from keras_strategies.keras_bridge.models.attention import attention_for
 from keras_strategies.keras_bridge.step_context import (
     GlobalBatchNeeded,
@@ -78,7 +79,13 @@ class MappedProgram:
     """
 
     def __init__(
-        self, *, one: Any, many: Any, whole: Any, uneven: Any, is_global: bool
+        self,
+        *,
+        one: jax.stages.Wrapped,
+        many: jax.stages.Wrapped,
+        whole: jax.stages.Wrapped,
+        uneven: jax.stages.Wrapped,
+        is_global: bool,
     ) -> None:
         self.is_global = is_global
         self.is_uneven = False
@@ -103,6 +110,9 @@ class MappedProgram:
           args: Two parts of the state, and the segment's data.
           segment: What the data is.
           is_shared: Whether the replicas can share its rows.
+
+        Returns:
+          What `call` returns.
         """
         if is_shared and not self.is_global:
             program = self._one if segment.steps == 1 else self._many
@@ -128,6 +138,9 @@ class MappedProgram:
         segment: Segment,
     ) -> Any:
         """As `start`, with the program over all rows.
+
+        Returns:
+          What `call` returns.
 
         Raises:
           RuntimeError: the step must see the global batch, and asks for what
@@ -219,10 +232,12 @@ def in_replica(
         yield
 
 
-def jitted(fn: Callable[..., Any], name: str, **options: Any) -> Any:
+def jitted(
+    fn: Callable[..., Any], name: str, **options: Any
+) -> jax.stages.Wrapped:
     """`jax.jit` under a name that profiles and dumps show."""
 
-    def program(*args: Any) -> Any:
+    def program(*args: Tree) -> Tree:
         return fn(*args)
 
     program.__name__ = program.__qualname__ = name

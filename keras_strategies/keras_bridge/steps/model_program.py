@@ -8,11 +8,12 @@ share (docs/architecture.md).
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import keras
+from jax.sharding import NamedSharding
 
 from keras_strategies._core.batches import RowShape, Segment
 from keras_strategies._core.dispatch import dispatch
@@ -20,14 +21,13 @@ from keras_strategies._core.jaxprs.specs import Sharded
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import replicated_spec, split_spec
 from keras_strategies._core.sharded_map import sharded_map
+from keras_strategies._types import Batch, Groups, Tree
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.hooks.trace_hooks import trace_hooks
 from keras_strategies.keras_bridge.models.attention import attention_for
 from keras_strategies.keras_bridge.step_context import (
-    Batch,
     Group,
     ReplicaScope,
-    State,
     StepContext,
     StepFacts,
     step_scope,
@@ -103,7 +103,9 @@ class ModelProgram:
         is_sharded, has_cores = self._is_sharded, mesh.cores_per_replica > 1
         written, read = self._divide(self._variables)
 
-        def placed(body: Any, results: Any = mesh.whole) -> Any:
+        def placed(
+            body: Callable[..., Any], results: NamedSharding = mesh.whole
+        ) -> Callable[..., Any]:
             if not (has_cores or (is_sharded and not has_rows)):
                 return body
             return output_shardings.step(body, written, read, mesh, results)
@@ -150,7 +152,7 @@ class ModelProgram:
         )
         return self._scanned(body) if stacked and self._is_sharded else body
 
-    def _result_specs(self, results: Any) -> Any:
+    def _result_specs(self, results: tuple[Any, ...]) -> tuple[Any, ...]:
         _, _, changed = results
         written, read = self._divide(self._specs)
         of_changed = [
@@ -163,7 +165,7 @@ class ModelProgram:
 
     def _over_global_batch(
         self, written: Group, read: Group, data: Batch, shape: RowShape
-    ) -> Any:
+    ) -> tuple[Any, ...]:
         """The step of all rows of a padded batch, or of several."""
         body = self._global_body
         fn = self._scanned(body) if shape.steps > 1 else body
@@ -173,7 +175,7 @@ class ModelProgram:
 
     def _over_uneven_rows(
         self, written: Group, read: Group, data: Batch, shape: RowShape
-    ) -> Any:
+    ) -> tuple[Any, ...]:
         """The step of which each replica runs its rows of a padded batch."""
         mesh, axis = self._mesh, int(shape.steps > 1)
         padded = jax.tree.leaves(data)[0].shape[axis]
@@ -185,7 +187,7 @@ class ModelProgram:
             results = rows.put_back(results, axis, mesh)
         return results, *state
 
-    def _run(self, state: State, segment: Segment) -> tuple[Any, State]:
+    def _run(self, state: Groups, segment: Segment) -> tuple[Any, Groups]:
         """Runs one program; returns its results, and the state after it."""
         results, new, changed = self._start(
             functools.partial(dispatch, self._mesh), state, segment
@@ -197,20 +199,20 @@ class ModelProgram:
         return results, tuple(self._ordered(new, read))
 
     def _start(
-        self, call: Callable[..., Any], state: State, segment: Segment
+        self, call: Callable[..., Any], state: Groups, segment: Segment
     ) -> Any:
         args = (*self._divide(state), segment.data)
         return self._programs.start(
             call, args, segment, is_shared=not segment.is_padded
         )
 
-    def lower(self, state: State, segment: Segment) -> Any:
+    def lower(self, state: Groups, segment: Segment) -> jax.stages.Lowered:
         """Lowers the program that a call would run; of abstract arrays, too."""
         return self._start(
             lambda program, *args: program.lower(*args), state, segment
         )
 
-    def _divide(self, groups: Any) -> tuple[list[Any], list[Any]]:
+    def _divide(self, groups: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         written = [groups[i] for i in self._written]
         return written, [groups[i] for i in self._read]
 
@@ -219,7 +221,9 @@ class ModelProgram:
         groups = dict(zip(places, (*written, *read), strict=True))
         return [groups[i] for i in range(len(places))]
 
-    def _output(self, old: Any, new: Any) -> tuple[list[Any], list[Any]]:
+    def _output(
+        self, old: Sequence[Group], new: Sequence[Group]
+    ) -> tuple[list[Any], list[Any]]:
         written = [
             [
                 merge_lib.as_type_of(n, o)
@@ -231,12 +235,12 @@ class ModelProgram:
             merge_lib.changed_values(old[i], new[i]) for i in self._read
         ]
 
-    def _call(self, state: Any, data: Batch) -> tuple[Any, Any]:
+    def _call(self, state: Sequence[Group], data: Batch) -> tuple[Any, Any]:
         """Calls the model's step."""
         return self._step(tuple(map(list, state)), data)
 
     def _traced(
-        self, step: StepContext, state: Any, data: Batch
+        self, step: StepContext, state: Sequence[Group], data: Batch
     ) -> tuple[Any, Any]:
         """Calls the model's step in a replica's trace."""
         with (
@@ -247,7 +251,9 @@ class ModelProgram:
         ):
             return self._call(state, data)
 
-    def _replica_step(self, written: Group, read: Group, data: Batch) -> Any:
+    def _replica_step(
+        self, written: Group, read: Group, data: Batch
+    ) -> tuple[Any, ...]:
         rows = jax.tree.leaves(data)[0].shape[0]
         step = StepContext(facts=StepFacts(mesh=self._mesh, rows=rows))
         if step.num_replicas == 1:
@@ -261,7 +267,7 @@ class ModelProgram:
         read: Group,
         data: Batch,
         step: StepContext | None = None,
-    ) -> Any:
+    ) -> tuple[Any, ...]:
         old = self._ordered(written, read)
         with global_batch_trace(
             self._mesh, self._replica_scope, self._step, step
@@ -271,7 +277,7 @@ class ModelProgram:
 
     def _uneven_step(
         self, counts: tuple[int, ...], written: Group, read: Group, data: Batch
-    ) -> Any:
+    ) -> tuple[Any, ...]:
         """The step of a replica, which may have fewer rows than others."""
         old = self._ordered(written, read)
         called = call_step(
@@ -287,15 +293,17 @@ class ModelProgram:
 
     def _mapped_body(
         self, step: StepContext, written: Group, read: Group, data: Batch
-    ) -> Any:
+    ) -> tuple[Any, ...]:
         """The step of a replica, with the replicas' states merged."""
         raise NotImplementedError
 
-    def _on_rows(self, step: StepContext, state: Any, data: Batch) -> Any:
+    def _on_rows(
+        self, step: StepContext, state: Sequence[Group], data: Batch
+    ) -> tuple[Any, Any]:
         """The model's step on a replica's rows: (results, state)."""
         raise NotImplementedError
 
-    def _uneven_results(self, called: UnevenCall) -> Any:
+    def _uneven_results(self, called: UnevenCall) -> Tree:
         """Its results, of all replicas."""
         raise NotImplementedError
 

@@ -13,6 +13,7 @@ import keras
 from jax.sharding import NamedSharding
 
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._types import Tree
 from keras_strategies.keras_bridge.step_context import Group
 from keras_strategies.keras_bridge.variables.shardings import (
     any_sharded,
@@ -40,7 +41,7 @@ def step(
       results: The sharding of logs or outputs.
     """
 
-    def with_shardings(*args: Any) -> Any:
+    def with_shardings(*args: Tree) -> tuple[Any, ...]:
         found, new, changed = body(*args)
         new = [
             _values(*group, mesh) for group in zip(new, written, strict=True)
@@ -65,7 +66,7 @@ def run(program: Program, variables: Variables, mesh: ReplicaMesh) -> Program:
     if mesh.cores_per_replica == 1 and not any_sharded(variables, mesh):
         return program
 
-    def with_shardings(*args: Any) -> Any:
+    def with_shardings(*args: Tree) -> tuple[Any, ...]:
         results, copies, sums, same, values, report = program(*args)
         split, whole = mesh.split, mesh.whole
         return (
@@ -80,7 +81,7 @@ def run(program: Program, variables: Variables, mesh: ReplicaMesh) -> Program:
     return with_shardings
 
 
-def _whole(values: Any, sharding: NamedSharding) -> Any:
+def _whole(values: Tree, sharding: NamedSharding) -> Tree:
     return jax.tree.map(
         lambda a: jax.lax.with_sharding_constraint(a, sharding), values
     )

@@ -7,7 +7,7 @@ step once over the global batch: only so is the order of the entries known.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,14 +15,10 @@ import numpy as np
 
 from keras_strategies._core.batches import Segment
 from keras_strategies._core.dispatch import dispatch
+from keras_strategies._types import Batch, Groups, Tree
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.hooks import seeds
-from keras_strategies.keras_bridge.step_context import (
-    Batch,
-    Group,
-    State,
-    StepContext,
-)
+from keras_strategies.keras_bridge.step_context import Group, StepContext
 from keras_strategies.keras_bridge.steps.mapped_program import Body, NotMapped
 from keras_strategies.keras_bridge.steps.model_program import ModelProgram
 from keras_strategies.keras_bridge.steps.trace_checks import eval_with_rows
@@ -44,13 +40,13 @@ class PredictProgram(ModelProgram):
         self._gather = jax.jit(_same, out_shardings=self._mesh.whole)
 
     def __call__(
-        self, state: State, segment: Segment
-    ) -> Iterator[tuple[Any, State]]:
+        self, state: Groups, segment: Segment
+    ) -> Iterator[tuple[Any, Groups]]:
         """Predicts the segment's rows; yields outputs, rows first, state."""
         outputs, state = self._run(state, segment)
         yield self._rows(outputs, segment), state
 
-    def _rows(self, outputs: Any, segment: Segment) -> Any:
+    def _rows(self, outputs: Tree, segment: Segment) -> Tree:
         is_by_rows = not self._programs.is_global
         is_padded = is_by_rows and segment.is_padded
         if is_by_rows and self._mesh.num_processes > 1:
@@ -69,7 +65,7 @@ class PredictProgram(ModelProgram):
         return jax.tree.map(cut, outputs)
 
     def _start(
-        self, call: Callable[..., Any], state: State, segment: Segment
+        self, call: Callable[..., Any], state: Groups, segment: Segment
     ) -> Any:
         args = (*self._divide(state), segment.data)
         programs = self._programs
@@ -80,13 +76,13 @@ class PredictProgram(ModelProgram):
         # A replica must not meet others with its padding.
         return programs.start_global(call, args, segment)
 
-    def _call(self, state: Any, data: Batch) -> tuple[Any, Any]:
+    def _call(self, state: Sequence[Group], data: Batch) -> tuple[Any, Any]:
         outputs, others = super()._call(state, data)
         return outputs, (state[0], others)
 
     def _mapped_body(
         self, step: StepContext, written: Group, read: Group, data: Batch
-    ) -> Any:
+    ) -> tuple[Any, ...]:
         (trainable, old), rows = read, step.facts.rows
         folded = seeds.fold_seeds(self._variables[1], old, step)
         state = (trainable, folded)
@@ -110,7 +106,9 @@ class PredictProgram(ModelProgram):
         merged = (trainable, finish(plan.sums()))
         return outputs, *self._output(read, merged)
 
-    def _on_rows(self, step: StepContext, state: Any, data: Batch) -> Any:
+    def _on_rows(
+        self, step: StepContext, state: Sequence[Group], data: Batch
+    ) -> tuple[Any, Any]:
         outputs, new = self._traced(step, state, data)
         if not _is_by_rows(outputs, step.facts.rows):
             raise RuntimeError(
@@ -122,7 +120,7 @@ class PredictProgram(ModelProgram):
             )
         return outputs, new
 
-    def _uneven_results(self, called: UnevenCall) -> Any:
+    def _uneven_results(self, called: UnevenCall) -> Tree:
         return jax.tree.unflatten(called.structure, called.outputs)
 
     def _has_known_outputs(self) -> bool:
@@ -141,11 +139,11 @@ class PredictProgram(ModelProgram):
     def _scanned(self, body: Body) -> Body:
         """The steps of several stacked batches as one program; all outputs."""
 
-        def many(written: Group, read: Group, data: Batch) -> Any:
+        def many(written: Group, read: Group, data: Batch) -> tuple[Any, ...]:
             keys: list[str] = []
             trainable, others = read
 
-            def one(carry: list[Any], batch: Batch) -> Any:
+            def one(carry: list[Any], batch: Batch) -> tuple[Any, ...]:
                 read = [trainable, carry]
                 outputs, _, (_, changed) = body(written, read, batch)
                 keys[:] = list(changed)
@@ -157,9 +155,9 @@ class PredictProgram(ModelProgram):
         return many
 
 
-def _same(value: Any) -> Any:
+def _same(value: Tree) -> Tree:
     return value
 
 
-def _is_by_rows(outputs: Any, rows: int) -> bool:
+def _is_by_rows(outputs: Tree, rows: int) -> bool:
     return all(np.shape(o)[:1] == (rows,) for o in jax.tree.leaves(outputs))

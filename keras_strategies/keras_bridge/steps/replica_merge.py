@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import keras
+from jax.tree_util import PyTreeDef
 
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.hooks import on_read
@@ -35,7 +36,7 @@ def called(
     variables: list[keras.Variable],
     values: tuple[list[Any], list[Any]],
     outputs: list[Any],
-    structure: Any,
+    structure: tuple[PyTreeDef, Any],
 ) -> Called:
     """Returns what a traced call left behind, with its note.
 

@@ -16,9 +16,10 @@ from keras_strategies._core.batches import (
     unstacked,
 )
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._types import Batch, Tree
 from keras_strategies.keras_bridge import keras_names
 from keras_strategies.keras_bridge.inputs import feed
-from keras_strategies.keras_bridge.step_context import Batch, ReplicaScope
+from keras_strategies.keras_bridge.step_context import ReplicaScope
 from keras_strategies.keras_bridge.steps.mapped_program import (
     global_batch_trace,
     needing_no_replica,
@@ -124,7 +125,11 @@ class Functions:
         self._make("test", force)
 
     def make_predict_function(self, force: bool = False) -> Any:
-        """Replaces `model.make_predict_function`."""
+        """Replaces `model.make_predict_function`.
+
+        Returns:
+          The function, which is `model.predict_function` from now on.
+        """
         self._make("predict", force)
         return self.model.predict_function
 
@@ -166,7 +171,9 @@ class Functions:
         program = self._program(kind, variables)
         donated = () if model.run_eagerly else _DONATED[kind]
 
-        def function(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
+        def function(
+            state: Sequence[Any], iterator: Iterator[Any]
+        ) -> tuple[Any, Any]:
             outputs: Any = None
             done: list[Any] = []
             try:
@@ -231,7 +238,9 @@ class Functions:
         step = getattr(self.model, f"{kind}_step")
         mesh = self.mesh
 
-        def run(state: Any, segment: Segment) -> Iterator[tuple[Any, Any]]:
+        def run(
+            state: Sequence[Any], segment: Segment
+        ) -> Iterator[tuple[Any, Any]]:
             data = true_rows(_on_all(segment.data, mesh), segment.shape)
             steps, done = segment.steps, []
             for batch in [data] if steps == 1 else unstacked(data, steps):
@@ -254,7 +263,7 @@ def make_program(
     kind: str = "train",
     variables: tuple[list[keras.Variable], ...] | None = None,
     replica_scope: ReplicaScope | None = None,
-) -> Any:
+) -> PredictProgram | StepProgram:
     """The compiled program of a built model's train, test or predict step."""
     if variables is None:
         variables = step_variables(model, kind)
@@ -292,7 +301,7 @@ def step_variables(
 
 
 def _holders(
-    model: keras.Model, groups: tuple[str, ...], last: Any
+    model: keras.Model, groups: tuple[str, ...], last: Sequence[Any] | None
 ) -> list[Any]:
     """State that hold the last step's arrays: ours and Keras's."""
     holders = [] if last is None else [last]
@@ -326,14 +335,14 @@ def _execution(
     return dataclasses.replace(placed[0], segments=segments)
 
 
-def _on_all(data: Batch, mesh: ReplicaMesh) -> Any:
+def _on_all(data: Batch, mesh: ReplicaMesh) -> Batch:
     """The arrays whole on every device."""
     if mesh.num_processes == 1:
         return jax.device_put(data, mesh.whole)
     return jax.jit(lambda value: value, out_shardings=mesh.whole)(data)
 
 
-def _concatenated(outputs: list[Any]) -> Any:
+def _concatenated(outputs: list[Any]) -> Tree:
     return jax.tree.map(
         lambda *parts: np.concatenate([np.asarray(p) for p in parts]), *outputs
     )

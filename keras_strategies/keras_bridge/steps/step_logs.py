@@ -7,9 +7,10 @@ import jax
 import keras
 
 from keras_strategies._core.identity import IdentityMap, IdentitySet
+from keras_strategies._types import Array, Logs
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.hooks.metric_hooks import Result
-from keras_strategies.keras_bridge.step_context import Logs, StepContext
+from keras_strategies.keras_bridge.step_context import StepContext
 
 
 def averaged_logs(step: StepContext, logs: Logs) -> IdentitySet:
@@ -27,7 +28,7 @@ def merged_logs(
     metrics: list[keras.Variable],
     states: tuple[list[Any], list[Any]],
     means: IdentityMap[Any],
-) -> Any:
+) -> Logs:
     """Returns logs of all rows: results read from the merged metrics.
 
     Args:
@@ -41,7 +42,7 @@ def merged_logs(
     new = IdentityMap(zip(metrics, own, strict=True))
     read = result_reader()
 
-    def whole(value: Any) -> Any:
+    def whole(value: Array) -> Array:
         if value in means:
             return merge_lib.as_type_of(means[value], value)
         result = current_result(step, value, new)
@@ -53,7 +54,7 @@ def merged_logs(
 
 
 def current_result(
-    step: StepContext, value: Any, state: IdentityMap[Any]
+    step: StepContext, value: object, state: IdentityMap[Any]
 ) -> Result | None:
     """Returns the metric's result that a value is, or None.
 
@@ -77,7 +78,7 @@ def result_reader() -> Callable[[Result], Any]:
     """Returns what computes results again, of the state in the scope."""
     cache: IdentityMap[Any] = IdentityMap()
 
-    def read(result: Result) -> Any:
+    def read(result: Result) -> Array:
         metric, key = result.metric, result.key
         if metric not in cache:
             cache[metric] = metric.result()

@@ -2,12 +2,12 @@
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
 from keras_strategies._core.batches import RowShape, sharded_rows, true_rows
 from keras_strategies._core.jaxprs import traces
@@ -21,8 +21,9 @@ from keras_strategies._core.replica_map import (
 )
 from keras_strategies._core.row_kinds import losses
 from keras_strategies._core.row_kinds.losses import Finding, Verdict
+from keras_strategies._types import Batch, Tree
 from keras_strategies.keras_bridge.step_context import (
-    Batch,
+    Group,
     StepContext,
     StepFacts,
 )
@@ -44,7 +45,7 @@ class Traced:
       *args: Arguments to trace it with.
     """
 
-    def __init__(self, fn: Callable[..., Any], *args: Any) -> None:
+    def __init__(self, fn: Callable[..., Any], *args: Tree) -> None:
         self.jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
         self._structure = jax.tree.structure(shapes)
         self._compute = jaxpr_as_fun(self.jaxpr)
@@ -57,15 +58,18 @@ class Traced:
             lambda leaves: all_sum(leaves, step.axis, step.buffering),
         )
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Tree) -> Tree:
         """Computes the function as it was traced."""
         leaves = self._compute(*jax.tree.leaves(args))
         return jax.tree.unflatten(self._structure, leaves)
 
 
 def traced_once(
-    step: StepContext, body: Callable[..., Any], state: Any, data: Batch
-) -> Any:
+    step: StepContext,
+    body: Callable[..., Any],
+    state: Sequence[Group],
+    data: Batch,
+) -> tuple[Any, ...]:
     """Traces `body(step, *state, data)` and looks at it before it is used.
 
     Raises:
@@ -92,12 +96,14 @@ def traced_once(
     return traced(*args)
 
 
-def sums_combined(fn: Callable[..., Any], step: StepContext) -> Any:
+def sums_combined(
+    fn: Callable[..., Any], step: StepContext
+) -> Callable[..., Any]:
     """A function with its sums over the replicas made together."""
     if not _are_sums_expensive(step):
         return fn
 
-    def combined(*args: Any) -> Any:
+    def combined(*args: Tree) -> Tree:
         traced = Traced(fn, *args)
         traced.combine_sums(step)
         return traced(*args)
@@ -118,7 +124,7 @@ def call_on_global_batch(
     data: Batch,
     shape: RowShape,
     mesh: ReplicaMesh,
-) -> Any:
+) -> tuple[Any, ...]:
     """Computes `body(*state, data)` of a padded batch's true rows."""
     data = true_rows(data, shape)
     traced = Traced(body, *state, data)
@@ -128,7 +134,10 @@ def call_on_global_batch(
 
 
 def _check_sizes(
-    step: StepContext, body: Callable[..., Any], state: Any, data: Batch
+    step: StepContext,
+    body: Callable[..., Any],
+    state: Sequence[Group],
+    data: Batch,
 ) -> None:
     """Traces with twice the rows: what counts rows doubles, no other size."""
     probe = step.probe(2 * step.facts.rows)
@@ -154,9 +163,9 @@ def _check_sizes(
 def _check_losses(
     step: StepContext,
     body: Callable[..., Any],
-    state: Any,
+    state: Sequence[Group],
     data: Batch,
-    jaxpr: Any,
+    jaxpr: ClosedJaxpr,
 ) -> None:
     """Checks that the losses are means over the rows; traces again if need be.
 
@@ -220,7 +229,7 @@ _LOSS_REASON = (
 )
 
 
-def _shown(why: Any) -> str:
+def _shown(why: JaxprEqn | None) -> str:
     """Describes the equation that mixes rows, for messages."""
     if why is None:
         return ""
@@ -232,10 +241,10 @@ def _shown(why: Any) -> str:
 def _traced_with(
     step: StepContext,
     body: Callable[..., Any],
-    state: Any,
+    state: Sequence[Group],
     data: Batch,
     rows: int,
-) -> Any:
+) -> ClosedJaxpr:
     """Traces the step with another number of rows."""
     twin = StepContext(facts=StepFacts(mesh=step.facts.mesh, rows=rows))
     with collected_updates(), warnings.catch_warnings():
@@ -245,8 +254,14 @@ def _traced_with(
         return jax.make_jaxpr(fn)(*state, with_rows(rows, data))
 
 
-def with_rows(rows: int, data: Batch, sharding: Any = None) -> Any:
-    """The shapes of a batch with another number of rows."""
+def with_rows(
+    rows: int, data: Batch, sharding: jax.sharding.Sharding | None = None
+) -> Batch:
+    """The shapes of a batch with another number of rows.
+
+    Returns:
+      A nest of `jax.ShapeDtypeStruct`, of shapes (rows, ...).
+    """
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
             (rows, *leaf.shape[1:]), leaf.dtype, sharding=sharding
@@ -256,9 +271,13 @@ def with_rows(rows: int, data: Batch, sharding: Any = None) -> Any:
 
 
 def eval_with_rows(
-    rows: int, body: Callable[..., Any], state: Any, data: Batch
-) -> Any:
-    """The shapes that `body(*state, data)` has for another number of rows."""
+    rows: int, body: Callable[..., Any], state: Sequence[Any], data: Batch
+) -> Tree:
+    """The shapes that `body(*state, data)` has for another number of rows.
+
+    Returns:
+      A nest of `jax.ShapeDtypeStruct`.
+    """
     return jax.eval_shape(body, *state, with_rows(rows, data))
 
 

@@ -1,7 +1,7 @@
 """The compiled programs of train and test steps."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -10,15 +10,10 @@ from keras_strategies._core.batches import Segment, unstacked
 from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.identity import IdentityMap
 from keras_strategies._core.replica_map import has_convolutions
+from keras_strategies._types import Batch, Groups, Logs
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.hooks import seeds
-from keras_strategies.keras_bridge.step_context import (
-    Batch,
-    Group,
-    Logs,
-    State,
-    StepContext,
-)
+from keras_strategies.keras_bridge.step_context import Group, StepContext
 from keras_strategies.keras_bridge.steps import step_logs
 from keras_strategies.keras_bridge.steps.mapped_program import Body
 from keras_strategies.keras_bridge.steps.model_program import ModelProgram
@@ -43,8 +38,8 @@ class StepProgram(ModelProgram):
         self._is_fused = True
 
     def __call__(
-        self, state: State, segment: Segment
-    ) -> Iterator[tuple[Any, State]]:
+        self, state: Groups, segment: Segment
+    ) -> Iterator[tuple[Any, Groups]]:
         """Runs the segment's steps, in one program or in several.
 
         Yields:
@@ -70,12 +65,12 @@ class StepProgram(ModelProgram):
 
     def _mapped_body(
         self, step: StepContext, written: Group, read: Group, data: Batch
-    ) -> Any:
+    ) -> tuple[Any, ...]:
         return traced_once(step, self._replica_body, (written, read), data)
 
     def _replica_body(
         self, step: StepContext, written: Group, read: Group, data: Batch
-    ) -> Any:
+    ) -> tuple[Any, ...]:
         old = self._ordered(written, read)
         folded = [
             seeds.fold_seeds(variables, values, step)
@@ -93,12 +88,14 @@ class StepProgram(ModelProgram):
         folded[self._metrics] = [step.notes.before[v] for v in metrics]
         return self._merged(step, old, folded, new, logs)
 
-    def _on_rows(self, step: StepContext, state: Any, data: Batch) -> Any:
+    def _on_rows(
+        self, step: StepContext, state: Sequence[Group], data: Batch
+    ) -> tuple[Any, Any]:
         model = getattr(self._step, "__self__", None)
         tracker = getattr(model, "_loss_tracker", None)
         return self._traced(step.with_facts(loss_tracker=tracker), state, data)
 
-    def _uneven_results(self, called: UnevenCall) -> Any:
+    def _uneven_results(self, called: UnevenCall) -> Logs:
         metrics = zip(
             self._variables[self._metrics],
             called.state[self._metrics],
@@ -107,8 +104,13 @@ class StepProgram(ModelProgram):
         return called.logs(list(metrics))
 
     def _merged(
-        self, step: StepContext, old: Any, folded: Any, new: Any, logs: Logs
-    ) -> Any:
+        self,
+        step: StepContext,
+        old: Sequence[Group],
+        folded: Sequence[Group],
+        new: Sequence[Group],
+        logs: Logs,
+    ) -> tuple[Any, ...]:
         plan = merge_lib.Merge(step=step)
         finishers = [
             merge_lib.plan_merge(
@@ -141,10 +143,10 @@ class StepProgram(ModelProgram):
     def _scanned(self, body: Body) -> Body:
         """The steps of several stacked batches as one program; last logs."""
 
-        def many(written: Group, read: Group, data: Batch) -> Any:
+        def many(written: Group, read: Group, data: Batch) -> tuple[Any, ...]:
             changed_keys: list[list[str]] = []
 
-            def one(carry: Any, batch: Batch) -> Any:
+            def one(carry: tuple[Any, Any], batch: Batch) -> tuple[Any, Any]:
                 logs, written, changed = body(carry[0], carry[1], batch)
                 changed_keys[:] = [list(values) for values in changed]
                 read = map(merge_lib.with_changes, carry[1], changed)

@@ -14,10 +14,12 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from keras_strategies._core.jaxprs import collective_cut, stages
 from keras_strategies._core.jaxprs import replay as replay_lib
+from keras_strategies._core.jaxprs.replay import Reduce
 from keras_strategies._core.jaxprs.specs import Axis
 from keras_strategies._core.jaxprs.value_numbers import ValueNumbers
 from keras_strategies._core.replica_map import replica_id
 from keras_strategies._core.values import padded
+from keras_strategies._types import Array, Tree
 from keras_strategies.keras_bridge.steps.variants import (
     Variant,
     variants_of,
@@ -150,7 +152,7 @@ class _Trace:
         self.cut: Any = None
         self.is_empty = not any(variant)
 
-        def traced(state: Any, leaves: Any) -> Any:
+        def traced(state: list[Any], leaves: list[Any]) -> tuple[Any, ...]:
             own = with_rows(variant, is_uneven, leaves)
             replay = replay_lib.Replay(known)
             try:
@@ -210,7 +212,10 @@ class _Stages:
     """
 
     def __init__(
-        self, traces: list[_Trace], inputs: Any, are_own: list[bool]
+        self,
+        traces: list[_Trace],
+        inputs: tuple[list[Any], list[Any]],
+        are_own: list[bool],
     ) -> None:
         self._traces = traces
         state, leaves = inputs
@@ -242,7 +247,7 @@ class _Stages:
         self._shapes = _largest([jax.tree.leaves(t.shapes) for t in traces])
         self._values: dict[int, Any] = {}
 
-    def compute(self, index: Any, given: tuple[Any, Any, list[Any]]) -> None:
+    def compute(self, index: Array, given: tuple[Any, Any, list[Any]]) -> None:
         """Computes the next stage.
 
         Args:
@@ -267,8 +272,10 @@ class _Stages:
         values = jax.lax.switch(index, branches, *given)
         self._values.update(zip(others, values, strict=True))
 
-    def _branch(self, part: ClosedJaxpr, places: list[int]) -> Any:
-        def branch(state: Any, leaves: Any, known: Any) -> list[Any]:
+    def _branch(
+        self, part: ClosedJaxpr, places: list[int]
+    ) -> Callable[..., list[Any]]:
+        def branch(state: Tree, leaves: Tree, known: Tree) -> list[Any]:
             # What is wanted does not depend on the others.
             unknown = jax.tree.map(
                 lambda shape: jnp.zeros(shape.shape, shape.dtype),
@@ -297,7 +304,7 @@ class _Stages:
         """Whether each new value is the same on all replicas."""
         return self._structured(dict(enumerate(self._are_alike)))[2]
 
-    def _structured(self, values: dict[int, Any]) -> Any:
+    def _structured(self, values: dict[int, Any]) -> Tree:
         structure = jax.tree.structure(self._traces[0].shapes)
         every = [values.get(k) for k in range(len(self._stages))]
         return jax.tree.unflatten(structure, every)
@@ -317,8 +324,10 @@ def _largest(
 
 
 def _of_shapes(
-    reduce: Any, operands: list[list[jax.ShapeDtypeStruct]], places: list[int]
-) -> Any:
+    reduce: Reduce,
+    operands: list[list[jax.ShapeDtypeStruct]],
+    places: list[int],
+) -> Reduce:
     """A collective for operands of each variant's shapes.
 
     Raises:
@@ -340,7 +349,7 @@ def _of_shapes(
     )
 
 
-def _padded(array: Any, most: jax.ShapeDtypeStruct) -> Any:
+def _padded(array: Array, most: jax.ShapeDtypeStruct) -> jax.Array:
     # A number's type is one of Python's where it is a literal.
     array = jnp.asarray(array, most.dtype)
     return array if array.shape == most.shape else padded(array, most.shape)

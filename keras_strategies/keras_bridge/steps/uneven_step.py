@@ -7,7 +7,7 @@ replica's loss is weighted by its rows, and one without rows counts nothing.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,10 +19,12 @@ from keras_strategies._core.batches import RowShape
 from keras_strategies._core.identity import IdentityMap
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.rows import rows_of_replicas
+from keras_strategies._types import Array, Batch, Logs, Tree
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.hooks import metric_rules, seeds
+from keras_strategies.keras_bridge.hooks.metric_hooks import Result
 from keras_strategies.keras_bridge.step_context import (
-    Batch,
+    Group,
     StepContext,
     StepFacts,
 )
@@ -78,13 +80,21 @@ class UnevenRows:
         )
 
     def take(self, data: Batch, axis: int, mesh: ReplicaMesh) -> Batch:
-        """Moves each replica's rows to it; to be compiled."""
+        """Moves each replica's rows to it; to be compiled.
+
+        Returns:
+          A batch in which each replica has as many rows as the one with most.
+        """
         sharding = mesh.stacked if axis else mesh.split
         moved = jax.tree.map(lambda a: jnp.take(a, self.taken, axis), data)
         return jax.lax.with_sharding_constraint(moved, sharding)
 
-    def put_back(self, outputs: Any, axis: int, mesh: ReplicaMesh) -> Any:
-        """Puts the replicas' outputs where the batch's rows were."""
+    def put_back(self, outputs: Tree, axis: int, mesh: ReplicaMesh) -> Tree:
+        """Puts the replicas' outputs where the batch's rows were.
+
+        Returns:
+          The outputs of shape (rows, ...), or (steps, rows, ...).
+        """
         sharding = mesh.stacked if axis else mesh.split
         moved = jax.tree.map(
             lambda a: jnp.take(a, self.returned, axis), outputs
@@ -115,16 +125,19 @@ class UnevenCall:
     state: list[list[Any]]
     means: list[Any]
 
-    def logs(self, metrics: list[tuple[keras.Variable, Any]]) -> Any:
+    def logs(self, metrics: list[tuple[keras.Variable, Any]]) -> Logs:
         """Returns the outputs as the logs of all rows.
 
         Args:
           metrics: Variables and their merged values, which metrics' results
             are read from.
+
+        Returns:
+          Scalars by name.
         """
         read = step_logs.result_reader()
 
-        def log(mean: Any, output: Any, result: Any) -> Any:
+        def log(mean: Array, output: Array, result: Result | None) -> Array:
             if result is None:
                 return merge_lib.as_type_of(mean, output)
             return read(result)
@@ -222,8 +235,8 @@ def _called(
     variables: list[keras.Variable],
     metrics: list[keras.Variable],
     state: list[Any],
-    outputs: Any,
-    new: Any,
+    outputs: Tree,
+    new: Sequence[Group],
 ) -> Called:
     """What a variant's step left behind."""
     flat = [value for group in new for value in group]

@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from keras_strategies._core.jaxprs.specs import Axis
 from keras_strategies._core.replica_map import replica_id
 from keras_strategies._core.values import cut
+from keras_strategies._types import Array
 
 Variant = tuple[int | tuple[int, ...], ...]
 """Rows of each uneven argument; shapes of those that differ beyond rows."""
@@ -19,7 +21,7 @@ def with_rows(
     """The arguments with the rows of one variant; see `call_unevenly`."""
     sizes = iter(variant)
 
-    def own(leaf: Any) -> Any:
+    def own(leaf: Array) -> Array:
         size = next(sizes)
         if isinstance(size, int):
             return leaf[:, :size]
@@ -51,7 +53,7 @@ def shares_of(rows: Sequence[Variant]) -> list[float] | None:
     return [is_full / sum(has_rows) for is_full in has_rows]
 
 
-def own_share(rows: Sequence[Variant], axis: Axis) -> Any:
+def own_share(rows: Sequence[Variant], axis: Axis) -> jax.Array | None:
     """This replica's weight in averages, a traced number; see `shares_of`."""
     shares = shares_of(rows)
     return None if shares is None else jnp.array(shares)[replica_id(axis)]

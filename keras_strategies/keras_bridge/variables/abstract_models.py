@@ -164,7 +164,7 @@ def _marking(original: Callable[..., None]) -> Callable[..., None]:
     """Marks the models of the block: what they make later has no values."""
 
     @functools.wraps(original)
-    def init(model: Any, *args: Any, **kwargs: Any) -> None:
+    def init(model: keras.Model, *args: Any, **kwargs: Any) -> None:
         original(model, *args, **kwargs)
         if not is_creating_abstract():
             return

@@ -11,8 +11,8 @@ import functools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import jax
 import keras
@@ -22,12 +22,16 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from keras_strategies._core.attributes import attribute_set
+from keras_strategies._types import Array
 from keras_strategies.keras_bridge.patches import Patch, Patches
 from keras_strategies.keras_bridge.variables.sharded_variable import (
     make_plain,
     make_sharded,
 )
 from keras_strategies.keras_bridge.variables.shardings import placement_of
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
 
 MAX_REAL_SIZE = 64
 """Entries of the largest variables that have values as ever: seeds, counters,
@@ -55,8 +59,12 @@ class AbstractVariable(keras.Variable):
     """A variable that has a shape and no value; made by `make_abstract`."""
 
     @property
-    def value(self) -> Any:
-        """The value that a step's state has; zeros for Keras's shapes."""
+    def value(self) -> Array:
+        """The value that a step's state has; zeros for Keras's shapes.
+
+        Returns:
+          An array of the variable's shape.
+        """
         scope = get_stateless_scope()
         if scope is not None:
             value = scope.get_current_value(self)
@@ -67,15 +75,19 @@ class AbstractVariable(keras.Variable):
             return self._maybe_autocast(zeros)
         raise RuntimeError(_message(self, in_step=scope is not None))
 
-    def __array__(self, dtype: Any = None) -> np.ndarray:
+    def __array__(self, dtype: "DTypeLike | None" = None) -> np.ndarray:
         """The value; zeros that take no memory where shapes alone count."""
         if not _thread.is_shapes_alone:
             return super().__array__(dtype)
         zero = np.zeros((), dtype or jax.numpy.dtype(self._dtype))
         return np.broadcast_to(zero, self.shape)
 
-    def assign(self, value: Any) -> Any:
-        """Writes in a step's state, or what a layer that is built computes."""
+    def assign(self, value: Array) -> Array:
+        """Writes in a step's state, or what a layer that is built computes.
+
+        Returns:
+          The value, in the variable's dtype.
+        """
         if get_stateless_scope() is not None:
             return super().assign(value)
         if not _thread.is_abstract:
@@ -93,12 +105,12 @@ class AbstractVariable(keras.Variable):
         self._initialize_layout()
 
 
-def is_abstract(variable: Any) -> bool:
+def is_abstract(variable: object) -> bool:
     """Whether a variable has no value."""
     return isinstance(variable, AbstractVariable)
 
 
-def has_lost_value(variable: Any) -> bool:
+def has_lost_value(variable: object) -> bool:
     """Whether an abstract variable was given a value that was not kept."""
     return getattr(variable, _LOST, False)
 
@@ -108,7 +120,9 @@ def is_creating_abstract() -> bool:
     return _thread.is_abstract
 
 
-def make_abstract(variable: keras.Variable, initializer: Any) -> None:
+def make_abstract(
+    variable: keras.Variable, initializer: Callable[..., Any] | None
+) -> None:
     """Makes a variable one without a value.
 
     Args:
@@ -120,7 +134,7 @@ def make_abstract(variable: keras.Variable, initializer: Any) -> None:
     variable.__class__ = AbstractVariable
 
 
-def make_real(variable: keras.Variable) -> Any:
+def make_real(variable: keras.Variable) -> Callable[..., Any] | None:
     """Makes an abstract variable one of Keras's, which must be given a value.
 
     Returns:
@@ -148,7 +162,7 @@ def slots_of(weight: keras.Variable) -> list[keras.Variable]:
     return [slot for slot in slots if slot is not None]
 
 
-def refuse_abstract(variables: Any) -> None:
+def refuse_abstract(variables: Iterable[keras.Variable]) -> None:
     """Raises RuntimeError if one of the variables has no value."""
     for variable in variables:
         if is_abstract(variable):
@@ -209,7 +223,9 @@ def _message(variable: keras.Variable, *, in_step: bool) -> str:
 
 def _leaving_out(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
-    def initialize(variable: keras.Variable, initializer: Any) -> None:
+    def initialize(
+        variable: keras.Variable, initializer: Callable[..., Any]
+    ) -> None:
         is_small = math.prod(variable.shape) <= MAX_REAL_SIZE
         is_real = is_small and not _thread.is_shapes_alone
         if not _thread.is_abstract or is_real:
@@ -224,7 +240,7 @@ def _leaving_out(original: Callable[..., None]) -> Callable[..., None]:
 
 def _keeping_small(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
-    def initialize(variable: keras.Variable, value: Any) -> None:
+    def initialize(variable: keras.Variable, value: Array) -> None:
         size = math.prod(value.shape) * np.dtype(value.dtype).itemsize
         is_kept = size <= MAX_GIVEN_BYTES and not _thread.is_shapes_alone
         if not _thread.is_abstract or is_kept:

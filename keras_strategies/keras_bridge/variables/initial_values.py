@@ -15,6 +15,7 @@ import numpy as np
 from keras_strategies._core.chief import from_chief
 from keras_strategies._core.jaxprs.traces import is_traced
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._types import Array, Shape
 
 # In what JAX raises (tests/multi_process/test_startup.py).
 _NOT_THE_SAME = "not the same on each process"
@@ -61,6 +62,9 @@ def alike(initializer: Any, mesh: ReplicaMesh) -> Any:
     Args:
       initializer: A function, a name of Keras's, or a value, which stays.
       mesh: The replicas.
+
+    Returns:
+      A function of shape and dtype, or the value as given.
     """
     if mesh.num_processes == 1:
         return initializer
@@ -81,11 +85,15 @@ class _FromChief:
       mesh: The replicas.
     """
 
-    def __init__(self, initializer: Any, mesh: ReplicaMesh) -> None:
+    def __init__(
+        self, initializer: Callable[..., Any], mesh: ReplicaMesh
+    ) -> None:
         self._initializer = initializer
         self._mesh = mesh
 
-    def __call__(self, shape: Any, dtype: Any = None, **kwargs: Any) -> Any:
+    def __call__(
+        self, shape: Shape, dtype: str | None = None, **kwargs: Any
+    ) -> Array:
         if not is_traced():
             value = self._initializer(shape, dtype=dtype, **kwargs)
             return from_chief([value], self._mesh)[0]
@@ -100,7 +108,7 @@ class _FromChief:
             value = self._initializer(shape, dtype=dtype, **kwargs)
         return jax.numpy.asarray(self._of_chief(value))
 
-    def _of_chief(self, value: Any) -> np.ndarray:
+    def _of_chief(self, value: Array) -> np.ndarray:
         with jax.ensure_compile_time_eval():
             (array,) = from_chief([value], self._mesh)
             return np.asarray(array.addressable_data(0))

@@ -88,7 +88,7 @@ def _shown(keys: list[str], paths: list[str]) -> str:
     return ", ".join(shown)
 
 
-def _check_key(key: Any) -> None:
+def _check_key(key: str) -> None:
     try:
         re.compile(key)
     except (TypeError, re.error) as error:

@@ -1,5 +1,6 @@
 """The variables of a model and of what it is compiled with."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -17,7 +18,7 @@ def all_variables(model: keras.Model) -> list[keras.Variable]:
     return list(found.values())
 
 
-def _optimizers(values: Any) -> list[keras.optimizers.Optimizer]:
+def _optimizers(values: Iterable[Any]) -> list[keras.optimizers.Optimizer]:
     found = []
     for value in values:
         if isinstance(value, keras.optimizers.Optimizer):

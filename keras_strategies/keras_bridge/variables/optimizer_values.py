@@ -11,6 +11,8 @@ import jax
 import keras
 import numpy as np
 
+from keras_strategies._types import Array
+
 
 def learning_rates(model: keras.Model) -> dict[str, float]:
     """The learning rates of the step that comes next.
@@ -49,7 +51,7 @@ def steps_of_optimizer(model: keras.Model) -> int:
     return int(_present(model, [optimizer._iterations])[0])
 
 
-def _innermost(model: keras.Model) -> Any:
+def _innermost(model: keras.Model) -> keras.optimizers.Optimizer | None:
     optimizer = model.optimizer
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer
@@ -57,7 +59,7 @@ def _innermost(model: keras.Model) -> Any:
     return optimizer if is_known else None
 
 
-def _rate(model: keras.Model, optimizer: Any) -> Any:
+def _rate(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> Array:
     rate = optimizer._learning_rate
     if isinstance(rate, keras.Variable):
         return _present(model, [rate])[0]

@@ -117,7 +117,7 @@ def still_held(made: Made, state: Sequence[Group]) -> Made:
     return held
 
 
-def _is_among(array: Any, made: Made) -> bool:
+def _is_among(array: object, made: Made) -> bool:
     reference = made.get(id(array))
     return reference is not None and reference() is array
 

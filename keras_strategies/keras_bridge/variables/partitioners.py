@@ -99,6 +99,10 @@ class SlotsOnly(FullySharded):
     """
 
 
+PartitionerLike = FullySharded | Callable[..., Any]
+"""What strategies take as `variable_partitioner`."""
+
+
 class Partitioner:
     """A strategy's `variable_partitioner`, for its replicas.
 
@@ -117,7 +121,7 @@ class Partitioner:
       ValueError: its shards do not divide the replicas.
     """
 
-    def __init__(self, partitioner: Any, mesh: ReplicaMesh) -> None:
+    def __init__(self, partitioner: PartitionerLike, mesh: ReplicaMesh) -> None:
         if not callable(partitioner) and not isinstance(
             partitioner, FullySharded
         ):
@@ -307,7 +311,7 @@ class Partitioner:
         return int(dim)
 
 
-def _check_float(reduce_dtype: Any) -> None:
+def _check_float(reduce_dtype: object) -> None:
     try:
         dtype = keras.backend.standardize_dtype(reduce_dtype)
     except (TypeError, ValueError):
@@ -347,7 +351,7 @@ def _is_of_tf(partitioner: Callable[..., Any]) -> bool:
 
 
 def bound_partitioner(
-    partitioner: Any, mesh: ReplicaMesh
+    partitioner: PartitionerLike | None, mesh: ReplicaMesh
 ) -> tuple[Partitioner | None, ReplicaMesh]:
     """A strategy's partitioner, and its mesh with the groups' size."""
     if partitioner is None:

@@ -5,7 +5,7 @@ whole array on the host for as long as the variable has the value, and gives a
 process the shards of its own devices alone.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import keras
@@ -16,13 +16,16 @@ from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.values import local_shards
 
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
+
 _MESH = "_ks_mesh"
 
 
 class ShardedVariable(keras.Variable):
     """A variable whose value is divided; made by `divide`."""
 
-    def __array__(self, dtype: Any = None) -> np.ndarray:
+    def __array__(self, dtype: "DTypeLike | None" = None) -> np.ndarray:
         """The whole value. Collective, if no process has all shards."""
         value = self.value
         if not isinstance(value, jax.Array) or isinstance(value, Tracer):

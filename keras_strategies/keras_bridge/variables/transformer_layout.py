@@ -112,7 +112,7 @@ def transformer_layout(model: keras.Model, cores: int) -> dict[str, Layout]:
     return _anywhere(layouts, [v.path for v in model.variables])
 
 
-def _check_model(model: Any) -> None:
+def _check_model(model: object) -> None:
     if not isinstance(model, keras.Model):
         raise TypeError(
             "A transformer's layout is that of a model. Received: an object "
@@ -283,7 +283,7 @@ def _of_table(layer: keras.layers.Embedding) -> dict[int, Axes]:
     )
 
 
-def _of_experts(layer: Any) -> dict[int, Axes]:
+def _of_experts(layer: keras.Layer) -> dict[int, Axes]:
     """Of kernels that are stacked: (experts, rows, columns)."""
     stacked = [v for v in layer.variables if len(v.shape) == 3]
     sizes = {tuple(v.shape) for v in stacked}
@@ -296,7 +296,7 @@ def _of_experts(layer: Any) -> dict[int, Axes]:
     return found
 
 
-def _by_name(layer: Any, axes: dict[str, Axes]) -> dict[int, Axes]:
+def _by_name(layer: keras.Layer, axes: dict[str, Axes]) -> dict[int, Axes]:
     return {
         id(v): axes[v.name]
         for v in layer.variables

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import keras
+from jax.sharding import NamedSharding
 from keras.src.distribution.distribution_lib import Distribution
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
@@ -88,7 +89,9 @@ class ReplicaDistribution(Distribution):
         """Number of replicas of the model."""
         return self._mesh.num_replicas
 
-    def get_variable_layout(self, variable: keras.Variable) -> Any:
+    def get_variable_layout(
+        self, variable: keras.Variable
+    ) -> NamedSharding | None:
         """The layout of a variable that is being created."""
         self._registry.add(variable)
         self.placements.assign([variable])
@@ -103,7 +106,7 @@ class ReplicaDistribution(Distribution):
         create = functools.partial(initial_values.create, self._mesh)
         return variable_creator_scope(create)
 
-    def get_data_layout(self, data_shape: Iterable[int]) -> Any:
+    def get_data_layout(self, data_shape: Iterable[int]) -> NamedSharding:
         """Where others lay data out in a scope, as keras-hub's `generate`.
 
         The feed of a loop does not ask. Rows that the replicas cannot share
@@ -142,7 +145,10 @@ def _registering(
 ) -> Callable[..., keras.Variable]:
     @functools.wraps(make_slot)
     def make(
-        optimizer: Any, reference_variable: Any, *args: Any, **kwargs: Any
+        optimizer: BaseOptimizer,
+        reference_variable: keras.Variable,
+        *args: Any,
+        **kwargs: Any,
     ) -> keras.Variable:
         # The calling thread's, if any.
         distribution = keras.distribution.distribution()
@@ -167,14 +173,14 @@ def _registering(
     return make
 
 
-def _is_made_later(weight: Any) -> bool:
+def _is_made_later(weight: keras.Variable) -> bool:
     """Whether a weight is placed after its slots: both are made in a trace."""
     has_nothing = getattr(weight, "_value", None) is None
     return has_nothing and getattr(weight, "_layout", None) is None
 
 
 def _with_layout_of_slots(
-    weight: Any, distribution: ReplicaDistribution
+    weight: keras.Variable, distribution: ReplicaDistribution
 ) -> contextlib.AbstractContextManager[None]:
     """Shows Keras the layout of a weight's slots, where it is another one.
 

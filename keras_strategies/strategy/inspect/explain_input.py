@@ -18,8 +18,13 @@ from rich.text import Text
 from keras_strategies._core import rows as rows_lib
 from keras_strategies._core.batches import num_rows
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._types import Dataset
 from keras_strategies.data.distributed import DistributedDataset
-from keras_strategies.data.options import AutoShardPolicy, check_input_options
+from keras_strategies.data.options import (
+    AutoShardPolicy,
+    InputOptions,
+    check_input_options,
+)
 from keras_strategies.data.source import Source
 from keras_strategies.data.source_summary import Reading, Summary
 from keras_strategies.data.sources.files import Files
@@ -134,7 +139,10 @@ class InputExplanation:
 
 
 def explain_input(
-    dataset: Any, mesh: ReplicaMesh, batch_size: int | None, options: Any
+    dataset: Dataset,
+    mesh: ReplicaMesh,
+    batch_size: int | None,
+    options: InputOptions | None,
 ) -> InputExplanation:
     """Explains how replicas share a dataset; see `Strategy.explain_input`."""
     policy = _policy_of(dataset, batch_size, options)
@@ -235,7 +243,9 @@ def shown_replicas(num_replicas: int, num_processes: int) -> list[Any]:
     return describe.abbreviate(groups, most_processes)
 
 
-def _policy_of(dataset: Any, size: int | None, options: Any) -> _Policy | None:
+def _policy_of(
+    dataset: Dataset, size: int | None, options: InputOptions | None
+) -> _Policy | None:
     """The policy of `options`; raises for what does not go together."""
     check_input_options(options)
     kind, is_arrays = type(dataset).__name__, bool(_arrays(dataset))
@@ -257,7 +267,10 @@ def _policy_of(dataset: Any, size: int | None, options: Any) -> _Policy | None:
 
 
 def _source(
-    dataset: Any, mesh: ReplicaMesh, policy: _Policy | None, size: int | None
+    dataset: Dataset,
+    mesh: ReplicaMesh,
+    policy: _Policy | None,
+    size: int | None,
 ) -> Source:
     """What this process would read, made without asking the others."""
     if isinstance(dataset, DistributedDataset):
@@ -274,14 +287,17 @@ def _source(
     )
 
 
-def _arrays(dataset: Any) -> list[Any]:
+def _arrays(dataset: Dataset) -> list[Any]:
     """The arrays of a nest of them; none of anything else."""
     leaves = [leaf for leaf in tree.flatten(dataset) if leaf is not None]
     return leaves if keras_sources.are_arrays(leaves) else []
 
 
 def _files(
-    summary: Summary, dataset: Any, mesh: ReplicaMesh, policy: _Policy | None
+    summary: Summary,
+    dataset: Dataset,
+    mesh: ReplicaMesh,
+    policy: _Policy | None,
 ) -> tuple[tuple[str, ...] | None, ...]:
     """The files of each process; None for those not known here."""
     files, count = dict(summary.files), mesh.num_readers

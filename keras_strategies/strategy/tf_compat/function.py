@@ -5,7 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 
-def function(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
+def function(
+    fn: Callable[..., Any] | None = None, **options: Any
+) -> Callable[..., Any]:
     """Stands where `tf.function` stood, around loops that call `run`.
 
     There is nothing left to compile here: `run` compiles what it is given,

@@ -1,7 +1,5 @@
 """Names of tf.distribute that have no meaning here, and what to use."""
 
-from typing import Any
-
 _LAYOUT = "`TPUStrategy(layout_map=...)`"
 _PROCESS = "`jax.process_index() == 0`: the first process writes"
 _EVERYWHERE = "nothing: every variable has a copy on every device"
@@ -46,7 +44,7 @@ OF_EXTENDED = {
 _INSTEAD = OF_EXTENDED | OF_STRATEGY
 
 
-def missing(owner: Any, name: str) -> AttributeError:
+def missing(owner: object, name: str) -> AttributeError:
     """The error for an attribute that an object does not have.
 
     Args:

@@ -96,7 +96,7 @@ class CommunicationOptions:
             )
 
 
-def checked_options(options: Any) -> CommunicationOptions:
+def checked_options(options: object) -> CommunicationOptions:
     """The options given, or the default ones.
 
     Raises:
@@ -113,7 +113,7 @@ def checked_options(options: Any) -> CommunicationOptions:
     return options
 
 
-def check_seconds(name: str, value: Any) -> None:
+def check_seconds(name: str, value: object) -> None:
     """Raises unless a value is a positive number of seconds.
 
     Args:
@@ -159,7 +159,7 @@ class RunOptions:
     experimental_xla_options: Any = None
 
 
-def check_options(options: Any) -> None:
+def check_options(options: object) -> None:
     """Raises TypeError unless options are None or `RunOptions`."""
     if options is not None and not isinstance(options, RunOptions):
         raise TypeError(
