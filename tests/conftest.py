@@ -11,8 +11,8 @@ import traceback
 
 import pytest
 
-from tests import compiling
-from tests.optional import HAS_TENSORFLOW, HAS_TORCH
+from tests.support import compiling
+from tests.support.optional import HAS_TENSORFLOW, HAS_TORCH
 
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from tests.mistakes import (
+from tests.support.mistakes import (
     X,
     Y,
     assert_refused,
@@ -24,7 +24,7 @@ from tests.mistakes import (
     not_built,
     one_input,
 )
-from tests.plain_keras import assert_same, dense, mirrored
+from tests.support.plain_keras import assert_same, dense, mirrored
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import yaml
 import keras_strategies as ks
 from keras_strategies._core.names import versions
 from keras_strategies.cluster.job.free_ports import free_ports
-from tests import compiling
+from tests.support import compiling
 
 ROOT = pathlib.Path(__file__).parents[1]
 RECIPES = ROOT / "examples" / "clusters"

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_strategies.keras_bridge.steps.train_program import StepProgram
-from tests.mistakes import (
+from tests.support.mistakes import (
     X,
     Y,
     assert_text,
@@ -14,7 +14,7 @@ from tests.mistakes import (
     iter_of,
     no_shuffle,
 )
-from tests.plain_keras import assert_same, dense, mirrored
+from tests.support.plain_keras import assert_same, dense, mirrored
 
 
 @pytest.fixture

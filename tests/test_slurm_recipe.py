@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests import slurm_cluster
+from tests.support import slurm_cluster
 
 pytestmark = pytest.mark.slurm
 ROOT = pathlib.Path(__file__).parents[1]

@@ -8,7 +8,7 @@ from keras_strategies.keras_bridge.callbacks.callback_list import (
     QuietCallbackList,
     quiet_list,
 )
-from tests.plain_keras import check_same, dense, mirrored
+from tests.support.plain_keras import check_same, dense, mirrored
 
 _random = np.random.default_rng(0)
 X = _random.normal(size=(22, 3)).astype("float32")

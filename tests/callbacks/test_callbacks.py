@@ -15,7 +15,7 @@ import pytest
 
 from keras_strategies.keras_bridge.loops.binding import binding_of
 from tests.callbacks.recorder import Recorder, read_folder
-from tests.plain_keras import assert_same, dense, run_both
+from tests.support.plain_keras import assert_same, dense, run_both
 
 _random = np.random.default_rng(0)
 X = _random.normal(size=(22, 3)).astype("float32")

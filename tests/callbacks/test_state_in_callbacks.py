@@ -19,7 +19,7 @@ from tests.callbacks.test_callbacks import (
     fit,
     momentum,
 )
-from tests.plain_keras import mirrored, on_batch, run_both
+from tests.support.plain_keras import mirrored, on_batch, run_both
 
 
 def is_bound(model):

@@ -22,10 +22,10 @@ from keras_strategies.checkpoint.directory.lock import DirectoryLock
 from keras_strategies.checkpoint.directory.names import find_steps
 from keras_strategies.cluster.exchange.exit_codes import Preempted
 from keras_strategies.cluster.watchdog import preemption
-from tests.checkpoint import cases
-from tests.checkpoint.cases import Batches, of, unnumbered
-from tests.checkpoint.damages import DAMAGES
-from tests.checkpoint.runs import (
+from tests.support.checkpoint import cases
+from tests.support.checkpoint.cases import Batches, of, unnumbered
+from tests.support.checkpoint.damages import DAMAGES
+from tests.support.checkpoint.runs import (
     Case,
     Interrupted,
     Runner,
@@ -36,7 +36,7 @@ from tests.checkpoint.runs import (
     assert_equal,
     usual,
 )
-from tests.plain_keras import mirrored
+from tests.support.plain_keras import mirrored
 
 Checkpoint = ks.callbacks.Checkpoint
 SELDOM = {"save_every_steps": None, "save_every_epochs": 99}

@@ -39,8 +39,8 @@ from keras_strategies.checkpoint.directory.verify import (
     reading,
     verify,
 )
-from tests.checkpoint.damages import DAMAGES, MANIFEST, find, flip
-from tests.checkpoint.written import write_checkpoints, write_files
+from tests.support.checkpoint.damages import DAMAGES, MANIFEST, find, flip
+from tests.support.checkpoint.written import write_checkpoints, write_files
 
 pytestmark = pytest.mark.quick
 

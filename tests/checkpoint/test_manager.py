@@ -16,8 +16,8 @@ import keras_strategies as ks
 from keras_strategies.checkpoint.directory.lock import LOCK
 from keras_strategies.checkpoint.directory.names import find_steps
 from keras_strategies.testing import assert_replicated
-from tests.checkpoint import damages
-from tests.plain_keras import mirrored
+from tests.support.checkpoint import damages
+from tests.support.plain_keras import mirrored
 
 ROWS = np.arange(40, dtype="float32").reshape(10, 4)
 

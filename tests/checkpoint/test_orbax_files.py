@@ -18,13 +18,13 @@ from keras_strategies.checkpoint.directory.retention import Keep
 from keras_strategies.checkpoint.directory.verify import newest_good, verify
 from keras_strategies.checkpoint.reading import read_arrays
 from keras_strategies.checkpoint.storage import Storage
-from tests.checkpoint.written import (
+from tests.fuzz.hostile import inputs
+from tests.support.checkpoint.written import (
     VARIABLES,
     write_checkpoints,
     write_files,
 )
-from tests.fuzz.hostile import inputs
-from tests.plain_keras import mirrored
+from tests.support.plain_keras import mirrored
 
 TREE = "state/_METADATA"
 ARRAYS = "state/array_metadatas/process_0"

@@ -16,8 +16,8 @@ from keras_strategies.keras_bridge.variables.model_variables import (
 )
 from keras_strategies.testing import assert_replicated, run_processes
 from tests.checkpoint import sharded
-from tests.checkpoint.damages import DAMAGES
-from tests.checkpoint.runs import Interrupted, assert_equal
+from tests.support.checkpoint.damages import DAMAGES
+from tests.support.checkpoint.runs import Interrupted, assert_equal
 
 LAYOUTS = (
     *("sharded8", "sharded4", "sharded2", "sharded8x2"),

@@ -17,8 +17,8 @@ from keras_strategies.checkpoint.directory.retention import delete
 from keras_strategies.cli import main
 from keras_strategies.cli.checkpoints.checkpoint_list import State, look_at
 from keras_strategies.cli.checkpoints.checkpoints import print_listing
-from tests.checkpoint.damages import MANIFEST, flip
-from tests.checkpoint.written import VARIABLES, write_small
+from tests.support.checkpoint.damages import MANIFEST, flip
+from tests.support.checkpoint.written import VARIABLES, write_small
 
 pytestmark = pytest.mark.quick
 

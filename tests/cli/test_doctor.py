@@ -28,7 +28,7 @@ from keras_strategies.cli.doctor import (
 from keras_strategies.cli.doctor.findings import Level, Part
 from keras_strategies.cluster.job.free_ports import free_ports
 from keras_strategies.cluster.spec import TaskInfo
-from tests.cli import strangers
+from tests.support import strangers
 
 ROOT = pathlib.Path(__file__).parents[2]
 NOT_OF_CHILDREN = ("KERAS_", "JAX_", "XLA_", "TF_")

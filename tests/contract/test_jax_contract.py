@@ -23,7 +23,7 @@ from keras_strategies.planning.compile.chips import memory_of
 from keras_strategies.planning.compile.compiler import as_misfit
 from keras_strategies.testing import run_processes
 from keras_strategies.tpu.topology_devices import devices_by_name
-from tests import compiling
+from tests.support import compiling
 
 
 def run_python(code, *, devices):

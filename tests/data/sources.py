@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from tests.plain_keras import dense
+from tests.support.plain_keras import dense
 
 ROWS = 22
 _random = np.random.default_rng(0)

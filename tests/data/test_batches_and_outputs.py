@@ -32,7 +32,7 @@ from tests.data.sources import (
     one_input,
     tf_data,
 )
-from tests.plain_keras import (
+from tests.support.plain_keras import (
     assert_same,
     check_same,
     dense,

@@ -13,7 +13,7 @@ import pytest
 from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.sources.file_source import FilesSource
 from keras_strategies.data.sources.files import files
-from tests.data.parts import (
+from tests.support.parts import (
     BATCHES,
     ROWS,
     WORKERS,

@@ -19,7 +19,7 @@ from keras_strategies.data.grain.grain_data import (
 )
 from keras_strategies.data.grain.grain_rows import stacked_rows
 from keras_strategies.data.options import AutoShardPolicy
-from tests.data.parts import (
+from tests.support.parts import (
     BATCHES,
     ROWS,
     WORKERS,

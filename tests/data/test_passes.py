@@ -10,7 +10,7 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.keras_bridge.keras_names import BUILDS_FIRST
-from tests.plain_keras import dense, mirrored
+from tests.support.plain_keras import dense, mirrored
 
 ROWS, SIZE = 24, 4
 X = np.arange(ROWS, dtype="float32")[:, None]

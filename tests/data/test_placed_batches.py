@@ -8,7 +8,7 @@ import pytest
 import keras_strategies as ks
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.keras_bridge.inputs.feed import make_feed
-from tests.plain_keras import dense
+from tests.support.plain_keras import dense
 
 X = np.random.default_rng(0).normal(size=(8, 3)).astype("float32")
 Y = X[:, :1] * 2

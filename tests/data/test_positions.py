@@ -27,8 +27,8 @@ from keras_strategies.keras_bridge.inputs.keras_sources import (
     PyDatasetSource,
 )
 from keras_strategies.keras_bridge.keras_names import ORDERS_ARE_NUMBERED
-from tests.data.workers import global_batches, read_all
-from tests.optional import without_torch
+from tests.support.optional import without_torch
+from tests.support.workers import global_batches, read_all
 
 
 @pytest.fixture(autouse=True)

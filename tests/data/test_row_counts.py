@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from tests.plain_keras import assert_same, check_same, dense, mirrored
+from tests.support.plain_keras import assert_same, check_same, dense, mirrored
 
 REGRESSION = {
     "optimizer": lambda: keras.optimizers.SGD(0.1, momentum=0.9),

@@ -40,7 +40,7 @@ from tests.data.sources import (
     tuple_inputs,
     without_targets,
 )
-from tests.plain_keras import (
+from tests.support.plain_keras import (
     assert_same,
     check_same,
     dense,

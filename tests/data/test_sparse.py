@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.experimental import sparse
 
-from tests.mistakes import (
+from tests.support.mistakes import (
     X,
     Y,
     compiled,
@@ -14,7 +14,7 @@ from tests.mistakes import (
     no_shuffle,
     one_input,
 )
-from tests.plain_keras import assert_same, mirrored
+from tests.support.plain_keras import assert_same, mirrored
 
 DENSE = np.where(np.abs(X) > 1, X, 0).astype("float32")
 

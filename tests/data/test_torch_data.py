@@ -11,7 +11,7 @@ from torch.utils import data as torch_data
 
 from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.sources.torch_data import TorchSource, is_torch
-from tests.data.parts import (
+from tests.support.parts import (
     BATCHES,
     ROWS,
     WORKERS,

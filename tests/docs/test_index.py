@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests import compiling
+from tests.support import compiling
 
 DOCUMENT = pathlib.Path(__file__).parents[2] / "docs/index.md"
 TEXT = DOCUMENT.read_text("utf-8")

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import keras_strategies as ks
-from tests import compiling
+from tests.support import compiling
 
 DOCUMENT = pathlib.Path(__file__).parents[2] / "docs/migration.md"
 SCRIPTS = re.findall(

@@ -16,7 +16,7 @@ import keras_strategies as ks
 from benchmarks.program_texts import normal_hlo
 from keras_strategies.keras_bridge.keras_names import TRAINER
 from keras_strategies.testing import assert_replicated
-from tests.plain_keras import mirrored
+from tests.support.plain_keras import mirrored
 
 layers = keras.layers
 Spec = jax.ShapeDtypeStruct

@@ -8,9 +8,9 @@ import jax
 import keras
 import pytest
 
-from tests.abstract_pairs import LAYOUTS, assert_same, shapes_of
 from tests.parity import cases
 from tests.parity.cases import BY_DEFAULT, CASES, LAYERS, STEPS
+from tests.support.abstract_pairs import LAYOUTS, assert_same, shapes_of
 
 # Uneven: the programs have a mask of the rows that there are.
 ROWS = 15

@@ -20,7 +20,8 @@ from keras_strategies.keras_bridge.variables.model_variables import (
     all_variables,
 )
 from keras_strategies.testing import assert_replicated
-from tests.keras_bridge.rows_seen import (
+from tests.support.plain_keras import dense, mirrored
+from tests.support.rows_seen import (
     NOT_OURS,
     RowsSeen,
     X,
@@ -34,7 +35,6 @@ from tests.keras_bridge.rows_seen import (
     state_of,
     trained_plain,
 )
-from tests.plain_keras import dense, mirrored
 
 LOOPS = {
     "fit": fit,
@@ -664,8 +664,8 @@ def test_variables_of_another_strategy_can_be_assigned():
 def test_variables_assigned_from_another_strategy_survive_its_training():
     code = """
 from tests import conftest
-from tests.keras_bridge.rows_seen import compile_, fit, sequential
-from tests.plain_keras import mirrored
+from tests.support.rows_seen import compile_, fit, sequential
+from tests.support.plain_keras import mirrored
 models = []
 for replicas in (2, 4):
     with mirrored(replicas).scope():

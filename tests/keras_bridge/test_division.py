@@ -10,7 +10,7 @@ import pytest
 from keras.src.trainers.epoch_iterator import EpochIterator
 
 from keras_strategies.keras_bridge.inputs.feed_position import Division
-from tests.plain_keras import dense, mirrored
+from tests.support.plain_keras import dense, mirrored
 
 EPOCHS = 6
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
-from tests.plain_keras import dense, mirrored
+from tests.support.plain_keras import dense, mirrored
 
 _random = np.random.default_rng(0)
 ROWS = 24

@@ -14,7 +14,7 @@ import pytest
 from keras import ops
 
 import keras_strategies as ks
-from tests.plain_keras import mirrored
+from tests.support.plain_keras import mirrored
 
 ROWS, BATCH, FEATURES, OUTPUTS = 48, 24, 6, 3
 WORDS = "its loss is not a mean over the batch's rows"

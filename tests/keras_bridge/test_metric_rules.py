@@ -9,7 +9,7 @@ import pytest
 from keras import ops
 
 from keras_strategies.keras_bridge.hooks import metric_rules
-from tests.plain_keras import assert_same, dense, run_both
+from tests.support.plain_keras import assert_same, dense, run_both
 
 ROWS = 8
 

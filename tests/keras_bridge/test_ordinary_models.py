@@ -16,7 +16,7 @@ from keras import layers, losses, ops
 
 from keras_strategies.keras_bridge.loops.binding import binding_of
 from keras_strategies.keras_bridge.steps.lower_step import lower_step
-from tests.plain_keras import mirrored
+from tests.support.plain_keras import mirrored
 
 ROWS = 12
 CLASSES = 3

@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras_strategies.keras_bridge.keras_names import TRAINER
 from keras_strategies.keras_bridge.loops.binding import binding_of
 from keras_strategies.keras_bridge.loops.scope_hooks import LOOPS, keras_loop
-from tests.plain_keras import dense, mirrored, on_batch
+from tests.support.plain_keras import dense, mirrored, on_batch
 
 WORDS = [f"{'a' * (i % 5)}{'b' * (i * 7 % 11)}" for i in range(37)]
 ROWS = np.random.default_rng(0).random((37, 3)).astype("float32")

@@ -12,7 +12,7 @@ from keras.src.losses.losses import LossFunctionWrapper
 
 import keras_strategies as ks
 from keras_strategies.keras_bridge.steps import trace_checks
-from tests.plain_keras import assert_same, check_same, dense, run_both
+from tests.support.plain_keras import assert_same, check_same, dense, run_both
 
 _random = np.random.default_rng(5)
 X = _random.normal(size=(44, 3)).astype("float32")

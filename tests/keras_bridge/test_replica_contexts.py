@@ -13,7 +13,7 @@ import pytest
 from keras import ops
 
 import keras_strategies as ks
-from tests.plain_keras import mirrored
+from tests.support.plain_keras import mirrored
 
 FEATURES = 2
 _random = np.random.default_rng(3)

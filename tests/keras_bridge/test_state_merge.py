@@ -8,7 +8,7 @@ from keras import ops
 
 import keras_strategies as ks
 from keras_strategies.testing import assert_replicated
-from tests.plain_keras import assert_same, dense, mirrored, run_both
+from tests.support.plain_keras import assert_same, dense, mirrored, run_both
 
 _random = np.random.default_rng(0)
 X = _random.normal(size=(24, 3)).astype("float32")

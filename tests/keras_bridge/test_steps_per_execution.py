@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from keras_strategies._core import dispatch as dispatch_lib
-from tests.plain_keras import assert_same, dense, mirrored, run_both
+from tests.support.plain_keras import assert_same, dense, mirrored, run_both
 
 _random = np.random.default_rng(0)
 X = _random.normal(size=(250, 3)).astype("float32")

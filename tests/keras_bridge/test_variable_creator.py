@@ -11,8 +11,8 @@ import keras_strategies as ks
 from keras_strategies.keras_bridge.variables.model_variables import (
     all_variables,
 )
-from tests.keras_bridge.rows_seen import compile_, fit, sequential
-from tests.plain_keras import mirrored
+from tests.support.plain_keras import mirrored
+from tests.support.rows_seen import compile_, fit, sequential
 
 
 def model_with_all_kinds():

@@ -8,7 +8,7 @@ from keras import ops
 
 import keras_strategies as ks
 from keras_strategies.testing import assert_replicated
-from tests.plain_keras import assert_same, mirrored
+from tests.support.plain_keras import assert_same, mirrored
 
 _random = np.random.default_rng(3)
 # Five of each: op by op, every other shape is compiled for itself.

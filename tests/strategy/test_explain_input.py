@@ -21,7 +21,7 @@ from keras_strategies.data.source import Source
 from keras_strategies.data.steps import Steps
 from keras_strategies.strategy.inspect import explain_input as explaining
 from keras_strategies.testing import run_processes
-from tests.plain_keras import mirrored
+from tests.support.plain_keras import mirrored
 
 X = np.arange(13, dtype="float32")[:, None]
 Policy = ks.data.AutoShardPolicy

@@ -10,7 +10,7 @@ import pytest
 from keras import ops
 
 import keras_strategies as ks
-from tests.plain_keras import assert_same, mirrored
+from tests.support.plain_keras import assert_same, mirrored
 
 X = np.random.default_rng(5).normal(size=(12, 3)).astype("float32")
 

@@ -10,7 +10,7 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.testing import assert_replicated
-from tests.plain_keras import assert_same, mirrored
+from tests.support.plain_keras import assert_same, mirrored
 
 debug = pytest.mark.parametrize(
     "debug", [False, True], ids=["program", "debug"]

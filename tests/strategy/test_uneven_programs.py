@@ -11,7 +11,7 @@ from jax.experimental import io_callback
 
 import keras_strategies as ks
 from keras_strategies.testing import assert_replicated
-from tests.plain_keras import dense, mirrored
+from tests.support.plain_keras import dense, mirrored
 
 
 def batch_of(strategy, rows):

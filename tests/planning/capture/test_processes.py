@@ -12,8 +12,8 @@ from keras_strategies.cluster.child_program import command_line
 from keras_strategies.planning.capture import processes, worker
 from keras_strategies.planning.capture import request as request_lib
 from keras_strategies.planning.capture.request import Request
-from tests.cli import strangers
 from tests.planning.capture.scripts import HEAD, MODEL
+from tests.support import strangers
 
 
 def test_a_request_is_what_it_was():

@@ -5,7 +5,7 @@ import typing
 import keras
 import numpy as np
 
-from tests.plain_keras import dense
+from tests.support.plain_keras import dense
 
 _random = np.random.default_rng(0)
 X = _random.normal(size=(8, 3)).astype("float32")

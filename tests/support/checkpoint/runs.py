@@ -20,7 +20,7 @@ from keras_strategies.keras_bridge.callbacks import callback_states
 from keras_strategies.keras_bridge.variables.model_variables import (
     all_variables,
 )
-from tests.plain_keras import mirrored
+from tests.support.plain_keras import mirrored
 
 layers = keras.layers
 _rng = np.random.default_rng(3)

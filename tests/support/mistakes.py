@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from tests.plain_keras import assert_same, dense
+from tests.support.plain_keras import assert_same, dense
 
 _random = np.random.default_rng(0)
 X = _random.normal(size=(22, 3)).astype("float32")

@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 
-from tests.checkpoint.runs import (
+from tests.support.checkpoint.runs import (
     Case,
     Counting,
     Looking,
