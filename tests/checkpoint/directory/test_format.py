@@ -44,7 +44,7 @@ from tests.support.checkpoint.written import write_checkpoints, write_files
 
 pytestmark = pytest.mark.quick
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 NOBODY = 65534
 
 

@@ -20,7 +20,7 @@ from keras_strategies.checkpoint.directory.lock import (
 
 pytestmark = pytest.mark.quick
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 HOLD = """
 import sys, time
 from keras_strategies.checkpoint.directory.lock import DirectoryLock
