@@ -40,7 +40,7 @@ NO_TORCH = (
     "torch is not installed: its tests are left out. `./run test --torch` "
     "installs it."
 )
-collect_ignore = [] if HAS_TORCH else ["data/test_torch_data.py"]
+collect_ignore = [] if HAS_TORCH else ["data/sources/test_torch_data.py"]
 
 
 def pytest_configure(config):

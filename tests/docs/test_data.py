@@ -55,7 +55,7 @@ GIVEN = {
     "`ks.data.files": lambda folder: {"x": files_of(folder)},
     "generators": lambda _: {"x": iter_of(*PIECES)},
 }
-# tests/data/test_tf_data.py reads files; tests of torch need it.
+# tests/data/tfdata/test_tf_data.py reads files; tests of torch need it.
 # test_extending.py has sources.
 ELSEWHERE = {
     "`tf.data.Dataset` that reads",

@@ -1,6 +1,6 @@
 """What the processes of test_launch.py do; imports nothing that is slow.
 
-    python -m tests.cli.launched WORDS...
+    python -m tests.cli.launch.launched WORDS...
 
 has a word for each process: an exit code ("1"), a code after some seconds
 ("75@0.2"), a signal to itself ("SIGKILL"), "sleep", "stubborn" (ignores

@@ -23,13 +23,13 @@ from keras_strategies.cluster.resolvers.tf_config_resolver import (
 )
 from keras_strategies.cluster.tasks import task_info
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 TIME_LIMIT_S = 120
-LAUNCHED = ["-m", "tests.cli.launched"]
+LAUNCHED = ["-m", "tests.cli.launch.launched"]
 
 
 def start(*words, prepare="", environ=None, **options):
-    """Starts the launcher; its processes run tests.cli.launched or a script."""
+    """Starts the launcher; its processes run `launched.py` or a script."""
     code = f"""
 import sys
 from keras_strategies.cli import main

@@ -30,7 +30,7 @@ from keras_strategies.cluster.job.free_ports import free_ports
 from keras_strategies.cluster.spec import TaskInfo
 from tests.support import strangers
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 NOT_OF_CHILDREN = ("KERAS_", "JAX_", "XLA_", "TF_")
 
 

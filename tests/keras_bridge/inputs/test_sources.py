@@ -10,7 +10,7 @@ import pytest
 from keras import ops
 
 from keras_strategies.keras_bridge.keras_names import BUILDS_FIRST
-from tests.data.sources import (
+from tests.keras_bridge.inputs.sources import (
     CLASSES,
     LABELS,
     NO_LOSS,

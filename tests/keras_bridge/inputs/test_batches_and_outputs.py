@@ -11,7 +11,7 @@ from keras import ops
 
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.keras_bridge.inputs.feed import make_feed
-from tests.data.sources import (
+from tests.keras_bridge.inputs.sources import (
     CLASSES,
     LABELS,
     REGRESSION,
