@@ -27,7 +27,7 @@ def assert_close(actual, expected):
 
 
 def test_loops_equal_those_of_one_process():
-    # tests/test_sharded_files_example.py has tf.data on two processes.
+    # tests/examples/test_sharded_files.py has tf.data on two processes.
     check(["arrays", "generator"], CASES[2:3], 2, 1)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from keras_strategies.keras_bridge.loops.binding import binding_of
-from tests.callbacks.recorder import Recorder, read_folder
+from tests.keras_bridge.callbacks.recorder import Recorder, read_folder
 from tests.support.plain_keras import assert_same, dense, run_both
 
 _random = np.random.default_rng(0)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from keras_strategies.keras_bridge.loops.binding import binding_of
-from tests.callbacks.test_callbacks import (
+from tests.keras_bridge.callbacks.test_callbacks import (
     MOMENTUM,
     MOMENTUM_3,
     X_VAL,

@@ -15,7 +15,7 @@ from keras_strategies._core.names import versions
 from keras_strategies.cluster.job.free_ports import free_ports
 from tests.support import compiling
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 RECIPES = ROOT / "examples" / "clusters"
 TIME_LIMIT_S = 300
 SHELL = ("tf_config.sh", "torchrun.sh", "tpu_vm.sh", "train.sbatch")
@@ -91,7 +91,7 @@ def pod_of(job_set):
 
 def test_every_recipe_is_known_here():
     found = {path.name for path in RECIPES.iterdir() if path.is_file()}
-    # With Ray itself: tests/test_ray_recipe.py.
+    # With Ray itself: tests/examples/test_ray_recipe.py.
     assert found == {"train.py", "ray_train.py", *SHELL, *MANIFESTS}
 
 

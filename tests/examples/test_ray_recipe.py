@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = pytest.mark.ray
 SCRIPT = (
-    pathlib.Path(__file__).parents[1] / "examples" / "clusters" / "ray_train.py"
+    pathlib.Path(__file__).parents[2] / "examples" / "clusters" / "ray_train.py"
 )
 TIME_LIMIT_S = 400
 

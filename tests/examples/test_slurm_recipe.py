@@ -12,7 +12,7 @@ import pytest
 from tests.support import slurm_cluster
 
 pytestmark = pytest.mark.slurm
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 RECIPES = ROOT / "examples" / "clusters"
 LIMIT_S = 300
 DONE = r"2 processes, 2 replicas: loss [\d.]+ -> [\d.]+, accuracy [\d.]+"

@@ -678,7 +678,7 @@ fit(first)
 fit(second)
 """
     # In a process of its own: a buffer deleted here may crash jaxlib.
-    root = pathlib.Path(__file__).parents[2]
+    root = pathlib.Path(__file__).parents[3]
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=root,

@@ -588,7 +588,7 @@ def test_every_process_says_the_same(tmp_path):
     first, second = (
         result.value
         for result in run_processes(
-            "tests.strategy.test_explain_input:on_each_process",
+            "tests.strategy.inspect.test_explain_input:on_each_process",
             2,
             args=[str(tmp_path)],
             timeout_s=400,

@@ -5,7 +5,7 @@ import pathlib
 import subprocess
 import sys
 
-EXAMPLE = pathlib.Path(__file__).parents[1] / "examples" / "sharded_files.py"
+EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "sharded_files.py"
 HIDING = """
 import importlib.util, runpy, sys
 importlib.util.find_spec = lambda name: None
