@@ -16,8 +16,8 @@ import keras_strategies as ks
 from keras_strategies.keras_bridge.variables.model_variables import (
     all_variables,
 )
-from tests.parity.one_device import make_strategy
 from tests.support.checkpoint.runs import Seen
+from tests.support.strategies import make_strategy
 
 _random = np.random.default_rng(2)
 X = _random.normal(size=(26, 8)).astype("float32")

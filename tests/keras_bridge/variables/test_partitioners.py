@@ -7,7 +7,7 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.keras_bridge.variables.partitioners import Partitioner
-from tests.parity.one_device import of_cores
+from tests.support.strategies import of_cores
 
 FullySharded = ks.experimental.FullySharded
 SlotsOnly = ks.experimental.SlotsOnly
