@@ -525,30 +525,40 @@ with ks.MirroredStrategy().scope():
 checkpoint = ks.checkpoint.Checkpoint(variable=variable)
 manager = ks.checkpoint.CheckpointManager(checkpoint, sys.argv[1])
 save = manager._storage._checkpointer.save
-waits, is_interrupted = threading.Event(), threading.Event()
+waits, is_heard, is_told = (threading.Event() for _ in range(3))
 
 def slowly(*args, **kwargs):
-    is_interrupted.wait(60)
-    time.sleep(0.5)
+    is_told.wait(60)
     save(*args, **kwargs)
 
+def stop(*_):
+    if not is_heard.is_set():
+        is_heard.set()
+        raise KeyboardInterrupt
+
 # What runs in a shell's background inherits that Ctrl-C is ignored.
-signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGINT, stop)
 
 def interrupt():
     waits.wait(60)
-    time.sleep(0.5)
-    os.kill(os.getpid(), signal.SIGINT)
-    is_interrupted.set()
+    # One that comes just before the main thread waits does not wake it.
+    while not is_heard.wait(0.1):
+        os.kill(os.getpid(), signal.SIGINT)
+
+class Finished(threading.Event):
+    def wait(self, timeout=None):
+        waits.set()
+        return super().wait(timeout)
 
 manager._storage._checkpointer.save = slowly
 manager.save(1)
 threading.Thread(target=interrupt, daemon=True).start()
 try:
-    waits.set()
+    manager._storage._finished.__class__ = Finished
     manager.wait()
 except KeyboardInterrupt:
     print("interrupted", manager.checkpoints)
+is_told.set()
 if sys.argv[2] == "waits again":
     manager.wait()
     print("waited", [os.path.basename(path) for path in manager.checkpoints])

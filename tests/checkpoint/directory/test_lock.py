@@ -22,20 +22,20 @@ pytestmark = pytest.mark.quick
 
 ROOT = pathlib.Path(__file__).parents[3]
 HOLD = """
-import sys, time
+import sys
 from keras_strategies.checkpoint.directory.lock import DirectoryLock
 DirectoryLock(sys.argv[1]).acquire()
 print("held", flush=True)
-time.sleep(60)
+sys.stdin.read()
 """
 
 FORK = """
-import os, sys, time
+import os, signal, sys
 from keras_strategies.checkpoint.directory.lock import DirectoryLock
 lock = DirectoryLock(sys.argv[1])
 lock.acquire()
 if os.fork():
-    time.sleep(60)
+    signal.pause()
 print("child", lock.is_held, flush=True)
 sys.stdin.read()
 """
@@ -47,6 +47,7 @@ def other(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -4,10 +4,11 @@
 
 has a word for each process: an exit code ("1"), a code after some seconds
 ("75@0.2"), a signal to itself ("SIGKILL"), "sleep", "stubborn" (ignores
-SIGTERM and SIGINT), "guarded" (stubborn, but ends with 71 when the launcher
-tells or is gone), "preempted" (75 at SIGTERM), "stopped", "chatty" (prints),
-"parent" (starts a sleeping process of its own). With a folder in the variable
-STARTED, they wait there until all have started.
+SIGTERM and SIGINT), "heard" (says that it had a SIGINT), "guarded" (stubborn,
+but ends with 71 when the launcher tells or is gone), "preempted" (75 at
+SIGTERM), "stopped", "chatty" (prints), "parent" (starts a sleeping process of
+its own). With a folder in the variable STARTED, they wait there until all have
+started.
 """
 
 import json
@@ -17,6 +18,8 @@ import signal
 import subprocess
 import sys
 import time
+
+from tests.support.waiting import wait_until
 
 LONG = 180.0
 
@@ -28,6 +31,8 @@ def main():
     if word in ("stubborn", "guarded"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if word == "heard":
+        signal.signal(signal.SIGINT, lambda *_: print("heard"))
     if word == "preempted":
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
     if word == "parent":
@@ -57,10 +62,8 @@ def main():
 
 def wait_for_all(folder, index, cluster):
     (folder / str(index)).touch()
-    end = time.monotonic() + LONG
-    while len(list(folder.iterdir())) < sum(map(len, cluster.values())):
-        assert time.monotonic() < end, "Some have not started."
-        time.sleep(0.01)
+    count = sum(map(len, cluster.values()))
+    wait_until(lambda: len(list(folder.iterdir())) == count, LONG)
 
 
 SLEEP = f"import time; time.sleep({LONG})"

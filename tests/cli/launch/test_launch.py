@@ -22,6 +22,7 @@ from keras_strategies.cluster.resolvers.tf_config_resolver import (
     TFConfigClusterResolver,
 )
 from keras_strategies.cluster.tasks import task_info
+from tests.support.waiting import wait_until
 
 ROOT = pathlib.Path(__file__).parents[3]
 TIME_LIMIT_S = 120
@@ -88,16 +89,17 @@ def pid_of(pids, index):
 
 
 def is_gone(pid, within_s=30.0):
-    end = time.monotonic() + within_s
-    while time.monotonic() < end:
+    def has_ended():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             state = pathlib.Path(f"/proc/{pid}/stat").read_text()
-            if state.rpartition(")")[2].split()[0] not in "ZX":
-                time.sleep(0.02)
-                continue
+            return state.rpartition(")")[2].split()[0] in "ZX"
         return True
-    os.kill(pid, signal.SIGKILL)
-    return False
+
+    try:
+        return wait_until(has_ended, within_s)
+    except AssertionError:
+        os.kill(pid, signal.SIGKILL)
+        return False
 
 
 def test_output_is_whole_lines_with_the_number_of_the_process(tmp_path):
@@ -318,9 +320,12 @@ def test_signals_to_the_launcher(words, number, code, said):
 
 
 def test_second_interrupt_ends_all_at_once():
-    process, pids = started("stubborn", "stubborn")
+    # Nothing else ends them.
+    alone = "local_job._INTERRUPTED = (600.0, 600.0)"
+    process, pids = started("heard", "heard", prepare=alone)
     process.send_signal(signal.SIGINT)
-    time.sleep(0.2)
+    for _ in pids:
+        assert process.stdout.readline().endswith("heard\n")
     process.send_signal(signal.SIGINT)
     assert finish(process)[2] == 130
     assert all(is_gone(pid) for pid in pids)
@@ -350,12 +355,8 @@ def test_a_slow_reader_of_a_non_blocking_output_loses_nothing(tmp_path):
     )
     os.close(writing)
     try:
-        end = time.monotonic() + TIME_LIMIT_S
         # More than what the pipe takes is written before somebody reads.
-        while not (told.exists() and told.read_text()):
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        wait_until(lambda: told.exists() and told.read_text(), TIME_LIMIT_S)
         assert is_gone(int(told.read_text()))
         with os.fdopen(reading) as file:
             lines = file.read().splitlines()

@@ -6,12 +6,12 @@ tests/contract/test_jax_contract.py has JAX's store and real processes.
 import concurrent.futures
 import itertools
 import threading
-import time
 
 import jax
 import pytest
 
 from keras_strategies.cluster.exchange import host_exchange
+from tests.support.waiting import wait_until
 
 
 class Store:
@@ -76,6 +76,7 @@ def run(monkeypatch):
         with concurrent.futures.ThreadPoolExecutor(count) as pool:
             return list(pool.map(call, range(count))), store
 
+    start.store = store
     return start
 
 
@@ -133,7 +134,8 @@ def test_one_that_is_late_is_waited_for(run, late):
     def say(index, processes):
         made = host_exchange.Agreement(processes, "x", timeout_s=30)
         if index == late:
-            time.sleep(1)
+            # All others have spoken, and wait.
+            wait_until(lambda: len(run.store.values) == 5)
         return made.exchange("here")
 
     heard, _ = run(say, 6)

@@ -22,6 +22,7 @@ from keras_strategies.cluster.exchange.job_secret import (
 )
 from keras_strategies.cluster.exchange.rendezvous import RendezvousError, meet
 from keras_strategies.cluster.job.free_ports import free_ports
+from tests.support.waiting import connected
 
 ONE, OTHER = Secret("one" * 10), Secret("other" * 10)
 LONG = 60.0
@@ -114,15 +115,6 @@ def test_another_secret_is_another_job(address):
     assert "another one in process 0" in other
     told, _ = run(address, [ONE, OTHER], timeout_s=LIMIT)
     assert "a process that claimed to be process 1" in told[0]
-
-
-def connected(address):
-    host, port = rendezvous.split(address)
-    for _ in range(200):
-        with contextlib.suppress(OSError):
-            return socket.create_connection((host, port), 2)
-        time.sleep(0.02)
-    raise AssertionError("nobody listens")
 
 
 def hello(**changed):

@@ -13,6 +13,7 @@ import pytest
 from keras_strategies.cluster.exchange import greetings, joining, rendezvous
 from keras_strategies.cluster.exchange.rendezvous import RendezvousError, meet
 from keras_strategies.cluster.job.free_ports import free_ports
+from tests.support.waiting import connected
 
 LIMIT = 1.0
 # Where nobody waits for it to pass.
@@ -33,11 +34,12 @@ def address():
 
 
 def run(address, processes, timeout_s=LONG):
-    """What each process is told; each is (delay, id, count, facts)."""
+    """What each process is told; each is (when, id, count, facts): after so
+    many seconds, or what a function waits for."""
 
     def call(process):
-        delay, index, count, facts = process
-        time.sleep(delay)
+        when, index, count, facts = process
+        when() if callable(when) else time.sleep(when)
         try:
             meet(
                 address,
@@ -166,19 +168,14 @@ def hello_line(**changed):
 )
 def test_strangers_are_left_alone(address, words):
     def bother():
-        host, port = rendezvous.split(address)
-        for _ in range(100):
-            with contextlib.suppress(OSError):
-                stranger = socket.create_connection((host, port), 1)
-                stranger.sendall(words)
-                time.sleep(0.3)
-                stranger.close()
-                return
-            time.sleep(0.02)
+        with connected(address) as stranger, contextlib.suppress(OSError):
+            stranger.settimeout(0.3)
+            stranger.sendall(words)
+            stranger.recv(1)
 
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        pool.submit(bother)
-        told = run(address, [(0, 0, 2, {}), (0.6, 1, 2, {})])
+        bothered = pool.submit(bother).result
+        told = run(address, [(0, 0, 2, {}), (bothered, 1, 2, {})])
     assert told == ["met", "met"]
 
 
@@ -272,8 +269,7 @@ def test_a_thousand_idle_strangers_take_nobodys_time(
                 stranger.connect((host, port))
 
     def be_slow():
-        time.sleep(0.3)
-        with socket.create_connection((host, port), LONG) as ours:
+        with connected(address) as ours:
             crowd(1000)
             for byte in hello_line():
                 ours.sendall(bytes([byte]))
@@ -303,7 +299,7 @@ def test_who_comes_after_many_idle_strangers_is_heard(address, monkeypatch):
     idle = []
 
     def crowd():
-        time.sleep(0.3)
+        connected(address).close()
         for _ in range(150):
             stranger = socket.socket()
             stranger.setblocking(False)
@@ -314,9 +310,8 @@ def test_who_comes_after_many_idle_strangers_is_heard(address, monkeypatch):
     try:
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             done = pool.submit(crowd)
-            late = (0.6, 1, 2, {})
+            late = (done.result, 1, 2, {})
             told = run(address, [(0, 0, 2, {}), late])
-            done.result()
         assert told == ["met", "met"]
     finally:
         for stranger in idle:
@@ -328,21 +323,17 @@ def test_an_idle_stranger_is_hung_up_on(address, monkeypatch):
     host, port = rendezvous.split(address)
 
     def waited():
-        for _ in range(200):
-            with contextlib.suppress(OSError):
-                stranger = socket.create_connection((host, port), 1)
-                break
-            time.sleep(0.02)
-        with stranger:
+        with connected(address) as stranger:
             start = time.monotonic()
             stranger.settimeout(LONG)
             assert stranger.recv(1) == b""
             return time.monotonic() - start
 
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        seconds = pool.submit(waited)
-        told = run(address, [(0, 0, 2, {}), (1.5, 1, 2, {})])
-        assert 0.1 < seconds.result() < 1.2
+        seconds = pool.submit(waited).result
+        # Nobody else comes before.
+        told = run(address, [(0, 0, 2, {}), (seconds, 1, 2, {})])
+        assert seconds() > 0.1
     assert told == ["met", "met"]
 
 

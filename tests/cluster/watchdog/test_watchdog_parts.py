@@ -5,7 +5,6 @@ import queue
 import socket
 import sys
 import threading
-import time
 
 import pytest
 
@@ -26,6 +25,7 @@ from keras_strategies.cluster.watchdog.launcher_pipe import (
     find_pipe,
 )
 from keras_strategies.cluster.watchdog.progress import Progress
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.quick
 
@@ -316,10 +316,8 @@ def test_a_program_that_runs_before_its_call_returns_is_waited_for(clock):
     )
     starting.start()
     try:
-        end = time.monotonic() + 30
         clock.now = 5.0
-        while progress.heartbeat().waiting_s != 5 and time.monotonic() < end:
-            time.sleep(0.01)
+        wait_until(lambda: progress.heartbeat().waiting_s == 5, 30)
         heartbeat = progress.heartbeat()
     finally:
         queue_of_outputs.put(([],))
