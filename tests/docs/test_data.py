@@ -11,8 +11,14 @@ import pytest
 import tensorflow as tf
 
 import keras_strategies as ks
-from tests.support.mistakes import iter_of, no_data_left, no_shuffle
-from tests.support.plain_keras import assert_same, dense, mirrored
+from tests.support.mistakes import iter_of
+from tests.support.plain_keras import (
+    assert_same,
+    dense,
+    mirrored,
+    no_data_left,
+    no_shuffle,
+)
 
 TEXT = (pathlib.Path(__file__).parents[2] / "docs/data.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)

@@ -10,13 +10,6 @@ _random = np.random.default_rng(0)
 X = _random.normal(size=(22, 3)).astype("float32")
 Y = _random.normal(size=(22, 1)).astype("float32")
 
-no_data_left = pytest.mark.filterwarnings(
-    "ignore:Your input ran out of data:UserWarning"
-)
-no_shuffle = pytest.mark.filterwarnings(
-    "ignore:.shuffle=True. was passed:UserWarning"
-)
-
 
 def one_input():
     return keras.Sequential([keras.Input((3,)), dense(1)])

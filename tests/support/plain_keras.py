@@ -6,11 +6,19 @@ import random
 import jax
 import keras
 import numpy as np
+import pytest
 
 import keras_strategies as ks
 from keras_strategies.keras_bridge.keras_names import SUPER_BATCHES
 from keras_strategies.keras_bridge.loops.binding import binding_of
 from keras_strategies.testing import assert_replicated
+
+no_data_left = pytest.mark.filterwarnings(
+    "ignore:Your input ran out of data:UserWarning"
+)
+no_shuffle = pytest.mark.filterwarnings(
+    "ignore:.shuffle=True. was passed:UserWarning"
+)
 
 
 def mirrored(replicas):

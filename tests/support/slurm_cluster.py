@@ -17,6 +17,7 @@ import subprocess
 import time
 
 from keras_strategies.cluster.job.free_ports import free_ports
+from tests.support.commands import call
 
 NODES = ("127.0.0.2", "127.0.0.3")
 PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "scontrol")
@@ -65,17 +66,8 @@ class Cluster:
 
     def call(self, *words, limit_s=LIMIT_S, **options):
         """What a command prints."""
-        done = subprocess.run(
-            [find(words[0]), *map(str, words[1:])],
-            env=self.environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=limit_s,
-            **options,
-        )
-        assert done.returncode == 0, done.stdout
-        return done.stdout
+        command = find(words[0]), *words[1:]
+        return call(*command, limit_s=limit_s, env=self.environ, **options)
 
     def job(self, number):
         """What scontrol says of a job, by its names."""

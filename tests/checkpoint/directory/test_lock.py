@@ -1,5 +1,6 @@
 """One writer for a directory, also where the first is killed."""
 
+import contextlib
 import fcntl
 import os
 import pathlib
@@ -41,22 +42,30 @@ sys.stdin.read()
 """
 
 
-@pytest.fixture
-def other(tmp_path):
-    """Another process that writes to the directory."""
+@contextlib.contextmanager
+def running(code, directory, says):
+    """A process, from when it has said that."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)],
+        [sys.executable, "-c", code, str(directory)],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
     try:
-        assert process.stdout.readline() == "held\n"
+        assert process.stdout.readline() == f"{says}\n"
         yield process
     finally:
         process.kill()
+        # Its input ends, and so does a child's: then its output does.
         process.communicate(timeout=10)
+
+
+@pytest.fixture
+def other(tmp_path):
+    """Another process that writes to the directory."""
+    with running(HOLD, tmp_path, "held") as process:
+        yield process
 
 
 def test_second_process_is_told_who_writes(tmp_path, other):
@@ -178,24 +187,12 @@ def test_directory_is_made_for_its_owner_alone(tmp_path):
 
 
 def test_forked_child_of_a_killed_writer_does_not_keep_it(tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "-c", FORK, str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout.readline() == "child False\n"
+    with running(FORK, tmp_path, "child False") as process:
         process.kill()
         process.wait(timeout=10)
         # The child, still there, has a copy of the parent's files.
         with DirectoryLock(tmp_path):
             pass
-    finally:
-        process.kill()
-        # Its input ends, and so does the child: then its output does.
-        process.communicate(timeout=10)
 
 
 def test_lock_waits_for_one_that_ends(tmp_path, other):

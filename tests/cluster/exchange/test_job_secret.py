@@ -12,7 +12,6 @@ import pytest
 from keras_strategies.cluster.exchange import (
     greetings,
     job_secret,
-    joining,
     rendezvous,
 )
 from keras_strategies.cluster.exchange.job_secret import (
@@ -27,18 +26,6 @@ from tests.support.waiting import connected
 ONE, OTHER = Secret("one" * 10), Secret("other" * 10)
 LONG = 60.0
 LIMIT = 2.0
-
-
-@pytest.fixture(autouse=True)
-def short_waits(monkeypatch):
-    monkeypatch.setattr(rendezvous, "_LINGER_S", 1.5)
-    monkeypatch.setattr(rendezvous, "_GRACE_S", 1.5)
-    monkeypatch.setattr(joining, "_GRACE_S", 1.5)
-
-
-@pytest.fixture
-def address():
-    return f"127.0.0.1:{free_ports(1)[0]}"
 
 
 def said_to(address, index, secret, *, count=2, timeout_s=LONG, **more):

@@ -10,27 +10,13 @@ import time
 
 import pytest
 
-from keras_strategies.cluster.exchange import greetings, joining, rendezvous
+from keras_strategies.cluster.exchange import greetings, rendezvous
 from keras_strategies.cluster.exchange.rendezvous import RendezvousError, meet
-from keras_strategies.cluster.job.free_ports import free_ports
 from tests.support.waiting import connected
 
 LIMIT = 1.0
 # Where nobody waits for it to pass.
 LONG = 60.0
-
-
-@pytest.fixture(autouse=True)
-def short_waits(monkeypatch):
-    # Long enough for threads of a busy machine to get there.
-    monkeypatch.setattr(rendezvous, "_LINGER_S", 1.5)
-    monkeypatch.setattr(rendezvous, "_GRACE_S", 1.5)
-    monkeypatch.setattr(joining, "_GRACE_S", 1.5)
-
-
-@pytest.fixture
-def address():
-    return f"127.0.0.1:{free_ports(1)[0]}"
 
 
 def run(address, processes, timeout_s=LONG):

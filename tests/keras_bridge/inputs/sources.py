@@ -2,7 +2,6 @@
 
 import keras
 import numpy as np
-import pytest
 from keras import ops
 
 from tests.support.plain_keras import dense
@@ -33,13 +32,6 @@ TWO_OUTPUTS = {
     "loss": {"p": "mse", "q": "mae"},
     "metrics": lambda: {"p": ["mae"], "q": ["mse"]},
 }
-
-no_data_left = pytest.mark.filterwarnings(
-    "ignore:Your input ran out of data:UserWarning"
-)
-no_shuffle = pytest.mark.filterwarnings(
-    "ignore:.shuffle=True. was passed:UserWarning"
-)
 
 
 def one_input():

@@ -26,8 +26,6 @@ from tests.keras_bridge.inputs.sources import (
     batches_of,
     classifier,
     dict_in_dict_out,
-    no_data_left,
-    no_shuffle,
     not_built,
     one_input,
     tf_data,
@@ -37,6 +35,8 @@ from tests.support.plain_keras import (
     check_same,
     dense,
     mirrored,
+    no_data_left,
+    no_shuffle,
 )
 
 

@@ -4,19 +4,14 @@ import keras
 import numpy as np
 import pytest
 
-from tests.support.plain_keras import assert_same, check_same, dense, mirrored
+from tests.keras_bridge.inputs.sources import one_input
+from tests.support.plain_keras import assert_same, check_same, mirrored
 
 REGRESSION = {
     "optimizer": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
     "loss": "mse",
     "metrics": lambda: ["mae"],
 }
-
-
-def one_input():
-    return keras.Sequential(
-        [keras.Input((3,)), dense(4, activation="tanh"), dense(1, seed=2)]
-    )
 
 
 ROWS_AND_BATCHES = [(64, 16), (70, 16), (250, 64), (10, 4), (3, 8), (13, 5)]

@@ -31,8 +31,6 @@ from tests.keras_bridge.inputs.sources import (
     endless,
     fit,
     list_inputs,
-    no_data_left,
-    no_shuffle,
     not_built,
     one_input,
     reusing_its_buffer,
@@ -45,6 +43,8 @@ from tests.support.plain_keras import (
     check_same,
     dense,
     mirrored,
+    no_data_left,
+    no_shuffle,
     run_both,
 )
 

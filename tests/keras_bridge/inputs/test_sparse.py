@@ -5,16 +5,13 @@ import numpy as np
 import pytest
 from jax.experimental import sparse
 
-from tests.support.mistakes import (
-    X,
-    Y,
-    compiled,
-    iter_of,
+from tests.support.mistakes import X, Y, compiled, iter_of, one_input
+from tests.support.plain_keras import (
+    assert_same,
+    mirrored,
     no_data_left,
     no_shuffle,
-    one_input,
 )
-from tests.support.plain_keras import assert_same, mirrored
 
 DENSE = np.where(np.abs(X) > 1, X, 0).astype("float32")
 

@@ -19,12 +19,16 @@ from tests.support.mistakes import (
     assert_usable,
     compiled,
     iter_of,
-    no_data_left,
-    no_shuffle,
     not_built,
     one_input,
 )
-from tests.support.plain_keras import assert_same, dense, mirrored
+from tests.support.plain_keras import (
+    assert_same,
+    dense,
+    mirrored,
+    no_data_left,
+    no_shuffle,
+)
 
 
 @pytest.fixture

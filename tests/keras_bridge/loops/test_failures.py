@@ -12,9 +12,8 @@ from tests.support.mistakes import (
     assert_usable,
     compiled,
     iter_of,
-    no_shuffle,
 )
-from tests.support.plain_keras import assert_same, dense, mirrored
+from tests.support.plain_keras import assert_same, dense, mirrored, no_shuffle
 
 
 @pytest.fixture

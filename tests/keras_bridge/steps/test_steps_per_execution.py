@@ -8,24 +8,19 @@ import numpy as np
 import pytest
 
 from keras_strategies._core import dispatch as dispatch_lib
-from tests.support.plain_keras import assert_same, dense, mirrored, run_both
+from tests.keras_bridge.inputs.sources import one_input
+from tests.support.plain_keras import (
+    assert_same,
+    dense,
+    mirrored,
+    no_data_left,
+    no_shuffle,
+    run_both,
+)
 
 _random = np.random.default_rng(0)
 X = _random.normal(size=(250, 3)).astype("float32")
 Y = _random.normal(size=(250, 1)).astype("float32")
-
-no_data_left = pytest.mark.filterwarnings(
-    "ignore:Your input ran out of data:UserWarning"
-)
-no_shuffle = pytest.mark.filterwarnings(
-    "ignore:.shuffle=True. was passed:UserWarning"
-)
-
-
-def one_input():
-    return keras.Sequential(
-        [keras.Input((3,)), dense(4, activation="tanh"), dense(1, seed=2)]
-    )
 
 
 def momentum():

@@ -112,14 +112,16 @@ def test_quantized():
     assert divided(ours) >= {"one/kernel", "two/kernel"}
 
 
+def enable_lora(model):
+    for layer in model.layers:
+        layer.enable_lora(2, a_initializer=keras.initializers.GlorotUniform(7))
+
+
 @pytest.mark.slow
 def test_lora_before_compile():
     plain, ours = built(None, None), built(dividing(), None)
     for model in (plain, ours):
-        for layer in model.layers:
-            layer.enable_lora(
-                2, a_initializer=keras.initializers.GlorotUniform(7)
-            )
+        enable_lora(model)
         model.compile(adam(), "mse")
     frozen = [layer._kernel for layer in ours.layers]
     before = list(map(np.array, frozen))
@@ -136,10 +138,7 @@ def test_lora_of_a_trained_model(tmp_path):
     plain, ours = built(), built(dividing())
     for model in (plain, ours):
         fit(model)
-        for layer in model.layers:
-            layer.enable_lora(
-                2, a_initializer=keras.initializers.GlorotUniform(7)
-            )
+        enable_lora(model)
         # Keras's optimizer knows its variables from the first step.
         model.compile(adam(), "mse")
     frozen = [layer._kernel for layer in ours.layers]
