@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import subprocess
 import sys
 
 import jax
@@ -17,6 +16,7 @@ from keras_strategies.checkpoint.directory.lock import LOCK
 from keras_strategies.checkpoint.directory.names import find_steps
 from keras_strategies.testing import assert_replicated
 from tests.support.checkpoint import damages
+from tests.support.commands import python
 from tests.support.plain_keras import mirrored
 
 ROWS = np.arange(40, dtype="float32").reshape(10, 4)
@@ -388,13 +388,12 @@ def test_plain_orbax_reads_the_arrays(tmp_path):
     """As docs/checkpoints.md says; with one device, saved on two."""
     found = parts(2)
     save(tmp_path, found)
-    done = subprocess.run(
-        [sys.executable, "-c", _PLAIN_ORBAX, str(tmp_path / "5" / "state")],
+    done = python(
+        "-c",
+        _PLAIN_ORBAX,
+        str(tmp_path / "5" / "state"),
         env=os.environ | {"XLA_FLAGS": ""},
-        capture_output=True,
-        text=True,
         timeout=120,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     sums = json.loads(done.stdout.splitlines()[-1])
@@ -459,13 +458,7 @@ def test_each_dtype_is_restored(tmp_path, dtype):
 
 def ended(script, *args):
     """A script that ended without an error, and what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-c", script, *map(str, args)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = python("-c", script, *map(str, args), timeout=120)
     assert done.returncode == 0, done.stderr
     return done
 

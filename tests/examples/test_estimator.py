@@ -2,10 +2,10 @@
 
 import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
+
+from tests.support.commands import python
 
 ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLE = str(ROOT / "examples" / "estimator_digits.py")
@@ -14,8 +14,8 @@ pytestmark = pytest.mark.slow
 
 
 def run(*words):
-    done = subprocess.run(
-        [sys.executable, *words],
+    done = python(
+        *words,
         env=os.environ
         | {
             "COLUMNS": "100",
@@ -23,10 +23,8 @@ def run(*words):
             "PYTHONPATH": str(ROOT),
             "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
         },
-        capture_output=True,
         encoding="utf-8",
         timeout=500,
-        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -3,10 +3,10 @@
 import os
 import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
+
+from tests.support.commands import python
 
 pytestmark = pytest.mark.ray
 SCRIPT = (
@@ -17,10 +17,11 @@ TIME_LIMIT_S = 400
 
 def trained(directory, *words):
     pytest.importorskip("ray", reason="./run test -m ray")
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--directory", str(directory), *words],
-        capture_output=True,
-        text=True,
+    done = python(
+        SCRIPT,
+        "--directory",
+        directory,
+        *words,
         timeout=TIME_LIMIT_S,
         env=os.environ | {"XLA_FLAGS": ""},
         cwd=directory.parent,

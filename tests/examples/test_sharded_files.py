@@ -2,8 +2,8 @@
 
 import os
 import pathlib
-import subprocess
-import sys
+
+from tests.support.commands import python
 
 EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "sharded_files.py"
 HIDING = """
@@ -14,10 +14,9 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 
 
 def run(*arguments):
-    return subprocess.run(
-        [sys.executable, *arguments],
+    return python(
+        *arguments,
         env=os.environ | {"COLUMNS": "80", "PYTHONIOENCODING": "utf-8"},
-        capture_output=True,
         encoding="utf-8",
         timeout=1500,
     )

@@ -6,14 +6,13 @@ says what is measured.
 
 import json
 import pathlib
-import subprocess
-import sys
 
 import jax
 import keras
 import pytest
 
 import keras_strategies as ks
+from tests.support.commands import python
 
 PROGRAM = pathlib.Path(__file__).parents[2] / "benchmarks" / "planned.py"
 LEAST_BYTES = 500e6
@@ -33,13 +32,7 @@ MODELS = (
 @pytest.mark.parametrize("name", MODELS)
 def test_measured_memory_is_as_planned(name, tmp_path):
     file = tmp_path / "found.json"
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), "--models", name, "--json", str(file)],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
+    done = python(PROGRAM, "--models", name, "--json", file, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     (row,) = json.loads(file.read_text()).values()
     assert row["measured"] >= LEAST_BYTES

@@ -8,7 +8,6 @@ import pathlib
 import shutil
 import socket
 import stat
-import subprocess
 import sys
 import tempfile
 
@@ -41,6 +40,7 @@ from keras_strategies.checkpoint.directory.verify import (
 )
 from tests.support.checkpoint.damages import DAMAGES, MANIFEST, find, flip
 from tests.support.checkpoint.written import write_checkpoints, write_files
+from tests.support.commands import python
 
 pytestmark = pytest.mark.quick
 
@@ -447,13 +447,7 @@ def _check_denied(path, user):
         "try: disk_space.check_writable(sys.argv[1])\n"
         "except PermissionError as error: print(error)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, path, str(ROOT), user],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
+    done = python("-c", code, path, ROOT, user, timeout=30)
     assert "may write to" in done.stdout, done.stderr
     assert "Permission denied. Give another directory" in done.stdout
     assert path.rstrip("/") in done.stdout

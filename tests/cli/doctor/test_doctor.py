@@ -8,8 +8,6 @@ import os
 import pathlib
 import re
 import socket
-import subprocess
-import sys
 import tomllib
 
 import pytest
@@ -29,6 +27,7 @@ from keras_strategies.cli.doctor.findings import Level, Part
 from keras_strategies.cluster.job.free_ports import free_ports
 from keras_strategies.cluster.spec import TaskInfo
 from tests.support import strangers
+from tests.support.commands import python
 
 ROOT = pathlib.Path(__file__).parents[3]
 NOT_OF_CHILDREN = ("KERAS_", "JAX_", "XLA_", "TF_")
@@ -41,15 +40,14 @@ def run(*words, timeout=300, **environ):
         for name, value in os.environ.items()
         if not name.startswith(NOT_OF_CHILDREN)
     }
-    return subprocess.run(
-        [sys.executable, "-m", "keras_strategies.cli", *words],
+    return python(
+        "-m",
+        "keras_strategies.cli",
+        *words,
         env=inherited
         | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
         | environ,
-        capture_output=True,
-        text=True,
         timeout=timeout,
-        check=False,
     )
 
 
@@ -123,13 +121,8 @@ except SystemExit:
 slow = {{"jax", "jaxlib", "keras", "numpy", "tensorflow", "torch"}}
 print("loaded:", sorted(slow & set(sys.modules)))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
+    done = python(
+        "-c", code, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True
     )
     assert done.stdout.splitlines()[-1] == "loaded: []"
 

@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -12,6 +10,7 @@ from keras_strategies.cluster.exchange.rendezvous import RendezvousError
 from keras_strategies.cluster.job import bootstrap
 from keras_strategies.cluster.job.free_ports import free_ports
 from keras_strategies.cluster.spec import TaskInfo
+from tests.support.commands import python
 
 pytestmark = pytest.mark.quick
 
@@ -78,13 +77,11 @@ def test_a_child_of_a_script_without_a_guard_is_told(tmp_path, method):
         "cluster": {"worker": addresses},
         "task": {"type": "worker", "index": 1},
     }
-    ended = subprocess.run(
-        [sys.executable, str(script), method],
+    ended = python(
+        script,
+        method,
         env=os.environ | {"TF_CONFIG": json.dumps(config)},
-        capture_output=True,
-        text=True,
         timeout=60,
-        check=False,
     )
     assert ended.returncode == 1
     last = ended.stderr.splitlines()[-1]

@@ -8,8 +8,6 @@ import ast
 import itertools
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import tensorflow as tf
@@ -18,6 +16,7 @@ import keras_strategies as ks
 from keras_strategies import cluster_resolver as ours
 from keras_strategies.cluster.tasks import task_info
 from tests.cluster.test_spec import answer
+from tests.support.commands import python
 
 theirs = tf.distribute.cluster_resolver
 PROPERTIES = ("task_type", "task_id", "rpc_layer", "environment")
@@ -76,13 +75,7 @@ for name in dir(cluster_resolver):
 print(sorted({"jax", "keras", "tensorflow", "kubernetes"} & set(sys.modules)))
 """
     folder = os.path.dirname(ks.__file__)
-    done = subprocess.run(
-        [sys.executable, "-c", code, folder],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    done = python("-c", code, folder, timeout=60, check=True)
     first, heavy = map(ast.literal_eval, done.stdout.splitlines())
     # What makes names lazy, and itself; then the resolvers, nothing of others.
     lazy = [

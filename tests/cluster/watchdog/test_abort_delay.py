@@ -2,13 +2,12 @@
 
 import pathlib
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
 from keras_strategies.cluster.watchdog import abort_delay
+from tests.support.commands import python
 
 FILE = pathlib.Path(abort_delay.__file__)
 PROGRAM = f"""
@@ -25,12 +24,7 @@ os._exit(71)
 
 def run(seconds, *flags):
     begin = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, *flags, "-c", PROGRAM, str(seconds)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = python(*flags, "-c", PROGRAM, seconds, timeout=60)
     return done.returncode, time.monotonic() - begin, done.stderr
 
 

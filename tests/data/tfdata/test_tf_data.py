@@ -6,7 +6,6 @@ they read in and write into graphs is checked by the rows that come out.
 
 import os
 import pathlib
-import subprocess
 import sys
 import threading
 import warnings
@@ -17,6 +16,7 @@ import pytest
 from keras_strategies.data.options import SHARD_HINT, AutoShardPolicy
 from keras_strategies.data.tfdata import tf_data
 from keras_strategies.data.tfdata.tf_data import TfDataSource
+from tests.support.commands import python
 
 
 @pytest.fixture(autouse=True)
@@ -886,13 +886,7 @@ next(reading)
 
 def test_a_process_ends_while_a_dataset_is_read():
     # Python starts no threads any more when it collects what is left.
-    ended = subprocess.run(
-        [sys.executable, "-c", LEFT_OPEN],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    ended = python("-c", LEFT_OPEN, timeout=120)
     assert ended.returncode == 0
     assert "Exception ignored" not in ended.stderr, ended.stderr
 

@@ -4,8 +4,6 @@ import copy
 import logging
 import pathlib
 import pickle
-import subprocess
-import sys
 import threading
 
 import jax
@@ -20,6 +18,7 @@ from keras_strategies.keras_bridge.variables.model_variables import (
     all_variables,
 )
 from keras_strategies.testing import assert_replicated
+from tests.support.commands import python
 from tests.support.plain_keras import dense, mirrored
 from tests.support.rows_seen import (
     NOT_OURS,
@@ -679,13 +678,7 @@ fit(second)
 """
     # In a process of its own: a buffer deleted here may crash jaxlib.
     root = pathlib.Path(__file__).parents[3]
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=root,
-        capture_output=True,
-        timeout=120,
-        check=False,
-    )
+    done = python("-c", code, cwd=root, timeout=120)
     assert done.returncode == 0
 
 
