@@ -11,8 +11,8 @@ import traceback
 
 import pytest
 
-from tests import compiling
-from tests.optional import HAS_TENSORFLOW, HAS_TORCH
+from tests.support import compiling
+from tests.support.optional import HAS_TENSORFLOW, HAS_TORCH
 
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
@@ -40,7 +40,7 @@ NO_TORCH = (
     "torch is not installed: its tests are left out. `./run test --torch` "
     "installs it."
 )
-collect_ignore = [] if HAS_TORCH else ["data/test_torch_data.py"]
+collect_ignore = [] if HAS_TORCH else ["data/sources/test_torch_data.py"]
 
 
 def pytest_configure(config):

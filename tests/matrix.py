@@ -36,7 +36,10 @@ WHOLE = (
     *("tests/contract", "tests/parity", "tests/strategy", "tests/keras_bridge"),
     *("tests/data", "tests/multi_process"),
 )
-PART = ("tests/test_import.py", "tests/contract", "tests/strategy")
+PART = (
+    *("tests/test_import.py", "tests/contract", "tests/strategy"),
+    *("tests/keras_bridge/run", "tests/keras_bridge/hooks/test_on_read.py"),
+)
 NEW = (*PART, "tests/parity")
 NEWEST = {"numpy": "2.5.5", "scipy": "1.18.1", "h5py": "3.16.0"}
 DEBIANS = {"3.13": "trixie", "3.14": "forky"}

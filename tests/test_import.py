@@ -5,7 +5,6 @@ import importlib
 import importlib.util
 import os
 import pathlib
-import subprocess
 import sys
 
 import pytest
@@ -13,6 +12,7 @@ import tensorflow as tf
 
 import keras_strategies as ks
 from keras_strategies._core.names import versions
+from tests.support.commands import python
 
 ROOT = str(pathlib.Path(__file__).parents[1])
 PUBLIC_NAMES = {
@@ -71,13 +71,13 @@ def run_python(code, **environ):
         "TF_CPP_MIN_LOG_LEVEL": "3",
         **environ,
     }
-    return subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-c", code],
+    return python(
+        "-W",
+        "error::UserWarning",
+        "-c",
+        code,
         env=inherited | environ,
-        capture_output=True,
-        text=True,
         timeout=400,
-        check=False,
     )
 
 

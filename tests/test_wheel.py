@@ -3,36 +3,27 @@
 import os
 import pathlib
 import shutil
-import subprocess
 import sys
 import tarfile
 import zipfile
 
 import pytest
 
+from tests.support.commands import call as call_with
+
 pytestmark = pytest.mark.slow
 ROOT = pathlib.Path(__file__).parents[1]
-LIMIT_S = 600
 IGNORED = shutil.ignore_patterns(".*", "__pycache__", "build", "dist")
 
 
 def call(*words, cwd):
+    """What a command prints, without the variables of this process."""
     inherited = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("KERAS_", "XLA_", "JAX_", "PYTHON"))
     }
-    done = subprocess.run(
-        [str(word) for word in words],
-        cwd=cwd,
-        env=inherited,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    return call_with(*words, cwd=cwd, env=inherited)
 
 
 def environment(folder, *packages):

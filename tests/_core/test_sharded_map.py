@@ -1,5 +1,6 @@
 """A function mapped over replicas that divide values: that of whole values."""
 
+import functools
 import re
 
 import jax
@@ -78,6 +79,11 @@ def clipped(grads, weights):
     return [w - 0.1 * g / norm for w, g in zip(weights, grads, strict=True)]
 
 
+def assert_close(found, wanted, atol=1e-6):
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=atol)
+    jax.tree.map(close, found, wanted)
+
+
 @pytest.mark.parametrize(
     ("count", "shards"), [(2, None), (8, None), (8, 2), (8, 4), (3, None)]
 )
@@ -103,11 +109,7 @@ def test_an_update_of_all_entries(count, shards):
     )
     wanted = jax.jit(plain)(weights, x)
     found = jax.jit(cut)(weights, x)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-        found,
-        wanted,
-    )
+    assert_close(found, wanted)
     assert not found[1][0].sharding.is_fully_replicated
     text = jax.jit(cut).lower(weights, x).as_text()
     assert "all_gather" in text
@@ -139,11 +141,7 @@ def test_values_alive_across_an_update():
         in_specs=(WHOLE, split_spec(mesh)),
         out_specs=(split_spec(mesh), WHOLE, WHOLE),
     )
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
-        jax.jit(cut)(weights, x),
-        jax.jit(plain)(weights, x),
-    )
+    assert_close(jax.jit(cut)(weights, x), jax.jit(plain)(weights, x), 1e-5)
 
 
 def test_rematerialized_parts_gather_again():
@@ -259,11 +257,7 @@ def test_what_takes_a_variables_place_is_a_maximum():
     plain = replica_map(
         step, mesh, in_specs=(WHOLE, split_spec(mesh)), out_specs=WHOLE
     )
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-        jax.jit(cut)(weights, x),
-        jax.jit(plain)(weights, x),
-    )
+    assert_close(jax.jit(cut)(weights, x), jax.jit(plain)(weights, x))
 
 
 def test_prints_and_inputs_that_are_returned():

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import (
 import keras_strategies as ks
 from keras_strategies.callbacks import event_files, global_step
 from keras_strategies.testing import run_processes
-from tests.plain_keras import dense, mirrored
+from tests.support.plain_keras import dense, mirrored
 
 _random = np.random.default_rng(0)
 X = _random.normal(size=(22, 3)).astype("float32")

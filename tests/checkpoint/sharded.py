@@ -4,7 +4,6 @@ import os
 import shutil
 import signal
 import threading
-import time
 from pathlib import Path
 
 import jax
@@ -16,8 +15,9 @@ import keras_strategies as ks
 from keras_strategies.keras_bridge.variables.model_variables import (
     all_variables,
 )
-from tests.checkpoint.runs import Seen
-from tests.parity.one_device import make_strategy
+from tests.support.checkpoint.runs import Seen
+from tests.support.strategies import make_strategy
+from tests.support.waiting import wait_until
 
 _random = np.random.default_rng(2)
 X = _random.normal(size=(26, 8)).astype("float32")
@@ -101,12 +101,15 @@ def killed_in_a_save(name, folder, last):
 
 def _kill(folder, step):
     """Ends this process as soon as arrays of a step are written."""
-    while not any(
-        "ocdbt.process" in parent and files
-        for path in folder.glob(f"{step}.*")
-        for parent, _, files in os.walk(path)
-    ):
-        time.sleep(0.0001)
+
+    def are_written():
+        return any(
+            "ocdbt.process" in parent and files
+            for path in folder.glob(f"{step}.*")
+            for parent, _, files in os.walk(path)
+        )
+
+    wait_until(are_written, every_s=0.0001)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

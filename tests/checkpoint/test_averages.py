@@ -7,7 +7,7 @@ import pytest
 import keras_strategies as ks
 from keras_strategies.estimator import Estimator
 from tests.estimator import models
-from tests.plain_keras import mirrored
+from tests.support.plain_keras import mirrored
 
 _random = np.random.default_rng(0)
 X = _random.normal(size=(8, 3)).astype("float32")

@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import subprocess
 import sys
 
 import jax
@@ -16,8 +15,9 @@ import keras_strategies as ks
 from keras_strategies.checkpoint.directory.lock import LOCK
 from keras_strategies.checkpoint.directory.names import find_steps
 from keras_strategies.testing import assert_replicated
-from tests.checkpoint import damages
-from tests.plain_keras import mirrored
+from tests.support.checkpoint import damages
+from tests.support.commands import python
+from tests.support.plain_keras import mirrored
 
 ROWS = np.arange(40, dtype="float32").reshape(10, 4)
 
@@ -388,13 +388,12 @@ def test_plain_orbax_reads_the_arrays(tmp_path):
     """As docs/checkpoints.md says; with one device, saved on two."""
     found = parts(2)
     save(tmp_path, found)
-    done = subprocess.run(
-        [sys.executable, "-c", _PLAIN_ORBAX, str(tmp_path / "5" / "state")],
+    done = python(
+        "-c",
+        _PLAIN_ORBAX,
+        str(tmp_path / "5" / "state"),
         env=os.environ | {"XLA_FLAGS": ""},
-        capture_output=True,
-        text=True,
         timeout=120,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     sums = json.loads(done.stdout.splitlines()[-1])
@@ -459,13 +458,7 @@ def test_each_dtype_is_restored(tmp_path, dtype):
 
 def ended(script, *args):
     """A script that ended without an error, and what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-c", script, *map(str, args)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = python("-c", script, *map(str, args), timeout=120)
     assert done.returncode == 0, done.stderr
     return done
 
@@ -525,30 +518,40 @@ with ks.MirroredStrategy().scope():
 checkpoint = ks.checkpoint.Checkpoint(variable=variable)
 manager = ks.checkpoint.CheckpointManager(checkpoint, sys.argv[1])
 save = manager._storage._checkpointer.save
-waits, is_interrupted = threading.Event(), threading.Event()
+waits, is_heard, is_told = (threading.Event() for _ in range(3))
 
 def slowly(*args, **kwargs):
-    is_interrupted.wait(60)
-    time.sleep(0.5)
+    is_told.wait(60)
     save(*args, **kwargs)
 
+def stop(*_):
+    if not is_heard.is_set():
+        is_heard.set()
+        raise KeyboardInterrupt
+
 # What runs in a shell's background inherits that Ctrl-C is ignored.
-signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGINT, stop)
 
 def interrupt():
     waits.wait(60)
-    time.sleep(0.5)
-    os.kill(os.getpid(), signal.SIGINT)
-    is_interrupted.set()
+    # One that comes just before the main thread waits does not wake it.
+    while not is_heard.wait(0.1):
+        os.kill(os.getpid(), signal.SIGINT)
+
+class Finished(threading.Event):
+    def wait(self, timeout=None):
+        waits.set()
+        return super().wait(timeout)
 
 manager._storage._checkpointer.save = slowly
 manager.save(1)
 threading.Thread(target=interrupt, daemon=True).start()
 try:
-    waits.set()
+    manager._storage._finished.__class__ = Finished
     manager.wait()
 except KeyboardInterrupt:
     print("interrupted", manager.checkpoints)
+is_told.set()
 if sys.argv[2] == "waits again":
     manager.wait()
     print("waited", [os.path.basename(path) for path in manager.checkpoints])

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import keras_strategies as ks
 from keras_strategies.testing import assert_replicated
-from tests.plain_keras import dense, mirrored
+from tests.support.plain_keras import dense, mirrored
 
 X = np.random.default_rng(0).normal(size=(12, 3)).astype("float32")
 Y = X.sum(1, keepdims=True)

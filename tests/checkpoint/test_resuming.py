@@ -12,17 +12,17 @@ import keras_strategies as ks
 from keras_strategies.keras_bridge.variables.model_variables import (
     all_variables,
 )
-from tests.checkpoint.cases import CASES
-from tests.checkpoint.runs import (
+from tests.parity.test_model_axis import MODELS, data, make_mlp
+from tests.support.checkpoint.cases import CASES
+from tests.support.checkpoint.runs import (
     Interrupted,
     Runner,
     Seen,
     assert_equal,
     interrupted_at,
 )
-from tests.parity.one_device import of_cores
-from tests.parity.test_model_axis import MODELS, data, make_mlp
-from tests.plain_keras import mirrored
+from tests.support.plain_keras import mirrored
+from tests.support.strategies import of_cores
 
 # What differs most between them; of the others some steps are enough.
 QUICK = (

@@ -16,20 +16,21 @@ from keras_strategies.keras_bridge.variables.model_variables import (
 )
 from keras_strategies.testing import assert_replicated, run_processes
 from tests.checkpoint import sharded
-from tests.checkpoint.damages import DAMAGES
-from tests.checkpoint.runs import Interrupted, assert_equal
+from tests.support.checkpoint.damages import DAMAGES
+from tests.support.checkpoint.runs import Interrupted, assert_equal
 
 LAYOUTS = (
-    *("sharded8", "sharded4", "sharded2", "sharded8x2"),
-    *("slots4", "mirrored8", "one", "both2x2", "both4x2x2"),
+    *("sharded8", "sharded4", "sharded2", "sharded8_in_groups_of_2"),
+    *("sharded_slots4", "mirrored8", "one"),
+    *("sharded2_of_2_cores", "sharded4_of_2_cores_in_groups_of_2"),
 )
 QUICK = {
     ("sharded8", "sharded8"),
     ("sharded8", "sharded4"),
     ("sharded8", "mirrored8"),
-    ("mirrored8", "sharded8x2"),
-    ("slots4", "one"),
-    ("both2x2", "sharded4"),
+    ("mirrored8", "sharded8_in_groups_of_2"),
+    ("sharded_slots4", "one"),
+    ("sharded2_of_2_cores", "sharded4"),
 }
 PAIRS = [
     pytest.param(

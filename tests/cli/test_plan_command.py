@@ -8,8 +8,8 @@ import pytest
 
 from keras_strategies.cli import plan_command as command
 from keras_strategies.cli.main import main
-from tests.cli import strangers
 from tests.planning.capture.scripts import HEAD, MIRRORED
+from tests.support import strangers
 
 
 @pytest.mark.parametrize(

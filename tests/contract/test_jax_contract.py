@@ -3,7 +3,6 @@
 import inspect
 import os
 import signal
-import subprocess
 import sys
 
 import jax
@@ -23,20 +22,16 @@ from keras_strategies.planning.compile.chips import memory_of
 from keras_strategies.planning.compile.compiler import as_misfit
 from keras_strategies.testing import run_processes
 from keras_strategies.tpu.topology_devices import devices_by_name
-from tests import compiling
+from tests.support import compiling
+from tests.support.commands import python
 
 
 def run_python(code, *, devices):
     """Runs code in a process with so many virtual devices."""
     flags = f"--xla_force_host_platform_device_count={devices}"
     flags += compiling.FLAGS
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"XLA_FLAGS": flags},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+    return python(
+        "-c", code, env=os.environ | {"XLA_FLAGS": flags}, timeout=120
     )
 
 

@@ -2,14 +2,13 @@
 
 import gc
 import itertools
-import subprocess
-import sys
 import threading
 
 import pytest
 
 from keras_strategies.data import prefetch
 from keras_strategies.data.prefetch import Prefetched
+from tests.support.commands import python
 
 pytestmark = pytest.mark.quick
 
@@ -340,11 +339,7 @@ raise SystemExit("left")
 
 @pytest.mark.parametrize("needs_thread", [True, False])
 def test_a_process_ends_in_the_middle(needs_thread):
-    ended = subprocess.run(
-        [sys.executable, "-c", LEFT_OPEN.format(needs_thread=needs_thread)],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
+    ended = python(
+        "-c", LEFT_OPEN.format(needs_thread=needs_thread), timeout=LIMIT
     )
     assert (ended.returncode, ended.stderr) == (1, "left\n")

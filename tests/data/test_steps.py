@@ -23,7 +23,7 @@ from keras_strategies.keras_bridge.inputs.keras_sources import (
     ArraySource,
     PyDatasetSource,
 )
-from tests.data.workers import Mesh, global_batches, read_all, rows_of
+from tests.support.workers import Mesh, global_batches, read_all, rows_of
 
 WORKERS = [1, 2, 3, 5]
 REPLICAS = [1, 2, 4]

@@ -16,8 +16,8 @@ from keras_strategies.checkpoint.directory.names import (
 from keras_strategies.checkpoint.directory.retention import Keep
 from keras_strategies.cli.checkpoints.checkpoint_list import look_at
 from keras_strategies.cli.checkpoints.checkpoints import print_listing
-from tests.checkpoint.damages import flip
-from tests.checkpoint.written import VARIABLES, write_small
+from tests.support.checkpoint.damages import flip
+from tests.support.checkpoint.written import VARIABLES, write_small
 
 pytestmark = pytest.mark.quick
 

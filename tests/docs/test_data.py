@@ -11,8 +11,14 @@ import pytest
 import tensorflow as tf
 
 import keras_strategies as ks
-from tests.mistakes import iter_of, no_data_left, no_shuffle
-from tests.plain_keras import assert_same, dense, mirrored
+from tests.support.mistakes import iter_of
+from tests.support.plain_keras import (
+    assert_same,
+    dense,
+    mirrored,
+    no_data_left,
+    no_shuffle,
+)
 
 TEXT = (pathlib.Path(__file__).parents[2] / "docs/data.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
@@ -55,7 +61,7 @@ GIVEN = {
     "`ks.data.files": lambda folder: {"x": files_of(folder)},
     "generators": lambda _: {"x": iter_of(*PIECES)},
 }
-# tests/data/test_tf_data.py reads files; tests of torch need it.
+# tests/data/tfdata/test_tf_data.py reads files; tests of torch need it.
 # test_extending.py has sources.
 ELSEWHERE = {
     "`tf.data.Dataset` that reads",

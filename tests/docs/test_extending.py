@@ -11,7 +11,7 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.testing import assert_replicated
-from tests.plain_keras import assert_same, dense, mirrored
+from tests.support.plain_keras import assert_same, dense, mirrored
 
 TEXT = (pathlib.Path(__file__).parents[2] / "docs/extending.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)

@@ -4,12 +4,11 @@ import ast
 import os
 import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 
-from tests import compiling
+from tests.support import compiling
+from tests.support.commands import python
 
 DOCUMENT = pathlib.Path(__file__).parents[2] / "docs/index.md"
 TEXT = DOCUMENT.read_text("utf-8")
@@ -22,14 +21,12 @@ def accuracies(block, folder):
     """What a block prints, run as a script of its own in a folder."""
     flags = "--xla_force_host_platform_device_count=8" + compiling.FLAGS
     root = str(DOCUMENT.parents[1])
-    done = subprocess.run(
-        [sys.executable, "-c", block],
+    done = python(
+        "-c",
+        block,
         env=os.environ
         | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": root},
         cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return [float(n) for n in re.findall(r"^accuracy (\S+)", done.stdout, re.M)]

@@ -4,13 +4,12 @@ import ast
 import os
 import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 
 import keras_strategies as ks
-from tests import compiling
+from tests.support import compiling
+from tests.support.commands import python
 
 DOCUMENT = pathlib.Path(__file__).parents[2] / "docs/migration.md"
 SCRIPTS = re.findall(
@@ -47,13 +46,7 @@ def accuracy_of(script, *, is_before):
         XLA_FLAGS="--xla_force_host_platform_device_count=2" + compiling.FLAGS,
         JAX_PLATFORMS="cpu",
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = python("-c", script, env=environment)
     assert done.returncode == 0, done.stderr
     return float(done.stdout.split("accuracy")[-1])
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 import keras_strategies as ks
 from tests.multi_process import epochs_with_manager
 from tests.multi_process.test_through_launch import launch
-from tests.plain_keras import mirrored
+from tests.support.plain_keras import mirrored
 
 pytestmark = [
     pytest.mark.slow,

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import (
 )
 
 import keras_strategies as ks
-from tests.plain_keras import dense, mirrored
+from tests.support.plain_keras import dense, mirrored
 
 TEXT = (pathlib.Path(__file__).parents[2] / "docs/scalars.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)

@@ -6,13 +6,13 @@ import pathlib
 import posixpath
 import re
 import shutil
-import subprocess
 import sys
 import tomllib
 
 import pytest
 
 from tests.docs.public_names import public_names
+from tests.support.commands import call
 
 pytestmark = pytest.mark.quick
 
@@ -23,7 +23,6 @@ PAGES = sorted(path.relative_to(ROOT) for path in DOCS.rglob("*.md"))
 TEXTS = [pathlib.Path("README.md"), *PAGES]
 LINK = re.compile(r"(?<!\\)\]\(([^)\s]+)\)")
 CODE = re.compile(r"^( *)(`{3,}).*?^\1\2$|`[^`\n]+`", re.M | re.S)
-LIMIT_S = 600
 
 
 @functools.cache
@@ -136,19 +135,6 @@ def packages():
     """What the extra `docs` asks for."""
     text = text_of("pyproject.toml")
     return tomllib.loads(text)["project"]["optional-dependencies"]["docs"]
-
-
-def call(*words, **options):
-    done = subprocess.run(
-        [str(word) for word in words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=LIMIT_S,
-        **options,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
 
 
 def foreign_parts(html):

@@ -13,9 +13,9 @@ from keras import ops
 
 import keras_strategies as ks
 from keras_strategies._core.names import versions
-from tests.checkpoint.damages import flip
-from tests.mistakes import X, Y, compiled, iter_of, one_input
-from tests.plain_keras import mirrored
+from tests.support.checkpoint.damages import flip
+from tests.support.mistakes import X, Y, compiled, iter_of, one_input
+from tests.support.plain_keras import mirrored
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"

@@ -15,7 +15,7 @@ from keras_strategies.estimator import (
     records,
     train_callback,
 )
-from tests.pipes import read_a_pipe
+from tests.support.pipes import read_a_pipe
 
 pytestmark = pytest.mark.quick
 

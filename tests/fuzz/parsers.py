@@ -73,8 +73,8 @@ from keras_strategies.keras_bridge.inputs import agree_source
 from keras_strategies.planning.compile import compiler as compiling
 from keras_strategies.planning.compile.layouts import layout_of
 from keras_strategies.tpu.topology import Topology
-from tests.checkpoint.written import write_small
-from tests.data.workers import Mesh
+from tests.support.checkpoint.written import write_small
+from tests.support.workers import Mesh
 
 Parse = Callable[[Any], object]
 

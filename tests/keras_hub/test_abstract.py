@@ -4,7 +4,7 @@ import jax
 import keras
 import pytest
 
-from tests.abstract_pairs import assert_same
+from tests.support.abstract_pairs import assert_same
 
 pytestmark = [
     pytest.mark.keras_hub,

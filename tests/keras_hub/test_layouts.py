@@ -15,7 +15,7 @@ from keras_strategies.keras_bridge.variables.model_variables import (
     all_variables,
 )
 from keras_strategies.testing import assert_replicated
-from tests.parity.one_device import of_cores
+from tests.support.strategies import of_cores
 
 pytestmark = [
     pytest.mark.keras_hub,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from tests.plain_keras import mirrored
+from tests.support.plain_keras import mirrored
 
 pytestmark = [
     pytest.mark.keras_hub,

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 import keras_strategies as ks
 from keras_strategies.testing import assert_replicated
-from tests.plain_keras import mirrored
+from tests.support.plain_keras import mirrored
 
 pytestmark = [
     pytest.mark.keras_hub,

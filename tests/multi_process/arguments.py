@@ -22,7 +22,7 @@ from tests.multi_process.scenarios import (
     generator,
     tf_dataset,
 )
-from tests.optional import without_torch
+from tests.support.optional import without_torch
 
 X, Y = data(30)
 COUNT = 2  # Processes; one process does as these would.

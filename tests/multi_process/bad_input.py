@@ -14,6 +14,7 @@ import numpy as np
 import keras_strategies as ks
 from keras_strategies.testing import assert_replicated
 from tests.multi_process.scenarios import Batches, build, data, generator
+from tests.support.waiting import wait_until
 
 warnings.filterwarnings("ignore", "Your input ran out of data")
 warnings.filterwarnings("ignore", ".shuffle=True. was passed")
@@ -269,9 +270,7 @@ def away(model, folder, batch):
     """Process 1 does something else until process 0 has given up."""
     sign = os.path.join(folder, "given-up")
     if me() == 1:
-        end = time.monotonic() + 100
-        while not os.path.exists(sign) and time.monotonic() < end:
-            time.sleep(0.1)
+        wait_until(lambda: os.path.exists(sign), 100)
     try:
         os.environ["KERAS_STRATEGIES_TIMEOUT_S"] = "3"
         model.evaluate(*batch, batch_size=8, verbose=0)

@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 
 import keras_strategies as ks
 from tests.multi_process.scenarios import Batches
-from tests.optional import without_torch
+from tests.support.optional import without_torch
 
 ROWS, SIZE = 30, 4  # Seven batches and a half.
 

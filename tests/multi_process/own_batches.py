@@ -1,6 +1,5 @@
 """What each process reads of batches that are its own, and what it learns."""
 
-import itertools
 import os
 import warnings
 
@@ -73,24 +72,12 @@ def read_and_fit(folder, cases):
         # One model for all cases, as compiling one takes a second.
         model.set_weights(weights)
         found[own_rows.name_of(*case)] = {
-            "read": _read(strategy, folder, case),
+            "read": own_rows.read(strategy, folder, case),
             "fitted": _fit(model, folder, case),
             "weights": [np.asarray(w).tolist() for w in model.get_weights()],
         }
         assert_replicated(model)
     return found
-
-
-def _read(strategy, folder, case):
-    batches = strategy.experimental_distribute_dataset(
-        own_rows.dataset(folder, *case)
-    )
-    stop = own_rows.STEPS if own_rows.is_endless(case[1]) else None
-    return [
-        own_rows.numbers(part)
-        for x, _ in itertools.islice(batches, stop)
-        for part in strategy.experimental_local_results(x)
-    ]
 
 
 def _fit(model, folder, case):

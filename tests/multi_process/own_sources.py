@@ -5,7 +5,7 @@ import numpy as np
 
 import keras_strategies as ks
 from keras_strategies.testing import assert_replicated
-from tests.plain_keras import dense
+from tests.support.plain_keras import dense
 
 _random = np.random.default_rng(0)
 X = _random.normal(size=(22, 3)).astype("float32")

@@ -12,7 +12,6 @@ on tf 2.21: a `PerReplica` is no tensor).
 
 import importlib.metadata
 import importlib.util
-import itertools
 import json
 import os
 import pathlib
@@ -99,7 +98,7 @@ def _work(folder, index):
     told = {
         "versions": {"tensorflow": tf.__version__},
         "dataset": {
-            own_rows.name_of(*case): _read(strategy, folder, case)
+            own_rows.name_of(*case): own_rows.read(strategy, folder, case)
             for case in own_rows.CASES
         },
         "fit": {},
@@ -111,18 +110,6 @@ def _work(folder, index):
             for case in _FITTED
         }
     pathlib.Path(folder, f"{index}.json").write_text(json.dumps(told))
-
-
-def _read(strategy, folder, case):
-    batches = strategy.experimental_distribute_dataset(
-        own_rows.dataset(folder, *case)
-    )
-    stop = own_rows.STEPS if own_rows.is_endless(case[1]) else None
-    return [
-        own_rows.numbers(part)
-        for x, _ in itertools.islice(batches, stop)
-        for part in strategy.experimental_local_results(x)
-    ]
 
 
 def _fit(strategy, folder, case):

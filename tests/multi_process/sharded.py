@@ -9,7 +9,7 @@ from keras_strategies.keras_bridge.variables.model_variables import (
     all_variables,
 )
 from keras_strategies.testing import assert_replicated
-from tests.plain_keras import dense
+from tests.support.plain_keras import dense
 
 _random = np.random.default_rng(0)
 X = _random.normal(size=(22, 6)).astype("float32")

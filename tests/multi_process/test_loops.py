@@ -6,7 +6,7 @@ import pytest
 
 from keras_strategies.testing import run_processes
 from tests.multi_process import scenarios
-from tests.optional import without_torch
+from tests.support.optional import without_torch
 
 CASES = [(16, 8, 1), (20, 8, 1), (30, 8, 1), (5, 8, 1), (30, 8, 3), (9, 1, 1)]
 NAMES = without_torch(
@@ -27,7 +27,7 @@ def assert_close(actual, expected):
 
 
 def test_loops_equal_those_of_one_process():
-    # tests/test_sharded_files_example.py has tf.data on two processes.
+    # tests/examples/test_sharded_files.py has tf.data on two processes.
     check(["arrays", "generator"], CASES[2:3], 2, 1)
 
 

@@ -4,14 +4,13 @@ import json
 import os
 import pathlib
 import re
-import subprocess
-import sys
 import time
 
 import pytest
 
 from tests.multi_process.test_loops import assert_close
 from tests.multi_process.through_launch import SIZE
+from tests.support.commands import python
 
 ROOT = pathlib.Path(__file__).parents[2]
 LIMIT_S = 300
@@ -22,14 +21,13 @@ def launch(processes, devices, module, argument, flags=""):
     words = ["launch", "--processes", processes]
     words += ["--devices-per-process", devices]
     words += ["-m", f"tests.multi_process.{module}", argument]
-    return subprocess.run(
-        [sys.executable, "-m", "keras_strategies.cli", *map(str, words)],
+    return python(
+        "-m",
+        "keras_strategies.cli",
+        *map(str, words),
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": flags},
-        capture_output=True,
-        text=True,
         timeout=LIMIT_S,
-        check=False,
     )
 
 

@@ -15,68 +15,10 @@ from keras_strategies.keras_bridge.variables.model_variables import (
 )
 from keras_strategies.testing import assert_replicated
 from tests.parity.cases import CASES, Case
+from tests.support.strategies import make_strategy
 
 PAIRS = ((64, 16), (70, 16), (250, 64), (10, 4), (3, 8), (13, 5))
 STRATEGIES = ("mirrored1", "mirrored2", "mirrored3", "mirrored8", "one", "tpu")
-
-
-def make_strategy(name: str, layout_map: Any = None) -> ks.Strategy:
-    """A strategy by its name in the test's id."""
-    if name == "one":
-        return ks.OneDeviceStrategy("cpu:1")
-    if name == "tpu":
-        return ks.TPUStrategy()
-    if name.startswith("tpu"):
-        replicas, cores = map(int, name.removeprefix("tpu").split("x"))
-        return of_cores(replicas, cores, layout_map)
-    if name.startswith("both"):
-        return _dividing_twice(name, layout_map)
-    if name.startswith(("sharded", "slots")):
-        return _dividing(name)
-    count = int(name.removeprefix("mirrored"))
-    return ks.MirroredStrategy(jax.devices()[:count])
-
-
-def _dividing(name: str) -> ks.Strategy:
-    """`sharded8x4`: eight replicas, which divide all in groups of four."""
-    kind = ks.experimental.FullySharded
-    if name.startswith("slots"):
-        kind = ks.experimental.SlotsOnly
-    numbers = name.removeprefix("sharded").removeprefix("slots")
-    count, _, shards = numbers.partition("x")
-    partitioner = kind(int(shards) if shards else None, min_size=1)
-    devices = jax.devices()[: int(count)]
-    return ks.MirroredStrategy(devices, variable_partitioner=partitioner)
-
-
-def of_cores(
-    replicas: int, cores: int, layout_map: Any = None, partitioner: Any = None
-) -> ks.Strategy:
-    """Replicas of several cores."""
-    topology = ks.tpu.experimental.Topology.from_devices(
-        jax.devices()[: replicas * cores]
-    )
-    assignment = ks.tpu.experimental.DeviceAssignment.build(
-        topology, [cores, 1, 1, 1], num_replicas=replicas
-    )
-    return ks.TPUStrategy(
-        device_assignment=assignment,
-        layout_map=layout_map,
-        variable_partitioner=partitioner,
-    )
-
-
-def _dividing_twice(name: str, layout_map: Any) -> ks.Strategy:
-    """`both4x2x2`: four replicas of two cores; all is divided over the cores,
-    and over the replicas in groups of two; of `bothslots...` slots alone."""
-    kind = ks.experimental.FullySharded
-    if name.startswith("bothslots"):
-        kind = ks.experimental.SlotsOnly
-    numbers = name.removeprefix("both").removeprefix("slots")
-    replicas, cores, *shards = map(int, numbers.split("x"))
-    layout_map = layout_map or {".*dense.*/kernel": (None, "model")}
-    partitioner = kind(*shards, min_size=1)
-    return of_cores(replicas, cores, layout_map, partitioner)
 
 
 class Trained:
@@ -170,12 +112,11 @@ def check(
     """
     case = CASES[name]
     wanted = {pair: expected(name, *pair, seen) for pair in pairs}
-    with make_strategy(strategy, layout_map).scope():
+    made = make_strategy(strategy, layout_map)
+    with made.scope():
         trained = Trained(case)
     # With one replica nothing is gathered, so nothing is warned of.
-    is_alone = (
-        strategy in ("one", "mirrored1", "tpu1x4") and name == "not_additive"
-    )
+    is_alone = made.num_replicas_in_sync == 1 and name == "not_additive"
     warned = (
         pytest.warns(UserWarning, match=case.warns)
         if case.warns and not is_alone

@@ -3,10 +3,10 @@
 import json
 import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
+
+from tests.support.commands import python
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -15,13 +15,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 def found():
     # XLA fuses as it does for users: without the tests' flags.
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.parity.compiled_fusions"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
+    done = python(
+        "-m", "tests.parity.compiled_fusions", cwd=ROOT, env=environment
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)

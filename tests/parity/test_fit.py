@@ -36,5 +36,5 @@ def test_every_case_equals_one_device_everywhere(name, strategy):
 
 
 def _seen(name):
-    # tests/data/test_row_counts.py has evaluate and predict of all counts.
+    # All counts, of all loops: tests/keras_bridge/inputs/test_row_counts.py.
     return ("evaluate",) if name in LOSSES | METRICS else ()

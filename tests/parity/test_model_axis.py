@@ -19,9 +19,15 @@ from keras_strategies.keras_bridge.variables.model_variables import (
 )
 from keras_strategies.testing import assert_replicated
 from tests.parity.cases import CASES
-from tests.parity.one_device import check, make_strategy, of_cores
+from tests.parity.one_device import check
+from tests.support.strategies import make_strategy, of_cores
 
 layers = keras.layers
+SHARDED_OF_CORES = (
+    "sharded2_of_2_cores",
+    "sharded4_of_2_cores_in_groups_of_2",
+    "sharded_slots2_of_2_cores",
+)
 
 
 def make_mlp():
@@ -206,7 +212,7 @@ def globally_clipped():
     return keras.optimizers.Adam(0.01, epsilon=0.01, global_clipnorm=0.1)
 
 
-@pytest.mark.parametrize("strategy", ["both2x2", "both4x2x2", "bothslots2x2"])
+@pytest.mark.parametrize("strategy", SHARDED_OF_CORES)
 def test_cores_and_replicas_divide_variables(strategy):
     # 16, 16 and 7 rows, which no replicas can share evenly.
     model = check_numbers(
@@ -230,7 +236,8 @@ def test_cores_and_replicas_divide_variables(strategy):
     ],
 )
 @pytest.mark.parametrize(
-    "strategy", ["both2x2", "both2x4", "both4x2x2", "both4x2", "bothslots2x2"]
+    "strategy",
+    [*SHARDED_OF_CORES, "sharded2_of_4_cores", "sharded4_of_2_cores"],
 )
 def test_every_model_divided_twice(strategy, name, of):
     strategy = make_strategy(strategy, MODELS[name][1])
@@ -239,7 +246,7 @@ def test_every_model_divided_twice(strategy, name, of):
 
 @pytest.mark.slow
 def test_several_steps_of_variables_divided_twice():
-    strategy = make_strategy("both2x2", MODELS["mlp"][1])
+    strategy = make_strategy("sharded2_of_2_cores", MODELS["mlp"][1])
     check_numbers(strategy, "mlp", rows=70, steps_per_execution=3)
 
 
@@ -248,7 +255,7 @@ def test_a_core_gathers_its_own_parts_alone():
         ".*one/kernel": (None, "model"),
         ".*two/kernel": ("model", None),
     }
-    strategy = make_strategy("both2x2", layout_map)
+    strategy = make_strategy("sharded2_of_2_cores", layout_map)
     with strategy.scope():
         model = keras.Sequential(
             [
@@ -352,7 +359,10 @@ def custom_loop_of_one_core():
 
 @pytest.mark.parametrize(
     ("strategy", "axes"),
-    [("tpu2x2", (None, "model")), ("both2x2", ("replica", "model"))],
+    [
+        ("tpu2_of_2_cores", (None, "model")),
+        ("sharded2_of_2_cores", ("replica", "model")),
+    ],
 )
 def test_a_custom_loop_equals_one_of_replicas_of_one_core(strategy, axes):
     strategy = make_strategy(strategy, MODELS["mlp"][1])
@@ -363,7 +373,7 @@ def test_a_custom_loop_equals_one_of_replicas_of_one_core(strategy, axes):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("strategy", ["tpu2x2", "both2x2"])
+@pytest.mark.parametrize("strategy", ["tpu2_of_2_cores", "sharded2_of_2_cores"])
 def test_replicas_with_other_rows_than_others(strategy):
     strategy = make_strategy(strategy, {".*dense/kernel": (None, "model")})
     keras.utils.set_random_seed(1)
@@ -383,7 +393,7 @@ def test_replicas_with_other_rows_than_others(strategy):
 
 
 def test_a_model_divided_twice_is_saved_whole(tmp_path):
-    strategy = make_strategy("both2x2", MODELS["mlp"][1])
+    strategy = make_strategy("sharded2_of_2_cores", MODELS["mlp"][1])
     with strategy.scope():
         model = keras.Sequential(
             [
@@ -408,11 +418,13 @@ def test_a_model_divided_twice_is_saved_whole(tmp_path):
 
 def test_an_embedding_gets_nothing_from_the_padding():
     # What is padded would be token 0, whose row no loss sees here.
-    check("mask", "tpu2x2", ((13, 5),))
+    check("mask", "tpu2_of_2_cores", ((13, 5),))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["tpu2x2", "tpu4x2", "tpu1x4"])
+@pytest.mark.parametrize(
+    "strategy", ["tpu2_of_2_cores", "tpu4_of_2_cores", "tpu1_of_4_cores"]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_every_case_with_whole_variables(name, strategy):
     check(name, strategy, ((64, 16), (13, 5)))
@@ -428,7 +440,7 @@ def last_even(shape):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["both2x2", "both4x2x2", "bothslots2x2"])
+@pytest.mark.parametrize("strategy", SHARDED_OF_CORES)
 @pytest.mark.parametrize("name", CASES)
 def test_every_case_divided_twice(name, strategy):
     layout_map = {".*": last_even}

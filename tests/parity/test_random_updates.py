@@ -9,7 +9,7 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.testing import assert_replicated
-from tests.plain_keras import dense, mirrored
+from tests.support.plain_keras import dense, mirrored
 
 ROWS, STEPS = 24, 3
 X = np.random.default_rng(0).normal(size=(ROWS, 2)).astype("float32")

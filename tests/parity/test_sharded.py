@@ -24,10 +24,9 @@ from tests.parity.one_device import (
     assert_close,
     check,
     expected,
-    make_strategy,
 )
+from tests.support.strategies import SHARDED, make_strategy
 
-STRATEGIES = ("sharded2", "sharded3", "sharded8", "sharded8x2", "sharded8x4")
 _QUICK = ((15, 4),)
 # What Keras 3.15 cannot rematerialize, on one device neither: losses and state
 # that a call leaves on its layer, and layers that ask whether they train or are
@@ -123,7 +122,7 @@ def test_every_optimizer_equals_one_device(name, lowered):
 
 @pytest.mark.parametrize("name", ["adam", "sgd", "clipnorm"])
 def test_divided_slots_equal_one_device(name, lowered):
-    check(name, "slots4", _QUICK)
+    check(name, "sharded_slots4", _QUICK)
     texts = lowered()
     is_scattered = any("stablehlo.reduce_scatter" in text for text in texts)
     # Plain SGD, which "clipnorm" uses, has no slots.
@@ -133,7 +132,7 @@ def test_divided_slots_equal_one_device(name, lowered):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", SHARDED)
 @pytest.mark.parametrize("name", CASES)
 def test_every_case_equals_one_device_everywhere(name, strategy, lowered):
     assert_divided(check(name, strategy, PAIRS, _seen(name)))
@@ -142,7 +141,8 @@ def test_every_case_equals_one_device_everywhere(name, strategy, lowered):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "pairs"), [("sharded4", _QUICK), ("sharded8x4", ((64, 16),))]
+    ("strategy", "pairs"),
+    [("sharded4", _QUICK), ("sharded8_in_groups_of_4", ((64, 16),))],
 )
 @pytest.mark.parametrize("name", sorted(set(CASES) - NOT_REMATERIALIZED))
 def test_rematerialized_cases_equal_one_device(name, strategy, pairs, lowered):

@@ -6,10 +6,10 @@ are one process here; in a process of its own, which gives large blocks back.
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
+
+from tests.support.commands import python
 
 STATE_MB, LARGEST_MB, DEVICES = 604.5, 16.8, 8
 PROGRAM = """
@@ -63,7 +63,7 @@ def measured(work):
     # Growth of this process, and what a device holds afterwards.
     start = most["resident"] = resident()
     result = work()
-    time.sleep(0.02)
+    most["resident"] = max(most["resident"], resident())
     return result, [most["resident"] - start, held()]
 
 with tempfile.TemporaryDirectory() as folder:
@@ -160,13 +160,6 @@ def run(program, flags="", **env):
         "XLA_FLAGS": f"{count} {flags}",
         **env,
     }
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = python("-c", program, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from tests.plain_keras import mirrored
+from tests.support.plain_keras import mirrored
 
 SHAPE = jax.ShapeDtypeStruct((16, 40), "float32")
 BATCH = (SHAPE, SHAPE)

@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras.src.trainers import data_adapters
 
 import keras_strategies as ks
-from tests.plain_keras import assert_same, dense, mirrored
+from tests.support.plain_keras import assert_same, dense, mirrored
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
 

@@ -10,7 +10,7 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.strategy import current
-from tests.plain_keras import mirrored
+from tests.support.plain_keras import mirrored
 
 X = np.arange(14, dtype="float32")[:, None]
 

@@ -15,7 +15,7 @@ from keras_strategies.strategy.tf_compat.old_names import (
     OF_STRATEGY,
 )
 from keras_strategies.testing import assert_replicated
-from tests.plain_keras import mirrored
+from tests.support.plain_keras import mirrored
 
 
 def variable_of(strategy, value=1.0, **kwargs):

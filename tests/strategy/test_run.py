@@ -14,7 +14,7 @@ import tensorflow as tf
 import keras_strategies as ks
 from keras_strategies.strategy import current
 from keras_strategies.testing import assert_replicated
-from tests.plain_keras import dense, mirrored
+from tests.support.plain_keras import dense, mirrored
 
 REPLICAS = (1, 2, 3, 8)
 HALF = np.array([[0.0, 0.5]], "float32")

@@ -14,7 +14,8 @@ import keras_strategies as ks
 from keras_strategies.keras_bridge.keras_names import TRAINER
 from keras_strategies.keras_bridge.loops.binding import binding_of
 from keras_strategies.keras_bridge.loops.scope_hooks import LOOPS, loops_owner
-from tests.keras_bridge.rows_seen import (
+from tests.support.plain_keras import mirrored
+from tests.support.rows_seen import (
     RowsSeen,
     X,
     Y,
@@ -26,7 +27,6 @@ from tests.keras_bridge.rows_seen import (
     state_of,
     trained_plain,
 )
-from tests.plain_keras import mirrored
 
 LOOPS_OWNER = loops_owner("fit")
 

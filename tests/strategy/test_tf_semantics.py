@@ -17,7 +17,7 @@ from keras import ops
 
 import keras_strategies as ks
 from keras_strategies.testing import assert_replicated
-from tests.plain_keras import mirrored
+from tests.support.plain_keras import mirrored
 
 CONTEXTS, STRATEGY, REPLICA, VARIABLES = (
     "1 contexts",

@@ -15,7 +15,7 @@ import keras_strategies as ks
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.strategy.inspect import describe
 from keras_strategies.tpu.replica_meshes import mesh_of_assignments
-from tests.tpu.slices import make_slice
+from tests.support.slices import make_slice
 
 DeviceAssignment = ks.tpu.experimental.DeviceAssignment
 Topology = ks.tpu.experimental.Topology

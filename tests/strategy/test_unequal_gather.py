@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras import ops
 
 import keras_strategies as ks
-from tests.plain_keras import mirrored
+from tests.support.plain_keras import mirrored
 
 X = np.random.default_rng(0).normal(size=(23, 4)).astype("float32")
 MODES = {"compiled": False, "debug": True}

@@ -6,7 +6,7 @@ import pytest
 import keras_strategies as ks
 from keras_strategies.cluster.tasks import task_info
 from keras_strategies.tpu import cluster_resolver
-from tests.tpu.slices import make_slice
+from tests.support.slices import make_slice
 
 pytestmark = pytest.mark.quick
 

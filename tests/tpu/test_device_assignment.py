@@ -15,7 +15,7 @@ from keras_strategies.tpu.experimental import (
     DeviceOrderMode,
     Topology,
 )
-from tests.tpu.slices import coordinates, make_slice
+from tests.support.slices import coordinates, make_slice
 
 Theirs = tf.tpu.experimental.DeviceAssignment
 TheirMode = tf.tpu.experimental.DeviceOrderMode

@@ -9,7 +9,7 @@ from keras_strategies.tpu.device_groups import (
     default_device_order,
     grouped_device_order,
 )
-from tests.tpu.slices import Tpu, make_slice
+from tests.support.slices import Tpu, make_slice
 
 pytestmark = pytest.mark.quick
 

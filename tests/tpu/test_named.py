@@ -16,7 +16,7 @@ from keras_strategies.tpu.device_groups import (
 )
 from keras_strategies.tpu.experimental import DeviceAssignment, Topology
 from keras_strategies.tpu.topology_devices import devices_by_name
-from tests.tpu.slices import make_slice
+from tests.support.slices import make_slice
 
 pytestmark = pytest.mark.tpu
 

@@ -7,7 +7,7 @@ import keras
 import pytest
 
 import keras_strategies as ks
-from tests.plain_keras import mirrored
+from tests.support.plain_keras import mirrored
 
 pytestmark = pytest.mark.tpu
 

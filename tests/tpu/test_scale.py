@@ -11,7 +11,7 @@ import keras_strategies as ks
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.keras_bridge.loops.binding import binding_of
 from keras_strategies.keras_bridge.steps.lower_step import lower_step
-from tests.tpu.slices import make_slice
+from tests.support.slices import make_slice
 
 
 def calls_to_trace(strategy):

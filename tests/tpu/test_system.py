@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from tests.tpu.slices import make_slice
+from tests.support.slices import make_slice
 
 pytestmark = pytest.mark.quick
 

@@ -8,8 +8,8 @@ import pytest
 import tensorflow as tf
 
 from keras_strategies.tpu.experimental import Topology
+from tests.support.slices import coordinates, make_slice
 from tests.test_import import run_python
-from tests.tpu.slices import coordinates, make_slice
 
 MESHES = [
     ((1, 1, 1, 1), (1, 1, 1)),

@@ -1,7 +1,7 @@
 """Rows of grain's `MapDataset`s, and the facts of their pipelines.
 
 Private attributes of grain show what a transformation does. Without them
-(tests/data/test_grain_data.py sees it) rows are read one by one, or whole
+(tests/data/grain/test_grain_data.py sees it) rows are read one by one, or whole
 batches.
 """
 

@@ -14,7 +14,7 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.testing import assert_replicated
-from tests.plain_keras import mirrored
+from tests.support.plain_keras import mirrored
 
 STEPS = 20
 _random = np.random.default_rng(0)

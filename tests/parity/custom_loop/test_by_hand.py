@@ -15,7 +15,7 @@ from keras_strategies._core.rows import rows_of_replicas
 from keras_strategies.testing import assert_replicated
 from tests.parity.custom_loop.test_against_fit import mlp
 from tests.parity.test_per_replica_layers import hashed
-from tests.plain_keras import mirrored
+from tests.support.plain_keras import mirrored
 
 STEPS = 20
 OPTIMIZERS = {

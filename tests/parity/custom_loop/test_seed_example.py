@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from tests.plain_keras import mirrored
+from tests.support.plain_keras import mirrored
 
 ROWS, BATCH_SIZE, EPOCHS = 46, 8, 3
 _random = np.random.default_rng(0)

@@ -14,7 +14,7 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.testing import assert_replicated
-from tests.parity.one_device import make_strategy
+from tests.support.strategies import SHARDED, make_strategy
 
 ops = keras.ops
 GLOBAL = 8
@@ -333,16 +333,14 @@ def test_debug():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["sharded2", "sharded3", "sharded8", "sharded8x2", "sharded8x4"]
-)
+@pytest.mark.parametrize("name", SHARDED)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("step", STEPS)
 def test_every_step_everywhere(step, optimizer, name):
-    count = name.removeprefix("sharded").partition("x")[0]
+    count = make_strategy(name).num_replicas_in_sync
     wanted = f"mirrored{count}" if step in _PER_REPLICA else "one"
     # Replicas that meet in a branch need equally many rows, divided or not.
-    left_over = GLOBAL % int(count) if step == "in_a_branch" else 0
+    left_over = GLOBAL % count if step == "in_a_branch" else 0
     rows = (GLOBAL - left_over,)
     assert_same(
         train(name, step, optimizer, rows),

@@ -6,7 +6,7 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.testing import assert_replicated
-from tests.plain_keras import assert_same, mirrored
+from tests.support.plain_keras import assert_same, mirrored
 
 ROWS, STEPS = 24, 3
 _random = np.random.default_rng(5)

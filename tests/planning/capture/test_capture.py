@@ -3,7 +3,8 @@
 import json
 import runpy
 import sys
-import time
+import threading
+import types
 
 import jax
 import keras
@@ -131,7 +132,7 @@ def test_steps_of_the_first_program(tmp_path, call, steps):
     assert step.batch_bytes(8) == 4 * (40 + 30)
 
 
-def test_a_thread_of_a_script_may_train(tmp_path):
+def test_a_thread_of_a_script_may_train(tmp_path, monkeypatch):
     text = MIRRORED + (
         "import threading\n"
         "def call():\n"
@@ -139,25 +140,27 @@ def test_a_thread_of_a_script_may_train(tmp_path):
         "    except BaseException:\n        pass\n"
         "threads = [threading.Thread(target=call) for _ in range(3)]\n"
         "[thread.start() for thread in threads]\n"
-        "while not seen: pass\n"
+        "import meeting\n"
+        "assert meeting.planning.wait(60)\n"
+        "meeting.ended.set()\n"
     )
+    meeting = types.ModuleType("meeting")
+    meeting.planning, meeting.ended = threading.Event(), threading.Event()
+    monkeypatch.setitem(sys.modules, "meeting", meeting)
     seen = []
 
     def plan(step, layout):
         seen.append(step)
-        # The script has ended by now, or does so soon.
-        time.sleep(0.5)
+        meeting.planning.set()
+        # The script has ended then, or does so soon.
+        assert meeting.ended.wait(60)
         return step.rows
 
     script = tmp_path / "script.py"
-    script.write_text(text.replace("seen", "keras.seen"))
+    script.write_text(text)
     request = Request(topology="", layout="replicated", script=str(script))
     capture = Capture(jax.devices()[:8], None, plan=plan)
-    keras.seen = seen
-    try:
-        script_lib.run_script(capture, request)
-    finally:
-        del keras.seen
+    script_lib.run_script(capture, request)
     assert capture.planned == 24
     assert len(seen) == 1
 

@@ -12,8 +12,8 @@ from keras_strategies.cluster.child_program import command_line
 from keras_strategies.planning.capture import processes, worker
 from keras_strategies.planning.capture import request as request_lib
 from keras_strategies.planning.capture.request import Request
-from tests.cli import strangers
 from tests.planning.capture.scripts import HEAD, MODEL
+from tests.support import strangers
 
 
 def test_a_request_is_what_it_was():
@@ -143,7 +143,7 @@ def test_modules_of_the_current_folder_are_not_imported(tmp_path, monkeypatch):
 THREADS = (
     HEAD
     + """
-import queue, threading, time
+import queue, threading
 def fit():
     {first}
     strategy = ks.MirroredStrategy()
@@ -151,7 +151,7 @@ def fit():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
         model.compile("sgd", "mse")
     results.put(model.fit(np.zeros((8, 4)), np.zeros((8, 3))))
-results = queue.Queue()
+results, ends = queue.Queue(), threading.Event()
 threading.Thread(target=fit).start()
 {last}
 """
@@ -165,7 +165,7 @@ threading.Thread(target=fit).start()
         # The main thread waits for what is not to come.
         ("", "results.get()"),
         # The script ends before its thread trains.
-        ("time.sleep(1)", ""),
+        ("ends.wait()", "ends.set()"),
     ],
 )
 def test_scripts_that_train_in_a_thread_are_planned(tmp_path, first, last):

@@ -141,17 +141,7 @@ def test_what_is_computed_again_is_so_in_the_twin():
     assert sum(mode is not None for mode in modes) == 1
 
 
-class NoConfig(keras.Model):
-    def __init__(self, units):
-        super().__init__()
-        self.dense = layers.Dense(units)
-
-    def build(self, shape):
-        self.dense.build(shape)
-
-    def call(self, x):
-        return self.dense(x)
-
+class NoConfig(Own):
     def get_config(self):
         raise NotImplementedError("no config")
 

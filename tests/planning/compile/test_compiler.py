@@ -10,8 +10,8 @@ import pytest
 from keras_strategies._core.compiled import Figures, without_jax_cache
 from keras_strategies.planning.compile import compiler as compiling
 from keras_strategies.planning.compile.compiler import Compiler, DoesNotFit
-from tests.pipes import read_a_pipe
 from tests.planning.made import GIB
+from tests.support.pipes import read_a_pipe
 
 pytestmark = pytest.mark.quick
 

@@ -7,7 +7,7 @@ import pytest
 from keras_strategies.planning.compile.chips import Chip, chip_of, memory_of
 from keras_strategies.planning.compile.estimates import estimate
 from tests.planning.made import figures
-from tests.tpu.slices import Tpu
+from tests.support.slices import Tpu
 
 pytestmark = pytest.mark.quick
 

@@ -16,7 +16,7 @@ from keras_strategies.planning.compile.planner import (
     iter_plans,
 )
 from tests.planning.made import GIB
-from tests.tpu.slices import make_slice
+from tests.support.slices import make_slice
 
 pytestmark = pytest.mark.quick
 

@@ -1,0 +1,174 @@
+"""examples/clusters/train.sbatch, with SLURM itself on this machine."""
+
+import os
+import pathlib
+import re
+import shutil
+import sys
+import time
+
+import pytest
+
+from tests.support import slurm_cluster
+
+pytestmark = pytest.mark.slurm
+ROOT = pathlib.Path(__file__).parents[2]
+RECIPES = ROOT / "examples" / "clusters"
+LIMIT_S = 300
+DONE = r"2 processes, 2 replicas: loss [\d.]+ -> [\d.]+, accuracy [\d.]+"
+# Trains for long when it is started first, and a little when started again.
+LONG = """
+import os, runpy, sys
+import keras_strategies
+import keras
+History = keras.callbacks.History
+on_epoch_end = History.on_epoch_end
+def told(self, epoch, logs=None):
+    if epoch == 1:
+        print("in fit", flush=True)
+    on_epoch_end(self, epoch, logs)
+History.on_epoch_end = told
+again = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+sys.argv += ["--epochs", "5" if again else "100000"]
+print("start", again, flush=True)
+runpy.run_path({script!r}, run_name="__main__")
+"""
+WHERE = """
+import os
+import keras_strategies as ks
+resolver = ks.cluster_resolver.SlurmClusterResolver(gpus_per_node=6)
+print(
+    os.environ["SLURM_PROCID"], os.environ["SLURMD_NODENAME"],
+    resolver.master().rpartition("/")[2].partition(":")[0],
+    resolver.gpu_ids(),
+)
+"""
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    missing = slurm_cluster.missing()
+    if missing:
+        pytest.skip(f"apt install slurm-wlm munge: {missing} not found")
+    python = pathlib.Path(sys.executable).parent
+    environ = {
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "",
+        "PATH": f"{python}:{os.environ['PATH']}",
+    }
+    folder = tmp_path_factory.mktemp("slurm")
+    with slurm_cluster.slurm_cluster(folder, **environ) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder as a user has it: the recipe beside the script."""
+    for name in ("train.sbatch", "train.py"):
+        shutil.copy(RECIPES / name, tmp_path)
+    return tmp_path
+
+
+def submit(slurm, folder, *options):
+    words = ("sbatch", "--parsable", *options, "train.sbatch")
+    return int(slurm.call(*words, cwd=folder))
+
+
+def log_of(folder):
+    return "\n".join(path.read_text() for path in folder.glob("train-*.log"))
+
+
+def ended(slurm, number, state):
+    return lambda: slurm.job(number)["JobState"] == state
+
+
+def test_job_trains_on_both_nodes(slurm, folder):
+    number = submit(slurm, folder, "--export=ALL,DOCTOR=1")
+    done = slurm.wait(ended(slurm, number, "COMPLETED"), LIMIT_S)
+    shown = log_of(folder)
+    assert done, (slurm.job(number), shown)
+    assert len(re.findall(DONE, shown)) == 1, shown
+    assert not re.search(r"\bfault", shown, re.IGNORECASE), shown
+
+
+def check_that_it_is_started_again(slurm, folder, number):
+    """The job ends with 75, is requeued, and the second start trains."""
+    restarted = slurm.wait(
+        lambda: slurm.job(number)["Restarts"] == "1", LIMIT_S
+    )
+    assert restarted, (slurm.job(number), log_of(folder))
+
+    seen = time.monotonic()
+
+    def is_done():
+        state = slurm.job(number)["JobState"]
+        if state == "PENDING" and time.monotonic() > seen + 5:
+            # SLURM waits two minutes before it starts a job again. A node
+            # refuses one that it ended in the same second.
+            words = (f"JobId={number}", "StartTime=now")
+            slurm.call("scontrol", "update", *words)
+        return state == "COMPLETED"
+
+    done = slurm.wait(is_done, LIMIT_S)
+    shown = log_of(folder)
+    assert done, (slurm.job(number), shown)
+    # One log holds both starts.
+    starts = re.findall(r"^start (\d)", shown, re.MULTILINE)
+    assert starts == ["0", "0", "1", "1"], shown
+    assert len(re.findall(DONE, shown)) == 1, shown
+
+
+@pytest.fixture
+def long(folder):
+    script = LONG.format(script=str(RECIPES / "train.py"))
+    (folder / "train.py").write_text(script)
+    return folder
+
+
+def test_job_that_is_told_to_stop_is_started_again(slurm, long):
+    number = submit(slurm, long)
+    assert slurm.wait(lambda: log_of(long).count("in fit") == 2, LIMIT_S)
+    slurm.call("scancel", "--signal=TERM", number)
+    check_that_it_is_started_again(slurm, long, number)
+
+
+def test_job_whose_time_is_over_is_started_again(slurm, long):
+    # SIGTERM comes 90 to 150 seconds before the end.
+    number = submit(slurm, long, "--time=4")
+    check_that_it_is_started_again(slurm, long, number)
+
+
+@pytest.mark.parametrize(
+    ("distribution", "expected"),
+    # Planes fill the first node beyond --ntasks-per-node.
+    [("block", "222333"), ("cyclic", "232323"), ("plane=2", "223322")],
+)
+def test_tasks_know_their_nodes(slurm, tmp_path, distribution, expected):
+    script = tmp_path / "where.py"
+    script.write_text(WHERE)
+    words = ("--nodes=2", "--ntasks=6", "--ntasks-per-node=3")
+    shown = slurm.call(
+        "srun", *words, "-m", distribution, "python", script, limit_s=LIMIT_S
+    )
+    found = sorted(re.findall(r"(\d) (\S+) (\S+) (\(.*\))", shown))
+    nodes = "".join(node[-1] for _, node, _, _ in found)
+    assert nodes == expected, shown
+    assert all(node == address for _, node, address, _ in found), shown
+    each = 6 // max(map(nodes.count, nodes))
+    for rank, (_, _, _, gpus) in enumerate(found):
+        first = each * nodes[:rank].count(nodes[rank])
+        own = range(first, first + each)
+        assert gpus == str(tuple(own)), shown
+
+
+def test_tasks_that_a_file_distributes_are_refused(slurm, tmp_path):
+    script = tmp_path / "where.py"
+    script.write_text(WHERE)
+    hosts = ",".join(reversed(slurm_cluster.NODES))
+    with pytest.raises(AssertionError, match="srun -m block"):
+        slurm.call(
+            *("srun", "-m", "arbitrary", "-n2", "-w", hosts),
+            *("python", script),
+            limit_s=LIMIT_S,
+        )

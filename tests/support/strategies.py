@@ -1,0 +1,80 @@
+"""Strategies by the names that tests' ids have."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+import keras_strategies as ks
+from keras_strategies.experimental import FullySharded, SlotsOnly
+
+SHARDED = (
+    *("sharded2", "sharded3", "sharded8"),
+    *("sharded8_in_groups_of_2", "sharded8_in_groups_of_4"),
+)
+
+
+def make_strategy(name: str, layout_map: Any = None) -> ks.Strategy:
+    """The strategy of a name; `layout_map` is for replicas of several cores."""
+    make = _STRATEGIES[name]
+    return make() if layout_map is None else make(layout_map=layout_map)
+
+
+def of_cores(
+    replicas: int, cores: int, layout_map: Any = None, partitioner: Any = None
+) -> ks.Strategy:
+    """Replicas of several cores."""
+    topology = ks.tpu.experimental.Topology.from_devices(
+        jax.devices()[: replicas * cores]
+    )
+    assignment = ks.tpu.experimental.DeviceAssignment.build(
+        topology, [cores, 1, 1, 1], num_replicas=replicas
+    )
+    return ks.TPUStrategy(
+        device_assignment=assignment,
+        layout_map=layout_map,
+        variable_partitioner=partitioner,
+    )
+
+
+def _mirrored(replicas: int, partitioner: Any = None) -> ks.Strategy:
+    devices = jax.devices()[:replicas]
+    return ks.MirroredStrategy(devices, variable_partitioner=partitioner)
+
+
+def _sharded_cores(
+    replicas: int, cores: int, partitioner: Any, layout_map: Any = None
+) -> ks.Strategy:
+    """All is sharded over the cores, and by a partitioner over the replicas."""
+    layout_map = layout_map or {".*dense.*/kernel": (None, "model")}
+    return of_cores(replicas, cores, layout_map, partitioner)
+
+
+def _table() -> dict[str, Callable[..., ks.Strategy]]:
+    """A number after a kind is that of the replicas."""
+    of = functools.partial
+    every = FullySharded(min_size=1)
+    in_twos = FullySharded(2, min_size=1)
+    in_fours = FullySharded(4, min_size=1)
+    slots = SlotsOnly(min_size=1)
+    return {
+        "one": of(ks.OneDeviceStrategy, "cpu:1"),
+        "tpu": ks.TPUStrategy,
+        **{f"mirrored{n}": of(_mirrored, n) for n in (1, 2, 3, 4, 8)},
+        **{f"sharded{n}": of(_mirrored, n, every) for n in (2, 3, 4, 8)},
+        "sharded8_in_groups_of_2": of(_mirrored, 8, in_twos),
+        "sharded8_in_groups_of_4": of(_mirrored, 8, in_fours),
+        "sharded_slots4": of(_mirrored, 4, slots),
+        "tpu1_of_4_cores": of(of_cores, 1, 4),
+        "tpu2_of_2_cores": of(of_cores, 2, 2),
+        "tpu4_of_2_cores": of(of_cores, 4, 2),
+        "sharded2_of_2_cores": of(_sharded_cores, 2, 2, every),
+        "sharded2_of_4_cores": of(_sharded_cores, 2, 4, every),
+        "sharded4_of_2_cores": of(_sharded_cores, 4, 2, every),
+        "sharded4_of_2_cores_in_groups_of_2": of(_sharded_cores, 4, 2, in_twos),
+        "sharded_slots2_of_2_cores": of(_sharded_cores, 2, 2, slots),
+    }
+
+
+_STRATEGIES = _table()
