@@ -21,6 +21,7 @@ class StrategyExtended:
     Args:
       runtime: The strategy's fact sheet.
       runner: What its `run` calls.
+      is_multi_worker: Whether it is one for several processes.
 
     Example:
       ```python
@@ -34,9 +35,16 @@ class StrategyExtended:
       ```
     """
 
-    def __init__(self, runtime: Runtime, runner: Runner) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        runner: Runner,
+        *,
+        is_multi_worker: bool = False,
+    ) -> None:
         self._runtime = runtime
         self._runner = runner
+        self._is_multi_worker = is_multi_worker
 
     @property
     def worker_devices(self) -> tuple[jax.Device, ...]:
@@ -50,6 +58,14 @@ class StrategyExtended:
     def parameter_devices(self) -> tuple[jax.Device, ...]:
         """The devices that hold variables: all of them, a copy each."""
         return tuple(self._runtime.mesh.devices)
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        """Whether each process runs its own copy of the script.
+
+        True for `MultiWorkerMirroredStrategy`, also with one process.
+        """
+        return self._is_multi_worker
 
     def reduce_to(
         self,

@@ -22,6 +22,7 @@ def test_alone_it_is_a_mirrored_strategy():
         model.compile("sgd", "mse")
     outputs = model.predict(np.ones((3, 2), "float32"), verbose=0)
     assert outputs.shape == (3, 1)
+    assert strategy.extended.experimental_between_graph
 
 
 def test_tf_config_of_one_process_is_alone(monkeypatch):

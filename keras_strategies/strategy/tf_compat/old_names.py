@@ -18,7 +18,6 @@ OF_EXTENDED = {
     "assign_to_logical_device": _LAYOUT,
     "colocate_vars_with": _EVERYWHERE,
     "experimental_assign_to_logical_device": _LAYOUT,
-    "experimental_between_graph": "`jax.process_count() > 1`",
     "experimental_logical_device": _LAYOUT,
     "experimental_make_numpy_dataset": (
         "`strategy.experimental_make_numpy_dataset`"
