@@ -4,6 +4,7 @@ from typing import Any
 
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.keras_bridge.variables.partitioners import PartitionerLike
+from keras_strategies.strategy.extended import StrategyExtended
 from keras_strategies.strategy.runtime import is_chief_alone
 from keras_strategies.strategy.strategy import Strategy
 from keras_strategies.strategy.tf_compat.options import (
@@ -88,6 +89,9 @@ class MultiWorkerMirroredStrategy(Strategy):
             mesh,
             variable_partitioner=variable_partitioner,
             outputs_on_chief=outputs_on_chief,
+        )
+        self._extended = StrategyExtended(
+            self._runtime, self._runner, is_multi_worker=True
         )
         place.set_timeout(options.timeout_seconds)
 
