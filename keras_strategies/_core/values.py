@@ -24,7 +24,6 @@ LOCAL = "local"
 PARTS = "parts"
 """One array for each replica, of whatever shapes."""
 
-
 Shapes = tuple[tuple[int, ...], ...]
 
 
@@ -353,11 +352,7 @@ def padded(array: Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def cut(array: Array, shape: tuple[int, ...]) -> Array:
-    """The first entries of each dimension.
-
-    Returns:
-      An array of shape `shape`.
-    """
+    """Returns the first entries of each dimension: an array of `shape`."""
     return array[tuple(map(slice, shape))]
 
 
