@@ -62,7 +62,7 @@ ROOMS = {
 }
 FACADES = {"__init__.py", "experimental.py"}
 MAX_MODULES = {"keras_bridge": 14}
-MAX_MODULES_ELSEWHERE = 18
+MAX_MODULES_ELSEWHERE = 16
 WITHOUT_KERAS = {"_core", "cluster"}
 LAZY = {"tensorflow", "orbax", "grain", "torch", "tensorboardX"}
 MAX_LINES = 400

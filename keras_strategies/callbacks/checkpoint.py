@@ -84,17 +84,7 @@ class Checkpoint(CheckpointCallback):
         resume: Literal["auto"] | bool = "auto",
     ) -> None:
         super().__init__()
-        if not isinstance(directory, str | os.PathLike):
-            raise TypeError(
-                "`directory` is a path: a string or a `pathlib.Path`. "
-                f"Received: an object of type {type(directory).__name__}. "
-                "Give a path, as 'checkpoints'."
-            )
-        if not os.fspath(directory):
-            raise ValueError(
-                "`directory` is where checkpoints are saved. Received: "
-                f"directory={directory!r}. Give a path, as 'checkpoints'."
-            )
+        _check_directory(directory)
         for name, value in {
             "save_every_steps": save_every_steps,
             "save_every_epochs": save_every_epochs,
@@ -365,3 +355,17 @@ class Checkpoint(CheckpointCallback):
                 f"{int(ExitCode.PREEMPTED)}."
             )
         raise Preempted
+
+
+def _check_directory(directory: object) -> None:
+    if not isinstance(directory, str | os.PathLike):
+        raise TypeError(
+            "`directory` is a path: a string or a `pathlib.Path`. "
+            f"Received: an object of type {type(directory).__name__}. "
+            "Give a path, as 'checkpoints'."
+        )
+    if not os.fspath(directory):
+        raise ValueError(
+            "`directory` is where checkpoints are saved. Received: "
+            f"directory={directory!r}. Give a path, as 'checkpoints'."
+        )

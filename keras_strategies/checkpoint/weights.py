@@ -87,12 +87,7 @@ def load_weights(
     path = pathlib.Path(path)
     if step is None and step_of(path.name) is not None and not find_steps(path):
         path, step = path.parent, step_of(path.name)
-    groups = {"weights": [], "seeds": []}
-    for variable in model.variables:
-        if any(variable is v for v in model.metrics_variables):
-            continue
-        group = "seeds" if is_seed(variable) else "weights"
-        groups[group].append(variable)
+    groups = _groups_of(model)
     storage = Storage(
         path, processes=contents.processes_of(groups), keep=Keep(last=None)
     )
@@ -114,8 +109,33 @@ def load_weights(
     document = document | {
         "variables": {k: saved[k] for k in (*groups, *_WEIGHTS) if k in saved}
     }
+    found = _matched(model, groups, document, where)
+    if is_of_fit and averages:
+        found = with_averages(found, of_all, where)
+    wanted = contents.targets(found, document, None)
+    contents.assign(found, storage.restore(chosen, wanted, is_part=True))
+    storage.close()
+    return chosen
+
+
+def _groups_of(model: keras.Model) -> dict[str, list[keras.Variable]]:
+    groups: dict[str, list[keras.Variable]] = {"weights": [], "seeds": []}
+    for variable in model.variables:
+        if not any(variable is v for v in model.metrics_variables):
+            group = "seeds" if is_seed(variable) else "weights"
+            groups[group].append(variable)
+    return groups
+
+
+def _matched(
+    model: keras.Model,
+    groups: contents.Groups,
+    document: contents.Document,
+    where: str,
+) -> dict[str, dict[str, keras.Variable]]:
+    """The variables by name, of a model that has some."""
     try:
-        found = contents.matched(groups, document, where)
+        return contents.matched(groups, document, where)
     except ValueError:
         if model.built:
             raise
@@ -124,12 +144,6 @@ def load_weights(
             f"{model.name!r}, which is not built. Call it on a batch, or begin "
             "it with `keras.Input`."
         ) from None
-    if is_of_fit and averages:
-        found = with_averages(found, of_all, where)
-    wanted = contents.targets(found, document, None)
-    contents.assign(found, storage.restore(chosen, wanted, is_part=True))
-    storage.close()
-    return chosen
 
 
 def _is_of_fit(document: contents.Document) -> bool:

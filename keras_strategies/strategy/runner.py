@@ -17,6 +17,11 @@ from keras_strategies._core.attributes import attribute_set
 from keras_strategies._core.host_arrays import from_tensor
 from keras_strategies._core.mesh import ReplicaMesh, has_sharding
 from keras_strategies._types import Array, Leaf, Tree
+from keras_strategies.keras_bridge.run.argument_shapes import (
+    STATIC,
+    WHOLE,
+    argument_shape,
+)
 from keras_strategies.keras_bridge.run.debug_run import debug_run
 from keras_strategies.keras_bridge.run.function_keys import (
     function_key,
@@ -27,9 +32,8 @@ from keras_strategies.keras_bridge.run.run_program import RunProgram
 from keras_strategies.keras_bridge.step_context import ReplicaScope
 from keras_strategies.keras_bridge.steps.variants import Variant
 from keras_strategies.keras_bridge.variables import deferred_creation
-from keras_strategies.strategy import current, run_shapes
+from keras_strategies.strategy import current
 from keras_strategies.strategy.replica_context import replica_scope
-from keras_strategies.strategy.run_shapes import STATIC, WHOLE
 
 _Argument = tuple[tuple[Any, ...], Any]
 """How an argument enters a program, and its array; None of what is none."""
@@ -131,7 +135,7 @@ class Runner:
         """Lowers the program of a call; returns also what it writes."""
         current.check_not_mixing(self._strategy)
         call, leaves = _flattened(fn, args, kwargs)
-        given = [run_shapes.argument(leaf, self._mesh) for leaf in leaves]
+        given = [argument_shape(leaf, self._mesh) for leaf in leaves]
         with self._lock:
             program = self._make(call, given)
             return program.lower(_arrays(given)), program.written

@@ -52,20 +52,7 @@ def value_and_grad(
       ```
     """
     variables = list(variables)
-    if not variables:
-        raise ValueError(
-            "Gradients are taken with respect to variables. Received: none, "
-            "as of a model that has no variables yet. Call it on one batch "
-            "first, or begin it with `keras.Input`. `model.build` makes none "
-            "for a class that has no `build` of its own."
-        )
-    for variable in variables:
-        if not isinstance(variable, keras.Variable):
-            raise TypeError(
-                "Gradients are taken with respect to Keras variables. "
-                f"Received: {type(variable).__name__} in `variables`. Use "
-                "`jax.grad` for arrays."
-            )
+    _check_variables(variables)
 
     def with_gradients(*args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
         written: list[keras.Variable] = []
@@ -102,6 +89,23 @@ def value_and_grad(
         return ((value, aux) if has_aux else value), grads
 
     return with_gradients
+
+
+def _check_variables(variables: Sequence[object]) -> None:
+    if not variables:
+        raise ValueError(
+            "Gradients are taken with respect to variables. Received: none, "
+            "as of a model that has no variables yet. Call it on one batch "
+            "first, or begin it with `keras.Input`. `model.build` makes none "
+            "for a class that has no `build` of its own."
+        )
+    for variable in variables:
+        if not isinstance(variable, keras.Variable):
+            raise TypeError(
+                "Gradients are taken with respect to Keras variables. "
+                f"Received: {type(variable).__name__} in `variables`. Use "
+                "`jax.grad` for arrays."
+            )
 
 
 def grad(

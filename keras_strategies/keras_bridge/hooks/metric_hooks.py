@@ -60,6 +60,26 @@ def update_state(
     if step.facts.is_probe:
         with step.flag("in_metric"):
             return original(metric, *args, **kwargs)
+    rule = _rule_of(step, metric, args, kwargs)
+    for variable in metric.variables:
+        step.notes.metric_rules[variable] = rule
+    if rule == metric_rules.IN_TURN:
+        return _update_in_turn(step, original, metric, args, kwargs)
+    # In `run` the flag is always set.
+    is_gathered = step.flags.sees_global_batch and not step.facts.is_local
+    if rule == metric_rules.SAME and not is_gathered:
+        args, kwargs = gather_rows.gathered(step, (args, kwargs))
+    with step.flag("in_metric"):
+        return original(metric, *args, **kwargs)
+
+
+def _rule_of(
+    step: StepContext,
+    metric: keras.metrics.Metric,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> str:
+    """The rule that an update follows, and those before it have followed."""
     rules = [step.notes.metric_rules.get(v) for v in metric.variables]
     known = next((r for r in rules if r is not None), None)
     if step.facts.is_local:
@@ -78,16 +98,7 @@ def update_state(
             "of several kinds. Update it with rows, or use "
             "`keras.metrics.Mean` for a mean over rows"
         )
-    for variable in metric.variables:
-        step.notes.metric_rules[variable] = rule
-    if rule == metric_rules.IN_TURN:
-        return _update_in_turn(step, original, metric, args, kwargs)
-    # In `run` the flag is always set.
-    is_gathered = step.flags.sees_global_batch and not step.facts.is_local
-    if rule == metric_rules.SAME and not is_gathered:
-        args, kwargs = gather_rows.gathered(step, (args, kwargs))
-    with step.flag("in_metric"):
-        return original(metric, *args, **kwargs)
+    return rule
 
 
 def _update_in_turn(

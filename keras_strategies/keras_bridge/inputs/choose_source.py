@@ -141,6 +141,13 @@ def local_source(
         return TorchSource(dataset, policy=chosen, **places)
     if is_grain_dataset(dataset):
         return GrainSource(dataset, policy=chosen, **places)
+    return _source_of_batches(dataset, mesh, chosen)
+
+
+def _source_of_batches(
+    dataset: Dataset, mesh: ReplicaMesh, chosen: AutoShardPolicy
+) -> Source:
+    """What every process reads of arrays, a `PyDataset` or an iterable."""
     is_process_local = mesh.num_readers > 1 and chosen is AutoShardPolicy.OFF
     if chosen in (AutoShardPolicy.FILE, AutoShardPolicy.HINT):
         raise ValueError(

@@ -129,6 +129,26 @@ class RunProgram:
           leaves: The arguments that are arrays.
           others: Variables whose being trainable the function may look at.
         """
+        scope = self._lifting(leaves)
+        self.lifted = list(scope.variables.values())
+        shardings.follow_by_names(self.lifted, self._mesh)
+        known = {id(v): v for v in (*others, *self.lifted)}
+        self._trainable = [
+            (weakref.ref(v), v.trainable) for v in known.values()
+        ]
+        for variable in self.lifted:
+            on_read.settle(variable, self._mesh)
+            if on_read.is_on_read(variable):
+                self._on_read.append(variable)
+            elif id(variable) in scope.written:
+                replica_trace.refuse_foreign(variable, self._mesh)
+                self._written.append(variable)
+            else:
+                self._read.append(variable)
+        self._build()
+
+    def _lifting(self, leaves: list[Any]) -> LiftingScope:
+        """Traces the function once, for the variables that it uses."""
         scope = LiftingScope()
         # Another mesh: JAX keeps what it traced of inner functions by the mesh,
         # too, and must not meet this trace's zeros again.
@@ -152,21 +172,9 @@ class RunProgram:
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in leaves]
         with deferred(), scope:
             jax.eval_shape(mapped, *shapes)
-        self.lifted = list(scope.variables.values())
-        shardings.follow_by_names(self.lifted, self._mesh)
-        known = {id(v): v for v in (*others, *self.lifted)}
-        self._trainable = [
-            (weakref.ref(v), v.trainable) for v in known.values()
-        ]
-        for variable in self.lifted:
-            on_read.settle(variable, self._mesh)
-            if on_read.is_on_read(variable):
-                self._on_read.append(variable)
-            elif id(variable) in scope.written:
-                replica_trace.refuse_foreign(variable, self._mesh)
-                self._written.append(variable)
-            else:
-                self._read.append(variable)
+        return scope
+
+    def _build(self) -> None:
         whole, split = replicated_spec(), split_spec(self._mesh)
         written, read = (
             [shardings.spec_of(v, self._mesh) for v in group]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -184,17 +184,8 @@ class Functions:
                 if state is last:
                     state = tuple(map(list, state))
                 else:
-                    holders = _holders(model, groups, last)
-                    for g, group in enumerate(state):
-                        ownership.own(
-                            group,
-                            variables[g],
-                            [holder[g] for holder in holders],
-                            None if ownership.has_rivals(mesh) else self._made,
-                            mesh,
-                            donate=g in donated,
-                        )
-                    holders = last = None
+                    self._own(state, last, groups, variables, donated)
+                last = None
                 for segment in execution.segments:
                     for new in program(state, segment):
                         outputs, state = new
@@ -219,6 +210,27 @@ class Functions:
             return outputs, state
 
         return function
+
+    def _own(
+        self,
+        state: Sequence[Any],
+        last: Any,
+        groups: tuple[str, ...],
+        variables: tuple[Any, ...],
+        donated: Container[int],
+    ) -> None:
+        """Copies arrays of a state that others hold, too."""
+        made = None if ownership.has_rivals(self.mesh) else self._made
+        holders = _holders(self.model, groups, last)
+        for g, group in enumerate(state):
+            ownership.own(
+                group,
+                variables[g],
+                [holder[g] for holder in holders],
+                made,
+                self.mesh,
+                donate=g in donated,
+            )
 
     def _program(self, kind: str, variables: tuple[Any, ...]) -> Program:
         model, mesh = self.model, self.mesh

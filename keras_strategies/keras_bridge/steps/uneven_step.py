@@ -172,13 +172,7 @@ def call_step(
     """
     leaves, structure = jax.tree.flatten(data)
     rows = [(count,) * len(leaves) for count in counts]
-    facts = StepFacts(
-        mesh=mesh,
-        rows=max(counts),
-        is_uneven=True,
-        total_rows=sum(counts),
-        num_with_rows=sum(count > 0 for count in counts),
-    )
+    facts = _facts_of(counts, mesh)
     step = StepContext(facts=facts)
     step = step.with_facts(share=own_share(rows, step.axis))
     folded = [
@@ -227,6 +221,16 @@ def call_step(
         results=results,
         state=_grouped(values, sizes),
         means=means,
+    )
+
+
+def _facts_of(counts: tuple[int, ...], mesh: ReplicaMesh) -> StepFacts:
+    return StepFacts(
+        mesh=mesh,
+        rows=max(counts),
+        is_uneven=True,
+        total_rows=sum(counts),
+        num_with_rows=sum(count > 0 for count in counts),
     )
 
 

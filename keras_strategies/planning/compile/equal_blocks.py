@@ -182,27 +182,32 @@ def _checked(
         range(start + j * length, start + (j + 1) * length)
         for j in range(count)
     ]
+
+    def is_read_from(tensor: int, place: int) -> bool:
+        used = consumers.get(tensor, ())
+        return tensor in kept or any(c >= place for c in used)
+
     trunks: list[tuple[int, int, int]] = []
     for segment in segments:
         leaving = [
             (i, k, tensor)
             for i in segment
             for k, tensor in enumerate(nodes[i].outputs)
-            if tensor in kept
-            or any(c >= segment.stop for c in consumers.get(tensor, ()))
+            if is_read_from(tensor, segment.stop)
         ]
         if len(leaving) != 1:
             return None
         trunks += leaving
+    if any(
+        is_read_from(tensor, following.stop)
+        for (_, _, tensor), following in zip(trunks, segments[1:], strict=False)
+    ):
+        return None
     wirings = set()
     previous = _entering(nodes, segments[0], trunks[0])
     for segment, trunk in zip(segments, trunks, strict=True):
         wirings.add(_wiring(nodes, segment, previous))
         previous = trunk[2]
-    for j, (_, _, tensor) in enumerate(trunks[:-1]):
-        used = consumers.get(tensor, ())
-        if tensor in kept or any(c >= segments[j + 1].stop for c in used):
-            return None
     operations = [[nodes[i].operation for i in segment] for segment in segments]
     flat = [id(x) for segment in operations for x in segment]
     others = [id(n.operation) for n in nodes]

@@ -201,7 +201,6 @@ def tabulate_variables(
     shown = rows
     if len(rows) > MAX_VARIABLES:
         shown = sorted(rows, key=lambda row: -row.num_bytes)[:MAX_VARIABLES]
-    table = Table(box=rich.box.SIMPLE_HEAD, show_footer=True)
     elements = sum(_num_elements(row) for row in rows)
     footers = (
         counted(len(rows), "variable"),
@@ -221,6 +220,18 @@ def tabulate_variables(
         )
         for row in shown
     ]
+    table = _table_of(cells, headers, footers)
+    if len(rows) > len(shown):
+        table.add_row(f"... and {len(rows) - len(shown)} more")
+    return table
+
+
+def _table_of(
+    cells: list[tuple[str, ...]],
+    headers: tuple[str, ...],
+    footers: tuple[str, ...],
+) -> Table:
+    table = Table(box=rich.box.SIMPLE_HEAD, show_footer=True)
     for i, (header, footer) in enumerate(zip(headers, footers, strict=True)):
         widest = max(map(len, (header, footer, *(c[i] for c in cells))))
         table.add_column(
@@ -236,8 +247,6 @@ def tabulate_variables(
         # Text, as a path may hold what rich takes for markup.
         path = Text(row[0], no_wrap=True, overflow="ellipsis")
         table.add_row(path, *map(Text, row[1:]))
-    if len(rows) > len(shown):
-        table.add_row(f"... and {len(rows) - len(shown)} more")
     return table
 
 

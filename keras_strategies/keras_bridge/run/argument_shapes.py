@@ -19,7 +19,7 @@ STATIC = "static"
 Kind = tuple[Any, ...]
 
 
-def argument(leaf: Leaf, mesh: ReplicaMesh) -> tuple[Kind, Any]:
+def argument_shape(leaf: Leaf, mesh: ReplicaMesh) -> tuple[Kind, Any]:
     """How an argument enters the program, and its shape.
 
     Args:
