@@ -58,7 +58,9 @@ def main():
 
 
 def parsed():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        "./run bench sweep", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--quick", action="store_true", help="30 fixed points")
     parser.add_argument("--points", nargs="+", metavar="ID")
     parser.add_argument(

@@ -52,7 +52,9 @@ def check_is_mapped(
     """Traces steps; no warning of the global batch."""
     strategy = mirrored(replicas)
     with strategy.scope(), warnings.catch_warnings():
-        warnings.filterwarnings("error", "This step runs over")
+        warnings.simplefilter("error")
+        # Keras 3.16's nightlies say so of LSTM and GRU, which use the mask.
+        warnings.filterwarnings("ignore", ".*does not support masking")
         keras.utils.set_random_seed(0)
         model = model()
         model.compile("adam", loss, **compiled)
@@ -533,7 +535,7 @@ class Adversarial(keras.Model):
 def test_an_adversarial_step_of_ones_own_is_mapped():
     strategy = mirrored(2)
     with strategy.scope(), warnings.catch_warnings():
-        warnings.filterwarnings("error", "This step runs over")
+        warnings.simplefilter("error")
         model = Adversarial()
         model.compile("adam")
         model.fit(VECTORS, batch_size=ROWS, verbose=0)
