@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 CONFIG = (ROOT / "mkdocs.yml").read_text("utf-8")
 PAGES = sorted(path.relative_to(ROOT) for path in DOCS.rglob("*.md"))
-TEXTS = [pathlib.Path("README.md"), *PAGES]
+TEXTS = [pathlib.Path("README.md"), pathlib.Path("CONTRIBUTING.md"), *PAGES]
 LINK = re.compile(r"(?<!\\)\]\(([^)\s]+)\)")
 CODE = re.compile(r"^( *)(`{3,}).*?^\1\2$|`[^`\n]+`", re.M | re.S)
 
