@@ -229,9 +229,11 @@ def test_a_recorder_sees_threads():
 @pytest.mark.quick
 def test_a_change_begins_in_three_files_at_most():
     text = PAGE.read_text("utf-8").partition("## Where to change what")[2]
-    rows = re.findall(r"^\| (.*) \| (`.*) \|$", text.split("\n## ")[0], re.M)
-    assert len(rows) >= 12
-    for change, files in rows:
+    pattern = r"^\| (.*) \| (`.*) \| `(.*)` \|$"
+    rows = re.findall(pattern, text.split("\n## ")[0], re.M)
+    assert len(rows) >= 25
+    for change, files, tests in rows:
+        assert (PAGE.parents[1] / "tests" / tests).exists(), change
         named = NAMED.findall(files)
         assert 1 <= len(named) <= 3, change
         assert all((PACKAGE / file).exists() for file in named), change
