@@ -152,9 +152,9 @@ def value_of_chief(
 
 def steps_of_call(
     progress: Progress,
-    *,
     steps: int | None,
     max_steps: int | None,
+    *,
     is_endless: bool,
 ) -> int | None:
     """How many steps a call of `train` has, those done before included.
@@ -175,21 +175,31 @@ def steps_of_call(
     return sys.maxsize if is_endless else None
 
 
-def warn_of_nothing(model_dir: str, step: int, max_steps: int) -> None:
-    """Warns that a call has no steps to train.
+def has_steps(
+    mesh: ReplicaMesh,
+    config: RunConfig,
+    progress: Progress,
+    max_steps: int | None,
+) -> bool:
+    """Returns whether a call has steps to train; warns if it has none.
 
     Args:
-      model_dir: The directory.
-      step: The global step of its newest checkpoint.
-      max_steps: Up to which the call was to train.
+      mesh: The replicas.
+      config: The RunConfig.
+      progress: Where the training is.
+      max_steps: Up to which the call is to train.
     """
-    _logger.warning(
-        "Nothing is trained: %s is at step %d, and max_steps=%d. Give more "
-        "`max_steps`, or another `model_dir`.",
-        model_dir,
-        step,
-        max_steps,
-    )
+    if max_steps is None or progress.step < max_steps:
+        return True
+    if mesh.is_chief:
+        _logger.warning(
+            "Nothing is trained: %s is at step %d, and max_steps=%d. Give more "
+            "`max_steps`, or another `model_dir`.",
+            config.model_dir,
+            progress.step,
+            max_steps,
+        )
+    return False
 
 
 def warn_of_end(num_steps: int, wanted: int | None) -> None:

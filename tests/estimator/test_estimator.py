@@ -110,6 +110,23 @@ def test_model_dir_is_that_of_the_argument_or_of_the_config(tmp_path):
     shutil.rmtree(temporary.model_dir)
 
 
+def test_an_estimator_has_the_names_of_tf_alone():
+    assert {name for name in dir(Estimator) if not name.startswith("_")} == {
+        "config",
+        "eval_dir",
+        "evaluate",
+        "export_saved_model",
+        "get_variable_names",
+        "get_variable_value",
+        "latest_checkpoint",
+        "model_dir",
+        "model_fn",
+        "params",
+        "predict",
+        "train",
+    }
+
+
 def test_parameters_are_copied(tmp_path):
     params = {"rate": [1]}
     estimator = estimator_of(tmp_path, params=params)

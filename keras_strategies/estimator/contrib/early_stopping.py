@@ -18,6 +18,7 @@ from keras_strategies.estimator.arguments import (
     check_positive,
     check_seconds,
 )
+from keras_strategies.estimator.engine import strategy_of
 from keras_strategies.estimator.estimator import Estimator
 from keras_strategies.estimator.estimator_spec import ModeKeys
 
@@ -79,7 +80,7 @@ def make_early_stopping_hook(
     check_positive("run_every_steps", run_every_steps)
     if run_every_secs is not None:
         check_seconds("run_every_secs", run_every_secs)
-        mesh = estimator.strategy_of(ModeKeys.TRAIN).mesh
+        mesh = strategy_of(estimator, ModeKeys.TRAIN).mesh
         if mesh.num_processes > 1:
             raise ValueError(
                 "run_every_secs should not be set when several processes "
@@ -275,7 +276,7 @@ class _Stopping(keras.callbacks.Callback):
         every_steps: int | None,
     ) -> None:
         super().__init__()
-        self._mesh = estimator.strategy_of(ModeKeys.TRAIN).mesh
+        self._mesh = strategy_of(estimator, ModeKeys.TRAIN).mesh
         self._should_stop_fn = should_stop_fn
         self._every_secs = every_secs
         self._every_steps = every_steps

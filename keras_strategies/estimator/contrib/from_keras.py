@@ -13,6 +13,7 @@ import keras
 
 from keras_strategies.cluster.addresses import shown
 from keras_strategies.estimator.config.run_config import RunConfig
+from keras_strategies.estimator.engine import rename_results
 from keras_strategies.estimator.estimator import Estimator
 from keras_strategies.estimator.estimator_spec import EstimatorSpec, ModeKeys
 from keras_strategies.estimator.model_fns import output_names
@@ -83,7 +84,7 @@ def model_to_estimator(
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    estimator.result_names = dict(metric_names_map or {})
+    rename_results(estimator, metric_names_map or {})
     weakref.finalize(estimator, shutil.rmtree, folder, ignore_errors=True)
     return estimator
 
