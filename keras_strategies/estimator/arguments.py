@@ -5,8 +5,8 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from keras_strategies._core.checks import check_number
 from keras_strategies.cluster.addresses import shown
+from keras_strategies.cluster.checks import check_number
 
 _OF_SESSIONS = ("begin", "after_create_session", "before_run", "after_run")
 _OF_LISTENERS = ("begin", "before_save", "after_save", "end")

@@ -311,9 +311,8 @@ class Estimator(Settings):
         path = self.latest_checkpoint()
         if path is None:
             raise ValueError(
-                "Could not find trained model in model_dir: "
-                f"{self.model_dir}. Received: a folder without a checkpoint. "
-                "Train first."
+                f"Could not find trained model in model_dir: {self.model_dir}. "
+                "Received: a folder without a checkpoint. Train first."
             )
         return path
 

@@ -326,9 +326,8 @@ def _shape_and_dtype(
         )
     if not len(shape):
         raise ValueError(
-            "Data come in batches of rows. Received: a scalar"
-            f"{_of_key(key)} of dtype {dtype}. Call `.batch(batch_size)` on "
-            "the dataset."
+            f"Data come in batches of rows. Received: a scalar{_of_key(key)} "
+            f"of dtype {dtype}. Call `.batch(batch_size)` on the dataset."
         )
     if str(getattr(dtype, "name", dtype)) in ("string", "object") or (
         getattr(dtype, "kind", None) in ("S", "U")

@@ -316,8 +316,7 @@ def _entry(model: keras.Model, outputs: Tree, name: str) -> Array:
         named = {_output_names(model, 1)[0]: named}
     if name not in named:
         raise ValueError(
-            "predictions name outputs of the model. Received: "
-            f"{name!r}; the model has {sorted(map(str, named))}. Give one of "
-            "these."
+            f"predictions name outputs of the model. Received: {name!r}; the "
+            f"model has {sorted(map(str, named))}. Give one of these."
         )
     return named[name]

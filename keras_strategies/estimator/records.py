@@ -86,9 +86,8 @@ def renamed(
     for name in names:
         if name not in results:
             raise ValueError(
-                "`metric_names_map` names results of evaluations. "
-                f"Received: {name!r}; there are {sorted(results)}. "
-                "Correct it."
+                "`metric_names_map` names results of evaluations. Received: "
+                f"{name!r}; there are {sorted(results)}. Correct it."
             )
     return {names.get(name, name): value for name, value in results.items()}
 

@@ -180,9 +180,8 @@ def _checked_exporters(exporters: Any) -> tuple[Exporter, ...]:
             )
         if not isinstance(name, str):
             raise ValueError(
-                "An Exporter must have a string name. Received: "
-                f"{shown(name)} of type {type(name).__name__}. Give each a "
-                "name as 'best'."
+                f"An Exporter must have a string name. Received: {shown(name)} "
+                f"of type {type(name).__name__}. Give each a name as 'best'."
             )
         check_name(name)
     if len(set(names)) < len(names):

@@ -120,8 +120,7 @@ def _check(
     if config.task_type == EVALUATOR and config.task_id > 0:
         raise ValueError(
             "For distributed training, there can only be one `evaluator` task "
-            f"(with task id 0). Received: task id {config.task_id}. Start "
-            "one."
+            f"(with task id 0). Received: task id {config.task_id}. Start one."
         )
 
 

@@ -170,10 +170,9 @@ def _check_saved(name: str, saved: Mapping[str, Any], path: str) -> None:
 def _check_shape(variable: keras.Variable, shape: list[int], path: str) -> None:
     if list(variable.shape) != shape:
         raise ValueError(
-            "A weight that is warm-started has its shape in the "
-            f"checkpoint. Received: {variable.path!r} of shape "
-            f"{tuple(variable.shape)}, {tuple(shape)} in {path}. Leave "
-            "it out by `vars_to_warm_start`."
+            "A weight that is warm-started has its shape in the checkpoint. "
+            f"Received: {variable.path!r} of shape {tuple(variable.shape)}, "
+            f"{tuple(shape)} in {path}. Leave it out by `vars_to_warm_start`."
         )
 
 

@@ -13,9 +13,9 @@ import jax
 
 from keras_strategies.cluster.addresses import (
     check_address,
-    check_port,
     join_address,
     read_number,
+    read_port,
     shown,
 )
 from keras_strategies.cluster.resolvers.resolver import (
@@ -290,7 +290,7 @@ class TPUClusterResolver(ClusterResolver):
         environ = environ_or_own(self._environ)
         port = _DEFAULT_PORT
         if environ.get(_PORT):
-            port = check_port(read_number(environ, _PORT, "you"), _PORT)
+            port = read_port(environ, _PORT, "you")
         # libtpu's own port may be there; JAX meets at another.
         with_port = _WITH_PORT.fullmatch(host.strip())
         address = join_address(

@@ -51,9 +51,8 @@ def default_device_order(
     sizes = Counter(map(slice_of, devices))
     if len(set(sizes.values())) > 1:
         raise ValueError(
-            "All slices must have the same number of devices. Received: "
-            f"number of devices by slice {dict(sizes)}. Choose as many of "
-            "each slice."
+            "All slices must have the same number of devices. Received: number "
+            f"of devices by slice {dict(sizes)}. Choose as many of each slice."
         )
     return tuple(sorted(devices, key=lambda d: (slice_of(d), d.process_index)))
 

@@ -24,12 +24,12 @@ MOST = 2**31
 
 # Who proves something.
 PROCESS_0, PROCESS, _SENDS = "process 0", "process", "process 0 tells"
-_SAME = f"All processes of a job have the same {VARIABLE}, or none has one. "
-_SET = f"Set it in all of them: `{job_secret.MAKE}` makes one."
-NOT_THERE = f"{_SAME}Received: one in process 0, and none here. {_SET}"
-ONLY_HERE = f"{_SAME}Received: one here, and none in process 0. {_SET}"
+SAME = f"All processes of a job have the same {VARIABLE}, or none has one. "
+SET = f"Set it in all of them: `{job_secret.MAKE}` makes one."
+NOT_THERE = f"{SAME}Received: one in process 0, and none here. {SET}"
+ONLY_HERE = f"{SAME}Received: one here, and none in process 0. {SET}"
 ANOTHER = (
-    f"{_SAME}Received: another one in process 0. {_SET} If it is the same, "
+    f"{SAME}Received: another one in process 0. {SET} If it is the same, "
     "look for another job at process 0's address."
 )
 

@@ -13,12 +13,12 @@ from typing import Any
 
 from keras_strategies.cluster.addresses import (
     check_address,
-    check_port,
     join_address,
     read_number,
     read_port,
     shown,
 )
+from keras_strategies.cluster.checks import check_port
 from keras_strategies.cluster.resolvers.resolver import (
     ClusterResolver,
     environ_or_own,
@@ -220,10 +220,9 @@ def read_pod_of_job(environ: Mapping[str, str], port: int) -> PodOfJob:
     count = read_number(environ, name, "the manifest", least=1)
     name = _first(environ, _INDICES) or _INDICES[0]
     index = read_number(environ, name, _SETTER, most=count - 1)
-    for variable in _PORTS:
-        if environ.get(variable):
-            port = read_port(environ, variable, "the manifest")
-            break
+    name = _first(environ, _PORTS)
+    if name is not None:
+        port = read_port(environ, name, "the manifest")
     coordinator = _coordinator(environ, index, port)
     check_address(coordinator, "pod 0")
     return PodOfJob(index=index, count=count, coordinator=coordinator)
@@ -289,7 +288,6 @@ def _checked_labels(labels: object) -> Mapping[str, Sequence[str]]:
     if not is_mapping or any(isinstance(v, str) for v in labels.values()):
         raise TypeError(
             "`job_to_label_mapping` maps jobs to lists of label selectors. "
-            f"Received: {shown(labels)}. Give, for example, "
-            f"{_LABELS}."
+            f"Received: {shown(labels)}. Give, for example, {_LABELS}."
         )
     return labels

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 
 from keras_strategies.cluster.addresses import (
     check_address,
-    check_port,
     join_address,
     read_number,
     read_port,
     read_text,
 )
+from keras_strategies.cluster.checks import check_port
 from keras_strategies.cluster.resolvers.resolver import (
     ClusterResolver,
     environ_or_own,

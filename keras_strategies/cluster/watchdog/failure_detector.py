@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 
+from keras_strategies.cluster.addresses import name_processes
 from keras_strategies.cluster.exchange.exit_codes import Cause, ExitCode
 from keras_strategies.cluster.exchange.message_forms import fault_of
 from keras_strategies.cluster.untrusted import load_json
@@ -80,10 +81,7 @@ class _Received:
 
 def died(processes: Sequence[int], why: str) -> Cause:
     """The cause that is the end of some processes."""
-    names = ", ".join(str(process) for process in processes[:_SHOWN])
-    names += ", ..." * (len(processes) > _SHOWN)
-    word = "process" if len(processes) == 1 else "processes"
-    return Cause(text=f"{word} {names} died or stopped: {why}")
+    return Cause(text=f"{name_processes(processes)} died or stopped: {why}")
 
 
 class FailureDetector:

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from keras_strategies._core.checks import check_number
 from keras_strategies.cluster.addresses import shown
+from keras_strategies.cluster.checks import check_number
 from keras_strategies.estimator.config.run_cluster import EVALUATOR, SERVER
 
 # Fields of sessions and graphs, which JAX has not: what they may be, and
@@ -71,10 +71,9 @@ def check_trains(config: Any, num_processes: int) -> None:
     if config.task_type in (SERVER, EVALUATOR):
         raise ValueError(
             "Train has been called with a wrong configuration: task type "
-            f"{config.task_type!r} does not train. Received: a TF_CONFIG "
-            "with that task. Call `ks.estimator.train_and_evaluate`, "
-            "which does what each task is for; parameter servers are not "
-            "supported."
+            f"{config.task_type!r} does not train. Received: a TF_CONFIG with "
+            "that task. Call `ks.estimator.train_and_evaluate`, which does "
+            "what each task is for; parameter servers are not supported."
         )
     if config.num_worker_replicas > 1 and num_processes == 1:
         raise ValueError(

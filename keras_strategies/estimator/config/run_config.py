@@ -251,8 +251,7 @@ class RunConfig:
             raise ValueError(
                 "No client starts work on a remote cluster here. Received: "
                 "`experimental_distribute.remote_cluster`. Start the script "
-                "once for each process, with its TF_CONFIG "
-                "(docs/clusters.md)."
+                "once for each process, with its TF_CONFIG (docs/clusters.md)."
             )
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import keras
 
-from keras_strategies._core.checks import check_number
 from keras_strategies._types import Logs
 from keras_strategies.cluster.addresses import shown
+from keras_strategies.cluster.checks import check_number
 from keras_strategies.estimator import records, train_callback
 from keras_strategies.estimator.arguments import (
     check_kind,

@@ -108,17 +108,15 @@ def _check_options(
     ):
         raise TypeError(
             "`metric_names_map` is a dict from names of results to new ones. "
-            f"Received: {shown(metric_names_map)}. Write {{'acc': "
-            "'accuracy'}."
+            f"Received: {shown(metric_names_map)}. Write {{'acc': 'accuracy'}}."
         )
 
 
 def _save(model: object, path: str) -> None:
     if not isinstance(model, keras.Model):
         raise TypeError(
-            "`keras_model` is a Keras model. Received: "
-            f"{shown(model)} of type {type(model).__name__}. Pass a "
-            "`keras.Model`."
+            f"`keras_model` is a Keras model. Received: {shown(model)} of type "
+            f"{type(model).__name__}. Pass a `keras.Model`."
         )
     _check_compiled(model)
     if not model.built:

@@ -4,7 +4,7 @@ import math
 import numbers
 from typing import Any
 
-from keras_strategies.cluster.addresses import shown
+from keras_strategies.cluster.addresses import MAX_PORT, shown
 
 
 def check_number(
@@ -55,3 +55,11 @@ def check_number(
             raise ValueError(
                 f"{name} must be {rule}. Received: {shown(value)}. {cure}"
             )
+
+
+def check_port(port: int, name: str) -> int:
+    """Returns a port from 1 to 65535; raises as `check_number`."""
+    cure = "Give a port that is free on the hosts, as 8888."
+    bounds = {"least": 1, "most": MAX_PORT}
+    check_number(name, port, cure, **bounds, is_optional=False)
+    return port

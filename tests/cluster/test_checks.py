@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from keras_strategies._core.checks import check_number
+from keras_strategies.cluster.checks import check_number
 
 pytestmark = pytest.mark.quick
 
