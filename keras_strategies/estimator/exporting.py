@@ -1,5 +1,6 @@
 """Exports of an Estimator: a folder for each, named by the time."""
 
+import functools
 import importlib.util
 import logging
 import os
@@ -97,7 +98,7 @@ def note_features(model_dir: str, features: Tree) -> None:
     rows = [f for f in keras.tree.flatten(features) if f is not None]
     if any(None in row.shape[1:] for row in rows):
         return
-    example = keras.tree.map_structure(_without_rows, features)
+    example = keras.tree.map_structure(functools.partial(_zeros, 0), features)
     text = batch_spec.spec_of(example)
     try:
         batch_spec.empty(text, has_classes=False)
@@ -138,10 +139,6 @@ def _bytes_of(path: pathlib.Path) -> bytes | None:
         return None
 
 
-def _without_rows(feature: Array) -> np.ndarray:
-    return np.empty((0, *feature.shape[1:]), feature.dtype)
-
-
 def _restored(
     make: Callable[[str, Tree], Made], mode: str, path: str, features: Tree
 ) -> keras.Model:
@@ -155,7 +152,7 @@ def _restored(
                 f"Received: {model.name!r}, which was never called. Have "
                 "`model_fn` make it with `keras.Input`, or train it first."
             )
-        model(keras.tree.map_structure(_one_row, features))
+        model(keras.tree.map_structure(functools.partial(_zeros, 1), features))
     reading.restore(model, path)
     # What is served has no optimizer, and no loss that may be one's own.
     model.compiled, model.optimizer = False, None
@@ -180,8 +177,9 @@ def _write_saved_model(model: keras.Model, folder: str) -> None:
         model.export(folder, format="tf_saved_model", verbose=False)
 
 
-def _one_row(feature: Array) -> np.ndarray:
-    return np.zeros((1, *feature.shape[1:]), feature.dtype)
+def _zeros(num_rows: int, feature: Array) -> np.ndarray:
+    """Returns rows of zeros with the shape of a feature's."""
+    return np.zeros((num_rows, *feature.shape[1:]), feature.dtype)
 
 
 def _checked_files(files: object) -> dict[str, str]:

@@ -13,7 +13,7 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
-from keras_strategies.cluster.exchange.message_forms import is_count
+from keras_strategies.cluster.exchange.message_forms import fault_of, is_count
 from keras_strategies.cluster.untrusted import load_json, open_regular
 from keras_strategies.estimator.config.run_config import RunConfig
 
@@ -172,14 +172,12 @@ def _parsed(line: bytes) -> tuple[int, dict[str, float]] | None:
         entry = load_json(line, max_characters=_MAX_LINE, has_nan=True)
     except ValueError:
         return None
-    if not isinstance(entry, dict):
+    if fault_of(entry, {GLOBAL_STEP: is_count, "metrics": dict}) is not None:
         return None
-    step, metrics = entry.get(GLOBAL_STEP), entry.get("metrics")
-    if not is_count(step) or not isinstance(metrics, dict):
-        return None
-    if any(type(value) not in (int, float) for value in metrics.values()):
+    metrics = entry["metrics"]
+    if fault_of([*metrics.values()], [float]) is not None:
         return None
     try:
-        return step, {name: float(value) for name, value in metrics.items()}
+        return entry[GLOBAL_STEP], {n: float(v) for n, v in metrics.items()}
     except OverflowError:
         return None

@@ -157,12 +157,9 @@ def _checked_exporters(exporters: Any) -> tuple[Exporter, ...]:
     if exporters is None:
         return ()
     # A name is no iterable of its letters.
-    if isinstance(exporters, Exporter | str):
-        exporters = (exporters,)
-    try:
-        found = tuple(exporters)
-    except TypeError:
-        found = (exporters,)
+    is_one = isinstance(exporters, Exporter | str)
+    is_one |= not isinstance(exporters, Iterable)
+    found = (exporters,) if is_one else tuple(exporters)
     for exporter in found:
         if not isinstance(exporter, Exporter):
             raise TypeError(

@@ -22,6 +22,7 @@ from keras_strategies.checkpoint import Keep, reading
 from keras_strategies.cluster.exchange.host_exchange import Agreement
 from keras_strategies.cluster.exchange.message_forms import (
     Form,
+    fault_of,
     is_count,
     read_messages,
 )
@@ -96,8 +97,8 @@ def ended_at(model_dir: str) -> int | None:
         mark = load_json(text, max_characters=_MAX_MARK_BYTES)
     except (OSError, ValueError):
         return None
-    step = mark.get("ended_at_step") if isinstance(mark, dict) else None
-    return step if is_count(step) else None
+    is_mark = fault_of(mark, {"ended_at_step": is_count}) is None
+    return mark["ended_at_step"] if is_mark else None
 
 
 def mark_of(model_dir: str) -> tuple[int, int] | None:

@@ -122,12 +122,12 @@ class KubernetesClusterResolver(ClusterResolver):
         self._port = check_port(tf_server_port, "`tf_server_port`")
         self._labels = _checked_labels(job_to_label_mapping)
         self._rpc_layer = rpc_layer
-        self._environ = environ
+        self._environ = environ_or_own(environ)
         self._client = override_client
         self._is_job = (
             not job_to_label_mapping
             and override_client is None
-            and has_job_variables(environ_or_own(environ))
+            and has_job_variables(self._environ)
         )
         if not self._is_job and override_client is None:
             self._client = _make_client(executable_location)
@@ -171,7 +171,7 @@ class KubernetesClusterResolver(ClusterResolver):
         return super()._address_of_task(task_type, task_id)
 
     def _read(self) -> PodOfJob:
-        return read_pod_of_job(environ_or_own(self._environ), self._port)
+        return read_pod_of_job(self._environ, self._port)
 
     def _ask(self, selector: str) -> list[str]:
         """The addresses of the pods that a selector finds, by their names."""

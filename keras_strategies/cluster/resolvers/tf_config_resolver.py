@@ -98,7 +98,7 @@ class TFConfigClusterResolver(ClusterResolver):
         self._task_id = task_id
         self._rpc_layer = rpc_layer
         self._environment = environment
-        self._environ = environ
+        self._environ = environ_or_own(environ)
 
     def cluster_spec(self) -> ClusterSpec:
         """The jobs of TF_CONFIG; empty if it has none."""
@@ -154,7 +154,7 @@ class TFConfigClusterResolver(ClusterResolver):
         return spec.task_address(task_type, task_id)  # pyright: ignore[reportArgumentType]
 
     def _read(self) -> TFConfig:
-        return parse_tf_config(environ_or_own(self._environ).get(VARIABLE, ""))
+        return parse_tf_config(self._environ.get(VARIABLE, ""))
 
 
 def parse_tf_config(text: str) -> TFConfig:
@@ -182,8 +182,8 @@ def parse_tf_config(text: str) -> TFConfig:
         cluster=_parse_cluster(config.get("cluster", {})),
         task_type=_parse_type(task),
         task_id=index,
-        rpc_layer=_parse_text(config, "rpc_layer"),
-        session_master=_parse_text(config, "session_master"),
+        rpc_layer=text_in(config, "rpc_layer"),
+        session_master=text_in(config, "session_master"),
     )
 
 
@@ -206,6 +206,21 @@ def load_tf_config(text: str) -> dict[str, Any]:
             f"{_EXAMPLE}"
         )
     return config
+
+
+def text_in(config: dict[str, Any], name: str) -> str | None:
+    """Returns an entry of a TF_CONFIG that is a text; None without one.
+
+    Raises:
+      TypeError: it is another value.
+    """
+    text = config.get(name)
+    if text is not None and not isinstance(text, str):
+        raise TypeError(
+            f'"{name}" in {VARIABLE} is a string. Received: {_named(text)}. '
+            "Leave it out, or give a string."
+        )
+    return text
 
 
 def _has_one_task(spec: ClusterSpec) -> bool:
@@ -253,16 +268,6 @@ def _parse_type(task: dict[str, Any]) -> str | None:
         )
     check_roles(ClusterSpec({name: []}))
     return name
-
-
-def _parse_text(config: dict[str, Any], name: str) -> str | None:
-    text = config.get(name)
-    if text is not None and not isinstance(text, str):
-        raise TypeError(
-            f'"{name}" in {VARIABLE} is a string. Received: {_named(text)}. '
-            "Leave it out, or give a string."
-        )
-    return text
 
 
 def _named(value: object) -> str:

@@ -1,7 +1,6 @@
 """The cluster of a `RunConfig`, as TF_CONFIG describes it."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from keras_strategies.cluster.addresses import shown, with_rpc_layer
@@ -9,6 +8,7 @@ from keras_strategies.cluster.resolvers.tf_config_resolver import (
     VARIABLE,
     load_tf_config,
     parse_tf_config,
+    text_in,
 )
 from keras_strategies.cluster.spec import ClusterSpec
 from keras_strategies.cluster.tasks import num_tasks
@@ -74,7 +74,7 @@ def cluster_of(text: str, *, needs_chief: bool) -> RunCluster:
     place = RunCluster(
         service=_checked_service(raw),
         model_dir=_checked_model_dir(raw),
-        evaluation_master=_checked_master(raw),
+        evaluation_master=text_in(raw, "eval_session_master") or "",
         master=config.session_master or "",
     )
     spec, asked = config.cluster, (config.task_type, config.task_id)
@@ -100,7 +100,7 @@ def cluster_of(text: str, *, needs_chief: bool) -> RunCluster:
     )
 
 
-def _checked_service(raw: Mapping[str, Any]) -> dict[str, Any] | None:
+def _checked_service(raw: dict[str, Any]) -> dict[str, Any] | None:
     service = raw.get("service")
     if service is not None and not isinstance(service, dict):
         raise TypeError(
@@ -110,26 +110,9 @@ def _checked_service(raw: Mapping[str, Any]) -> dict[str, Any] | None:
     return service
 
 
-def _checked_master(raw: Mapping[str, Any]) -> str:
-    master = raw.get("eval_session_master", "")
-    if not isinstance(master, str):
-        raise TypeError(
-            f'"eval_session_master" in {VARIABLE} is a string. Received: '
-            f"{shown(master)}. Leave it out."
-        )
-    return master
-
-
-def _checked_model_dir(raw: Mapping[str, Any]) -> str | None:
-    directory = raw.get("model_dir")
-    if directory is None:
-        return None
-    if not isinstance(directory, str):
-        raise TypeError(
-            f'"model_dir" in {VARIABLE} is a string. Received: '
-            f"{shown(directory)}. Write a path, or leave it out."
-        )
-    if not directory:
+def _checked_model_dir(raw: dict[str, Any]) -> str | None:
+    directory = text_in(raw, "model_dir")
+    if directory == "":
         raise ValueError(
             f"model_dir in {VARIABLE} should be non-empty. Received: ''. Write "
             "a path, or leave it out."
