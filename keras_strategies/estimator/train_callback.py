@@ -22,11 +22,11 @@ from keras_strategies.checkpoint import Keep, reading
 from keras_strategies.cluster.exchange.host_exchange import Agreement
 from keras_strategies.cluster.exchange.message_forms import (
     Form,
-    fault_of,
     is_count,
+    load_form,
     read_messages,
 )
-from keras_strategies.cluster.untrusted import load_json, open_regular
+from keras_strategies.cluster.untrusted import open_regular
 from keras_strategies.estimator.config.run_config import RunConfig
 from keras_strategies.keras_bridge.callbacks.resumable_fit import (
     FitState,
@@ -38,6 +38,7 @@ MARK = "training.json"
 
 _MAX_MARK_BYTES = 4096
 _WHERE = "where a training is"
+_MARK = {"ended_at_step": is_count}
 _PROGRESS = {"step": is_count, "begun": is_count, "is_done": bool}
 _logger = logging.getLogger(__name__)
 
@@ -94,11 +95,10 @@ def ended_at(model_dir: str) -> int | None:
     try:
         with open_regular(pathlib.Path(model_dir, MARK)) as file:
             text = file.read(_MAX_MARK_BYTES + 1)
-        mark = load_json(text, max_characters=_MAX_MARK_BYTES)
+        mark = load_form(text, _MARK, max_characters=_MAX_MARK_BYTES)
     except (OSError, ValueError):
         return None
-    is_mark = fault_of(mark, {"ended_at_step": is_count}) is None
-    return mark["ended_at_step"] if is_mark else None
+    return mark["ended_at_step"]
 
 
 def mark_of(model_dir: str) -> tuple[int, int] | None:

@@ -10,8 +10,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from keras_strategies.cluster.exchange.message_forms import fault_of
-from keras_strategies.cluster.untrusted import load_json
+from keras_strategies.cluster.exchange.message_forms import load_form
 from keras_strategies.tpu.coordinates import (
     Cell,
     IntArray,
@@ -363,16 +362,15 @@ def _parse(serialized: bytes | str) -> tuple[Any, Any]:
             f"{type(serialized).__name__}. {cure}"
         )
     try:
-        content = load_json(serialized, max_characters=_MOST_CHARACTERS)
-        fault = fault_of(content, _CONTENT)
+        content = load_form(
+            serialized, _CONTENT, max_characters=_MOST_CHARACTERS
+        )
     except ValueError as error:
-        content, fault = {}, str(error)
-    if fault is None:
-        return content["mesh_shape"], content["device_coordinates"]
-    raise ValueError(
-        "`serialized` is JSON of a topology, version 1. Received: "
-        f"{serialized[:80]!r}, of which {fault}. {cure}"
-    )
+        raise ValueError(
+            "`serialized` is JSON of a topology, version 1. Received: "
+            f"{serialized[:80]!r}, of which {error}. {cure}"
+        ) from None
+    return content["mesh_shape"], content["device_coordinates"]
 
 
 def _job(job: str | None) -> str:

@@ -6,6 +6,17 @@ from keras_strategies.cluster.addresses import shown
 from keras_strategies.cluster.checks import check_number
 from keras_strategies.estimator.config.run_cluster import EVALUATOR, SERVER
 
+_NUMBERS: dict[str, dict[str, Any]] = {
+    "save_summary_steps": {"least": 0},
+    "save_checkpoints_steps": {"least": 0},
+    "keep_checkpoint_max": {"least": 0},
+    "log_step_count_steps": {"least": 1},
+    "save_checkpoints_secs": {"least": 0, "is_whole": False},
+    "keep_checkpoint_every_n_hours": {"above": 0, "is_whole": False},
+    "session_creation_timeout_secs": {"above": 0, "is_whole": False},
+    "tf_random_seed": {},
+    "experimental_max_worker_delay_secs": {},
+}
 # Fields of sessions and graphs, which JAX has not: what they may be, and
 # what to use instead.
 _WITHOUT_MEANING = {
@@ -35,21 +46,9 @@ _WITHOUT_MEANING = {
 def check_fields(config: Any) -> None:
     """Raises ValueError or TypeError for the first field that is wrong."""
     _check_model_dir(config.model_dir)
-    for name in (
-        "save_summary_steps",
-        "save_checkpoints_steps",
-        "keep_checkpoint_max",
-    ):
-        _check(config, name, least=0)
-    _check(config, "log_step_count_steps", least=1)
-    _check(config, "save_checkpoints_secs", least=0, is_whole=False)
-    for name in (
-        "keep_checkpoint_every_n_hours",
-        "session_creation_timeout_secs",
-    ):
-        _check(config, name, above=0, is_whole=False)
-    for name in ("tf_random_seed", "experimental_max_worker_delay_secs"):
-        _check(config, name)
+    for name, bounds in _NUMBERS.items():
+        cure = "Give such a number, or None."
+        check_number(f"`{name}`", getattr(config, name), cure, **bounds)
     for name, (default, cure) in _WITHOUT_MEANING.items():
         given = getattr(config, name)
         if given is not default:
@@ -116,8 +115,3 @@ def _check_strategy(name: str, strategy: object) -> None:
             f"`{name}` is a strategy of keras_strategies. Received: {given}. "
             f"{cure}"
         )
-
-
-def _check(config: Any, name: str, **bounds: Any) -> None:
-    cure = "Give such a number, or None."
-    check_number(f"`{name}`", getattr(config, name), cure, **bounds)
