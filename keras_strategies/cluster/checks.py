@@ -1,10 +1,13 @@
-"""The check of numbers that users give."""
+"""The checks of numbers and types that users give."""
 
 import math
 import numbers
+from types import UnionType
 from typing import Any
 
 from keras_strategies.cluster.addresses import MAX_PORT, shown
+
+Kind = type | UnionType | tuple[type, ...]
 
 
 def check_number(
@@ -55,6 +58,25 @@ def check_number(
             raise ValueError(
                 f"{name} must be {rule}. Received: {shown(value)}. {cure}"
             )
+
+
+def check_type(
+    name: str, value: object, kind: Kind, what: str, cure: str
+) -> None:
+    """Raises TypeError unless a value is of a type.
+
+    Args:
+      name: What it is, for the error, which begins with it.
+      value: What was given.
+      kind: The type, or several, as of `isinstance`.
+      what: The type in words: "a str".
+      cure: The last sentence of the error.
+    """
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"{name} must be {what}. Received: {shown(value)} of type "
+            f"{type(value).__name__}. {cure}"
+        )
 
 
 def check_port(port: int, name: str) -> int:

@@ -17,6 +17,7 @@ import numpy as np
 from keras_strategies._types import Array, Tree
 from keras_strategies.checkpoint import reading
 from keras_strategies.cluster.addresses import shown
+from keras_strategies.cluster.checks import check_type
 from keras_strategies.cluster.untrusted import open_regular
 from keras_strategies.data import batch_spec
 from keras_strategies.estimator.estimator_spec import MODES
@@ -182,16 +183,13 @@ def _zeros(num_rows: int, feature: Array) -> np.ndarray:
     return np.zeros((num_rows, *feature.shape[1:]), feature.dtype)
 
 
-def _checked_files(files: object) -> dict[str, str]:
+def _checked_files(files: Mapping[str, str] | None) -> dict[str, str]:
     """The files for `assets.extra`: their names there, and where they are."""
     if files is None:
         return {}
-    if not isinstance(files, Mapping):
-        raise TypeError(
-            "`assets_extra` is a dict from paths in the export to files. "
-            f"Received: {shown(files)} of type {type(files).__name__}. Write "
-            "{'labels.txt': '/data/labels.txt'}."
-        )
+    what = "a dict from paths in the export to files"
+    cure = "Write {'labels.txt': '/data/labels.txt'}."
+    check_type("`assets_extra`", files, Mapping, what, cure)
     for name, source in files.items():
         parts = pathlib.PurePath(name).parts
         if not parts or ".." in parts or pathlib.PurePath(name).is_absolute():

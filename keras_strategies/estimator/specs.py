@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from keras_strategies.cluster.addresses import shown
+from keras_strategies.cluster.checks import check_type
 from keras_strategies.estimator.arguments import (
     check_hooks,
     check_input_fn,
@@ -161,13 +162,9 @@ def _checked_exporters(exporters: Any) -> tuple[Exporter, ...]:
     is_one |= not isinstance(exporters, Iterable)
     found = (exporters,) if is_one else tuple(exporters)
     for exporter in found:
-        if not isinstance(exporter, Exporter):
-            raise TypeError(
-                "`exporters` must be an Exporter, an iterable of Exporter, or "
-                f"`None`. Received: {shown(exporter)} of type "
-                f"{type(exporter).__name__}. Use, for example, "
-                "`ks.estimator.BestExporter()`."
-            )
+        what = "an Exporter, an iterable of Exporter, or `None`"
+        cure = "Use, for example, `ks.estimator.BestExporter()`."
+        check_type("`exporters`", exporter, Exporter, what, cure)
     names = [exporter.name for exporter in found]
     for name in names:
         if not name:

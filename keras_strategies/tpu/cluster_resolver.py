@@ -18,6 +18,7 @@ from keras_strategies.cluster.addresses import (
     read_port,
     shown,
 )
+from keras_strategies.cluster.checks import check_type
 from keras_strategies.cluster.resolvers.resolver import (
     ClusterResolver,
     environ_or_own,
@@ -317,16 +318,13 @@ class TPUClusterResolver(ClusterResolver):
         return f"<TPUClusterResolver of {self._tpu or 'this host'!r}>"
 
 
-def _checked_name(tpu: object, environ: Mapping[str, str]) -> str:
+def _checked_name(tpu: str | None, environ: Mapping[str, str]) -> str:
     """The name: "local", "" or this TPU's own."""
     own = environ.get(_NAME, "")
     if tpu is None:
         return own
-    if not isinstance(tpu, str):
-        raise TypeError(
-            f"`tpu` is a str or None. Received: {shown(tpu)} of type "
-            f"{type(tpu).__name__}. Leave it out for the TPU of this host."
-        )
+    cure = "Leave it out for the TPU of this host."
+    check_type("`tpu`", tpu, str, "a str or None", cure)
     if tpu in ("", LOCAL) or tpu == own:
         return tpu
     known = f"{own!r}" if own else "not set"

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
+from keras_strategies.cluster.checks import check_type
 from keras_strategies.cluster.exchange.message_forms import load_form
 from keras_strategies.tpu.coordinates import (
     Cell,
@@ -356,11 +357,8 @@ def _places_of(devices: Sequence[jax.Device]) -> list[Cell]:
 
 def _parse(serialized: bytes | str) -> tuple[Any, Any]:
     cure = "Pass what `Topology.serialized()` returned; tf's are not read."
-    if not isinstance(serialized, bytes | str):
-        raise TypeError(
-            "`serialized` is bytes or a string. Received: "
-            f"{type(serialized).__name__}. {cure}"
-        )
+    kinds = bytes | str
+    check_type("`serialized`", serialized, kinds, "bytes or a str", cure)
     try:
         content = load_form(
             serialized, _CONTENT, max_characters=_MOST_CHARACTERS

@@ -148,7 +148,7 @@ def test_parameters_are_copied(tmp_path):
         ("train", {"saving_listeners": [3]}, TypeError, "saving_listeners"),
         ("evaluate", {"steps": 0}, ValueError, "`steps` must be > 0"),
         ("evaluate", {"input_fn": None}, TypeError, "must be callable"),
-        ("evaluate", {"name": 3}, TypeError, "`name` must be string"),
+        ("evaluate", {"name": 3}, TypeError, "`name` must be a str"),
         ("evaluate", {"hooks": [3]}, TypeError, "All `hooks`"),
         (
             "evaluate",
@@ -1064,10 +1064,10 @@ def test_warm_start_takes_some_weights(tmp_path):
     ("settings", "error", "text"),
     [
         ({"ckpt_to_initialize_from": ""}, ValueError, "MUST be set"),
-        ({"ckpt_to_initialize_from": 3}, TypeError, "is a path"),
+        ({"ckpt_to_initialize_from": 3}, TypeError, "must be a path"),
         ({"vars_to_warm_start": [3]}, TypeError, "regular expressions"),
         ({"vars_to_warm_start": "*a"}, ValueError, "nothing to repeat"),
-        ({"var_name_to_prev_var_name": ["a"]}, TypeError, "is a dict"),
+        ({"var_name_to_prev_var_name": ["a"]}, TypeError, "must be a dict"),
         ({"var_name_to_vocab_info": {"a": 1}}, ValueError, "no meaning"),
     ],
 )

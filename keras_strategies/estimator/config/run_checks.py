@@ -3,7 +3,7 @@
 from typing import Any
 
 from keras_strategies.cluster.addresses import shown
-from keras_strategies.cluster.checks import check_number
+from keras_strategies.cluster.checks import check_number, check_type
 from keras_strategies.estimator.config.run_cluster import EVALUATOR, SERVER
 
 _NUMBERS: dict[str, dict[str, Any]] = {
@@ -84,14 +84,9 @@ def check_trains(config: Any, num_processes: int) -> None:
 
 
 def _check_model_dir(directory: object) -> None:
-    if directory is None:
-        return
-    if not isinstance(directory, str):
-        raise TypeError(
-            "`model_dir` is a path. Received: an object of type "
-            f"{type(directory).__name__}. Pass a str or a `pathlib.Path`."
-        )
-    if not directory:
+    cure = "Pass a str or a `pathlib.Path`."
+    check_type("`model_dir`", directory, str | None, "a path", cure)
+    if directory == "":
         raise ValueError(
             "model_dir should be non-empty. Received: ''. Give a path, or "
             "None for a temporary one."

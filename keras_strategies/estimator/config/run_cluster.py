@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from keras_strategies.cluster.addresses import shown, with_rpc_layer
+from keras_strategies.cluster.checks import check_type
 from keras_strategies.cluster.resolvers.tf_config_resolver import (
     VARIABLE,
     load_tf_config,
@@ -101,12 +102,9 @@ def cluster_of(text: str, *, needs_chief: bool) -> RunCluster:
 
 
 def _checked_service(raw: dict[str, Any]) -> dict[str, Any] | None:
-    service = raw.get("service")
-    if service is not None and not isinstance(service, dict):
-        raise TypeError(
-            f'If "service" is set in {VARIABLE}, it must be a dict. Received: '
-            f"{shown(service)}. Write an object, or leave it out."
-        )
+    name, service = f'"service" in {VARIABLE}', raw.get("service")
+    cure = "Write an object, or leave it out."
+    check_type(name, service, dict | None, "a dict", cure)
     return service
 
 

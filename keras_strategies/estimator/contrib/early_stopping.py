@@ -11,7 +11,7 @@ import keras
 
 from keras_strategies._types import Logs
 from keras_strategies.cluster.addresses import shown
-from keras_strategies.cluster.checks import check_number
+from keras_strategies.cluster.checks import check_number, check_type
 from keras_strategies.estimator import records, train_callback
 from keras_strategies.estimator.arguments import (
     check_kind,
@@ -310,17 +310,14 @@ class _Stopping(keras.callbacks.Callback):
 def _hook(
     rule: Callable[[Values], bool],
     estimator: Estimator,
-    name: object,
+    name: str,
     eval_dir: str | None,
     min_steps: int,
     every: tuple[float | None, int | None],
 ) -> keras.callbacks.Callback:
     """Returns a hook that asks a rule about the results of a name."""
-    if not isinstance(name, str):
-        raise TypeError(
-            "`metric_name` is a result of evaluations. Received: "
-            f"{shown(name)}. Give a name as 'accuracy'."
-        )
+    what, cure = "the name of a result", "Give a name as 'accuracy'."
+    check_type("`metric_name`", name, str, what, cure)
     _check_whole("`min_steps`", min_steps)
 
     def should_stop() -> bool:
