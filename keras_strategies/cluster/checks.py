@@ -82,6 +82,5 @@ def check_type(
 def check_port(port: int, name: str) -> int:
     """Returns a port from 1 to 65535; raises as `check_number`."""
     cure = "Give a port that is free on the hosts, as 8888."
-    bounds = {"least": 1, "most": MAX_PORT}
-    check_number(name, port, cure, **bounds, is_optional=False)
+    check_number(name, port, cure, least=1, most=MAX_PORT, is_optional=False)
     return port

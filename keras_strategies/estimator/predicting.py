@@ -14,7 +14,7 @@ from keras_strategies.keras_bridge.loops.scope_hooks import is_built
 from keras_strategies.strategy.strategy import Strategy
 
 
-def checked_keys(keys: object) -> tuple[str, ...] | None:
+def checked_keys(keys: Iterable[str] | str | None) -> tuple[str, ...] | None:
     """The names of predictions; None for all.
 
     Raises:
@@ -22,8 +22,8 @@ def checked_keys(keys: object) -> tuple[str, ...] | None:
     """
     if keys is None:
         return None
-    found = (keys,) if isinstance(keys, str) else keys
-    found = tuple(found) if isinstance(found, Iterable) else (found,)
+    is_many = isinstance(keys, Iterable) and not isinstance(keys, str)
+    found: tuple[Any, ...] = tuple(keys) if is_many else (keys,)
     if not all(isinstance(key, str) for key in found):
         raise TypeError(
             "`predict_keys` are names of predictions. Received: "

@@ -55,7 +55,7 @@ class WarmStartSettings:
     def __post_init__(self) -> None:
         path = self.ckpt_to_initialize_from
         cure = "Give a checkpoint's folder."
-        kind = str | os.PathLike
+        kind = (str, os.PathLike)
         check_type("`ckpt_to_initialize_from`", path, kind, "a path", cure)
         if not os.fspath(path):
             raise ValueError(
@@ -126,7 +126,7 @@ def settings_of(given: Any) -> WarmStartSettings | None:
     """
     if given is None or isinstance(given, WarmStartSettings):
         return given
-    kind, what = str | os.PathLike, "a path or `WarmStartSettings`"
+    kind, what = (str, os.PathLike), "a path or `WarmStartSettings`"
     cure = "Give a checkpoint's folder."
     check_type("`warm_start_from`", given, kind, what, cure)
     return WarmStartSettings(given)

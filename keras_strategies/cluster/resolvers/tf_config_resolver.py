@@ -146,7 +146,7 @@ class TFConfigClusterResolver(ClusterResolver):
         if config.session_master is not None:
             return config.session_master
         spec = config.cluster
-        if not spec or (len(spec.jobs) == 1 and _has_one_task(spec)):
+        if not spec or has_one_task(spec):
             return None
         task_type = self.task_type if task_type is None else task_type
         task_id = self.task_id if task_id is None else task_id
@@ -223,9 +223,10 @@ def text_in(config: dict[str, Any], name: str) -> str | None:
     return text
 
 
-def _has_one_task(spec: ClusterSpec) -> bool:
+def has_one_task(spec: ClusterSpec) -> bool:
+    """Returns whether a cluster, which has a job, is of a single task."""
     # As tf: {"worker": {"1": ...}} has a place for task 0, too.
-    return len(spec.job_tasks(spec.jobs[0])) == 1
+    return len(spec.jobs) == 1 and len(spec.job_tasks(spec.jobs[0])) == 1
 
 
 def _load(text: str) -> Any:

@@ -7,6 +7,7 @@ from keras_strategies.cluster.addresses import shown, with_rpc_layer
 from keras_strategies.cluster.checks import check_type
 from keras_strategies.cluster.resolvers.tf_config_resolver import (
     VARIABLE,
+    has_one_task,
     load_tf_config,
     parse_tf_config,
     text_in,
@@ -173,8 +174,7 @@ def _checked_task(
 
 
 def _own_address(spec: ClusterSpec, task_type: str, task_id: int) -> str:
-    jobs = spec.jobs
-    if len(jobs) == 1 and len(spec.job_tasks(jobs[0])) == 1:
+    if has_one_task(spec):
         return ""
     return with_rpc_layer(spec.task_address(task_type, task_id), _RPC_LAYER)
 

@@ -104,9 +104,10 @@ def _check_options(
             f"{shown(export_outputs)}. Leave it out: a model is exported with "
             "its own outputs."
         )
-    kind, what = Mapping | None, "a dict from names of results to new ones"
+    what = "a dict from names of results to new ones"
     cure = "Write {'acc': 'accuracy'}."
-    check_type("`metric_names_map`", metric_names_map, kind, what, cure)
+    name, names = "`metric_names_map`", metric_names_map
+    check_type(name, names, Mapping | None, what, cure)
 
 
 def _save(model: keras.Model, path: str) -> None:
@@ -137,7 +138,7 @@ def _check_compiled(model: keras.Model) -> None:
 
 def _copy(source: Any, path: str) -> None:
     cure = "Give a `.keras` file."
-    check_type("`keras_model_path`", source, str | os.PathLike, "a path", cure)
+    check_type("`keras_model_path`", source, (str, os.PathLike), "a path", cure)
     if pathlib.Path(source).suffix != _SUFFIX:
         raise ValueError(
             "`keras_model_path` is a `.keras` file. Received: "
