@@ -72,6 +72,9 @@ def load_form(
       max_characters: See `load_json`.
       has_nan: See `load_json`.
 
+    Returns:
+      The value, as `load_json` gives it.
+
     Raises:
       ValueError: it is something else. The message says what, as
         `load_json`'s.
