@@ -15,8 +15,8 @@ from typing import Any
 
 import keras
 
-from keras_strategies._core.checks import check_number
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.cluster.checks import check_number
 
 MIN_SIZE = 2**14
 """Entries of the smallest variable that is divided, if nothing else is said."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import keras
 
-from keras_strategies._core.checks import check_number
+from keras_strategies.cluster.checks import check_number
 
 Axes = tuple[str | None, ...]
 Layout = Any
