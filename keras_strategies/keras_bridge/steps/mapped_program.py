@@ -11,7 +11,6 @@ from keras_strategies._core.jaxprs.replay import own_trace
 from keras_strategies._core.jaxprs.traces import is_traced
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Tree
-from keras_strategies.keras_bridge.models.attention import attention_for
 from keras_strategies.keras_bridge.step_context import (
     GlobalBatchNeeded,
     ReplicaNeeded,
@@ -21,6 +20,7 @@ from keras_strategies.keras_bridge.step_context import (
     num_replica_uses,
 )
 from keras_strategies.keras_bridge.steps import trace_checks
+from keras_strategies.keras_bridge.steps.attention import attention_for
 
 Body = Callable[[Any, Any, Any], Any]
 """A step as a pure function: two parts of a state, and data."""

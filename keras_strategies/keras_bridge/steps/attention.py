@@ -1,4 +1,4 @@
-"""Attention in steps for TPUs, as its layer says.
+"""Attention in steps for TPUs, as their layers define it.
 
 On a TPU, Keras 3.15 gives attention without a mask to a kernel (JAX's splash
 attention). It calls the kernel as if each entry saw those before it alone, and
@@ -26,7 +26,7 @@ from keras_strategies.keras_bridge.patches import Patches
 
 
 def attention_for(mesh: ReplicaMesh) -> contextlib.AbstractContextManager[None]:
-    """In which this thread traces attention for the mesh's devices."""
+    """Makes this thread trace attention for the mesh's devices."""
     if mesh.platform != "tpu":
         return contextlib.nullcontext()
     return _for_tpus()
