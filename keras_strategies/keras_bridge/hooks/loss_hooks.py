@@ -147,7 +147,7 @@ def _whole_loss(
     with step.flag("in_loss"):
         loss = original(*args, **kwargs)
     is_scalar = isinstance(loss, jax.Array) and not loss.ndim
-    if not is_scalar or step.facts.total_rows is None:
+    if not is_scalar or step.facts.rows_of_replicas is None:
         return mark_loss(step, loss)
     if step.is_empty:
         # Nothing; but its gradient meets those of others.

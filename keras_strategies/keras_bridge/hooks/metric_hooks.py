@@ -168,7 +168,7 @@ def result(
     reads_others = any(
         v in step.notes.before and v not in mine_alone for v in scope.read
     )
-    if scope.written or reads_others:
+    if len(scope.written) or reads_others:
         step.demand_global_batch(
             f"the result of {metric_rules.title(metric)} reads a metric that "
             "is not a part of it, or writes a variable. Make the other metric "

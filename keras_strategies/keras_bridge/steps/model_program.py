@@ -62,7 +62,6 @@ class ModelProgram:
       step: The model's own step: `step(state, data) -> (results, state)`.
       name: The programs' name, in profiles.
       variables: The groups of the model's variables, aligned with the state.
-      metrics: Index of the group that holds metrics, or None.
       written: Indices of the groups that the step writes as a rule; they are
         donated. Of other groups only what changed is returned.
       mesh: The replicas.
@@ -70,7 +69,8 @@ class ModelProgram:
       replica_scope: Makes a step's replica context current for a block.
     """
 
-    # Whether the results have the batch's rows.
+    # Whether the results have the batch's rows; else they are of metrics, whose
+    # variables are the last group.
     _returns_rows = False
 
     def __init__(
@@ -79,7 +79,6 @@ class ModelProgram:
         name: str,
         variables: tuple[list[keras.Variable], ...],
         *,
-        metrics: int | None = None,
         written: tuple[int, ...] = (),
         mesh: ReplicaMesh,
         is_global: bool = False,
@@ -88,7 +87,6 @@ class ModelProgram:
         self._step = step
         self._replica_scope = replica_scope
         self._variables = variables
-        self._metrics = metrics
         self._written = written
         self._mesh = mesh
         self._read = tuple(i for i in range(len(variables)) if i not in written)
@@ -287,7 +285,7 @@ class ModelProgram:
             data,
             mesh=self._mesh,
             counts=counts,
-            metrics=self._metrics,
+            metrics=None if self._returns_rows else self._variables[-1],
         )
         return self._uneven_results(called), *self._output(old, called.state)
 

@@ -180,18 +180,11 @@ class Functions:
                 execution = _execution(
                     iterator, mesh, model.steps_per_execution
                 )
-                last = self._last.pop(kind, None)
-                if state is last:
-                    state = tuple(map(list, state))
-                else:
-                    self._own(state, last, groups, variables, donated)
-                last = None
+                state = self._owned(kind, state, variables, donated)
                 for segment in execution.segments:
                     for new in program(state, segment):
                         outputs, state = new
                     done.append(outputs)
-                if not execution.segments:
-                    outputs = execution.logs
                 self.places[kind] = execution.place
             except BaseException:
                 # Keras took the values out of the variables and would lose
@@ -203,6 +196,7 @@ class Functions:
                 self.trained.add(execution)
             state = tuple(map(Values, state))
             self._last[kind] = state
+            outputs = done[-1] if done else execution.logs
             if kind == "predict" and len(done) > 1:
                 outputs = _concatenated(done)
             if kind == "predict" and not self._keeps_outputs:
@@ -211,17 +205,22 @@ class Functions:
 
         return function
 
-    def _own(
+    def _owned(
         self,
+        kind: str,
         state: Sequence[Any],
-        last: Any,
-        groups: tuple[str, ...],
         variables: tuple[Any, ...],
         donated: Container[int],
-    ) -> None:
-        """Copies arrays of a state that others hold, too."""
+    ) -> Sequence[Any]:
+        """Returns a state whose donated arrays are held by no one else.
+
+        Those that are, are copied, in the lists of `state`.
+        """
+        last = self._last.pop(kind, None)
+        if state is last:
+            return tuple(map(list, state))
         made = None if ownership.has_rivals(self.mesh) else self._made
-        holders = _holders(self.model, groups, last)
+        holders = _holders(self.model, _GROUPS[kind], last)
         for g, group in enumerate(state):
             ownership.own(
                 group,
@@ -231,6 +230,7 @@ class Functions:
                 self.mesh,
                 donate=g in donated,
             )
+        return state
 
     def _program(self, kind: str, variables: tuple[Any, ...]) -> Program:
         model, mesh = self.model, self.mesh
@@ -280,12 +280,10 @@ def make_program(
     if variables is None:
         variables = step_variables(model, kind)
     step = getattr(model, f"{kind}_step")
-    is_predict = kind == "predict"
-    return (PredictProgram if is_predict else StepProgram)(
+    return (PredictProgram if kind == "predict" else StepProgram)(
         step,
         f"{kind}_step",
         variables,
-        metrics=None if is_predict else len(variables) - 1,
         written=_DONATED[kind],
         mesh=mesh,
         is_global=_has_fixed_batch(model),

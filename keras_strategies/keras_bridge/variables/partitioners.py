@@ -122,32 +122,7 @@ class Partitioner:
     """
 
     def __init__(self, partitioner: PartitionerLike, mesh: ReplicaMesh) -> None:
-        if not callable(partitioner) and not isinstance(
-            partitioner, FullySharded
-        ):
-            raise TypeError(
-                "`variable_partitioner` says which variables the replicas "
-                f"divide. Received: {partitioner!r} of type "
-                f"{type(partitioner).__name__}. Pass "
-                "`ks.experimental.FullySharded()`, `SlotsOnly()`, or a "
-                "function of a variable's path, shape and dtype that returns "
-                "a dimension or None."
-            )
-        is_class = isinstance(partitioner, type)
-        cls = partitioner if is_class else type(partitioner)
-        if cls.__module__.startswith("tensorflow"):
-            raise TypeError(
-                "Partitioners are those of `ks.experimental`. Received: "
-                f"tf's {cls.__name__}, which counts shards of "
-                "parameter servers. Pass `ks.experimental.FullySharded()`, "
-                "with `min_size` in entries."
-            )
-        if is_class:
-            raise TypeError(
-                "`variable_partitioner` must be an object or a function. "
-                f"Received: the class {cls.__name__}. Write "
-                f"`{cls.__name__}()`, with parentheses."
-            )
+        _check_partitioner(partitioner)
         self._partitioner = partitioner
         self.has_replicated_weights = isinstance(partitioner, SlotsOnly)
         shards = getattr(partitioner, "shards", None)
@@ -163,9 +138,7 @@ class Partitioner:
                 f"Received: shards={self.shards} of {num_replicas} replicas. "
                 "Choose a number that divides them."
             )
-        self._is_named = not isinstance(partitioner, FullySharded) and (
-            _is_of_tf(partitioner)
-        )
+        self._is_named = self.is_function and _is_of_tf(partitioner)
 
     def dimension(
         self,
@@ -309,6 +282,30 @@ class Partitioner:
                 "Return such a dimension, or None to leave it whole."
             )
         return int(dim)
+
+
+def _check_partitioner(partitioner: object) -> None:
+    if not callable(partitioner) and not isinstance(partitioner, FullySharded):
+        raise TypeError(
+            "`variable_partitioner` says which variables the replicas divide. "
+            f"Received: {partitioner!r} of type {type(partitioner).__name__}. "
+            "Pass `ks.experimental.FullySharded()`, `SlotsOnly()`, or a "
+            "function of a variable's path, shape and dtype that returns a "
+            "dimension or None."
+        )
+    cls = partitioner if isinstance(partitioner, type) else type(partitioner)
+    if cls.__module__.startswith("tensorflow"):
+        raise TypeError(
+            "Partitioners are those of `ks.experimental`. Received: tf's "
+            f"{cls.__name__}, which counts shards of parameter servers. Pass "
+            "`ks.experimental.FullySharded()`, with `min_size` in entries."
+        )
+    if cls is partitioner:
+        raise TypeError(
+            "`variable_partitioner` must be an object or a function. "
+            f"Received: the class {cls.__name__}. Write `{cls.__name__}()`, "
+            "with parentheses."
+        )
 
 
 def _check_float(reduce_dtype: object) -> None:
