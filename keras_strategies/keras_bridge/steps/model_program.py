@@ -114,6 +114,7 @@ class ModelProgram:
         one = self._mapped(self._replica_step, stacked=False)
         many = self._mapped(self._replica_step, stacked=True)
         whole, each = self._over_global_batch, self._over_uneven_rows
+        of_whole, of_uneven = (f"{name}_{of}" for of in ("whole", "uneven"))
         of_shapes = functools.partial(
             jitted, donate_argnums=0, static_argnums=3
         )
@@ -122,12 +123,10 @@ class ModelProgram:
             many=jitted(placed(many, of_many), f"{name}s", donate_argnums=0),
             whole=of_shapes(
                 placed(whole),
-                f"{name}_whole",
+                of_whole,
                 out_shardings=None if is_sharded or has_cores else mesh.whole,
             ),
-            uneven=of_shapes(
-                each if has_rows else placed(each), f"{name}_uneven"
-            ),
+            uneven=of_shapes(each if has_rows else placed(each), of_uneven),
             is_global=is_global,
         )
 
