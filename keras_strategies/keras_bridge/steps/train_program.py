@@ -44,15 +44,12 @@ class StepProgram(ModelProgram):
           After each program its last step's logs, and the state: the one
           before is gone, so whoever is interrupted must have taken this one.
         """
-        if segment.steps > 1 and self._is_fused:
+        if segment.steps == 1 or self._is_fused:
             try:
                 yield self._run(state, segment)
                 return
             except StepsNotFused:
                 self._is_fused = False
-        if segment.steps == 1:
-            yield self._run(state, segment)
-            return
         batches = dispatch(
             self._mesh, self._unstack, segment.data, segment.steps
         )
@@ -93,7 +90,10 @@ class StepProgram(ModelProgram):
 
     def _uneven_results(self, called: UnevenCall) -> Logs:
         metrics = zip(self._variables[-1], called.state[-1], strict=True)
-        return called.logs(list(metrics))
+        logs = step_logs.read_logs(
+            called.outputs, called.means, called.results, list(metrics)
+        )
+        return jax.tree.unflatten(called.structure, logs)
 
     def _merged(
         self,

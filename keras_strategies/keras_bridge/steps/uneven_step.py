@@ -21,10 +21,9 @@ from keras_strategies._core.batches import RowShape
 from keras_strategies._core.identity import IdentityMap
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.rows import rows_of_replicas
-from keras_strategies._types import Array, Batch, Logs, Tree
+from keras_strategies._types import Batch, Tree
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.hooks import metric_rules, seeds
-from keras_strategies.keras_bridge.hooks.metric_hooks import Result
 from keras_strategies.keras_bridge.step_context import (
     StepContext,
     StepFacts,
@@ -131,28 +130,6 @@ class UnevenCall:
     results: list[Any]
     state: list[list[Any]]
     means: list[Any]
-
-    def logs(self, metrics: list[tuple[keras.Variable, Any]]) -> Logs:
-        """Returns the outputs as the logs of all rows.
-
-        Args:
-          metrics: Variables and their merged values, which metrics' results
-            are read from.
-
-        Returns:
-          Scalars by name.
-        """
-        read = step_logs.result_reader()
-
-        def log(mean: Array, output: Array, result: Result | None) -> Array:
-            if result is None:
-                return merge_lib.as_type_of(mean, output)
-            return read(result)
-
-        with keras.StatelessScope(state_mapping=metrics):
-            columns = zip(self.means, self.outputs, self.results, strict=True)
-            leaves = [log(*column) for column in columns]
-        return jax.tree.unflatten(self.structure, leaves)
 
 
 def call_step(
