@@ -190,6 +190,11 @@ class StepContext:
         return set(self.facts.rows_of_all) == {0}
 
     @property
+    def sees_own_rows(self) -> bool:
+        """Whether code sees this replica's rows, and in no metric."""
+        return not (self.flags.sees_global_batch or self.flags.in_metric)
+
+    @property
     def buffering(self) -> Buffering | None:
         """Which arrays share a buffer when they are reduced."""
         return buffering_of(self.facts.mesh)
