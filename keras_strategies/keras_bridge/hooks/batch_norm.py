@@ -86,8 +86,8 @@ def _mean_of_rows(
         if step is None or not is_uneven:
             return _over_replicas(step, ops.mean(value, axes, keepdims=True))
         count = math.prod(value.shape[axis] for axis in axes)
-        total = all_mean(ops.sum(value, axes, keepdims=True), step.axis)
-        return total / all_mean(ops.full_like(total, count), step.axis)
+        total = _over_replicas(step, ops.sum(value, axes, keepdims=True))
+        return total / _over_replicas(step, ops.full_like(total, count))
 
     return mean_of
 
@@ -95,7 +95,7 @@ def _mean_of_rows(
 def _mean_of_kept(
     step: StepContext | None, axes: list[int], inputs: Array, mask: Array
 ) -> Callable[[Array], Any]:
-    """Means over the entries that a mask keeps, as Keras computes them."""
+    """Returns what takes the mean of the entries that a mask keeps."""
     kept = ops.cast(
         ops.broadcast_to(ops.expand_dims(mask, -1), ops.shape(inputs)), "bool"
     )

@@ -14,6 +14,7 @@ import keras
 import numpy as np
 from keras.src.backend.common import global_state
 
+from keras_strategies._core.identity import IdentityMap, IdentitySet
 from keras_strategies._core.jaxprs.lockstep import Lockstep, Turn
 from keras_strategies._core.jaxprs.replay import current_side
 from keras_strategies._core.mesh import ReplicaMesh
@@ -117,8 +118,8 @@ def _merged(
     """Merges what the replicas wrote, in the step `merging`; on each."""
     turn = current_side()
     assert isinstance(turn, Turn)
-    of_all = turn.meet(seen.variables)
-    variables = list({id(v): v for each in of_all for v in each}.values())
+    of_all = turn.meet(list(seen.old))
+    variables = list(IdentitySet(v for each in of_all for v in each))
     folded = [seen.get_current_value_before(v) for v in variables]
     called = replica_trace.called_in(step, seen, results, variables, folded)
     notes: list[replica_merge.Note] = turn.meet(called.note)
@@ -126,7 +127,7 @@ def _merged(
     for k in unchecked:
         if not bool(replica_trace.is_same(called.new[k], step.axis)):
             replica_trace.refuse_difference(variables[k])
-    old = [seen.old[id(v)] for v in variables]
+    old = [seen.old[v] for v in variables]
     values, copies, _ = replica_merge.merged_state(
         merging, variables, old, folded, called, notes, []
     )
@@ -155,9 +156,8 @@ class _SeenScope(CollectingScope):
         self._step = step
         self._mesh = mesh
         self._replica = replica
-        self.old: dict[int, Any] = {}
-        self._folded: dict[int, Any] = {}
-        self.variables: list[keras.Variable] = []
+        self.old: IdentityMap[Any] = IdentityMap()
+        self._folded: IdentityMap[Any] = IdentityMap()
 
     def get_current_value(self, variable: keras.Variable) -> Array:
         """The value written last, or that before the call."""
@@ -168,18 +168,14 @@ class _SeenScope(CollectingScope):
 
     def get_current_value_before(self, variable: keras.Variable) -> Array:
         """This replica's value before the call, its seed folded."""
-        key = id(variable)
-        if key not in self.old:
+        if variable not in self.old:
             # Not in the branch or loop that may be traced.
             with jax.ensure_compile_time_eval():
-                self.old[key] = self._start(variable)
-                (folded,) = seeds.fold_seeds(
-                    [variable], [self.old[key]], self._step
-                )
-            self.variables.append(variable)
+                self.old[variable] = old = self._start(variable)
+                (folded,) = seeds.fold_seeds([variable], [old], self._step)
             self._step.notes.before[variable] = folded
-            self._folded[key] = folded
-        return self._folded[key]
+            self._folded[variable] = folded
+        return self._folded[variable]
 
     def _start(self, variable: keras.Variable) -> Array:
         if on_read.is_on_read(variable) and variable._value is not None:

@@ -1,6 +1,7 @@
 """The train, test and predict functions that Keras's loops call."""
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
@@ -116,22 +117,12 @@ class Functions:
         ownership.note_devices(mesh)
         deferred_creation.models_in_loops.add(model)
 
-    def make_train_function(self, force: bool = False) -> None:
-        """Replaces `model.make_train_function`; Keras calls it in fit."""
-        self._make("train", force)
-
-    def make_test_function(self, force: bool = False) -> None:
-        """Replaces `model.make_test_function`."""
-        self._make("test", force)
-
-    def make_predict_function(self, force: bool = False) -> Any:
-        """Replaces `model.make_predict_function`.
-
-        Returns:
-          The function, which is `model.predict_function` from now on.
-        """
-        self._make("predict", force)
-        return self.model.predict_function
+    def makers(self) -> dict[str, Callable[..., StepFunction]]:
+        """Returns what replaces a model's `make_train_function` and so on."""
+        return {
+            f"make_{kind}_function": functools.partial(self._make, kind)
+            for kind in _GROUPS
+        }
 
     def forget(self, kind: str) -> None:
         """Lets go of the last step's arrays, at the end of a loop.
@@ -150,7 +141,8 @@ class Functions:
         for kind in _GROUPS:
             setattr(self.model, f"{kind}_function", None)
 
-    def _make(self, kind: str, force: bool) -> None:
+    def _make(self, kind: str, force: bool = False) -> StepFunction:
+        """Sets the model's function of a kind, and returns it."""
         model = self.model
         name = f"{kind}_function"
         variables = step_variables(model, kind)
@@ -161,10 +153,10 @@ class Functions:
             model.jit_compile,
         )
         is_known = self._keys.get(kind) == key
-        if getattr(model, name) is not None and is_known and not force:
-            return
-        self._keys[kind] = key
-        setattr(model, name, self._function(kind, variables))
+        if getattr(model, name) is None or not is_known or force:
+            self._keys[kind] = key
+            setattr(model, name, self._function(kind, variables))
+        return getattr(model, name)
 
     def _function(self, kind: str, variables: tuple[Any, ...]) -> StepFunction:
         model, mesh, groups = self.model, self.mesh, _GROUPS[kind]
@@ -212,9 +204,9 @@ class Functions:
         variables: tuple[Any, ...],
         donated: Container[int],
     ) -> Sequence[Any]:
-        """Returns a state whose donated arrays are held by no one else.
+        """Returns a state whose donated arrays nothing else holds.
 
-        Those that are, are copied, in the lists of `state`.
+        The others are copied, in the lists of `state`.
         """
         last = self._last.pop(kind, None)
         if state is last:

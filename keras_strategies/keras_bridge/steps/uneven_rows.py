@@ -305,7 +305,7 @@ class _Stages:
         return self._structured(self._values)[0][collective]
 
     def results(self) -> Called:
-        """What was computed, in all stages; without a note."""
+        """Returns what was computed in all stages, without a note."""
         _, outputs, new, start = self._structured(self._values)
         are_alike = self._structured(dict(enumerate(self._are_alike)))
         return Called(

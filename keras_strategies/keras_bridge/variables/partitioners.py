@@ -138,7 +138,9 @@ class Partitioner:
                 f"Received: shards={self.shards} of {num_replicas} replicas. "
                 "Choose a number that divides them."
             )
-        self._is_named = self.is_function and _is_of_tf(partitioner)
+        self._is_named = not isinstance(partitioner, FullySharded) and (
+            _is_of_tf(partitioner)
+        )
 
     def dimension(
         self,
@@ -200,11 +202,10 @@ class Partitioner:
         """The partitioner, as its caller wrote it."""
         partitioner = self._partitioner
         if isinstance(partitioner, FullySharded):
-            name = f"{type(partitioner).__name__}(min_size="
-            name += f"{partitioner.min_size:,}"
-            if self.sum_dtype is not None:
-                name += f", reduce_dtype={self.sum_dtype!r}"
-            return name + ")"
+            dtype = self.sum_dtype
+            rest = "" if dtype is None else f", reduce_dtype={dtype!r}"
+            size = f"min_size={partitioner.min_size:,}"
+            return f"{type(partitioner).__name__}({size}{rest})"
         return getattr(partitioner, "__name__", type(partitioner).__name__)
 
     def why_replicated(
