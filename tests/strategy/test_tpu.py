@@ -536,7 +536,7 @@ def test_a_function_is_compiled(abstract):
         (
             lambda s, m: s.compile_step(m, (spec(4, 6), spec(8, 4))),
             ValueError,
-            ["(4, 6)", "(8, 4)"],
+            ["'[0]': 4", "'[1]': 8"],
         ),
         (
             lambda s, m: s.compile_step(m, (spec(0, 6), spec(0, 4))),

@@ -7,9 +7,10 @@ from typing import Any, NoReturn, cast
 import jax
 import keras
 
+from keras_strategies._core.batches import num_rows
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Tree
-from keras_strategies.keras_bridge.steps.lower_step import num_rows, shape_of
+from keras_strategies.keras_bridge.steps.lower_step import shape_of
 from keras_strategies.keras_bridge.variables.abstract_models import abstract
 from keras_strategies.keras_bridge.variables.transformer_layout import (
     transformer_layout,
