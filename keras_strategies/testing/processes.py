@@ -112,10 +112,7 @@ def run_processes(
         try:
             is_late = not _wait(running, timeout_s)
         finally:
-            for process in running:
-                if process.poll() is None:
-                    process.kill()
-                process.wait()
+            _end(running)
         results = list(map(_result, running, paths))
     if is_late:
         raise TimeoutError(
@@ -180,6 +177,13 @@ def _wait(running: list[subprocess.Popen[bytes]], timeout_s: float) -> bool:
                 return True
         time.sleep(_POLL_S)
     return True
+
+
+def _end(running: list[subprocess.Popen[bytes]]) -> None:
+    """Kills the processes that still run."""
+    for process in running:
+        process.kill()
+        process.wait()
 
 
 def _result(

@@ -12,6 +12,7 @@ from typing import Any
 
 from keras_strategies.cluster.child_program import command_line
 from keras_strategies.planning.capture.request import (
+    ENVIRONMENT,
     MAX_ANSWER_BYTES,
     Request,
     answer_of,
@@ -23,14 +24,6 @@ from keras_strategies.planning.report.table import NOTES, LiveTable, Plan
 _WORKER = "keras_strategies.planning.capture.worker"
 _TAIL_BYTES = 4000
 _MAX_NICENESS = 10
-_ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",
-    "KERAS_BACKEND": "jax",
-    # libtpu asks nobody what machine this is, and several use it at once.
-    "TPU_SKIP_MDS_QUERY": "1",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TF_CPP_MIN_LOG_LEVEL": "2",
-}
 _NOT_ENTERED = ("TF_CONFIG", "KERAS_STRATEGIES_", "JAX_COORDINATOR_ADDRESS")
 
 
@@ -141,7 +134,7 @@ class _Process:
         try:
             self._process = subprocess.Popen(
                 words,
-                env=environ | _ENVIRONMENT,
+                env=environ | ENVIRONMENT,
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=subprocess.STDOUT,

@@ -119,12 +119,11 @@ def candidates_of(
     Raises:
       ValueError, TypeError: no such slice or layout.
     """
-    given = None
     if strategies is not None:
         is_many = isinstance(strategies, Sequence)
         if isinstance(strategies, str) or not is_many:
             strategies = [strategies]
-        given = list(map(lib.layout_of, strategies))
+        strategies = list(map(lib.layout_of, strategies))
     if topologies is None:
         devices = own.mesh.devices
         slices = {devices[0].device_kind: devices}
@@ -133,13 +132,9 @@ def candidates_of(
         slices = {name: devices_by_name(name) for name in names}
     layout_maps = _LayoutMaps(maker)
     for name, devices in slices.items():
-        layouts = given
+        layouts = strategies
         if layouts is None:
-            layouts = [
-                layout
-                for layout in default_layouts(devices)
-                if layout.cores == 1 or layout_maps.has(layout.cores)
-            ]
+            layouts = layout_maps.possible(devices)
         for layout in layouts:
 
             def make(mesh: ReplicaMesh, layout: lib.Layout = layout) -> Step:
@@ -172,12 +167,16 @@ class _LayoutMaps:
         self._maker = maker
         self._model: keras.Model | None = None
 
-    def has(self, cores: int) -> bool:
-        """Whether there is one."""
-        try:
-            self.of(cores)
-        except (ValueError, TypeError, RuntimeError):
-            return False
+    def possible(self, devices: Sequence[Any]) -> list[lib.Layout]:
+        """Returns the default layouts without those that it has no map for."""
+        return [x for x in default_layouts(devices) if self._allows(x)]
+
+    def _allows(self, layout: lib.Layout) -> bool:
+        if layout.cores > 1:
+            try:
+                self.of(layout.cores)
+            except (ValueError, TypeError, RuntimeError):
+                return False
         return True
 
     def of(self, cores: int) -> Mapping[str, Any]:
