@@ -24,6 +24,7 @@ from keras_strategies._core.jaxprs.stages import (
     computed,
     is_reference,
     variables,
+    with_consts_as_inputs,
 )
 from keras_strategies._types import Array, Equation
 
@@ -267,10 +268,7 @@ class Values:
             results = inner(*operands)
         else:
             traced = jax.make_jaxpr(inner)(*operands)
-            jaxpr = traced.jaxpr.replace(
-                constvars=[],
-                invars=[*traced.jaxpr.constvars, *traced.jaxpr.invars],
-            )
+            jaxpr = with_consts_as_inputs(traced)
             params = equation.params | {"jaxpr": jaxpr}
             results = equation.primitive.bind(
                 *traced.consts, *operands, **params

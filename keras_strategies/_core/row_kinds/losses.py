@@ -291,11 +291,8 @@ class _Walk:
         params = equations[0].params
         split = params["cond_nconsts"]
         start = split + params["body_nconsts"]
-        of_cond, of_body, carry = (
-            kinds[:split],
-            kinds[split:start],
-            kinds[start:],
-        )
+        of_cond, of_body = kinds[:split], kinds[split:start]
+        carry = kinds[start:]
         tests = [e.params["cond_jaxpr"] for e in equations]
         bodies = [e.params["body_jaxpr"] for e in equations]
         shapes = [v.aval.shape for v in equations[0].outvars]

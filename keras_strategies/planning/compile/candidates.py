@@ -18,7 +18,7 @@ from keras_strategies.planning.compile import layouts as lib
 from keras_strategies.planning.compile.clones import clone_from_config
 from keras_strategies.planning.compile.fit_step import FitStep
 from keras_strategies.planning.compile.planner import Candidate
-from keras_strategies.planning.compile.step import Step
+from keras_strategies.planning.compile.step import Step, with_rows
 from keras_strategies.strategy.strategy import Strategy
 from keras_strategies.tpu.device_groups import grouped_device_order
 from keras_strategies.tpu.replica_meshes import abstract_mesh
@@ -68,10 +68,7 @@ class Batch:
         rows = self._rows
         if not self._is_global:
             rows = lib.rows_of(rows / self._replicas, replicas)
-        return jax.tree.map(
-            lambda s: jax.ShapeDtypeStruct((rows, *s.shape[1:]), s.dtype),
-            self._shapes,
-        )
+        return with_rows(self._shapes, rows)
 
 
 def maker_of(model: object) -> Maker:
