@@ -19,7 +19,7 @@ from keras_strategies.planning.capture.request import (
 )
 from keras_strategies.planning.compile.compiler import num_jobs
 from keras_strategies.planning.report.planned_step import PlannedStep
-from keras_strategies.planning.report.table import NOTES, LiveTable, Plan
+from keras_strategies.planning.report.table import NOTES, Plan, live_table
 
 _WORKER = "keras_strategies.planning.capture.worker"
 _POLL_SECONDS = 0.2
@@ -41,12 +41,12 @@ def plan_in_processes(
       The steps of the candidates that have one, in their order.
     """
     pool = _Pool(requests, num_processes or num_jobs(len(requests)))
-    with LiveTable() as live, contextlib.closing(pool):
+    with live_table() as show, contextlib.closing(pool):
         while pool.is_busy:
             rows = pool.start()
             names = ", ".join(p.request.name for p in pool.running)
             count = f"{len(pool.steps)} of {len(requests)}"
-            live.update(_in_order(rows | pool.steps), f"{count}: {names}")
+            show(_in_order(rows | pool.steps), f"{count}: {names}")
             pool.collect()
     return Plan(steps=_in_order(pool.steps), notes=NOTES)
 
