@@ -19,7 +19,9 @@ def add_command(
     summary: str,
     description: str,
     options: Sequence[Option],
-    **more: str,
+    *,
+    usage: str | None = None,
+    epilog: str | None = None,
 ) -> argparse.ArgumentParser:
     """Adds a command.
 
@@ -29,7 +31,8 @@ def add_command(
       summary: A line on it, for the list of commands.
       description: A paragraph on it.
       options: Its options and arguments.
-      **more: Further arguments of `add_parser`.
+      usage: How it is called; None: as argparse has it.
+      epilog: What its help ends with.
     """
     parser = commands.add_parser(
         name,
@@ -37,7 +40,8 @@ def add_command(
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-        **more,
+        usage=usage,
+        epilog=epilog,
     )
     add_options(parser, options)
     return parser

@@ -103,7 +103,7 @@ def _computed(call: Call) -> tuple[Any, ...] | None:
         return None
     results = []
     for k, equation in enumerate(call.equations):
-        operands = [
+        operands: list[Any] = [
             np.asarray((kind.values or ())[k], variable.aval.dtype)
             for kind, variable in zip(call.kinds, equation.invars, strict=True)
         ]

@@ -317,7 +317,7 @@ class _Walk:
 
 
 def _joined_each(
-    ones: list[Kind], others: list[Kind], why: JaxprEqn
+    ones: list[Kind], others: list[Kind], why: Equation
 ) -> list[Kind]:
     """Returns the kinds of an equation's first results, which are either."""
     shapes = [variable.aval.shape for variable in why.outvars[: len(ones)]]

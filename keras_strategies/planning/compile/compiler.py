@@ -23,6 +23,7 @@ import jax
 
 from keras_strategies._core.compiled import Figures, without_jax_cache
 from keras_strategies._core.jaxprs.hlo_text import COLLECTIVES
+from keras_strategies._types import Tree
 from keras_strategies.cluster.exchange.message_forms import Either, fault_of
 from keras_strategies.cluster.untrusted import load_json, open_regular
 
@@ -242,7 +243,8 @@ def _read(path: pathlib.Path) -> Outcome | None:
         return None
 
 
-def _parsed(kept: Any) -> Outcome | None:
+def _parsed(kept: Tree) -> Outcome | None:
+    """Returns what a file's JSON says; None: it is not of our form."""
     for form in (_MISFIT, _FIGURES):
         if fault_of(kept, form) is None and set(kept) == set(form):
             if form is _MISFIT:
