@@ -4,7 +4,6 @@ Its steps and epochs are counted here as the list of callbacks (`resumable_fit`)
 tells them.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,13 +11,12 @@ import keras
 import numpy as np
 
 from keras_strategies._types import Array, Logs
-from keras_strategies.cluster.exchange.host_exchange import Agreement
 from keras_strategies.cluster.exchange.message_forms import (
     Either,
     fault_of,
     is_count,
-    read_messages,
 )
+from keras_strategies.cluster.exchange.rounds import Rounds
 from keras_strategies.keras_bridge.callbacks import callback_states
 from keras_strategies.keras_bridge.hooks.seeds import is_seed
 from keras_strategies.keras_bridge.steps.step_functions import Functions
@@ -158,15 +156,9 @@ class FitState:
             position = feed.position_at(place)
         if not feed.is_process_local or self.mesh.num_processes == 1:
             return {"position": position}
-        processes = self.mesh.processes
-        agreement = Agreement(processes, "keeping a position")
-        received = agreement.exchange(json.dumps(position))
-        agreement.end()
         about = "their positions in the data"
-        positions = read_messages(
-            received, _POSITION, processes=processes, about=about
-        )
-        return {"positions": positions}
+        with Rounds(self.mesh.processes, "keeping a position", about) as rounds:
+            return {"positions": rounds.exchange(position, _POSITION)}
 
     # Resuming.
 
