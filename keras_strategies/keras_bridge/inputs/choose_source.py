@@ -129,16 +129,9 @@ def local_source(
         return dataset
     if isinstance(dataset, Files):
         return FilesSource(dataset, policy=chosen, **places)
-    if _is_torch_dataset(dataset):
-        return TorchSource(
-            dataset,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            policy=chosen,
-            **places,
-        )
-    if is_torch_dataloader(dataset):
-        return TorchSource(dataset, policy=chosen, **places)
+    if _is_torch(dataset):
+        alone = {"batch_size": batch_size, "shuffle": shuffle}
+        return TorchSource(dataset, policy=chosen, **alone, **places)
     if is_grain_dataset(dataset):
         return GrainSource(dataset, policy=chosen, **places)
     return _source_of_batches(dataset, mesh, chosen)
@@ -174,7 +167,7 @@ def _of_loop(mesh: ReplicaMesh, seed: int, *, given: LoopData) -> Source:
     if _is_read_without_keras(given.x):
         source = _of_dataset(mesh, seed, given)
         return _weighted(source, given.class_weight)
-    adapter: Any = get_data_adapter(**given.as_keywords())
+    adapter: Any = get_data_adapter(**vars(given))
     if type(adapter) is ArrayDataAdapter:
         return ArraySource(adapter)
     if isinstance(adapter, PyDatasetAdapter):
