@@ -122,9 +122,7 @@ def _found(kind: type, value: object) -> Iterator[Any]:
     """Objects of a kind in lists and dicts."""
     if isinstance(value, kind):
         yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _found(kind, part)
-    elif isinstance(value, list | tuple):
-        for part in value:
+    elif isinstance(value, Mapping | list | tuple):
+        parts = value.values() if isinstance(value, Mapping) else value
+        for part in parts:
             yield from _found(kind, part)

@@ -4,7 +4,7 @@ Its steps and epochs are counted here as the list of callbacks (`resumable_fit`)
 tells them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
@@ -37,6 +37,31 @@ _STATE = {
     "validation": _POSITIONS,
     "callbacks": dict,
 }
+
+
+def groups_of(
+    model: keras.Model, variables: Iterable[keras.Variable]
+) -> dict[str, list[keras.Variable]]:
+    """Returns variables by what they are for, in their order.
+
+    Args:
+      model: Their model.
+      variables: Some of the model, its optimizers and metrics.
+    """
+    metrics = {id(v) for v in model.metrics_variables}
+    own = {id(v) for v in model.variables}
+    groups: dict[str, list[keras.Variable]] = {
+        name: [] for name in ("weights", "seeds", "optimizer", "metrics")
+    }
+    for variable in variables:
+        if is_seed(variable):
+            name = "seeds"
+        elif id(variable) in metrics:
+            name = "metrics"
+        else:
+            name = "weights" if id(variable) in own else "optimizer"
+        groups[name].append(variable)
+    return groups
 
 
 class FitState:
@@ -100,22 +125,8 @@ class FitState:
     # What is saved.
 
     def groups(self) -> dict[str, list[keras.Variable]]:
-        """Every variable, by what it is for; in the order of the model."""
-        model = self.model
-        metrics = {id(v) for v in model.metrics_variables}
-        own = {id(v) for v in model.variables}
-        groups: dict[str, list[keras.Variable]] = {
-            name: [] for name in ("weights", "seeds", "optimizer", "metrics")
-        }
-        for variable in self.variables:
-            if is_seed(variable):
-                name = "seeds"
-            elif id(variable) in metrics:
-                name = "metrics"
-            else:
-                name = "weights" if id(variable) in own else "optimizer"
-            groups[name].append(variable)
-        return groups
+        """Every variable, by what it is for."""
+        return groups_of(self.model, self.variables)
 
     def sync(self) -> None:
         """Gives the variables the values that the steps have computed."""
