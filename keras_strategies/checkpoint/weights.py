@@ -185,9 +185,8 @@ def _of_object(
     Returns:
       The arrays by group and name, and the variables by group.
     """
-    variables = [v for group in groups.values() for v in group]
-    order = {id(v): k for k, v in enumerate(model.variables)}
-    variables.sort(key=lambda v: order[id(v)])
+    own = {id(v) for group in groups.values() for v in group}
+    variables = [v for v in model.variables if id(v) in own]
     names = [g for g in saved if g != contents.STATE]
     if name is not None:
         if name not in names:

@@ -56,7 +56,10 @@ class Writer:
     def __str__(self) -> str:
         number = "" if self.process_id is None else f" {self.process_id}"
         host = f" on {shown(self.host)}" if self.host else ""
-        since = f" since {_time(self.since)}" if self.since else ""
+        since = ""
+        if self.since:
+            began = datetime.datetime.fromtimestamp(self.since, datetime.UTC)
+            since = f" since {began:%Y-%m-%d %H:%M:%S} UTC"
         return f"process{number}{host}{since}"
 
 
@@ -313,8 +316,3 @@ def _taken(directory: pathlib.Path) -> RuntimeError:
         "One run at a time writes to a directory of checkpoints. "
         f"Received: {str(directory)!r}, where {writer} writes. {cure}"
     )
-
-
-def _time(seconds: float | None) -> str:
-    moment = datetime.datetime.fromtimestamp(seconds or 0, datetime.UTC)
-    return moment.strftime("%Y-%m-%d %H:%M:%S UTC")

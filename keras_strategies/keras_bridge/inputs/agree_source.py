@@ -13,6 +13,7 @@ from keras_strategies.cluster.exchange import message_forms
 from keras_strategies.cluster.exchange.rounds import Rounds
 from keras_strategies.data.raise_together import by_process, raise_together
 from keras_strategies.data.source import Source, data_checksum
+from keras_strategies.data.step_checks import unlike_readers
 
 _T = TypeVar("_T")
 _MAX_NUMBER = 2**31 - 1
@@ -143,16 +144,15 @@ def _check_same_values(
     mesh: ReplicaMesh, name: str, received: list[dict[str, Any]]
 ) -> None:
     checksums = [one["checksum"] for one in received]
-    of_process = dict(zip(mesh.processes, checksums, strict=True))
-    for group in mesh.readers:
-        if len({of_process[process] for process in group}) > 1:
-            raise ValueError(
-                "Processes that have cores of one replica give it the same "
-                f"values, in {name} too. Received: values of the checksums "
-                f"{by_process(mesh, checksums)}, where the processes "
-                f"{list(group)} share replicas. Make them the same in all "
-                "processes, and draw with one seed."
-            )
+    group = unlike_readers(mesh, checksums)
+    if group is not None:
+        raise ValueError(
+            "Processes that have cores of one replica must give it the same "
+            f"values, in {name} too. Received: values of the checksums "
+            f"{by_process(mesh, checksums)}, where the processes {group} share "
+            "replicas. Make them the same in all processes, and draw with one "
+            "seed."
+        )
 
 
 def _tried(

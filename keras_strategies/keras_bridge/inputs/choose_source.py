@@ -269,19 +269,16 @@ def dense(dataset: Dataset) -> Dataset:
     if not is_tf_dataset(dataset):
         return dataset
     tensorflow = sys.modules["tensorflow"]
-    nest, sparse = tensorflow.nest, tensorflow.SparseTensor
+
+    def dense_leaf(leaf: Tree) -> Tree:
+        is_sparse = isinstance(leaf, tensorflow.SparseTensor)
+        return tensorflow.sparse.to_dense(leaf) if is_sparse else leaf
 
     def made_dense(*element: Tree) -> Tree:
-        made = [
-            tensorflow.sparse.to_dense(leaf)
-            if isinstance(leaf, sparse)
-            else leaf
-            for leaf in nest.flatten(element)
-        ]
-        made = nest.pack_sequence_as(element, made)
+        made = tensorflow.nest.map_structure(dense_leaf, element)
         return made if len(made) > 1 else made[0]
 
-    specs = nest.flatten(dataset.element_spec)
+    specs = tensorflow.nest.flatten(dataset.element_spec)
     if any(isinstance(s, tensorflow.SparseTensorSpec) for s in specs):
         return dataset.map(made_dense)
     return dataset
