@@ -296,28 +296,26 @@ def read_into(
 
 def _variables(value: object, name: str) -> Iterator[keras.Variable]:
     """The variables of an object of a checkpoint."""
-    if isinstance(value, keras.Model):
-        yield from all_variables(value)
-    elif isinstance(value, keras.Variable):
-        yield value
-    elif isinstance(value, keras.random.SeedGenerator):
-        yield value.state
-    elif isinstance(
-        value, keras.Layer | keras.optimizers.Optimizer | keras.metrics.Metric
-    ):
-        yield from value.variables
-    elif isinstance(value, Mapping | list | tuple):
-        parts = value.values() if isinstance(value, Mapping) else value
-        for part in parts:
-            yield from _variables(part, name)
-    else:
-        raise TypeError(
-            "A checkpoint keeps Keras models, layers, optimizers, metrics, "
-            "seed generators, variables, lists and dicts of them, and objects "
-            "with `get_state` and `set_state`. Received: "
-            f"{name} of type {type(value).__name__}. Leave it out, or give it "
-            "these methods."
-        )
+    for part in unbuilt.leaves_of(value):
+        if isinstance(part, keras.Model):
+            yield from all_variables(part)
+        elif isinstance(part, keras.Variable):
+            yield part
+        elif isinstance(part, keras.random.SeedGenerator):
+            yield part.state
+        elif isinstance(
+            part,
+            keras.Layer | keras.optimizers.Optimizer | keras.metrics.Metric,
+        ):
+            yield from part.variables
+        else:
+            raise TypeError(
+                "A checkpoint keeps Keras models, layers, optimizers, metrics, "
+                "seed generators, variables, lists and dicts of them, and "
+                "objects with `get_state` and `set_state`. Received: "
+                f"{name} of type {type(part).__name__}. Leave it out, or give "
+                "it these methods."
+            )
 
 
 def _has_state(value: object) -> bool:

@@ -156,7 +156,6 @@ def _source_of_batches(
     }
     if isinstance(dataset, PyDataset):
         return PyDatasetSource(PyDatasetAdapter(dataset), **shared)
-    iterables.check_batches(dataset)
     return iterables.IterableSource(dataset, **shared)
 
 
