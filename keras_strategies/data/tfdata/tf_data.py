@@ -124,11 +124,7 @@ class TfDataSource(Source):
         self._process_index = process_index
         graph = None if is_plain(dataset) else graph_of(dataset)
         self.plan, split = plan_shards(
-            dataset,
-            graph,
-            _policy_of(dataset) if policy is None else policy,
-            num_processes,
-            process_index,
+            dataset, graph, policy, num_processes, process_index
         )
         is_shared = num_processes > 1 and self.plan.applied is _Policy.DATA
         self.is_process_local = num_processes > 1 and not is_shared
@@ -279,12 +275,6 @@ def _let_go(
         threading.Thread(target=held.clear).start()
     except RuntimeError:  # Python 3.12 and later say so a moment before.
         held.clear()
-
-
-def _policy_of(dataset: Dataset) -> AutoShardPolicy:
-    """The policy that a dataset's options ask for."""
-    options = dataset.options().experimental_distribute
-    return _Policy(int(options.auto_shard_policy))
 
 
 def _repeats_rows(dataset: Dataset, graph: Graph | None) -> bool:
