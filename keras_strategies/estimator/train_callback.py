@@ -18,7 +18,7 @@ from typing import Any
 
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.callbacks.checkpoint import Checkpoint
-from keras_strategies.checkpoint import Keep, reading
+from keras_strategies.checkpoint import Keep, contents, reading
 from keras_strategies.cluster.exchange.host_exchange import Agreement
 from keras_strategies.cluster.exchange.message_forms import (
     Form,
@@ -65,7 +65,7 @@ def progress_in(model_dir: str) -> Progress:
     if path is None:
         return Progress()
     step = reading.step_of(path)
-    epoch, steps = reading.place_in(reading.document_of(path), path)
+    epoch, steps = reading.place_in(contents.document_of(path), path)
     if is_done_at(model_dir, step, epoch):
         return Progress(step=step, begun=step)
     return Progress(step=step, begun=step - steps, is_done=False)

@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from keras_strategies.checkpoint import reading
+from keras_strategies.checkpoint import contents, reading
 from keras_strategies.cluster.addresses import shown
 from keras_strategies.cluster.checks import check_type
 
@@ -98,7 +98,7 @@ def apply(settings: WarmStartSettings | None, model: keras.Model) -> None:
     path = _checkpoint_of(os.fspath(settings.ckpt_to_initialize_from))
     names = settings.var_name_to_prev_var_name or {}
     saved = reading.variables_in(path)
-    shapes = reading.document_of(path)["variables"]
+    shapes = contents.document_of(path)["variables"]
     wanted: dict[str, dict[str, Any]] = {}
     pairs: list[tuple[keras.Variable, str, str]] = []
     chosen = _chosen(model, settings.vars_to_warm_start)
