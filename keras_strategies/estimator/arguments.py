@@ -111,7 +111,7 @@ def check_hooks(hooks: object, name: str = "hooks") -> tuple[Any, ...]:
 
     for hook in found:
         if not isinstance(hook, keras.callbacks.Callback):
-            raise TypeError(_refusal(hook, name))
+            raise TypeError(_explain_refusal(hook, name))
     return found
 
 
@@ -143,7 +143,7 @@ def check_listeners(listeners: object) -> tuple[Any, ...]:
     return found
 
 
-def names_of_arguments(function: Callable[..., Any]) -> tuple[str, ...]:
+def find_argument_names(function: Callable[..., Any]) -> tuple[str, ...]:
     """The names under which a function takes arguments, as tf finds them.
 
     Sees through `functools.partial`, whose given arguments are left out, and
@@ -175,7 +175,7 @@ def _as_tuple(values: object, name: str) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def _refusal(hook: object, name: str) -> str:
+def _explain_refusal(hook: object, name: str) -> str:
     kind = type(hook)
     # An own hook derives from one of tf's, which may say what it is for.
     names = [parent.__name__ for parent in kind.__mro__]

@@ -96,7 +96,7 @@ def rename_results(estimator: Settings, names: Mapping[str, str]) -> None:
     estimator._result_names = dict(names)
 
 
-def strategy_of(estimator: Settings, mode: str) -> Strategy:
+def find_strategy(estimator: Settings, mode: str) -> Strategy:
     """Returns the strategy of a mode; one device if none was given."""
     given = estimator.config.eval_distribute
     if mode == ModeKeys.TRAIN:
@@ -110,7 +110,7 @@ def strategy_of(estimator: Settings, mode: str) -> Strategy:
 
 def make_plain(
     estimator: Settings, mode: str, features: Tree
-) -> model_fns.Made:
+) -> model_fns.ModelBundle:
     """Calls `model_fn` outside of any scope, for an export.
 
     Args:
@@ -120,8 +120,8 @@ def make_plain(
     """
     symbols = None
     if features is not None:
-        symbols, _ = inputs.symbols_of((features,))
-    with _random_state():
+        symbols, _ = inputs.make_symbols((features,))
+    with _isolate_random_state():
         return _call_model_fn(estimator, mode, symbols, None)
 
 
@@ -137,15 +137,18 @@ def train(
 ) -> None:
     """See `Estimator.train`; `after_save` as of `TrainCheckpoint`."""
     config = estimator.config
-    mesh = strategy_of(estimator, ModeKeys.TRAIN).mesh
+    mesh = find_strategy(estimator, ModeKeys.TRAIN).mesh
     check_trains(config, mesh.num_processes)
-    progress = train_callback.progress_of_all(mesh, estimator.model_dir)
+    progress = train_callback.share_progress(mesh, estimator.model_dir)
     if not train_callback.has_steps(mesh, config, progress, max_steps):
         return
     initialize = functools.partial(warm_start.apply, estimator._warm_start)
     seed = config.tf_random_seed
-    with _random_state(seed, moves_on=seed is None), _data_may_end():
-        data = _input(estimator, input_fn, ModeKeys.TRAIN)
+    with (
+        _isolate_random_state(seed, moves_on=seed is None),
+        _allow_data_to_end(),
+    ):
+        data = _call_input_fn(estimator, input_fn, ModeKeys.TRAIN)
         made = _make(estimator, ModeKeys.TRAIN, data)
         checkpointer = train_callback.TrainCheckpoint(
             config,
@@ -153,11 +156,11 @@ def train(
             after_save=after_save,
             initialize=initialize,
         )
-        wanted = train_callback.steps_of_call(
+        wanted = train_callback.count_steps(
             progress, steps, max_steps, is_endless=data.is_endless
         )
         chief_hooks = made.chief_hooks if mesh.is_chief else ()
-        scalars = records.scalars(config, progress.step)
+        scalars = records.make_scalars(config, progress.step)
         callbacks = [*chief_hooks, *made.hooks, *hooks, *scalars, checkpointer]
         _fit(made.model, data, wanted, callbacks)
     num_steps = checkpointer.num_steps
@@ -182,7 +185,7 @@ def evaluate(
             estimator,
             input_fn,
             hooks,
-            _restoring(path),
+            _make_restore(path),
             step=0 if path is None else reading.step_of(path),
             steps=steps,
             name=name,
@@ -191,16 +194,16 @@ def evaluate(
     if path is not None:
         reading.check(path)
         return use(path)
-    strategy = strategy_of(estimator, ModeKeys.EVAL)
+    strategy = find_strategy(estimator, ModeKeys.EVAL)
     for _ in range(_NUM_TRIES - 1):
-        newest = _newest(estimator, strategy)
+        newest = _find_newest(estimator, strategy)
         try:
             return use(newest)
         except DamagedCheckpoint:
             # It may have been deleted, for newer ones.
             if newest is None or os.path.isdir(newest):
                 raise
-    return use(_newest(estimator, strategy))
+    return use(_find_newest(estimator, strategy))
 
 
 def evaluate_model(
@@ -225,12 +228,12 @@ def evaluate_model(
       name: The evaluation's.
     """
     config = estimator.config
-    with _random_state(config.tf_random_seed), _data_may_end():
-        data = _input(estimator, input_fn, ModeKeys.EVAL)
+    with _isolate_random_state(config.tf_random_seed), _allow_data_to_end():
+        data = _call_input_fn(estimator, input_fn, ModeKeys.EVAL)
         made = _make(estimator, ModeKeys.EVAL, data)
-        scalars = records.scalars(config, step, name or "")
+        scalars = records.make_scalars(config, step, name or "")
         found = made.model.evaluate(
-            **data.arguments(),
+            **data.make_arguments(),
             steps=steps,
             verbose=0,
             return_dict=True,
@@ -241,7 +244,7 @@ def evaluate_model(
                 *scalars,
             ],
         )
-    results = records.renamed(found, estimator._result_names)
+    results = records.rename(found, estimator._result_names)
     results[records.GLOBAL_STEP] = step
     if jax.process_index() == 0:
         records.append(estimator.eval_dir(name), step, results)
@@ -259,36 +262,40 @@ def predict(
     yields_rows: bool,
 ) -> Iterator[Any]:
     """See `Estimator.predict`."""
-    strategy = strategy_of(estimator, ModeKeys.PREDICT)
-    with _random_state(estimator.config.tf_random_seed):
-        data = _input(estimator, input_fn, ModeKeys.PREDICT)
+    strategy = find_strategy(estimator, ModeKeys.PREDICT)
+    with _isolate_random_state(estimator.config.tf_random_seed):
+        data = _call_input_fn(estimator, input_fn, ModeKeys.PREDICT)
         made = _make(estimator, ModeKeys.PREDICT, data)
-    restore = _restoring(_newest(estimator, strategy) if path is None else path)
+    restore = _make_restore(
+        _find_newest(estimator, strategy) if path is None else path
+    )
     callbacks = [
         LambdaCallback(on_predict_begin=lambda logs: restore(made.model)),
         *made.hooks,
         *hooks,
     ]
-    for batch in predicting.batches_of(made, data, strategy, callbacks):
-        chosen = predicting.with_keys(made.predictions(batch), keys)
+    for batch in predicting.iter_batches(made, data, strategy, callbacks):
+        chosen = predicting.select_keys(made.predictions(batch), keys)
         if yields_rows:
-            yield from predicting.rows_of(chosen)
+            yield from predicting.iter_rows(chosen)
         else:
             yield chosen
 
 
-def _make(estimator: Settings, mode: str, data: inputs.Input) -> model_fns.Made:
+def _make(
+    estimator: Settings, mode: str, data: inputs.Input
+) -> model_fns.ModelBundle:
     """Calls `model_fn` in the scope of the mode's strategy."""
-    features, labels = inputs.symbols_of(data.example)
+    features, labels = inputs.make_symbols(data.example)
     if mode == ModeKeys.TRAIN and jax.process_index() == 0:
-        exporting.note_features(estimator.model_dir, features)
-    with strategy_of(estimator, mode).scope():
+        exporting.write_features(estimator.model_dir, features)
+    with find_strategy(estimator, mode).scope():
         return _call_model_fn(estimator, mode, features, labels)
 
 
 def _call_model_fn(
     estimator: Settings, mode: str, features: Tree, labels: Tree
-) -> model_fns.Made:
+) -> model_fns.ModelBundle:
     with fresh_names():
         return model_fns.make(
             estimator.model_fn,
@@ -300,21 +307,23 @@ def _call_model_fn(
         )
 
 
-def _input(estimator: Settings, input_fn: InputFn, mode: str) -> inputs.Input:
+def _call_input_fn(
+    estimator: Settings, input_fn: InputFn, mode: str
+) -> inputs.Input:
     return inputs.call_input_fn(
         input_fn,
         mode=mode,
         params=estimator.params,
         config=estimator.config,
-        strategy=strategy_of(estimator, mode),
+        strategy=find_strategy(estimator, mode),
     )
 
 
-def _newest(estimator: Settings, strategy: Strategy) -> str | None:
+def _find_newest(estimator: Settings, strategy: Strategy) -> str | None:
     """Returns the newest good checkpoint, the same in all processes."""
     mesh = strategy.mesh
     found = reading.newest_good(estimator.model_dir) if mesh.is_chief else None
-    found = train_callback.value_of_chief(
+    found = train_callback.broadcast_from_chief(
         mesh, "the newest checkpoint", found, str | None
     )
     if found is None and mesh.is_chief:
@@ -326,7 +335,7 @@ def _fit(
     model: Any, data: inputs.Input, steps: int | None, callbacks: list[Any]
 ) -> None:
     model.fit(
-        **data.arguments(),
+        **data.make_arguments(),
         epochs=1,
         # A dataset has its own order.
         shuffle=not data.is_dataset,
@@ -336,7 +345,7 @@ def _fit(
     )
 
 
-def _restoring(path: str | None) -> Restore:
+def _make_restore(path: str | None) -> Restore:
     """Returns what gives a model the weights of a checkpoint, if any."""
     if path is None:
         return lambda model: None
@@ -344,7 +353,7 @@ def _restoring(path: str | None) -> Restore:
 
 
 @contextlib.contextmanager
-def _data_may_end() -> Iterator[None]:
+def _allow_data_to_end() -> Iterator[None]:
     """Without the warning of data that end before the steps: that is an end."""
     with warnings.catch_warnings():
         # Keras 3.15's (tests/contract/test_keras_contract.py).
@@ -353,7 +362,7 @@ def _data_may_end() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _random_state(
+def _isolate_random_state(
     seed: int | None = None, *, moves_on: bool = False
 ) -> Iterator[None]:
     """A context after which the caller's random states are as before.

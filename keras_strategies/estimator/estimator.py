@@ -96,9 +96,9 @@ class Estimator(Settings):
         model_fns.check_model_fn(model_fn, params)
         super().__init__(
             model_fn,
-            _with_model_dir(config, model_dir),
+            _resolve_config(config, model_dir),
             copy.deepcopy({} if params is None else params),
-            warm_start.settings_of(warm_start_from),
+            warm_start.make_settings(warm_start_from),
         )
 
     def train(
@@ -216,7 +216,7 @@ class Estimator(Settings):
         """
         check_input_fn(input_fn)
         callbacks = check_hooks(hooks)
-        keys = predicting.checked_keys(predict_keys)
+        keys = predicting.check_keys(predict_keys)
         if checkpoint_path is not None:
             reading.check(checkpoint_path)
         return engine.predict(
@@ -241,7 +241,7 @@ class Estimator(Settings):
         Raises:
           ValueError: there is no checkpoint.
         """
-        names = reading.variables_in(self._checkpoint())
+        names = reading.variables_in(self._find_checkpoint())
         return sorted({*names, records.GLOBAL_STEP})
 
     def get_variable_value(self, name: str) -> np.ndarray[Any, Any]:
@@ -253,7 +253,7 @@ class Estimator(Settings):
         Raises:
           ValueError: there is no checkpoint, or no such variable.
         """
-        path = self._checkpoint()
+        path = self._find_checkpoint()
         if name == records.GLOBAL_STEP:
             return np.asarray(reading.step_of(path))
         return reading.value_of(path, name)
@@ -307,7 +307,7 @@ class Estimator(Settings):
             saved_model=saved_model,
         )
 
-    def _checkpoint(self) -> str:
+    def _find_checkpoint(self) -> str:
         path = self.latest_checkpoint()
         if path is None:
             raise ValueError(
@@ -328,7 +328,7 @@ def _check_steps(steps: object, max_steps: object) -> None:
     check_positive("max_steps", max_steps)
 
 
-def _with_model_dir(config: object, model_dir: object) -> RunConfig:
+def _resolve_config(config: object, model_dir: object) -> RunConfig:
     """The RunConfig, with a `model_dir`."""
     if config is None:
         config = RunConfig()

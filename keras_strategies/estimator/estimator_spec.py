@@ -48,7 +48,7 @@ _HOOKS = (
 )
 _COMPILED = ("loss", "train_op", "eval_metric_ops")
 # What an evaluation's results have beside metrics.
-_OWN_RESULTS = ("loss", "global_step")
+_RESERVED_RESULTS = ("loss", "global_step")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,7 +243,7 @@ def _check_metrics(metrics: Mapping[str, Any] | None) -> None:
                 "Keys of eval_metric_ops are names. Received: "
                 f"{shown(name)}. Give each metric a name."
             )
-        if name in _OWN_RESULTS:
+        if name in _RESERVED_RESULTS:
             raise ValueError(
                 f"Metric with name {name!r} is not allowed, because an "
                 "evaluation has a result of that name already. Received: "

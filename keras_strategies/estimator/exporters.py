@@ -13,7 +13,7 @@ from keras_strategies.cluster.addresses import shown
 from keras_strategies.estimator import records
 from keras_strategies.estimator.arguments import (
     check_positive,
-    names_of_arguments,
+    find_argument_names,
 )
 
 DEFAULT_EXPORTS_TO_KEEP = 5
@@ -191,7 +191,7 @@ class LatestExporter(_ModelExporter):
     """
 
 
-def loss_smaller(
+def has_smaller_loss(
     best_eval_result: Mapping[str, Any], current_eval_result: Mapping[str, Any]
 ) -> bool:
     """Whether the second result has the smaller loss.
@@ -246,7 +246,7 @@ class BestExporter(_ModelExporter):
         name: str = "best_exporter",
         serving_input_receiver_fn: None = None,
         event_file_pattern: str | None = "eval/*.tfevents.*",
-        compare_fn: Callable[..., bool] = loss_smaller,
+        compare_fn: Callable[..., bool] = has_smaller_loss,
         assets_extra: Mapping[str, str] | None = None,
         as_text: bool = False,
         exports_to_keep: int | None = DEFAULT_EXPORTS_TO_KEEP,
@@ -266,9 +266,9 @@ class BestExporter(_ModelExporter):
     ) -> bool:
         if self._pattern and self._model_dir != estimator.model_dir:
             self._model_dir = estimator.model_dir
-            self._best = self._best_of_before(estimator.model_dir)
+            self._best = self._find_best(estimator.model_dir)
         # What was evaluated is on disk by now, and may be the best itself.
-        is_first = not self._has_exported and _equal(self._best, eval_result)
+        is_first = not self._has_exported and _is_equal(self._best, eval_result)
         if not (
             self._best is None
             or is_first
@@ -281,7 +281,7 @@ class BestExporter(_ModelExporter):
         self._best = eval_result
         return True
 
-    def _best_of_before(self, model_dir: str) -> Mapping[str, Any] | None:
+    def _find_best(self, model_dir: str) -> Mapping[str, Any] | None:
         """The best result of the evaluations that are on disk."""
         folder = os.path.join(
             glob.escape(model_dir), os.path.dirname(self._pattern or "")
@@ -321,7 +321,7 @@ def _check_compare_fn(compare_fn: object) -> None:
             f"{shown(compare_fn)}. Leave it out to compare losses."
         )
     wanted = {"best_eval_result", "current_eval_result"}
-    names = set(names_of_arguments(compare_fn))
+    names = set(find_argument_names(compare_fn))
     for name in sorted(wanted - names):
         raise ValueError(
             f"compare_fn must include {name} argument. Received: the "
@@ -336,7 +336,9 @@ def _check_compare_fn(compare_fn: object) -> None:
         )
 
 
-def _equal(best: Mapping[str, Any] | None, result: Mapping[str, Any]) -> bool:
+def _is_equal(
+    best: Mapping[str, Any] | None, result: Mapping[str, Any]
+) -> bool:
     """Whether a result read from disk is this one."""
     if best is None:
         return False
@@ -350,7 +352,7 @@ def _delete_old(export_path: str, exports_to_keep: int | None) -> None:
     """Deletes exports but the last ones; other folders are left alone."""
     if exports_to_keep is None:
         return
-    found = sorted(exports_in(export_path))
+    found = sorted(list_exports(export_path))
     for version in found[: max(len(found) - exports_to_keep, 0)]:
         path = os.path.join(export_path, str(version))
         try:
@@ -359,7 +361,7 @@ def _delete_old(export_path: str, exports_to_keep: int | None) -> None:
             _logger.warning("Can not delete %s: %s", path, error)
 
 
-def exports_in(export_path: str) -> list[int]:
+def list_exports(export_path: str) -> list[int]:
     """The versions of the exports in a folder: seconds since 1970."""
     try:
         names = [path.name for path in pathlib.Path(export_path).iterdir()]

@@ -21,8 +21,8 @@ from keras_strategies.cluster.checks import check_type
 from keras_strategies.cluster.untrusted import open_regular
 from keras_strategies.data import batch_spec
 from keras_strategies.estimator.estimator_spec import MODES
-from keras_strategies.estimator.exporters import check_serving, exports_in
-from keras_strategies.estimator.model_fns import Made
+from keras_strategies.estimator.exporters import check_serving, list_exports
+from keras_strategies.estimator.model_fns import ModelBundle
 from keras_strategies.keras_bridge.loops.scope_hooks import is_built
 
 MODEL_FILE = "model.keras"
@@ -37,7 +37,7 @@ _logger = logging.getLogger(__name__)
 
 
 def export(
-    make: Callable[[str, Tree], Made],
+    make: Callable[[str, Tree], ModelBundle],
     model_dir: str,
     base: str,
     checkpoint_path: str | None,
@@ -68,7 +68,7 @@ def export(
             "Leave it out for what is served."
         )
     writes_saved_model = _writes_saved_model(saved_model)
-    files = _checked_files(assets_extra)
+    files = _check_files(assets_extra)
     path = checkpoint_path or reading.newest_good(model_dir)
     if path is None:
         raise ValueError(
@@ -76,7 +76,7 @@ def export(
             "a folder without a good checkpoint. Train first."
         )
     reading.check(path)
-    model = _restored(make, mode, path, noted_features(model_dir))
+    model = _restore_model(make, mode, path, read_features(model_dir))
     made = _make_folder(base)
     try:
         if writes_saved_model:
@@ -89,7 +89,7 @@ def export(
         raise
 
 
-def note_features(model_dir: str, features: Tree) -> None:
+def write_features(model_dir: str, features: Tree) -> None:
     """Writes down what features are made of, for exports of other processes.
 
     Args:
@@ -99,7 +99,9 @@ def note_features(model_dir: str, features: Tree) -> None:
     rows = [f for f in keras.tree.flatten(features) if f is not None]
     if any(None in row.shape[1:] for row in rows):
         return
-    example = keras.tree.map_structure(functools.partial(_zeros, 0), features)
+    example = keras.tree.map_structure(
+        functools.partial(_make_zeros, 0), features
+    )
     text = batch_spec.spec_of(example)
     try:
         batch_spec.empty(text, has_classes=False)
@@ -108,20 +110,20 @@ def note_features(model_dir: str, features: Tree) -> None:
         return
     os.makedirs(model_dir, mode=0o700, exist_ok=True)
     path = pathlib.Path(model_dir, FEATURES)
-    if _bytes_of(path) == text.encode():
+    if _read_bytes(path) == text.encode():
         return
     temporary = path.with_name(f".{FEATURES}-{os.getpid()}")
     temporary.write_text(text, "utf-8")
     os.replace(temporary, path)
 
 
-def noted_features(model_dir: str) -> Tree:
+def read_features(model_dir: str) -> Tree:
     """Arrays without rows, as features; None if nothing was written down.
 
     A file that was changed or damaged is left out, with a line in the log.
     """
     path = pathlib.Path(model_dir, FEATURES)
-    text = _bytes_of(path)
+    text = _read_bytes(path)
     if text is None:
         return None
     try:
@@ -131,7 +133,7 @@ def noted_features(model_dir: str) -> Tree:
         return None
 
 
-def _bytes_of(path: pathlib.Path) -> bytes | None:
+def _read_bytes(path: pathlib.Path) -> bytes | None:
     """What is in a file, up to a limit; None if it cannot be read."""
     try:
         with open_regular(path) as file:
@@ -140,8 +142,11 @@ def _bytes_of(path: pathlib.Path) -> bytes | None:
         return None
 
 
-def _restored(
-    make: Callable[[str, Tree], Made], mode: str, path: str, features: Tree
+def _restore_model(
+    make: Callable[[str, Tree], ModelBundle],
+    mode: str,
+    path: str,
+    features: Tree,
 ) -> keras.Model:
     """Returns the model of a checkpoint, on one device, of no strategy."""
     made = make(mode, features)
@@ -153,7 +158,11 @@ def _restored(
                 f"Received: {model.name!r}, which was never called. Have "
                 "`model_fn` make it with `keras.Input`, or train it first."
             )
-        model(keras.tree.map_structure(functools.partial(_zeros, 1), features))
+        model(
+            keras.tree.map_structure(
+                functools.partial(_make_zeros, 1), features
+            )
+        )
     reading.restore(model, path)
     # What is served has no optimizer, and no loss that may be one's own.
     model.compiled, model.optimizer = False, None
@@ -178,12 +187,12 @@ def _write_saved_model(model: keras.Model, folder: str) -> None:
         model.export(folder, format="tf_saved_model", verbose=False)
 
 
-def _zeros(num_rows: int, feature: Array) -> np.ndarray:
+def _make_zeros(num_rows: int, feature: Array) -> np.ndarray:
     """Returns rows of zeros with the shape of a feature's."""
     return np.zeros((num_rows, *feature.shape[1:]), feature.dtype)
 
 
-def _checked_files(files: Mapping[str, str] | None) -> dict[str, str]:
+def _check_files(files: Mapping[str, str] | None) -> dict[str, str]:
     """The files for `assets.extra`: their names there, and where they are."""
     if files is None:
         return {}
@@ -231,7 +240,7 @@ def _make_folder(base: str) -> str:
 
 def _put_in_place(made: str, base: str) -> str:
     """Gives a complete export its name: the time, but one of its own."""
-    version = max([int(time.time()), *(v + 1 for v in exports_in(base))])
+    version = max([int(time.time()), *(v + 1 for v in list_exports(base))])
     while True:
         path = os.path.join(base, str(version))
         if not os.path.lexists(path):

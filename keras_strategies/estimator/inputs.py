@@ -15,7 +15,7 @@ from keras_strategies.data.distributed import DistributedDataset
 from keras_strategies.data.source import Source, all_rows
 from keras_strategies.data.sources.from_function import InputContext
 from keras_strategies.data.sources.iterables import host_batches
-from keras_strategies.estimator.arguments import names_of_arguments
+from keras_strategies.estimator.arguments import find_argument_names
 from keras_strategies.estimator.config.run_config import RunConfig
 from keras_strategies.estimator.estimator_spec import ModeKeys, is_tensor
 from keras_strategies.strategy.strategy import Strategy
@@ -24,7 +24,7 @@ DEFAULT_BATCH_SIZE = 32
 """Rows of a batch where arrays are returned; as in Keras."""
 
 # Batches that building a model may read: one for each replica.
-_MOST_SEEN = 512
+_MAX_SEEN = 512
 _CURE = (
     "Return a dataset (tf.data, a PyDataset, grain, a generator of batches) "
     "or (features, labels) as arrays."
@@ -52,7 +52,7 @@ class Input:
     is_dataset: bool
     is_endless: bool = False
 
-    def arguments(self) -> dict[str, Any]:
+    def make_arguments(self) -> dict[str, Any]:
         """The data arguments of `fit` and `evaluate`."""
         if self.is_dataset:
             return {"x": self.x}
@@ -63,10 +63,10 @@ class Input:
             "batch_size": DEFAULT_BATCH_SIZE,
         }
 
-    def batches(self) -> Iterator[Tree]:
+    def iter_batches(self) -> Iterator[Tree]:
         """The features of one batch after the other, as numpy arrays."""
         if self.is_dataset:
-            for batch in _global_batches(self.x):
+            for batch in _iter_global_batches(self.x):
                 yield keras.utils.unpack_x_y_sample_weight(_as_element(batch))[
                     0
                 ]
@@ -96,29 +96,29 @@ def call_input_fn(
       TypeError: it returns no data.
       ValueError: with `input_context`, no dataset.
     """
-    names = names_of_arguments(input_fn)
+    names = find_argument_names(input_fn)
     known = {"mode": mode, "params": params, "config": config}
     keywords = {name: known[name] for name in names if name in known}
     if "input_context" not in names:
-        return _input_of(input_fn(**keywords), mode)
+        return _make_input(input_fn(**keywords), mode)
     made: list[Input] = []
 
     def dataset_fn(context: InputContext) -> Dataset:
         data = input_fn(input_context=context, **keywords)
-        made.append(_input_of(data, mode))
+        made.append(_make_input(data, mode))
         if not made[-1].is_dataset:
             raise ValueError(
                 "An `input_fn` with `input_context` returns a dataset. "
                 f"Received: arrays, from {shown(input_fn)}. {_CURE}"
             )
         x = made[-1].x
-        return _Replayed(x) if isinstance(x, Iterator) else x
+        return _Replayable(x) if isinstance(x, Iterator) else x
 
     dataset = strategy.distribute_datasets_from_function(dataset_fn)
     return dataclasses.replace(made[0], x=dataset)
 
 
-def symbols_of(example: Tree) -> tuple[Tree, Tree]:
+def make_symbols(example: Tree) -> tuple[Tree, Tree]:
     """Symbolic features and labels for a `model_fn`.
 
     Args:
@@ -130,10 +130,10 @@ def symbols_of(example: Tree) -> tuple[Tree, Tree]:
       none.
     """
     x, y, _ = keras.utils.unpack_x_y_sample_weight(_as_element(example))
-    return _mapped(_input_like, x), _mapped(_tensor_like, y)
+    return _map_leaves(_make_input_like, x), _map_leaves(_make_tensor_like, y)
 
 
-class _Replayed:
+class _Replayable:
     """An iterator that a model is built with, and then begun anew.
 
     Args:
@@ -149,20 +149,20 @@ class _Replayed:
         for batch in self._rest:
             if self._seen is not None:
                 self._seen.append(batch)
-                if len(self._seen) > _MOST_SEEN:
+                if len(self._seen) > _MAX_SEEN:
                     self._seen = None
             yield batch
 
 
-def _input_of(data: Dataset, mode: str) -> Input:
+def _make_input(data: Dataset, mode: str) -> Input:
     if data is None:
         raise TypeError(f"An `input_fn` returns data. Received: None. {_CURE}")
     if isinstance(data, list) and data and isinstance(data[0], tuple):
         data = iter(data)  # Of batches.
     if _is_nest_of_arrays(data):
-        return _of_arrays(data, mode)
+        return _from_arrays(data, mode)
     if isinstance(data, Iterator):
-        return _of_iterator(data)
+        return _from_iterator(data)
     is_data = hasattr(data, "__iter__") or hasattr(data, "__getitem__")
     # (features, labels) of Python lists would be two batches.
     is_data &= not isinstance(data, str | bytes | tuple | Mapping)
@@ -173,15 +173,15 @@ def _input_of(data: Dataset, mode: str) -> Input:
         )
     return Input(
         x=data,
-        example=_example_of(data),
+        example=_find_example(data),
         is_dataset=True,
         is_endless=_is_endless(data),
     )
 
 
-def _of_arrays(data: Tree, mode: str) -> Input:
+def _from_arrays(data: Tree, mode: str) -> Input:
     if not isinstance(data, list | tuple):
-        return Input(x=_plain(data), example=(data,), is_dataset=False)
+        return Input(x=_convert_pandas(data), example=(data,), is_dataset=False)
     if len(data) > 3:
         raise ValueError(
             "An `input_fn` returns (features, labels), and maybe weights of "
@@ -197,15 +197,15 @@ def _of_arrays(data: Tree, mode: str) -> Input:
     if mode == ModeKeys.PREDICT:
         y = weight = None
     return Input(
-        x=_plain(x),
-        y=None if y is None else _plain(y),
+        x=_convert_pandas(x),
+        y=None if y is None else _convert_pandas(y),
         sample_weight=weight,
         example=(x, y),
         is_dataset=False,
     )
 
 
-def _of_iterator(data: Iterator[Any]) -> Input:
+def _from_iterator(data: Iterator[Any]) -> Input:
     """An iterator's first batch is looked at, and given out again."""
     try:
         first = next(data)
@@ -221,7 +221,7 @@ def _of_iterator(data: Iterator[Any]) -> Input:
     return Input(x=batches(), example=first, is_dataset=True)
 
 
-def _global_batches(dataset: Dataset) -> Iterator[Tree]:
+def _iter_global_batches(dataset: Dataset) -> Iterator[Tree]:
     """The batches of all replicas together, on the host."""
     if not isinstance(dataset, DistributedDataset):
         return host_batches(dataset)
@@ -242,16 +242,16 @@ def _is_nest_of_arrays(data: object) -> bool:
     return is_tensor(data) or hasattr(data, "iloc")
 
 
-def _plain(data: Tree) -> Tree:
+def _convert_pandas(data: Tree) -> Tree:
     """Columns of pandas as arrays; what is one already as it is."""
     if isinstance(data, Mapping):
-        return {key: _plain(value) for key, value in data.items()}
+        return {key: _convert_pandas(value) for key, value in data.items()}
     if isinstance(data, list | tuple):
-        return type(data)(map(_plain, data))
+        return type(data)(map(_convert_pandas, data))
     return data.to_numpy() if hasattr(data, "iloc") else data
 
 
-def _example_of(data: Dataset) -> Tree:
+def _find_example(data: Dataset) -> Tree:
     """A batch of a dataset, or specs of one."""
     if isinstance(data, DistributedDataset):
         return data.element_spec
@@ -280,7 +280,7 @@ def _as_element(batch: Tree) -> Tree:
     return tuple(batch) if isinstance(batch, list) else batch
 
 
-def _mapped(function: Callable[[Any, str | None], Any], nest: Tree) -> Tree:
+def _map_leaves(function: Callable[[Any, str | None], Any], nest: Tree) -> Tree:
     """A nest with a function of each leaf and its key, if it has one."""
 
     def visit(value: Tree, key: str | None) -> Tree:
@@ -309,21 +309,21 @@ def _is_pair(value: object) -> bool:
     )
 
 
-def _shape_and_dtype(
+def _compute_shape_and_dtype(
     leaf: Array, key: str | None
 ) -> tuple[tuple[int | None, ...], str]:
     """The shape without rows, and the dtype as Keras feeds it."""
-    shape, dtype = leaf if _is_pair(leaf) else _facts(leaf)
+    shape, dtype = leaf if _is_pair(leaf) else _read_shape_and_dtype(leaf)
     if getattr(shape, "rank", 0) is None:
         raise ValueError(
             "A model is made for the shapes of its data. Received: data "
-            f"without any{_of_key(key)}. Give `output_signature` to "
+            f"without any{_format_key(key)}. Give `output_signature` to "
             "`tf.data.Dataset.from_generator`, or call `tf.ensure_shape` in "
             "`dataset.map`."
         )
     if not len(shape):
         raise ValueError(
-            f"Data come in batches of rows. Received: a scalar{_of_key(key)} "
+            f"Data come in batches of rows. Received: a scalar{_format_key(key)} "
             f"of dtype {dtype}. Call `.batch(batch_size)` on the dataset."
         )
     if str(getattr(dtype, "name", dtype)) in ("string", "object") or (
@@ -331,7 +331,7 @@ def _shape_and_dtype(
     ):
         raise TypeError(
             "Features and labels are numbers or booleans. Received: strings"
-            f"{_of_key(key)}. Encode them in the `input_fn`, by "
+            f"{_format_key(key)}. Encode them in the `input_fn`, by "
             "`keras.utils.FeatureSpace`, `keras.layers.StringLookup` or "
             "`Hashing` in `dataset.map`, or leave them out."
         )
@@ -343,7 +343,7 @@ def _shape_and_dtype(
     return tuple(shape)[1:], name
 
 
-def _facts(leaf: Array) -> tuple[Any, Any]:
+def _read_shape_and_dtype(leaf: Array) -> tuple[Any, Any]:
     if hasattr(leaf, "iloc"):
         leaf = leaf.to_numpy()
     if not is_tensor(leaf):
@@ -352,15 +352,15 @@ def _facts(leaf: Array) -> tuple[Any, Any]:
     return leaf.shape, np.dtype(dtype) if isinstance(dtype, type) else dtype
 
 
-def _of_key(key: str | None) -> str:
+def _format_key(key: str | None) -> str:
     return "" if key is None else f" in {key!r}"
 
 
-def _input_like(leaf: Array, key: str | None) -> Array:
-    shape, dtype = _shape_and_dtype(leaf, key)
+def _make_input_like(leaf: Array, key: str | None) -> Array:
+    shape, dtype = _compute_shape_and_dtype(leaf, key)
     return keras.Input(shape, dtype=dtype, name=key)
 
 
-def _tensor_like(leaf: Array, key: str | None) -> keras.KerasTensor:
-    shape, dtype = _shape_and_dtype(leaf, key)
+def _make_tensor_like(leaf: Array, key: str | None) -> keras.KerasTensor:
+    shape, dtype = _compute_shape_and_dtype(leaf, key)
     return keras.KerasTensor((None, *shape), dtype=dtype, name=key)

@@ -11,7 +11,7 @@ import keras
 
 from keras_strategies._types import Array, Tree
 from keras_strategies.cluster.addresses import shown
-from keras_strategies.estimator.arguments import names_of_arguments
+from keras_strategies.estimator.arguments import find_argument_names
 from keras_strategies.estimator.config.run_config import RunConfig
 from keras_strategies.estimator.estimator_spec import EstimatorSpec, ModeKeys
 from keras_strategies.keras_bridge.loops.binding import binding_of
@@ -24,7 +24,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Made:
+class ModelBundle:
     """What a `model_fn` made.
 
     Attributes:
@@ -68,8 +68,10 @@ def check_model_fn(model_fn: object, params: object) -> None:
             "`model_fn` is a function of (features, labels, mode, ...). "
             "Received: a Keras model. Use `ks.estimator.model_to_estimator`."
         )
-    names = names_of_arguments(model_fn)
-    others = sorted(set(names) - set(ARGUMENTS) - _with_defaults(model_fn))
+    names = find_argument_names(model_fn)
+    others = sorted(
+        set(names) - set(ARGUMENTS) - _find_optional_names(model_fn)
+    )
     if others:
         raise ValueError(
             "model_fn has arguments that are not expected. Received: "
@@ -97,13 +99,13 @@ def make(
     labels: Tree,
     params: Mapping[str, Any],
     config: RunConfig,
-) -> Made:
+) -> ModelBundle:
     """Calls a `model_fn`, within the scope of the strategy.
 
     Raises:
       ValueError: it returns nothing that is a model.
     """
-    names = names_of_arguments(model_fn)
+    names = find_argument_names(model_fn)
     known = {
         "features": features,
         "labels": labels,
@@ -113,9 +115,9 @@ def make(
     }
     result = model_fn(**{n: known[n] for n in names if n in known})
     if isinstance(result, keras.Model):
-        made = _of_model(result, mode)
+        made = _bundle_model(result, mode)
     elif isinstance(result, EstimatorSpec):
-        made = _of_spec(result, mode)
+        made = _bundle_spec(result, mode)
     else:
         raise ValueError(
             "model_fn should return an EstimatorSpec, or a compiled "
@@ -129,7 +131,7 @@ def make(
     return made
 
 
-def _with_defaults(function: Callable[..., Any]) -> set[str]:
+def _find_optional_names(function: Callable[..., Any]) -> set[str]:
     """Names of arguments that need not be given."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name for p in parameters if p.default is not p.empty}
@@ -165,7 +167,7 @@ def _check_labels(model: keras.Model, labels: Tree) -> None:
         )
 
 
-def _of_model(model: keras.Model, mode: str) -> Made:
+def _bundle_model(model: keras.Model, mode: str) -> ModelBundle:
     if mode != ModeKeys.PREDICT and not model.compiled:
         raise ValueError(
             "A model that model_fn returns is compiled. Received: "
@@ -173,10 +175,12 @@ def _of_model(model: keras.Model, mode: str) -> Made:
             "`model.compile(optimizer, loss, metrics)`, or return an "
             "EstimatorSpec."
         )
-    return Made(model=model, outputs=model, predictions=_named_outputs(model))
+    return ModelBundle(
+        model=model, outputs=model, predictions=_make_output_namer(model)
+    )
 
 
-def _of_spec(spec: EstimatorSpec, mode: str) -> Made:
+def _bundle_spec(spec: EstimatorSpec, mode: str) -> ModelBundle:
     if spec.mode != mode:
         raise ValueError(
             "An EstimatorSpec is of the mode that model_fn is called for. "
@@ -192,17 +196,18 @@ def _of_spec(spec: EstimatorSpec, mode: str) -> Made:
             # Evaluation uses none.
             optimizer=spec.train_op or "sgd",
             loss=spec.loss,
-            metrics=[_named(n, m) for n, m in (metrics or {}).items()] or None,
+            metrics=[_name_metric(n, m) for n, m in (metrics or {}).items()]
+            or None,
         )
     hooks = {
         ModeKeys.TRAIN: spec.training_hooks,
         ModeKeys.EVAL: spec.evaluation_hooks,
         ModeKeys.PREDICT: spec.prediction_hooks,
     }[mode]
-    outputs, predictions = model, _named_outputs(model)
+    outputs, predictions = model, _make_output_namer(model)
     if mode == ModeKeys.PREDICT:
-        outputs, predictions = _predictions(model, spec.predictions)
-    return Made(
+        outputs, predictions = _choose_predictions(model, spec.predictions)
+    return ModelBundle(
         model=model,
         outputs=outputs,
         predictions=predictions,
@@ -211,7 +216,7 @@ def _of_spec(spec: EstimatorSpec, mode: str) -> Made:
     )
 
 
-def _named(name: str, metric: object) -> keras.metrics.Metric | str:
+def _name_metric(name: str, metric: object) -> keras.metrics.Metric | str:
     """A metric whose result has a name."""
     if isinstance(metric, str):
         if metric == name:
@@ -245,7 +250,7 @@ def _check_metrics(spec: EstimatorSpec) -> None:
         )
 
 
-def _predictions(
+def _choose_predictions(
     model: keras.Model, wanted: Tree
 ) -> tuple[keras.Model, Callable[[Tree], Tree]]:
     """The model to run, and what its outputs become."""
@@ -259,7 +264,7 @@ def _predictions(
             "functions. Received: some of both. Use `keras.ops` on the "
             "model's tensors for all of them."
         )
-    entry = functools.partial(_entry, model)
+    entry = functools.partial(_pick_output, model)
     if isinstance(wanted, str):
         return model, lambda outputs: entry(outputs, wanted)
     if isinstance(wanted, list | tuple):
@@ -282,19 +287,19 @@ def _predictions(
     return model, wanted
 
 
-def _named_outputs(model: keras.Model) -> Callable[[Tree], Tree]:
+def _make_output_namer(model: keras.Model) -> Callable[[Tree], Tree]:
     """From a list of outputs to a dict by their names."""
 
     def named(outputs: Tree) -> Tree:
         if not isinstance(outputs, list | tuple):
             return outputs
-        names = _output_names(model, len(outputs))
+        names = _complete_output_names(model, len(outputs))
         return dict(zip(names, outputs, strict=True))
 
     return named
 
 
-def output_names(model: keras.Model) -> list[str]:
+def find_output_names(model: keras.Model) -> list[str]:
     """The names of a model's outputs; none where they are not known."""
     if isinstance(model, keras.Sequential):
         # Its one output has its last layer's name, as in a functional model.
@@ -302,18 +307,18 @@ def output_names(model: keras.Model) -> list[str]:
     return list(getattr(model, "output_names", None) or [])
 
 
-def _output_names(model: keras.Model, count: int) -> list[str]:
-    names = output_names(model)
+def _complete_output_names(model: keras.Model, count: int) -> list[str]:
+    names = find_output_names(model)
     if len(names) == count:
         return names
     return [f"output_{index}" for index in range(count)]
 
 
-def _entry(model: keras.Model, outputs: Tree, name: str) -> Array:
+def _pick_output(model: keras.Model, outputs: Tree, name: str) -> Array:
     """The output of a name."""
-    named = _named_outputs(model)(outputs)
+    named = _make_output_namer(model)(outputs)
     if not isinstance(named, Mapping):
-        named = {_output_names(model, 1)[0]: named}
+        named = {_complete_output_names(model, 1)[0]: named}
     if name not in named:
         raise ValueError(
             f"predictions name outputs of the model. Received: {name!r}; the "

@@ -9,12 +9,12 @@ import numpy as np
 from keras_strategies._types import Array, Tree
 from keras_strategies.cluster.addresses import shown
 from keras_strategies.estimator.inputs import Input
-from keras_strategies.estimator.model_fns import Made
+from keras_strategies.estimator.model_fns import ModelBundle
 from keras_strategies.keras_bridge.loops.scope_hooks import is_built
 from keras_strategies.strategy.strategy import Strategy
 
 
-def checked_keys(keys: Iterable[str] | str | None) -> tuple[str, ...] | None:
+def check_keys(keys: Iterable[str] | str | None) -> tuple[str, ...] | None:
     """The names of predictions; None for all.
 
     Raises:
@@ -32,8 +32,8 @@ def checked_keys(keys: Iterable[str] | str | None) -> tuple[str, ...] | None:
     return found or None
 
 
-def batches_of(
-    made: Made, data: Input, strategy: Strategy, callbacks: list[Any]
+def iter_batches(
+    made: ModelBundle, data: Input, strategy: Strategy, callbacks: list[Any]
 ) -> Iterator[Tree]:
     """The model's outputs for one batch after the other, as numpy arrays.
 
@@ -47,14 +47,14 @@ def batches_of(
     """
     model = made.outputs
     if strategy.mesh.num_processes > 1:
-        arguments = data.arguments()
+        arguments = data.make_arguments()
         arguments = {k: arguments[k] for k in arguments if k in _OF_PREDICT}
         yield model.predict(**arguments, verbose=0, callbacks=callbacks)
         return
     listeners = keras.callbacks.CallbackList(callbacks, model=model)
     has_begun = False
     model.stop_predicting = False
-    for index, batch in enumerate(data.batches()):
+    for index, batch in enumerate(data.iter_batches()):
         if not has_begun:
             if not is_built(model):
                 model.predict_on_batch(batch)
@@ -74,7 +74,7 @@ def batches_of(
 _OF_PREDICT = ("x", "batch_size")
 
 
-def with_keys(predictions: Tree, keys: tuple[str, ...] | None) -> Tree:
+def select_keys(predictions: Tree, keys: tuple[str, ...] | None) -> Tree:
     """Predictions of some names alone.
 
     Raises:
@@ -98,7 +98,7 @@ def with_keys(predictions: Tree, keys: tuple[str, ...] | None) -> Tree:
     return chosen
 
 
-def rows_of(predictions: Tree) -> Iterator[Tree]:
+def iter_rows(predictions: Tree) -> Iterator[Tree]:
     """The predictions of one row after the other.
 
     Raises:
@@ -114,7 +114,7 @@ def rows_of(predictions: Tree) -> Iterator[Tree]:
     if not isinstance(predictions, Mapping):
         yield from predictions
         return
-    lengths = {name: _num_rows(v) for name, v in predictions.items()}
+    lengths = {name: _count_rows(v) for name, v in predictions.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(
             "Batch length of predictions should be same. Received: "
@@ -124,5 +124,5 @@ def rows_of(predictions: Tree) -> Iterator[Tree]:
         yield {name: value[index] for name, value in predictions.items()}
 
 
-def _num_rows(value: Array) -> int:
+def _count_rows(value: Array) -> int:
     return np.shape(value)[0] if np.ndim(value) else 0

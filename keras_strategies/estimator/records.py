@@ -49,7 +49,7 @@ def append(directory: str, step: int, metrics: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
         # A process that was killed may have left half a line.
-        is_torn = file.tell() > 0 and _last_byte(file) != b"\n"
+        is_torn = file.tell() > 0 and _read_last_byte(file) != b"\n"
         file.write((b"\n" if is_torn else b"") + line.encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
@@ -65,8 +65,10 @@ def read(directory: str) -> dict[int, dict[str, float]]:
       directory: The evaluation's folder, which need not be there.
     """
     found: dict[int, dict[str, float]] = {}
-    for number, line in enumerate(_lines(pathlib.Path(directory, FILE)), 1):
-        entry = _parsed(line)
+    for number, line in enumerate(
+        _iter_lines(pathlib.Path(directory, FILE)), 1
+    ):
+        entry = _parse_line(line)
         if entry is None:
             _logger.warning(
                 "Line %d of %s is no evaluation; it is left out.",
@@ -79,7 +81,7 @@ def read(directory: str) -> dict[int, dict[str, float]]:
     return dict(sorted(found.items()))
 
 
-def renamed(
+def rename(
     results: Mapping[str, Any], names: Mapping[str, str]
 ) -> dict[str, Any]:
     """Returns results under new names.
@@ -96,7 +98,7 @@ def renamed(
     return {names.get(name, name): value for name, value in results.items()}
 
 
-def scalars(
+def make_scalars(
     config: RunConfig, step: int, eval_name: str | None = None
 ) -> list[Any]:
     """Returns the callbacks that write and log the scalars of a run.
@@ -143,7 +145,7 @@ def _warn_once() -> None:
     )
 
 
-def _lines(path: pathlib.Path) -> Iterator[bytes]:
+def _iter_lines(path: pathlib.Path) -> Iterator[bytes]:
     """The lines of a file, if it is there; of a long one the beginning."""
     try:
         file = open_regular(path)
@@ -166,12 +168,12 @@ def _is_number(value: Any) -> bool:
     return not isinstance(value, str | bytes)
 
 
-def _last_byte(file: BinaryIO) -> bytes:
+def _read_last_byte(file: BinaryIO) -> bytes:
     file.seek(-1, os.SEEK_END)
     return file.read(1)
 
 
-def _parsed(line: bytes) -> tuple[int, dict[str, float]] | None:
+def _parse_line(line: bytes) -> tuple[int, dict[str, float]] | None:
     try:
         entry = load_form(line, _ENTRY, max_characters=_MAX_LINE, has_nan=True)
         metrics = {n: float(v) for n, v in entry["metrics"].items()}

@@ -99,7 +99,7 @@ class EvalSpec:
         check_positive("steps", self.steps)
         check_name(self.name)
         _set(self, "hooks", check_hooks(self.hooks))
-        _set(self, "exporters", _checked_exporters(self.exporters))
+        _set(self, "exporters", _check_exporters(self.exporters))
         check_seconds("start_delay_secs", self.start_delay_secs)
         check_seconds("throttle_secs", self.throttle_secs)
 
@@ -154,7 +154,7 @@ def _set(spec: object, name: str, value: object) -> None:
     object.__setattr__(spec, name, value)
 
 
-def _checked_exporters(exporters: Any) -> tuple[Exporter, ...]:
+def _check_exporters(exporters: Any) -> tuple[Exporter, ...]:
     if exporters is None:
         return ()
     # A name is no iterable of its letters.

@@ -59,7 +59,7 @@ class Progress:
     is_done: bool = True
 
 
-def progress_in(model_dir: str) -> Progress:
+def read_progress(model_dir: str) -> Progress:
     """Where the training in a directory is; reads no arrays."""
     path = reading.newest_complete(model_dir)
     if path is None:
@@ -71,10 +71,10 @@ def progress_in(model_dir: str) -> Progress:
     return Progress(step=step, begun=step - steps, is_done=False)
 
 
-def progress_of_all(mesh: ReplicaMesh, model_dir: str) -> Progress:
+def share_progress(mesh: ReplicaMesh, model_dir: str) -> Progress:
     """Where the chief finds the training to be. Collective."""
-    found = dataclasses.asdict(progress_in(model_dir))
-    of_chief = value_of_chief(mesh, "`Estimator.train`", found, _PROGRESS)
+    found = dataclasses.asdict(read_progress(model_dir))
+    of_chief = broadcast_from_chief(mesh, "`Estimator.train`", found, _PROGRESS)
     return Progress(**{name: of_chief[name] for name in _PROGRESS})
 
 
@@ -87,10 +87,10 @@ def is_done_at(model_dir: str, step: int, epoch: int) -> bool:
       epoch: Its epoch.
     """
     # A call is one epoch. The data may also end where it was saved already.
-    return epoch > 0 or ended_at(model_dir) == step
+    return epoch > 0 or read_end_step(model_dir) == step
 
 
-def ended_at(model_dir: str) -> int | None:
+def read_end_step(model_dir: str) -> int | None:
     """The step at which the last call of `train` came to its end."""
     try:
         with open_regular(pathlib.Path(model_dir, MARK)) as file:
@@ -101,7 +101,7 @@ def ended_at(model_dir: str) -> int | None:
     return mark["ended_at_step"]
 
 
-def mark_of(model_dir: str) -> tuple[int, int] | None:
+def identify_mark(model_dir: str) -> tuple[int, int] | None:
     """What changes when another call comes to its end."""
     try:
         found = os.stat(os.path.join(model_dir, MARK))
@@ -121,13 +121,13 @@ def mark_end(model_dir: str, step: int) -> None:
     os.replace(file.name, pathlib.Path(model_dir, MARK))
 
 
-def step_of_fit(model: Any) -> int:
+def find_global_step(model: Any) -> int:
     """Returns the global step of a model whose training is under way."""
     loop = loop_of(model)
     return 0 if loop is None else loop.num_steps
 
 
-def value_of_chief(
+def broadcast_from_chief(
     mesh: ReplicaMesh, name: str, value: object, form: Form
 ) -> Any:
     """What the chief has, in all processes. Collective.
@@ -151,7 +151,7 @@ def value_of_chief(
     )[0]
 
 
-def steps_of_call(
+def count_steps(
     progress: Progress,
     steps: int | None,
     max_steps: int | None,
@@ -281,7 +281,9 @@ class TrainCheckpoint(Checkpoint):
         for listener in self._listeners_here:
             listener.end(None, self.num_steps)
         # Nobody looks for the last checkpoint before it is complete.
-        value_of_chief(self._mesh, "the end of `Estimator.train`", None, None)
+        broadcast_from_chief(
+            self._mesh, "the end of `Estimator.train`", None, None
+        )
 
     @property
     def _listeners_here(self) -> tuple[Any, ...]:
@@ -295,7 +297,7 @@ class TrainCheckpoint(Checkpoint):
         where = reading.path_of(self.directory, step)
         epoch, _ = reading.place_in(document, where)
         is_done = is_done_at(self.directory, step, epoch)
-        is_done = value_of_chief(loop.mesh, _WHERE, is_done, bool)
+        is_done = broadcast_from_chief(loop.mesh, _WHERE, is_done, bool)
         if is_done:
             _logger.info("Resuming from step %d in %r.", step, self.directory)
         return is_done
@@ -313,7 +315,7 @@ class TrainCheckpoint(Checkpoint):
         should_stop = False
         for listener in self._listeners_here:
             should_stop |= bool(listener.after_save(None, loop.num_steps))
-        should_stop = value_of_chief(
+        should_stop = broadcast_from_chief(
             loop.mesh, "after a checkpoint", should_stop, bool
         )
         if self._asks_to_stop is not None:

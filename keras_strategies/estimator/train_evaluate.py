@@ -143,11 +143,11 @@ def _train_locally(
     estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
 ) -> Results:
     evaluation = _Evaluation(estimator, eval_spec, train_spec.max_steps)
-    mesh = engine.strategy_of(estimator, ModeKeys.TRAIN).mesh
+    mesh = engine.find_strategy(estimator, ModeKeys.TRAIN).mesh
     throttle_s = eval_spec.throttle_secs
 
     def after_save(step: int) -> bool:
-        is_due = train_callback.value_of_chief(
+        is_due = train_callback.broadcast_from_chief(
             mesh, "whether to evaluate", evaluation.is_due(throttle_s), bool
         )
         if is_due:
@@ -157,7 +157,7 @@ def _train_locally(
         return False
 
     _train(estimator, train_spec, after_save)
-    latest = train_callback.value_of_chief(
+    latest = train_callback.broadcast_from_chief(
         mesh,
         "the last checkpoint",
         estimator.latest_checkpoint(),
@@ -208,7 +208,7 @@ class _Watch:
         self._max_steps = max_steps
         self._timeout_s = estimator.config.session_creation_timeout_secs
         # The mark of an earlier training may be there still.
-        self._stale = train_callback.mark_of(self._model_dir)
+        self._stale = train_callback.identify_mark(self._model_dir)
         self.note_news()
 
     def note_news(self) -> None:
@@ -220,10 +220,10 @@ class _Watch:
         step = reading.step_of(path)
         if self._max_steps is not None and step >= self._max_steps:
             return True
-        mark = train_callback.mark_of(self._model_dir)
+        mark = train_callback.identify_mark(self._model_dir)
         return (
             mark != self._stale
-            and train_callback.ended_at(self._model_dir) == step
+            and train_callback.read_end_step(self._model_dir) == step
         )
 
     def is_over(self, path: str | None) -> bool:
@@ -244,7 +244,7 @@ class _Watch:
             )
         # A training that ended before this process came here.
         step = reading.step_of(path)
-        return train_callback.ended_at(self._model_dir) == step
+        return train_callback.read_end_step(self._model_dir) == step
 
 
 class _Evaluation:

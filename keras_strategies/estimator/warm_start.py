@@ -68,7 +68,7 @@ class WarmStartSettings:
                 f"{shown(self.var_name_to_vocab_info)}. Leave it out, and move "
                 "the rows of an embedding before training."
             )
-        for pattern in _listed(self.vars_to_warm_start):
+        for pattern in _list_patterns(self.vars_to_warm_start):
             name, what = "`vars_to_warm_start`", "regular expressions"
             cure = "Give a str, or a list of them."
             check_type(name, pattern, str, what, cure)
@@ -95,13 +95,13 @@ def apply(settings: WarmStartSettings | None, model: keras.Model) -> None:
     """
     if settings is None:
         return
-    path = _checkpoint_of(os.fspath(settings.ckpt_to_initialize_from))
+    path = _find_checkpoint(os.fspath(settings.ckpt_to_initialize_from))
     names = settings.var_name_to_prev_var_name or {}
     saved = reading.variables_in(path)
     shapes = contents.document_of(path)["variables"]
     wanted: dict[str, dict[str, Any]] = {}
     pairs: list[tuple[keras.Variable, str, str]] = []
-    chosen = _chosen(model, settings.vars_to_warm_start)
+    chosen = _choose_weights(model, settings.vars_to_warm_start)
     _check_used(names, [str(v.path) for v in chosen])
     for variable in chosen:
         name = names.get(str(variable.path), str(variable.path))
@@ -118,7 +118,7 @@ def apply(settings: WarmStartSettings | None, model: keras.Model) -> None:
     _logger.info("Warm-started %d weights from %s.", len(pairs), path)
 
 
-def settings_of(given: Any) -> WarmStartSettings | None:
+def make_settings(given: Any) -> WarmStartSettings | None:
     """Returns what `warm_start_from` asks for, or None for nothing.
 
     Raises:
@@ -132,7 +132,7 @@ def settings_of(given: Any) -> WarmStartSettings | None:
     return WarmStartSettings(given)
 
 
-def _checkpoint_of(path: str) -> str:
+def _find_checkpoint(path: str) -> str:
     """A checkpoint, or the newest one in a folder."""
     # A checkpoint is named by its step, and so may a folder of some be.
     latest = reading.newest_good(path) if os.path.isdir(path) else None
@@ -177,17 +177,17 @@ def _check_used(names: Mapping[str, str], paths: list[str]) -> None:
         )
 
 
-def _listed(patterns: str | Sequence[str] | None) -> list[str]:
+def _list_patterns(patterns: str | Sequence[str] | None) -> list[str]:
     return [patterns] if isinstance(patterns, str) else list(patterns or ())
 
 
-def _chosen(
+def _choose_weights(
     model: keras.Model, patterns: str | Sequence[str] | None
 ) -> list[keras.Variable]:
     """The weights that patterns are found in."""
     if patterns is None:
         return list(model.trainable_variables)
-    every = _listed(patterns)
+    every = _list_patterns(patterns)
     metrics = {id(v) for v in model.metrics_variables}
     weights = [v for v in model.weights if id(v) not in metrics]
     chosen = [v for v in weights if any(re.search(p, v.path) for p in every)]

@@ -15,7 +15,7 @@ import pytest
 import keras_strategies as ks
 from keras_strategies.estimator import records
 from keras_strategies.estimator.estimator import Estimator
-from keras_strategies.estimator.inputs import symbols_of
+from keras_strategies.estimator.inputs import make_symbols
 from tests.estimator import models
 from tests.estimator.models import (
     X,
@@ -545,7 +545,7 @@ def test_input_that_is_none_is_refused(tmp_path, made, error, text):
 
 
 def test_nested_features_have_names_of_their_own():
-    features, _ = symbols_of(({"p": {"a": X}, "q": {"a": (X, X)}}, Y))
+    features, _ = make_symbols(({"p": {"a": X}, "q": {"a": (X, X)}}, Y))
     names = [feature.name for feature in keras.tree.flatten(features)]
     assert names == ["p_a", "q_a_0", "q_a_1"]
 

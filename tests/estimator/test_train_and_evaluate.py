@@ -393,7 +393,7 @@ RISING = {0: {"a": 1.0}, 10: {"a": 3.0}, 20: {"a": 2.0}, 30: {"a": 3.0}}
 )
 def test_threshold(threshold, min_steps, expected):
     higher = lambda a, b: a > b  # noqa: E731
-    values = early_stopping.values_of(RISING, "a", min_steps)
+    values = early_stopping.iter_values(RISING, "a", min_steps)
     found = early_stopping.is_beyond(values, threshold, higher)
     assert found is expected
 
@@ -404,8 +404,8 @@ def test_threshold(threshold, min_steps, expected):
 )
 def test_no_improvement(max_steps, min_steps, expected):
     higher = lambda a, b: a > b  # noqa: E731
-    values = early_stopping.values_of(RISING, "a", min_steps)
-    found = early_stopping.is_without_improvement(values, max_steps, higher)
+    values = early_stopping.iter_values(RISING, "a", min_steps)
+    found = early_stopping.has_stalled(values, max_steps, higher)
     assert found == bool(expected)
 
 
@@ -437,7 +437,7 @@ def test_whether_to_stop_is_asked_every_so_many_steps(tmp_path):
     asked = []
     made = experimental.make_early_stopping_hook(
         estimator,
-        lambda: asked.append(train_callback.step_of_fit(made.model)),
+        lambda: asked.append(train_callback.find_global_step(made.model)),
         run_every_secs=None,
         run_every_steps=3,
     )
@@ -453,7 +453,7 @@ def test_early_stopping_in_train_and_evaluate(tmp_path):
     metrics, _ = run(estimator, max_steps=20, hooks=[hook])
     # The fourth step is evaluated after it; the fifth one sees that.
     assert metrics["global_step"] == 5
-    assert train_callback.ended_at(estimator.model_dir) == 5
+    assert train_callback.read_end_step(estimator.model_dir) == 5
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ class RunCluster:
     model_dir: str | None = None
 
 
-def cluster_of(text: str, *, needs_chief: bool) -> RunCluster:
+def parse_cluster(text: str, *, needs_chief: bool) -> RunCluster:
     """A process's place from the text of TF_CONFIG.
 
     Args:
@@ -74,8 +74,8 @@ def cluster_of(text: str, *, needs_chief: bool) -> RunCluster:
     raw = load_tf_config(text)
     config = parse_tf_config(text)
     place = RunCluster(
-        service=_checked_service(raw),
-        model_dir=_checked_model_dir(raw),
+        service=_read_service(raw),
+        model_dir=_read_model_dir(raw),
         evaluation_master=text_in(raw, "eval_session_master") or "",
         master=config.session_master or "",
     )
@@ -85,12 +85,12 @@ def cluster_of(text: str, *, needs_chief: bool) -> RunCluster:
         return dataclasses.replace(
             place, is_chief=True, num_worker_replicas=1, global_id_in_cluster=0
         )
-    task = _checked_task(spec, *asked, needs_chief)
+    task = _validate_task(spec, *asked, needs_chief)
     place = dataclasses.replace(place, task_type=task[0], task_id=task[1])
     if task[0] == EVALUATOR:
         return dataclasses.replace(place, master="")
     if config.session_master is None:
-        place = dataclasses.replace(place, master=_own_address(spec, *task))
+        place = dataclasses.replace(place, master=_find_address(spec, *task))
     return dataclasses.replace(
         place,
         cluster_spec=spec,
@@ -98,18 +98,18 @@ def cluster_of(text: str, *, needs_chief: bool) -> RunCluster:
         is_chief=_is_chief(spec, *task),
         num_ps_replicas=num_tasks(spec, SERVER),
         num_worker_replicas=num_tasks(spec, CHIEF) + num_tasks(spec, WORKER),
-        global_id_in_cluster=_global_id(spec, *task),
+        global_id_in_cluster=_compute_global_id(spec, *task),
     )
 
 
-def _checked_service(raw: dict[str, Any]) -> dict[str, Any] | None:
+def _read_service(raw: dict[str, Any]) -> dict[str, Any] | None:
     name, service = f'"service" in {VARIABLE}', raw.get("service")
     cure = "Write an object, or leave it out."
     check_type(name, service, dict | None, "a dict", cure)
     return service
 
 
-def _checked_model_dir(raw: dict[str, Any]) -> str | None:
+def _read_model_dir(raw: dict[str, Any]) -> str | None:
     directory = text_in(raw, "model_dir")
     if directory == "":
         raise ValueError(
@@ -134,7 +134,7 @@ def _check_local(task_type: str | None, task_id: int | None) -> None:
         )
 
 
-def _checked_task(
+def _validate_task(
     spec: ClusterSpec,
     task_type: str | None,
     task_id: int | None,
@@ -173,7 +173,7 @@ def _checked_task(
     return task_type, task_id
 
 
-def _own_address(spec: ClusterSpec, task_type: str, task_id: int) -> str:
+def _find_address(spec: ClusterSpec, task_type: str, task_id: int) -> str:
     if has_one_task(spec):
         return ""
     return with_rpc_layer(spec.task_address(task_type, task_id), _RPC_LAYER)
@@ -185,7 +185,7 @@ def _is_chief(spec: ClusterSpec, task_type: str, task_id: int) -> bool:
     return task_type == WORKER and task_id == 0
 
 
-def _global_id(spec: ClusterSpec, task_type: str, task_id: int) -> int:
+def _compute_global_id(spec: ClusterSpec, task_type: str, task_id: int) -> int:
     before = {
         CHIEF: (),
         # An evaluator that the cluster lists is counted, as in tf.

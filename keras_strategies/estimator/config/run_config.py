@@ -10,7 +10,10 @@ from keras_strategies.cluster.addresses import shown
 from keras_strategies.cluster.resolvers.tf_config_resolver import VARIABLE
 from keras_strategies.cluster.spec import ClusterSpec
 from keras_strategies.estimator.config.run_checks import check_fields
-from keras_strategies.estimator.config.run_cluster import RunCluster, cluster_of
+from keras_strategies.estimator.config.run_cluster import (
+    RunCluster,
+    parse_cluster,
+)
 
 DEFAULT_SAVE_SECONDS = 600
 """Seconds between checkpoints where neither steps nor seconds are given."""
@@ -116,16 +119,16 @@ class RunConfig:
     _cluster: RunCluster = dataclasses.field(init=False, repr=False, hash=False)
 
     def __post_init__(self) -> None:
-        steps, secs = _save_rule(
+        steps, secs = _choose_save_rule(
             self.save_checkpoints_steps, self.save_checkpoints_secs
         )
         self._set(save_checkpoints_steps=steps, save_checkpoints_secs=secs)
         self._take_experimental()
-        cluster = cluster_of(
+        cluster = parse_cluster(
             os.environ.get(VARIABLE, ""),
             needs_chief=self.train_distribute is None,
         )
-        directory = _agreed_model_dir(_path_text(self.model_dir), cluster)
+        directory = _choose_model_dir(_convert_path(self.model_dir), cluster)
         self._set(_cluster=cluster, model_dir=directory)
         check_fields(self)
 
@@ -157,8 +160,8 @@ class RunConfig:
                     "when a `RunConfig` is made."
                 )
         if _MODEL_DIR in changes:
-            changes[_MODEL_DIR] = _path_text(changes[_MODEL_DIR])
-        changes = _switched(changes)
+            changes[_MODEL_DIR] = _convert_path(changes[_MODEL_DIR])
+        changes = _switch_save_rule(changes)
         made = copy.copy(self)
         made._set(**changes)
         if "experimental_distribute" in changes:
@@ -257,7 +260,7 @@ _FIELDS = tuple(
 )
 
 
-def _save_rule(steps: object, secs: object) -> tuple[object, object]:
+def _choose_save_rule(steps: object, secs: object) -> tuple[object, object]:
     """The two ways of saving, of which at most one is given."""
     if steps is _USE_DEFAULT and secs is _USE_DEFAULT:
         return None, DEFAULT_SAVE_SECONDS
@@ -268,7 +271,7 @@ def _save_rule(steps: object, secs: object) -> tuple[object, object]:
     return steps, secs
 
 
-def _switched(changes: dict[str, Any]) -> dict[str, Any]:
+def _switch_save_rule(changes: dict[str, Any]) -> dict[str, Any]:
     """The changes, with the other way of saving cleared."""
     steps, secs = changes.get(_STEPS), changes.get(_SECS)
     if steps is not None and secs is not None:
@@ -280,12 +283,12 @@ def _switched(changes: dict[str, Any]) -> dict[str, Any]:
     return changes
 
 
-def _path_text(path: object) -> object:
+def _convert_path(path: object) -> object:
     """A path as text; what is none stays for the check."""
     return os.fspath(path) if isinstance(path, os.PathLike) else path
 
 
-def _agreed_model_dir(directory: object, cluster: RunCluster) -> object:
+def _choose_model_dir(directory: object, cluster: RunCluster) -> object:
     of_cluster = cluster.model_dir
     if of_cluster and directory and of_cluster != directory:
         raise ValueError(

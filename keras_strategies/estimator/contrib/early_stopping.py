@@ -18,7 +18,7 @@ from keras_strategies.estimator.arguments import (
     check_positive,
     check_seconds,
 )
-from keras_strategies.estimator.engine import strategy_of
+from keras_strategies.estimator.engine import find_strategy
 from keras_strategies.estimator.estimator import Estimator
 from keras_strategies.estimator.estimator_spec import ModeKeys
 
@@ -80,7 +80,7 @@ def make_early_stopping_hook(
     check_positive("run_every_steps", run_every_steps)
     if run_every_secs is not None:
         check_seconds("run_every_secs", run_every_secs)
-        mesh = strategy_of(estimator, ModeKeys.TRAIN).mesh
+        mesh = find_strategy(estimator, ModeKeys.TRAIN).mesh
         if mesh.num_processes > 1:
             raise ValueError(
                 "run_every_secs should not be set when several processes "
@@ -127,8 +127,8 @@ def stop_if_higher_hook(
       ```
     """
     every = run_every_secs, run_every_steps
-    rule = _beyond(threshold, operator.gt)
-    return _hook(rule, estimator, metric_name, eval_dir, min_steps, every)
+    rule = _make_threshold_rule(threshold, operator.gt)
+    return _make_hook(rule, estimator, metric_name, eval_dir, min_steps, every)
 
 
 def stop_if_lower_hook(
@@ -153,8 +153,8 @@ def stop_if_lower_hook(
       ```
     """
     every = run_every_secs, run_every_steps
-    rule = _beyond(threshold, operator.lt)
-    return _hook(rule, estimator, metric_name, eval_dir, min_steps, every)
+    rule = _make_threshold_rule(threshold, operator.lt)
+    return _make_hook(rule, estimator, metric_name, eval_dir, min_steps, every)
 
 
 def stop_if_no_increase_hook(
@@ -181,8 +181,8 @@ def stop_if_no_increase_hook(
       ```
     """
     every = run_every_secs, run_every_steps
-    rule = _without_improvement(max_steps_without_increase, operator.gt)
-    return _hook(rule, estimator, metric_name, eval_dir, min_steps, every)
+    rule = _make_stall_rule(max_steps_without_increase, operator.gt)
+    return _make_hook(rule, estimator, metric_name, eval_dir, min_steps, every)
 
 
 def stop_if_no_decrease_hook(
@@ -207,11 +207,11 @@ def stop_if_no_decrease_hook(
       ```
     """
     every = run_every_secs, run_every_steps
-    rule = _without_improvement(max_steps_without_decrease, operator.lt)
-    return _hook(rule, estimator, metric_name, eval_dir, min_steps, every)
+    rule = _make_stall_rule(max_steps_without_decrease, operator.lt)
+    return _make_hook(rule, estimator, metric_name, eval_dir, min_steps, every)
 
 
-def values_of(
+def iter_values(
     results: Results, name: str, min_steps: int
 ) -> Iterator[tuple[int, float]]:
     """Yields the global steps and values of a result.
@@ -246,9 +246,7 @@ def is_beyond(values: Values, threshold: float, is_better: _Comparison) -> bool:
     return any(is_better(value, threshold) for _, value in values)
 
 
-def is_without_improvement(
-    values: Values, max_steps: int, is_better: _Comparison
-) -> bool:
+def has_stalled(values: Values, max_steps: int, is_better: _Comparison) -> bool:
     """Returns whether no value was better for so many steps.
 
     Args:
@@ -276,7 +274,7 @@ class _Stopping(keras.callbacks.Callback):
         every_steps: int | None,
     ) -> None:
         super().__init__()
-        self._mesh = strategy_of(estimator, ModeKeys.TRAIN).mesh
+        self._mesh = find_strategy(estimator, ModeKeys.TRAIN).mesh
         self._should_stop_fn = should_stop_fn
         self._every_secs = every_secs
         self._every_steps = every_steps
@@ -288,12 +286,12 @@ class _Stopping(keras.callbacks.Callback):
         self._asked_at = self._asked = None
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        step = train_callback.step_of_fit(self.model)
+        step = train_callback.find_global_step(self.model)
         if not self._is_due(step):
             return
         self._asked_at, self._asked = time.monotonic(), step
         should_stop = self._mesh.is_chief and bool(self._should_stop_fn())
-        if train_callback.value_of_chief(
+        if train_callback.broadcast_from_chief(
             self._mesh, "stopping early", should_stop, bool
         ):
             _logger.info("Requesting early stopping at global step %d.", step)
@@ -307,7 +305,7 @@ class _Stopping(keras.callbacks.Callback):
         return time.monotonic() - self._asked_at >= (self._every_secs or 0)
 
 
-def _hook(
+def _make_hook(
     rule: Callable[[Values], bool],
     estimator: Estimator,
     name: str,
@@ -318,16 +316,16 @@ def _hook(
     """Returns a hook that asks a rule about the results of a name."""
     what, cure = "the name of a result", "Give a name as 'accuracy'."
     check_type("`metric_name`", name, str, what, cure)
-    _check_whole("`min_steps`", min_steps)
+    _check_integer("`min_steps`", min_steps)
 
     def should_stop() -> bool:
         results = records.read(eval_dir or estimator.eval_dir())
-        return rule(values_of(results, name, min_steps))
+        return rule(iter_values(results, name, min_steps))
 
     return make_early_stopping_hook(estimator, should_stop, *every)
 
 
-def _beyond(
+def _make_threshold_rule(
     threshold: object, is_better: _Comparison
 ) -> Callable[[Values], bool]:
     if isinstance(threshold, bool) or not isinstance(threshold, numbers.Real):
@@ -338,12 +336,12 @@ def _beyond(
     return lambda values: is_beyond(values, float(threshold), is_better)
 
 
-def _without_improvement(
+def _make_stall_rule(
     max_steps: int, is_better: _Comparison
 ) -> Callable[[Values], bool]:
-    _check_whole("The number of steps without improvement", max_steps)
-    return lambda values: is_without_improvement(values, max_steps, is_better)
+    _check_integer("The number of steps without improvement", max_steps)
+    return lambda values: has_stalled(values, max_steps, is_better)
 
 
-def _check_whole(name: str, value: object) -> None:
+def _check_integer(name: str, value: object) -> None:
     check_number(name, value, "Give a whole number.", is_optional=False)

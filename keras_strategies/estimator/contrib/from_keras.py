@@ -17,7 +17,7 @@ from keras_strategies.estimator.config.run_config import RunConfig
 from keras_strategies.estimator.engine import rename_results
 from keras_strategies.estimator.estimator import Estimator
 from keras_strategies.estimator.estimator_spec import EstimatorSpec, ModeKeys
-from keras_strategies.estimator.model_fns import output_names
+from keras_strategies.estimator.model_fns import find_output_names
 
 _FORMATS = ("saver", "checkpoint")
 _SUFFIX = ".keras"
@@ -78,7 +78,7 @@ def model_to_estimator(
             _save(keras_model, path)
         else:
             _copy(keras_model_path, path)
-        model_fn = _model_fn(
+        model_fn = _make_model_fn(
             path, custom_objects, is_trusted=keras_model is not None
         )
         estimator = Estimator(model_fn, model_dir=model_dir, config=config)
@@ -155,7 +155,7 @@ def _copy(source: Any, path: str) -> None:
         )
 
 
-def _model_fn(
+def _make_model_fn(
     path: str, custom_objects: Mapping[str, Any] | None, *, is_trusted: bool
 ) -> Callable[[str], keras.Model | EstimatorSpec]:
     """A `model_fn` that reads the model anew.
@@ -174,7 +174,7 @@ def _model_fn(
             safe_mode=not is_trusted,
         )
         _check_compiled(model)
-        names = output_names(model)
+        names = find_output_names(model)
         if mode != ModeKeys.PREDICT or not names:
             return model
         return EstimatorSpec(mode, model=model, predictions=names)

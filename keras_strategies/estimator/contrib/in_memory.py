@@ -76,22 +76,22 @@ class InMemoryEvaluatorHook(keras.callbacks.Callback):
         self._name = name
         self._every = every_n_iter
         self._evaluated = 0
-        mesh = engine.strategy_of(estimator, ModeKeys.EVAL).mesh
+        mesh = engine.find_strategy(estimator, ModeKeys.EVAL).mesh
         self._is_here = mesh.num_processes > 1 or jax.process_index() == 0
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Evaluates what the training begins with."""
-        self._evaluate(train_callback.step_of_fit(self.model))
+        self._evaluate(train_callback.find_global_step(self.model))
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Evaluates if it is time to."""
-        step = train_callback.step_of_fit(self.model)
+        step = train_callback.find_global_step(self.model)
         if step - self._evaluated >= self._every:
             self._evaluate(step)
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         """Evaluates what the training ends with."""
-        step = train_callback.step_of_fit(self.model)
+        step = train_callback.find_global_step(self.model)
         if step != self._evaluated:
             self._evaluate(step)
 
