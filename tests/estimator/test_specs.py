@@ -118,7 +118,7 @@ def test_eval_spec():
         (TrainSpec, {"max_steps": 1.5}, TypeError, "must be an integer"),
         (TrainSpec, {"max_steps": True}, TypeError, "must be an integer"),
         (TrainSpec, {"hooks": [3]}, TypeError, "All `hooks` must be"),
-        (TrainSpec, {"hooks": 3}, TypeError, "`hooks` is a list"),
+        (TrainSpec, {"hooks": 3}, TypeError, "`hooks` must be a list"),
         (
             TrainSpec,
             {"hooks": [keras.callbacks.History]},

@@ -488,7 +488,7 @@ def test_result_that_is_not_there_is_named(tmp_path):
     estimator = estimator_of(tmp_path)
     records.append(estimator.eval_dir(), 1, {"loss": 1.0})
     hook = experimental.stop_if_lower_hook(estimator, "colour", 1)
-    with pytest.raises(ValueError, match="'colour'; there are .'loss'"):
+    with pytest.raises(ValueError, match="'colour'; the results are .'loss'"):
         estimator.train(endless, steps=2, hooks=[hook])
     for arguments in ((3, 1), ("loss", "a")):
         with pytest.raises(TypeError):
@@ -665,7 +665,7 @@ def test_a_result_that_is_renamed_is_there(tmp_path):
         config=models.config_of(tmp_path),
         metric_names_map={"colour": "color"},
     )
-    with pytest.raises(ValueError, match="'colour'; there are"):
+    with pytest.raises(ValueError, match="'colour'; the results are"):
         estimator.evaluate(arrays)
 
 

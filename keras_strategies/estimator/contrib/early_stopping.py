@@ -35,25 +35,25 @@ def make_early_stopping_hook(
     run_every_secs: float | None = 60,
     run_every_steps: int | None = None,
 ) -> keras.callbacks.Callback:
-    """A hook that ends the training when a function says so.
+    """Returns a hook that stops training when a function returns True.
 
-    The chief asks the function, and sends the answer to the others: after the
-    first step of a call of `train`, and then as often as is given.
+    The chief calls the function after the first step of a call of `train`, and
+    then periodically, and sends the result to the other processes.
 
     Args:
       estimator: The Estimator that trains.
-      should_stop_fn: Takes nothing; whether to stop.
-      run_every_secs: Seconds between two questions; None with
+      should_stop_fn: Function without arguments that returns whether to stop.
+      run_every_secs: Number of seconds between calls. Must be None with
         `run_every_steps`, and on several processes.
-      run_every_steps: Steps between two questions, instead.
+      run_every_steps: Number of steps between calls.
 
     Returns:
       A Keras callback for `hooks`.
 
     Raises:
-      TypeError: an argument of another type.
-      ValueError: both or none of seconds and steps, or seconds on several
-        processes.
+      TypeError: if an argument has another type.
+      ValueError: if both or neither of seconds and steps are given, or seconds
+        on several processes.
 
     Example:
       ```python
@@ -69,7 +69,7 @@ def make_early_stopping_hook(
     if not callable(should_stop_fn):
         raise TypeError(
             "`should_stop_fn` must be callable. Received: "
-            f"{shown(should_stop_fn)}. Give a function that takes nothing."
+            f"{shown(should_stop_fn)}. Pass a function without arguments."
         )
     if (run_every_secs is None) == (run_every_steps is None):
         raise ValueError(
@@ -99,14 +99,14 @@ def stop_if_higher_hook(
     run_every_secs: float | None = 60,
     run_every_steps: int | None = None,
 ) -> keras.callbacks.Callback:
-    """A hook that ends the training when a metric is above a threshold.
+    """Returns a hook that stops training when a metric exceeds a threshold.
 
     Args:
       estimator: The Estimator that trains.
-      metric_name: A result of its evaluations: "accuracy".
-      threshold: The threshold.
-      eval_dir: Where the results are; None for `estimator.eval_dir()`.
-      min_steps: Results of earlier global steps do not count.
+      metric_name: Name of a result of its evaluations, such as "accuracy".
+      threshold: The threshold, a number.
+      eval_dir: Folder of the results; None for `estimator.eval_dir()`.
+      min_steps: The global step before which results are ignored.
       run_every_secs: See `make_early_stopping_hook`.
       run_every_steps: See `make_early_stopping_hook`.
 
@@ -114,9 +114,9 @@ def stop_if_higher_hook(
       A Keras callback for `hooks`.
 
     Raises:
-      TypeError: an argument of another type.
-      ValueError: see `make_early_stopping_hook`; (in training) there is no
-        such result.
+      TypeError: if an argument has another type.
+      ValueError: as `make_early_stopping_hook`; (in training) if the
+        evaluations have no such result.
 
     Example:
       ```python
@@ -140,9 +140,9 @@ def stop_if_lower_hook(
     run_every_secs: float | None = 60,
     run_every_steps: int | None = None,
 ) -> keras.callbacks.Callback:
-    """A hook that ends the training when a metric is below a threshold.
+    """Returns a hook that stops training when a metric is below a threshold.
 
-    Arguments, returns and errors as of `stop_if_higher_hook`.
+    Arguments, result and errors are those of `stop_if_higher_hook`.
 
     Example:
       ```python
@@ -166,11 +166,11 @@ def stop_if_no_increase_hook(
     run_every_secs: float | None = 60,
     run_every_steps: int | None = None,
 ) -> keras.callbacks.Callback:
-    """A hook that ends the training when a metric rises no more.
+    """Returns a hook that stops training when a metric no longer increases.
 
-    Arguments, returns and errors as of `stop_if_higher_hook`, but instead of a
-    threshold `max_steps_without_increase`: how many train steps may pass since
-    the best result.
+    Arguments, result and errors are those of `stop_if_higher_hook`, except
+    that `max_steps_without_increase` replaces the threshold: the number of
+    train steps that may pass since the best result.
 
     Example:
       ```python
@@ -194,9 +194,10 @@ def stop_if_no_decrease_hook(
     run_every_secs: float | None = 60,
     run_every_steps: int | None = None,
 ) -> keras.callbacks.Callback:
-    """A hook that ends the training when a metric falls no more.
+    """Returns a hook that stops training when a metric no longer decreases.
 
-    Arguments, returns and errors as of `stop_if_no_increase_hook`.
+    Arguments, result and errors are those of `stop_if_no_increase_hook`, with
+    `max_steps_without_decrease`.
 
     Example:
       ```python
@@ -217,20 +218,20 @@ def iter_values(
     """Yields the global steps and values of a result.
 
     Args:
-      results: By global step, in order.
+      results: Results by global step, in order.
       name: The result's name.
-      min_steps: Results of earlier steps are left out.
+      min_steps: The step before which results are skipped.
 
     Raises:
-      ValueError: a step has no such result.
+      ValueError: if a step has no such result.
     """
     for step, metrics in results.items():
         if step < min_steps:
             continue
         if name not in metrics:
             raise ValueError(
-                "`metric_name` is a result of evaluations. Received: "
-                f"{name!r}; there are {sorted(metrics)}. Give one of these."
+                "`metric_name` must be a result of the evaluations. Received: "
+                f"{name!r}; the results are {sorted(metrics)}. Use one of them."
             )
         yield step, metrics[name]
 
@@ -239,20 +240,22 @@ def is_beyond(values: Values, threshold: float, is_better: _Comparison) -> bool:
     """Returns whether a value is better than a threshold.
 
     Args:
-      values: What `values_of` yields.
+      values: The steps and values that `iter_values` yields.
       threshold: The threshold.
-      is_better: Compares a value with it.
+      is_better: Returns whether its first argument, a value, is better than
+        its second, the threshold.
     """
     return any(is_better(value, threshold) for _, value in values)
 
 
 def has_stalled(values: Values, max_steps: int, is_better: _Comparison) -> bool:
-    """Returns whether no value was better for so many steps.
+    """Returns whether no value was better for a number of steps.
 
     Args:
-      values: What `values_of` yields.
-      max_steps: How many train steps may pass since the best one.
-      is_better: Compares a value with the best one.
+      values: The steps and values that `iter_values` yields.
+      max_steps: Number of train steps that may pass since the best value.
+      is_better: Returns whether its first argument, a value, is better than
+        its second, the best one.
     """
     best: tuple[int, float] | None = None
     for step, value in values:
@@ -264,7 +267,7 @@ def has_stalled(values: Values, max_steps: int, is_better: _Comparison) -> bool:
 
 
 class _Stopping(keras.callbacks.Callback):
-    """Asks now and then whether to stop."""
+    """A callback that periodically asks a function whether to stop."""
 
     def __init__(
         self,
@@ -282,7 +285,8 @@ class _Stopping(keras.callbacks.Callback):
         self._asked: int | None = None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        # What stopped a training stops it again when it is called again.
+        # Asks after the first step of every call of `train`: a run that has
+        # been stopped early stops again at once.
         self._asked_at = self._asked = None
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
@@ -313,8 +317,8 @@ def _make_hook(
     min_steps: int,
     every: tuple[float | None, int | None],
 ) -> keras.callbacks.Callback:
-    """Returns a hook that asks a rule about the results of a name."""
-    what, cure = "the name of a result", "Give a name as 'accuracy'."
+    """Returns a hook that applies a rule to the results of a name."""
+    what, cure = "the name of a result", "Pass a name, such as 'accuracy'."
     check_type("`metric_name`", name, str, what, cure)
     _check_integer("`min_steps`", min_steps)
 
@@ -330,8 +334,8 @@ def _make_threshold_rule(
 ) -> Callable[[Values], bool]:
     if isinstance(threshold, bool) or not isinstance(threshold, numbers.Real):
         raise TypeError(
-            "`threshold` is a number. Received: "
-            f"{shown(threshold)}. Give, for example, 0.95."
+            "`threshold` must be a number. Received: "
+            f"{shown(threshold)}. Pass, for example, 0.95."
         )
     return lambda values: is_beyond(values, float(threshold), is_better)
 
@@ -344,4 +348,4 @@ def _make_stall_rule(
 
 
 def _check_integer(name: str, value: object) -> None:
-    check_number(name, value, "Give a whole number.", is_optional=False)
+    check_number(name, value, "Pass an integer.", is_optional=False)
