@@ -1,4 +1,7 @@
-"""The runs of an Estimator: a model for each, and its state."""
+"""The training, evaluation and prediction runs of an Estimator.
+
+Each run calls the `model_fn` for a new model, and restores its state.
+"""
 
 import contextlib
 import copy
@@ -42,13 +45,13 @@ _logger = logging.getLogger(__name__)
 
 
 class Settings:
-    """What an Estimator was made with, by tf's names.
+    """The arguments of an Estimator, as properties with tf's names.
 
     Args:
       model_fn: The `model_fn`.
       config: The RunConfig, with a `model_dir`.
-      params: What functions are given copies of.
-      warm_start_from: The initial weights, if any.
+      params: Parameters, of which the functions get copies.
+      warm_start_from: The source of initial weights, or None.
     """
 
     def __init__(
@@ -78,12 +81,12 @@ class Settings:
 
     @property
     def params(self) -> Mapping[str, Any]:
-        """A copy of what `model_fn` is given."""
+        """A copy of the parameters of `model_fn`."""
         return copy.deepcopy(self._params)
 
     @property
     def model_fn(self) -> Callable[..., Any]:
-        """The function that makes the model."""
+        """The function that returns the model."""
         return self._model_fn
 
     def eval_dir(self, name: str | None = None) -> str:
@@ -92,17 +95,17 @@ class Settings:
 
 
 def rename_results(estimator: Settings, names: Mapping[str, str]) -> None:
-    """Gives the results of an Estimator's evaluations new names."""
+    """Renames the results of an Estimator's evaluations."""
     estimator._result_names = dict(names)
 
 
 def find_strategy(estimator: Settings, mode: str) -> Strategy:
-    """Returns the strategy of a mode; one device if none was given."""
-    given = estimator.config.eval_distribute
+    """Returns the strategy of a mode; by default that of one device."""
+    strategy = estimator.config.eval_distribute
     if mode == ModeKeys.TRAIN:
-        given = estimator.config.train_distribute
-    if given is not None:
-        return given
+        strategy = estimator.config.train_distribute
+    if strategy is not None:
+        return strategy
     if estimator._one_device is None:
         estimator._one_device = OneDeviceStrategy(jax.local_devices()[0])
     return estimator._one_device
@@ -116,7 +119,7 @@ def make_plain(
     Args:
       estimator: The Estimator.
       mode: One of `ModeKeys`.
-      features: Arrays, of which it is given what is symbolic; or None.
+      features: Arrays, which are passed on as symbolic tensors; or None.
     """
     symbols = None
     if features is not None:
@@ -135,7 +138,7 @@ def train(
     listeners: tuple[Any, ...] = (),
     after_save: Callable[[int], bool] | None = None,
 ) -> None:
-    """See `Estimator.train`; `after_save` as of `TrainCheckpoint`."""
+    """Trains as `Estimator.train`, with `TrainCheckpoint(after_save=...)`."""
     config = estimator.config
     mesh = find_strategy(estimator, ModeKeys.TRAIN).mesh
     check_trains(config, mesh.num_processes)
@@ -149,23 +152,29 @@ def train(
         _allow_data_to_end(),
     ):
         data = _call_input_fn(estimator, input_fn, ModeKeys.TRAIN)
-        made = _make(estimator, ModeKeys.TRAIN, data)
+        bundle = _make(estimator, ModeKeys.TRAIN, data)
         checkpointer = train_callback.TrainCheckpoint(
             config,
             listeners=listeners,
             after_save=after_save,
             initialize=initialize,
         )
-        wanted = train_callback.count_steps(
+        planned_steps = train_callback.count_steps(
             progress, steps, max_steps, is_endless=data.is_endless
         )
-        chief_hooks = made.chief_hooks if mesh.is_chief else ()
+        chief_hooks = bundle.chief_hooks if mesh.is_chief else ()
         scalars = records.make_scalars(config, progress.step)
-        callbacks = [*chief_hooks, *made.hooks, *hooks, *scalars, checkpointer]
-        _fit(made.model, data, wanted, callbacks)
+        callbacks = [
+            *chief_hooks,
+            *bundle.hooks,
+            *hooks,
+            *scalars,
+            checkpointer,
+        ]
+        _fit(bundle.model, data, planned_steps, callbacks)
     num_steps = checkpointer.num_steps
-    if not (data.is_dataset or made.model.stop_training):
-        train_callback.warn_of_end(num_steps - progress.begun, wanted)
+    if not (data.is_dataset or bundle.model.stop_training):
+        train_callback.warn_of_end(num_steps - progress.begun, planned_steps)
     _logger.info("Trained up to step %d.", num_steps)
 
 
@@ -178,9 +187,9 @@ def evaluate(
     path: str | None,
     name: str | None,
 ) -> dict[str, Any]:
-    """See `Estimator.evaluate`."""
+    """Evaluates a checkpoint as `Estimator.evaluate`."""
 
-    def use(path: str | None) -> dict[str, Any]:
+    def evaluate_at(path: str | None) -> dict[str, Any]:
         return evaluate_model(
             estimator,
             input_fn,
@@ -193,17 +202,18 @@ def evaluate(
 
     if path is not None:
         reading.check(path)
-        return use(path)
+        return evaluate_at(path)
     strategy = find_strategy(estimator, ModeKeys.EVAL)
     for _ in range(_NUM_TRIES - 1):
         newest = _find_newest(estimator, strategy)
         try:
-            return use(newest)
+            return evaluate_at(newest)
         except DamagedCheckpoint:
-            # It may have been deleted, for newer ones.
+            # A training that continues may have deleted the checkpoint while
+            # it was read. A newer one then exists.
             if newest is None or os.path.isdir(newest):
                 raise
-    return use(_find_newest(estimator, strategy))
+    return evaluate_at(_find_newest(estimator, strategy))
 
 
 def evaluate_model(
@@ -216,35 +226,38 @@ def evaluate_model(
     steps: int | None,
     name: str | None,
 ) -> dict[str, Any]:
-    """Evaluates a new model, as `Estimator.evaluate`.
+    """Evaluates a new model as `Estimator.evaluate`.
 
     Args:
       estimator: The Estimator.
-      input_fn: Makes the data.
+      input_fn: Function that returns the data.
       hooks: Keras callbacks.
-      restore: Called with the model when it is built; gives it weights.
+      restore: Function that is called with the built model, and assigns its
+        weights.
       step: The global step of the weights.
       steps: The number of batches; None for all.
-      name: The evaluation's.
+      name: Name of the evaluation, or None.
     """
     config = estimator.config
     with _isolate_random_state(config.tf_random_seed), _allow_data_to_end():
         data = _call_input_fn(estimator, input_fn, ModeKeys.EVAL)
-        made = _make(estimator, ModeKeys.EVAL, data)
+        bundle = _make(estimator, ModeKeys.EVAL, data)
         scalars = records.make_scalars(config, step, name or "")
-        found = made.model.evaluate(
+        metrics = bundle.model.evaluate(
             **data.make_arguments(),
             steps=steps,
             verbose=0,
             return_dict=True,
             callbacks=[
-                LambdaCallback(on_test_begin=lambda logs: restore(made.model)),
-                *made.hooks,
+                LambdaCallback(
+                    on_test_begin=lambda logs: restore(bundle.model)
+                ),
+                *bundle.hooks,
                 *hooks,
                 *scalars,
             ],
         )
-    results = records.rename(found, estimator._result_names)
+    results = records.rename(metrics, estimator._result_names)
     results[records.GLOBAL_STEP] = step
     if jax.process_index() == 0:
         records.append(estimator.eval_dir(name), step, results)
@@ -261,25 +274,25 @@ def predict(
     path: str | None,
     yields_rows: bool,
 ) -> Iterator[Any]:
-    """See `Estimator.predict`."""
+    """Predicts as `Estimator.predict`."""
     strategy = find_strategy(estimator, ModeKeys.PREDICT)
     with _isolate_random_state(estimator.config.tf_random_seed):
         data = _call_input_fn(estimator, input_fn, ModeKeys.PREDICT)
-        made = _make(estimator, ModeKeys.PREDICT, data)
+        bundle = _make(estimator, ModeKeys.PREDICT, data)
     restore = _make_restore(
         _find_newest(estimator, strategy) if path is None else path
     )
     callbacks = [
-        LambdaCallback(on_predict_begin=lambda logs: restore(made.model)),
-        *made.hooks,
+        LambdaCallback(on_predict_begin=lambda logs: restore(bundle.model)),
+        *bundle.hooks,
         *hooks,
     ]
-    for batch in predicting.iter_batches(made, data, strategy, callbacks):
-        chosen = predicting.select_keys(made.predictions(batch), keys)
+    for batch in predicting.iter_batches(bundle, data, strategy, callbacks):
+        predictions = predicting.select_keys(bundle.predictions(batch), keys)
         if yields_rows:
-            yield from predicting.iter_rows(chosen)
+            yield from predicting.iter_rows(predictions)
         else:
-            yield chosen
+            yield predictions
 
 
 def _make(
@@ -320,15 +333,15 @@ def _call_input_fn(
 
 
 def _find_newest(estimator: Settings, strategy: Strategy) -> str | None:
-    """Returns the newest good checkpoint, the same in all processes."""
+    """Returns the newest valid checkpoint, the same in all processes."""
     mesh = strategy.mesh
-    found = reading.newest_good(estimator.model_dir) if mesh.is_chief else None
-    found = train_callback.broadcast_from_chief(
-        mesh, "the newest checkpoint", found, str | None
+    path = reading.newest_good(estimator.model_dir) if mesh.is_chief else None
+    path = train_callback.broadcast_from_chief(
+        mesh, "the newest checkpoint", path, str | None
     )
-    if found is None and mesh.is_chief:
+    if path is None and mesh.is_chief:
         reading.warn_of_none(estimator.model_dir)
-    return found
+    return path
 
 
 def _fit(
@@ -337,7 +350,7 @@ def _fit(
     model.fit(
         **data.make_arguments(),
         epochs=1,
-        # A dataset has its own order.
+        # Only arrays are shuffled: datasets define their order.
         shuffle=not data.is_dataset,
         steps_per_epoch=steps,
         verbose=0,
@@ -346,7 +359,7 @@ def _fit(
 
 
 def _make_restore(path: str | None) -> Restore:
-    """Returns what gives a model the weights of a checkpoint, if any."""
+    """Returns a function that restores a model from a checkpoint, if any."""
     if path is None:
         return lambda model: None
     return functools.partial(reading.restore, path=path)
@@ -354,9 +367,12 @@ def _make_restore(path: str | None) -> Restore:
 
 @contextlib.contextmanager
 def _allow_data_to_end() -> Iterator[None]:
-    """Without the warning of data that end before the steps: that is an end."""
+    """Suppresses Keras's warning of data that end before the steps.
+
+    For an Estimator, the end of the data is a regular end, as in tf.
+    """
     with warnings.catch_warnings():
-        # Keras 3.15's (tests/contract/test_keras_contract.py).
+        # The text of Keras 3.15 (tests/contract/test_keras_contract.py).
         warnings.filterwarnings("ignore", message="Your input ran out of data")
         yield
 
@@ -365,14 +381,14 @@ def _allow_data_to_end() -> Iterator[None]:
 def _isolate_random_state(
     seed: int | None = None, *, moves_on: bool = False
 ) -> Iterator[None]:
-    """A context after which the caller's random states are as before.
+    """Isolates the random states of Python and numpy from the caller's.
 
-    Initial weights, dropout and the order of rows come from those of Python
-    and numpy.
+    Initial weights, dropout and the order of rows are drawn from these states.
+    They are restored on exit.
 
     Args:
-      seed: What Keras draws from; None for the caller's states.
-      moves_on: Whether the caller's states are moved on instead.
+      seed: Seed of the states; None to start with the caller's states.
+      moves_on: Whether to advance the caller's states instead of isolating.
     """
     if moves_on:
         yield

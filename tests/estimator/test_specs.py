@@ -264,7 +264,7 @@ TENSOR = np.zeros(3)
 @pytest.mark.parametrize(
     ("mode", "fields", "error", "text"),
     [
-        ("training", {}, ValueError, "`mode` is one of"),
+        ("training", {}, ValueError, "`mode` must be one of"),
         ("train", {"train_op": "sgd"}, ValueError, "Missing loss"),
         ("train", {"loss": "mse"}, ValueError, "Missing train_op"),
         ("eval", {}, ValueError, "Missing loss"),
@@ -274,15 +274,15 @@ TENSOR = np.zeros(3)
             "train",
             {"is_compiled": True, "loss": "mse"},
             ValueError,
-            "A compiled model has its",
+            "must not set the loss",
         ),
         (
             "eval",
             {"is_compiled": True, "eval_metric_ops": {"a": "mae"}},
             ValueError,
-            "A compiled model has its",
+            "must not set the loss",
         ),
-        ("eval", {"loss": TENSOR}, TypeError, "There is no graph"),
+        ("eval", {"loss": TENSOR}, TypeError, "Graph tensors"),
         ("eval", {"loss": 3.0}, TypeError, "loss must be a loss of Keras"),
         (
             "train",
@@ -296,8 +296,8 @@ TENSOR = np.zeros(3)
             TypeError,
             "train_op must be an optimizer",
         ),
-        ("infer", {"predictions": TENSOR}, TypeError, "no graph"),
-        ("infer", {"predictions": {"a": TENSOR}}, TypeError, "no graph"),
+        ("infer", {"predictions": TENSOR}, TypeError, "Graph tensors"),
+        ("infer", {"predictions": {"a": TENSOR}}, TypeError, "Graph tensors"),
         ("infer", {"predictions": 3}, TypeError, "predictions must be"),
         (
             "eval",

@@ -604,7 +604,11 @@ def not_built():
             ValueError,
             "has not been compiled",
         ),
-        (lambda: {"keras_model": not_built()}, ValueError, "has none yet"),
+        (
+            lambda: {"keras_model": not_built()},
+            ValueError,
+            "has no weights yet",
+        ),
         (lambda: {"keras_model": 3}, TypeError, "must be a Keras model"),
         (lambda: {"keras_model_path": 3}, TypeError, "must be a path"),
         (lambda: {"keras_model_path": "a.h5"}, ValueError, "`.keras` file"),
@@ -641,7 +645,7 @@ def test_wrong_argument_of_model_to_estimator(tmp_path, make, error, text):
 def test_a_file_that_is_no_model_is_refused(tmp_path):
     path = tmp_path / "half.keras"
     path.write_bytes(b"PK")
-    with pytest.raises(ValueError, match="holds something else"):
+    with pytest.raises(ValueError, match="has another format"):
         ks.estimator.model_to_estimator(keras_model_path=path)
 
 
