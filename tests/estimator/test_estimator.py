@@ -642,7 +642,7 @@ def test_input_context_makes_batches_of_a_replica(tmp_path, replicas):
     assert (context.num_input_pipelines, context.input_pipeline_id) == (1, 0)
     assert context.num_replicas_in_sync == replicas
     assert step_of(estimator) == 4 // replicas
-    with pytest.raises(ValueError, match="returns a dataset"):
+    with pytest.raises(ValueError, match="must return a dataset"):
         estimator.train(lambda input_context: arrays())
 
 

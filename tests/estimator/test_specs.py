@@ -421,7 +421,7 @@ def best(best_eval_result, current_eval_result, more):
             "must include best_eval_result",
         ),
         ("BestExporter", {"compare_fn": best}, ValueError, "not expected"),
-        ("FinalExporter", {"as_text": True}, ValueError, "no text form"),
+        ("FinalExporter", {"as_text": True}, ValueError, "have no text form"),
         (
             "FinalExporter",
             {"serving_input_receiver_fn": input_fn},
@@ -434,7 +434,7 @@ def best(best_eval_result, current_eval_result, more):
             ValueError,
             "no meaning here",
         ),
-        ("BestExporter", {"as_text": True}, ValueError, "no text form"),
+        ("BestExporter", {"as_text": True}, ValueError, "have no text form"),
     ],
 )
 def test_wrong_argument_of_an_exporter_is_refused(kind, arguments, error, text):

@@ -192,14 +192,14 @@ def modes_of(folder):
         ({"assets_extra": ["a"]}, TypeError, "must be a dict"),
         ({"assets_extra": {"../a": "b"}}, ValueError, "relative path"),
         ({"assets_extra": {"/a": "b"}}, ValueError, "relative path"),
-        ({"assets_extra": {"a": "/nowhere"}}, ValueError, "are files"),
-        ({"as_text": True}, ValueError, "no text form"),
+        ({"assets_extra": {"a": "/nowhere"}}, ValueError, "paths of files"),
+        ({"as_text": True}, ValueError, "have no text form"),
         (
             {"serving_input_receiver_fn": arrays},
             ValueError,
             "no meaning here",
         ),
-        ({"experimental_mode": "a"}, ValueError, "is one of"),
+        ({"experimental_mode": "a"}, ValueError, "must be one of"),
         ({"checkpoint_path": "/nowhere/3"}, ValueError, "no checkpoint"),
     ],
 )
@@ -217,7 +217,7 @@ def test_export_into_a_file_is_refused(tmp_path, base):
     estimator = estimator_of(tmp_path / "model")
     estimator.train(endless, steps=1)
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(NotADirectoryError, match="`export_dir_base` is a"):
+    with pytest.raises(NotADirectoryError, match="`export_dir_base` must be a"):
         estimator.export_saved_model(tmp_path / base, saved_model=False)
     assert (tmp_path / "file").read_text() == "mine"
 
