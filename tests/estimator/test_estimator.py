@@ -213,8 +213,8 @@ def test_steps_add_and_max_steps_are_absolute(tmp_path, caplog):
     estimator.train(needs_nothing, max_steps=5)
     estimator.train(needs_nothing, max_steps=4)
     assert warnings_of(caplog) == [
-        f"Nothing is trained: {tmp_path} is at step 5, and max_steps={asked}. "
-        "Give more `max_steps`, or another `model_dir`."
+        f"No step is trained: {tmp_path} is at step 5, and max_steps={asked}. "
+        "Pass more `max_steps`, or another `model_dir`."
         for asked in (5, 4)
     ]
     assert_equal_weights(weights_of(estimator), weights)
@@ -1080,10 +1080,10 @@ def test_wrong_settings_are_refused(settings, error, text):
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"vars_to_warm_start": "colour"}, "found in none"),
+        ({"vars_to_warm_start": "colour"}, "matches none"),
         (
             {"var_name_to_prev_var_name": {"colour": "dense/bias"}},
-            r"\['colour'\]; these are",
+            r"\['colour'\]; warm-started are",
         ),
         (
             {"var_name_to_prev_var_name": {"dense/bias": "colour"}},
