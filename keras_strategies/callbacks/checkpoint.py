@@ -47,7 +47,7 @@ class Checkpoint(CheckpointCallback):
 
     Args:
       directory: Path of the checkpoints, on a disk that all processes share.
-        Each run needs its own directory.
+        Use one directory per run.
       save_every_steps: Number of train steps between saves.
       save_every_seconds: Number of seconds between saves, by the chief's
         clock.
@@ -252,6 +252,8 @@ class Checkpoint(CheckpointCallback):
         groups = loop.groups()
         is_new = self.begins_anew(loop, step, document)
         if is_new:
+            # The metrics start over: without their group in the document, they
+            # are neither matched nor restored.
             groups = {n: v for n, v in groups.items() if n != _METRICS}
             saved = document["variables"]
             known = {n: v for n, v in saved.items() if n in groups}

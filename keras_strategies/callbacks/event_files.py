@@ -42,7 +42,7 @@ class Points:
         self._records: Any = None
         self._folder = folder
         self._is_remote = folder is not None and "://" in folder
-        # Each bucket library raises its own exception types.
+        # Libraries for buckets raise various exception types.
         self._errors = Exception if self._is_remote else OSError
         self._flushed = 0.0
         self._is_given_up = False

@@ -1,4 +1,4 @@
-"""The global step of a callback's model, and how fast it grows."""
+"""The global step of a callback's model, and its speed."""
 
 import math
 import weakref

@@ -244,7 +244,7 @@ class Scalars(keras.callbacks.Callback):
         self._due = min(self._writes.due, self._logs.due)
 
     def _write(self, logs: Mapping[str, Any], is_last: bool = False) -> None:
-        """Writes and logs a step where it is due; the last one always is."""
+        """Writes and logs a step if it is due; the last step is due."""
         step, rows, now = self._step.value, self._step.rows, time.perf_counter()
         values = self._flat(logs)
         if self._writes.is_due(step, is_last=is_last):

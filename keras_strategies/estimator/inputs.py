@@ -231,10 +231,11 @@ def _from_iterator(data: Iterator[Any]) -> Input:
 
 
 def _iter_global_batches(dataset: Dataset) -> Iterator[Tree]:
-    """Yields a dataset's global batches, on the host."""
+    """Returns an iterator of a dataset's global batches, on the host."""
     if not isinstance(dataset, DistributedDataset):
         return host_batches(dataset)
     source = dataset.source
+    # This counts as a pass: the next loop begins with the next epoch.
     epoch = source.passes.next
     source.passes.reach(epoch + 1)
     return (part.data for part in source.read(epoch, 0, all_rows))
@@ -353,6 +354,7 @@ def _compute_shape_and_dtype(
             "`keras.utils.FeatureSpace`, `keras.layers.StringLookup` or "
             "`Hashing` in `dataset.map`, or omit them."
         )
+    # Keras feeds floats as floatx, and JAX has no int64 by default.
     name = keras.backend.standardize_dtype(dtype)
     if name in ("float16", "float32", "float64"):
         name = keras.config.floatx()
