@@ -111,7 +111,7 @@ def test_a_finished_run_trains_nothing_and_warns(
     assert (folder / "log.csv").read_text() == log
     (text,) = [r.getMessage() for r in caplog.records]
     assert "12 steps are done, and no further step is trained." in text
-    assert "Give more `epochs`" in text
+    assert "Pass more `epochs`" in text
 
 
 def test_a_run_that_a_callback_ended_is_over(runner, tmp_path, caplog):

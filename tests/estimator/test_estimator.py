@@ -652,13 +652,13 @@ def test_input_context_makes_batches_of_a_replica(tmp_path, replicas):
         (lambda features, labels: None, "should return an EstimatorSpec"),
         (
             lambda features, labels: keras.Sequential([keras.layers.Dense(1)]),
-            "is compiled",
+            "must be compiled",
         ),
         (
             lambda features, labels: ks.estimator.EstimatorSpec(
                 "infer", model=models.Unbuilt(), predictions="a"
             ),
-            "of the mode",
+            "must have the mode",
         ),
     ],
 )
@@ -899,7 +899,7 @@ ONE_METRIC = keras.metrics.MeanAbsoluteError()
 @pytest.mark.parametrize(
     ("metrics", "outputs", "text"),
     [
-        ({"a": ONE_METRIC, "b": ONE_METRIC}, 1, "has one name"),
+        ({"a": ONE_METRIC, "b": ONE_METRIC}, 1, "must have one name"),
         ({"a": "mse", "b": "mae"}, 2, "with one output.*metrics={"),
     ],
 )
