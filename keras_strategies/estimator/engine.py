@@ -164,14 +164,8 @@ def train(
         )
         chief_hooks = bundle.chief_hooks if mesh.is_chief else ()
         scalars = records.make_scalars(config, progress.step)
-        callbacks = [
-            *chief_hooks,
-            *bundle.hooks,
-            *hooks,
-            *scalars,
-            checkpointer,
-        ]
-        _fit(bundle.model, data, planned_steps, callbacks)
+        callbacks = [*chief_hooks, *bundle.hooks, *hooks, *scalars]
+        _fit(bundle.model, data, planned_steps, [*callbacks, checkpointer])
     num_steps = checkpointer.num_steps
     if not (data.is_dataset or bundle.model.stop_training):
         train_callback.warn_of_end(num_steps - progress.begun, planned_steps)
