@@ -1,4 +1,4 @@
-"""Distribution strategies for Keras 3 on JAX, in the manner of tf.distribute.
+"""Distribution strategies for Keras 3 on JAX, modeled on tf.distribute.
 
     import keras_strategies as ks  # before keras: chooses its JAX backend
     import keras
@@ -9,8 +9,8 @@
         model.compile("adam", "mse")
     model.fit(x, y, batch_size=256)
 
-Importing this touches no device, imports neither keras nor jax, and patches
-nothing: a name is imported when it is first asked for.
+Importing this package initializes no device, imports neither keras nor jax, and
+patches nothing: names are imported on first use.
 """
 
 from typing import Any
@@ -67,7 +67,7 @@ _MODULES = {
     "value_and_grad": "keras_bridge.hooks.gradients",
     "variable_creator_scope": "keras_bridge.variables.variable_creator",
 }
-"""Where each public name is defined; "" for a module of that name."""
+"""The module that defines each public name; "" for a module of that name."""
 
 if not _backend.is_command():
     _versions.check_versions()

@@ -1,10 +1,10 @@
-"""Names of `tf.distribute.experimental`, for those who move from there.
+"""The names of `tf.distribute.experimental`.
 
     options = ks.experimental.CommunicationOptions(timeout_seconds=120)
     strategy = ks.MultiWorkerMirroredStrategy(communication_options=options)
 
 Differs from tf: `experimental.MultiWorkerMirroredStrategy` takes the arguments
-of `MultiWorkerMirroredStrategy`, and no `communication` first.
+of `MultiWorkerMirroredStrategy`, without `communication` as the first one.
 """
 
 from keras_strategies._core.names import tf_names as _tf_names

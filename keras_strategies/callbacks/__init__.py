@@ -1,9 +1,9 @@
-"""Callbacks for `fit`, beside Keras's own.
+"""Callbacks for `fit`, in addition to Keras's.
 
     checkpoint = ks.callbacks.Checkpoint("run")
     model.fit(x, y, callbacks=[checkpoint, ks.callbacks.Scalars("run")])
 
-A name is imported when it is first asked for.
+Names are imported on first use.
 """
 
 from keras_strategies._core.names.lazy_names import lazy_names as _lazy_names

@@ -20,46 +20,48 @@ from keras_strategies.keras_bridge.callbacks.resumable_fit import (
 _logger = logging.getLogger(__name__)
 
 _METRICS = "metrics"
-_CURE = "Leave it out, or give a positive number."
+_CURE = "Omit it, or pass a positive number."
 
 
 class Checkpoint(CheckpointCallback):
-    """Saves all the state that a `fit` needs to resume, and resumes it.
+    """A callback that saves all state of a `fit`, and resumes from it.
 
-    Saved are the weights, the state of layers, metrics and random seeds, the
-    optimizers, the place in the epoch and in the data, `History`, and the
-    states of the callbacks: of Keras's `EarlyStopping`, `ReduceLROnPlateau`,
-    `ModelCheckpoint`, `OrbaxCheckpoint`, `CSVLogger`, `TensorBoard`,
-    `SwapEMAWeights`, and of every callback that has `get_state()` and
-    `set_state(state)`. A fit that finds a checkpoint in its directory resumes
-    at the next batch, as if it had not been interrupted: bit for bit on as
-    many devices and processes, to rounding errors on others.
+    A checkpoint contains the weights, the state of layers, metrics and random
+    seeds, the optimizers, the position in the epoch and in the data,
+    `History`, and the states of the callbacks: of Keras's `EarlyStopping`,
+    `ReduceLROnPlateau`, `ModelCheckpoint`, `OrbaxCheckpoint`, `CSVLogger`,
+    `TensorBoard`, `SwapEMAWeights`, and of every callback that has
+    `get_state()` and `set_state(state)`. A fit that finds a checkpoint in its
+    directory resumes at the next batch, as if it had not been interrupted: bit
+    for bit on the same number of devices and processes, up to rounding errors
+    on other numbers.
 
-    Saving copies the arrays to the host, and writes them while training goes
-    on. On SIGTERM all processes save at the same step, and end with exit code
-    75. What is damaged is not restored: the checkpoint before it is.
+    Saving copies the arrays to the host, and writes them while training
+    continues. On SIGTERM all processes save at the same step, and exit with
+    code 75. If a checkpoint is damaged, the one before it is restored.
 
     Differs from `keras.callbacks.BackupAndRestore`: training continues in the
-    middle of an epoch, with all state, on any number of processes; and the
-    checkpoints stay when it is done: calling fit again trains nothing more,
-    and warns of it.
+    middle of an epoch, with all state, on any number of processes. The
+    checkpoints are kept when training is done; calling `fit` again then trains
+    no further steps, and logs a warning.
 
     Args:
-      directory: Where the checkpoints are, on a disk that all processes share.
-        One directory for each run.
-      save_every_steps: Save after so many train steps.
-      save_every_seconds: Save when so much time has passed, by the chief's
+      directory: Path of the checkpoints, on a disk that all processes share.
+        Use one directory per run.
+      save_every_steps: Number of train steps between saves.
+      save_every_seconds: Number of seconds between saves, by the chief's
         clock.
-      save_every_epochs: Save after so many epochs; 1 if nothing else is given.
-        The end of training is saved in any case.
-      keep: How many checkpoints are retained, or a `ks.checkpoint.Keep`.
-      resume: "auto" to resume where there is a checkpoint; True if there must
-        be one; False to begin anew, in a directory without any.
+      save_every_epochs: Number of epochs between saves; 1 if neither of the
+        others is given. The end of training is always saved.
+      keep: Number of checkpoints to retain, or a `ks.checkpoint.Keep`.
+      resume: "auto" to resume if there is a checkpoint; True to require one;
+        False to start over, in a directory without checkpoints.
 
     Raises:
-      ValueError: numbers that are not positive; (in `fit`) a checkpoint of
-        another model.
-      OSError: (in `fit`) the directory cannot be written to.
+      TypeError: if `directory` is not a path, or a number has another type.
+      ValueError: if a number is not positive, or `resume` has another value;
+        (in `fit`) if the checkpoint is of another model.
+      OSError: (in `fit`) if the directory cannot be written to.
 
     Example:
       ```python
@@ -73,7 +75,7 @@ class Checkpoint(CheckpointCallback):
       ```
     """
 
-    # While a fit runs.
+    # Set only while a fit runs.
     _storage: Storage
     _notice: PreemptionNotice
 
@@ -98,15 +100,15 @@ class Checkpoint(CheckpointCallback):
             check_number(f"`{name}`", value, _CURE, above=0, is_whole=is_whole)
         if resume not in ("auto", True, False):
             raise ValueError(
-                "`resume` is 'auto', True or False. Received: "
-                f"resume={resume!r}. Use 'auto' to resume where there is a "
+                "`resume` must be 'auto', True or False. Received: "
+                f"resume={resume!r}. Use 'auto' to resume if there is a "
                 "checkpoint."
             )
-        given = (save_every_steps, save_every_seconds, save_every_epochs)
+        periods = (save_every_steps, save_every_seconds, save_every_epochs)
         self.directory = os.fspath(directory)
         self._every_steps = save_every_steps
         self._every_epochs = (
-            1 if given == (None, None, None) else save_every_epochs
+            1 if periods == (None, None, None) else save_every_epochs
         )
         self._every_seconds = save_every_seconds and float(save_every_seconds)
         self._keep = as_keep(keep)
@@ -120,37 +122,39 @@ class Checkpoint(CheckpointCallback):
         """The step of the last checkpoint saved, or resumed from."""
         return self._saved
 
-    # What subclasses may override.
+    # Hooks that subclasses may override.
 
     def begins_anew(
         self, loop: FitState, step: int, document: dict[str, Any]
     ) -> bool:
-        """Returns whether a fit has a checkpoint's variables alone.
+        """Returns whether to restore only a checkpoint's variables.
 
-        All but those of metrics: these, the epoch and the data start over.
-        Collective.
+        The metrics, the epoch and the data then start over. Collective.
 
         Args:
           loop: The state of the fit.
-          step: The checkpoint's.
-          document: What the checkpoint holds beside arrays.
+          step: The step of the checkpoint.
+          document: The JSON document of the checkpoint.
         """
         return False
 
     def before_save(self, loop: FitState) -> None:
-        """Called before a checkpoint is saved. Collective."""
+        """Does nothing; called before a checkpoint is saved. Collective."""
 
     def after_save(self, loop: FitState) -> None:
-        """Called after a save, which `wait` waits for. Collective."""
+        """Does nothing; called when a save has begun. Collective.
+
+        `wait` blocks until the save is complete.
+        """
 
     def wait(self) -> None:
         """Blocks until the last save is on disk."""
         self._storage.wait()
 
-    # What fit calls.
+    # Called by fit.
 
     def begin(self, loop: FitState) -> None:
-        """Opens the directory, and resumes with what is in it."""
+        """Opens the directory, and resumes from its newest checkpoint."""
         self._storage = Storage(
             self.directory, processes=loop.mesh.processes, keep=self._keep
         )
@@ -168,30 +172,31 @@ class Checkpoint(CheckpointCallback):
             )
 
     def after_batch(self, loop: FitState) -> None:
-        """Saves if it is time to, or if the process must end."""
+        """Saves if a save is due, or if the process must end."""
         every = self._every_steps
         is_due = every is not None and self._is_due(loop.num_steps, every)
         if self._clock is not None and self._clock.is_due(loop.num_steps):
             is_due = True
-        # After the epoch's end it is saved with the results of validation.
+        # After the last step of an epoch, `after_epoch` saves: the checkpoint
+        # then contains the results of the validation.
         is_due &= not loop.is_last_step
         if not (is_due or self._notice.came):
             return
         loop.settle()
         if loop.model.stop_training:
-            # The epoch's end comes now, and is saved: a fit resumed in the
-            # middle of an epoch that was stopped would not come to it.
+            # `after_epoch` is next, and saves. A fit that resumed in the middle
+            # of a stopped epoch would never reach the end of that epoch.
             return
         self._save(loop)
         if self._notice.came:
             self._end_preempted(loop)
 
     def _is_due(self, num_steps: int, every: int) -> bool:
-        # An execution may have several steps.
+        # An execution may have several steps, and pass the multiple of `every`.
         return num_steps // every > (self._saved or 0) // every
 
     def after_epoch(self, loop: FitState, logs: dict[str, Any]) -> None:
-        """Saves if it is time to, or if this was the last epoch."""
+        """Saves if a save is due, or if this was the last epoch."""
         every = self._every_epochs
         is_due = every is not None and loop.epoch % every == 0
         if self._every_steps is not None:
@@ -204,7 +209,7 @@ class Checkpoint(CheckpointCallback):
             self._end_preempted(loop)
 
     def close(self, *, is_done: bool) -> None:
-        """Waits for the last save."""
+        """Waits for the last save, and closes the directory."""
         notice = vars(self).pop("_notice", None)
         storage = vars(self).pop("_storage", None)
         self._clock = None
@@ -217,10 +222,10 @@ class Checkpoint(CheckpointCallback):
         except Exception:
             if is_done:
                 raise
-            # What ended the fit is raised, and not this.
+            # The error that ended the fit must not be replaced by this one.
             _logger.exception("A checkpoint could not be saved.")
         if is_done and notice is not None and notice.came:
-            # After the last epoch was saved.
+            # The signal arrived after the last epoch was saved.
             raise Preempted
 
     # Resuming.
@@ -228,16 +233,16 @@ class Checkpoint(CheckpointCallback):
     def _check_resume(self, step: int | None) -> None:
         if self._resume is True and step is None:
             raise FileNotFoundError(
-                "`resume=True` resumes from a checkpoint. Received: the "
-                f"directory {self.directory!r}, which has none that is good. "
-                "Give the run's directory, or `resume='auto'`."
+                "`resume=True` needs a checkpoint to resume from. Received: "
+                f"the directory {self.directory!r}, which contains no valid "
+                "checkpoint. Pass the run's directory, or `resume='auto'`."
             )
         if self._resume is False and step is not None:
             raise FileExistsError(
-                "`resume=False` begins anew, in a directory without "
-                f"checkpoints. Received: {self.directory!r}, which has one of "
-                f"step {step}. Give another directory, delete this one, or "
-                "use `resume='auto'`."
+                "`resume=False` starts over, and needs a directory without "
+                f"checkpoints. Received: {self.directory!r}, which contains "
+                f"one of step {step}. Pass another directory, delete this "
+                "one, or use `resume='auto'`."
             )
 
     def _resume_from(self, loop: FitState, step: int) -> None:
@@ -247,6 +252,8 @@ class Checkpoint(CheckpointCallback):
         groups = loop.groups()
         is_new = self.begins_anew(loop, step, document)
         if is_new:
+            # The metrics start over: without their group in the document, they
+            # are neither matched nor restored.
             groups = {n: v for n, v in groups.items() if n != _METRICS}
             saved = document["variables"]
             known = {n: v for n, v in saved.items() if n in groups}
@@ -268,23 +275,23 @@ class Checkpoint(CheckpointCallback):
             return
         if loop.other_batches is not None and not loop.is_over:
             _logger.warning(
-                "The place in the data is saved as a number of batches. The "
+                "The position in the data is saved as a number of batches. The "
                 "fit in %r resumes in the middle of a pass over data of %s: "
-                "until its end rows may be seen twice or not at all. Give the "
-                "data and `batch_size` that it had.",
+                "until the end of that pass, rows may be seen twice or not at "
+                "all. Pass the original data and `batch_size`.",
                 self.directory,
                 loop.other_batches,
             )
         if loop.is_over:
             _logger.warning(
-                "The run in %r is over: %d steps are done, and nothing is "
-                "trained. %s",
+                "The run in %r is over: %d steps are done, and no further "
+                "step is trained. %s",
                 self.directory,
                 step,
-                "A callback ended it (as EarlyStopping does): give another "
+                "A callback ended it (as EarlyStopping does): use another "
                 "directory."
                 if loop.was_stopped
-                else "Give more `epochs`, or another directory.",
+                else "Pass more `epochs`, or another directory.",
             )
             return
         text = (
@@ -298,7 +305,7 @@ class Checkpoint(CheckpointCallback):
     # Saving.
 
     def _save(self, loop: FitState, logs: dict[str, Any] | None = None) -> None:
-        """Saves, unless that was done after the same step."""
+        """Saves, unless this step is already saved."""
         if self._saved == loop.num_steps:
             return
         self.before_save(loop)
@@ -321,18 +328,18 @@ class Checkpoint(CheckpointCallback):
         self.after_save(loop)
 
     def _check_best(self, logs: dict[str, Any], *, is_last: bool) -> None:
-        """Warns once if there is nothing that the best are chosen by."""
+        """Warns once if the metric of `Keep(best=...)` is not in the logs."""
         best = self._keep.best
         if best is None or self._is_best_known:
             return
-        # Not every epoch is validated.
+        # With `validation_freq` not every epoch is validated.
         may_come = best.startswith("val_") and not is_last
         self._is_best_known = best in logs or not may_come
         if best in logs or may_come or not self._storage.is_chief:
             return
         _logger.warning(
-            "`Keep(best=%r)` chooses by a name in `logs`, which have %s: no "
-            "checkpoint is retained as the best. Give one of these names.",
+            "`Keep(best=%r)` must be a name in `logs`, which contain %s: no "
+            "checkpoint is retained as the best. Pass one of these names.",
             best,
             sorted(logs),
         )
@@ -353,12 +360,12 @@ class Checkpoint(CheckpointCallback):
 def _check_directory(directory: object) -> None:
     if not isinstance(directory, str | os.PathLike):
         raise TypeError(
-            "`directory` is a path: a string or a `pathlib.Path`. "
+            "`directory` must be a string or a `pathlib.Path`. "
             f"Received: an object of type {type(directory).__name__}. "
-            "Give a path, as 'checkpoints'."
+            "Pass a path, such as 'checkpoints'."
         )
     if not os.fspath(directory):
         raise ValueError(
-            "`directory` is where checkpoints are saved. Received: "
-            f"directory={directory!r}. Give a path, as 'checkpoints'."
+            "`directory` must not be empty. Received: "
+            f"directory={directory!r}. Pass a path, such as 'checkpoints'."
         )

@@ -1,7 +1,7 @@
-"""Files of scalars that TensorBoard reads, written without TensorFlow.
+"""Event files of scalars for TensorBoard, written without TensorFlow.
 
 tensorboardX frames the records. Its `SummaryWriter` is not used: it writes in
-a thread, which a full disk ends, and then waits for ever.
+a thread, and if a full disk ends the thread, the writer blocks for ever.
 """
 
 import contextlib
@@ -20,37 +20,39 @@ def check_installed() -> None:
     """Raises ImportError unless tensorboardX is installed."""
     if importlib.util.find_spec("tensorboardX") is None:
         raise ImportError(
-            "`Scalars` writes TensorBoard's files with tensorboardX. Received: "
-            "no module `tensorboardX`. Run `pip install tensorboardX`."
+            "`Scalars` needs tensorboardX to write TensorBoard's files. "
+            "Received: no module `tensorboardX`. Run "
+            "`pip install tensorboardX`."
         )
 
 
 class Points:
-    """The points of a folder, in a new file for each loop that adds some.
+    """A writer of points to a folder, with a new file for each loop.
 
-    What is added can be read at once; in a bucket (`gs://`, `s3://`), whose
-    files are sent whole, within a minute. Where that fails, `Points` warns
-    once and leaves out the rest until `close`.
+    Points on a local disk can be read at once. Those in a bucket (`gs://`,
+    `s3://`) can be read within a minute, because a bucket takes only complete
+    files. If writing fails, `Points` warns once, and drops all further points
+    until `close`.
 
     Args:
-      folder: The folder, made if it is not there; None to write nothing.
+      folder: The folder, created if needed; None to write no files.
     """
 
     def __init__(self, folder: str | None) -> None:
         self._records: Any = None
         self._folder = folder
         self._is_remote = folder is not None and "://" in folder
-        # Libraries for buckets have errors of their own.
+        # Libraries for buckets raise various exception types.
         self._errors = Exception if self._is_remote else OSError
         self._flushed = 0.0
         self._is_given_up = False
         self._stale: int | None = None
 
     def open(self) -> None:
-        """Begins a file now.
+        """Starts a new file.
 
         Raises:
-          ValueError: it cannot be made.
+          ValueError: if the file cannot be created.
         """
         self.close()
         if self._folder is None:
@@ -58,15 +60,15 @@ class Points:
         try:
             self._begin(self._folder)
         except self._errors as error:
-            reason = _described(error)
+            reason = _describe(error)
             raise ValueError(
                 "`Scalars` must be able to write to its folder. Received: "
-                f"{self._folder!r}: {reason}. Make it a folder that this "
-                "process may write to, on a disk with free space."
+                f"{self._folder!r}: {reason}. Use a folder that this process "
+                "may write to, on a disk with free space."
             ) from error
 
     def discard_from(self, step: int) -> None:
-        """Makes the next file the only one with points from a step on."""
+        """Makes the next file hide earlier files' points from a step on."""
         self._stale = step
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
@@ -74,7 +76,7 @@ class Points:
 
         Args:
           step: The global step.
-          values: A number for each tag.
+          values: Numbers by tag.
         """
         if self._folder is None or self._is_given_up or not values:
             return
@@ -82,7 +84,8 @@ class Points:
             if self._records is None:
                 self._begin(self._folder)
             if self._stale is not None:
-                # TensorBoard forgets what earlier files say of these steps.
+                # TensorBoard drops the points of earlier files from this step
+                # on when it reads a START event.
                 start: Any = {"status": "START"}
                 self._append(step=self._stale, session_log=start)
                 self._stale = None
@@ -93,14 +96,14 @@ class Points:
             self._append(step=step, summary={"value": points})
 
     def flush(self) -> None:
-        """Returns when all points are on the disk, or sent."""
+        """Blocks until all points are on disk, or sent to the bucket."""
         with self._giving_up():
             if self._records is not None:
                 self._records.flush()
                 self._flushed = time.monotonic()
 
     def close(self) -> None:
-        """Ends the file, if there is one; in a bucket, sends it."""
+        """Closes the file, if one is open; a bucket's file is sent."""
         records, self._records = self._records, None
         with self._giving_up():
             if records is not None:
@@ -108,7 +111,7 @@ class Points:
         self._is_given_up = False
 
     def __del__(self) -> None:
-        # A fit that was interrupted ends no file.
+        # An interrupted fit calls no `close`.
         if self._records is not None:
             with contextlib.suppress(Exception):
                 self._records.close()
@@ -129,13 +132,15 @@ class Points:
     def _append(self, **event: object) -> None:
         from tensorboardX.proto import event_pb2
 
-        # Made of a description when it is imported: no checker sees it.
+        # protobuf builds the classes at import, so type checkers do not see
+        # them.
         messages: Any = event_pb2
         record = messages.Event(wall_time=time.time(), **event)
         self._records.write(record.SerializeToString())
         if not self._is_remote:
-            # To the operating system: a process that is killed loses nothing.
-            # `RecordWriter.flush` would wait for the disk.
+            # Hands the record to the operating system, so that it survives if
+            # this process is killed. `RecordWriter.flush` would also wait for
+            # the disk.
             self._records._writer.flush()
         elif time.monotonic() - self._flushed > _FLUSH_S:
             self._records.flush()
@@ -150,17 +155,17 @@ class Points:
                 return
             self._is_given_up = True
             warnings.warn(
-                "`Scalars` could not write its points, and leaves out the rest "
-                f"of this run's. Received: {self._folder!r}: "
-                f"{_described(error)}. Make room on the disk, or choose "
+                "`Scalars` could not write its points, and drops the rest of "
+                f"this run's points. Received: {self._folder!r}: "
+                f"{_describe(error)}. Free space on the disk, or choose "
                 "another folder.",
                 RuntimeWarning,
                 stacklevel=4,
             )
 
 
-def _described(error: Exception) -> str:
-    """Returns an error's text; with its class where no system raised it."""
+def _describe(error: Exception) -> str:
+    """Returns an error's text, prefixed by its class unless an OSError."""
     if isinstance(error, OSError):
         return str(error)
     return f"{type(error).__name__}: {error}"

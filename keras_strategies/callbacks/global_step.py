@@ -1,4 +1,4 @@
-"""The global step of a callback's model, and how fast it grows."""
+"""The global step of a callback's model, and its speed."""
 
 import math
 import weakref
@@ -19,19 +19,19 @@ ROWS = "examples/sec"
 
 
 class GlobalStep:
-    """Counts the train steps of one model after the other.
+    """The number of train steps of the model that it follows.
 
-    A strategy's model counts what its train functions have done. Of a plain
-    one the batches that Keras numbers are counted.
+    For a model of a strategy, the steps that its train functions have run are
+    counted; for a plain model, the batches that Keras numbers.
 
     Args:
-      start: The steps that were done before; None for those that the first
+      start: The number of earlier steps; None for the number that the first
         model's optimizer has counted.
     """
 
     def __init__(self, start: int | None = None) -> None:
         self._start = start
-        self._own = self._counts = Trained()
+        self._numbered = self._counts = Trained()
         self._base = self._epoch_base = 0
         self._model: weakref.ref[keras.Model] | None = None
 
@@ -45,24 +45,28 @@ class GlobalStep:
     @property
     def is_numbered(self) -> bool:
         """Whether `note_batch` must be called for the model's batches."""
-        return self._counts is self._own
+        return self._counts is self._numbered
 
     @property
     def rows(self) -> int | None:
-        """The rows trained on since some moment; None if nobody knows."""
+        """The rows trained on since an arbitrary time; None if unknown."""
         return None if self.is_numbered else self._counts.rows
 
     def set(self, step: int) -> None:
-        """Resumes from another step."""
+        """Sets the number of steps, to resume from it."""
         self._start, self._base = step, self._counts.steps
 
     def follow(self, model: keras.Model) -> None:
-        """Takes up a model: one that is new here begins with its own steps."""
+        """Counts the steps of a model from now on.
+
+        If another model was followed before, `settle` sets the start.
+        """
         if self._model is not None and self._model() is not model:
-            self._start, self._own = None, Trained()
+            self._start, self._numbered = None, Trained()
         binding = binding_of(model)
-        counts = self._own if binding is None else binding.trained
+        counts = self._numbered if binding is None else binding.trained
         if counts is not self._counts:
+            # The base moves with the counter, so that `value` stays the same.
             step = self.value
             self._counts, self._base = counts, counts.steps
             if self._start is not None:
@@ -70,35 +74,35 @@ class GlobalStep:
         self._model = weakref.ref(model)
 
     def settle(self, model: keras.Model) -> None:
-        """Asks the model's optimizer where to start, if nobody has said."""
+        """Starts from the optimizer's step count, if no start is known."""
         if self._start is None:
             self.set(steps_of_optimizer(model))
 
     def begin_epoch(self) -> None:
-        """Says that Keras numbers its batches anew."""
-        self._epoch_base = self._own.steps
+        """Notes that Keras numbers its batches from 0 again."""
+        self._epoch_base = self._numbered.steps
 
     def note_batch(self, batch: int, steps: int | None) -> None:
-        """Says how far an epoch is.
+        """Notes the progress within an epoch.
 
         Args:
-          batch: Keras's number of the execution's last batch. It goes beyond
-            the end where `steps_per_execution` does not divide the steps.
+          batch: Keras's number of the execution's last batch. It exceeds the
+            epoch's steps if `steps_per_execution` does not divide them.
           steps: The number of steps of the epoch, if known.
         """
         done = min(batch + 1, steps or batch + 1)
-        self._own.steps = self._epoch_base + done
+        self._numbered.steps = self._epoch_base + done
 
 
 class Every:
-    """Steps that a period divides, and how fast they come.
+    """A schedule of every n-th step, which measures the speed between them.
 
     Args:
-      period: How many steps lie between them; 0 for none at all.
+      period: Number of steps from one to the next; 0 for an empty schedule.
 
     Attributes:
-      period: As given.
-      due: The next of the steps; infinite if there is none.
+      period: The argument.
+      due: The next step of the schedule; infinite if it is empty or off.
     """
 
     def __init__(self, period: int) -> None:
@@ -109,29 +113,29 @@ class Every:
         self._left_out = 0.0
 
     def begin(self, step: int, *, is_on: bool = True) -> None:
-        """Starts from a step.
+        """Starts the schedule after a step.
 
         Args:
-          step: One that is done, and not asked for again.
-          is_on: Whether any are wanted.
+          step: The last step that has been handled.
+          is_on: Whether any step may become due.
         """
         period = self.period if is_on else 0
         self._done = step
         self.due = (step // period + 1) * period if period else math.inf
 
     def is_due(self, step: int, *, is_last: bool = False) -> bool:
-        """Whether a step is divided by the period, or is the first since.
+        """Returns whether a step is the due one, or after it.
 
         Args:
           step: The step.
-          is_last: Whether no other follows, which makes it due.
+          is_last: Whether no step follows, which makes it due.
         """
         return step >= self.due or (
             is_last and self.due < math.inf and step > self._done
         )
 
     def start(self, now: float, step: int, rows: int | None) -> None:
-        """Lets time begin.
+        """Starts the measurement of the speed.
 
         Args:
           now: The present time, in seconds.
@@ -141,11 +145,11 @@ class Every:
         self._mark, self._left_out = (now, step, rows), 0.0
 
     def leave_out(self, seconds: float) -> None:
-        """Takes off time in which nothing was trained."""
+        """Excludes time without training from the speed."""
         self._left_out += seconds
 
     def take(self, now: float, step: int, rows: int | None) -> dict[str, float]:
-        """Says that a step is dealt with.
+        """Notes that a step has been handled, and returns the speed.
 
         Args:
           now: The present time, in seconds.
@@ -153,8 +157,8 @@ class Every:
           rows: The number of rows trained on, if known.
 
         Returns:
-          The speed since the step before it, if time has passed: `STEPS`, and
-          `ROWS` if they are known.
+          The speed since the previous one by tag: `STEPS`, and `ROWS` if the
+          rows are known; empty if no step or no time has passed.
         """
         self.begin(step)
         before, left_out = self._mark, self._left_out

@@ -31,42 +31,47 @@ _log = logging.getLogger(__name__)
 
 
 class Scalars(keras.callbacks.Callback):
-    """Writes loss, metrics, learning rate and speed for TensorBoard.
+    """A callback that writes loss, metrics, learning rate and speed.
 
-    To `<log_dir>`, at every step that `every_n_steps` divides and at the last
-    one of a `fit`: `loss` and the metrics as in the logs (so means over the
-    epoch so far), `learning_rate`, `global_step/sec` and `examples/sec`. To
-    `<log_dir>/eval`: what `evaluate` returns, and validation in `fit`. Of
-    several processes the chief alone writes.
+    It writes event files for TensorBoard. To `<log_dir>`, at every step that
+    `every_n_steps` divides and at the last one of a `fit`: `loss` and the
+    metrics as in the logs (so means over the epoch so far), `learning_rate`,
+    `global_step/sec` and `examples/sec`. To `<log_dir>/eval`: the results of
+    `evaluate`, and of the validation in `fit`. Only the chief writes.
 
-    A step is a train step, counted over all of a model's fits. Between the
-    steps that are written the callback asks for no logs: it costs nothing.
-    With `steps_per_execution=K` the first step at or after is written.
+    A step is a train step, counted over all of a model's fits. The callback
+    reads no logs of the steps between, so they cost no time. With
+    `steps_per_execution=K`, the first step at or after a multiple is written.
 
-    It resumes where a checkpoint that holds its state (`get_state`) was
-    made: TensorBoard then forgets the points of steps that are done again.
-    Only the first steps of a fit, which compile, and the time of evaluations
-    are left out of the speeds. Examples are rows of all processes, without
-    padding; they are counted for models of a strategy, not for plain ones.
+    If a checkpoint contains its state (`get_state`), the callback resumes at
+    the checkpoint's step: TensorBoard drops the points of the steps that are
+    trained again. The speeds exclude the first execution of a fit, which
+    compiles, and the time of evaluations. Examples are the rows of all
+    processes, without padding. They are counted for models of a strategy, not
+    for plain ones.
 
     Args:
-      log_dir: The folder of the run; made if it is not there. A bucket
-        (`gs://`, `s3://`) where tensorboardX has what it needs for that. None
-        to write no files, and log lines alone.
-      every_n_steps: How many steps lie between the points of training; 0 for
-        none.
-      log_every_n_steps: How many steps lie between the lines "step 300: loss
-        = 0.123 (12.3 steps/s, 1 230 examples/s)" that the logger
-        `keras_strategies` is told, at level INFO. 0 for none, None for
+      log_dir: The folder of the run, created if needed. It may be in a bucket
+        (`gs://`, `s3://`) if the library that tensorboardX uses for it is
+        installed. None to log lines, and write no files.
+      every_n_steps: Number of steps from one point of training to the next; 0
+        for none.
+      log_every_n_steps: Number of steps from one line "step 300: loss = 0.123
+        (12.3 steps/s, 1 230 examples/s)" to the next. The logger
+        `keras_strategies` gets them at level INFO. 0 for none, None for
         `every_n_steps`.
-      eval_name: Evaluations go to `<log_dir>/eval_<eval_name>` instead.
-      initial_step: The steps done before the first one here. None for those
-        that the model's optimizer has counted.
+      eval_name: Name of the evaluation, which is then written to
+        `<log_dir>/eval_<eval_name>`.
+      initial_step: Number of steps before the first one of this callback. None
+        for the number that the model's optimizer has counted.
 
     Raises:
-      ImportError: tensorboardX, which writes the files, is not installed.
-      TypeError, ValueError: an argument is none that is named above; in
-        `fit`, before the first step, a folder that cannot be written to.
+      ImportError: if tensorboardX, which writes the files, is not installed.
+      TypeError: if `log_dir` is not a path or is empty, or a number is not an
+        integer.
+      ValueError: if a number is negative, or `eval_name` is not a valid part
+        of a folder's name; (in `fit`, before the first step) if the folder
+        cannot be written to.
 
     Example:
       ```python
@@ -112,9 +117,9 @@ class Scalars(keras.callbacks.Callback):
         self._left_out: set[str] = set()
 
     def get_state(self) -> dict[str, Any]:
-        """Where it is, for a checkpoint; what JSON can hold.
+        """Returns the state for a checkpoint, as JSON values.
 
-        What was written until now is on the disk when this returns.
+        All points so far are on disk when it returns.
         """
         self._train.flush()
         self._eval.flush()
@@ -123,26 +128,27 @@ class Scalars(keras.callbacks.Callback):
         return {"step": step, "eval_step": step if done is None else done}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Resumes where `get_state` was called.
+        """Resumes from a state.
 
         Args:
-          state: What it returned, in this process or another one.
+          state: The result of `get_state`, in this process or another one.
         """
         self._step.set(int(state["step"]))
         self._eval_step = int(state["eval_step"])
         if self._has_begun:
             self._resume_writing()
 
-    # What Keras calls in fit.
+    # Called by Keras in fit.
 
     def set_model(self, model: keras.Model) -> None:
-        """Called by Keras with the model."""
+        """Sets the model; called by Keras."""
         super().set_model(model)
-        # `self.model` would set back all variables in each step that asks.
+        # Reading `self.model` would make Keras write the step's arrays back to
+        # all variables, in each step that reads it.
         self._fitted = model
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Makes the file, so that a fault shows before the first step."""
+        """Opens the file, so that an error is raised before the first step."""
         self._follow()
         self._is_fitting, self._has_begun = True, False
         self._has_trained = False
@@ -152,9 +158,9 @@ class Scalars(keras.callbacks.Callback):
             self._train.open()
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Finds, in the first epoch, the step that the fit starts from."""
+        """Sets the step that the fit starts from, in its first epoch."""
         if not self._has_begun:
-            # All callbacks have restored by now what they restore.
+            # All callbacks have restored their state by now.
             self._has_begun = True
             self._step.settle(self._fitted)
             self._resume_writing()
@@ -162,10 +168,10 @@ class Scalars(keras.callbacks.Callback):
         self._validated = set()
 
     def wants_batch(self, batch: int) -> bool:
-        """Whether the logs of the batches just trained on are to be fetched.
+        """Returns whether the logs of the last execution are needed.
 
         Args:
-          batch: Keras's number of the last of them.
+          batch: Keras's number of the execution's last batch.
         """
         if not self._is_writer:
             return False
@@ -173,19 +179,19 @@ class Scalars(keras.callbacks.Callback):
             self._step.note_batch(batch, (self.params or {}).get("steps"))
         step = self._step.value
         if not self._has_trained:
-            # The first execution compiles: it is not timed.
+            # The first execution compiles, so the measurement starts after it.
             self._has_trained = True
             for every in (self._writes, self._logs):
                 every.start(time.perf_counter(), step, self._step.rows)
         return step >= self._due
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Writes the logs of a batch that is wanted."""
+        """Writes the logs of a batch if they are due."""
         if self.wants_batch(batch):
             self._write(logs or {})
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        """Writes the last step, and ends the files."""
+        """Writes the last step, and closes the files."""
         names = {f"val_{name}" for name in self._validated}
         values = {k: v for k, v in (logs or {}).items() if k not in names}
         if self._has_trained:
@@ -194,10 +200,10 @@ class Scalars(keras.callbacks.Callback):
         self._train.close()
         self._eval.close()
 
-    # What Keras calls in evaluate, and for validation in fit.
+    # Called by Keras in evaluate, and for the validation in fit.
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
-        """Notes the time; without a fit, makes the file."""
+        """Notes the time, and opens the file unless a fit is running."""
         self._test_began = time.perf_counter()
         if not self._is_fitting:
             self._follow()
@@ -206,7 +212,7 @@ class Scalars(keras.callbacks.Callback):
                 self._eval.open()
 
     def on_test_end(self, logs: Logs | None = None) -> None:
-        """Writes what was evaluated, at the step trained so far."""
+        """Writes the results of an evaluation at the present train step."""
         logs = logs or {}
         self._validated |= set(logs)
         self._eval_step = self._step.value
@@ -217,7 +223,7 @@ class Scalars(keras.callbacks.Callback):
         for every in (self._writes, self._logs):
             every.leave_out(time.perf_counter() - self._test_began)
 
-    # The rest is ours.
+    # Implementation.
 
     def _follow(self) -> None:
         self._step.follow(self._fitted)
@@ -227,7 +233,7 @@ class Scalars(keras.callbacks.Callback):
         )
 
     def _resume_writing(self) -> None:
-        """Plans what comes after the present step."""
+        """Restarts the files and the schedules after the present step."""
         step = self._step.value
         if self._eval_step is None:
             self._eval_step = step
@@ -238,7 +244,7 @@ class Scalars(keras.callbacks.Callback):
         self._due = min(self._writes.due, self._logs.due)
 
     def _write(self, logs: Mapping[str, Any], is_last: bool = False) -> None:
-        """Writes and logs what is due, or was not yet in a fit that ends."""
+        """Writes and logs a step if it is due; the last step is due."""
         step, rows, now = self._step.value, self._step.rows, time.perf_counter()
         values = self._flat(logs)
         if self._writes.is_due(step, is_last=is_last):
@@ -251,7 +257,7 @@ class Scalars(keras.callbacks.Callback):
         self._due = min(self._writes.due, self._logs.due)
 
     def _flat(self, logs: Mapping[str, Any]) -> dict[str, float]:
-        """The logs as numbers, an array as one for each of its entries."""
+        """Returns the logs as numbers, with a tag for each array entry."""
         flat: dict[str, float] = {}
         for name, value in logs.items():
             try:
@@ -271,9 +277,9 @@ class Scalars(keras.callbacks.Callback):
             return
         self._left_out.add(name)
         warnings.warn(
-            f"`Scalars` writes metrics of up to {_MAX_ENTRIES} entries. "
-            f"Received: {name!r} of shape {shape}, which is left out. Reduce "
-            "it in the metric's `result`.",
+            f"`Scalars` cannot write metrics of more than {_MAX_ENTRIES} "
+            f"entries. Received: {name!r} of shape {shape}, which is left out. "
+            "Reduce it in the metric's `result`.",
             UserWarning,
             stacklevel=2,
         )
@@ -282,7 +288,7 @@ class Scalars(keras.callbacks.Callback):
 def _line(
     step: int, values: Mapping[str, float], speed: Mapping[str, float]
 ) -> str:
-    """The log's line of a step, the loss first."""
+    """Formats the log line of a step, the loss first."""
     names = sorted(values, key=lambda name: name != "loss")
     shown = ", ".join(f"{name} = {values[name]:.4g}" for name in names)
     rates = [f"{speed[STEPS]:.3g} steps/s"] if STEPS in speed else []
@@ -295,8 +301,8 @@ def _line(
 def _folder(log_dir: object) -> str:
     if not isinstance(log_dir, str | os.PathLike) or not str(log_dir):
         raise TypeError(
-            "`log_dir` is the folder to write to. Received: log_dir="
-            f"{log_dir!r}. Pass a path."
+            "`log_dir` must be a path that is not empty, or None. Received: "
+            f"log_dir={log_dir!r}. Pass the folder to write to."
         )
     return str(log_dir)
 
@@ -306,13 +312,13 @@ def _eval_folder(name: object) -> str:
         return "eval"
     if not isinstance(name, str) or not name or set(name) & set("/\\\0"):
         raise ValueError(
-            "`eval_name` is a part of a folder's name. Received: eval_name="
-            f"{name!r}. Use letters and digits, or leave it out."
+            "`eval_name` must be a valid part of a folder's name. Received: "
+            f"eval_name={name!r}. Use letters and digits, or omit it."
         )
     return f"eval_{name}"
 
 
 def _steps(name: str, value: int) -> int:
-    cure = "Give a number of steps, 0 or more."
+    cure = "Pass a number of steps, 0 or more."
     check_number(f"`{name}`", value, cure, least=0, is_optional=False)
     return int(value)

@@ -8,8 +8,7 @@
         ks.estimator.EvalSpec(eval_input_fn, steps=None),
     )
 
-docs/estimator.md says what moves how. A name is imported when it is first
-asked for.
+docs/estimator.md describes how to migrate. Names are imported on first use.
 """
 
 from typing import Any as _Any
@@ -44,9 +43,9 @@ _CANNED = ("Classifier", "Regressor", "Estimator", "Head")
 def __getattr__(name: str) -> _Any:
     if name not in _MODULES and name.endswith(_CANNED):
         raise AttributeError(
-            "There are no canned estimators here. Received: "
-            f"`ks.estimator.{name}`. Give "
-            "`ks.estimator.model_to_estimator(keras_model=...)` a compiled "
-            "model of some layers, or write a `model_fn`."
+            "Canned estimators are not supported. Received: "
+            f"`ks.estimator.{name}`. Pass a compiled Keras model to "
+            "`ks.estimator.model_to_estimator(keras_model=...)`, or write a "
+            "`model_fn`."
         )
     return _get(name)

@@ -1,4 +1,4 @@
-"""Checks of arguments that Estimator, its specs and its hooks share."""
+"""Argument checks shared by Estimator, its specs and its hooks."""
 
 import functools
 import inspect
@@ -36,18 +36,18 @@ _CALLBACKS = {
     "InMemoryEvaluatorHook": "`ks.estimator.experimental."
     "InMemoryEvaluatorHook`",
 }
-"""What to use instead of tf's hooks."""
+"""Replacements for tf's hooks, by class name."""
 
 
 def check_kind(name: str, value: object, kind: type) -> None:
-    """Raises TypeError for an argument that is not of a public class."""
+    """Raises TypeError unless an argument is of a public class."""
     public = f"ks.estimator.{kind.__name__}"
-    cure = f"Make one: `{public}(...)`."
+    cure = f"Create one: `{public}(...)`."
     check_type(f"`{name}`", value, kind, f"a `{public}`", cure)
 
 
 def check_input_fn(input_fn: object) -> None:
-    """Raises TypeError for an `input_fn` that cannot be called."""
+    """Raises TypeError unless an `input_fn` is callable."""
     if not callable(input_fn):
         raise TypeError(
             f"`input_fn` must be callable. Received: {shown(input_fn)} of "
@@ -57,76 +57,76 @@ def check_input_fn(input_fn: object) -> None:
 
 
 def check_positive(name: str, value: object) -> None:
-    """Raises unless a number of steps is None, or an integer above 0.
+    """Raises unless a number of steps is None or a positive integer.
 
     Raises:
-      TypeError: it is something else.
-      ValueError: it is 0 or less.
+      TypeError: if `value` is neither an integer nor None.
+      ValueError: if `value` is 0 or less.
     """
-    cure = "Give 1 or more, or None for no limit."
+    cure = "Pass 1 or more, or None for no limit."
     check_number(f"`{name}`", value, cure, above=0)
 
 
 def check_seconds(name: str, value: object) -> None:
-    """Raises unless it is a number of seconds, 0 or more."""
-    cure = "Give a number of seconds, 0 for none."
+    """Raises unless a value is a number of seconds, 0 or more."""
+    cure = "Pass a number of seconds, 0 or more."
     check_number(
         f"`{name}`", value, cure, least=0, is_whole=False, is_optional=False
     )
 
 
 def check_name(name: str | None) -> None:
-    """Raises unless an evaluation's name can be part of a folder's.
+    """Raises unless an evaluation's name can be part of a folder's name.
 
     Raises:
-      TypeError: it is no str.
-      ValueError: it has a separator of folders, or is "." or "..".
+      TypeError: if `name` is neither a str nor None.
+      ValueError: if `name` contains a path separator or a null character.
     """
     if name is None:
         return
-    cure = "Give a name as 'test', or None."
+    cure = "Pass a name, such as 'test', or None."
     check_type("`name`", name, str, "a str", cure)
     if "/" in name or "\\" in name or "\0" in name:
         raise ValueError(
-            "`name` becomes part of a folder's name. Received: "
-            f"{shown(name)}. Leave out slashes."
+            "`name` must be a valid part of a folder's name. Received: "
+            f"{shown(name)}. Remove the slashes."
         )
 
 
 def check_hooks(hooks: object, name: str = "hooks") -> tuple[Any, ...]:
-    """The hooks as a tuple.
+    """Checks hooks, and returns them as a tuple.
 
     Args:
-      hooks: Keras callbacks, or nothing.
-      name: What the argument is called, for the error.
+      hooks: Keras callbacks, or None.
+      name: The argument's name, for the error.
 
     Raises:
-      TypeError: one is no Keras callback; for one of tf's it names what to
-        use instead.
+      TypeError: if a hook is not a Keras callback. For a hook of tf, the
+        message names the replacement.
     """
-    found = _as_tuple(hooks, name)
-    if not found:
+    checked = _as_tuple(hooks, name)
+    if not checked:
         return ()
     import keras
 
-    for hook in found:
+    for hook in checked:
         if not isinstance(hook, keras.callbacks.Callback):
-            raise TypeError(_refusal(hook, name))
-    return found
+            raise TypeError(_explain_refusal(hook, name))
+    return checked
 
 
 def check_listeners(listeners: object) -> tuple[Any, ...]:
-    """The saving listeners as a tuple.
+    """Checks saving listeners, and returns them as a tuple.
 
     Args:
-      listeners: Objects with `begin`, `before_save`, `after_save` and `end`,
-        as tf's `CheckpointSaverListener` has; or nothing.
+      listeners: Objects with the methods `begin`, `before_save`, `after_save`
+        and `end` of tf's `CheckpointSaverListener`; or None.
 
     Raises:
-      TypeError: one is none.
+      TypeError: if a listener lacks one of these methods, or is a class.
     """
-    found = _as_tuple(listeners, "saving_listeners")
-    for listener in found:
+    checked = _as_tuple(listeners, "saving_listeners")
+    for listener in checked:
         missing = [
             name
             for name in _OF_LISTENERS
@@ -140,19 +140,20 @@ def check_listeners(listeners: object) -> tuple[Any, ...]:
                 f"{', '.join(missing) or 'an instance'}. Derive it from "
                 "`ks.estimator.CheckpointSaverListener`."
             )
-    return found
+    return checked
 
 
-def names_of_arguments(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The names under which a function takes arguments, as tf finds them.
+def find_argument_names(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Returns the names of a function's arguments, as tf finds them.
 
-    Sees through `functools.partial`, whose given arguments are left out, and
-    objects with `__call__`. `*args` and `**kwargs` are no names.
+    For a `functools.partial`, the arguments that it sets are left out. Objects
+    with `__call__` are supported. `*args` and `**kwargs` are not included.
     """
-    given: set[str] = set()
+    set_by_partial: set[str] = set()
     if isinstance(function, functools.partial):
-        # A keyword can be given again; whoever gave it means it to stay.
-        given = {*function.keywords}
+        # `inspect.signature` keeps the keywords of a partial, as a call may
+        # override them. An Estimator must not.
+        set_by_partial = {*function.keywords}
     kinds = (
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
         inspect.Parameter.KEYWORD_ONLY,
@@ -160,7 +161,7 @@ def names_of_arguments(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(
         name
         for name, parameter in inspect.signature(function).parameters.items()
-        if parameter.kind in kinds and name not in given
+        if parameter.kind in kinds and name not in set_by_partial
     )
 
 
@@ -169,22 +170,22 @@ def _as_tuple(values: object, name: str) -> tuple[Any, ...]:
         return ()
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise TypeError(
-            f"`{name}` is a list. Received: {shown(values)} of type "
+            f"`{name}` must be a list. Received: {shown(values)} of type "
             f"{type(values).__name__}. Put it in brackets: [{name[:-1]}]."
         )
     return tuple(values)
 
 
-def _refusal(hook: object, name: str) -> str:
+def _explain_refusal(hook: object, name: str) -> str:
     kind = type(hook)
-    # An own hook derives from one of tf's, which may say what it is for.
+    # A user-defined hook may derive from a tf hook that has a replacement.
     names = [parent.__name__ for parent in kind.__mro__]
     known = next((n for n in names if n in _CALLBACKS), None)
     if known is not None:
         cure = f"Instead of a {known} use {_CALLBACKS[known]}."
     elif any(callable(getattr(hook, n, None)) for n in _OF_SESSIONS):
         cure = (
-            "There is no session to hook into: derive it from "
+            "Hooks into sessions are not supported: derive it from "
             "`keras.callbacks.Callback`; `begin` becomes `on_train_begin`, "
             "`before_run` `on_train_batch_begin`, `after_run` "
             "`on_train_batch_end`, `end` `on_train_end`, and "

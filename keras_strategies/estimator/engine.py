@@ -1,4 +1,7 @@
-"""The runs of an Estimator: a model for each, and its state."""
+"""The training, evaluation and prediction runs of an Estimator.
+
+Each run calls the `model_fn` for a new model, and restores its state.
+"""
 
 import contextlib
 import copy
@@ -42,13 +45,13 @@ _logger = logging.getLogger(__name__)
 
 
 class Settings:
-    """What an Estimator was made with, by tf's names.
+    """The arguments of an Estimator, as properties with tf's names.
 
     Args:
       model_fn: The `model_fn`.
       config: The RunConfig, with a `model_dir`.
-      params: What functions are given copies of.
-      warm_start_from: The initial weights, if any.
+      params: Parameters, of which the functions get copies.
+      warm_start_from: The source of initial weights, or None.
     """
 
     def __init__(
@@ -78,12 +81,12 @@ class Settings:
 
     @property
     def params(self) -> Mapping[str, Any]:
-        """A copy of what `model_fn` is given."""
+        """A copy of the parameters of `model_fn`."""
         return copy.deepcopy(self._params)
 
     @property
     def model_fn(self) -> Callable[..., Any]:
-        """The function that makes the model."""
+        """The function that returns the model."""
         return self._model_fn
 
     def eval_dir(self, name: str | None = None) -> str:
@@ -92,17 +95,17 @@ class Settings:
 
 
 def rename_results(estimator: Settings, names: Mapping[str, str]) -> None:
-    """Gives the results of an Estimator's evaluations new names."""
+    """Renames the results of an Estimator's evaluations."""
     estimator._result_names = dict(names)
 
 
-def strategy_of(estimator: Settings, mode: str) -> Strategy:
-    """Returns the strategy of a mode; one device if none was given."""
-    given = estimator.config.eval_distribute
+def find_strategy(estimator: Settings, mode: str) -> Strategy:
+    """Returns the strategy of a mode; by default that of one device."""
+    strategy = estimator.config.eval_distribute
     if mode == ModeKeys.TRAIN:
-        given = estimator.config.train_distribute
-    if given is not None:
-        return given
+        strategy = estimator.config.train_distribute
+    if strategy is not None:
+        return strategy
     if estimator._one_device is None:
         estimator._one_device = OneDeviceStrategy(jax.local_devices()[0])
     return estimator._one_device
@@ -110,18 +113,18 @@ def strategy_of(estimator: Settings, mode: str) -> Strategy:
 
 def make_plain(
     estimator: Settings, mode: str, features: Tree
-) -> model_fns.Made:
+) -> model_fns.ModelBundle:
     """Calls `model_fn` outside of any scope, for an export.
 
     Args:
       estimator: The Estimator.
       mode: One of `ModeKeys`.
-      features: Arrays, of which it is given what is symbolic; or None.
+      features: Arrays, which are passed on as symbolic tensors; or None.
     """
     symbols = None
     if features is not None:
-        symbols, _ = inputs.symbols_of((features,))
-    with _random_state():
+        symbols, _ = inputs.make_symbols((features,))
+    with _isolate_random_state():
         return _call_model_fn(estimator, mode, symbols, None)
 
 
@@ -135,34 +138,37 @@ def train(
     listeners: tuple[Any, ...] = (),
     after_save: Callable[[int], bool] | None = None,
 ) -> None:
-    """See `Estimator.train`; `after_save` as of `TrainCheckpoint`."""
+    """Trains as `Estimator.train`, with `TrainCheckpoint(after_save=...)`."""
     config = estimator.config
-    mesh = strategy_of(estimator, ModeKeys.TRAIN).mesh
+    mesh = find_strategy(estimator, ModeKeys.TRAIN).mesh
     check_trains(config, mesh.num_processes)
-    progress = train_callback.progress_of_all(mesh, estimator.model_dir)
+    progress = train_callback.share_progress(mesh, estimator.model_dir)
     if not train_callback.has_steps(mesh, config, progress, max_steps):
         return
     initialize = functools.partial(warm_start.apply, estimator._warm_start)
     seed = config.tf_random_seed
-    with _random_state(seed, moves_on=seed is None), _data_may_end():
-        data = _input(estimator, input_fn, ModeKeys.TRAIN)
-        made = _make(estimator, ModeKeys.TRAIN, data)
+    with (
+        _isolate_random_state(seed, moves_on=seed is None),
+        _allow_data_to_end(),
+    ):
+        data = _call_input_fn(estimator, input_fn, ModeKeys.TRAIN)
+        bundle = _make(estimator, ModeKeys.TRAIN, data)
         checkpointer = train_callback.TrainCheckpoint(
             config,
             listeners=listeners,
             after_save=after_save,
             initialize=initialize,
         )
-        wanted = train_callback.steps_of_call(
+        planned_steps = train_callback.count_steps(
             progress, steps, max_steps, is_endless=data.is_endless
         )
-        chief_hooks = made.chief_hooks if mesh.is_chief else ()
-        scalars = records.scalars(config, progress.step)
-        callbacks = [*chief_hooks, *made.hooks, *hooks, *scalars, checkpointer]
-        _fit(made.model, data, wanted, callbacks)
+        chief_hooks = bundle.chief_hooks if mesh.is_chief else ()
+        scalars = records.make_scalars(config, progress.step)
+        callbacks = [*chief_hooks, *bundle.hooks, *hooks, *scalars]
+        _fit(bundle.model, data, planned_steps, [*callbacks, checkpointer])
     num_steps = checkpointer.num_steps
-    if not (data.is_dataset or made.model.stop_training):
-        train_callback.warn_of_end(num_steps - progress.begun, wanted)
+    if not (data.is_dataset or bundle.model.stop_training):
+        train_callback.warn_of_end(num_steps - progress.begun, planned_steps)
     _logger.info("Trained up to step %d.", num_steps)
 
 
@@ -175,14 +181,14 @@ def evaluate(
     path: str | None,
     name: str | None,
 ) -> dict[str, Any]:
-    """See `Estimator.evaluate`."""
+    """Evaluates a checkpoint as `Estimator.evaluate`."""
 
-    def use(path: str | None) -> dict[str, Any]:
+    def evaluate_at(path: str | None) -> dict[str, Any]:
         return evaluate_model(
             estimator,
             input_fn,
             hooks,
-            _restoring(path),
+            _make_restore(path),
             step=0 if path is None else reading.step_of(path),
             steps=steps,
             name=name,
@@ -190,17 +196,18 @@ def evaluate(
 
     if path is not None:
         reading.check(path)
-        return use(path)
-    strategy = strategy_of(estimator, ModeKeys.EVAL)
+        return evaluate_at(path)
+    strategy = find_strategy(estimator, ModeKeys.EVAL)
     for _ in range(_NUM_TRIES - 1):
-        newest = _newest(estimator, strategy)
+        newest = _find_newest(estimator, strategy)
         try:
-            return use(newest)
+            return evaluate_at(newest)
         except DamagedCheckpoint:
-            # It may have been deleted, for newer ones.
+            # A training that continues may have deleted the checkpoint while
+            # it was read. A newer one then exists.
             if newest is None or os.path.isdir(newest):
                 raise
-    return use(_newest(estimator, strategy))
+    return evaluate_at(_find_newest(estimator, strategy))
 
 
 def evaluate_model(
@@ -213,35 +220,38 @@ def evaluate_model(
     steps: int | None,
     name: str | None,
 ) -> dict[str, Any]:
-    """Evaluates a new model, as `Estimator.evaluate`.
+    """Evaluates a new model as `Estimator.evaluate`.
 
     Args:
       estimator: The Estimator.
-      input_fn: Makes the data.
+      input_fn: Function that returns the data.
       hooks: Keras callbacks.
-      restore: Called with the model when it is built; gives it weights.
+      restore: Function that is called with the built model, and assigns its
+        weights.
       step: The global step of the weights.
       steps: The number of batches; None for all.
-      name: The evaluation's.
+      name: Name of the evaluation, or None.
     """
     config = estimator.config
-    with _random_state(config.tf_random_seed), _data_may_end():
-        data = _input(estimator, input_fn, ModeKeys.EVAL)
-        made = _make(estimator, ModeKeys.EVAL, data)
-        scalars = records.scalars(config, step, name or "")
-        found = made.model.evaluate(
-            **data.arguments(),
+    with _isolate_random_state(config.tf_random_seed), _allow_data_to_end():
+        data = _call_input_fn(estimator, input_fn, ModeKeys.EVAL)
+        bundle = _make(estimator, ModeKeys.EVAL, data)
+        scalars = records.make_scalars(config, step, name or "")
+        metrics = bundle.model.evaluate(
+            **data.make_arguments(),
             steps=steps,
             verbose=0,
             return_dict=True,
             callbacks=[
-                LambdaCallback(on_test_begin=lambda logs: restore(made.model)),
-                *made.hooks,
+                LambdaCallback(
+                    on_test_begin=lambda logs: restore(bundle.model)
+                ),
+                *bundle.hooks,
                 *hooks,
                 *scalars,
             ],
         )
-    results = records.renamed(found, estimator._result_names)
+    results = records.rename(metrics, estimator._result_names)
     results[records.GLOBAL_STEP] = step
     if jax.process_index() == 0:
         records.append(estimator.eval_dir(name), step, results)
@@ -258,37 +268,41 @@ def predict(
     path: str | None,
     yields_rows: bool,
 ) -> Iterator[Any]:
-    """See `Estimator.predict`."""
-    strategy = strategy_of(estimator, ModeKeys.PREDICT)
-    with _random_state(estimator.config.tf_random_seed):
-        data = _input(estimator, input_fn, ModeKeys.PREDICT)
-        made = _make(estimator, ModeKeys.PREDICT, data)
-    restore = _restoring(_newest(estimator, strategy) if path is None else path)
+    """Predicts as `Estimator.predict`."""
+    strategy = find_strategy(estimator, ModeKeys.PREDICT)
+    with _isolate_random_state(estimator.config.tf_random_seed):
+        data = _call_input_fn(estimator, input_fn, ModeKeys.PREDICT)
+        bundle = _make(estimator, ModeKeys.PREDICT, data)
+    restore = _make_restore(
+        _find_newest(estimator, strategy) if path is None else path
+    )
     callbacks = [
-        LambdaCallback(on_predict_begin=lambda logs: restore(made.model)),
-        *made.hooks,
+        LambdaCallback(on_predict_begin=lambda logs: restore(bundle.model)),
+        *bundle.hooks,
         *hooks,
     ]
-    for batch in predicting.batches_of(made, data, strategy, callbacks):
-        chosen = predicting.with_keys(made.predictions(batch), keys)
+    for batch in predicting.iter_batches(bundle, data, strategy, callbacks):
+        predictions = predicting.select_keys(bundle.predictions(batch), keys)
         if yields_rows:
-            yield from predicting.rows_of(chosen)
+            yield from predicting.iter_rows(predictions)
         else:
-            yield chosen
+            yield predictions
 
 
-def _make(estimator: Settings, mode: str, data: inputs.Input) -> model_fns.Made:
+def _make(
+    estimator: Settings, mode: str, data: inputs.Input
+) -> model_fns.ModelBundle:
     """Calls `model_fn` in the scope of the mode's strategy."""
-    features, labels = inputs.symbols_of(data.example)
+    features, labels = inputs.make_symbols(data.example)
     if mode == ModeKeys.TRAIN and jax.process_index() == 0:
-        exporting.note_features(estimator.model_dir, features)
-    with strategy_of(estimator, mode).scope():
+        exporting.write_features(estimator.model_dir, features)
+    with find_strategy(estimator, mode).scope():
         return _call_model_fn(estimator, mode, features, labels)
 
 
 def _call_model_fn(
     estimator: Settings, mode: str, features: Tree, labels: Tree
-) -> model_fns.Made:
+) -> model_fns.ModelBundle:
     with fresh_names():
         return model_fns.make(
             estimator.model_fn,
@@ -300,35 +314,37 @@ def _call_model_fn(
         )
 
 
-def _input(estimator: Settings, input_fn: InputFn, mode: str) -> inputs.Input:
+def _call_input_fn(
+    estimator: Settings, input_fn: InputFn, mode: str
+) -> inputs.Input:
     return inputs.call_input_fn(
         input_fn,
         mode=mode,
         params=estimator.params,
         config=estimator.config,
-        strategy=strategy_of(estimator, mode),
+        strategy=find_strategy(estimator, mode),
     )
 
 
-def _newest(estimator: Settings, strategy: Strategy) -> str | None:
-    """Returns the newest good checkpoint, the same in all processes."""
+def _find_newest(estimator: Settings, strategy: Strategy) -> str | None:
+    """Returns the newest valid checkpoint, the same in all processes."""
     mesh = strategy.mesh
-    found = reading.newest_good(estimator.model_dir) if mesh.is_chief else None
-    found = train_callback.value_of_chief(
-        mesh, "the newest checkpoint", found, str | None
+    path = reading.newest_good(estimator.model_dir) if mesh.is_chief else None
+    path = train_callback.broadcast_from_chief(
+        mesh, "the newest checkpoint", path, str | None
     )
-    if found is None and mesh.is_chief:
+    if path is None and mesh.is_chief:
         reading.warn_of_none(estimator.model_dir)
-    return found
+    return path
 
 
 def _fit(
     model: Any, data: inputs.Input, steps: int | None, callbacks: list[Any]
 ) -> None:
     model.fit(
-        **data.arguments(),
+        **data.make_arguments(),
         epochs=1,
-        # A dataset has its own order.
+        # Only arrays are shuffled: datasets define their order.
         shuffle=not data.is_dataset,
         steps_per_epoch=steps,
         verbose=0,
@@ -336,34 +352,37 @@ def _fit(
     )
 
 
-def _restoring(path: str | None) -> Restore:
-    """Returns what gives a model the weights of a checkpoint, if any."""
+def _make_restore(path: str | None) -> Restore:
+    """Returns a function that restores a model from a checkpoint, if any."""
     if path is None:
         return lambda model: None
     return functools.partial(reading.restore, path=path)
 
 
 @contextlib.contextmanager
-def _data_may_end() -> Iterator[None]:
-    """Without the warning of data that end before the steps: that is an end."""
+def _allow_data_to_end() -> Iterator[None]:
+    """Suppresses Keras's warning of data that end before the steps.
+
+    For an Estimator, the end of the data is a regular end, as in tf.
+    """
     with warnings.catch_warnings():
-        # Keras 3.15's (tests/contract/test_keras_contract.py).
+        # The text of Keras 3.15 (tests/contract/test_keras_contract.py).
         warnings.filterwarnings("ignore", message="Your input ran out of data")
         yield
 
 
 @contextlib.contextmanager
-def _random_state(
+def _isolate_random_state(
     seed: int | None = None, *, moves_on: bool = False
 ) -> Iterator[None]:
-    """A context after which the caller's random states are as before.
+    """Isolates the random states of Python and numpy from the caller's.
 
-    Initial weights, dropout and the order of rows come from those of Python
-    and numpy.
+    Initial weights, dropout and the order of rows are drawn from these states.
+    They are restored on exit.
 
     Args:
-      seed: What Keras draws from; None for the caller's states.
-      moves_on: Whether the caller's states are moved on instead.
+      seed: Seed of the states; None to start with the caller's states.
+      moves_on: Whether to advance the caller's states instead of isolating.
     """
     if moves_on:
         yield

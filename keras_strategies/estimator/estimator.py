@@ -1,4 +1,4 @@
-"""Estimator: a model_fn, trained and evaluated from checkpoints."""
+"""Estimator: a `model_fn` with its checkpoints."""
 
 import copy
 import functools
@@ -35,7 +35,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Estimator(Settings):
-    """Trains, evaluates, predicts and exports a model; as tf's.
+    """A model that trains, evaluates, predicts and exports; as tf's.
 
         def model_fn(features, labels, mode, params):
             model = keras.Sequential([keras.layers.Dense(1)])
@@ -49,34 +49,35 @@ class Estimator(Settings):
         estimator.train(train_input_fn, max_steps=1000)
         print(estimator.evaluate(eval_input_fn))
 
-    `model_fn` is called anew for each training, evaluation and prediction,
-    within the scope of its strategy; the newest checkpoint of `model_dir`
-    gives the model its state. Subclasses may override methods.
+    Each training, evaluation and prediction calls `model_fn` in the scope of
+    its strategy, and restores the new model from the newest checkpoint in
+    `model_dir`. Subclasses may override methods.
 
-    `input_fn`s are called with those of `params`, `config`, `mode` and
-    `input_context` that they have arguments for, and return a dataset of
+    An `input_fn` is called with those of `params`, `config`, `mode` and
+    `input_context` that are among its arguments. It returns a dataset of
     (features, labels), a generator of batches, or (features, labels) as
-    arrays, in batches of 32 rows. Batches are those of all replicas together,
-    but where the function takes `input_context`: then each process reads a
-    dataset of its own, whose batches are one replica's.
+    arrays, which are read in batches of 32 rows. Batches are global batches,
+    unless the function takes `input_context`: then it returns a process-local
+    dataset of per-replica batches.
 
     Args:
-      model_fn: Makes the model. It takes any of `features`, `labels`, `mode`
-        (see `ModeKeys`), `params` and `config` by name, and returns a new
-        compiled `keras.Model`, or an `EstimatorSpec`. Features and labels are
-        symbolic (`keras.Input`s and `keras.KerasTensor`s), to make a
-        functional model of or to ask for shapes.
-      model_dir: Where checkpoints, event files and exports go; None for that
+      model_fn: Function that returns the model. It takes any of `features`,
+        `labels`, `mode` (see `ModeKeys`), `params` and `config` by name, and
+        returns a new compiled `keras.Model`, or an `EstimatorSpec`. Features
+        and labels are symbolic (`keras.Input`s and `keras.KerasTensor`s): the
+        inputs of a functional model, or a source of shapes.
+      model_dir: Folder for checkpoints, event files and exports; None for that
         of `config`, or a temporary one.
-      config: The RunConfig; None for one of defaults.
-      params: What `model_fn` and `input_fn` are given; copied.
+      config: The RunConfig; None for the default one.
+      params: Parameters for `model_fn` and `input_fn`; copied.
       warm_start_from: A checkpoint, a `model_dir` or `WarmStartSettings`: the
-        initial weights, where `model_dir` has no checkpoint yet.
+        source of initial weights, if `model_dir` has no checkpoint yet.
 
     Raises:
-      ValueError: no `model_fn`, one with other arguments, `model_dir`s that
-        differ, or a `config` that is none.
-      TypeError: an argument of another type.
+      ValueError: if there is no `model_fn` or it has other arguments, if
+        `model_dir` and that of `config` differ, or if `config` is not a
+        `RunConfig`.
+      TypeError: if an argument has another type.
 
     References:
       https://www.tensorflow.org/versions/r2.15/api_docs/python/tf/estimator/Estimator
@@ -96,9 +97,9 @@ class Estimator(Settings):
         model_fns.check_model_fn(model_fn, params)
         super().__init__(
             model_fn,
-            _with_model_dir(config, model_dir),
+            _resolve_config(config, model_dir),
             copy.deepcopy({} if params is None else params),
-            warm_start.settings_of(warm_start_from),
+            warm_start.make_settings(warm_start_from),
         )
 
     def train(
@@ -111,27 +112,28 @@ class Estimator(Settings):
     ) -> "Estimator":
         """Trains from the newest checkpoint on, and saves at the end.
 
-        The data begin anew with each call, as in tf. A call that was
-        interrupted (the process was killed, or sent SIGTERM) is completed by
-        the next one, from its next batch on. Collective, for a strategy of
-        several processes.
+        The data start over with each call, as in tf. If a call is interrupted
+        (the process is killed, or gets SIGTERM), the next call completes it,
+        from its next batch on. Collective, for a strategy of several
+        processes.
 
         Args:
-          input_fn: Makes the data; see `Estimator`.
+          input_fn: Function that returns the data; see `Estimator`.
           hooks: Keras callbacks.
-          steps: How many steps this call trains; None for as long as there
-            are data.
+          steps: Number of steps of this call; None to train until the data
+            end.
           max_steps: The global step to train up to, in all calls together.
-          saving_listeners: Are called at checkpoints, in the chief
-            (`CheckpointSaverListener`).
+          saving_listeners: `CheckpointSaverListener`s, called at checkpoints
+            in the chief.
 
         Returns:
-          Itself.
+          The Estimator.
 
         Raises:
-          ValueError: `steps` and `max_steps`, or one of them that is not
-            positive; a checkpoint of another model; in an evaluator.
-          TypeError: an argument of another type.
+          ValueError: if both `steps` and `max_steps` are given, or one is not
+            positive; if the checkpoint is of another model; if the process
+            is an evaluator.
+          TypeError: if an argument has another type.
         """
         _check_steps(steps, max_steps)
         check_input_fn(input_fn)
@@ -160,19 +162,20 @@ class Estimator(Settings):
         Collective, for an `eval_distribute` of several processes.
 
         Args:
-          input_fn: Makes the data; see `Estimator`.
-          steps: How many batches; None for all.
+          input_fn: Function that returns the data; see `Estimator`.
+          steps: Number of batches; None for all.
           hooks: Keras callbacks.
-          checkpoint_path: The checkpoint; None for the newest one, or, where
-            there is none, initial weights.
-          name: The evaluation's: its event files are in `eval_<name>`.
+          checkpoint_path: Path of the checkpoint; None for the newest one, or
+            for initial weights if there is no checkpoint.
+          name: Name of the evaluation: its event files are in `eval_<name>`.
 
         Returns:
-          "loss", metrics and "global_step".
+          A dict of "loss", the metrics and "global_step".
 
         Raises:
-          ValueError: `steps` that is not positive, or no such checkpoint.
-          TypeError: an argument of another type.
+          ValueError: if `steps` is not positive, `name` contains a slash, or
+            the checkpoint does not exist.
+          TypeError: if an argument has another type.
         """
         check_positive("steps", steps)
         check_input_fn(input_fn)
@@ -195,28 +198,29 @@ class Estimator(Settings):
         checkpoint_path: str | None = None,
         yield_single_examples: bool = True,
     ) -> Iterator[Any]:
-        """Predicts, a batch at a time as it is asked for.
+        """Predicts lazily, one batch at a time.
 
         Args:
-          input_fn: Makes the data; labels are left out.
-          predict_keys: Which predictions, where they are a dict; None for
-            all.
+          input_fn: Function that returns the data; labels are ignored.
+          predict_keys: Names of the predictions to yield, if they are a dict;
+            None for all.
           hooks: Keras callbacks.
           checkpoint_path: See `evaluate`.
           yield_single_examples: Whether to yield rows; otherwise batches.
 
         Yields:
-          Predictions as numpy arrays: what the EstimatorSpec says, or the
+          Predictions as numpy arrays: those of the EstimatorSpec, or the
           model's outputs.
 
         Raises:
-          ValueError: keys that are not there, no such checkpoint, or, with
-            `yield_single_examples`, predictions of other numbers of rows.
-          TypeError: an argument of another type.
+          ValueError: if none of the keys is a prediction, the checkpoint does
+            not exist, or, with `yield_single_examples`, the predictions have
+            different numbers of rows.
+          TypeError: if an argument has another type.
         """
         check_input_fn(input_fn)
         callbacks = check_hooks(hooks)
-        keys = predicting.checked_keys(predict_keys)
+        keys = predicting.check_keys(predict_keys)
         if checkpoint_path is not None:
             reading.check(checkpoint_path)
         return engine.predict(
@@ -229,31 +233,33 @@ class Estimator(Settings):
         )
 
     def latest_checkpoint(self) -> str | None:
-        """The folder of the newest checkpoint; None if there is none."""
+        """Returns the folder of the newest checkpoint, or None."""
         return reading.newest_complete(self.model_dir)
 
     def get_variable_names(self) -> list[str]:
-        """The names of all variables of the newest checkpoint.
+        """Returns the names of all variables of the newest checkpoint.
 
-        The model's have their Keras paths ("dense/kernel"), an optimizer's
-        "optimizer/" in front, and there is "global_step".
+        A model's variables are named by their Keras paths ("dense/kernel"), an
+        optimizer's by their paths after "optimizer/". "global_step" is one of
+        the names.
 
         Raises:
-          ValueError: there is no checkpoint.
+          ValueError: if `model_dir` contains no checkpoint.
         """
-        names = reading.variables_in(self._checkpoint())
+        names = reading.variables_in(self._find_checkpoint())
         return sorted({*names, records.GLOBAL_STEP})
 
     def get_variable_value(self, name: str) -> np.ndarray[Any, Any]:
-        """The value of a variable of the newest checkpoint.
+        """Returns the value of a variable of the newest checkpoint.
 
         Args:
           name: One of `get_variable_names()`.
 
         Raises:
-          ValueError: there is no checkpoint, or no such variable.
+          ValueError: if `model_dir` contains no checkpoint, or the checkpoint
+            no such variable.
         """
-        path = self._checkpoint()
+        path = self._find_checkpoint()
         if name == records.GLOBAL_STEP:
             return np.asarray(reading.step_of(path))
         return reading.value_of(path, name)
@@ -276,24 +282,24 @@ class Estimator(Settings):
         prediction: the model is not compiled. Call it in the chief.
 
         Args:
-          export_dir_base: The folder for exports; each has a folder in it,
+          export_dir_base: Folder for exports; each export is a folder in it,
             named by seconds since 1970.
           serving_input_receiver_fn: None; see `FinalExporter`.
-          assets_extra: Files to copy into `assets.extra`: their paths there
-            to where they are.
+          assets_extra: Files to copy into the export's folder `assets.extra`:
+            source paths by relative destination path.
           as_text: False.
-          checkpoint_path: The checkpoint; None for the newest.
-          experimental_mode: What `model_fn` is called for.
-          saved_model: Whether to write a SavedModel; None for where
+          checkpoint_path: Path of the checkpoint; None for the newest.
+          experimental_mode: The mode that `model_fn` is called with.
+          saved_model: Whether to write a SavedModel; None to write one if
             TensorFlow is installed.
 
         Returns:
           The export's folder.
 
         Raises:
-          ValueError: no checkpoint, a model without known inputs, or what has
-            no meaning here.
-          ImportError: a SavedModel is asked for without TensorFlow.
+          ValueError: if there is no checkpoint, the inputs of the model are
+            unknown, or an argument has no meaning here.
+          ImportError: if `saved_model` is true without TensorFlow.
         """
         return exporting.export(
             functools.partial(engine.make_plain, self),
@@ -307,7 +313,7 @@ class Estimator(Settings):
             saved_model=saved_model,
         )
 
-    def _checkpoint(self) -> str:
+    def _find_checkpoint(self) -> str:
         path = self.latest_checkpoint()
         if path is None:
             raise ValueError(
@@ -321,21 +327,21 @@ def _check_steps(steps: object, max_steps: object) -> None:
     if steps is not None and max_steps is not None:
         raise ValueError(
             "Can not provide both steps and max_steps. Received: "
-            f"steps={steps}, max_steps={max_steps}. `steps` counts those of "
-            "this call, `max_steps` those of all: give one."
+            f"steps={steps}, max_steps={max_steps}. `steps` counts the steps "
+            "of this call, `max_steps` those of all calls: pass one of them."
         )
     check_positive("steps", steps)
     check_positive("max_steps", max_steps)
 
 
-def _with_model_dir(config: object, model_dir: object) -> RunConfig:
-    """The RunConfig, with a `model_dir`."""
+def _resolve_config(config: object, model_dir: object) -> RunConfig:
+    """Returns the RunConfig, with a `model_dir`."""
     if config is None:
         config = RunConfig()
     if not isinstance(config, RunConfig):
         raise ValueError(
             "config must be an instance of `RunConfig`. Received: "
-            f"{shown(config)} of type {type(config).__name__}. Make one: "
+            f"{shown(config)} of type {type(config).__name__}. Create one: "
             "`ks.estimator.RunConfig(...)`."
         )
     if isinstance(model_dir, os.PathLike):
@@ -345,11 +351,11 @@ def _with_model_dir(config: object, model_dir: object) -> RunConfig:
             raise ValueError(
                 "`model_dir` are set both in constructor and `RunConfig`, but "
                 f"with different values. Received: {shown(model_dir)} and "
-                f"{shown(config.model_dir)}. Give it once."
+                f"{shown(config.model_dir)}. Pass it once."
             )
         return config.replace(model_dir=model_dir)
     if config.model_dir is not None:
         return config
-    made = tempfile.mkdtemp(prefix="keras-strategies-")
-    _logger.warning("Using temporary folder as model directory: %s", made)
-    return config.replace(model_dir=made)
+    folder = tempfile.mkdtemp(prefix="keras-strategies-")
+    _logger.warning("Using temporary folder as model directory: %s", folder)
+    return config.replace(model_dir=folder)

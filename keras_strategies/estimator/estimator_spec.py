@@ -1,4 +1,4 @@
-"""EstimatorSpec: what a `model_fn` returns, in Keras's objects."""
+"""EstimatorSpec: a `model_fn`'s result, made of Keras objects."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ModeKeys:
-    """What a `model_fn` is called for; as tf's.
+    """The modes that a `model_fn` is called with; as tf's.
 
     Attributes:
       TRAIN: Training.
@@ -47,13 +47,15 @@ _HOOKS = (
     "prediction_hooks",
 )
 _COMPILED = ("loss", "train_op", "eval_metric_ops")
-# What an evaluation's results have beside metrics.
-_OWN_RESULTS = ("loss", "global_step")
+# Results that every evaluation has in addition to its metrics.
+_RESERVED_RESULTS = ("loss", "global_step")
 
 
 @dataclasses.dataclass(frozen=True)
 class EstimatorSpec:
-    """What a `model_fn` returns if not a compiled model; as tf's.
+    """A model with its loss, optimizer, metrics and predictions; as tf's.
+
+    A `model_fn` returns it unless it returns a compiled model.
 
         def model_fn(features, labels, mode, params):
             model = make_model(params)
@@ -73,36 +75,37 @@ class EstimatorSpec:
         )
 
     Training needs `loss` and `train_op`, evaluation `loss`, prediction
-    `predictions`; the others are not looked at in a mode. A `model` that is
-    compiled brings loss, optimizer and metrics with it.
+    `predictions`; each mode ignores the other arguments. A compiled `model`
+    already has its loss, optimizer and metrics.
 
-    Differs from tf: there is no graph, so `loss`, `train_op` and the rest are
-    Keras's objects, which say how to compute, and not results.
+    Differs from tf: without a graph, `loss`, `train_op` and the rest are Keras
+    objects that define the computation, and not its results.
 
     Attributes:
-      mode: One of `ModeKeys`, as the `model_fn` was given it.
-      predictions: What `predict` yields: names of the model's outputs (a str
-        or a list); symbolic tensors of a functional model (one or a dict);
-        or a function of a batch of the model's outputs, as numpy arrays, that
-        returns an array or a dict of arrays. A dict may also map names to
-        such functions, with None for the outputs themselves.
+      mode: The `mode` of the `model_fn`, one of `ModeKeys`.
+      predictions: The predictions that `predict` yields: names of the model's
+        outputs (a str or a list); symbolic tensors of a functional model (one
+        or a dict); or a function of a batch of the model's outputs, as numpy
+        arrays, that returns an array or a dict of arrays. A dict may also map
+        names to such functions, or to None for the outputs themselves.
       loss: A `keras.losses.Loss`, its name, a function of (y_true, y_pred),
         or a nest of them for several outputs.
       train_op: A `keras.optimizers.Optimizer`, or its name.
-      eval_metric_ops: `keras.metrics.Metric`s, or functions of
+      eval_metric_ops: `keras.metrics.Metric`s, their names, or functions of
         (y_true, y_pred), by the names of the results; computed in
         evaluations.
-      export_outputs: None: the model is exported with its own outputs.
+      export_outputs: None; an export has the outputs of the model.
       training_chief_hooks: Keras callbacks of the chief, in training.
       training_hooks: Keras callbacks of all processes, in training.
-      scaffold: None: there is no session to prepare.
+      scaffold: None.
       evaluation_hooks: Keras callbacks, in evaluations.
       prediction_hooks: Keras callbacks, in predictions.
       model: The `keras.Model`.
 
     Raises:
-      ValueError: something is missing in this mode, or has no meaning here.
-      TypeError: something of another type, such as a tensor or a
+      ValueError: if an argument that the mode needs is missing, or an argument
+        has no meaning here.
+      TypeError: if an argument has another type, such as a tensor or a
         SessionRunHook.
     """
 
@@ -123,8 +126,8 @@ class EstimatorSpec:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(
-                f"`mode` is one of {MODES}. Received: {shown(self.mode)}. Pass "
-                "on the `mode` that the `model_fn` is given."
+                f"`mode` must be one of {MODES}. Received: "
+                f"{shown(self.mode)}. Pass on the `mode` of the `model_fn`."
             )
         _check_model(self.model)
         _check_compiled(self)
@@ -143,40 +146,40 @@ class EstimatorSpec:
 def _check_model(model: object) -> None:
     import keras
 
-    cure = "Make the layers a `keras.Model`, and pass it as `model=`."
+    cure = "Put the layers into a `keras.Model`, and pass it as `model=`."
     check_type("`model`", model, keras.Model, "a Keras model", cure)
 
 
 def _check_compiled(spec: EstimatorSpec) -> None:
-    given = [name for name in _COMPILED if getattr(spec, name) is not None]
-    if given and spec.model is not None and spec.model.compiled:
+    extra = [name for name in _COMPILED if getattr(spec, name) is not None]
+    if extra and spec.model is not None and spec.model.compiled:
         raise ValueError(
-            "A compiled model has its loss, optimizer and metrics. Received: "
-            f"a compiled model, and {', '.join(given)}. Leave these out, or "
-            "do not compile the model."
+            "An EstimatorSpec of a compiled model must not set the loss, "
+            "optimizer or metrics. Received: a compiled model, and "
+            f"{', '.join(extra)}. Omit these, or do not compile the model."
         )
 
 
 def _check_needed(spec: EstimatorSpec) -> None:
-    """Raises ValueError for what the mode cannot do without."""
+    """Raises ValueError if an argument that the mode needs is missing."""
     is_compiled = spec.model is not None and spec.model.compiled
     needs_loss = spec.mode in (ModeKeys.TRAIN, ModeKeys.EVAL)
     if needs_loss and spec.loss is None and not is_compiled:
         raise ValueError(
             f"Missing loss. Received: loss=None for mode={spec.mode!r}, and a "
-            "model that is not compiled. Give a loss of Keras."
+            "model that is not compiled. Pass a Keras loss."
         )
     is_training = spec.mode == ModeKeys.TRAIN
     if is_training and spec.train_op is None and not is_compiled:
         raise ValueError(
             f"Missing train_op. Received: train_op=None for mode="
-            f"{spec.mode!r}, and a model that is not compiled. Give an "
-            "optimizer of Keras."
+            f"{spec.mode!r}, and a model that is not compiled. Pass a Keras "
+            "optimizer."
         )
     if spec.mode == ModeKeys.PREDICT and spec.predictions is None:
         raise ValueError(
             f"Missing predictions. Received: predictions=None for mode="
-            f"{spec.mode!r}. Name outputs of the model, or give a function of "
+            f"{spec.mode!r}. Name outputs of the model, or pass a function of "
             "them; or return the model itself, for all its outputs."
         )
 
@@ -187,8 +190,8 @@ def _check_train_op(train_op: object) -> None:
     kinds = keras.optimizers.Optimizer | str | None
     what = "an optimizer of Keras, or its name"
     cure = (
-        "There is no graph with operations: give `keras.optimizers.Adam(...)` "
-        "instead of what its `minimize` would return."
+        "Graph operations are not supported: pass "
+        "`keras.optimizers.Adam(...)` instead of the result of `minimize`."
     )
     check_type("train_op", train_op, kinds, what, cure)
 
@@ -203,10 +206,10 @@ def _check_loss(loss: Tree) -> None:
             raise TypeError(
                 "loss must be a loss of Keras, its name, or a function of "
                 f"(y_true, y_pred). Received: {shown(part)} of type "
-                f"{type(part).__name__}. There is no graph: give "
-                "`keras.losses.MeanSquaredError()` instead of the value that "
-                "it would return; `model.add_loss` and layers take what "
-                "depends on more."
+                f"{type(part).__name__}. Graph tensors are not supported: "
+                "pass `keras.losses.MeanSquaredError()` instead of its value. "
+                "Add a loss of other tensors by `add_loss` of a layer or the "
+                "model."
             )
 
 
@@ -223,9 +226,9 @@ def _check_predictions(predictions: Tree) -> None:
             raise TypeError(
                 "predictions must be names of the model's outputs, its "
                 "symbolic tensors, or functions of its outputs. Received: "
-                f"{shown(part)} of type {type(part).__name__}. There is no "
-                "graph: give `lambda outputs: outputs.argmax(-1)` instead of "
-                "a value."
+                f"{shown(part)} of type {type(part).__name__}. Graph tensors "
+                "are not supported: pass `lambda outputs: outputs.argmax(-1)` "
+                "instead of a value."
             )
 
 
@@ -233,21 +236,21 @@ def _check_metrics(metrics: Mapping[str, Any] | None) -> None:
     import keras
 
     cure = (
-        "Give metrics by name: {'accuracy': "
+        "Pass metrics by name: {'accuracy': "
         "keras.metrics.SparseCategoricalAccuracy()}."
     )
     check_type("eval_metric_ops", metrics, Mapping | None, "a dict", cure)
     for name, metric in (metrics or {}).items():
         if not isinstance(name, str) or not name:
             raise TypeError(
-                "Keys of eval_metric_ops are names. Received: "
-                f"{shown(name)}. Give each metric a name."
+                "Keys of eval_metric_ops must be names. Received: "
+                f"{shown(name)}. Use a name for each metric."
             )
-        if name in _OWN_RESULTS:
+        if name in _RESERVED_RESULTS:
             raise ValueError(
-                f"Metric with name {name!r} is not allowed, because an "
-                "evaluation has a result of that name already. Received: "
-                f"{shown(metric)}. Give it another name."
+                f"Metric with name {name!r} is not allowed, because every "
+                "evaluation already has a result of that name. Received: "
+                f"{shown(metric)}. Use another name."
             )
         if isinstance(metric, keras.metrics.Metric | str):
             continue
@@ -256,7 +259,7 @@ def _check_metrics(metrics: Mapping[str, Any] | None) -> None:
                 "Values of eval_metric_ops must be metrics of Keras, their "
                 "names, or functions of (y_true, y_pred). Received: "
                 f"{shown(metric)} of type {type(metric).__name__} for key: "
-                f"{name}. There is no graph: give "
+                f"{name}. Graph tensors are not supported: pass "
                 "`keras.metrics.SparseCategoricalAccuracy()` instead of a "
                 "pair (value, update_op)."
             )
@@ -268,28 +271,28 @@ def _check_export_outputs(outputs: object) -> None:
     if not isinstance(outputs, Mapping):
         raise TypeError(
             "export_outputs must be dict. Received: "
-            f"{shown(outputs)} of type {type(outputs).__name__}. Leave it "
-            "out: the model is exported with its own outputs."
+            f"{shown(outputs)} of type {type(outputs).__name__}. Omit it: an "
+            "export has the outputs of the model."
         )
     raise ValueError(
         "`export_outputs` has no meaning here. Received: the signatures "
-        f"{sorted(map(str, outputs))}. Leave it out: the model is exported "
-        "with its own outputs, which `keras.Model(inputs, outputs)` names."
+        f"{sorted(map(str, outputs))}. Omit it: an export has the outputs of "
+        "the model, which `keras.Model(inputs, outputs)` names."
     )
 
 
 def _check_scaffold(scaffold: object) -> None:
     if scaffold is not None:
         raise TypeError(
-            "`scaffold` has no meaning here: there is no session. Received: "
+            "`scaffold` has no meaning without sessions. Received: "
             f"{shown(scaffold)} of type {type(scaffold).__name__}. Use "
-            "`warm_start_from` for initial values, and `RunConfig` for what "
-            "is saved."
+            "`warm_start_from` for initial values, and `RunConfig` for "
+            "checkpoints."
         )
 
 
 def is_tensor(value: object) -> bool:
-    """Whether it is an array or a tensor, of whichever library."""
+    """Returns whether a value is an array or a tensor of any library."""
     return hasattr(value, "shape") and hasattr(value, "dtype")
 
 

@@ -5,7 +5,7 @@
     )
     estimator.train(input_fn, hooks=[hook])
 
-A name is imported when it is first asked for.
+Names are imported on first use.
 """
 
 from keras_strategies._core.names.lazy_names import lazy_names as _lazy_names

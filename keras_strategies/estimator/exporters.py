@@ -1,4 +1,4 @@
-"""Exporters: what is exported after an evaluation."""
+"""Exporters: rules for exports after evaluations."""
 
 import abc
 import glob
@@ -13,7 +13,7 @@ from keras_strategies.cluster.addresses import shown
 from keras_strategies.estimator import records
 from keras_strategies.estimator.arguments import (
     check_positive,
-    names_of_arguments,
+    find_argument_names,
 )
 
 DEFAULT_EXPORTS_TO_KEEP = 5
@@ -23,7 +23,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Exporter(abc.ABC):
-    """What `EvalSpec(exporters=...)` takes; derive an own one from it.
+    """The base class of exporters for `EvalSpec(exporters=...)`.
 
     Example:
       ```python
@@ -41,7 +41,7 @@ class Exporter(abc.ABC):
     @property
     @abc.abstractmethod
     def name(self) -> str:
-        """The folder under `model_dir/export` for its exports."""
+        """The name of its folder under `model_dir/export`."""
 
     @abc.abstractmethod
     def export(
@@ -58,17 +58,17 @@ class Exporter(abc.ABC):
           estimator: The `Estimator`.
           export_path: The folder to write to.
           checkpoint_path: The checkpoint that was evaluated.
-          eval_result: What `Estimator.evaluate` returned for it.
-          is_the_final_export: Whether it is the end of training; never so
-            where `TrainSpec.max_steps` is None.
+          eval_result: The result of `Estimator.evaluate` for it.
+          is_the_final_export: Whether the training has ended; always False if
+            `TrainSpec.max_steps` is None.
 
         Returns:
-          The folder of the export, or None.
+          The folder of the export, or None if nothing was exported.
         """
 
 
 class _ModelExporter(Exporter):
-    """Exports the model where `_is_due`, and deletes old exports."""
+    """An exporter that exports if `_is_due`, and deletes old exports."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class _ModelExporter(Exporter):
 
     @property
     def name(self) -> str:
-        """See `Exporter.name`."""
+        """The name of its folder under `model_dir/export`."""
         return self._name
 
     def export(
@@ -101,7 +101,7 @@ class _ModelExporter(Exporter):
         eval_result: Mapping[str, Any],
         is_the_final_export: bool,
     ) -> str | None:
-        """See `Exporter.export`."""
+        """Exports if an export is due; see `Exporter.export`."""
         if not self._is_due(estimator, eval_result, is_the_final_export):
             return None
         path = estimator.export_saved_model(
@@ -121,24 +121,24 @@ class _ModelExporter(Exporter):
 
 
 class FinalExporter(_ModelExporter):
-    """Exports once, at the end of the training; as tf's.
+    """An exporter that exports once, at the end of training; as tf's.
 
     Needs `TrainSpec(max_steps=...)`.
 
-    Differs from tf: the exported model takes features as the model of the
-    `model_fn` does, so there is no `serving_input_receiver_fn`.
+    Differs from tf: the exported model takes the same features as the model of
+    the `model_fn`, so `serving_input_receiver_fn` is not supported.
 
     Args:
-      name: The folder under `model_dir/export`.
-      serving_input_receiver_fn: None; anything else is refused.
+      name: Name of the folder under `model_dir/export`.
+      serving_input_receiver_fn: None.
       assets_extra: Files to copy into the export's folder `assets.extra`:
-        their paths there to where they are.
-      as_text: False; True is refused.
-      saved_model: Whether a SavedModel is written as well
+        source paths by relative destination path.
+      as_text: False.
+      saved_model: Whether to write a SavedModel as well
         (`Estimator.export_saved_model`).
 
     Raises:
-      ValueError: what has no meaning here.
+      ValueError: if an argument has no meaning here.
 
     Example:
       ```python
@@ -169,19 +169,22 @@ class FinalExporter(_ModelExporter):
 
 
 class LatestExporter(_ModelExporter):
-    """Exports after every evaluation, and deletes old exports; as tf's.
+    """An exporter that exports after every evaluation; as tf's.
+
+    It deletes old exports.
 
     Args:
-      name: The folder under `model_dir/export`.
+      name: Name of the folder under `model_dir/export`.
       serving_input_receiver_fn: None; see `FinalExporter`.
       assets_extra: See `FinalExporter`.
       as_text: False.
-      exports_to_keep: How many of the last exports are kept; None for all.
+      exports_to_keep: Number of newest exports to keep; None for all.
       saved_model: See `FinalExporter`.
 
     Raises:
-      ValueError: what has no meaning here, or `exports_to_keep` is 0 or less.
-      TypeError: `exports_to_keep` is no integer.
+      ValueError: if an argument has no meaning here, or `exports_to_keep` is 0
+        or less.
+      TypeError: if `exports_to_keep` is neither an integer nor None.
 
     Example:
       ```python
@@ -191,13 +194,13 @@ class LatestExporter(_ModelExporter):
     """
 
 
-def loss_smaller(
+def has_smaller_loss(
     best_eval_result: Mapping[str, Any], current_eval_result: Mapping[str, Any]
 ) -> bool:
-    """Whether the second result has the smaller loss.
+    """Returns whether the second result has the smaller loss.
 
     Raises:
-      ValueError: one of them has no loss.
+      ValueError: if one of them has no loss.
     """
     for name, result in (
         ("best_eval_result", best_eval_result),
@@ -206,14 +209,14 @@ def loss_smaller(
         if not result or _LOSS not in result:
             raise ValueError(
                 f"{name} cannot be empty or without a loss. Received: "
-                f"{shown(result)}. Give `BestExporter` a `compare_fn` that "
-                "compares what your evaluations return."
+                f"{shown(result)}. Pass a `compare_fn` for the results of "
+                "your evaluations to `BestExporter`."
             )
     return best_eval_result[_LOSS] > current_eval_result[_LOSS]
 
 
 class BestExporter(_ModelExporter):
-    """Exports whenever a model is better than all before; as tf's.
+    """An exporter of each model that is better than all before; as tf's.
 
         exporter = ks.estimator.BestExporter(
             compare_fn=lambda best_eval_result, current_eval_result: (
@@ -222,23 +225,23 @@ class BestExporter(_ModelExporter):
         )
 
     Args:
-      name: The folder under `model_dir/export`.
+      name: Name of the folder under `model_dir/export`.
       serving_input_receiver_fn: None; see `FinalExporter`.
-      event_file_pattern: Where the results of earlier runs lie, in
-        `model_dir`: the files' folder counts ("eval_test/*" for an
-        evaluation named "test"). None: what was best is known until the
-        process ends.
-      compare_fn: Called with `best_eval_result` and `current_eval_result`;
-        whether the second is better. The smaller loss is, by default.
+      event_file_pattern: Pattern, relative to `model_dir`, whose folder
+        contains the results of earlier runs ("eval_test/*" for an evaluation
+        named "test"). None to compare only results of this process.
+      compare_fn: Function of `best_eval_result` and `current_eval_result` that
+        returns whether the second is better; by default, whether its loss is
+        smaller.
       assets_extra: See `FinalExporter`.
       as_text: False.
-      exports_to_keep: How many of the last exports are kept; None for all.
+      exports_to_keep: Number of newest exports to keep; None for all.
       saved_model: See `FinalExporter`.
 
     Raises:
-      ValueError: what has no meaning here, `exports_to_keep` is 0 or less, or
-        `compare_fn` takes other arguments.
-      TypeError: `exports_to_keep` is no integer.
+      ValueError: if an argument has no meaning here, `exports_to_keep` is 0 or
+        less, or `compare_fn` takes other arguments.
+      TypeError: if `exports_to_keep` is neither an integer nor None.
     """
 
     def __init__(
@@ -246,7 +249,7 @@ class BestExporter(_ModelExporter):
         name: str = "best_exporter",
         serving_input_receiver_fn: None = None,
         event_file_pattern: str | None = "eval/*.tfevents.*",
-        compare_fn: Callable[..., bool] = loss_smaller,
+        compare_fn: Callable[..., bool] = has_smaller_loss,
         assets_extra: Mapping[str, str] | None = None,
         as_text: bool = False,
         exports_to_keep: int | None = DEFAULT_EXPORTS_TO_KEEP,
@@ -266,9 +269,10 @@ class BestExporter(_ModelExporter):
     ) -> bool:
         if self._pattern and self._model_dir != estimator.model_dir:
             self._model_dir = estimator.model_dir
-            self._best = self._best_of_before(estimator.model_dir)
-        # What was evaluated is on disk by now, and may be the best itself.
-        is_first = not self._has_exported and _equal(self._best, eval_result)
+            self._best = self._find_best(estimator.model_dir)
+        # The present result is already on disk. If it is the best there, it is
+        # equal to `_best`, and `compare_fn` would not find it better.
+        is_first = not self._has_exported and _is_equal(self._best, eval_result)
         if not (
             self._best is None
             or is_first
@@ -281,14 +285,14 @@ class BestExporter(_ModelExporter):
         self._best = eval_result
         return True
 
-    def _best_of_before(self, model_dir: str) -> Mapping[str, Any] | None:
-        """The best result of the evaluations that are on disk."""
+    def _find_best(self, model_dir: str) -> Mapping[str, Any] | None:
+        """Returns the best result of the evaluations on disk, or None."""
         folder = os.path.join(
             glob.escape(model_dir), os.path.dirname(self._pattern or "")
         )
         best = None
-        for found in sorted(glob.glob(folder)):
-            for step, metrics in records.read(found).items():
+        for path in sorted(glob.glob(folder)):
+            for step, metrics in records.read(path).items():
                 result = metrics | {"global_step": step}
                 if best is None or self._compare_fn(
                     best_eval_result=best, current_eval_result=result
@@ -298,19 +302,19 @@ class BestExporter(_ModelExporter):
 
 
 def check_serving(serving_input_receiver_fn: object, as_text: object) -> None:
-    """Raises ValueError for arguments of SavedModels of graphs."""
+    """Raises ValueError for export arguments that only graphs can support."""
     if serving_input_receiver_fn is not None:
         raise ValueError(
             "`serving_input_receiver_fn` has no meaning here. Received: "
-            f"{shown(serving_input_receiver_fn)}. Leave it out: the exported "
-            "model takes features as the model of the `model_fn` does; what "
-            "is to be done before belongs into its layers."
+            f"{shown(serving_input_receiver_fn)}. Omit it: the exported model "
+            "takes the same features as the model of the `model_fn`. Put "
+            "preprocessing into the model's layers."
         )
     if as_text:
         raise ValueError(
-            "There is no text form of an export. Received: "
-            f"as_text={as_text}. Leave it out: a `.keras` file is a zip "
-            "archive with the model's configuration as JSON."
+            "Exports have no text form. Received: "
+            f"as_text={as_text}. Omit it: a `.keras` file is a zip archive "
+            "with the model's configuration as JSON."
         )
 
 
@@ -318,26 +322,28 @@ def _check_compare_fn(compare_fn: object) -> None:
     if compare_fn is None or not callable(compare_fn):
         raise ValueError(
             "`compare_fn` must be a function. Received: "
-            f"{shown(compare_fn)}. Leave it out to compare losses."
+            f"{shown(compare_fn)}. Omit it to compare losses."
         )
-    wanted = {"best_eval_result", "current_eval_result"}
-    names = set(names_of_arguments(compare_fn))
-    for name in sorted(wanted - names):
+    expected = {"best_eval_result", "current_eval_result"}
+    names = set(find_argument_names(compare_fn))
+    for name in sorted(expected - names):
         raise ValueError(
             f"compare_fn must include {name} argument. Received: the "
             f"arguments {sorted(names)}. Write "
             "`def compare_fn(best_eval_result, current_eval_result)`."
         )
-    if names - wanted:
+    if names - expected:
         raise ValueError(
             "compare_fn has arguments that are not expected. Received: "
-            f"{sorted(names - wanted)}. Take best_eval_result and "
-            "current_eval_result only."
+            f"{sorted(names - expected)}. Take only best_eval_result and "
+            "current_eval_result."
         )
 
 
-def _equal(best: Mapping[str, Any] | None, result: Mapping[str, Any]) -> bool:
-    """Whether a result read from disk is this one."""
+def _is_equal(
+    best: Mapping[str, Any] | None, result: Mapping[str, Any]
+) -> bool:
+    """Returns whether two results agree in all names that both have."""
     if best is None:
         return False
     shared = [name for name in best if name in result]
@@ -347,11 +353,11 @@ def _equal(best: Mapping[str, Any] | None, result: Mapping[str, Any]) -> bool:
 
 
 def _delete_old(export_path: str, exports_to_keep: int | None) -> None:
-    """Deletes exports but the last ones; other folders are left alone."""
+    """Deletes all exports but the newest ones; keeps other folders."""
     if exports_to_keep is None:
         return
-    found = sorted(exports_in(export_path))
-    for version in found[: max(len(found) - exports_to_keep, 0)]:
+    versions = sorted(list_exports(export_path))
+    for version in versions[: max(len(versions) - exports_to_keep, 0)]:
         path = os.path.join(export_path, str(version))
         try:
             shutil.rmtree(path)
@@ -359,8 +365,8 @@ def _delete_old(export_path: str, exports_to_keep: int | None) -> None:
             _logger.warning("Can not delete %s: %s", path, error)
 
 
-def exports_in(export_path: str) -> list[int]:
-    """The versions of the exports in a folder: seconds since 1970."""
+def list_exports(export_path: str) -> list[int]:
+    """Returns the versions of a folder's exports, in seconds since 1970."""
     try:
         names = [path.name for path in pathlib.Path(export_path).iterdir()]
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The results of an `input_fn`, for Keras's loops and for a `model_fn`."""
+"""Data of an `input_fn`, for Keras's loops and for a `model_fn`."""
 
 import dataclasses
 import itertools
@@ -15,16 +15,16 @@ from keras_strategies.data.distributed import DistributedDataset
 from keras_strategies.data.source import Source, all_rows
 from keras_strategies.data.sources.from_function import InputContext
 from keras_strategies.data.sources.iterables import host_batches
-from keras_strategies.estimator.arguments import names_of_arguments
+from keras_strategies.estimator.arguments import find_argument_names
 from keras_strategies.estimator.config.run_config import RunConfig
 from keras_strategies.estimator.estimator_spec import ModeKeys, is_tensor
 from keras_strategies.strategy.strategy import Strategy
 
 DEFAULT_BATCH_SIZE = 32
-"""Rows of a batch where arrays are returned; as in Keras."""
+"""Rows per batch if an `input_fn` returns arrays; as in Keras."""
 
-# Batches that building a model may read: one for each replica.
-_MOST_SEEN = 512
+# Batches that building a model may read, one per replica.
+_MAX_SEEN = 512
 _CURE = (
     "Return a dataset (tf.data, a PyDataset, grain, a generator of batches) "
     "or (features, labels) as arrays."
@@ -33,16 +33,16 @@ _CURE = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Input:
-    """What an `input_fn` returned.
+    """The data of an `input_fn`.
 
     Attributes:
       x: Features as arrays, or a dataset of (features, labels).
-      y: Labels, beside features as arrays.
-      sample_weight: Weights of rows, likewise.
-      example: A batch, or what stands for one, to show its structure: arrays
-        and specs with shapes and dtypes.
-      is_dataset: Whether x is a dataset.
-      is_endless: Whether it is a dataset that surely never ends.
+      y: Labels as arrays; None for a dataset or without labels.
+      sample_weight: Weights of rows as an array, or None.
+      example: A batch, or specs of one: arrays and specs with shapes and
+        dtypes, in the structure of a batch.
+      is_dataset: Whether `x` is a dataset.
+      is_endless: Whether `x` is a dataset that is known to be infinite.
     """
 
     x: Any
@@ -52,8 +52,8 @@ class Input:
     is_dataset: bool
     is_endless: bool = False
 
-    def arguments(self) -> dict[str, Any]:
-        """The data arguments of `fit` and `evaluate`."""
+    def make_arguments(self) -> dict[str, Any]:
+        """Returns the data arguments for `fit` and `evaluate`."""
         if self.is_dataset:
             return {"x": self.x}
         return {
@@ -63,10 +63,10 @@ class Input:
             "batch_size": DEFAULT_BATCH_SIZE,
         }
 
-    def batches(self) -> Iterator[Tree]:
-        """The features of one batch after the other, as numpy arrays."""
+    def iter_batches(self) -> Iterator[Tree]:
+        """Yields the features batch by batch, as numpy arrays."""
         if self.is_dataset:
-            for batch in _global_batches(self.x):
+            for batch in _iter_global_batches(self.x):
                 yield keras.utils.unpack_x_y_sample_weight(_as_element(batch))[
                     0
                 ]
@@ -87,57 +87,60 @@ def call_input_fn(
     config: RunConfig,
     strategy: Strategy,
 ) -> Input:
-    """Calls an `input_fn` with the arguments that it has names for.
+    """Calls an `input_fn` with those arguments that it has.
 
-    One with `input_context` makes a process's own dataset, of batches for one
-    replica, as in tf. Collective then.
+    With `input_context`, the function returns a process-local dataset of
+    per-replica batches, as in tf. The call is then collective.
 
     Raises:
-      TypeError: it returns no data.
-      ValueError: with `input_context`, no dataset.
+      TypeError: if the function returns no data.
+      ValueError: if the data are not valid, or, with `input_context`, not a
+        dataset.
     """
-    names = names_of_arguments(input_fn)
+    names = find_argument_names(input_fn)
     known = {"mode": mode, "params": params, "config": config}
     keywords = {name: known[name] for name in names if name in known}
     if "input_context" not in names:
-        return _input_of(input_fn(**keywords), mode)
-    made: list[Input] = []
+        return _make_input(input_fn(**keywords), mode)
+    inputs: list[Input] = []
 
     def dataset_fn(context: InputContext) -> Dataset:
         data = input_fn(input_context=context, **keywords)
-        made.append(_input_of(data, mode))
-        if not made[-1].is_dataset:
+        inputs.append(_make_input(data, mode))
+        if not inputs[-1].is_dataset:
             raise ValueError(
-                "An `input_fn` with `input_context` returns a dataset. "
+                "An `input_fn` with `input_context` must return a dataset. "
                 f"Received: arrays, from {shown(input_fn)}. {_CURE}"
             )
-        x = made[-1].x
-        return _Replayed(x) if isinstance(x, Iterator) else x
+        x = inputs[-1].x
+        return _Replayable(x) if isinstance(x, Iterator) else x
 
     dataset = strategy.distribute_datasets_from_function(dataset_fn)
-    return dataclasses.replace(made[0], x=dataset)
+    return dataclasses.replace(inputs[0], x=dataset)
 
 
-def symbols_of(example: Tree) -> tuple[Tree, Tree]:
-    """Symbolic features and labels for a `model_fn`.
+def make_symbols(example: Tree) -> tuple[Tree, Tree]:
+    """Returns symbolic features and labels for a `model_fn`.
 
     Args:
       example: A batch, or specs of one.
 
     Returns:
-      Features as `keras.Input`s, those in a dict named by their keys, to make
-      a functional model of; labels as `keras.KerasTensor`s, None if there are
-      none.
+      Features as `keras.Input`s, for a functional model; those in a dict are
+      named by their keys. Labels as `keras.KerasTensor`s, or None.
     """
     x, y, _ = keras.utils.unpack_x_y_sample_weight(_as_element(example))
-    return _mapped(_input_like, x), _mapped(_tensor_like, y)
+    return _map_leaves(_make_input_like, x), _map_leaves(_make_tensor_like, y)
 
 
-class _Replayed:
-    """An iterator that a model is built with, and then begun anew.
+class _Replayable:
+    """An iterable over an iterator that can be iterated from the start again.
+
+    Building a model reads the first batches; training must see them too. They
+    are kept until more than `_MAX_SEEN` batches have been read.
 
     Args:
-      iterator: Batches.
+      iterator: The iterator, of batches.
     """
 
     def __init__(self, iterator: Iterator[Any]) -> None:
@@ -149,70 +152,76 @@ class _Replayed:
         for batch in self._rest:
             if self._seen is not None:
                 self._seen.append(batch)
-                if len(self._seen) > _MOST_SEEN:
+                if len(self._seen) > _MAX_SEEN:
                     self._seen = None
             yield batch
 
 
-def _input_of(data: Dataset, mode: str) -> Input:
+def _make_input(data: Dataset, mode: str) -> Input:
     if data is None:
-        raise TypeError(f"An `input_fn` returns data. Received: None. {_CURE}")
+        raise TypeError(
+            f"An `input_fn` must return data. Received: None. {_CURE}"
+        )
     if isinstance(data, list) and data and isinstance(data[0], tuple):
-        data = iter(data)  # Of batches.
+        data = iter(data)  # A list of batches.
     if _is_nest_of_arrays(data):
-        return _of_arrays(data, mode)
+        return _from_arrays(data, mode)
     if isinstance(data, Iterator):
-        return _of_iterator(data)
+        return _from_iterator(data)
     is_data = hasattr(data, "__iter__") or hasattr(data, "__getitem__")
-    # (features, labels) of Python lists would be two batches.
+    # A tuple of Python lists, (features, labels), would be read as two batches.
     is_data &= not isinstance(data, str | bytes | tuple | Mapping)
     if not is_data:
         raise TypeError(
-            f"An `input_fn` returns data. Received: {shown(data)} of type "
-            f"{type(data).__name__}. {_CURE}"
+            f"An `input_fn` must return data. Received: {shown(data)} of "
+            f"type {type(data).__name__}. {_CURE}"
         )
     return Input(
         x=data,
-        example=_example_of(data),
+        example=_find_example(data),
         is_dataset=True,
         is_endless=_is_endless(data),
     )
 
 
-def _of_arrays(data: Tree, mode: str) -> Input:
+def _from_arrays(data: Tree, mode: str) -> Input:
     if not isinstance(data, list | tuple):
-        return Input(x=_plain(data), example=(data,), is_dataset=False)
+        return Input(x=_convert_pandas(data), example=(data,), is_dataset=False)
     if len(data) > 3:
         raise ValueError(
-            "An `input_fn` returns (features, labels), and maybe weights of "
-            f"rows. Received: {len(data)} entries. Put several features into "
-            "a dict."
+            "An `input_fn` must return (features, labels), or (features, "
+            f"labels, sample_weight). Received: {len(data)} entries. Put "
+            "several features into a dict."
         )
     x, y, weight = (*data, None, None)[:3]
     if x is None:
         raise TypeError(
-            "An `input_fn` returns data. Received: None for the features. "
+            "An `input_fn` must return data. Received: None for the features. "
             f"{_CURE}"
         )
     if mode == ModeKeys.PREDICT:
         y = weight = None
     return Input(
-        x=_plain(x),
-        y=None if y is None else _plain(y),
+        x=_convert_pandas(x),
+        y=None if y is None else _convert_pandas(y),
         sample_weight=weight,
         example=(x, y),
         is_dataset=False,
     )
 
 
-def _of_iterator(data: Iterator[Any]) -> Input:
-    """An iterator's first batch is looked at, and given out again."""
+def _from_iterator(data: Iterator[Any]) -> Input:
+    """Returns an iterator's data; its first batch is the example.
+
+    Raises:
+      ValueError: if the iterator is empty.
+    """
     try:
         first = next(data)
     except StopIteration:
         raise ValueError(
-            "An `input_fn` returns data. Received: an iterator without a "
-            "batch. Look at what it reads."
+            "An `input_fn` must return data. Received: an iterator without a "
+            "batch. Check the source that it reads."
         ) from None
 
     def batches() -> Iterator[Any]:
@@ -221,38 +230,39 @@ def _of_iterator(data: Iterator[Any]) -> Input:
     return Input(x=batches(), example=first, is_dataset=True)
 
 
-def _global_batches(dataset: Dataset) -> Iterator[Tree]:
-    """The batches of all replicas together, on the host."""
+def _iter_global_batches(dataset: Dataset) -> Iterator[Tree]:
+    """Returns an iterator of a dataset's global batches, on the host."""
     if not isinstance(dataset, DistributedDataset):
         return host_batches(dataset)
     source = dataset.source
+    # This counts as a pass: the next loop begins with the next epoch.
     epoch = source.passes.next
     source.passes.reach(epoch + 1)
     return (part.data for part in source.read(epoch, 0, all_rows))
 
 
 def _is_nest_of_arrays(data: object) -> bool:
-    """Whether it is arrays in dicts, lists and tuples, and nothing else."""
+    """Returns whether data are only arrays in dicts, lists and tuples."""
     if isinstance(data, Mapping):
         return bool(data) and all(map(_is_nest_of_arrays, data.values()))
     if isinstance(data, list | tuple):
         some = [value for value in data if value is not None]
         return bool(some) and all(map(_is_nest_of_arrays, some))
-    # Series and frames of pandas have rows, too.
+    # Series and DataFrames of pandas count as arrays.
     return is_tensor(data) or hasattr(data, "iloc")
 
 
-def _plain(data: Tree) -> Tree:
-    """Columns of pandas as arrays; what is one already as it is."""
+def _convert_pandas(data: Tree) -> Tree:
+    """Returns data with pandas objects as arrays."""
     if isinstance(data, Mapping):
-        return {key: _plain(value) for key, value in data.items()}
+        return {key: _convert_pandas(value) for key, value in data.items()}
     if isinstance(data, list | tuple):
-        return type(data)(map(_plain, data))
+        return type(data)(map(_convert_pandas, data))
     return data.to_numpy() if hasattr(data, "iloc") else data
 
 
-def _example_of(data: Dataset) -> Tree:
-    """A batch of a dataset, or specs of one."""
+def _find_example(data: Dataset) -> Tree:
+    """Returns a batch of a dataset, or specs of one."""
     if isinstance(data, DistributedDataset):
         return data.element_spec
     spec = getattr(data, "element_spec", None)
@@ -280,8 +290,11 @@ def _as_element(batch: Tree) -> Tree:
     return tuple(batch) if isinstance(batch, list) else batch
 
 
-def _mapped(function: Callable[[Any, str | None], Any], nest: Tree) -> Tree:
-    """A nest with a function of each leaf and its key, if it has one."""
+def _map_leaves(function: Callable[[Any, str | None], Any], nest: Tree) -> Tree:
+    """Maps a function of each leaf and its key (or None) over a nest.
+
+    The key of a nested leaf joins the keys and indices with "_".
+    """
 
     def visit(value: Tree, key: str | None) -> Tree:
         if value is None:
@@ -300,7 +313,7 @@ def _mapped(function: Callable[[Any, str | None], Any], nest: Tree) -> Tree:
 
 
 def _is_pair(value: object) -> bool:
-    """Whether it is (shape, dtype), as `element_spec` of ours has them."""
+    """Returns whether a value is a (shape, dtype) of an `element_spec`."""
     return (
         isinstance(value, tuple)
         and len(value) == 2
@@ -309,32 +322,39 @@ def _is_pair(value: object) -> bool:
     )
 
 
-def _shape_and_dtype(
+def _compute_shape_and_dtype(
     leaf: Array, key: str | None
 ) -> tuple[tuple[int | None, ...], str]:
-    """The shape without rows, and the dtype as Keras feeds it."""
-    shape, dtype = leaf if _is_pair(leaf) else _facts(leaf)
+    """Returns a leaf's shape without rows, and its dtype in Keras's loops.
+
+    Raises:
+      ValueError: if the shape is unknown, or the leaf is a scalar.
+      TypeError: if the leaf is of strings or objects.
+    """
+    shape, dtype = leaf if _is_pair(leaf) else _read_shape_and_dtype(leaf)
     if getattr(shape, "rank", 0) is None:
         raise ValueError(
-            "A model is made for the shapes of its data. Received: data "
-            f"without any{_of_key(key)}. Give `output_signature` to "
+            "The data of a model must have known shapes. Received: data "
+            f"without a shape{_format_key(key)}. Pass `output_signature` to "
             "`tf.data.Dataset.from_generator`, or call `tf.ensure_shape` in "
             "`dataset.map`."
         )
     if not len(shape):
         raise ValueError(
-            f"Data come in batches of rows. Received: a scalar{_of_key(key)} "
-            f"of dtype {dtype}. Call `.batch(batch_size)` on the dataset."
+            "The data must be batches of rows. Received: a scalar"
+            f"{_format_key(key)} of dtype {dtype}. Call "
+            "`.batch(batch_size)` on the dataset."
         )
     if str(getattr(dtype, "name", dtype)) in ("string", "object") or (
         getattr(dtype, "kind", None) in ("S", "U")
     ):
         raise TypeError(
-            "Features and labels are numbers or booleans. Received: strings"
-            f"{_of_key(key)}. Encode them in the `input_fn`, by "
+            "Features and labels must be numbers or booleans. Received: "
+            f"strings{_format_key(key)}. Encode them in the `input_fn`, by "
             "`keras.utils.FeatureSpace`, `keras.layers.StringLookup` or "
-            "`Hashing` in `dataset.map`, or leave them out."
+            "`Hashing` in `dataset.map`, or omit them."
         )
+    # Keras feeds floats as floatx, and JAX has no int64 by default.
     name = keras.backend.standardize_dtype(dtype)
     if name in ("float16", "float32", "float64"):
         name = keras.config.floatx()
@@ -343,7 +363,7 @@ def _shape_and_dtype(
     return tuple(shape)[1:], name
 
 
-def _facts(leaf: Array) -> tuple[Any, Any]:
+def _read_shape_and_dtype(leaf: Array) -> tuple[Any, Any]:
     if hasattr(leaf, "iloc"):
         leaf = leaf.to_numpy()
     if not is_tensor(leaf):
@@ -352,15 +372,15 @@ def _facts(leaf: Array) -> tuple[Any, Any]:
     return leaf.shape, np.dtype(dtype) if isinstance(dtype, type) else dtype
 
 
-def _of_key(key: str | None) -> str:
+def _format_key(key: str | None) -> str:
     return "" if key is None else f" in {key!r}"
 
 
-def _input_like(leaf: Array, key: str | None) -> Array:
-    shape, dtype = _shape_and_dtype(leaf, key)
+def _make_input_like(leaf: Array, key: str | None) -> Array:
+    shape, dtype = _compute_shape_and_dtype(leaf, key)
     return keras.Input(shape, dtype=dtype, name=key)
 
 
-def _tensor_like(leaf: Array, key: str | None) -> keras.KerasTensor:
-    shape, dtype = _shape_and_dtype(leaf, key)
+def _make_tensor_like(leaf: Array, key: str | None) -> keras.KerasTensor:
+    shape, dtype = _compute_shape_and_dtype(leaf, key)
     return keras.KerasTensor((None, *shape), dtype=dtype, name=key)

@@ -1,4 +1,4 @@
-"""Calls of a `model_fn`, and the models that come of them."""
+"""Calls of a `model_fn`, and checks and bundling of its results."""
 
 import dataclasses
 import functools
@@ -11,28 +11,28 @@ import keras
 
 from keras_strategies._types import Array, Tree
 from keras_strategies.cluster.addresses import shown
-from keras_strategies.estimator.arguments import names_of_arguments
+from keras_strategies.estimator.arguments import find_argument_names
 from keras_strategies.estimator.config.run_config import RunConfig
 from keras_strategies.estimator.estimator_spec import EstimatorSpec, ModeKeys
 from keras_strategies.keras_bridge.loops.binding import binding_of
 from keras_strategies.strategy.current import entered_strategy
 
 ARGUMENTS = ("features", "labels", "mode", "params", "config")
-"""What a `model_fn` may ask for."""
+"""The arguments that a `model_fn` may have."""
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Made:
-    """What a `model_fn` made.
+class ModelBundle:
+    """The model of a `model_fn`, with its predictions and callbacks.
 
     Attributes:
-      model: The model, compiled but for predictions.
-      outputs: The model whose outputs are predicted: `model`, or one of some
-        of its tensors.
-      predictions: From a batch of its outputs, as numpy arrays, to what is
-        yielded.
+      model: The model; compiled, except for predictions.
+      outputs: The model whose outputs are predicted: `model`, or a model of
+        some of its tensors.
+      predictions: Function from a batch of `outputs`' outputs, as numpy
+        arrays, to the predictions.
       chief_hooks: Callbacks of the chief in training.
       hooks: Callbacks of all processes, in the mode.
     """
@@ -45,36 +45,38 @@ class Made:
 
 
 def check_model_fn(model_fn: object, params: object) -> None:
-    """Raises unless a function can be called as a `model_fn`.
+    """Raises unless a function is a valid `model_fn`.
 
     Raises:
-      ValueError: there is none, it has other arguments, or it has none for
-        the parameters that are given.
-      TypeError: it cannot be called, or is a model.
+      ValueError: if `model_fn` is None or has other arguments, or if `params`
+        are given and it has no argument `params`.
+      TypeError: if `model_fn` is not callable, or is a model.
     """
     if model_fn is None:
         raise ValueError(
-            "model_fn must be provided to Estimator. Received: None. Give a "
-            "function that makes the model."
+            "model_fn must be provided to Estimator. Received: None. Pass a "
+            "function that returns the model."
         )
     if not callable(model_fn):
         raise TypeError(
-            f"model_fn is a function. Received: {shown(model_fn)} of type "
-            f"{type(model_fn).__name__}. For a model that is there already "
-            "use `ks.estimator.model_to_estimator`."
+            f"model_fn must be a function. Received: {shown(model_fn)} of "
+            f"type {type(model_fn).__name__}. For an existing model use "
+            "`ks.estimator.model_to_estimator`."
         )
     if isinstance(model_fn, keras.Model):
         raise TypeError(
-            "`model_fn` is a function of (features, labels, mode, ...). "
+            "`model_fn` must be a function of (features, labels, mode, ...). "
             "Received: a Keras model. Use `ks.estimator.model_to_estimator`."
         )
-    names = names_of_arguments(model_fn)
-    others = sorted(set(names) - set(ARGUMENTS) - _with_defaults(model_fn))
+    names = find_argument_names(model_fn)
+    others = sorted(
+        set(names) - set(ARGUMENTS) - _find_optional_names(model_fn)
+    )
     if others:
         raise ValueError(
             "model_fn has arguments that are not expected. Received: "
-            f"{', '.join(others)}. Take {', '.join(ARGUMENTS)} by name; the "
-            "rest belongs into `params`."
+            f"{', '.join(others)}. Take {', '.join(ARGUMENTS)} by name; put "
+            "other values into `params`."
         )
     if params is not None and "params" not in names:
         raise ValueError(
@@ -85,7 +87,7 @@ def check_model_fn(model_fn: object, params: object) -> None:
     if params is None and "params" in names:
         _logger.warning(
             "model_fn includes params argument, but params are not passed to "
-            "Estimator: it is given {}."
+            "Estimator: model_fn gets {}."
         )
 
 
@@ -97,13 +99,14 @@ def make(
     labels: Tree,
     params: Mapping[str, Any],
     config: RunConfig,
-) -> Made:
-    """Calls a `model_fn`, within the scope of the strategy.
+) -> ModelBundle:
+    """Calls a `model_fn` in the present scope, and checks its result.
 
     Raises:
-      ValueError: it returns nothing that is a model.
+      ValueError: if `model_fn` returns neither a model nor an EstimatorSpec,
+        or the model does not fit the mode, the labels or the strategy.
     """
-    names = names_of_arguments(model_fn)
+    names = find_argument_names(model_fn)
     known = {
         "features": features,
         "labels": labels,
@@ -113,9 +116,9 @@ def make(
     }
     result = model_fn(**{n: known[n] for n in names if n in known})
     if isinstance(result, keras.Model):
-        made = _of_model(result, mode)
+        bundle = _bundle_model(result, mode)
     elif isinstance(result, EstimatorSpec):
-        made = _of_spec(result, mode)
+        bundle = _bundle_spec(result, mode)
     else:
         raise ValueError(
             "model_fn should return an EstimatorSpec, or a compiled "
@@ -124,85 +127,89 @@ def make(
             "`ks.estimator.EstimatorSpec(mode, model=model, ...)`."
         )
     if mode != ModeKeys.PREDICT:
-        _check_labels(made.model, labels)
-        _check_new(made.model)
-    return made
+        _check_labels(bundle.model, labels)
+        _check_new(bundle.model)
+    return bundle
 
 
-def _with_defaults(function: Callable[..., Any]) -> set[str]:
-    """Names of arguments that need not be given."""
+def _find_optional_names(function: Callable[..., Any]) -> set[str]:
+    """Returns the names of a function's arguments that have defaults."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name for p in parameters if p.default is not p.empty}
 
 
 def _check_new(model: keras.Model) -> None:
-    """Raises ValueError for a model that was not made for the strategy."""
+    """Raises ValueError unless a model was made in the present scope."""
     strategy = entered_strategy()
     binding = binding_of(model)
     owner = None if binding is None else binding.owner
     if strategy is not None and owner is not strategy:
         raise ValueError(
-            "model_fn makes a new model whenever it is called. Received: "
-            f"{model.name!r}, which was compiled before. Make and compile it "
-            "in model_fn; for a model that is there already use "
+            "model_fn must return a new model in each call. Received: "
+            f"{model.name!r}, which was compiled before. Create and compile "
+            "it in model_fn; for an existing model use "
             "`ks.estimator.model_to_estimator`."
         )
 
 
 def _check_labels(model: keras.Model, labels: Tree) -> None:
-    """Raises ValueError for a loss that has no labels."""
+    """Raises ValueError for a loss if the data have no labels."""
     kind = type(model)
-    has_own_steps = (
+    # A custom step may compute its loss without labels.
+    has_custom_steps = (
         kind.train_step is not keras.Model.train_step
         or kind.compute_loss is not keras.Model.compute_loss
     )
-    if labels is None and not has_own_steps and getattr(model, "loss", None):
+    if labels is None and not has_custom_steps and getattr(model, "loss", None):
         raise ValueError(
-            "A loss is a function of labels and outputs. Received: data "
+            "The data must contain labels for the loss. Received: data "
             f"without labels, and the loss {shown(model.loss)}. Have the "
-            "`input_fn` return (features, labels); where features are the "
-            "labels as well, (features, features)."
+            "`input_fn` return (features, labels); if the features are also "
+            "the labels, (features, features)."
         )
 
 
-def _of_model(model: keras.Model, mode: str) -> Made:
+def _bundle_model(model: keras.Model, mode: str) -> ModelBundle:
     if mode != ModeKeys.PREDICT and not model.compiled:
         raise ValueError(
-            "A model that model_fn returns is compiled. Received: "
+            "A model that model_fn returns must be compiled. Received: "
             f"{model.name!r}, which is not, for mode={mode!r}. Call "
             "`model.compile(optimizer, loss, metrics)`, or return an "
             "EstimatorSpec."
         )
-    return Made(model=model, outputs=model, predictions=_named_outputs(model))
+    return ModelBundle(
+        model=model, outputs=model, predictions=_make_output_namer(model)
+    )
 
 
-def _of_spec(spec: EstimatorSpec, mode: str) -> Made:
+def _bundle_spec(spec: EstimatorSpec, mode: str) -> ModelBundle:
     if spec.mode != mode:
         raise ValueError(
-            "An EstimatorSpec is of the mode that model_fn is called for. "
-            f"Received: mode={spec.mode!r}, called for {mode!r}. Pass on "
-            "`mode`."
+            "An EstimatorSpec must have the mode that model_fn is called "
+            f"with. Received: mode={spec.mode!r}, called with {mode!r}. Pass "
+            "on `mode`."
         )
     model = spec.model
-    assert model is not None  # An EstimatorSpec is checked.
+    assert model is not None  # The EstimatorSpec has checked it.
     if mode != ModeKeys.PREDICT and not model.compiled:
         metrics = spec.eval_metric_ops if mode == ModeKeys.EVAL else None
         _check_metrics(spec)
         model.compile(
-            # Evaluation uses none.
+            # An evaluation uses no optimizer.
             optimizer=spec.train_op or "sgd",
             loss=spec.loss,
-            metrics=[_named(n, m) for n, m in (metrics or {}).items()] or None,
+            metrics=[_name_metric(n, m) for n, m in (metrics or {}).items()]
+            or None,
         )
     hooks = {
         ModeKeys.TRAIN: spec.training_hooks,
         ModeKeys.EVAL: spec.evaluation_hooks,
         ModeKeys.PREDICT: spec.prediction_hooks,
     }[mode]
-    outputs, predictions = model, _named_outputs(model)
+    outputs, predictions = model, _make_output_namer(model)
     if mode == ModeKeys.PREDICT:
-        outputs, predictions = _predictions(model, spec.predictions)
-    return Made(
+        outputs, predictions = _choose_predictions(model, spec.predictions)
+    return ModelBundle(
         model=model,
         outputs=outputs,
         predictions=predictions,
@@ -211,112 +218,114 @@ def _of_spec(spec: EstimatorSpec, mode: str) -> Made:
     )
 
 
-def _named(name: str, metric: object) -> keras.metrics.Metric | str:
-    """A metric whose result has a name."""
+def _name_metric(name: str, metric: object) -> keras.metrics.Metric | str:
+    """Returns a metric whose result has the name."""
     if isinstance(metric, str):
         if metric == name:
             return metric
         metric = keras.metrics.get(metric)
     if not isinstance(metric, keras.metrics.Metric):
         return keras.metrics.MeanMetricWrapper(metric, name=name)
-    # It stays what it is: its configuration may leave out arguments.
+    # Renamed in place: a copy from its config could lose arguments.
     metric.name = name
     return metric
 
 
 def _check_metrics(spec: EstimatorSpec) -> None:
-    """Raises ValueError for metrics that would be of another output or name."""
+    """Raises ValueError if a metric's output or name is ambiguous."""
     metrics = spec.eval_metric_ops or {}
     outputs = getattr(spec.model, "outputs", None) or []
     if metrics and len(outputs) > 1:
         raise ValueError(
-            "eval_metric_ops are of a model with one output. Received: "
-            f"{sorted(metrics)} for a model with {len(outputs)}. Say which "
-            "metric is of which output: `model.compile(optimizer, loss, "
-            "metrics={'output': [...]})`, and leave loss, train_op and "
-            "eval_metric_ops out."
+            "eval_metric_ops need a model with one output. Received: "
+            f"{sorted(metrics)} for a model with {len(outputs)}. Assign each "
+            "metric to an output: `model.compile(optimizer, loss, "
+            "metrics={'output': [...]})`, and omit loss, train_op and "
+            "eval_metric_ops."
         )
     kind = keras.metrics.Metric
     objects = [id(m) for m in metrics.values() if isinstance(m, kind)]
     if len(set(objects)) < len(objects):
         raise ValueError(
-            "A metric of eval_metric_ops has one name. Received: the same "
-            f"object twice in {sorted(metrics)}. Make one for each name."
+            "A metric of eval_metric_ops must have one name. Received: the "
+            f"same object twice in {sorted(metrics)}. Create one metric for "
+            "each name."
         )
 
 
-def _predictions(
-    model: keras.Model, wanted: Tree
+def _choose_predictions(
+    model: keras.Model, predictions: Tree
 ) -> tuple[keras.Model, Callable[[Tree], Tree]]:
-    """The model to run, and what its outputs become."""
-    leaves = keras.tree.flatten(wanted)
+    """Returns the model to run, and the function of its outputs."""
+    leaves = keras.tree.flatten(predictions)
     symbols = [isinstance(leaf, keras.KerasTensor) for leaf in leaves]
     if all(symbols):
-        return keras.Model(model.inputs, wanted), lambda outputs: outputs
+        return keras.Model(model.inputs, predictions), lambda outputs: outputs
     if any(symbols):
         raise ValueError(
-            "predictions are symbolic tensors, or they are names and "
+            "predictions must be either symbolic tensors, or names and "
             "functions. Received: some of both. Use `keras.ops` on the "
             "model's tensors for all of them."
         )
-    entry = functools.partial(_entry, model)
-    if isinstance(wanted, str):
-        return model, lambda outputs: entry(outputs, wanted)
-    if isinstance(wanted, list | tuple):
+    entry = functools.partial(_pick_output, model)
+    if isinstance(predictions, str):
+        return model, lambda outputs: entry(outputs, predictions)
+    if isinstance(predictions, list | tuple):
         return model, lambda outputs: {
-            name: entry(outputs, name) for name in wanted
+            name: entry(outputs, name) for name in predictions
         }
-    if isinstance(wanted, Mapping):
+    if isinstance(predictions, Mapping):
 
-        def chosen(outputs: Tree) -> dict[str, Any]:
+        def select(outputs: Tree) -> dict[str, Any]:
             return {
                 name: part(outputs)
                 if callable(part)
                 else outputs
                 if part is None
                 else entry(outputs, part)
-                for name, part in wanted.items()
+                for name, part in predictions.items()
             }
 
-        return model, chosen
-    return model, wanted
+        return model, select
+    return model, predictions
 
 
-def _named_outputs(model: keras.Model) -> Callable[[Tree], Tree]:
-    """From a list of outputs to a dict by their names."""
+def _make_output_namer(model: keras.Model) -> Callable[[Tree], Tree]:
+    """Returns a function from a list of outputs to a dict by name."""
 
-    def named(outputs: Tree) -> Tree:
+    def name_outputs(outputs: Tree) -> Tree:
         if not isinstance(outputs, list | tuple):
             return outputs
-        names = _output_names(model, len(outputs))
+        names = _complete_output_names(model, len(outputs))
         return dict(zip(names, outputs, strict=True))
 
-    return named
+    return name_outputs
 
 
-def output_names(model: keras.Model) -> list[str]:
-    """The names of a model's outputs; none where they are not known."""
+def find_output_names(model: keras.Model) -> list[str]:
+    """Returns the names of a model's outputs; an empty list if unknown."""
     if isinstance(model, keras.Sequential):
-        # Its one output has its last layer's name, as in a functional model.
+        # The output is named by the last layer, as in a functional model.
         return [layer.name for layer in model.layers[-1:]]
     return list(getattr(model, "output_names", None) or [])
 
 
-def _output_names(model: keras.Model, count: int) -> list[str]:
-    names = output_names(model)
+def _complete_output_names(model: keras.Model, count: int) -> list[str]:
+    names = find_output_names(model)
     if len(names) == count:
         return names
     return [f"output_{index}" for index in range(count)]
 
 
-def _entry(model: keras.Model, outputs: Tree, name: str) -> Array:
-    """The output of a name."""
-    named = _named_outputs(model)(outputs)
+def _pick_output(model: keras.Model, outputs: Tree, name: str) -> Array:
+    """Returns the output with a name."""
+    named = _make_output_namer(model)(outputs)
     if not isinstance(named, Mapping):
-        named = {_output_names(model, 1)[0]: named}
+        named = {_complete_output_names(model, 1)[0]: named}
     if name not in named:
         raise ValueError(
-            f"predictions name outputs of the model. Received: {name!r}; the "
-            f"model has {sorted(map(str, named))}. Give one of these."
+            "predictions must be names of the model's outputs. Received: "
+            f"{name!r}; the model has {sorted(map(str, named))}. Use one of "
+            "these."
         )
     return named[name]

@@ -1,4 +1,4 @@
-"""Predictions a batch at a time."""
+"""Predictions in batches and rows."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -9,52 +9,53 @@ import numpy as np
 from keras_strategies._types import Array, Tree
 from keras_strategies.cluster.addresses import shown
 from keras_strategies.estimator.inputs import Input
-from keras_strategies.estimator.model_fns import Made
+from keras_strategies.estimator.model_fns import ModelBundle
 from keras_strategies.keras_bridge.loops.scope_hooks import is_built
 from keras_strategies.strategy.strategy import Strategy
 
 
-def checked_keys(keys: Iterable[str] | str | None) -> tuple[str, ...] | None:
-    """The names of predictions; None for all.
+def check_keys(keys: Iterable[str] | str | None) -> tuple[str, ...] | None:
+    """Checks `predict_keys`, and returns them as a tuple; None for all.
 
     Raises:
-      TypeError: they are no strings.
+      TypeError: if a key is not a str.
     """
     if keys is None:
         return None
     is_many = isinstance(keys, Iterable) and not isinstance(keys, str)
-    found: tuple[Any, ...] = tuple(keys) if is_many else (keys,)
-    if not all(isinstance(key, str) for key in found):
+    names: tuple[Any, ...] = tuple(keys) if is_many else (keys,)
+    if not all(isinstance(name, str) for name in names):
         raise TypeError(
-            "`predict_keys` are names of predictions. Received: "
-            f"{shown(keys)}. Give a str or a list of them, or None for all."
+            "`predict_keys` must be names of predictions. Received: "
+            f"{shown(keys)}. Pass a str or a list of them, or None for all."
         )
-    return found or None
+    return names or None
 
 
-def batches_of(
-    made: Made, data: Input, strategy: Strategy, callbacks: list[Any]
+def iter_batches(
+    bundle: ModelBundle, data: Input, strategy: Strategy, callbacks: list[Any]
 ) -> Iterator[Tree]:
-    """The model's outputs for one batch after the other, as numpy arrays.
+    """Yields the model's outputs batch by batch, as numpy arrays.
 
-    On several processes, which predict together, all are computed first.
+    Several processes predict collectively: all rows are predicted first, and
+    yielded as one batch.
 
     Args:
-      made: The model.
+      bundle: The model, as its `model_fn` returned it.
       data: The data.
       strategy: The model's strategy.
-      callbacks: Keras callbacks; called as `predict` calls them.
+      callbacks: Keras callbacks; called as by `predict`.
     """
-    model = made.outputs
+    model = bundle.outputs
     if strategy.mesh.num_processes > 1:
-        arguments = data.arguments()
+        arguments = data.make_arguments()
         arguments = {k: arguments[k] for k in arguments if k in _OF_PREDICT}
         yield model.predict(**arguments, verbose=0, callbacks=callbacks)
         return
     listeners = keras.callbacks.CallbackList(callbacks, model=model)
     has_begun = False
     model.stop_predicting = False
-    for index, batch in enumerate(data.batches()):
+    for index, batch in enumerate(data.iter_batches()):
         if not has_begun:
             if not is_built(model):
                 model.predict_on_batch(batch)
@@ -74,11 +75,11 @@ def batches_of(
 _OF_PREDICT = ("x", "batch_size")
 
 
-def with_keys(predictions: Tree, keys: tuple[str, ...] | None) -> Tree:
-    """Predictions of some names alone.
+def select_keys(predictions: Tree, keys: tuple[str, ...] | None) -> Tree:
+    """Returns only the predictions with the given names.
 
     Raises:
-      ValueError: they are no dict, or it has none of these names.
+      ValueError: if the predictions are not a dict, or have none of the names.
     """
     if keys is None:
         return predictions
@@ -86,43 +87,45 @@ def with_keys(predictions: Tree, keys: tuple[str, ...] | None) -> Tree:
         raise ValueError(
             "predict_keys argument is not valid in case of non-dict "
             f"predictions. Received: predict_keys={keys}. Have `predictions` "
-            "of the EstimatorSpec name them, or leave `predict_keys` out."
+            "of the EstimatorSpec name them, or omit `predict_keys`."
         )
     chosen = {name: predictions[name] for name in predictions if name in keys}
     if not chosen:
         raise ValueError(
             "Expected to run at least one output from "
             f"{sorted(map(str, predictions))}. Received: predict_keys={keys}. "
-            "Give some of these."
+            "Use some of these."
         )
     return chosen
 
 
-def rows_of(predictions: Tree) -> Iterator[Tree]:
-    """The predictions of one row after the other.
+def iter_rows(predictions: Tree) -> Iterator[Tree]:
+    """Yields the predictions row by row.
 
     Raises:
-      ValueError: entries have other numbers of rows, or have no rows.
+      ValueError: if entries have different numbers of rows, or the predictions
+        have no rows.
     """
     if isinstance(predictions, tuple) or not np.iterable(predictions):
         raise ValueError(
-            "Predictions of rows are an array or a dict of arrays. Received: "
-            f"{shown(predictions)} of type {type(predictions).__name__}. Have "
-            "`predictions` of the EstimatorSpec name them in a dict, or pass "
-            "`yield_single_examples=False` for whole batches."
+            "Predictions must be an array or a dict of arrays to be split "
+            f"into rows. Received: {shown(predictions)} of type "
+            f"{type(predictions).__name__}. Have `predictions` of the "
+            "EstimatorSpec name them in a dict, or pass "
+            "`yield_single_examples=False` to get batches."
         )
     if not isinstance(predictions, Mapping):
         yield from predictions
         return
-    lengths = {name: _num_rows(v) for name, v in predictions.items()}
+    lengths = {name: _count_rows(v) for name, v in predictions.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(
             "Batch length of predictions should be same. Received: "
-            f"{lengths}. Pass `yield_single_examples=False` for whole batches."
+            f"{lengths}. Pass `yield_single_examples=False` to get batches."
         )
     for index in range(next(iter(lengths.values()), 0)):
         yield {name: value[index] for name, value in predictions.items()}
 
 
-def _num_rows(value: Array) -> int:
+def _count_rows(value: Array) -> int:
     return np.shape(value)[0] if np.ndim(value) else 0

@@ -1,7 +1,7 @@
 """The records of an Estimator's runs: results of evaluations, event files.
 
-Results are a file of one JSON object a line beside the event files of an
-evaluation, so that early stopping and `BestExporter` need no reader of these.
+The results are stored next to an evaluation's event files, as one JSON object
+per line, so that early stopping and `BestExporter` need not parse event files.
 """
 
 import functools
@@ -25,19 +25,19 @@ FILE = "evaluations.jsonl"
 """The name of the file in an evaluation's folder."""
 
 GLOBAL_STEP = "global_step"
-"""The result that each evaluation has beside its metrics."""
+"""The result that every evaluation has in addition to its metrics."""
 
 _MAX_LINE = 1 << 20
 _logger = logging.getLogger(__name__)
 
 
 def append(directory: str, step: int, metrics: Mapping[str, Any]) -> None:
-    """Notes the result of one evaluation.
+    """Appends the result of one evaluation to the file.
 
     Args:
-      directory: The evaluation's folder; made if it is not there.
-      step: The global step of the checkpoint that was evaluated.
-      metrics: Numbers by name; what is none is left out.
+      directory: The evaluation's folder, created if needed.
+      step: The global step of the evaluated checkpoint.
+      metrics: Numbers by name; other values are left out.
     """
     numbers = {
         name: float(value)
@@ -48,63 +48,67 @@ def append(directory: str, step: int, metrics: Mapping[str, Any]) -> None:
     path = pathlib.Path(directory, FILE)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
-        # A process that was killed may have left half a line.
-        is_torn = file.tell() > 0 and _last_byte(file) != b"\n"
+        # The last line is incomplete if a process was killed while writing it.
+        is_torn = file.tell() > 0 and _read_last_byte(file) != b"\n"
         file.write((b"\n" if is_torn else b"") + line.encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
 
 
 def read(directory: str) -> dict[int, dict[str, float]]:
-    """The results of all evaluations of a folder by global step, in order.
+    """Returns the results in a folder by global step, in order.
 
-    Of a step that was evaluated twice, the later values count. Lines that
-    cannot be read are left out, with a line in the log.
+    If a step was evaluated twice, the later values are returned. Lines that
+    cannot be parsed are left out, with a warning in the log.
 
     Args:
-      directory: The evaluation's folder, which need not be there.
+      directory: The evaluation's folder, which need not exist.
     """
-    found: dict[int, dict[str, float]] = {}
-    for number, line in enumerate(_lines(pathlib.Path(directory, FILE)), 1):
-        entry = _parsed(line)
+    results: dict[int, dict[str, float]] = {}
+    for number, line in enumerate(
+        _iter_lines(pathlib.Path(directory, FILE)), 1
+    ):
+        entry = _parse_line(line)
         if entry is None:
             _logger.warning(
-                "Line %d of %s is no evaluation; it is left out.",
+                "Line %d of %s is not a valid evaluation; it is left out.",
                 number,
                 os.path.join(directory, FILE),
             )
             continue
         step, metrics = entry
-        found.setdefault(step, {}).update(metrics)
-    return dict(sorted(found.items()))
+        results.setdefault(step, {}).update(metrics)
+    return dict(sorted(results.items()))
 
 
-def renamed(
+def rename(
     results: Mapping[str, Any], names: Mapping[str, str]
 ) -> dict[str, Any]:
     """Returns results under new names.
 
     Raises:
-      ValueError: there is no result of a name.
+      ValueError: if `names` contains a name without a result.
     """
     for name in names:
         if name not in results:
             raise ValueError(
-                "`metric_names_map` names results of evaluations. Received: "
-                f"{name!r}; there are {sorted(results)}. Correct it."
+                "Keys of `metric_names_map` must be results of evaluations. "
+                f"Received: {name!r}; the results are {sorted(results)}. "
+                "Correct the key."
             )
     return {names.get(name, name): value for name, value in results.items()}
 
 
-def scalars(
+def make_scalars(
     config: RunConfig, step: int, eval_name: str | None = None
 ) -> list[Any]:
     """Returns the callbacks that write and log the scalars of a run.
 
     Args:
       config: The RunConfig.
-      step: The global step that the run begins at.
-      eval_name: An evaluation's name, "" for one without; None for training.
+      step: The global step at the start of the run.
+      eval_name: An evaluation's name, "" for an evaluation without a name;
+        None for training.
     """
     is_training = eval_name is None
     writes = config.save_summary_steps or 0
@@ -112,7 +116,7 @@ def scalars(
     has_files = bool(writes) and _can_write()
     if not (writes or logs) or not (is_training or has_files):
         return []
-    # Importing it imports Keras.
+    # Imported here because it imports Keras.
     from keras_strategies.callbacks.scalars import Scalars
 
     directory = config.model_dir or ""
@@ -136,15 +140,15 @@ def _can_write() -> bool:
 
 @functools.cache
 def _warn_once() -> None:
-    # `train_and_evaluate` trains and evaluates in turn.
+    # `train_and_evaluate` would repeat the warning for each evaluation.
     _logger.warning(
         "No event files are written: tensorboardX is not installed. Run "
         "`pip install tensorboardX`, or set `save_summary_steps=None`."
     )
 
 
-def _lines(path: pathlib.Path) -> Iterator[bytes]:
-    """The lines of a file, if it is there; of a long one the beginning."""
+def _iter_lines(path: pathlib.Path) -> Iterator[bytes]:
+    """Yields the lines of a file, if it exists; too long ones are cut."""
     try:
         file = open_regular(path)
     except FileNotFoundError:
@@ -166,12 +170,12 @@ def _is_number(value: Any) -> bool:
     return not isinstance(value, str | bytes)
 
 
-def _last_byte(file: BinaryIO) -> bytes:
+def _read_last_byte(file: BinaryIO) -> bytes:
     file.seek(-1, os.SEEK_END)
     return file.read(1)
 
 
-def _parsed(line: bytes) -> tuple[int, dict[str, float]] | None:
+def _parse_line(line: bytes) -> tuple[int, dict[str, float]] | None:
     try:
         entry = load_form(line, _ENTRY, max_characters=_MAX_LINE, has_nan=True)
         metrics = {n: float(v) for n, v in entry["metrics"].items()}

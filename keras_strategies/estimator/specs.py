@@ -1,4 +1,4 @@
-"""TrainSpec, EvalSpec and listeners, the arguments of training."""
+"""TrainSpec, EvalSpec and CheckpointSaverListener."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -17,7 +17,7 @@ from keras_strategies.estimator.arguments import (
 from keras_strategies.estimator.exporters import Exporter
 
 DEFAULT_EVAL_STEPS = 100
-"""Batches of an evaluation; as in tf."""
+"""The default number of batches of an evaluation; as in tf."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,16 +25,15 @@ class TrainSpec:
     """The training of `train_and_evaluate`; as tf's.
 
     Attributes:
-      input_fn: Makes the training data; see `Estimator.train`.
-      max_steps: The global step to train up to; None for as long as the data
-        lasts.
+      input_fn: Function that returns the training data; see `Estimator.train`.
+      max_steps: The global step to train up to; None to train until the data
+        end.
       hooks: Keras callbacks.
-      saving_listeners: What is called at checkpoints
-        (`CheckpointSaverListener`).
+      saving_listeners: `CheckpointSaverListener`s, called at checkpoints.
 
     Raises:
-      TypeError: an argument of another type, such as a SessionRunHook.
-      ValueError: `max_steps` is 0 or less.
+      TypeError: if an argument has another type, such as a SessionRunHook.
+      ValueError: if `max_steps` is 0 or less.
 
     Example:
       >>> spec = ks.estimator.TrainSpec(train_input_fn, max_steps=1000)
@@ -60,21 +59,23 @@ class EvalSpec:
     """The evaluation of `train_and_evaluate`; as tf's.
 
     Attributes:
-      input_fn: Makes the evaluation data; see `Estimator.evaluate`.
-      steps: Batches of an evaluation; None for all. 100 as in tf: set it to
-        None where every row counts.
-      name: The evaluation's, for its files, where there are several.
+      input_fn: Function that returns the evaluation data; see
+        `Estimator.evaluate`.
+      steps: Number of batches of an evaluation; None for all. The default is
+        100, as in tf; use None to evaluate every row.
+      name: Name of the evaluation, which keeps the files of several
+        evaluations apart.
       hooks: Keras callbacks.
-      exporters: An `Exporter`, or several of different names; called after
+      exporters: An `Exporter`, or several with different names; called after
         each evaluation.
-      start_delay_secs: How long an evaluator of its own waits before it
-        starts, in seconds.
-      throttle_secs: The least seconds from the start of an evaluation to the
-        start of the next one.
+      start_delay_secs: Number of seconds that a separate evaluator process
+        waits before it starts.
+      throttle_secs: Minimum number of seconds from the start of an evaluation
+        to the start of the next one.
 
     Raises:
-      TypeError: an argument of another type, such as a SessionRunHook.
-      ValueError: `steps` is 0 or less, seconds are negative, or exporters
+      TypeError: if an argument has another type, such as a SessionRunHook.
+      ValueError: if `steps` is 0 or less, seconds are negative, or exporters
         have equal or empty names.
 
     Example:
@@ -99,7 +100,7 @@ class EvalSpec:
         check_positive("steps", self.steps)
         check_name(self.name)
         _set(self, "hooks", check_hooks(self.hooks))
-        _set(self, "exporters", _checked_exporters(self.exporters))
+        _set(self, "exporters", _check_exporters(self.exporters))
         check_seconds("start_delay_secs", self.start_delay_secs)
         check_seconds("throttle_secs", self.throttle_secs)
 
@@ -107,7 +108,7 @@ class EvalSpec:
 class CheckpointSaverListener:
     """A listener of checkpoints while an Estimator trains; as tf's.
 
-    Called in the chief. `session` is None: there is none.
+    Its methods are called in the chief. `session` is always None.
 
     Example:
       ```python
@@ -120,33 +121,33 @@ class CheckpointSaverListener:
     """
 
     def begin(self) -> None:
-        """Called before the first step."""
+        """Does nothing; called before the first step."""
 
     def before_save(self, session: None, global_step_value: int) -> None:
-        """Called before a checkpoint is written.
+        """Does nothing; called before a checkpoint is written.
 
         Args:
           session: None.
-          global_step_value: Training steps done.
+          global_step_value: Number of training steps so far.
         """
 
     def after_save(self, session: None, global_step_value: int) -> bool | None:
-        """Called when a checkpoint is complete.
+        """Does nothing; called when a checkpoint is complete.
 
         Args:
           session: None.
-          global_step_value: Training steps done.
+          global_step_value: Number of training steps so far.
 
         Returns:
           True to end the training.
         """
 
     def end(self, session: None, global_step_value: int) -> None:
-        """Called at the end, after the last checkpoint.
+        """Does nothing; called at the end, after the last checkpoint.
 
         Args:
           session: None.
-          global_step_value: Training steps done.
+          global_step_value: Number of training steps so far.
         """
 
 
@@ -154,33 +155,33 @@ def _set(spec: object, name: str, value: object) -> None:
     object.__setattr__(spec, name, value)
 
 
-def _checked_exporters(exporters: Any) -> tuple[Exporter, ...]:
+def _check_exporters(exporters: Any) -> tuple[Exporter, ...]:
     if exporters is None:
         return ()
-    # A name is no iterable of its letters.
+    # A str is wrapped too, so that the error quotes it and not a letter.
     is_one = isinstance(exporters, Exporter | str)
     is_one |= not isinstance(exporters, Iterable)
-    found = (exporters,) if is_one else tuple(exporters)
-    for exporter in found:
+    checked = (exporters,) if is_one else tuple(exporters)
+    for exporter in checked:
         what = "an Exporter, an iterable of Exporter, or `None`"
         cure = "Use, for example, `ks.estimator.BestExporter()`."
         check_type("`exporters`", exporter, Exporter, what, cure)
-    names = [exporter.name for exporter in found]
+    names = [exporter.name for exporter in checked]
     for name in names:
         if not name:
             raise ValueError(
                 "An Exporter cannot have a name that is `None` or empty. "
-                f"Received: the names {names}. Give each a name."
+                f"Received: the names {names}. Set a name for each."
             )
         if not isinstance(name, str):
             raise ValueError(
                 f"An Exporter must have a string name. Received: {shown(name)} "
-                f"of type {type(name).__name__}. Give each a name as 'best'."
+                f"of type {type(name).__name__}. Use a name such as 'best'."
             )
         check_name(name)
     if len(set(names)) < len(names):
         raise ValueError(
             "`exporters` must have unique names. Received: the names "
-            f"{names}. Give each another one: they are folders."
+            f"{names}. Rename one: each name is the name of a folder."
         )
-    return found
+    return checked

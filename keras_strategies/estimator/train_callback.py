@@ -1,8 +1,8 @@
 """The callback that resumes and ends a call of `Estimator.train`.
 
-A call is one epoch of Keras's `fit`. Where the last one was interrupted it
-resumes at its next batch; where it came to its end, its data begin anew, as
-in tf. A mark in the directory tells the two apart.
+A call is one epoch of Keras's `fit`. If the last call was interrupted, the
+next one resumes at its next batch. If the last call ended, the data start over,
+as in tf. A mark in the directory distinguishes the two cases.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from keras_strategies.keras_bridge.callbacks.resumable_fit import (
 )
 
 MARK = "training.json"
-"""The file that says where the last call of `train` came to its end."""
+"""The name of the mark: the file with the step at which `train` last ended."""
 
 _MAX_MARK_BYTES = 4096
 _WHERE = "where a training is"
@@ -45,13 +45,13 @@ _logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Where the training in a directory is.
+    """The progress of the training in a directory.
 
     Attributes:
       step: The global step.
-      begun: The global step at which the call under way began; `step` if
-        none is.
-      is_done: Whether the last call came to its end.
+      begun: The global step at which the interrupted call began; `step` if the
+        last call ended.
+      is_done: Whether the last call ended.
     """
 
     step: int = 0
@@ -59,8 +59,11 @@ class Progress:
     is_done: bool = True
 
 
-def progress_in(model_dir: str) -> Progress:
-    """Where the training in a directory is; reads no arrays."""
+def read_progress(model_dir: str) -> Progress:
+    """Returns the progress of the training in a directory.
+
+    It reads no arrays.
+    """
     path = reading.newest_complete(model_dir)
     if path is None:
         return Progress()
@@ -71,27 +74,28 @@ def progress_in(model_dir: str) -> Progress:
     return Progress(step=step, begun=step - steps, is_done=False)
 
 
-def progress_of_all(mesh: ReplicaMesh, model_dir: str) -> Progress:
-    """Where the chief finds the training to be. Collective."""
-    found = dataclasses.asdict(progress_in(model_dir))
-    of_chief = value_of_chief(mesh, "`Estimator.train`", found, _PROGRESS)
+def share_progress(mesh: ReplicaMesh, model_dir: str) -> Progress:
+    """Returns the progress that the chief reads. Collective."""
+    local = dataclasses.asdict(read_progress(model_dir))
+    of_chief = broadcast_from_chief(mesh, "`Estimator.train`", local, _PROGRESS)
     return Progress(**{name: of_chief[name] for name in _PROGRESS})
 
 
 def is_done_at(model_dir: str, step: int, epoch: int) -> bool:
-    """Returns whether a checkpoint was saved where a call came to its end.
+    """Returns whether a checkpoint was saved at the end of a call.
 
     Args:
       model_dir: The directory.
       step: The checkpoint's step.
-      epoch: Its epoch.
+      epoch: The checkpoint's epoch.
     """
-    # A call is one epoch. The data may also end where it was saved already.
-    return epoch > 0 or ended_at(model_dir) == step
+    # A call is one epoch. If the data end right after a checkpoint was saved
+    # within the epoch, only the mark shows that the call has ended.
+    return epoch > 0 or read_end_step(model_dir) == step
 
 
-def ended_at(model_dir: str) -> int | None:
-    """The step at which the last call of `train` came to its end."""
+def read_end_step(model_dir: str) -> int | None:
+    """Returns the step at which `train` last ended; None if unknown."""
     try:
         with open_regular(pathlib.Path(model_dir, MARK)) as file:
             text = file.read(_MAX_MARK_BYTES + 1)
@@ -101,17 +105,17 @@ def ended_at(model_dir: str) -> int | None:
     return mark["ended_at_step"]
 
 
-def mark_of(model_dir: str) -> tuple[int, int] | None:
-    """What changes when another call comes to its end."""
+def identify_mark(model_dir: str) -> tuple[int, int] | None:
+    """Returns an identifier of the mark, which changes whenever a call ends."""
     try:
-        found = os.stat(os.path.join(model_dir, MARK))
+        status = os.stat(os.path.join(model_dir, MARK))
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns
+    return status.st_ino, status.st_mtime_ns
 
 
 def mark_end(model_dir: str, step: int) -> None:
-    """Says that a call came to its end. In one go: it is there, or not."""
+    """Writes the mark that a call has ended, atomically."""
     with tempfile.NamedTemporaryFile(
         "w", dir=model_dir, prefix=".training-", delete=False
     ) as file:
@@ -121,25 +125,25 @@ def mark_end(model_dir: str, step: int) -> None:
     os.replace(file.name, pathlib.Path(model_dir, MARK))
 
 
-def step_of_fit(model: Any) -> int:
-    """Returns the global step of a model whose training is under way."""
+def find_global_step(model: Any) -> int:
+    """Returns the global step of a model that is training."""
     loop = loop_of(model)
     return 0 if loop is None else loop.num_steps
 
 
-def value_of_chief(
+def broadcast_from_chief(
     mesh: ReplicaMesh, name: str, value: object, form: Form
 ) -> Any:
-    """What the chief has, in all processes. Collective.
+    """Returns the chief's value in all processes. Collective.
 
     Args:
       mesh: The replicas.
-      name: What it is about.
-      value: What this process has; JSON.
-      form: What it must be like.
+      name: The subject of the value, for errors.
+      value: This process's value, as JSON values.
+      form: The form that the value must have.
 
     Returns:
-      The chief's `value`, of that form.
+      The chief's `value`, checked to have the form.
     """
     if mesh.num_processes == 1:
         return value
@@ -151,23 +155,23 @@ def value_of_chief(
     )[0]
 
 
-def steps_of_call(
+def count_steps(
     progress: Progress,
     steps: int | None,
     max_steps: int | None,
     *,
     is_endless: bool,
 ) -> int | None:
-    """How many steps a call of `train` has, those done before included.
+    """Returns the steps of a call of `train`, including those already done.
 
     Args:
-      progress: Where the training is.
-      steps: As given to `train`.
-      max_steps: As given to `train`.
+      progress: The progress of the training.
+      steps: The argument of `train`.
+      max_steps: The argument of `train`.
       is_endless: Whether the data never end.
 
     Returns:
-      The number of steps; None for as many as the data have.
+      The number of steps; None to train until the data end.
     """
     if max_steps is not None:
         return max_steps - progress.begun
@@ -187,15 +191,15 @@ def has_steps(
     Args:
       mesh: The replicas.
       config: The RunConfig.
-      progress: Where the training is.
-      max_steps: Up to which the call is to train.
+      progress: The progress of the training.
+      max_steps: The global step to train up to, or None.
     """
     if max_steps is None or progress.step < max_steps:
         return True
     if mesh.is_chief:
         _logger.warning(
-            "Nothing is trained: %s is at step %d, and max_steps=%d. Give more "
-            "`max_steps`, or another `model_dir`.",
+            "No step is trained: %s is at step %d, and max_steps=%d. Pass "
+            "more `max_steps`, or another `model_dir`.",
             config.model_dir,
             progress.step,
             max_steps,
@@ -203,32 +207,35 @@ def has_steps(
     return False
 
 
-def warn_of_end(num_steps: int, wanted: int | None) -> None:
-    """Warns of arrays, which end: as tensors in tf they had no end.
+def warn_of_end(num_steps: int, planned_steps: int | None) -> None:
+    """Warns if arrays ended before the steps; tensors in tf never end.
 
     Args:
-      num_steps: How many steps a call had.
-      wanted: How many it was to have; None for as many as the data have.
+      num_steps: The number of steps of a call.
+      planned_steps: The number of steps that were requested; None to train
+        until the data end.
     """
-    if wanted is not None and num_steps < wanted:
+    if planned_steps is not None and num_steps < planned_steps:
         warnings.warn(
-            "Arrays that an `input_fn` returns are read once. Received: "
-            f"{num_steps} batches of rows for {wanted} steps. Return a dataset "
-            "that repeats, such as `tf.data.Dataset.from_tensor_slices("
-            "arrays).repeat().batch(batch_size)`, or a generator.",
+            "Arrays that an `input_fn` returns are read only once. Received: "
+            f"{num_steps} batches of rows for {planned_steps} steps. Return a "
+            "dataset that repeats, such as "
+            "`tf.data.Dataset.from_tensor_slices(arrays).repeat()"
+            ".batch(batch_size)`, or a generator.",
             stacklevel=2,
         )
 
 
 class TrainCheckpoint(Checkpoint):
-    """Keeps a call of `Estimator.train` as its RunConfig says.
+    """A callback that saves a call of `Estimator.train`, and resumes it.
 
     Args:
-      config: The RunConfig; its `model_dir` is where.
+      config: The RunConfig, which sets the directory and the times of saves.
       listeners: Objects like `CheckpointSaverListener`; called in the chief.
-      after_save: Called in all processes after a checkpoint, with the global
-        step; returns whether to stop. Collective.
-      initialize: Called with the model where there is no checkpoint.
+      after_save: Collective function of the global step that is called in all
+        processes after a save, and returns whether to stop.
+      initialize: Function that is called with the model if there is no
+        checkpoint.
     """
 
     def __init__(
@@ -245,7 +252,7 @@ class TrainCheckpoint(Checkpoint):
             config.model_dir or "",
             save_every_steps=steps,
             save_every_seconds=seconds,
-            # The end of training is saved in any case.
+            # A call is one epoch, so this saves only its end.
             save_every_epochs=1,
             keep=Keep(
                 last=config.keep_checkpoint_max,
@@ -263,7 +270,7 @@ class TrainCheckpoint(Checkpoint):
         return self.saved_step or 0
 
     def begin(self, loop: FitState) -> None:
-        """See `Checkpoint.begin`."""
+        """Restores or initializes the model, and notifies the listeners."""
         self._mesh = loop.mesh
         super().begin(loop)
         if self.saved_step is None:
@@ -272,7 +279,7 @@ class TrainCheckpoint(Checkpoint):
             listener.begin()
 
     def close(self, *, is_done: bool) -> None:
-        """See `Checkpoint.close`."""
+        """Waits for the last save, and marks the end of the call."""
         super().close(is_done=is_done)
         if not is_done or self._mesh is None:
             return
@@ -280,8 +287,11 @@ class TrainCheckpoint(Checkpoint):
             mark_end(self.directory, self.num_steps)
         for listener in self._listeners_here:
             listener.end(None, self.num_steps)
-        # Nobody looks for the last checkpoint before it is complete.
-        value_of_chief(self._mesh, "the end of `Estimator.train`", None, None)
+        # A barrier: no process looks for the last checkpoint before it is
+        # complete and marked.
+        broadcast_from_chief(
+            self._mesh, "the end of `Estimator.train`", None, None
+        )
 
     @property
     def _listeners_here(self) -> tuple[Any, ...]:
@@ -291,33 +301,33 @@ class TrainCheckpoint(Checkpoint):
     def begins_anew(
         self, loop: FitState, step: int, document: dict[str, Any]
     ) -> bool:
-        """Returns whether the last call of `train` came to its end."""
+        """Returns whether the last call of `train` ended."""
         where = reading.path_of(self.directory, step)
         epoch, _ = reading.place_in(document, where)
         is_done = is_done_at(self.directory, step, epoch)
-        is_done = value_of_chief(loop.mesh, _WHERE, is_done, bool)
+        is_done = broadcast_from_chief(loop.mesh, _WHERE, is_done, bool)
         if is_done:
             _logger.info("Resuming from step %d in %r.", step, self.directory)
         return is_done
 
     def before_save(self, loop: FitState) -> None:
-        """See `Checkpoint.before_save`."""
+        """Notifies the listeners."""
         for listener in self._listeners_here:
             listener.before_save(None, loop.num_steps)
 
     def after_save(self, loop: FitState) -> None:
-        """Has listeners look at a checkpoint that is complete."""
+        """Notifies the listeners of a complete checkpoint; they may stop."""
         if not self._listeners and self._asks_to_stop is None:
             return
         self.wait()
         should_stop = False
         for listener in self._listeners_here:
             should_stop |= bool(listener.after_save(None, loop.num_steps))
-        should_stop = value_of_chief(
+        should_stop = broadcast_from_chief(
             loop.mesh, "after a checkpoint", should_stop, bool
         )
         if self._asks_to_stop is not None:
             should_stop |= self._asks_to_stop(loop.num_steps)
         if should_stop:
-            _logger.info("Stopping at step %d, as asked for.", loop.num_steps)
+            _logger.info("Stopping at step %d, as requested.", loop.num_steps)
             loop.model.stop_training = True

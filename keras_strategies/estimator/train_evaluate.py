@@ -1,4 +1,4 @@
-"""train_and_evaluate: in one process, or each task of a cluster its part."""
+"""train_and_evaluate: in one process, or in the tasks of a cluster."""
 
 import logging
 import os
@@ -31,20 +31,20 @@ def train_and_evaluate(
 ) -> Results:
     """Trains, evaluates the checkpoints and exports; as tf's.
 
-    In one process: trains up to `train_spec.max_steps`, and meanwhile
-    evaluates each new checkpoint, but not more often than
-    `eval_spec.throttle_secs`; the last one in any case. Exporters are called
-    after each evaluation.
+    One process trains up to `train_spec.max_steps`. During the training it
+    evaluates new checkpoints, but at most once per `eval_spec.throttle_secs`.
+    The last checkpoint is always evaluated. Exporters are called after each
+    evaluation.
 
-    With a TF_CONFIG each process does its task's part: the chief and the
-    workers train together (`train_distribute=
-    ks.MultiWorkerMirroredStrategy()`), and an evaluator, which is none of the
-    cluster, evaluates what the chief saves until the training is over. All
-    need the same `model_dir`. Without an evaluator nothing is evaluated, as
-    in tf; the chief logs a warning.
+    With a TF_CONFIG, each process runs its task. The chief and the workers
+    train together (`train_distribute=ks.MultiWorkerMirroredStrategy()`). An
+    evaluator, which is not part of the training cluster, evaluates the chief's
+    checkpoints until the training ends. All tasks need the same `model_dir`.
+    Without an evaluator, no checkpoint is evaluated, as in tf; the chief logs
+    a warning.
 
-    Called again, it resumes from the last checkpoint; nothing is trained
-    where `max_steps` are done.
+    Another call resumes from the last checkpoint. It trains no steps if
+    `max_steps` are done.
 
     Args:
       estimator: The Estimator.
@@ -52,13 +52,13 @@ def train_and_evaluate(
       eval_spec: The evaluation, and the exporters.
 
     Returns:
-      What the last evaluation and its exporters returned; (None, []) in a
-      task that evaluates nothing.
+      The results of the last evaluation and of its exporters; (None, []) in a
+      task that does not evaluate.
 
     Raises:
-      TypeError: an argument of another type.
-      ValueError: a task that has no part here ("ps").
-      RuntimeError: an evaluator found no checkpoint for
+      TypeError: if an argument has another type.
+      ValueError: if the task is not supported ("ps").
+      RuntimeError: if an evaluator finds no checkpoint for
         `session_creation_timeout_secs` of the RunConfig.
 
     Example:
@@ -83,14 +83,16 @@ def train_and_evaluate(
         raise ValueError(
             f"Task type {config.task_type} is not supported. Received: a "
             "TF_CONFIG with that task. Supported task types are chief, "
-            "worker and evaluator; all that train have all variables."
+            "worker and evaluator; parameter servers are not needed, because "
+            "each training process has all variables."
         )
     _logger.info("Training as %s %d.", config.task_type, config.task_id)
     jobs = config.cluster_spec.jobs if config.is_chief else [EVALUATOR]
     if not {CHIEF, EVALUATOR} & {*jobs}:
         _warn_without_evaluator(estimator)
     _train(estimator, train_spec, None)
-    # One that is none of the cluster may follow a "chief".
+    # An evaluator outside of the cluster may follow a "chief". If there is one,
+    # its folder exists by now.
     may_be = CHIEF in jobs and EVALUATOR not in jobs
     if may_be and not os.path.isdir(estimator.eval_dir(eval_spec.name)):
         _warn_without_evaluator(estimator)
@@ -120,7 +122,8 @@ def _check(
     if config.task_type == EVALUATOR and config.task_id > 0:
         raise ValueError(
             "For distributed training, there can only be one `evaluator` task "
-            f"(with task id 0). Received: task id {config.task_id}. Start one."
+            f"(with task id 0). Received: task id {config.task_id}. Start only "
+            "one."
         )
 
 
@@ -143,11 +146,11 @@ def _train_locally(
     estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
 ) -> Results:
     evaluation = _Evaluation(estimator, eval_spec, train_spec.max_steps)
-    mesh = engine.strategy_of(estimator, ModeKeys.TRAIN).mesh
+    mesh = engine.find_strategy(estimator, ModeKeys.TRAIN).mesh
     throttle_s = eval_spec.throttle_secs
 
     def after_save(step: int) -> bool:
-        is_due = train_callback.value_of_chief(
+        is_due = train_callback.broadcast_from_chief(
             mesh, "whether to evaluate", evaluation.is_due(throttle_s), bool
         )
         if is_due:
@@ -157,7 +160,7 @@ def _train_locally(
         return False
 
     _train(estimator, train_spec, after_save)
-    latest = train_callback.value_of_chief(
+    latest = train_callback.broadcast_from_chief(
         mesh,
         "the last checkpoint",
         estimator.latest_checkpoint(),
@@ -171,7 +174,7 @@ def _train_locally(
 def _follow(
     estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
 ) -> Results:
-    """Evaluates what another process saves, until it has ended."""
+    """Evaluates another process's checkpoints until its training ends."""
     evaluation = _Evaluation(estimator, eval_spec, train_spec.max_steps)
     watch = _Watch(estimator, train_spec.max_steps)
     time.sleep(eval_spec.start_delay_secs)
@@ -185,7 +188,7 @@ def _follow(
                 except (DamagedCheckpoint, ValueError):
                     if os.path.isdir(path):
                         raise
-                    # Newer ones are there, and this one was deleted.
+                    # The chief has deleted it, because it has newer ones.
                     continue
                 watch.note_news()
                 continue
@@ -196,68 +199,69 @@ def _follow(
 
 
 class _Watch:
-    """Tells an evaluator whether the training continues.
+    """A check whether the training that an evaluator follows continues.
 
     Args:
       estimator: The Estimator.
-      max_steps: The training's.
+      max_steps: The global step at which the training ends, or None.
     """
 
     def __init__(self, estimator: Estimator, max_steps: int | None) -> None:
         self._model_dir = estimator.model_dir
         self._max_steps = max_steps
         self._timeout_s = estimator.config.session_creation_timeout_secs
-        # The mark of an earlier training may be there still.
-        self._stale = train_callback.mark_of(self._model_dir)
+        # The mark may still be that of an earlier training.
+        self._stale = train_callback.identify_mark(self._model_dir)
         self.note_news()
 
     def note_news(self) -> None:
-        """A new checkpoint was evaluated."""
+        """Notes that a new checkpoint was evaluated."""
         self._since = time.monotonic()
 
     def is_last(self, path: str) -> bool:
-        """Whether no checkpoint comes after this one."""
+        """Returns whether a checkpoint is the last one of the training."""
         step = reading.step_of(path)
         if self._max_steps is not None and step >= self._max_steps:
             return True
-        mark = train_callback.mark_of(self._model_dir)
+        mark = train_callback.identify_mark(self._model_dir)
         return (
             mark != self._stale
-            and train_callback.ended_at(self._model_dir) == step
+            and train_callback.read_end_step(self._model_dir) == step
         )
 
     def is_over(self, path: str | None) -> bool:
-        """Whether there was no news for too long.
+        """Returns whether the training ended before this evaluator started.
+
+        It can be True only after the timeout without a new checkpoint.
 
         Raises:
-          RuntimeError: there never was a checkpoint.
+          RuntimeError: if no checkpoint was saved before the timeout.
         """
         timeout_s = self._timeout_s
         if timeout_s is None or time.monotonic() - self._since < timeout_s:
             return False
         if path is None:
             raise RuntimeError(
-                "An evaluator waits for the first checkpoint for as long as "
+                "The first checkpoint must be saved within "
                 f"`session_creation_timeout_secs`. Received: {timeout_s} s, "
-                f"and no checkpoint in {self._model_dir}. Look at the chief's "
+                f"and no checkpoint in {self._model_dir}. Check the chief's "
                 "log; all tasks need the same `model_dir` on a shared disk."
             )
-        # A training that ended before this process came here.
         step = reading.step_of(path)
-        return train_callback.ended_at(self._model_dir) == step
+        return train_callback.read_end_step(self._model_dir) == step
 
 
 class _Evaluation:
-    """Evaluates checkpoints, and calls the exporters.
+    """The evaluations of checkpoints, and the calls of exporters.
 
     Args:
       estimator: The Estimator.
       spec: The EvalSpec.
-      max_steps: The training's: what is evaluated then is the last.
+      max_steps: The global step of the final evaluation, or None.
 
     Attributes:
-      path: The checkpoint that was evaluated last.
-      results: What that and its exports returned.
+      path: The last checkpoint that was evaluated, or None.
+      results: The results of that evaluation and of its exporters.
     """
 
     def __init__(
@@ -271,7 +275,7 @@ class _Evaluation:
         self.results: Results = _NOTHING
 
     def is_due(self, throttle_s: float) -> bool:
-        """Whether the last one began long enough ago."""
+        """Returns whether the last evaluation began long enough ago."""
         began = self._began
         return began is None or time.monotonic() - began >= throttle_s
 
@@ -296,7 +300,7 @@ class _Evaluation:
         step = metrics[records.GLOBAL_STEP]
         is_final = self._max_steps is not None and step >= self._max_steps
         base = os.path.join(self._estimator.model_dir, "export")
-        exporters: Any = self._spec.exporters  # A tuple, since it is checked.
+        exporters: Any = self._spec.exporters  # EvalSpec makes it a tuple.
         return [
             exporter.export(
                 estimator=self._estimator,

@@ -1,4 +1,4 @@
-"""Initial weights from another training."""
+"""Initial weights from the checkpoint of another training."""
 
 import dataclasses
 import logging
@@ -18,23 +18,24 @@ _logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class WarmStartSettings:
-    """Which weights to take from a checkpoint; as tf's.
+    """A selection of weights to take from a checkpoint; as tf's.
 
-    Differs from tf: names are Keras's ("dense/kernel"), and there are no
-    vocabularies.
+    Differs from tf: names are Keras's ("dense/kernel"), and vocabularies are
+    not supported.
 
     Attributes:
-      ckpt_to_initialize_from: A checkpoint, or a `model_dir` with some, of
-        which the newest is taken.
-      vars_to_warm_start: A regular expression that is searched for in names
-        of weights, or a list of them; None for those alone that are trained.
+      ckpt_to_initialize_from: Path of a checkpoint, or of a `model_dir`, whose
+        newest checkpoint is used.
+      vars_to_warm_start: A regular expression that is searched for in the
+        names of the weights, or a list of them; None for the trainable weights.
       var_name_to_vocab_info: None.
-      var_name_to_prev_var_name: Names in the checkpoint of those that are
-        named otherwise there.
+      var_name_to_prev_var_name: Names in the checkpoint by name in the model,
+        for weights whose names differ.
 
     Raises:
-      ValueError: an empty path, or what has no meaning here.
-      TypeError: an argument of another type.
+      ValueError: if the path is empty, a regular expression is invalid, or an
+        argument has no meaning here.
+      TypeError: if an argument has another type.
 
     Example:
       ```python
@@ -54,7 +55,7 @@ class WarmStartSettings:
 
     def __post_init__(self) -> None:
         path = self.ckpt_to_initialize_from
-        cure = "Give a checkpoint's folder."
+        cure = "Pass a checkpoint's folder."
         kind = (str, os.PathLike)
         check_type("`ckpt_to_initialize_from`", path, kind, "a path", cure)
         if not os.fspath(path):
@@ -65,19 +66,20 @@ class WarmStartSettings:
         if self.var_name_to_vocab_info:
             raise ValueError(
                 "`var_name_to_vocab_info` has no meaning here. Received: "
-                f"{shown(self.var_name_to_vocab_info)}. Leave it out, and move "
-                "the rows of an embedding before training."
+                f"{shown(self.var_name_to_vocab_info)}. Omit it, and reorder "
+                "the rows of the embedding before training."
             )
-        for pattern in _listed(self.vars_to_warm_start):
+        for pattern in _list_patterns(self.vars_to_warm_start):
             name, what = "`vars_to_warm_start`", "regular expressions"
-            cure = "Give a str, or a list of them."
+            cure = "Pass a str, or a list of them."
             check_type(name, pattern, str, what, cure)
             try:
                 re.compile(pattern)
             except re.error as error:
                 raise ValueError(
-                    "`vars_to_warm_start` are regular expressions. Received: "
-                    f"{pattern!r}: {error}. Correct it; any name is '.*'."
+                    "`vars_to_warm_start` must be valid regular expressions. "
+                    f"Received: {pattern!r}: {error}. Correct it; '.*' matches "
+                    "any name."
                 ) from None
         names = self.var_name_to_prev_var_name
         name = "`var_name_to_prev_var_name`"
@@ -87,54 +89,58 @@ class WarmStartSettings:
 
 
 def apply(settings: WarmStartSettings | None, model: keras.Model) -> None:
-    """Gives a built model initial weights, if any are asked for.
+    """Assigns initial weights to a built model, if there are settings.
 
     Raises:
-      ValueError: there is no checkpoint; a weight is not in it, or has
-        another shape there; or no weight is asked for.
+      ValueError: if there is no checkpoint, a selected weight is not in it or
+        has another shape there, or no weight is selected.
     """
     if settings is None:
         return
-    path = _checkpoint_of(os.fspath(settings.ckpt_to_initialize_from))
+    path = _find_checkpoint(os.fspath(settings.ckpt_to_initialize_from))
     names = settings.var_name_to_prev_var_name or {}
     saved = reading.variables_in(path)
     shapes = contents.document_of(path)["variables"]
-    wanted: dict[str, dict[str, Any]] = {}
+    entries: dict[str, dict[str, Any]] = {}
     pairs: list[tuple[keras.Variable, str, str]] = []
-    chosen = _chosen(model, settings.vars_to_warm_start)
-    _check_used(names, [str(v.path) for v in chosen])
-    for variable in chosen:
+    weights = _choose_weights(model, settings.vars_to_warm_start)
+    _check_used(names, [str(v.path) for v in weights])
+    for variable in weights:
         name = names.get(str(variable.path), str(variable.path))
         name = name.replace(".", "/")
         _check_saved(name, saved, path)
         group, entry = saved[name]
         shape, dtype = shapes[group][entry]
         _check_shape(variable, shape, path)
-        wanted.setdefault(group, {})[entry] = (shape, dtype)
+        entries.setdefault(group, {})[entry] = (shape, dtype)
         pairs.append((variable, group, entry))
-    arrays = reading.read_arrays(path, wanted)
+    arrays = reading.read_arrays(path, entries)
     for variable, group, entry in pairs:
         variable.assign(arrays[group][entry])
     _logger.info("Warm-started %d weights from %s.", len(pairs), path)
 
 
-def settings_of(given: Any) -> WarmStartSettings | None:
-    """Returns what `warm_start_from` asks for, or None for nothing.
+def make_settings(source: Any) -> WarmStartSettings | None:
+    """Returns the settings of an argument `warm_start_from`, or None.
 
     Raises:
-      TypeError: it is no path and no settings.
+      TypeError: if `source` is not a path, settings or None.
     """
-    if given is None or isinstance(given, WarmStartSettings):
-        return given
+    if source is None or isinstance(source, WarmStartSettings):
+        return source
     kind, what = (str, os.PathLike), "a path or `WarmStartSettings`"
-    cure = "Give a checkpoint's folder."
-    check_type("`warm_start_from`", given, kind, what, cure)
-    return WarmStartSettings(given)
+    cure = "Pass a checkpoint's folder."
+    check_type("`warm_start_from`", source, kind, what, cure)
+    return WarmStartSettings(source)
 
 
-def _checkpoint_of(path: str) -> str:
-    """A checkpoint, or the newest one in a folder."""
-    # A checkpoint is named by its step, and so may a folder of some be.
+def _find_checkpoint(path: str) -> str:
+    """Returns a path if it is a checkpoint, or the newest one in it.
+
+    Raises:
+      ValueError: if there is no checkpoint.
+    """
+    # The name does not decide: a folder of checkpoints may be a number too.
     latest = reading.newest_good(path) if os.path.isdir(path) else None
     if latest is not None:
         return latest
@@ -143,7 +149,8 @@ def _checkpoint_of(path: str) -> str:
     except ValueError as error:
         raise ValueError(
             f"`warm_start_from` needs a checkpoint. Received: {path!r}, which "
-            f"is none. Give a checkpoint's folder or a `model_dir`. ({error})"
+            "is not one. Pass a checkpoint's folder or a `model_dir`. "
+            f"({error})"
         ) from error
     return path
 
@@ -151,19 +158,19 @@ def _checkpoint_of(path: str) -> str:
 def _check_saved(name: str, saved: Mapping[str, Any], path: str) -> None:
     if name not in saved:
         raise ValueError(
-            "A weight that is warm-started is in the checkpoint. "
-            f"Received: {name!r}, which {path} has not. Leave it out "
-            "by `vars_to_warm_start`, or name what it is called there "
-            "by `var_name_to_prev_var_name`."
+            "The checkpoint must contain all warm-started weights. "
+            f"Received: {name!r}, which is not in {path}. Exclude it by "
+            "`vars_to_warm_start`, or map it to its name there by "
+            "`var_name_to_prev_var_name`."
         )
 
 
 def _check_shape(variable: keras.Variable, shape: list[int], path: str) -> None:
     if list(variable.shape) != shape:
         raise ValueError(
-            "A weight that is warm-started has its shape in the checkpoint. "
+            "A warm-started weight must have the same shape in the checkpoint. "
             f"Received: {variable.path!r} of shape {tuple(variable.shape)}, "
-            f"{tuple(shape)} in {path}. Leave it out by `vars_to_warm_start`."
+            f"{tuple(shape)} in {path}. Exclude it by `vars_to_warm_start`."
         )
 
 
@@ -171,30 +178,34 @@ def _check_used(names: Mapping[str, str], paths: list[str]) -> None:
     unused = sorted(set(names) - set(paths))
     if unused:
         raise ValueError(
-            "Keys of `var_name_to_prev_var_name` are weights that are "
-            f"warm-started. Received: {unused}; these are {paths[:8]}. "
-            "Correct the names, or leave them out."
+            "Keys of `var_name_to_prev_var_name` must be warm-started weights. "
+            f"Received: {unused}; warm-started are {paths[:8]}. Correct the "
+            "names, or omit them."
         )
 
 
-def _listed(patterns: str | Sequence[str] | None) -> list[str]:
+def _list_patterns(patterns: str | Sequence[str] | None) -> list[str]:
     return [patterns] if isinstance(patterns, str) else list(patterns or ())
 
 
-def _chosen(
+def _choose_weights(
     model: keras.Model, patterns: str | Sequence[str] | None
 ) -> list[keras.Variable]:
-    """The weights that patterns are found in."""
+    """Returns the weights whose names match a pattern.
+
+    Raises:
+      ValueError: if no name matches.
+    """
     if patterns is None:
         return list(model.trainable_variables)
-    every = _listed(patterns)
+    every = _list_patterns(patterns)
     metrics = {id(v) for v in model.metrics_variables}
     weights = [v for v in model.weights if id(v) not in metrics]
-    chosen = [v for v in weights if any(re.search(p, v.path) for p in every)]
-    if not chosen:
+    matches = [v for v in weights if any(re.search(p, v.path) for p in every)]
+    if not matches:
         raise ValueError(
-            "`vars_to_warm_start` is found in names of weights. Received: "
-            f"{patterns!r}, found in none of "
+            "`vars_to_warm_start` must match the name of a weight. Received: "
+            f"{patterns!r}, which matches none of "
             f"{[v.path for v in weights][:8]}. Correct it."
         )
-    return chosen
+    return matches

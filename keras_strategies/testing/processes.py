@@ -1,6 +1,6 @@
-"""Several processes of one `jax.distributed` job, for a test's function.
+"""Runs of a test's function in several processes of a `jax.distributed` job.
 
-For tests on one machine: the processes have virtual CPU devices and talk over
+All processes run on this machine, on virtual CPU devices, and communicate over
 127.0.0.1.
 """
 
@@ -21,7 +21,7 @@ from keras_strategies.cluster.job.free_ports import free_ports
 
 _POLL_S = 0.05
 _GRACE_S = 20.0
-_SHOWN = 4000
+_MAX_OUTPUT = 4000
 _PROGRAM = (
     "import sys; from keras_strategies.testing.processes import run; "
     "run(sys.argv[1])"
@@ -30,12 +30,12 @@ _PROGRAM = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessResult:
-    """How one process ended.
+    """The result of one process of `run_processes`.
 
     Attributes:
-      returncode: Its exit status; negative for a signal.
-      value: What the function returned, through JSON; None if it failed.
-      output: What the process wrote to stdout and stderr.
+      returncode: Exit status; negative for a signal.
+      value: The function's result, passed through JSON; None if it failed.
+      output: The text that the process wrote to stdout and stderr.
 
     Example:
       ```python
@@ -67,22 +67,22 @@ def run_processes(
     """Calls a function in several processes of one job, and waits for them.
 
     Args:
-      target: The function, as "package.module:name"; it must be importable in
-        a new process that is started in the present folder. It returns what
-        JSON can hold.
-      num_processes: How many processes; with 1 there is no job.
-      args: Its arguments; what JSON can hold.
-      devices_per_process: Virtual CPU devices of each.
-      timeout_s: How long they may take altogether, in seconds.
+      target: The function, as "package.module:name". A new process in the
+        current folder must be able to import it. Its result must be a JSON
+        value.
+      num_processes: Number of processes; with 1, the process joins no job.
+      args: Arguments of the function, as JSON values.
+      devices_per_process: Number of virtual CPU devices of each process.
+      timeout_s: Time limit for all processes together, in seconds.
       env: Environment variables to add.
-      must_succeed: Whether to raise if one fails.
+      must_succeed: Whether to raise an error if a process fails.
 
     Returns:
-      How each ended, in the order of the processes.
+      The result of each process, in the order of the process ids.
 
     Raises:
-      TimeoutError: some did not end in time; all are ended by then.
-      RuntimeError: some failed, and all must succeed.
+      TimeoutError: if a process does not end in time. All are killed first.
+      RuntimeError: if a process fails, and `must_succeed` is true.
 
     Example:
       ```python
@@ -98,7 +98,7 @@ def run_processes(
     """
     (port,) = free_ports(1)
     address = f"127.0.0.1:{port}"
-    environ = _environment(devices_per_process, env)
+    environ = _make_environment(devices_per_process, env)
     with tempfile.TemporaryDirectory() as folder:
         paths = [pathlib.Path(folder, str(p)) for p in range(num_processes)]
         running = [
@@ -117,12 +117,12 @@ def run_processes(
     if is_late:
         raise TimeoutError(
             f"{target} did not end within {timeout_s:.0f} s in "
-            f"{num_processes} processes.{_shown(results)}"
+            f"{num_processes} processes.{_format_outputs(results)}"
         )
     if must_succeed and any(result.returncode for result in results):
         raise RuntimeError(
             f"{target} failed in one of {num_processes} processes."
-            f"{_shown(results)}"
+            f"{_format_outputs(results)}"
         )
     return results
 
@@ -140,7 +140,7 @@ def _start(
         )
 
 
-def _environment(
+def _make_environment(
     num_devices: int, env: Mapping[str, str] | None
 ) -> dict[str, str]:
     flags = os.environ.get("XLA_FLAGS", "").split()
@@ -159,7 +159,11 @@ def _environment(
 
 
 def _wait(running: list[subprocess.Popen[bytes]], timeout_s: float) -> bool:
-    """Waits until all have ended; soon after one has failed, no longer."""
+    """Waits for the processes; after a failure, only `_GRACE_S` longer.
+
+    Returns:
+      False if the time is over.
+    """
     end = time.monotonic() + timeout_s
     failed_at: float | None = None
     while any(process.poll() is None for process in running):
@@ -175,7 +179,7 @@ def _wait(running: list[subprocess.Popen[bytes]], timeout_s: float) -> bool:
 
 
 def _end(running: list[subprocess.Popen[bytes]]) -> None:
-    """Kills the processes that still run."""
+    """Kills the processes that are still running."""
     for process in running:
         process.kill()
         process.wait()
@@ -184,27 +188,27 @@ def _end(running: list[subprocess.Popen[bytes]]) -> None:
 def _result(
     process: subprocess.Popen[bytes], path: pathlib.Path
 ) -> ProcessResult:
-    told = path.with_suffix(".json")
-    value = json.loads(told.read_text("utf-8")) if told.exists() else None
+    result = path.with_suffix(".json")
+    value = json.loads(result.read_text("utf-8")) if result.exists() else None
     log = path.with_suffix(".log").read_text("utf-8", errors="replace")
     return ProcessResult(returncode=process.returncode, value=value, output=log)
 
 
-def _shown(results: list[ProcessResult]) -> str:
+def _format_outputs(results: list[ProcessResult]) -> str:
     return "".join(
         f"\n--- process {index}, exit status {result.returncode} ---\n"
-        f"{result.output[-_SHOWN:]}"
+        f"{result.output[-_MAX_OUTPUT:]}"
         for index, result in enumerate(results)
     )
 
 
 def run(words: str) -> None:
-    """What each process runs.
+    """Runs one process: joins the job, and calls the function.
 
     Args:
-      words: The message of `run_processes`.
+      words: The JSON message of `run_processes`.
     """
-    # The parent process does without.
+    # Imported here, because the parent process does not need it.
     from keras_strategies.cluster.watchdog import watchdog
 
     target, num_processes, index, address, args, path = json.loads(words)
@@ -228,5 +232,5 @@ def run(words: str) -> None:
             raise
         traceback.print_exc()
         sys.stderr.flush()
-        # Past JAX's shutdown barrier, which would wait for the others.
+        # `_exit` skips JAX's shutdown barrier, which would wait for the others.
         os._exit(1)

@@ -12,14 +12,15 @@ from keras_strategies.keras_bridge.variables.model_variables import (
 def assert_replicated(*owners: keras.Model | keras.Variable) -> None:
     """Asserts that all copies of replicated variables are equal, bit by bit.
 
-    Of variables that a replica divides over its cores, all copies of a part.
+    For a variable that is sharded over the cores of a replica, the copies of
+    each shard are compared.
 
     Args:
-      *owners: Models that were bound to a strategy, whose variables (also of
-        their optimizers, metrics and losses) are looked at, and variables.
+      *owners: Variables, and models of a strategy. A model's variables include
+        those of its optimizer, metrics and losses.
 
     Raises:
-      AssertionError: copies differ; the text lists the variables.
+      AssertionError: if copies differ; the message lists the variables.
 
     Example:
       ```python
@@ -43,6 +44,6 @@ def assert_replicated(*owners: keras.Model | keras.Variable) -> None:
                 break
     if different:
         raise AssertionError(
-            "Replicas hold different values of replicated variables: "
+            "Replicated variables differ between replicas: "
             f"{', '.join(different)}."
         )

@@ -110,8 +110,8 @@ def test_a_finished_run_trains_nothing_and_warns(
     assert not told
     assert (folder / "log.csv").read_text() == log
     (text,) = [r.getMessage() for r in caplog.records]
-    assert "12 steps are done, and nothing is trained." in text
-    assert "Give more `epochs`" in text
+    assert "12 steps are done, and no further step is trained." in text
+    assert "Pass more `epochs`" in text
 
 
 def test_a_run_that_a_callback_ended_is_over(runner, tmp_path, caplog):
@@ -317,7 +317,7 @@ def test_all_damaged_is_as_none(runner, whole, tmp_path):
     shutil.copytree(whole[0] / "kept", tmp_path / "kept")
     for path in (tmp_path / "kept").glob("[0-9]*"):
         (path / "manifest.json").unlink()
-    with pytest.raises(FileNotFoundError, match="none that is good"):
+    with pytest.raises(FileNotFoundError, match="no valid checkpoint"):
         fit(runner, Checkpoint(tmp_path / "kept", resume=True))
     ours, _ = runner.run(tmp_path, save_every_steps=5)
     assert_equal(ours, whole[1])
@@ -435,7 +435,7 @@ def test_an_error_frees_the_directory(runner, tmp_path):
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"directory": ""}, ValueError, "`directory` is where"),
+        ({"directory": ""}, ValueError, "`directory` must not be empty"),
         (
             {"save_every_steps": 0},
             ValueError,

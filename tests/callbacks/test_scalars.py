@@ -692,7 +692,7 @@ def test_a_disk_that_is_full_ends_the_points_and_not_the_training(
     monkeypatch.setattr(record_writer.RecordWriter, "write", write)
     model = _kept_model(2, 1)
     scalars = Scalars(tmp_path, every_n_steps=1, initial_step=0)
-    with pytest.warns(RuntimeWarning, match="No space left.*Make room"):
+    with pytest.warns(RuntimeWarning, match="No space left.*Free space"):
         history = fit(model, scalars)
     assert len(history["loss"]) == 1
     assert written == [1, 2, 3]

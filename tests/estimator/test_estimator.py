@@ -15,7 +15,7 @@ import pytest
 import keras_strategies as ks
 from keras_strategies.estimator import records
 from keras_strategies.estimator.estimator import Estimator
-from keras_strategies.estimator.inputs import symbols_of
+from keras_strategies.estimator.inputs import make_symbols
 from tests.estimator import models
 from tests.estimator.models import (
     X,
@@ -213,8 +213,8 @@ def test_steps_add_and_max_steps_are_absolute(tmp_path, caplog):
     estimator.train(needs_nothing, max_steps=5)
     estimator.train(needs_nothing, max_steps=4)
     assert warnings_of(caplog) == [
-        f"Nothing is trained: {tmp_path} is at step 5, and max_steps={asked}. "
-        "Give more `max_steps`, or another `model_dir`."
+        f"No step is trained: {tmp_path} is at step 5, and max_steps={asked}. "
+        "Pass more `max_steps`, or another `model_dir`."
         for asked in (5, 4)
     ]
     assert_equal_weights(weights_of(estimator), weights)
@@ -545,7 +545,7 @@ def test_input_that_is_none_is_refused(tmp_path, made, error, text):
 
 
 def test_nested_features_have_names_of_their_own():
-    features, _ = symbols_of(({"p": {"a": X}, "q": {"a": (X, X)}}, Y))
+    features, _ = make_symbols(({"p": {"a": X}, "q": {"a": (X, X)}}, Y))
     names = [feature.name for feature in keras.tree.flatten(features)]
     assert names == ["p_a", "q_a_0", "q_a_1"]
 
@@ -642,7 +642,7 @@ def test_input_context_makes_batches_of_a_replica(tmp_path, replicas):
     assert (context.num_input_pipelines, context.input_pipeline_id) == (1, 0)
     assert context.num_replicas_in_sync == replicas
     assert step_of(estimator) == 4 // replicas
-    with pytest.raises(ValueError, match="returns a dataset"):
+    with pytest.raises(ValueError, match="must return a dataset"):
         estimator.train(lambda input_context: arrays())
 
 
@@ -652,13 +652,13 @@ def test_input_context_makes_batches_of_a_replica(tmp_path, replicas):
         (lambda features, labels: None, "should return an EstimatorSpec"),
         (
             lambda features, labels: keras.Sequential([keras.layers.Dense(1)]),
-            "is compiled",
+            "must be compiled",
         ),
         (
             lambda features, labels: ks.estimator.EstimatorSpec(
                 "infer", model=models.Unbuilt(), predictions="a"
             ),
-            "of the mode",
+            "must have the mode",
         ),
     ],
 )
@@ -899,7 +899,7 @@ ONE_METRIC = keras.metrics.MeanAbsoluteError()
 @pytest.mark.parametrize(
     ("metrics", "outputs", "text"),
     [
-        ({"a": ONE_METRIC, "b": ONE_METRIC}, 1, "has one name"),
+        ({"a": ONE_METRIC, "b": ONE_METRIC}, 1, "must have one name"),
         ({"a": "mse", "b": "mae"}, 2, "with one output.*metrics={"),
     ],
 )
@@ -1080,10 +1080,10 @@ def test_wrong_settings_are_refused(settings, error, text):
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"vars_to_warm_start": "colour"}, "found in none"),
+        ({"vars_to_warm_start": "colour"}, "matches none"),
         (
             {"var_name_to_prev_var_name": {"colour": "dense/bias"}},
-            r"\['colour'\]; these are",
+            r"\['colour'\]; warm-started are",
         ),
         (
             {"var_name_to_prev_var_name": {"dense/bias": "colour"}},

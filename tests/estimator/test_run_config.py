@@ -207,16 +207,16 @@ def test_replace_switches_between_steps_and_seconds(first, changes, expected):
         (
             {"protocol": "grpc"},
             ValueError,
-            "protocol='grpc'. Leave it out. JAX chooses it. `ks.experimental."
-            "CommunicationOptions` has what can be set.$",
+            "protocol='grpc'. Omit it. JAX chooses it. See `ks.experimental."
+            "CommunicationOptions` for the available options.$",
         ),
         ({"protocol": "http"}, ValueError, "CommunicationOptions"),
-        ({"checkpoint_save_graph_def": False}, ValueError, "hold a graph"),
+        ({"checkpoint_save_graph_def": False}, ValueError, "contain a graph"),
         ({"train_distribute": "mirrored"}, TypeError, "MirroredStrategy"),
         (
             {"train_distribute": ks.MirroredStrategy},
             TypeError,
-            "the class MirroredStrategy. Make one: `MirroredStrategy",
+            "the class MirroredStrategy. Create one: `MirroredStrategy",
         ),
         ({"eval_distribute": object()}, TypeError, "`eval_distribute`"),
         ({"experimental_distribute": 3}, TypeError, "attributes"),
@@ -304,7 +304,7 @@ def test_a_strategy_is_given_in_one_way(name):
 
 def test_a_remote_cluster_is_refused():
     given = distribute(remote={"worker": ["a:1"]})
-    with pytest.raises(ValueError, match="remote cluster"):
+    with pytest.raises(ValueError, match="remote_cluster"):
         RunConfig(experimental_distribute=given)
 
 

@@ -118,7 +118,7 @@ def test_eval_spec():
         (TrainSpec, {"max_steps": 1.5}, TypeError, "must be an integer"),
         (TrainSpec, {"max_steps": True}, TypeError, "must be an integer"),
         (TrainSpec, {"hooks": [3]}, TypeError, "All `hooks` must be"),
-        (TrainSpec, {"hooks": 3}, TypeError, "`hooks` is a list"),
+        (TrainSpec, {"hooks": 3}, TypeError, "`hooks` must be a list"),
         (
             TrainSpec,
             {"hooks": [keras.callbacks.History]},
@@ -264,7 +264,7 @@ TENSOR = np.zeros(3)
 @pytest.mark.parametrize(
     ("mode", "fields", "error", "text"),
     [
-        ("training", {}, ValueError, "`mode` is one of"),
+        ("training", {}, ValueError, "`mode` must be one of"),
         ("train", {"train_op": "sgd"}, ValueError, "Missing loss"),
         ("train", {"loss": "mse"}, ValueError, "Missing train_op"),
         ("eval", {}, ValueError, "Missing loss"),
@@ -274,15 +274,15 @@ TENSOR = np.zeros(3)
             "train",
             {"is_compiled": True, "loss": "mse"},
             ValueError,
-            "A compiled model has its",
+            "must not set the loss",
         ),
         (
             "eval",
             {"is_compiled": True, "eval_metric_ops": {"a": "mae"}},
             ValueError,
-            "A compiled model has its",
+            "must not set the loss",
         ),
-        ("eval", {"loss": TENSOR}, TypeError, "There is no graph"),
+        ("eval", {"loss": TENSOR}, TypeError, "Graph tensors"),
         ("eval", {"loss": 3.0}, TypeError, "loss must be a loss of Keras"),
         (
             "train",
@@ -296,8 +296,8 @@ TENSOR = np.zeros(3)
             TypeError,
             "train_op must be an optimizer",
         ),
-        ("infer", {"predictions": TENSOR}, TypeError, "no graph"),
-        ("infer", {"predictions": {"a": TENSOR}}, TypeError, "no graph"),
+        ("infer", {"predictions": TENSOR}, TypeError, "Graph tensors"),
+        ("infer", {"predictions": {"a": TENSOR}}, TypeError, "Graph tensors"),
         ("infer", {"predictions": 3}, TypeError, "predictions must be"),
         (
             "eval",
@@ -421,7 +421,7 @@ def best(best_eval_result, current_eval_result, more):
             "must include best_eval_result",
         ),
         ("BestExporter", {"compare_fn": best}, ValueError, "not expected"),
-        ("FinalExporter", {"as_text": True}, ValueError, "no text form"),
+        ("FinalExporter", {"as_text": True}, ValueError, "have no text form"),
         (
             "FinalExporter",
             {"serving_input_receiver_fn": input_fn},
@@ -434,7 +434,7 @@ def best(best_eval_result, current_eval_result, more):
             ValueError,
             "no meaning here",
         ),
-        ("BestExporter", {"as_text": True}, ValueError, "no text form"),
+        ("BestExporter", {"as_text": True}, ValueError, "have no text form"),
     ],
 )
 def test_wrong_argument_of_an_exporter_is_refused(kind, arguments, error, text):
@@ -453,7 +453,7 @@ def test_arguments_of_a_partial_function_are_given():
 )
 def test_the_smaller_loss_is_better(before, now, expected):
     results = ({"loss": before}, {"loss": now, "a": 1})
-    assert exporters.loss_smaller(*results) is expected
+    assert exporters.has_smaller_loss(*results) is expected
 
 
 @pytest.mark.parametrize(
@@ -466,7 +466,7 @@ def test_the_smaller_loss_is_better(before, now, expected):
 )
 def test_results_without_a_loss_cannot_be_compared(before, now, name):
     with pytest.raises(ValueError, match=f"{name} cannot be empty"):
-        exporters.loss_smaller(before, now)
+        exporters.has_smaller_loss(before, now)
 
 
 def test_results_of_evaluations_are_read_back(tmp_path, caplog):
@@ -515,9 +515,9 @@ def test_files_that_others_wrote_are_left_out(tmp_path, caplog, text):
     (tmp_path / records.FILE).write_bytes(text + b"\n")
     if text != b"null":
         # What `null` says is that there are no features.
-        assert exporting.noted_features(folder) is None
+        assert exporting.read_features(folder) is None
         assert exporting.FEATURES in caplog.text
-    assert train_callback.ended_at(folder) is None
+    assert train_callback.read_end_step(folder) is None
     assert records.read(folder) == {}
     records.append(folder, 3, {"loss": 0.5})
     assert records.read(folder) == {3: {"loss": 0.5}}
@@ -527,10 +527,10 @@ def test_pipes_in_the_place_of_files_are_not_waited_for(tmp_path):
     folder = str(tmp_path)
 
     def noted():
-        return exporting.noted_features(folder)
+        return exporting.read_features(folder)
 
     def ended():
-        return train_callback.ended_at(folder)
+        return train_callback.read_end_step(folder)
 
     def evaluated():
         with pytest.raises(OSError, match="must be a file"):
@@ -542,23 +542,23 @@ def test_pipes_in_the_place_of_files_are_not_waited_for(tmp_path):
         (records.FILE, evaluated),
     ):
         assert read_a_pipe(tmp_path / name, read) is None
-    exporting.note_features(folder, {"x": keras.Input((3,))})
+    exporting.write_features(folder, {"x": keras.Input((3,))})
     assert noted()["x"].shape == (0, 3)
 
 
 @pytest.mark.parametrize("text", [b"\xff\xfe", b"", b"[" * 9999])
 def test_damaged_features_are_written_anew(tmp_path, text):
     (tmp_path / exporting.FEATURES).write_bytes(text)
-    exporting.note_features(str(tmp_path), {"x": keras.Input((3,))})
-    assert exporting.noted_features(str(tmp_path))["x"].shape == (0, 3)
+    exporting.write_features(str(tmp_path), {"x": keras.Input((3,))})
+    assert exporting.read_features(str(tmp_path))["x"].shape == (0, 3)
 
 
 def test_features_of_a_class_are_not_written_down(tmp_path):
     features = Features(keras.Input((3,)))
-    exporting.note_features(str(tmp_path), features)
+    exporting.write_features(str(tmp_path), features)
     assert not (tmp_path / exporting.FEATURES).exists()
-    exporting.note_features(str(tmp_path), {"x": keras.Input((3,))})
-    assert exporting.noted_features(str(tmp_path))["x"].shape == (0, 3)
+    exporting.write_features(str(tmp_path), {"x": keras.Input((3,))})
+    assert exporting.read_features(str(tmp_path))["x"].shape == (0, 3)
 
 
 class Features(NamedTuple):

@@ -192,14 +192,14 @@ def modes_of(folder):
         ({"assets_extra": ["a"]}, TypeError, "must be a dict"),
         ({"assets_extra": {"../a": "b"}}, ValueError, "relative path"),
         ({"assets_extra": {"/a": "b"}}, ValueError, "relative path"),
-        ({"assets_extra": {"a": "/nowhere"}}, ValueError, "are files"),
-        ({"as_text": True}, ValueError, "no text form"),
+        ({"assets_extra": {"a": "/nowhere"}}, ValueError, "paths of files"),
+        ({"as_text": True}, ValueError, "have no text form"),
         (
             {"serving_input_receiver_fn": arrays},
             ValueError,
             "no meaning here",
         ),
-        ({"experimental_mode": "a"}, ValueError, "is one of"),
+        ({"experimental_mode": "a"}, ValueError, "must be one of"),
         ({"checkpoint_path": "/nowhere/3"}, ValueError, "no checkpoint"),
     ],
 )
@@ -217,7 +217,7 @@ def test_export_into_a_file_is_refused(tmp_path, base):
     estimator = estimator_of(tmp_path / "model")
     estimator.train(endless, steps=1)
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(NotADirectoryError, match="`export_dir_base` is a"):
+    with pytest.raises(NotADirectoryError, match="`export_dir_base` must be a"):
         estimator.export_saved_model(tmp_path / base, saved_model=False)
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -393,7 +393,7 @@ RISING = {0: {"a": 1.0}, 10: {"a": 3.0}, 20: {"a": 2.0}, 30: {"a": 3.0}}
 )
 def test_threshold(threshold, min_steps, expected):
     higher = lambda a, b: a > b  # noqa: E731
-    values = early_stopping.values_of(RISING, "a", min_steps)
+    values = early_stopping.iter_values(RISING, "a", min_steps)
     found = early_stopping.is_beyond(values, threshold, higher)
     assert found is expected
 
@@ -404,8 +404,8 @@ def test_threshold(threshold, min_steps, expected):
 )
 def test_no_improvement(max_steps, min_steps, expected):
     higher = lambda a, b: a > b  # noqa: E731
-    values = early_stopping.values_of(RISING, "a", min_steps)
-    found = early_stopping.is_without_improvement(values, max_steps, higher)
+    values = early_stopping.iter_values(RISING, "a", min_steps)
+    found = early_stopping.has_stalled(values, max_steps, higher)
     assert found == bool(expected)
 
 
@@ -437,7 +437,7 @@ def test_whether_to_stop_is_asked_every_so_many_steps(tmp_path):
     asked = []
     made = experimental.make_early_stopping_hook(
         estimator,
-        lambda: asked.append(train_callback.step_of_fit(made.model)),
+        lambda: asked.append(train_callback.find_global_step(made.model)),
         run_every_secs=None,
         run_every_steps=3,
     )
@@ -453,7 +453,7 @@ def test_early_stopping_in_train_and_evaluate(tmp_path):
     metrics, _ = run(estimator, max_steps=20, hooks=[hook])
     # The fourth step is evaluated after it; the fifth one sees that.
     assert metrics["global_step"] == 5
-    assert train_callback.ended_at(estimator.model_dir) == 5
+    assert train_callback.read_end_step(estimator.model_dir) == 5
 
 
 @pytest.mark.parametrize(
@@ -488,7 +488,7 @@ def test_result_that_is_not_there_is_named(tmp_path):
     estimator = estimator_of(tmp_path)
     records.append(estimator.eval_dir(), 1, {"loss": 1.0})
     hook = experimental.stop_if_lower_hook(estimator, "colour", 1)
-    with pytest.raises(ValueError, match="'colour'; there are .'loss'"):
+    with pytest.raises(ValueError, match="'colour'; the results are .'loss'"):
         estimator.train(endless, steps=2, hooks=[hook])
     for arguments in ((3, 1), ("loss", "a")):
         with pytest.raises(TypeError):
@@ -604,7 +604,11 @@ def not_built():
             ValueError,
             "has not been compiled",
         ),
-        (lambda: {"keras_model": not_built()}, ValueError, "has none yet"),
+        (
+            lambda: {"keras_model": not_built()},
+            ValueError,
+            "has no weights yet",
+        ),
         (lambda: {"keras_model": 3}, TypeError, "must be a Keras model"),
         (lambda: {"keras_model_path": 3}, TypeError, "must be a path"),
         (lambda: {"keras_model_path": "a.h5"}, ValueError, "`.keras` file"),
@@ -641,7 +645,7 @@ def test_wrong_argument_of_model_to_estimator(tmp_path, make, error, text):
 def test_a_file_that_is_no_model_is_refused(tmp_path):
     path = tmp_path / "half.keras"
     path.write_bytes(b"PK")
-    with pytest.raises(ValueError, match="holds something else"):
+    with pytest.raises(ValueError, match="has another format"):
         ks.estimator.model_to_estimator(keras_model_path=path)
 
 
@@ -665,7 +669,7 @@ def test_a_result_that_is_renamed_is_there(tmp_path):
         config=models.config_of(tmp_path),
         metric_names_map={"colour": "color"},
     )
-    with pytest.raises(ValueError, match="'colour'; there are"):
+    with pytest.raises(ValueError, match="'colour'; the results are"):
         estimator.evaluate(arrays)
 
 

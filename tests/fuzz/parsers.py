@@ -65,7 +65,7 @@ from keras_strategies.data.shuffled_orders import BatchOrder, RowOrder
 from keras_strategies.data.source import Part
 from keras_strategies.data.steps import Steps
 from keras_strategies.estimator import exporting, records, train_callback
-from keras_strategies.estimator.config.run_cluster import cluster_of
+from keras_strategies.estimator.config.run_cluster import parse_cluster
 from keras_strategies.keras_bridge.callbacks import fit_state
 from keras_strategies.keras_bridge.callbacks.callback_states import (
     resume_writing,
@@ -486,12 +486,12 @@ PARSERS: dict[str, Parser] = {
     ),
     "TF_CONFIG of an estimator": Parser(
         documents=TF_CONFIGS,
-        prepared=of(lambda text: cluster_of(text, needs_chief=False)),
+        prepared=of(lambda text: parse_cluster(text, needs_chief=False)),
         errors=(ValueError, TypeError),
     ),
     "features.json": Parser(
         documents=STRUCTURES[::2],
-        prepared=lambda folder: lambda _: exporting.noted_features(str(folder)),
+        prepared=lambda folder: lambda _: exporting.read_features(str(folder)),
         is_text=False,
         puts=exporting.FEATURES,
     ),
@@ -507,7 +507,9 @@ PARSERS: dict[str, Parser] = {
     ),
     "training.json": Parser(
         documents=['{"ended_at_step": 12}'],
-        prepared=lambda folder: lambda _: train_callback.ended_at(str(folder)),
+        prepared=lambda folder: (
+            lambda _: train_callback.read_end_step(str(folder))
+        ),
         is_text=False,
         puts=train_callback.MARK,
     ),

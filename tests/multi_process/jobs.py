@@ -70,7 +70,7 @@ def run_job(
     """
     address = f"127.0.0.1:{free_ports(1)[0]}"
     logs = [pathlib.Path(folder) / f"{index}.log" for index in range(count)]
-    variables = processes._environment(devices, dict(env))
+    variables = processes._make_environment(devices, dict(env))
     running, ends = [], []
     try:
         for index, log in enumerate(logs):

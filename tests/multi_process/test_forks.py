@@ -40,7 +40,7 @@ def test_sigterm_ends_children_of_a_fit_and_waits_for_its_end(
             [sys.executable, "-m", "tests.multi_process.forks", *words],
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=processes._environment(2, None),
+            env=processes._make_environment(2, None),
         )
     end = time.monotonic() + LIMIT_S
     try:

@@ -1,1 +1,1 @@
-"""RunConfig, its checks, and the cluster that it finds."""
+"""RunConfig, its checks, and the cluster that it reads from TF_CONFIG."""

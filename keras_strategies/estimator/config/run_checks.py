@@ -1,4 +1,4 @@
-"""The checks of a RunConfig's fields."""
+"""Checks of a RunConfig's fields."""
 
 from typing import Any
 
@@ -17,8 +17,8 @@ _NUMBERS: dict[str, dict[str, Any]] = {
     "tf_random_seed": {},
     "experimental_max_worker_delay_secs": {},
 }
-# Fields of sessions and graphs, which JAX has not: what they may be, and
-# what to use instead.
+# Fields for sessions and graphs, which JAX does not have: the only valid value
+# of each, and what to use instead.
 _WITHOUT_MEANING = {
     "session_config": (
         None,
@@ -27,34 +27,34 @@ _WITHOUT_MEANING = {
     ),
     "device_fn": (
         None,
-        "Choose devices by `train_distribute`, and where variables lie by "
-        "`TPUStrategy(layout_map=...)`.",
+        "Choose devices by `train_distribute`, and the sharding of variables "
+        "by `TPUStrategy(layout_map=...)`.",
     ),
     "protocol": (
         None,
-        "JAX chooses it. `ks.experimental.CommunicationOptions` has what can "
-        "be set.",
+        "JAX chooses it. See `ks.experimental.CommunicationOptions` for the "
+        "available options.",
     ),
     "checkpoint_save_graph_def": (
         True,
-        "Checkpoints never hold a graph. `Estimator.export_saved_model` writes "
-        "what is served.",
+        "Checkpoints never contain a graph. `Estimator.export_saved_model` "
+        "writes a model for serving.",
     ),
 }
 
 
 def check_fields(config: Any) -> None:
-    """Raises ValueError or TypeError for the first field that is wrong."""
+    """Raises ValueError or TypeError for the first invalid field."""
     _check_model_dir(config.model_dir)
     for name, bounds in _NUMBERS.items():
-        cure = "Give such a number, or None."
+        cure = "Pass such a number, or None."
         check_number(f"`{name}`", getattr(config, name), cure, **bounds)
     for name, (default, cure) in _WITHOUT_MEANING.items():
-        given = getattr(config, name)
-        if given is not default:
+        value = getattr(config, name)
+        if value is not default:
             raise ValueError(
                 f"`{name}` has no meaning on JAX. Received: {name}="
-                f"{shown(given)}. Leave it out. {cure}"
+                f"{shown(value)}. Omit it. {cure}"
             )
     for name in ("train_distribute", "eval_distribute"):
         _check_strategy(name, getattr(config, name))
@@ -65,19 +65,21 @@ def check_trains(config: Any, num_processes: int) -> None:
 
     Args:
       config: The RunConfig.
-      num_processes: How many processes the strategy is over.
+      num_processes: Number of processes of the strategy.
     """
     if config.task_type in (SERVER, EVALUATOR):
         raise ValueError(
             "Train has been called with a wrong configuration: task type "
             f"{config.task_type!r} does not train. Received: a TF_CONFIG with "
-            "that task. Call `ks.estimator.train_and_evaluate`, which does "
-            "what each task is for; parameter servers are not supported."
+            "that task. Call `ks.estimator.train_and_evaluate`, which runs "
+            "the right part for each task; parameter servers are not "
+            "supported."
         )
     if config.num_worker_replicas > 1 and num_processes == 1:
         raise ValueError(
-            "Processes of a cluster train together. Received: a TF_CONFIG "
-            f"with {config.num_worker_replicas} training processes, and "
+            "All training processes of a cluster must train together. "
+            "Received: a TF_CONFIG with "
+            f"{config.num_worker_replicas} training processes, and "
             f"train_distribute={shown(config.train_distribute)} on one. "
             "Pass `train_distribute=ks.MultiWorkerMirroredStrategy()`."
         )
@@ -88,25 +90,25 @@ def _check_model_dir(directory: object) -> None:
     check_type("`model_dir`", directory, str | None, "a path", cure)
     if directory == "":
         raise ValueError(
-            "model_dir should be non-empty. Received: ''. Give a path, or "
-            "None for a temporary one."
+            "model_dir should be non-empty. Received: ''. Pass a path, or "
+            "None for a temporary folder."
         )
 
 
 def _check_strategy(name: str, strategy: object) -> None:
     if strategy is None:
         return
-    # Where no strategy is given, neither Keras nor JAX need be there.
+    # Imported here, so that without a strategy neither Keras nor JAX is loaded.
     from keras_strategies.strategy.strategy import Strategy
 
     if not isinstance(strategy, Strategy):
         kind = type(strategy)
-        given = f"an object of type {kind.__module__}.{kind.__name__}"
+        received = f"an object of type {kind.__module__}.{kind.__name__}"
         cure = "Use, for example, `ks.MirroredStrategy()`."
         if isinstance(strategy, type) and issubclass(strategy, Strategy):
-            given = f"the class {strategy.__name__}"
-            cure = f"Make one: `{strategy.__name__}()`."
+            received = f"the class {strategy.__name__}"
+            cure = f"Create one: `{strategy.__name__}()`."
         raise TypeError(
-            f"`{name}` is a strategy of keras_strategies. Received: {given}. "
-            f"{cure}"
+            f"`{name}` must be a strategy of keras_strategies. Received: "
+            f"{received}. {cure}"
         )

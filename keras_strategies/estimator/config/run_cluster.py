@@ -1,4 +1,4 @@
-"""The cluster of a `RunConfig`, as TF_CONFIG describes it."""
+"""The cluster of a `RunConfig`, parsed from TF_CONFIG."""
 
 import dataclasses
 from typing import Any
@@ -21,23 +21,23 @@ _RPC_LAYER = "grpc"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunCluster:
-    """A process's place, in the words of `tf.estimator.RunConfig`.
+    """The cluster and this process's task, named as in tf's `RunConfig`.
 
     Attributes:
       cluster_spec: The training cluster; empty for a local run and for an
-        evaluator, which is none of it.
+        evaluator, which is not part of the training cluster.
       task_type: "chief", "worker", "ps" or "evaluator".
       task_id: The index of this process among those of its type.
-      master: "grpc://host:port" of this process; "" where it is alone, and
+      master: "grpc://host:port" of this process; "" for a single process and
         for an evaluator.
-      evaluation_master: TF_CONFIG's "eval_session_master", else "".
+      evaluation_master: TF_CONFIG's "eval_session_master"; "" if unset.
       is_chief: Whether this process is the training cluster's chief.
       num_ps_replicas: Number of parameter servers.
-      num_worker_replicas: Number of processes that train, the chief's
-        included; 0 for an evaluator.
-      global_id_in_cluster: Number of this process in the training cluster:
-        the chief, the workers, then the servers; None for an evaluator.
-      service: TF_CONFIG's "service", whatever a platform writes there.
+      num_worker_replicas: Number of training processes, including the chief;
+        0 for an evaluator.
+      global_id_in_cluster: The index of this process in the training cluster,
+        in the order chief, workers, servers; None for an evaluator.
+      service: TF_CONFIG's "service", which a platform may set.
       model_dir: TF_CONFIG's "model_dir".
     """
 
@@ -56,41 +56,41 @@ class RunCluster:
     model_dir: str | None = None
 
 
-def cluster_of(text: str, *, needs_chief: bool) -> RunCluster:
-    """A process's place from the text of TF_CONFIG.
+def parse_cluster(text: str, *, needs_chief: bool) -> RunCluster:
+    """Parses the cluster and this process's task from TF_CONFIG.
 
     Args:
-      text: The variable's value; "" where it is not set.
-      needs_chief: Whether a cluster has a "chief". Where it need not, worker
-        0 is the chief of a cluster without, as for
+      text: The variable's value; "" if it is not set.
+      needs_chief: Whether a cluster must have a "chief". If false, worker 0 is
+        the chief of a cluster without one, as for
         `MultiWorkerMirroredStrategy`.
 
     Raises:
-      ValueError: TF_CONFIG cannot be followed; its cluster lacks a chief or
-        this process's task, or its "model_dir" is empty.
-      TypeError: "service" is no object, or a value of another type than it
-        should be.
+      ValueError: if TF_CONFIG is invalid, its cluster lacks a chief or this
+        process's task, or its "model_dir" is empty.
+      TypeError: if "service" is not an object, or a value has another type
+        than it should.
     """
     raw = load_tf_config(text)
     config = parse_tf_config(text)
     place = RunCluster(
-        service=_checked_service(raw),
-        model_dir=_checked_model_dir(raw),
+        service=_read_service(raw),
+        model_dir=_read_model_dir(raw),
         evaluation_master=text_in(raw, "eval_session_master") or "",
         master=config.session_master or "",
     )
-    spec, asked = config.cluster, (config.task_type, config.task_id)
+    spec, raw_task = config.cluster, (config.task_type, config.task_id)
     if not spec:
-        _check_local(*asked)
+        _check_local(*raw_task)
         return dataclasses.replace(
             place, is_chief=True, num_worker_replicas=1, global_id_in_cluster=0
         )
-    task = _checked_task(spec, *asked, needs_chief)
+    task = _validate_task(spec, *raw_task, needs_chief)
     place = dataclasses.replace(place, task_type=task[0], task_id=task[1])
     if task[0] == EVALUATOR:
         return dataclasses.replace(place, master="")
     if config.session_master is None:
-        place = dataclasses.replace(place, master=_own_address(spec, *task))
+        place = dataclasses.replace(place, master=_find_address(spec, *task))
     return dataclasses.replace(
         place,
         cluster_spec=spec,
@@ -98,23 +98,23 @@ def cluster_of(text: str, *, needs_chief: bool) -> RunCluster:
         is_chief=_is_chief(spec, *task),
         num_ps_replicas=num_tasks(spec, SERVER),
         num_worker_replicas=num_tasks(spec, CHIEF) + num_tasks(spec, WORKER),
-        global_id_in_cluster=_global_id(spec, *task),
+        global_id_in_cluster=_compute_global_id(spec, *task),
     )
 
 
-def _checked_service(raw: dict[str, Any]) -> dict[str, Any] | None:
+def _read_service(raw: dict[str, Any]) -> dict[str, Any] | None:
     name, service = f'"service" in {VARIABLE}', raw.get("service")
-    cure = "Write an object, or leave it out."
+    cure = "Write an object, or omit it."
     check_type(name, service, dict | None, "a dict", cure)
     return service
 
 
-def _checked_model_dir(raw: dict[str, Any]) -> str | None:
+def _read_model_dir(raw: dict[str, Any]) -> str | None:
     directory = text_in(raw, "model_dir")
     if directory == "":
         raise ValueError(
             f"model_dir in {VARIABLE} should be non-empty. Received: ''. Write "
-            "a path, or leave it out."
+            "a path, or omit it."
         )
     return directory
 
@@ -123,18 +123,18 @@ def _check_local(task_type: str | None, task_id: int | None) -> None:
     if task_type not in (None, WORKER):
         raise ValueError(
             f'If "cluster" is not set in {VARIABLE}, task type must be '
-            f"'{WORKER}'. Received: {shown(task_type)}. Give the cluster, or "
-            "leave the task out for a local run."
+            f"'{WORKER}'. Received: {shown(task_type)}. Add the cluster, or "
+            "omit the task for a local run."
         )
     if task_id not in (None, 0):
         raise ValueError(
             f'If "cluster" is not set in {VARIABLE}, task index must be 0. '
-            f"Received: {task_id}. Give the cluster, or leave the task out "
-            "for a local run."
+            f"Received: {task_id}. Add the cluster, or omit the task for a "
+            "local run."
         )
 
 
-def _checked_task(
+def _validate_task(
     spec: ClusterSpec,
     task_type: str | None,
     task_id: int | None,
@@ -173,7 +173,7 @@ def _checked_task(
     return task_type, task_id
 
 
-def _own_address(spec: ClusterSpec, task_type: str, task_id: int) -> str:
+def _find_address(spec: ClusterSpec, task_type: str, task_id: int) -> str:
     if has_one_task(spec):
         return ""
     return with_rpc_layer(spec.task_address(task_type, task_id), _RPC_LAYER)
@@ -185,10 +185,10 @@ def _is_chief(spec: ClusterSpec, task_type: str, task_id: int) -> bool:
     return task_type == WORKER and task_id == 0
 
 
-def _global_id(spec: ClusterSpec, task_type: str, task_id: int) -> int:
+def _compute_global_id(spec: ClusterSpec, task_type: str, task_id: int) -> int:
     before = {
         CHIEF: (),
-        # An evaluator that the cluster lists is counted, as in tf.
+        # An evaluator in the cluster is counted too, as in tf.
         EVALUATOR: (CHIEF,),
         WORKER: (CHIEF, EVALUATOR),
         SERVER: (CHIEF, EVALUATOR, WORKER),

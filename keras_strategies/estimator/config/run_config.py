@@ -1,4 +1,4 @@
-"""RunConfig: what an Estimator saves and logs, how often, and where."""
+"""RunConfig: the configuration of an Estimator's runs."""
 
 import copy
 import dataclasses
@@ -10,14 +10,17 @@ from keras_strategies.cluster.addresses import shown
 from keras_strategies.cluster.resolvers.tf_config_resolver import VARIABLE
 from keras_strategies.cluster.spec import ClusterSpec
 from keras_strategies.estimator.config.run_checks import check_fields
-from keras_strategies.estimator.config.run_cluster import RunCluster, cluster_of
+from keras_strategies.estimator.config.run_cluster import (
+    RunCluster,
+    parse_cluster,
+)
 
 DEFAULT_SAVE_SECONDS = 600
-"""Seconds between checkpoints where neither steps nor seconds are given."""
+"""Seconds between checkpoints if neither steps nor seconds are given."""
 
 
 class _Default(enum.Enum):
-    """Stands for an argument that was not given."""
+    """A marker for an argument that was not given."""
 
     NOT_GIVEN = enum.auto()
 
@@ -29,7 +32,7 @@ _USE_DEFAULT: Any = _Default.NOT_GIVEN
 
 _BOTH = (
     "`save_checkpoints_steps` and `save_checkpoints_secs` cannot be both set. "
-    "Received: save_checkpoints_steps={}, save_checkpoints_secs={}. Give one "
+    "Received: save_checkpoints_steps={}, save_checkpoints_secs={}. Pass one "
     "of the two."
 )
 _MODEL_DIR = "model_dir"
@@ -47,50 +50,51 @@ class RunConfig:
         )
         config = config.replace(keep_checkpoint_max=20)
 
-    Never changes; `replace` makes another one. TF_CONFIG is read once, when
-    it is made: `cluster_spec`, `task_type` and the other read-only properties
-    come from there.
+    It is immutable; `replace` returns a changed copy. TF_CONFIG is read once,
+    by the constructor: `cluster_spec`, `task_type` and the other read-only
+    properties come from there.
 
     Differs from tf: `session_config`, `device_fn`, `protocol` and
-    `checkpoint_save_graph_def=False` have no meaning on JAX and are refused
+    `checkpoint_save_graph_def=False` have no meaning on JAX and raise errors
     (docs/parity.md).
 
     Args:
-      model_dir: Where checkpoints and event files go: a path, or None for
-        TF_CONFIG's, or the Estimator's, or a temporary one.
-      tf_random_seed: What initial weights, dropout and shuffling are drawn
-        from; None for other ones in each run.
-      save_summary_steps: Training steps between two writes of scalars; 0 or
-        None for none.
-      save_checkpoints_steps: Training steps between two checkpoints.
-      save_checkpoints_secs: Seconds between two checkpoints. 600 if neither
-        of the two is given; no checkpoints during training where the given
-        ones are None or 0.
-      session_config: Refused.
-      keep_checkpoint_max: How many of the last checkpoints to keep; None or
-        0 for all.
-      keep_checkpoint_every_n_hours: Beyond these, one for each so many hours
-        is kept; None for none.
-      log_step_count_steps: Training steps between two lines in the log with
+      model_dir: Path for checkpoints and event files; None for TF_CONFIG's,
+        or the Estimator's, or a temporary one.
+      tf_random_seed: Seed for initial weights, dropout and shuffling; None to
+        draw different ones in each run.
+      save_summary_steps: Number of training steps between writes of scalars;
+        0 or None for none.
+      save_checkpoints_steps: Number of training steps between checkpoints.
+      save_checkpoints_secs: Number of seconds between checkpoints. 600 if
+        neither of the two is given. If the given ones are None or 0, no
+        checkpoint is saved during training.
+      session_config: None.
+      keep_checkpoint_max: Number of newest checkpoints to keep; None or 0 for
+        all.
+      keep_checkpoint_every_n_hours: Number of hours between additional
+        checkpoints to keep; None for none.
+      log_step_count_steps: Number of training steps between log lines with
         loss and speed; None for none.
       train_distribute: A strategy of keras_strategies for training; None for
         one device.
-      device_fn: Refused.
-      protocol: Refused.
-      eval_distribute: The strategy for evaluation and prediction, likewise.
+      device_fn: None.
+      protocol: None.
+      eval_distribute: A strategy of keras_strategies for evaluation and
+        prediction; None for one device.
       experimental_distribute: An object with `train_distribute` and
-        `eval_distribute`, instead of these.
-      experimental_max_worker_delay_secs: The longest that a worker may wait
-        before it starts; none waits here.
-      session_creation_timeout_secs: How long an evaluator waits for the first
-        checkpoint, in seconds.
+        `eval_distribute`, used instead of these two arguments.
+      experimental_max_worker_delay_secs: An integer or None. Has no effect:
+        workers start without a delay.
+      session_creation_timeout_secs: Number of seconds that an evaluator waits
+        for the first checkpoint.
       checkpoint_save_graph_def: True.
 
     Raises:
-      ValueError: both ways of saving are given, a number is too small, a
-        field without a meaning is given, `model_dir` differs from
-        TF_CONFIG's, or TF_CONFIG cannot be followed.
-      TypeError: a value of another type.
+      ValueError: if both `save_checkpoints_steps` and `save_checkpoints_secs`
+        are given, a number is too small, a field without a meaning on JAX is
+        given, `model_dir` differs from TF_CONFIG's, or TF_CONFIG is invalid.
+      TypeError: if a value has another type.
 
     References:
       https://www.tensorflow.org/versions/r2.15/api_docs/python/tf/estimator/RunConfig
@@ -116,31 +120,33 @@ class RunConfig:
     _cluster: RunCluster = dataclasses.field(init=False, repr=False, hash=False)
 
     def __post_init__(self) -> None:
-        steps, secs = _save_rule(
+        steps, secs = _choose_save_rule(
             self.save_checkpoints_steps, self.save_checkpoints_secs
         )
         self._set(save_checkpoints_steps=steps, save_checkpoints_secs=secs)
         self._take_experimental()
-        cluster = cluster_of(
+        cluster = parse_cluster(
             os.environ.get(VARIABLE, ""),
             needs_chief=self.train_distribute is None,
         )
-        directory = _agreed_model_dir(_path_text(self.model_dir), cluster)
+        directory = _choose_model_dir(_convert_path(self.model_dir), cluster)
         self._set(_cluster=cluster, model_dir=directory)
         check_fields(self)
 
     def replace(self, **changes: Any) -> "RunConfig":
-        """Another one with some fields changed; the cluster stays.
+        """Returns a copy with some fields changed; the cluster stays.
 
-        Giving `save_checkpoints_steps` clears `save_checkpoints_secs`, and
-        the other way round.
+        A new `save_checkpoints_steps` clears `save_checkpoints_secs`, and vice
+        versa.
 
         Args:
           **changes: New values by field.
 
         Raises:
-          ValueError: a name that is no field or that TF_CONFIG sets, or both
-            ways of saving; and what the constructor raises.
+          ValueError: if a name is not a field, or TF_CONFIG sets it, or both
+            `save_checkpoints_steps` and `save_checkpoints_secs` are given;
+            and as the constructor.
+          TypeError: as the constructor.
 
         Example:
           >>> config = ks.estimator.RunConfig(save_checkpoints_secs=600)
@@ -153,20 +159,21 @@ class RunConfig:
                 raise ValueError(
                     f"Replacing {name} is not supported. Allowed properties "
                     f"are {', '.join(_FIELDS)}. Received: {name}="
-                    f"{shown(changes[name])}. What TF_CONFIG sets is read "
-                    "when a `RunConfig` is made."
+                    f"{shown(changes[name])}. Properties that TF_CONFIG sets "
+                    "are read when a `RunConfig` is created."
                 )
         if _MODEL_DIR in changes:
-            changes[_MODEL_DIR] = _path_text(changes[_MODEL_DIR])
-        changes = _switched(changes)
-        made = copy.copy(self)
-        made._set(**changes)
+            changes[_MODEL_DIR] = _convert_path(changes[_MODEL_DIR])
+        changes = _switch_save_rule(changes)
+        config = copy.copy(self)
+        config._set(**changes)
         if "experimental_distribute" in changes:
-            given = {"train_distribute", "eval_distribute"} - {*changes}
-            made._set(**dict.fromkeys(given))
-            made._take_experimental()
-        check_fields(made)
-        return made
+            # The present strategies may be those of the previous object.
+            replaced = {"train_distribute", "eval_distribute"} - {*changes}
+            config._set(**dict.fromkeys(replaced))
+            config._take_experimental()
+        check_fields(config)
+        return config
 
     @property
     def cluster_spec(self) -> ClusterSpec:
@@ -175,7 +182,7 @@ class RunConfig:
 
     @property
     def task_type(self) -> str:
-        """What this process is: "chief", "worker", "ps" or "evaluator"."""
+        """This process's task: "chief", "worker", "ps" or "evaluator"."""
         return self._cluster.task_type
 
     @property
@@ -185,12 +192,12 @@ class RunConfig:
 
     @property
     def master(self) -> str:
-        """This process's "grpc://host:port"; "" if it is alone."""
+        """This process's "grpc://host:port"; "" for a single process."""
         return self._cluster.master
 
     @property
     def evaluation_master(self) -> str:
-        """TF_CONFIG's "eval_session_master", else ""."""
+        """TF_CONFIG's "eval_session_master"; "" if unset."""
         return self._cluster.evaluation_master
 
     @property
@@ -200,22 +207,22 @@ class RunConfig:
 
     @property
     def num_ps_replicas(self) -> int:
-        """How many parameter servers the cluster has."""
+        """The number of parameter servers in the cluster."""
         return self._cluster.num_ps_replicas
 
     @property
     def num_worker_replicas(self) -> int:
-        """How many processes train, the chief's included."""
+        """The number of training processes, including the chief."""
         return self._cluster.num_worker_replicas
 
     @property
     def global_id_in_cluster(self) -> int | None:
-        """This process's number among all: the chief, workers, servers."""
+        """This process's index in the order chief, workers, servers."""
         return self._cluster.global_id_in_cluster
 
     @property
     def service(self) -> dict[str, Any] | None:
-        """TF_CONFIG's "service", which a platform writes."""
+        """TF_CONFIG's "service", which a platform may set."""
         return self._cluster.service
 
     def _set(self, **values: object) -> None:
@@ -223,30 +230,30 @@ class RunConfig:
             object.__setattr__(self, name, value)
 
     def _take_experimental(self) -> None:
-        """Takes the strategies of `experimental_distribute`, if it has any."""
-        given = self.experimental_distribute
-        if given is None:
+        """Takes the strategies of `experimental_distribute`, if any."""
+        source = self.experimental_distribute
+        if source is None:
             return
         for name in ("train_distribute", "eval_distribute"):
-            if not hasattr(given, name):
+            if not hasattr(source, name):
                 raise TypeError(
-                    "`experimental_distribute` has the attributes "
+                    "`experimental_distribute` must have the attributes "
                     "`train_distribute` and `eval_distribute`. Received: an "
-                    f"object of type {type(given).__name__}. Pass the two "
+                    f"object of type {type(source).__name__}. Pass the two "
                     "strategies as arguments of `RunConfig` instead."
                 )
-            strategy = getattr(given, name)
+            strategy = getattr(source, name)
             if strategy is None:
                 continue
             if getattr(self, name) is not None:
                 raise ValueError(
                     f"Either `{name}` or `experimental_distribute.{name}` can "
-                    "be set. Received: both. Leave one of the two out."
+                    "be set. Received: both. Omit one of the two."
                 )
             self._set(**{name: strategy})
-        if getattr(given, "remote_cluster", None):
+        if getattr(source, "remote_cluster", None):
             raise ValueError(
-                "No client starts work on a remote cluster here. Received: "
+                "`remote_cluster` is not supported. Received: "
                 "`experimental_distribute.remote_cluster`. Start the script "
                 "once for each process, with its TF_CONFIG (docs/clusters.md)."
             )
@@ -257,8 +264,12 @@ _FIELDS = tuple(
 )
 
 
-def _save_rule(steps: object, secs: object) -> tuple[object, object]:
-    """The two ways of saving, of which at most one is given."""
+def _choose_save_rule(steps: object, secs: object) -> tuple[object, object]:
+    """Returns the steps and the seconds between saves; one is None.
+
+    Raises:
+      ValueError: if both are given.
+    """
     if steps is _USE_DEFAULT and secs is _USE_DEFAULT:
         return None, DEFAULT_SAVE_SECONDS
     steps = None if steps is _USE_DEFAULT else steps
@@ -268,8 +279,12 @@ def _save_rule(steps: object, secs: object) -> tuple[object, object]:
     return steps, secs
 
 
-def _switched(changes: dict[str, Any]) -> dict[str, Any]:
-    """The changes, with the other way of saving cleared."""
+def _switch_save_rule(changes: dict[str, Any]) -> dict[str, Any]:
+    """Returns the changes, which clear the other way of saving.
+
+    Raises:
+      ValueError: if both are given.
+    """
     steps, secs = changes.get(_STEPS), changes.get(_SECS)
     if steps is not None and secs is not None:
         raise ValueError(_BOTH.format(shown(steps), shown(secs)))
@@ -280,18 +295,18 @@ def _switched(changes: dict[str, Any]) -> dict[str, Any]:
     return changes
 
 
-def _path_text(path: object) -> object:
-    """A path as text; what is none stays for the check."""
+def _convert_path(path: object) -> object:
+    """Returns a path as a str; other objects are left to `check_fields`."""
     return os.fspath(path) if isinstance(path, os.PathLike) else path
 
 
-def _agreed_model_dir(directory: object, cluster: RunCluster) -> object:
+def _choose_model_dir(directory: object, cluster: RunCluster) -> object:
     of_cluster = cluster.model_dir
     if of_cluster and directory and of_cluster != directory:
         raise ValueError(
             "`model_dir` of RunConfig, if set, must have the same value as "
             f"model_dir in TF_CONFIG. Received: {shown(directory)}, and "
-            f"{shown(of_cluster)} in TF_CONFIG. Leave one of the two out."
+            f"{shown(of_cluster)} in TF_CONFIG. Omit one of the two."
         )
-    # "" is refused by the check, and not replaced.
+    # "" is kept, so that `check_fields` raises an error for it.
     return of_cluster if directory is None else directory

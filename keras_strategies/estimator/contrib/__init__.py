@@ -1,1 +1,1 @@
-"""Parts of tf.estimator beside Estimator and train_and_evaluate."""
+"""Additions to Estimator and train_and_evaluate, as in tf.estimator."""

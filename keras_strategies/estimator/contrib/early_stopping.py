@@ -18,7 +18,7 @@ from keras_strategies.estimator.arguments import (
     check_positive,
     check_seconds,
 )
-from keras_strategies.estimator.engine import strategy_of
+from keras_strategies.estimator.engine import find_strategy
 from keras_strategies.estimator.estimator import Estimator
 from keras_strategies.estimator.estimator_spec import ModeKeys
 
@@ -35,25 +35,25 @@ def make_early_stopping_hook(
     run_every_secs: float | None = 60,
     run_every_steps: int | None = None,
 ) -> keras.callbacks.Callback:
-    """A hook that ends the training when a function says so.
+    """Returns a hook that stops training when a function returns True.
 
-    The chief asks the function, and sends the answer to the others: after the
-    first step of a call of `train`, and then as often as is given.
+    The chief calls the function after the first step of a call of `train`, and
+    then periodically, and sends the result to the other processes.
 
     Args:
       estimator: The Estimator that trains.
-      should_stop_fn: Takes nothing; whether to stop.
-      run_every_secs: Seconds between two questions; None with
+      should_stop_fn: Function without arguments that returns whether to stop.
+      run_every_secs: Number of seconds between calls. Must be None with
         `run_every_steps`, and on several processes.
-      run_every_steps: Steps between two questions, instead.
+      run_every_steps: Number of steps between calls.
 
     Returns:
       A Keras callback for `hooks`.
 
     Raises:
-      TypeError: an argument of another type.
-      ValueError: both or none of seconds and steps, or seconds on several
-        processes.
+      TypeError: if an argument has another type.
+      ValueError: if both or neither of seconds and steps are given, or seconds
+        on several processes.
 
     Example:
       ```python
@@ -69,7 +69,7 @@ def make_early_stopping_hook(
     if not callable(should_stop_fn):
         raise TypeError(
             "`should_stop_fn` must be callable. Received: "
-            f"{shown(should_stop_fn)}. Give a function that takes nothing."
+            f"{shown(should_stop_fn)}. Pass a function without arguments."
         )
     if (run_every_secs is None) == (run_every_steps is None):
         raise ValueError(
@@ -80,7 +80,7 @@ def make_early_stopping_hook(
     check_positive("run_every_steps", run_every_steps)
     if run_every_secs is not None:
         check_seconds("run_every_secs", run_every_secs)
-        mesh = strategy_of(estimator, ModeKeys.TRAIN).mesh
+        mesh = find_strategy(estimator, ModeKeys.TRAIN).mesh
         if mesh.num_processes > 1:
             raise ValueError(
                 "run_every_secs should not be set when several processes "
@@ -99,14 +99,14 @@ def stop_if_higher_hook(
     run_every_secs: float | None = 60,
     run_every_steps: int | None = None,
 ) -> keras.callbacks.Callback:
-    """A hook that ends the training when a metric is above a threshold.
+    """Returns a hook that stops training when a metric exceeds a threshold.
 
     Args:
       estimator: The Estimator that trains.
-      metric_name: A result of its evaluations: "accuracy".
-      threshold: The threshold.
-      eval_dir: Where the results are; None for `estimator.eval_dir()`.
-      min_steps: Results of earlier global steps do not count.
+      metric_name: Name of a result of its evaluations, such as "accuracy".
+      threshold: The threshold, a number.
+      eval_dir: Folder of the results; None for `estimator.eval_dir()`.
+      min_steps: The global step before which results are ignored.
       run_every_secs: See `make_early_stopping_hook`.
       run_every_steps: See `make_early_stopping_hook`.
 
@@ -114,9 +114,9 @@ def stop_if_higher_hook(
       A Keras callback for `hooks`.
 
     Raises:
-      TypeError: an argument of another type.
-      ValueError: see `make_early_stopping_hook`; (in training) there is no
-        such result.
+      TypeError: if an argument has another type.
+      ValueError: as `make_early_stopping_hook`; (in training) if the
+        evaluations have no such result.
 
     Example:
       ```python
@@ -127,8 +127,8 @@ def stop_if_higher_hook(
       ```
     """
     every = run_every_secs, run_every_steps
-    rule = _beyond(threshold, operator.gt)
-    return _hook(rule, estimator, metric_name, eval_dir, min_steps, every)
+    rule = _make_threshold_rule(threshold, operator.gt)
+    return _make_hook(rule, estimator, metric_name, eval_dir, min_steps, every)
 
 
 def stop_if_lower_hook(
@@ -140,9 +140,9 @@ def stop_if_lower_hook(
     run_every_secs: float | None = 60,
     run_every_steps: int | None = None,
 ) -> keras.callbacks.Callback:
-    """A hook that ends the training when a metric is below a threshold.
+    """Returns a hook that stops training when a metric is below a threshold.
 
-    Arguments, returns and errors as of `stop_if_higher_hook`.
+    Arguments, result and errors are those of `stop_if_higher_hook`.
 
     Example:
       ```python
@@ -153,8 +153,8 @@ def stop_if_lower_hook(
       ```
     """
     every = run_every_secs, run_every_steps
-    rule = _beyond(threshold, operator.lt)
-    return _hook(rule, estimator, metric_name, eval_dir, min_steps, every)
+    rule = _make_threshold_rule(threshold, operator.lt)
+    return _make_hook(rule, estimator, metric_name, eval_dir, min_steps, every)
 
 
 def stop_if_no_increase_hook(
@@ -166,11 +166,11 @@ def stop_if_no_increase_hook(
     run_every_secs: float | None = 60,
     run_every_steps: int | None = None,
 ) -> keras.callbacks.Callback:
-    """A hook that ends the training when a metric rises no more.
+    """Returns a hook that stops training when a metric no longer increases.
 
-    Arguments, returns and errors as of `stop_if_higher_hook`, but instead of a
-    threshold `max_steps_without_increase`: how many train steps may pass since
-    the best result.
+    Arguments, result and errors are those of `stop_if_higher_hook`, except
+    that `max_steps_without_increase` replaces the threshold: the number of
+    train steps that may pass since the best result.
 
     Example:
       ```python
@@ -181,8 +181,8 @@ def stop_if_no_increase_hook(
       ```
     """
     every = run_every_secs, run_every_steps
-    rule = _without_improvement(max_steps_without_increase, operator.gt)
-    return _hook(rule, estimator, metric_name, eval_dir, min_steps, every)
+    rule = _make_stall_rule(max_steps_without_increase, operator.gt)
+    return _make_hook(rule, estimator, metric_name, eval_dir, min_steps, every)
 
 
 def stop_if_no_decrease_hook(
@@ -194,9 +194,10 @@ def stop_if_no_decrease_hook(
     run_every_secs: float | None = 60,
     run_every_steps: int | None = None,
 ) -> keras.callbacks.Callback:
-    """A hook that ends the training when a metric falls no more.
+    """Returns a hook that stops training when a metric no longer decreases.
 
-    Arguments, returns and errors as of `stop_if_no_increase_hook`.
+    Arguments, result and errors are those of `stop_if_no_increase_hook`, with
+    `max_steps_without_decrease`.
 
     Example:
       ```python
@@ -207,30 +208,30 @@ def stop_if_no_decrease_hook(
       ```
     """
     every = run_every_secs, run_every_steps
-    rule = _without_improvement(max_steps_without_decrease, operator.lt)
-    return _hook(rule, estimator, metric_name, eval_dir, min_steps, every)
+    rule = _make_stall_rule(max_steps_without_decrease, operator.lt)
+    return _make_hook(rule, estimator, metric_name, eval_dir, min_steps, every)
 
 
-def values_of(
+def iter_values(
     results: Results, name: str, min_steps: int
 ) -> Iterator[tuple[int, float]]:
     """Yields the global steps and values of a result.
 
     Args:
-      results: By global step, in order.
+      results: Results by global step, in order.
       name: The result's name.
-      min_steps: Results of earlier steps are left out.
+      min_steps: The step before which results are skipped.
 
     Raises:
-      ValueError: a step has no such result.
+      ValueError: if a step has no such result.
     """
     for step, metrics in results.items():
         if step < min_steps:
             continue
         if name not in metrics:
             raise ValueError(
-                "`metric_name` is a result of evaluations. Received: "
-                f"{name!r}; there are {sorted(metrics)}. Give one of these."
+                "`metric_name` must be a result of the evaluations. Received: "
+                f"{name!r}; the results are {sorted(metrics)}. Use one of them."
             )
         yield step, metrics[name]
 
@@ -239,22 +240,22 @@ def is_beyond(values: Values, threshold: float, is_better: _Comparison) -> bool:
     """Returns whether a value is better than a threshold.
 
     Args:
-      values: What `values_of` yields.
+      values: The steps and values that `iter_values` yields.
       threshold: The threshold.
-      is_better: Compares a value with it.
+      is_better: Returns whether its first argument, a value, is better than
+        its second, the threshold.
     """
     return any(is_better(value, threshold) for _, value in values)
 
 
-def is_without_improvement(
-    values: Values, max_steps: int, is_better: _Comparison
-) -> bool:
-    """Returns whether no value was better for so many steps.
+def has_stalled(values: Values, max_steps: int, is_better: _Comparison) -> bool:
+    """Returns whether no value was better for a number of steps.
 
     Args:
-      values: What `values_of` yields.
-      max_steps: How many train steps may pass since the best one.
-      is_better: Compares a value with the best one.
+      values: The steps and values that `iter_values` yields.
+      max_steps: Number of train steps that may pass since the best value.
+      is_better: Returns whether its first argument, a value, is better than
+        its second, the best one.
     """
     best: tuple[int, float] | None = None
     for step, value in values:
@@ -266,7 +267,7 @@ def is_without_improvement(
 
 
 class _Stopping(keras.callbacks.Callback):
-    """Asks now and then whether to stop."""
+    """A callback that periodically asks a function whether to stop."""
 
     def __init__(
         self,
@@ -276,7 +277,7 @@ class _Stopping(keras.callbacks.Callback):
         every_steps: int | None,
     ) -> None:
         super().__init__()
-        self._mesh = strategy_of(estimator, ModeKeys.TRAIN).mesh
+        self._mesh = find_strategy(estimator, ModeKeys.TRAIN).mesh
         self._should_stop_fn = should_stop_fn
         self._every_secs = every_secs
         self._every_steps = every_steps
@@ -284,16 +285,17 @@ class _Stopping(keras.callbacks.Callback):
         self._asked: int | None = None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        # What stopped a training stops it again when it is called again.
+        # Asks after the first step of every call of `train`: a run that has
+        # been stopped early stops again at once.
         self._asked_at = self._asked = None
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        step = train_callback.step_of_fit(self.model)
+        step = train_callback.find_global_step(self.model)
         if not self._is_due(step):
             return
         self._asked_at, self._asked = time.monotonic(), step
         should_stop = self._mesh.is_chief and bool(self._should_stop_fn())
-        if train_callback.value_of_chief(
+        if train_callback.broadcast_from_chief(
             self._mesh, "stopping early", should_stop, bool
         ):
             _logger.info("Requesting early stopping at global step %d.", step)
@@ -307,7 +309,7 @@ class _Stopping(keras.callbacks.Callback):
         return time.monotonic() - self._asked_at >= (self._every_secs or 0)
 
 
-def _hook(
+def _make_hook(
     rule: Callable[[Values], bool],
     estimator: Estimator,
     name: str,
@@ -315,35 +317,35 @@ def _hook(
     min_steps: int,
     every: tuple[float | None, int | None],
 ) -> keras.callbacks.Callback:
-    """Returns a hook that asks a rule about the results of a name."""
-    what, cure = "the name of a result", "Give a name as 'accuracy'."
+    """Returns a hook that applies a rule to the results of a name."""
+    what, cure = "the name of a result", "Pass a name, such as 'accuracy'."
     check_type("`metric_name`", name, str, what, cure)
-    _check_whole("`min_steps`", min_steps)
+    _check_integer("`min_steps`", min_steps)
 
     def should_stop() -> bool:
         results = records.read(eval_dir or estimator.eval_dir())
-        return rule(values_of(results, name, min_steps))
+        return rule(iter_values(results, name, min_steps))
 
     return make_early_stopping_hook(estimator, should_stop, *every)
 
 
-def _beyond(
+def _make_threshold_rule(
     threshold: object, is_better: _Comparison
 ) -> Callable[[Values], bool]:
     if isinstance(threshold, bool) or not isinstance(threshold, numbers.Real):
         raise TypeError(
-            "`threshold` is a number. Received: "
-            f"{shown(threshold)}. Give, for example, 0.95."
+            "`threshold` must be a number. Received: "
+            f"{shown(threshold)}. Pass, for example, 0.95."
         )
     return lambda values: is_beyond(values, float(threshold), is_better)
 
 
-def _without_improvement(
+def _make_stall_rule(
     max_steps: int, is_better: _Comparison
 ) -> Callable[[Values], bool]:
-    _check_whole("The number of steps without improvement", max_steps)
-    return lambda values: is_without_improvement(values, max_steps, is_better)
+    _check_integer("The number of steps without improvement", max_steps)
+    return lambda values: has_stalled(values, max_steps, is_better)
 
 
-def _check_whole(name: str, value: object) -> None:
-    check_number(name, value, "Give a whole number.", is_optional=False)
+def _check_integer(name: str, value: object) -> None:
+    check_number(name, value, "Pass an integer.", is_optional=False)

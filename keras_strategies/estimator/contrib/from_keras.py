@@ -1,4 +1,4 @@
-"""model_to_estimator: an Estimator of a Keras model that is there already."""
+"""model_to_estimator: an Estimator of an existing Keras model."""
 
 import os
 import pathlib
@@ -17,7 +17,7 @@ from keras_strategies.estimator.config.run_config import RunConfig
 from keras_strategies.estimator.engine import rename_results
 from keras_strategies.estimator.estimator import Estimator
 from keras_strategies.estimator.estimator_spec import EstimatorSpec, ModeKeys
-from keras_strategies.estimator.model_fns import output_names
+from keras_strategies.estimator.model_fns import find_output_names
 
 _FORMATS = ("saver", "checkpoint")
 _SUFFIX = ".keras"
@@ -33,30 +33,31 @@ def model_to_estimator(
     metric_names_map: Mapping[str, str] | None = None,
     export_outputs: None = None,
 ) -> Estimator:
-    """An Estimator of a compiled Keras model; as tf's.
+    """Returns an Estimator of a compiled Keras model; as tf's.
 
-    The model is copied: the Estimator begins with its weights and the state
-    of its optimizer, unless `model_dir` has a checkpoint, and changes nothing
-    of it. Predictions are dicts by the names of its outputs.
+    The model is copied, and never changed: the Estimator starts with its
+    weights and the state of its optimizer, unless `model_dir` contains a
+    checkpoint. Predictions are dicts by the names of the model's outputs.
 
     Args:
-      keras_model: The model, compiled.
-      keras_model_path: A `.keras` file with a compiled one, instead.
-      custom_objects: Classes and functions of it by name, that are not
-        registered with Keras.
+      keras_model: The compiled model.
+      keras_model_path: Path of a `.keras` file of a compiled model, used
+        instead of `keras_model`.
+      custom_objects: The model's classes and functions by name, if they are
+        not registered with Keras.
       model_dir: See `Estimator`.
       config: See `Estimator`.
-      checkpoint_format: No effect: there is one format.
-      metric_names_map: New names for results of evaluations.
+      checkpoint_format: "saver" or "checkpoint"; has no effect.
+      metric_names_map: New names of results of evaluations, by old name.
       export_outputs: None.
 
     Returns:
       The Estimator.
 
     Raises:
-      ValueError: neither or both of model and path, a model that is not
-        compiled, or what has no meaning here.
-      TypeError: an argument of another type.
+      ValueError: if neither or both of model and path are given, the model is
+        not compiled, or an argument has no meaning here.
+      TypeError: if an argument has another type.
 
     Example:
       ```python
@@ -68,7 +69,7 @@ def model_to_estimator(
         raise ValueError(
             "Either `keras_model` or `keras_model_path` needs to be provided, "
             f"and not both. Received: {shown(keras_model)} and "
-            f"{shown(keras_model_path)}. Give one."
+            f"{shown(keras_model_path)}. Pass one."
         )
     _check_options(checkpoint_format, export_outputs, metric_names_map)
     folder = tempfile.mkdtemp(prefix="keras-strategies-model-")
@@ -78,7 +79,7 @@ def model_to_estimator(
             _save(keras_model, path)
         else:
             _copy(keras_model_path, path)
-        model_fn = _model_fn(
+        model_fn = _make_model_fn(
             path, custom_objects, is_trusted=keras_model is not None
         )
         estimator = Estimator(model_fn, model_dir=model_dir, config=config)
@@ -95,14 +96,14 @@ def _check_options(
 ) -> None:
     if checkpoint_format not in _FORMATS:
         raise ValueError(
-            f"`checkpoint_format` is one of {_FORMATS}. Received: "
-            f"{shown(checkpoint_format)}. Leave it out: it has no effect."
+            f"`checkpoint_format` must be one of {_FORMATS}. Received: "
+            f"{shown(checkpoint_format)}. Omit it: it has no effect."
         )
     if export_outputs is not None:
         raise ValueError(
             "`export_outputs` has no meaning here. Received: "
-            f"{shown(export_outputs)}. Leave it out: a model is exported with "
-            "its own outputs."
+            f"{shown(export_outputs)}. Omit it: an export has the outputs of "
+            "the model."
         )
     what = "a dict from names of results to new ones"
     cure = "Write {'acc': 'accuracy'}."
@@ -116,13 +117,13 @@ def _save(model: keras.Model, path: str) -> None:
     _check_compiled(model)
     if not model.built:
         raise ValueError(
-            "A model is copied with its weights. Received: "
-            f"{model.name!r}, which has none yet. Begin it with "
-            "`keras.Input(shape)`, or call it on data."
+            "`keras_model` must be built, because its weights are copied. "
+            f"Received: {model.name!r}, which has no weights yet. Start it "
+            "with `keras.Input(shape)`, or call it on data."
         )
     optimizer = model.optimizer
     if not optimizer.built:
-        # Keras warns of a file without its state.
+        # Keras warns if it saves an optimizer without state.
         optimizer.build(model.trainable_variables)
     model.save(path)
 
@@ -137,34 +138,35 @@ def _check_compiled(model: keras.Model) -> None:
 
 
 def _copy(source: Any, path: str) -> None:
-    cure = "Give a `.keras` file."
+    cure = "Pass a `.keras` file."
     check_type("`keras_model_path`", source, (str, os.PathLike), "a path", cure)
     if pathlib.Path(source).suffix != _SUFFIX:
         raise ValueError(
-            "`keras_model_path` is a `.keras` file. Received: "
+            "`keras_model_path` must be a `.keras` file. Received: "
             f"{os.fspath(source)!r}. Save the model again, by "
             "`model.save('model.keras')`: other formats may run code when "
-            "they are read."
+            "they are loaded."
         )
     shutil.copyfile(source, path)
     if not zipfile.is_zipfile(path):
         raise ValueError(
-            "`keras_model_path` is a `.keras` file. Received: "
-            f"{os.fspath(source)!r}, which holds something else, or not all of "
-            "it. Save the model again, by `model.save('model.keras')`."
+            "`keras_model_path` must be a `.keras` file. Received: "
+            f"{os.fspath(source)!r}, which has another format, or is "
+            "incomplete. Save the model again, by "
+            "`model.save('model.keras')`."
         )
 
 
-def _model_fn(
+def _make_model_fn(
     path: str, custom_objects: Mapping[str, Any] | None, *, is_trusted: bool
 ) -> Callable[[str], keras.Model | EstimatorSpec]:
-    """A `model_fn` that reads the model anew.
+    """Returns a `model_fn` that loads the model each time it is called.
 
     Args:
-      path: Its file.
-      custom_objects: As given.
-      is_trusted: Whether the model was in this process already: its code may
-        run.
+      path: Path of the model's file.
+      custom_objects: See `model_to_estimator`.
+      is_trusted: Whether code in the file may run, because the model comes
+        from this process.
     """
 
     def model_fn(mode: str) -> keras.Model | EstimatorSpec:
@@ -174,7 +176,7 @@ def _model_fn(
             safe_mode=not is_trusted,
         )
         _check_compiled(model)
-        names = output_names(model)
+        names = find_output_names(model)
         if mode != ModeKeys.PREDICT or not names:
             return model
         return EstimatorSpec(mode, model=model, predictions=names)

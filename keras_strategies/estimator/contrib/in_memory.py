@@ -1,4 +1,4 @@
-"""Evaluation of a training's weights in memory, between checkpoints."""
+"""Evaluation of the in-memory weights during training."""
 
 import functools
 from collections.abc import Iterable
@@ -23,22 +23,23 @@ from keras_strategies.estimator.estimator_spec import ModeKeys
 
 
 class InMemoryEvaluatorHook(keras.callbacks.Callback):
-    """Evaluates during training, without a checkpoint; as tf's.
+    """A hook that evaluates during training, without a checkpoint; as tf's.
 
-    At the start, every so many steps and at the end, in the chief. The
-    weights are copied to a model of the Estimator's `eval_distribute`.
+    The chief evaluates at the start, periodically and at the end. The weights
+    are copied to a model of the Estimator's `eval_distribute`.
 
     Args:
       estimator: The Estimator that trains.
-      input_fn: Makes the evaluation data.
-      steps: Batches of an evaluation; None for all.
+      input_fn: Function that returns the evaluation data.
+      steps: Number of batches of an evaluation; None for all.
       hooks: Keras callbacks.
-      name: The evaluation's, for its files.
-      every_n_iter: Train steps between two evaluations.
+      name: Name of the evaluation, for its files.
+      every_n_iter: Number of train steps between evaluations.
 
     Raises:
-      ValueError: `every_n_iter` or `steps` is not positive.
-      TypeError: an argument of another type.
+      ValueError: if `every_n_iter` or `steps` is not positive, or `name`
+        contains a slash.
+      TypeError: if an argument has another type.
 
     Example:
       ```python
@@ -62,8 +63,8 @@ class InMemoryEvaluatorHook(keras.callbacks.Callback):
         check_kind("estimator", estimator, Estimator)
         if every_n_iter is None:
             raise ValueError(
-                "invalid every_n_iter. Received: None. Give a number of train "
-                "steps, as 100."
+                "invalid every_n_iter. Received: None. Pass a number of train "
+                "steps, such as 100."
             )
         check_positive("every_n_iter", every_n_iter)
         check_positive("steps", steps)
@@ -76,22 +77,22 @@ class InMemoryEvaluatorHook(keras.callbacks.Callback):
         self._name = name
         self._every = every_n_iter
         self._evaluated = 0
-        mesh = engine.strategy_of(estimator, ModeKeys.EVAL).mesh
+        mesh = engine.find_strategy(estimator, ModeKeys.EVAL).mesh
         self._is_here = mesh.num_processes > 1 or jax.process_index() == 0
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Evaluates what the training begins with."""
-        self._evaluate(train_callback.step_of_fit(self.model))
+        """Evaluates the initial weights."""
+        self._evaluate(train_callback.find_global_step(self.model))
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Evaluates if it is time to."""
-        step = train_callback.step_of_fit(self.model)
+        """Evaluates if an evaluation is due."""
+        step = train_callback.find_global_step(self.model)
         if step - self._evaluated >= self._every:
             self._evaluate(step)
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        """Evaluates what the training ends with."""
-        step = train_callback.step_of_fit(self.model)
+        """Evaluates the final weights, unless that is done."""
+        step = train_callback.find_global_step(self.model)
         if step != self._evaluated:
             self._evaluate(step)
 

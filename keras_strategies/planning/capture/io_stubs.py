@@ -26,8 +26,8 @@ def patches() -> list[Patch]:
         (kept, "latest_checkpoint", property(_nothing)),
         (kept, "checkpoints", property(lambda self: [])),
         *((kept, name, _nothing) for name in _OF_MANAGER),
-        (train_callback, "progress_of_all", _no_progress),
-        (exporting, "note_features", _nothing),
+        (train_callback, "share_progress", _no_progress),
+        (exporting, "write_features", _nothing),
     ]
 
 
