@@ -46,7 +46,7 @@ def empty(shape: tuple[int, ...], dtype: "DTypeLike") -> np.ndarray:
 
 
 def copied(array: np.ndarray) -> np.ndarray:
-    """Returns a copy, aligned so that JAX does not copy it again."""
+    """Returns a copy of an array, aligned if it is large."""
     if array.nbytes < _LEAST_BYTES or not _is_plain(array):
         return np.array(array)
     copy = empty(array.shape, array.dtype)
@@ -78,7 +78,7 @@ def from_tensor(leaf: Leaf) -> Leaf:
 
 
 def aligned(array: Array) -> Array:
-    """Returns an aligned array, or an aligned copy, which JAX does not copy.
+    """Returns the array, or an aligned copy that JAX will not copy again.
 
     Returns:
       An array of the same shape and dtype.
