@@ -89,11 +89,11 @@ class ShardExchange:
 
         return self._by_core(scatter, spec)(value)
 
-    def cut(self, whole: jax.Array, spec: Sharded) -> jax.Array:
+    def cut(self, value: jax.Array, spec: Sharded) -> jax.Array:
         """Returns this replica's shard of a replicated value."""
-        size = whole.shape[spec.dim] // jax.lax.axis_size(self._mesh.axis)
+        size = value.shape[spec.dim] // jax.lax.axis_size(self._mesh.axis)
         start = jax.lax.axis_index(self._mesh.axis) * size
-        return jax.lax.dynamic_slice_in_dim(whole, start, size, spec.dim)
+        return jax.lax.dynamic_slice_in_dim(value, start, size, spec.dim)
 
     def _by_core(
         self, fn: Callable[[jax.Array], jax.Array], spec: Sharded

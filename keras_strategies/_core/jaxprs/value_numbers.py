@@ -1,4 +1,4 @@
-"""Value numbering: the same code in several traced functions."""
+"""Value numbering, which finds the same code in several traced functions."""
 
 from collections.abc import Hashable, Mapping
 from typing import Any
@@ -10,20 +10,20 @@ from keras_strategies._core.jaxprs.stages import acts, references
 
 
 class ValueNumbers:
-    """Numbers of values: equal ones where the same code makes them.
+    """Numbers of values that are equal if the same code computes the values.
 
     Value numbering (Alpern, Wegman and Zadeck, 1988) over several traced
-    functions of the same inputs. Where in doubt (effects, Python functions
-    among an equation's parameters), numbers differ.
+    functions of the same inputs. If in doubt (effects, Python functions among
+    an equation's parameters), numbers differ.
     """
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
-        # Whose ids are in keys.
+        # Objects whose ids are in keys, kept alive.
         self._held: list[Any] = []
 
     def of_outputs(self, traced: ClosedJaxpr) -> list[int]:
-        """The number of each output of a traced function."""
+        """Returns the number of each output of a traced function."""
         consts = [self._by_identity(const) for const in traced.consts]
         return self._of_jaxpr(traced.jaxpr, consts)
 
@@ -56,7 +56,7 @@ class ValueNumbers:
         return self._number(("literal", str(variable.aval), content))
 
     def _parameters(self, value: Any) -> Hashable:
-        """What a parameter's value is, as a key."""
+        """Returns a hashable key for the value of a parameter."""
         if isinstance(value, ClosedJaxpr):
             return ("program", *self.of_outputs(value))
         if isinstance(value, Jaxpr):
@@ -70,7 +70,7 @@ class ValueNumbers:
         if type(value) in (tuple, list):
             return ("sequence", *map(self._parameters, value))
         if isinstance(value, float | complex):
-            # Zeros have signs.
+            # By `repr`, because 0.0 and -0.0 are equal but differ.
             return (type(value), repr(value))
         try:
             hash(value)
