@@ -31,6 +31,7 @@ from keras_strategies._types import Array
 
 
 def elementwise(call: Call) -> Kind:
+    """Returns the kind of the result of an entry-by-entry primitive."""
     forms = {kind.form for kind in call.kinds}
     if forms == {CONST}:
         return _constant(call)
@@ -42,13 +43,14 @@ def elementwise(call: Call) -> Kind:
 def _constant(call: Call) -> Kind:
     kinds, shape = call.kinds, call.out_shape()
     if all(kind.values is not None for kind in kinds):
-        found = uniform(_computed(call), shape)
-        is_known = found.values is not None or all(map(is_constant, kinds))
-        return found if is_known else found.but(power=math.nan)
+        kind = uniform(_compute_values(call), shape)
+        is_known = kind.values is not None or all(map(is_constant, kinds))
+        return kind if is_known else kind.but(power=math.nan)
     first = kinds[0]
     is_index = first.index_of is not None and kinds[-1].is_zero
     if call.name in ("lt", "ge") and is_index:
-        # An index is never negative, as indexing makes sure of.
+        # An index is not negative. Indexing compares it with zero, to wrap
+        # negative ones.
         return uniform((call.name == "ge",) * len(call.equations), shape)
     if call.name == "convert_element_type":
         is_exact = is_constant(first) or jnp.issubdtype(
@@ -62,7 +64,7 @@ def _constant(call: Call) -> Kind:
 
 
 def _spread(kind: Kind, before: Sequence[int], after: Sequence[int]) -> Kind:
-    """A constant operand as large as the result."""
+    """Returns the kind of a constant operand, broadcast to the result."""
     if kind.values is not None or len(before) < len(after):
         return uniform(kind.values, after)
     spread = {
@@ -74,9 +76,9 @@ def _spread(kind: Kind, before: Sequence[int], after: Sequence[int]) -> Kind:
 
 
 def _power_of_constants(call: Call) -> float:
-    """The power of the number of rows in a constant; NaN if it is none.
+    """Returns a constant's power of the number of rows, or NaN if not a power.
 
-    With one trace alone nothing is known of it, and it is taken for none.
+    With only one trace it is unknown, and assumed to be 0.
     """
     if call.twin is None:
         return 0.0
@@ -91,13 +93,17 @@ def _power_of_constants(call: Call) -> float:
     if call.name in ("mul", "div"):
         one, two = powers
         return one + two if call.name == "mul" else one - two
-    is_alike = len(set(powers)) == 1
+    are_equal = len(set(powers)) == 1
     is_kept = call.name in ("add", "sub", "neg", "add_any", "copy")
-    return powers[0] if is_alike and is_kept else math.nan
+    return powers[0] if are_equal and is_kept else math.nan
 
 
-def _computed(call: Call) -> tuple[Any, ...] | None:
-    """The result of equal entries, in each trace; None if it is not known."""
+def _compute_values(call: Call) -> tuple[Any, ...] | None:
+    """Computes the result of equal entries, in each trace.
+
+    Returns:
+      The entry of the result in each trace, or None if it is unknown.
+    """
     compute = _NUMPY.get(call.name)
     if compute is None:
         return None
@@ -110,13 +116,13 @@ def _computed(call: Call) -> tuple[Any, ...] | None:
         if call.name == "integer_pow":
             operands.append(float(equation.params["y"]))
         with np.errstate(all="ignore"):
-            found = compute(*operands)
+            entry = compute(*operands)
         dtype = equation.outvars[0].aval.dtype
-        results.append(np.asarray(found).astype(dtype).item())
+        results.append(np.asarray(entry).astype(dtype).item())
     return tuple(results)
 
 
-def _divided(one: Array, two: Array) -> Array:
+def _divide(one: Array, two: Array) -> Array:
     if np.issubdtype(one.dtype, np.integer):
         return np.trunc(np.divide(one, two))
     return np.divide(one, two)
@@ -128,7 +134,7 @@ _NUMPY: dict[str, Callable[..., Any]] = {
     "and": np.bitwise_and,
     "convert_element_type": np.asarray,
     "copy": np.asarray,
-    "div": _divided,
+    "div": _divide,
     "eq": np.equal,
     "ge": np.greater_equal,
     "gt": np.greater,
@@ -147,7 +153,7 @@ _NUMPY: dict[str, Callable[..., Any]] = {
     "select_n": lambda which, *cases: cases[int(which)],
     "sub": np.subtract,
 }
-"""Primitives of known numbers, as numpy computes them."""
+"""NumPy's implementations of primitives, for known numbers."""
 
 
 def _of_sums(call: Call) -> Kind:
@@ -203,7 +209,12 @@ def _of_rows(call: Call) -> Kind:
 def _power_of_rows(
     call: Call, of_rows: list[Kind]
 ) -> tuple[bool, float | None]:
-    """Whether an operation on rows has a power of their number, and which."""
+    """Returns whether a result scales with a power of the rows, and the power.
+
+    Args:
+      call: The call.
+      of_rows: The kinds of the operands that are rows.
+    """
     name, kinds = call.name, call.kinds
     first = of_rows[0]
     constants = [kind for kind in kinds if kind.is_const]
@@ -241,7 +252,7 @@ def _power_of_rows(
 
 
 def _power_of_cases(kinds: list[Kind]) -> tuple[bool, float | None]:
-    """As `_power_of_rows`, of what is chosen by the first."""
+    """Returns what `_power_of_rows` does, for a `select_n`."""
     which, *cases = kinds
     of_rows = [kind for kind in cases if kind.is_rows]
     constants = [kind for kind in cases if kind.is_const]
@@ -256,6 +267,7 @@ def _power_of_cases(kinds: list[Kind]) -> tuple[bool, float | None]:
 
 
 def select(call: Call) -> Kind:
+    """Returns the kind of the result of a `select_n`."""
     which, *cases = call.kinds
     if which.is_const and which.values is not None:
         chosen = {int(value) for value in which.values}

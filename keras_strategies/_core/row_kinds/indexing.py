@@ -18,6 +18,7 @@ from keras_strategies._core.row_kinds.kinds import (
 
 
 def gather(call: Call) -> Kind:
+    """Returns the kind of the result of a gather."""
     operand, index = call.kinds
     numbers = call.params["dimension_numbers"]
     places = other_dims(call.out_shape(), numbers.offset_dims)
@@ -38,7 +39,8 @@ def gather(call: Call) -> Kind:
             dim = numbers.operand_batching_dims[batching.index(index.axis)]
             size = call.shape(1)[index.axis] // index.outer
             is_row &= operand.is_flat(dim, size)
-        # A table with an entry for each row; see `iota` for the others.
+        # A table whose size grows with the rows must be flat; for other ones
+        # see `iota`.
         is_row &= all(
             operand.is_flat(dim, call.shape()[dim]) for dim in call.grown()
         )
@@ -70,7 +72,7 @@ def _gathered_rows(call: Call, places: list[int]) -> Kind:
     if index.is_rows and column in index.columns:
         return at_axis(operand, places[index.axis])
     if index.is_random:
-        # Rows in a random order, which is a replica's own by definition.
+        # Rows in a random order, which is expected to differ per replica.
         sizes = [call.out_shape()[place] for place in places]
         for place, size in zip(places, sizes, strict=True):
             if size == shape[axis]:
@@ -79,6 +81,7 @@ def _gathered_rows(call: Call, places: list[int]) -> Kind:
 
 
 def scatter(call: Call) -> Kind:
+    """Returns the kind of the result of a scatter."""
     operand, index, _ = call.kinds
     forms = [kind.form for kind in call.kinds]
     if forms == [CONST] * 3:
@@ -95,8 +98,8 @@ def scatter(call: Call) -> Kind:
         return _if_rows_meet(call, operand, dim, _place_of_index(call, dim))
     if axis in numbers.inserted_window_dims:
         mapped = tuple(numbers.scatter_dims_to_operand_dims)
-        is_own = index.is_rows and mapped.index(axis) in index.columns
-        if not is_own:
+        is_own_row = index.is_rows and mapped.index(axis) in index.columns
+        if not is_own_row:
             return call.mixed()
         place = _place_of_index(call, index.axis)
         return _if_rows_meet(call, operand, index.axis, place)
@@ -108,7 +111,10 @@ def scatter(call: Call) -> Kind:
 
 
 def _scattered_constants(call: Call) -> Kind:
-    """Constants, flat along dimensions that are written as a whole."""
+    """Returns the kind of a constant updated by constants.
+
+    It is flat along dimensions in which each update covers all entries.
+    """
     operand, _, update = call.kinds
     numbers = call.params["dimension_numbers"]
     shape, blocks = call.shape(), {}
@@ -122,14 +128,14 @@ def _scattered_constants(call: Call) -> Kind:
 
 
 def _window_dims(call: Call) -> list[int]:
-    """The operand's dimensions that a scatter's windows have, in order."""
+    """Returns the operand's dimensions of a scatter's windows, in order."""
     numbers = call.params["dimension_numbers"]
     gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
     return other_dims(call.shape(), gone)
 
 
 def _place_of_index(call: Call, dim: int) -> int:
-    """The dimension of the updates that an index's dimension has."""
+    """Returns the dimension of the updates for a dimension of the indices."""
     window = call.params["dimension_numbers"].update_window_dims
     return other_dims(call.shape(2), window)[dim]
 
@@ -137,7 +143,7 @@ def _place_of_index(call: Call, dim: int) -> int:
 def _if_rows_meet(
     call: Call, operand: Kind, dim: int | None, place: int
 ) -> Kind:
-    """The operand's kind, if each row is updated by its own."""
+    """Returns the operand's kind if each row is updated only by itself."""
     _, index, update = call.kinds
     size = call.shape()[operand.axis] // operand.outer
     fits = True
@@ -156,22 +162,25 @@ def _if_rows_meet(
 
 
 def _scattered_into_constant(call: Call) -> Kind:
-    """Rows that are added up in places, or each put into its own."""
+    """Returns the kind of a constant into which rows are scattered.
+
+    Either each row is written to its index, or rows are added up.
+    """
     numbers = call.params["dimension_numbers"]
     operand, index, update = call.kinds
     of_index = index.is_rows
     if of_index and index.axis < len(call.shape(1)) - 1:
         place = _place_of_index(call, index.axis)
         mapped = tuple(numbers.scatter_dims_to_operand_dims)
-        own = [mapped[c] for c in index.columns if c < len(mapped)]
+        dims = [mapped[c] for c in index.columns if c < len(mapped)]
         batching = tuple(numbers.scatter_indices_batching_dims)
         if index.axis in batching:
             at = batching.index(index.axis)
-            own = [numbers.operand_batching_dims[at]]
+            dims = [numbers.operand_batching_dims[at]]
         size = call.shape(1)[index.axis] // index.outer
-        if own and operand.is_flat(own[0], size):
+        if dims and operand.is_flat(dims[0], size):
             power = update.power if operand.is_zero else 0.0
-            as_rows = rows(own[0], index.outer, power)
+            as_rows = rows(dims[0], index.outer, power)
             return _if_rows_meet(call, as_rows, index.axis, place)
         fits = (
             update.is_flat(place, size)
