@@ -26,6 +26,7 @@ from keras_strategies._core.row_kinds.kinds import (
 
 
 def reduce_sum(call: Call) -> Kind:
+    """Returns the kind of a sum over dimensions."""
     kind, axes = call.kinds[0], tuple(call.params["axes"])
     before = call.shape()
     if kind.is_const and kind.values is not None:
@@ -45,7 +46,7 @@ def reduce_sum(call: Call) -> Kind:
 
 
 def reduce(call: Call) -> Kind:
-    """A reduction over other dimensions than that of the rows."""
+    """Returns the kind of a reduction over other dimensions than the rows'."""
     kind = call.kinds[0]
     if kind.is_sum and call.name != "reduce_sum":
         return call.mixed()
@@ -62,7 +63,13 @@ def reduce(call: Call) -> Kind:
 
 
 def along(axis_of: Callable[[Call], int]) -> Callable[[Call], Any]:
-    """The rule of what computes along a dimension, which is not the rows'."""
+    """Makes the rule for primitives that compute along one dimension.
+
+    The dimension must not be that of the rows.
+
+    Args:
+      axis_of: Returns the dimension.
+    """
 
     def rule(call: Call) -> Kind:
         if any(kind.is_sum for kind in call.kinds):
@@ -71,16 +78,17 @@ def along(axis_of: Callable[[Call], int]) -> Callable[[Call], Any]:
         for kind in call.kinds:
             if kind.is_rows and kind.axis == axis:
                 return call.mixed()
-        found = kind_of_entries(call)
-        if found.is_const:
-            blocks = {a: s for a, s in found.blocks.items() if a != axis}
-            found = found.but(blocks=blocks, index_of=None)
-        return found
+        result = kind_of_entries(call)
+        if result.is_const:
+            blocks = {a: s for a, s in result.blocks.items() if a != axis}
+            result = result.but(blocks=blocks, index_of=None)
+        return result
 
     return rule
 
 
 def reduce_window(call: Call) -> Kind:
+    """Returns the kind of a reduction over windows."""
     kind = call.kinds[0]
     if kind.is_const:
         return joined_plain(call.kinds)
@@ -98,6 +106,7 @@ def reduce_window(call: Call) -> Kind:
 
 
 def reverse(call: Call) -> Kind:
+    """Returns the kind of a `rev`."""
     kind = call.kinds[0]
     if kind.is_rows and kind.axis in call.params["dimensions"]:
         return call.mixed()
@@ -107,6 +116,7 @@ def reverse(call: Call) -> Kind:
 
 
 def dot_general(call: Call) -> Kind:
+    """Returns the kind of a product of arrays."""
     one, two = call.kinds
     contracted, batch = call.params["dimension_numbers"]
     if one.is_const and two.is_const:
@@ -156,7 +166,10 @@ def _constant_product(call: Call) -> Kind:
 
 
 def _place_of_dim(call: Call, k: int, dim: int) -> int | None:
-    """The dimension of a product that a dimension of operand `k` becomes."""
+    """Returns the product's dimension for a dimension of operand `k`.
+
+    None, if the dimension is contracted.
+    """
     contracted, batch = call.params["dimension_numbers"]
     if dim in contracted[k]:
         return None
@@ -175,11 +188,11 @@ def _product_of_rows(call: Call, places: list[int | None]) -> Kind:
     one, two = call.kinds
     contracted, batch = call.params["dimension_numbers"]
     power = sum_of_powers(call.kinds)
-    is_alike = one.outer == two.outer
+    is_paired = one.outer == two.outer
     for pairs in (contracted, batch):
         if one.axis in pairs[0]:
-            is_alike &= pairs[1][pairs[0].index(one.axis)] == two.axis
-            if not is_alike:
+            is_paired &= pairs[1][pairs[0].index(one.axis)] == two.axis
+            if not is_paired:
                 return call.mixed()
             if pairs is contracted:
                 return summed(power)
@@ -188,6 +201,7 @@ def _product_of_rows(call: Call, places: list[int | None]) -> Kind:
 
 
 def convolution(call: Call) -> Kind:
+    """Returns the kind of a convolution."""
     image, kernel = call.kinds
     numbers = call.params["dimension_numbers"]
     if image.is_const and kernel.is_const:
@@ -206,7 +220,11 @@ def convolution(call: Call) -> Kind:
 
 
 def of_matrices(dims: int) -> Callable[[Call], Kind]:
-    """The rule of what computes on the last dimensions of each operand."""
+    """Makes the rule for primitives on the last dimensions of their operands.
+
+    Args:
+      dims: The number of these dimensions.
+    """
 
     def rule(call: Call) -> Kind:
         for k, kind in enumerate(call.kinds):
@@ -217,7 +235,7 @@ def of_matrices(dims: int) -> Callable[[Call], Kind]:
         if not of_rows:
             return joined_plain(call.kinds)
         first = of_rows[0]
-        alike = all(
+        is_same = all(
             (kind.axis, kind.outer) == (first.axis, first.outer)
             for kind in of_rows
         )
@@ -228,10 +246,11 @@ def of_matrices(dims: int) -> Callable[[Call], Kind]:
         ]
         is_known = all(kind.power is not None for kind in of_rows)
         result = rows(first.axis, first.outer, 0.0 if is_known else None)
-        return result if alike and all(constants) else call.mixed()
+        return result if is_same and all(constants) else call.mixed()
 
     return rule
 
 
 def fft(call: Call) -> Kind:
+    """Returns the kind of an FFT."""
     return of_matrices(len(call.params["fft_lengths"]))(call)
