@@ -5,7 +5,9 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def attribute_set(owner: object, name: str, value: object) -> Iterator[None]:
+def temporary_attribute(
+    owner: object, name: str, value: object
+) -> Iterator[None]:
     """Sets an attribute for the duration of a block, then restores it."""
     before = getattr(owner, name)
     setattr(owner, name, value)

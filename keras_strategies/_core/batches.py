@@ -159,10 +159,10 @@ def num_rows(batch: Tree) -> int:
         (first_dim,) = first_dims
         if first_dim and first_dim[0]:
             return first_dim[0]
-    return _refused(batch)
+    return _raise_invalid(batch)
 
 
-def _refused(batch: Tree) -> NoReturn:
+def _raise_invalid(batch: Tree) -> NoReturn:
     """Raises the error that describes what is wrong with a batch."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     if not leaves:
@@ -247,7 +247,7 @@ def _place_run(
     block = _block_of(parts, mesh)
     put = _put if len(run) == 1 else _put_stacked
     leaves = [put(column, block, mesh) for column in zip(*run, strict=True)]
-    is_in_order = parts == rows_lib.in_order([block] * len(parts), rows)
+    is_in_order = parts == rows_lib.fill_in_order([block] * len(parts), rows)
     return Segment(
         data=jax.tree.unflatten(structure, leaves),
         rows=rows,
@@ -263,7 +263,9 @@ def _block_of(parts: tuple[int, ...], mesh: ReplicaMesh) -> int:
     even = rows_lib.padded_rows(rows, mesh.num_replicas) // len(parts)
     # The shortest block, which only fits processes that are filled in order.
     return (
-        even if parts == rows_lib.in_order([even] * len(parts), rows) else block
+        even
+        if parts == rows_lib.fill_in_order([even] * len(parts), rows)
+        else block
     )
 
 
@@ -275,13 +277,13 @@ def _put(column: Sequence[Any], block: int, mesh: ReplicaMesh) -> jax.Array:
     (leaf,) = column
     if _is_placed(leaf, mesh):
         return leaf
-    leaf = _padded(leaf, block)
+    leaf = _pad(leaf, block)
     first = mesh.reader_index * block
 
     def rows_of(index: Any) -> Array:
         start, stop, _ = index[0].indices(shape[0])
         rows = leaf[start - first : stop - first]
-        return host_arrays.aligned(rows) if mesh.platform == "cpu" else rows
+        return host_arrays.align(rows) if mesh.platform == "cpu" else rows
 
     shape = (block * mesh.num_readers, *leaf.shape[1:])
     return jax.make_array_from_callback(shape, mesh.split, rows_of)
@@ -295,7 +297,7 @@ def _is_placed(leaf: object, mesh: ReplicaMesh) -> bool:
     )
 
 
-def true_rows(data: Batch, shape: RowShape) -> Batch:
+def cut_padding(data: Batch, shape: RowShape) -> Batch:
     """Cuts off the padding. Jit-compatible.
 
     Returns:
@@ -311,13 +313,13 @@ def true_rows(data: Batch, shape: RowShape) -> Batch:
     return jax.tree.map(cut, data)
 
 
-def sharded_rows(
+def constrain_rows(
     data: Batch, shape: RowShape, mesh: ReplicaMesh, *, is_sharded: bool
 ) -> Batch:
     """Constrains the sharding of a batch without padding. Jit-compatible.
 
     Args:
-      data: The batch that `true_rows` returned.
+      data: The batch that `cut_padding` returned.
       shape: The arrangement of its rows.
       mesh: The replicas.
       is_sharded: Whether XLA may shard the rows unevenly over the replicas.
@@ -336,7 +338,7 @@ def sharded_rows(
     return jax.lax.with_sharding_constraint(data, sharding)
 
 
-def unstacked(data: Tree, steps: int) -> list[Tree]:
+def unstack_steps(data: Tree, steps: int) -> list[Tree]:
     """Splits a segment of several steps into its batches. Jit-compatible."""
     return [jax.tree.map(lambda a, k=k: a[k], data) for k in range(steps)]
 
@@ -345,7 +347,7 @@ def _put_stacked(
     column: Sequence[Any], block: int, mesh: ReplicaMesh
 ) -> jax.Array:
     """Stacks only the rows that each replica reads, so they are copied once."""
-    column = [_padded(np.asarray(leaf), block) for leaf in column]
+    column = [_pad(np.asarray(leaf), block) for leaf in column]
     rows = block * mesh.num_readers
     shape = (len(column), rows, *np.shape(column[0])[1:])
     first = mesh.reader_index * block
@@ -353,12 +355,12 @@ def _put_stacked(
     def rows_of(index: Any) -> Array:
         start, stop, _ = index[1].indices(rows)
         part = slice(start - first, stop - first)
-        return host_arrays.stacked([leaf[part] for leaf in column])
+        return host_arrays.stack_arrays([leaf[part] for leaf in column])
 
     return jax.make_array_from_callback(shape, mesh.stacked, rows_of)
 
 
-def _padded(leaf: Array, rows: int) -> Array:
+def _pad(leaf: Array, rows: int) -> Array:
     """Pads an array to `rows` rows, by repeating its last one or with zeros."""
     missing = rows - leaf.shape[0]
     if not missing:

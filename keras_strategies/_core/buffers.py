@@ -61,7 +61,7 @@ IN_PROCESS = Buffering(max_entries=4096, max_arrays=40)
 BETWEEN_PROCESSES = Buffering(max_entries=2**18, max_arrays=None)
 
 
-def buffering_of(mesh: ReplicaMesh) -> Buffering | None:
+def choose_buffering(mesh: ReplicaMesh) -> Buffering | None:
     """Returns the buffering of a mesh's all-reduces, or None for no buffers.
 
     The compilers for TPU and GPU combine all-reduces by themselves. An array
@@ -72,7 +72,7 @@ def buffering_of(mesh: ReplicaMesh) -> Buffering | None:
     return IN_PROCESS if mesh.num_processes == 1 else BETWEEN_PROCESSES
 
 
-def packed(arrays: Sequence[jax.Array]) -> jax.Array:
+def pack(arrays: Sequence[jax.Array]) -> jax.Array:
     """Packs arrays of one dtype into a buffer of shape (entries,)."""
     total = sum(array.size for array in arrays)
     # Not `lax.empty`: `vmap` treats its result as batched, and `jacfwd` then
@@ -85,7 +85,7 @@ def packed(arrays: Sequence[jax.Array]) -> jax.Array:
     return buffer
 
 
-def unpacked(buffer: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
+def unpack(buffer: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
     """Splits a buffer into pieces with the shapes of the arrays in `like`."""
     pieces, start = [], 0
     for array in like:

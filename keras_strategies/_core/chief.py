@@ -13,7 +13,9 @@ from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Array
 
 
-def from_chief(values: Sequence[Any], mesh: ReplicaMesh) -> list[jax.Array]:
+def broadcast_from_chief(
+    values: Sequence[Any], mesh: ReplicaMesh
+) -> list[jax.Array]:
     """Broadcasts the chief's values to all devices. Collective.
 
     Args:

@@ -11,8 +11,8 @@ import jax
 
 from keras_strategies._core.jaxprs.hlo_text import (
     COLLECTIVES,
-    bytes_of,
-    counts_of,
+    count_collective_bytes,
+    count_collectives,
 )
 from keras_strategies._core.mesh import ReplicaMesh
 
@@ -59,7 +59,7 @@ class Figures:
         """
         memory, text = executable.memory_analysis(), executable.as_text()
         cost = executable.cost_analysis() or {}
-        counts, sent = counts_of(text), bytes_of(text)
+        counts, sent = count_collectives(text), count_collective_bytes(text)
         outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
         return cls(
             argument_bytes=memory.argument_size_in_bytes,

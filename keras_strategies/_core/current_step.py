@@ -4,7 +4,7 @@ import contextlib
 import threading
 from typing import Any
 
-from keras_strategies._core.attributes import attribute_set
+from keras_strategies._core.attributes import temporary_attribute
 
 
 class _Current(threading.local):
@@ -25,4 +25,4 @@ def current_step() -> Any:
 
 def step_scope(step: object) -> contextlib.AbstractContextManager[None]:
     """Makes `step` this thread's current step within a block."""
-    return attribute_set(_current, "step", step)
+    return temporary_attribute(_current, "step", step)

@@ -25,7 +25,7 @@ Starter = Callable[[int, Callable[..., Any], tuple[Any, ...]], Any]
 _starter: Starter | None = None
 
 
-def start_with(starter: Starter) -> None:
+def set_starter(starter: Starter) -> None:
     """Makes `starter` start all programs over several processes.
 
     Args:

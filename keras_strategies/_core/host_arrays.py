@@ -45,7 +45,7 @@ def empty(shape: tuple[int, ...], dtype: "DTypeLike") -> np.ndarray:
     return buffer[start : start + num_bytes].view(dtype).reshape(shape)
 
 
-def copied(array: np.ndarray) -> np.ndarray:
+def copy_on_host(array: np.ndarray) -> np.ndarray:
     """Returns a copy of an array, aligned if it is large."""
     if array.nbytes < _LEAST_BYTES or not _is_plain(array):
         return np.array(array)
@@ -54,13 +54,15 @@ def copied(array: np.ndarray) -> np.ndarray:
     return copy
 
 
-def owned(leaf: Array) -> Array:
+def copy_if_mutable(leaf: Array) -> Array:
     """Copies an array unless it is a JAX array, which user code cannot change.
 
     Returns:
       An array of the leaf's shape and dtype.
     """
-    return leaf if isinstance(leaf, jax.Array) else copied(np.asarray(leaf))
+    return (
+        leaf if isinstance(leaf, jax.Array) else copy_on_host(np.asarray(leaf))
+    )
 
 
 def from_tensor(leaf: Leaf) -> Leaf:
@@ -77,7 +79,7 @@ def from_tensor(leaf: Leaf) -> Leaf:
     return leaf if array.dtype.hasobject else array
 
 
-def aligned(array: Array) -> Array:
+def align(array: Array) -> Array:
     """Returns the array, or an aligned copy that JAX will not copy again.
 
     Returns:
@@ -89,10 +91,10 @@ def aligned(array: Array) -> Array:
         or (array.ctypes.data % _ALIGNMENT == 0 and array.flags.c_contiguous)
     ):
         return array
-    return copied(array)
+    return copy_on_host(array)
 
 
-def taken(array: np.ndarray, indices: np.ndarray) -> np.ndarray:
+def take_rows(array: np.ndarray, indices: np.ndarray) -> np.ndarray:
     """Returns some rows of an array, copied once.
 
     Args:
@@ -107,7 +109,7 @@ def taken(array: np.ndarray, indices: np.ndarray) -> np.ndarray:
     return np.take(array, indices, axis=0, out=rows, mode="clip")
 
 
-def stacked(arrays: list[np.ndarray]) -> np.ndarray:
+def stack_arrays(arrays: list[np.ndarray]) -> np.ndarray:
     """Stacks arrays of one shape and dtype along a new first dimension."""
     first = arrays[0]
     if len(arrays) * first.nbytes < _LEAST_BYTES or not _is_plain(first):

@@ -79,7 +79,7 @@ class ReplicaMesh:
         if len(set(self.devices)) != len(self.devices):
             raise ValueError(
                 "`devices` must not contain duplicates. Received: "
-                f"{shown_devices(self.devices)}. Pass each device once."
+                f"{format_devices(self.devices)}. Pass each device once."
             )
         cores = self.cores_per_replica
         if cores < 1 or len(self.devices) % cores:
@@ -258,7 +258,7 @@ class ReplicaMesh:
             raise RuntimeError(
                 "This strategy can only compile, because its TPUs are not "
                 "available here. Received: a call that must run on "
-                f"{shown_devices(self.devices[:1])} and "
+                f"{format_devices(self.devices[:1])} and "
                 f"{len(self.devices) - 1} other devices. Use "
                 "`strategy.compile_step(model, batch)` or "
                 "`strategy.compile_run(fn, args)`, and `ks.TPUStrategy()` "
@@ -271,7 +271,7 @@ class ReplicaMesh:
         return self.devices[0].platform
 
 
-def shown_devices(devices: Sequence[jax.Device]) -> str:
+def format_devices(devices: Sequence[jax.Device]) -> str:
     """Formats devices for a message, at most the first eight."""
     names = ", ".join(map(str, devices[:8]))
     return f"[{names}{', ...' if len(devices) > 8 else ''}]"
@@ -288,7 +288,9 @@ def has_sharding(array: jax.Array, sharding: NamedSharding) -> bool:
     ) and array.sharding.is_equivalent_to(sharding, array.ndim)
 
 
-def copied(array: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
+def copy_with_sharding(
+    array: jax.Array, sharding: jax.sharding.Sharding
+) -> jax.Array:
     """Returns a copy of an array, with a sharding.
 
     The copy shares no buffers, so that a program may donate them.
@@ -318,7 +320,7 @@ def _check_owners(owners: list[int], cores: int) -> None:
         raise ValueError(
             "Processes that share a replica must share all of their replicas, "
             "because they read the same rows. Received: replicas with cores "
-            f"of the processes {_shown(shown)}. Choose a `computation_shape` "
+            f"of the processes {_shorten(shown)}. Choose a `computation_shape` "
             "within the chips of one host, such as [2, 2, 1, 1], or one that "
             "covers all chips of its hosts."
         )
@@ -329,10 +331,10 @@ def _check_owners(owners: list[int], cores: int) -> None:
         raise ValueError(
             "All processes must have the same number of replicas, and the "
             "replicas of a process must be consecutive. Received: replicas of "
-            f"the processes {_shown(processes)}. Choose the same number of "
+            f"the processes {_shorten(processes)}. Choose the same number of "
             "devices in each process, in the order of the processes."
         )
 
 
-def _shown(items: list[Any]) -> str:
+def _shorten(items: list[Any]) -> str:
     return f"{items[:16]}{'...' if len(items) > 16 else ''}"

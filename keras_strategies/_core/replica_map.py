@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec
 
-from keras_strategies._core.buffers import Buffering, packed, unpacked
+from keras_strategies._core.buffers import Buffering, pack, unpack
 from keras_strategies._core.jaxprs import replay, stages
 from keras_strategies._core.jaxprs.lockstep import Turn
 from keras_strategies._core.jaxprs.specs import Axis, Sharded
@@ -188,8 +188,8 @@ def _sum(
     sums: list[Any] = [None] * len(leaves)
     for members in buffering.groups(leaves) if buffering else ():
         group = [leaves[i] for i in members]
-        total = _psum(packed(group), axis)
-        for i, piece in zip(members, unpacked(total, group), strict=True):
+        total = _psum(pack(group), axis)
+        for i, piece in zip(members, unpack(total, group), strict=True):
             sums[i] = piece
     return [
         _psum(leaf, axis) if total is None else total
@@ -221,10 +221,10 @@ def all_mean(leaf: jax.Array, axis: Axis) -> jax.Array:
 
 def all_rows(leaf: jax.Array, axis: Axis) -> jax.Array:
     """Concatenates the rows of all replicas, in their order; differentiable."""
-    return all_concatenated(leaf, axis, 0)
+    return all_concatenate(leaf, axis, 0)
 
 
-def all_concatenated(leaf: jax.Array, axis: Axis, dim: int) -> jax.Array:
+def all_concatenate(leaf: jax.Array, axis: Axis, dim: int) -> jax.Array:
     """Concatenates the replicas' arrays along `dim`; differentiable.
 
     While replicas with different numbers of rows are replayed, or run in
@@ -242,7 +242,7 @@ def as_number(array: Array) -> Array:
     return array.astype("int32") if array.dtype == bool else array
 
 
-def of_first(array: Array, axis: Axis) -> jax.Array:
+def keep_first(array: Array, axis: Axis) -> jax.Array:
     """Returns replica 0's array there and zeros elsewhere, to be summed."""
     is_first = replica_id(axis) == 0
     return jnp.where(is_first, array, jnp.zeros_like(array))

@@ -22,7 +22,9 @@ def rows_of_replicas(
       The numbers of rows, in the order of replica ids; they add up to `rows`.
     """
     floor, extra = divmod(max(rows, batch_size), num_replicas)
-    return in_order([floor + (k < extra) for k in range(num_replicas)], rows)
+    return fill_in_order(
+        [floor + (k < extra) for k in range(num_replicas)], rows
+    )
 
 
 def padded_rows(rows: int, num_replicas: int) -> int:
@@ -38,7 +40,7 @@ def balanced_rows(rows: int, num_replicas: int) -> tuple[int, ...]:
       num_replicas: Number of replicas.
     """
     most = padded_rows(rows, num_replicas) // num_replicas
-    return in_order([most] * num_replicas, rows)
+    return fill_in_order([most] * num_replicas, rows)
 
 
 def rotated_rows(
@@ -77,7 +79,7 @@ def rows_of_processes(
     )
 
 
-def filled(counts: Sequence[int], rows: int) -> tuple[int, ...]:
+def fill_replicas(counts: Sequence[int], rows: int) -> tuple[int, ...]:
     """Returns each replica's number of rows if a process fills them in order.
 
     Args:
@@ -87,10 +89,10 @@ def filled(counts: Sequence[int], rows: int) -> tuple[int, ...]:
     """
     if rows > sum(counts):
         return rows_of_replicas(rows, rows, len(counts))
-    return in_order(counts, rows)
+    return fill_in_order(counts, rows)
 
 
-def in_order(places: Sequence[int], rows: int) -> tuple[int, ...]:
+def fill_in_order(places: Sequence[int], rows: int) -> tuple[int, ...]:
     """Returns the rows in each place when the places are filled in order."""
     taken = []
     for size in places:

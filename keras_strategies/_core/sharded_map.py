@@ -16,17 +16,17 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import PartitionSpec
 
-from keras_strategies._core.buffers import buffering_of
+from keras_strategies._core.buffers import choose_buffering
 from keras_strategies._core.jaxprs.marked_updates import (
     MAX,
     Update,
-    collected_updates,
-    update_of,
+    collect_updates,
+    find_update,
 )
 from keras_strategies._core.jaxprs.sharded_values import ShardedInterpreter
 from keras_strategies._core.jaxprs.specs import Placed, Sharded, Spec
 from keras_strategies._core.jaxprs.stages import (
-    acts,
+    has_effects,
     has_references,
     needed_equations,
     shape_of,
@@ -85,7 +85,7 @@ def sharded_map(
         replicated = replica_map(
             flat, mesh, in_specs=tuple(manual), out_specs=replicated_spec()
         )
-        with collected_updates() as updates:
+        with collect_updates() as updates:
             traced = jax.make_jaxpr(replicated)(*map(shape_of, inputs))
         step = _SectionedStep(traced, updates, mesh, specs, inputs)
         return jax.tree.unflatten(results[0], step.compute(results[1]))
@@ -184,9 +184,9 @@ class _SectionedStep:
         last_action = 0
         for equation in self._jaxpr.eqns:
             place = max(map(self._place, equation.invars), default=0)
-            if acts(equation):
+            if has_effects(equation):
                 place = last_action = max(place, last_action)
-            update = update_of(equation, self._updates)
+            update = find_update(equation, self._updates)
             if update is None:
                 self._sections[place].append(equation)
             else:
@@ -211,7 +211,7 @@ class _SectionedStep:
         ]
         plans = self._plans(outputs)
         for k, plan in enumerate(plans):
-            if plan or any(map(acts, self._sections[k])):
+            if plan or any(map(has_effects, self._sections[k])):
                 self._compute_section(k, plan)
             for equation, update in self._updates_after[k]:
                 self._apply(equation, update)
@@ -260,7 +260,7 @@ class _SectionedStep:
     def _equations(self, k: int, plan: dict[Any, Any]) -> list[Any]:
         """Returns a section's equations that its results or effects need."""
         outputs = [v for v, _ in plan.values()]
-        return needed_equations(self._sections[k], outputs, acts)
+        return needed_equations(self._sections[k], outputs, has_effects)
 
     def _inputs_of(self, k: int, plan: dict[Any, Any]) -> list[Var]:
         """Returns the inputs of a section and its reads of earlier ones."""
@@ -330,7 +330,9 @@ class _SectionedStep:
             else:
                 results[i] = values.full(variable)
         terms = [values.full(wants[i][0]) for i in summed]
-        sums = all_sum(terms, self._mesh.all_replicas, buffering_of(self._mesh))
+        sums = all_sum(
+            terms, self._mesh.all_replicas, choose_buffering(self._mesh)
+        )
         for i, total in zip(summed, sums, strict=True):
             results[i] = total
         return results

@@ -132,14 +132,14 @@ class PerReplica(DistributedValues):
         return sorted(shards.items(), key=lambda shard: shard[0])
 
     def _shapes_of_components(
-        self, stacked: jax.ShapeDtypeStruct
+        self, struct: jax.ShapeDtypeStruct
     ) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Returns the shapes of all replicas' components, without values."""
-        sharding: Any = stacked.sharding
-        length, *rest = sharding.shard_shape(stacked.shape)
+        sharding: Any = struct.sharding
+        length, *rest = sharding.shard_shape(struct.shape)
         shape = (length, *rest) if self.layout == ROWS else tuple(rest)
-        component = jax.ShapeDtypeStruct(shape, stacked.dtype)
-        return (component,) * (stacked.shape[0] // (length or 1))
+        component = jax.ShapeDtypeStruct(shape, struct.dtype)
+        return (component,) * (struct.shape[0] // (length or 1))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Unpickling a sharded array would put it on one device.
@@ -155,7 +155,7 @@ class PerReplica(DistributedValues):
         if is_traced or self.layout == LOCAL:
             return repr(self)
         lines = [
-            f"  {replica}: {_printed(value)}"
+            f"  {replica}: {_format(value)}"
             for replica, value in zip(self._ids(), self.values, strict=True)
         ]
         return "\n".join(["PerReplica:{", *lines, "}"])
@@ -212,10 +212,10 @@ class Mirrored(DistributedValues):
 
     def __str__(self) -> str:
         """Returns the value."""
-        return f"Mirrored:{_printed(self.array)}"
+        return f"Mirrored:{_format(self.array)}"
 
 
-def _printed(value: Array) -> str:
+def _format(value: Array) -> str:
     if isinstance(value, Tracer):
         return str(value)
     return np.array2string(np.asarray(value), separator=", ")
@@ -331,7 +331,7 @@ def set_apart(array: jax.Array) -> jax.Array:
     )
 
 
-def own_components(nest: Tree) -> Tree:
+def select_components(nest: Tree) -> Tree:
     """Replaces per-replica values by this replica's components.
 
     Returns:
@@ -344,7 +344,7 @@ def own_components(nest: Tree) -> Tree:
     )
 
 
-def padded(array: Array, shape: tuple[int, ...]) -> jax.Array:
+def pad_to(array: Array, shape: tuple[int, ...]) -> jax.Array:
     """Pads an array to `shape`, with zeros at the end of each dimension."""
     sizes = zip(array.shape, shape, strict=True)
     return jax.numpy.pad(array, [(0, most - size) for size, most in sizes])
@@ -355,7 +355,7 @@ def cut(array: Array, shape: tuple[int, ...]) -> Array:
     return array[tuple(map(slice, shape))]
 
 
-def stacked(parts: Sequence[Any], mesh: ReplicaMesh) -> jax.Array:
+def stack_replicas(parts: Sequence[Any], mesh: ReplicaMesh) -> jax.Array:
     """Stacks entries into one array over the replicas, entry i on replica i.
 
     Args:

@@ -87,7 +87,7 @@ def cut_at_collectives(traced: ClosedJaxpr) -> Cut:
     )
 
 
-def meeting_as(cut: Cut, other: Cut) -> Cut | None:
+def add_collectives(cut: Cut, other: Cut) -> Cut | None:
     """Extends a program so that it has all collectives of another one.
 
     The added collectives get zeros as operands. A trace omits gradients that
@@ -161,7 +161,7 @@ def reduce(collective: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     return list(results) if collective.primitive.multiple_results else [results]
 
 
-def trace_called(equation: Equation) -> tuple[Any, list[Any]] | None:
+def find_called_jaxpr(equation: Equation) -> tuple[Any, list[Any]] | None:
     """Returns the jaxpr that an equation calls and its constants, or None."""
     if equation.primitive.name == "call_hi_primitive":
         return _trace_expanded(equation)
@@ -192,7 +192,7 @@ def _collectives_in(jaxpr: Jaxpr) -> Iterator[Any]:
         if _is_collective(equation):
             yield equation
         elif _has_collectives(equation):
-            called = trace_called(equation)
+            called = find_called_jaxpr(equation)
             if called is None:
                 raise RuntimeError(
                     "Replicas with different numbers of rows must not "
@@ -227,7 +227,9 @@ def _evaluate(
     def compute() -> None:
         outputs = [v for e in pending for v in e.outvars]
         outputs = [v for v in outputs if not isinstance(v, DropVar)]
-        arrays = stages.computed(jaxpr, pending, outputs, values.__getitem__)
+        arrays = stages.compute_equations(
+            jaxpr, pending, outputs, values.__getitem__
+        )
         values.update(zip(outputs, arrays, strict=True))
         pending.clear()
 
@@ -241,7 +243,7 @@ def _evaluate(
             continue
         compute()
         operands = read(equation.invars)
-        called = None if is_cut else trace_called(equation)
+        called = None if is_cut else find_called_jaxpr(equation)
         if called is None:
             results = meet(operands)
         else:

@@ -36,7 +36,9 @@ def with_combined_sums(
       A function of the flat inputs that returns the flat outputs.
     """
     equations = traced.jaxpr.eqns
-    if any(map(stages.acts, equations)) or stages.has_references(traced.jaxpr):
+    if any(map(stages.has_effects, equations)) or stages.has_references(
+        traced.jaxpr
+    ):
         return jaxpr_as_fun(traced)
     rounds = _rounds(equations, axis)
     if all(len(sums) < 2 for _, sums in rounds):
@@ -51,7 +53,7 @@ def with_combined_sums(
         values |= dict(zip(jaxpr.invars, inputs, strict=True))
         for computed, sums in rounds:
             outputs = [v for e in computed for v in e.outvars if id(v) in read]
-            arrays = stages.computed(
+            arrays = stages.compute_equations(
                 jaxpr, computed, outputs, values.__getitem__
             )
             values.update(zip(outputs, arrays, strict=True))

@@ -8,7 +8,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxprs_in_params
 from keras_strategies._types import Equation
 
 
-def flops_of(jaxpr: Jaxpr | ClosedJaxpr) -> float:
+def count_flops(jaxpr: Jaxpr | ClosedJaxpr) -> float:
     """Counts the multiplications and additions of a traced program.
 
     Only matrix products and convolutions count, without their padding; the
@@ -22,7 +22,7 @@ def flops_of(jaxpr: Jaxpr | ClosedJaxpr) -> float:
             total += _of_product(equation)
         elif name == "conv_general_dilated":
             total += _of_convolution(equation)
-        inner = [flops_of(part) for part in jaxprs_in_params(params)]
+        inner = [count_flops(part) for part in jaxprs_in_params(params)]
         if name == "cond":
             total += max(inner, default=0.0)
         else:

@@ -17,7 +17,7 @@ Gathered = tuple[Var, ...]
 """A value, followed by the values that it was cast from."""
 
 
-def gathers_of(
+def find_gathers(
     equations: Sequence[Any],
     sharded: set[Var],
     *,

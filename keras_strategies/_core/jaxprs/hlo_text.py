@@ -29,7 +29,7 @@ _STARTED = re.compile(
 _GROUPS = re.compile(r"replica_groups=(?:\[\d+,(\d+)\]|\{\{([\d,]+)\})")
 
 
-def counts_of(text: str) -> dict[str, int]:
+def count_collectives(text: str) -> dict[str, int]:
     """Counts the collectives of each kind; one in a loop counts once."""
     counts: dict[str, int] = dict.fromkeys(COLLECTIVES, 0)
     for kind, _ in _find_collectives(text):
@@ -37,7 +37,7 @@ def counts_of(text: str) -> dict[str, int]:
     return counts
 
 
-def bytes_of(text: str) -> dict[str, int]:
+def count_collective_bytes(text: str) -> dict[str, int]:
     """Returns the bytes of the arrays that collectives of each kind send.
 
     The size of the full array counts: the gathered result, the reduced array,

@@ -167,8 +167,8 @@ class Turn:
         if isinstance(reduce, Concatenation):
             shapes = self.meet(operands[0].shape, _SHAPES)
             if len(set(shapes)) > 1:
-                reduce = reduce.of_shapes(shapes)
-                operands = [reduce.padded(operands[0])]
+                reduce = reduce.with_shapes(shapes)
+                operands = [reduce.pad(operands[0])]
         if not any(isinstance(a, Tracer) for a in operands):
             return self._forward(reduce, operands)[0]
 

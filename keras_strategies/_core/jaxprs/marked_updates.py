@@ -64,7 +64,7 @@ _collected = _Collected()
 
 
 @contextlib.contextmanager
-def collected_updates() -> Iterator[dict[str, Update]]:
+def collect_updates() -> Iterator[dict[str, Update]]:
     """Collects, by name, the updates that are marked while a block traces."""
     before = _collected.updates
     _collected.updates = updates = {}
@@ -83,7 +83,7 @@ def is_collecting() -> bool:
     return _collected.updates is not None and current_side() is None
 
 
-def marked_update(
+def mark_update(
     update: Callable[[list[Any], list[Any]], list[Any]],
     reduce: Callable[[list[Any]], list[Any]],
     gradients: list[Any],
@@ -130,7 +130,9 @@ def marked_update(
     return jax.jit(compute)(captured, gradients, values)
 
 
-def update_of(equation: JaxprEqn, updates: dict[str, Update]) -> Update | None:
+def find_update(
+    equation: JaxprEqn, updates: dict[str, Update]
+) -> Update | None:
     """Returns the marked update that an equation calls, or None."""
     if equation.primitive.name not in ("jit", "pjit"):
         return None

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from keras_strategies._core.jaxprs.specs import Axis
-from keras_strategies._core.jaxprs.traces import is_traced
+from keras_strategies._core.jaxprs.traces import is_tracing
 from keras_strategies._types import Array
 
 Reduce = Callable[[list[Any]], list[Any]]
@@ -57,7 +57,7 @@ class Concatenation:
         ]
         return [jnp.concatenate(parts, self.dim)]
 
-    def of_shapes(self, shapes: list[tuple[int, ...]]) -> "Concatenation":
+    def with_shapes(self, shapes: list[tuple[int, ...]]) -> "Concatenation":
         """Returns this concatenation for arrays of different sizes.
 
         Args:
@@ -76,7 +76,7 @@ class Concatenation:
             )
         return dataclasses.replace(self, sizes=tuple(s[dim] for s in shapes))
 
-    def padded(self, array: Array) -> jax.Array:
+    def pad(self, array: Array) -> jax.Array:
         """Pads a replica's array to the size of the largest one."""
         most = max(self.sizes or (0,))
         missing = [(0, 0)] * array.ndim
@@ -233,10 +233,10 @@ def replay_scope(side: Side | None) -> Iterator[None]:
     _current.side = side
     # Only inside a trace: an additional axis makes JAX believe that it is
     # tracing.
-    is_other = side is not None and is_traced()
+    is_other = side is not None and is_tracing()
     name = f"ks.replay.{next(_numbers)}"
     try:
-        with own_trace(name) if is_other else contextlib.nullcontext():
+        with separate_trace(name) if is_other else contextlib.nullcontext():
             yield
     finally:
         _current.side = before
@@ -245,7 +245,7 @@ def replay_scope(side: Side | None) -> Iterator[None]:
 _numbers = itertools.count()
 
 
-def own_trace(name: str) -> contextlib.AbstractContextManager[Any]:
+def separate_trace(name: str) -> contextlib.AbstractContextManager[Any]:
     """Separates JAX's cache of traces within a block from that outside.
 
     JAX would otherwise reuse the trace of a user's jitted function, although

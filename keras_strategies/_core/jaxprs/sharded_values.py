@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from keras_strategies._core.jaxprs.gather_order import Gathered, gathers_of
+from keras_strategies._core.jaxprs.gather_order import Gathered, find_gathers
 from keras_strategies._core.jaxprs.specs import Sharded
 from keras_strategies._core.jaxprs.stages import (
-    computed,
+    compute_equations,
     is_reference,
     variables,
     with_consts_as_inputs,
@@ -142,7 +142,7 @@ class ShardedInterpreter:
         read = [v for e in equations for v in e.invars]
         uses = Counter(variables([*read, *outputs]))
         places = _find_scattered(equations, scattered, uses)
-        gathers = gathers_of(
+        gathers = find_gathers(
             equations,
             {v for v in self._shards if v not in self._full},
             casts=_casts,
@@ -179,7 +179,7 @@ class ShardedInterpreter:
         if not equations:
             return
         outputs = [v for e in equations for v in e.outvars if uses[v]]
-        results = computed(self._jaxpr, equations, outputs, self.full)
+        results = compute_equations(self._jaxpr, equations, outputs, self.full)
         self._full.update(zip(outputs, results, strict=True))
         equations.clear()
 

@@ -29,7 +29,7 @@ _SILENT = {
 }
 
 
-def outputs_waiting(jaxpr: Jaxpr, stages: Sequence[int]) -> list[int]:
+def find_output_stages(jaxpr: Jaxpr, stages: Sequence[int]) -> list[int]:
     """Returns the number of collectives that each output depends on.
 
     Args:
@@ -37,10 +37,12 @@ def outputs_waiting(jaxpr: Jaxpr, stages: Sequence[int]) -> list[int]:
       stages: For each input, the number (from 1) of the collective that it is
         a result of, or 0.
     """
-    return _of_outputs(jaxpr, _flow(jaxpr, stages))
+    return _read_outputs(jaxpr, _flow(jaxpr, stages))
 
 
-def outputs_differing(jaxpr: Jaxpr, may_differ: Sequence[bool]) -> list[bool]:
+def find_differing_outputs(
+    jaxpr: Jaxpr, may_differ: Sequence[bool]
+) -> list[bool]:
     """Returns whether each output may differ between the replicas.
 
     Args:
@@ -48,23 +50,23 @@ def outputs_differing(jaxpr: Jaxpr, may_differ: Sequence[bool]) -> list[bool]:
       may_differ: Whether each input may differ.
     """
     flow = _flow(jaxpr, may_differ, _may_differ)
-    return list(map(bool, _of_outputs(jaxpr, flow)))
+    return list(map(bool, _read_outputs(jaxpr, flow)))
 
 
-def part(
-    traced: ClosedJaxpr, outputs: Sequence[int], acting: Iterable[Any] = ()
+def select_outputs(
+    traced: ClosedJaxpr, outputs: Sequence[int], kept: Iterable[Any] = ()
 ) -> ClosedJaxpr:
     """Returns the part of a program that some of its outputs need.
 
     Args:
       traced: The program.
       outputs: Positions of its outputs.
-      acting: Equations that are kept for their effects.
+      kept: Equations that are kept for their effects.
     """
     jaxpr = traced.jaxpr
     outvars = [jaxpr.outvars[k] for k in outputs]
-    kept = set(map(id, acting))
-    needed = needed_equations(jaxpr.eqns, outvars, lambda e: id(e) in kept)
+    ids = set(map(id, kept))
+    needed = needed_equations(jaxpr.eqns, outvars, lambda e: id(e) in ids)
     return traced.replace(jaxpr=jaxpr.replace(eqns=needed, outvars=outvars))
 
 
@@ -89,7 +91,7 @@ def needed_equations(
     return kept[::-1]
 
 
-def computed(
+def compute_equations(
     jaxpr: Jaxpr,
     equations: Sequence[Any],
     outputs: Sequence[Var],
@@ -106,13 +108,13 @@ def computed(
     results = {v for equation in equations for v in equation.outvars}
     used = [v for equation in equations for v in variables(equation.invars)]
     read = dict.fromkeys(v for v in used if v not in results)
-    part = jaxpr.replace(
+    program = jaxpr.replace(
         constvars=[],
         invars=list(read),
         outvars=list(outputs),
         eqns=list(equations),
     )
-    return jaxpr_as_fun(ClosedJaxpr(part, []))(*map(value_of, read))
+    return jaxpr_as_fun(ClosedJaxpr(program, []))(*map(value_of, read))
 
 
 def with_consts_as_inputs(traced: ClosedJaxpr) -> Jaxpr:
@@ -137,18 +139,18 @@ def shape_of(value: Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=weak)
 
 
-def acting(jaxpr: Jaxpr, stages: Sequence[int], stage: int) -> list[Any]:
+def find_effects(jaxpr: Jaxpr, stages: Sequence[int], stage: int) -> list[Any]:
     """Returns the equations with effects (prints, callbacks) of one stage."""
     waits = _flow(jaxpr, stages)
     return [
         equation
         for equation in jaxpr.eqns
-        if acts(equation)
+        if has_effects(equation)
         and max(_values(equation.invars, waits), default=0) == stage
     ]
 
 
-def acts(equation: JaxprEqn) -> bool:
+def has_effects(equation: JaxprEqn) -> bool:
     """Returns whether an equation has visible effects: prints, callbacks."""
     return any(
         type(effect).__name__ not in _SILENT for effect in equation.effects
@@ -158,7 +160,7 @@ def acts(equation: JaxprEqn) -> bool:
 def has_answers(jaxpr: Jaxpr) -> bool:
     """Returns whether Python is called for values (`io_callback`)."""
     return any(
-        acts(equation)
+        has_effects(equation)
         and not all(isinstance(v, DropVar) for v in equation.outvars)
         for equation in jaxpr.eqns
     )
@@ -191,7 +193,7 @@ def _flow(
     return flow
 
 
-def _of_outputs(jaxpr: Jaxpr, flow: dict[Var, int]) -> list[int]:
+def _read_outputs(jaxpr: Jaxpr, flow: dict[Var, int]) -> list[int]:
     return [0 if isinstance(v, Literal) else flow[v] for v in jaxpr.outvars]
 
 
@@ -219,7 +221,7 @@ def _may_differ(equation: JaxprEqn) -> bool:
     Replica ids and results of Python callbacks may differ.
     """
     return any(
-        each.primitive.name == "axis_index" or acts(each)
+        each.primitive.name == "axis_index" or has_effects(each)
         for each in (equation, *equations_in(equation))
     )
 

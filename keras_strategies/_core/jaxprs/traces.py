@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from keras_strategies._core.jaxprs import stages
 
 
-def is_traced() -> bool:
+def is_tracing() -> bool:
     """Returns whether JAX is tracing the current function to compile it.
 
     In a trace, values from Python are read once and not in every call. A
@@ -29,7 +29,7 @@ def is_traced() -> bool:
     )
 
 
-def place_of(equation: JaxprEqn) -> str:
+def find_place(equation: JaxprEqn) -> str:
     """Returns the file and line of the user's code that an equation is from.
 
     An empty string, if it is unknown or no frame is in the user's code.
@@ -43,7 +43,7 @@ def place_of(equation: JaxprEqn) -> str:
     return ""
 
 
-def has_own_code(jaxpr: ClosedJaxpr, mark: str) -> bool:
+def has_user_code(jaxpr: ClosedJaxpr, mark: str) -> bool:
     """Returns whether user code computes, or uses, a marked value.
 
     User code is neither Keras's nor JAX's. An equation belongs to the code
@@ -58,10 +58,10 @@ def has_own_code(jaxpr: ClosedJaxpr, mark: str) -> bool:
     marked = {v for e in behind if _is_mark(e, mark) for v in e.outvars}
     for equation in jaxpr.jaxpr.eqns:
         values = stages.variables(equation.invars)
-        if not marked.isdisjoint(values) and is_own(equation):
+        if not marked.isdisjoint(values) and is_user_code(equation):
             return True
-    return any(map(is_own, behind)) or any(
-        is_own(inner) for e in behind for inner in stages.equations_in(e)
+    return any(map(is_user_code, behind)) or any(
+        is_user_code(inner) for e in behind for inner in stages.equations_in(e)
     )
 
 
@@ -118,7 +118,7 @@ def _is_mark(equation: JaxprEqn, mark: str) -> bool:
     return is_name and equation.params["name"] == mark
 
 
-def is_own(equation: JaxprEqn) -> bool:
+def is_user_code(equation: JaxprEqn) -> bool:
     """Returns whether an equation comes from user code."""
     traceback = getattr(equation.source_info, "traceback", None)
     if traceback is None or equation.primitive.name == "name":

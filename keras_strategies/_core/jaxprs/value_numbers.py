@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
-from keras_strategies._core.jaxprs.stages import acts, references
+from keras_strategies._core.jaxprs.stages import has_effects, references
 
 
 class ValueNumbers:
@@ -22,12 +22,12 @@ class ValueNumbers:
         # Objects whose ids are in keys, kept alive.
         self._held: list[Any] = []
 
-    def of_outputs(self, traced: ClosedJaxpr) -> list[int]:
+    def number_outputs(self, traced: ClosedJaxpr) -> list[int]:
         """Returns the number of each output of a traced function."""
         consts = [self._by_identity(const) for const in traced.consts]
-        return self._of_jaxpr(traced.jaxpr, consts)
+        return self._number_jaxpr(traced.jaxpr, consts)
 
-    def _of_jaxpr(self, jaxpr: Jaxpr, consts: list[int]) -> list[int]:
+    def _number_jaxpr(self, jaxpr: Jaxpr, consts: list[int]) -> list[int]:
         known: dict[Any, int] = dict(zip(jaxpr.constvars, consts, strict=True))
         for i, variable in enumerate(jaxpr.invars):
             known[variable] = self._number(("input", i))
@@ -38,7 +38,7 @@ class ValueNumbers:
                 operands,
                 self._parameters(equation.params),
             )
-            if acts(equation) or references(equation):
+            if has_effects(equation) or references(equation):
                 key = self._by_identity(equation)
             for i, variable in enumerate(equation.outvars):
                 known[variable] = self._number((key, i))
@@ -58,12 +58,12 @@ class ValueNumbers:
     def _parameters(self, value: Any) -> Hashable:
         """Returns a hashable key for the value of a parameter."""
         if isinstance(value, ClosedJaxpr):
-            return ("program", *self.of_outputs(value))
+            return ("program", *self.number_outputs(value))
         if isinstance(value, Jaxpr):
             consts = [
                 self._number(("const", i)) for i in range(len(value.constvars))
             ]
-            return ("program", *self._of_jaxpr(value, consts))
+            return ("program", *self._number_jaxpr(value, consts))
         if isinstance(value, Mapping):
             items = [(k, self._parameters(v)) for k, v in value.items()]
             return ("mapping", *sorted(items, key=lambda item: str(item[0])))

@@ -9,12 +9,12 @@ from keras_strategies._core.row_kinds.kinds import (
     PLAIN,
     Kind,
     is_constant,
-    joined,
-    joined_constants,
+    join,
+    join_constants,
+    make_mixed,
+    make_uniform,
     may_count,
-    mixed,
     power_of,
-    uniform,
 )
 
 
@@ -60,17 +60,17 @@ class Call:
         """Returns the shape of result `k`."""
         return self.equation.outvars[k].aval.shape
 
-    def grown(self, k: int = 0) -> list[int]:
+    def grown_dims(self, k: int = 0) -> list[int]:
         """Returns the dimensions of operand `k` that differ in the twin."""
         return _changing([e.invars[k] for e in self.equations])
 
-    def out_grown(self, k: int = 0) -> list[int]:
+    def out_grown_dims(self, k: int = 0) -> list[int]:
         """Returns the dimensions of result `k` that differ in the twin."""
         return _changing([e.outvars[k] for e in self.equations])
 
-    def mixed(self) -> Kind:
+    def make_mixed(self) -> Kind:
         """Returns the kind of a result that mixes rows in this equation."""
-        return mixed(self.equation)
+        return make_mixed(self.equation)
 
     def inner(self, kind: Kind, k: int = 0) -> int:
         """Returns the number of entries that each row has in a block."""
@@ -88,14 +88,14 @@ def other_dims(shape: Sequence[int], dims: Sequence[int]) -> list[int]:
     return [dim for dim in range(len(shape)) if dim not in dims]
 
 
-def joined_plain(kinds: Sequence[Kind]) -> Kind:
+def join_plain(kinds: Sequence[Kind]) -> Kind:
     """Returns the kind of a constant computed from constants in any way."""
     is_random = any(kind.is_random for kind in kinds)
     power = 0.0 if all(map(is_constant, kinds)) else math.nan
     return PLAIN.but(is_random=is_random, power=power)
 
 
-def scaled_power(
+def scale_power(
     power: float | None, by: Kind, call: Call, *, inverse: bool = False
 ) -> float | None:
     """Returns the power of a value times a constant, or divided by it."""
@@ -109,21 +109,21 @@ def scaled_power(
     return power - change if inverse else power + change
 
 
-def sum_of_powers(kinds: Sequence[Kind]) -> float | None:
+def add_powers(kinds: Sequence[Kind]) -> float | None:
     """Returns the power of a product, or None if a factor's is unknown."""
     powers = [kind.power for kind in kinds]
     return None if None in powers else sum(p or 0.0 for p in powers)
 
 
-def joined_all(kinds: Sequence[Kind], call: Call) -> Kind:
+def join_all(kinds: Sequence[Kind], call: Call) -> Kind:
     """Returns the kind of a result that may come from any operand."""
     result = kinds[0]
     for kind in kinds[1:]:
-        result = joined(result, kind, call.out_shape(), call.equation)
+        result = join(result, kind, call.out_shape(), call.equation)
     return result
 
 
-def moved(
+def move_dims(
     call: Call,
     to: Callable[[int], int | None],
     kind: Kind | None = None,
@@ -141,11 +141,11 @@ def moved(
     kind = call.kinds[0] if kind is None else kind
     if kind.is_rows:
         axis = to(kind.axis)
-        return call.mixed() if axis is None else at_axis(kind, axis)
+        return call.make_mixed() if axis is None else at_axis(kind, axis)
     if kind.is_sum:
         return kind.but(count=0)
     if kind.values is not None:
-        return uniform(kind.values, call.out_shape(out))
+        return make_uniform(kind.values, call.out_shape(out))
     blocks = {to(axis): size for axis, size in kind.blocks.items()}
     index_of = None if kind.index_of is None else to(kind.index_of)
     return kind.but(
@@ -154,7 +154,7 @@ def moved(
     )
 
 
-def without_dims(
+def drop_dims(
     call: Call, dims: Sequence[int], kind: Kind | None = None, out: int = 0
 ) -> Kind:
     """Returns the kind of a result without some of operand 0's dimensions."""
@@ -163,7 +163,7 @@ def without_dims(
     def to(axis: int) -> int | None:
         return kept.index(axis) if axis in kept else None
 
-    return moved(call, to, kind, out)
+    return move_dims(call, to, kind, out)
 
 
 def at_axis(kind: Kind, axis: int, outer: int | None = None) -> Kind:
@@ -178,6 +178,6 @@ def kind_of_entries(call: Call) -> Kind:
     The operands have equal shapes.
     """
     if all(kind.is_const for kind in call.kinds):
-        return joined_constants(call.kinds)
-    kind = joined_all(call.kinds, call)
+        return join_constants(call.kinds)
+    kind = join_all(call.kinds, call)
     return kind.but(count=0, columns=frozenset())

@@ -11,9 +11,9 @@ import numpy as np
 from keras_strategies._core.jaxprs.stages import names_in
 from keras_strategies._core.row_kinds.call import (
     Call,
-    joined_all,
-    scaled_power,
-    sum_of_powers,
+    add_powers,
+    join_all,
+    scale_power,
 )
 from keras_strategies._core.row_kinds.kinds import (
     CONST,
@@ -21,11 +21,11 @@ from keras_strategies._core.row_kinds.kinds import (
     SUM,
     Kind,
     is_constant,
-    joined_constants,
+    join_constants,
+    make_sum,
+    make_uniform,
     power_of,
     same_power,
-    summed,
-    uniform,
 )
 from keras_strategies._types import Array
 
@@ -36,14 +36,14 @@ def elementwise(call: Call) -> Kind:
     if forms == {CONST}:
         return _constant(call)
     if SUM in forms:
-        return call.mixed() if ROWS in forms else _of_sums(call)
+        return call.make_mixed() if ROWS in forms else _of_sums(call)
     return _of_rows(call)
 
 
 def _constant(call: Call) -> Kind:
     kinds, shape = call.kinds, call.out_shape()
     if all(kind.values is not None for kind in kinds):
-        kind = uniform(_compute_values(call), shape)
+        kind = make_uniform(_compute_values(call), shape)
         is_known = kind.values is not None or all(map(is_constant, kinds))
         return kind if is_known else kind.but(power=math.nan)
     first = kinds[0]
@@ -51,7 +51,7 @@ def _constant(call: Call) -> Kind:
     if call.name in ("lt", "ge") and is_index:
         # An index is not negative. Indexing compares it with zero, to wrap
         # negative ones.
-        return uniform((call.name == "ge",) * len(call.equations), shape)
+        return make_uniform((call.name == "ge",) * len(call.equations), shape)
     if call.name == "convert_element_type":
         is_exact = is_constant(first) or jnp.issubdtype(
             call.params["new_dtype"], jnp.floating
@@ -60,13 +60,13 @@ def _constant(call: Call) -> Kind:
     spread = [
         _spread(kind, call.shape(k), shape) for k, kind in enumerate(kinds)
     ]
-    return joined_constants(spread).but(power=_power_of_constants(call))
+    return join_constants(spread).but(power=_power_of_constants(call))
 
 
 def _spread(kind: Kind, before: Sequence[int], after: Sequence[int]) -> Kind:
     """Returns the kind of a constant operand, broadcast to the result."""
     if kind.values is not None or len(before) < len(after):
-        return uniform(kind.values, after)
+        return make_uniform(kind.values, after)
     spread = {
         axis: size
         for axis, size in enumerate(after)
@@ -159,25 +159,25 @@ _NUMPY: dict[str, Callable[..., Any]] = {
 def _of_sums(call: Call) -> Kind:
     name, kinds = call.name, call.kinds
     if name in ("add", "sub", "add_any"):
-        return joined_all(kinds, call)
+        return join_all(kinds, call)
     if name == "select_n" and kinds[0].is_const:
         is_fixed = is_constant(kinds[0])
-        return joined_all(kinds[1:], call) if is_fixed else call.mixed()
+        return join_all(kinds[1:], call) if is_fixed else call.make_mixed()
     of = next(k for k, kind in enumerate(kinds) if kind.is_sum)
     kind, others = kinds[of], [k for i, k in enumerate(kinds) if i != of]
     if name == "convert_element_type":
         is_float = jnp.issubdtype(call.params["new_dtype"], jnp.floating)
         was_float = jnp.issubdtype(call.equation.invars[0].aval.dtype, float)
-        return kind if is_float or not was_float else call.mixed()
+        return kind if is_float or not was_float else call.make_mixed()
     if name in ("neg", "copy", "copy_p", "reduce_precision", "real", "imag"):
         return kind
     is_scaled = name == "mul" or (name == "div" and of == 0)
     if is_scaled and others[0].is_const:
         inverse = name == "div"
-        return summed(
-            scaled_power(kind.power, others[0], call, inverse=inverse)
+        return make_sum(
+            scale_power(kind.power, others[0], call, inverse=inverse)
         )
-    return call.mixed()
+    return call.make_mixed()
 
 
 def _of_rows(call: Call) -> Kind:
@@ -188,16 +188,16 @@ def _of_rows(call: Call) -> Kind:
         (kind.axis, kind.outer) != (first.axis, first.outer)
         for _, kind in of_rows
     ):
-        return call.mixed()
+        return call.make_mixed()
     size = call.shape(k)[first.axis] // first.outer
     for other, kind in enumerate(kinds):
         shape = call.shape(other)
         is_spread = kind.is_rows or not shape or shape[first.axis] == 1
         if not is_spread and not kind.is_flat(first.axis, size):
-            return call.mixed()
+            return call.make_mixed()
     is_power, power = _power_of_rows(call, [kind for _, kind in of_rows])
     if not is_power:
-        return call.mixed()
+        return call.make_mixed()
     keeps = call.name == "convert_element_type"
     return first.but(
         power=power,
@@ -233,14 +233,14 @@ def _power_of_rows(
             (by,) = constants
             is_inverse = name == "div"
             if is_inverse and kinds[0].is_const:
-                power = scaled_power(0.0 if is_known else None, by, call)
+                power = scale_power(0.0 if is_known else None, by, call)
                 return first.power in (0.0, None), power
             counts = set(by.values or (None,))
             if is_inverse and counts == {first.count}:
                 return True, first.power
-            return True, scaled_power(first.power, by, call, inverse=is_inverse)
+            return True, scale_power(first.power, by, call, inverse=is_inverse)
         if name == "mul" or not is_known:
-            return True, sum_of_powers(of_rows)
+            return True, add_powers(of_rows)
         one, two = (kind.power or 0.0 for kind in kinds)
         return True, one - two
     are_fixed = all(map(is_constant, constants))

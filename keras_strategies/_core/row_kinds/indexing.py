@@ -3,7 +3,7 @@
 from keras_strategies._core.row_kinds.call import (
     Call,
     at_axis,
-    joined_plain,
+    join_plain,
     other_dims,
 )
 from keras_strategies._core.row_kinds.kinds import (
@@ -11,9 +11,9 @@ from keras_strategies._core.row_kinds.kinds import (
     SUM,
     Kind,
     is_constant,
-    rows,
+    make_rows,
+    make_sum,
     same_power,
-    summed,
 )
 
 
@@ -28,10 +28,10 @@ def gather(call: Call) -> Kind:
             places[dim]: size if index.values else index.blocks.get(dim, 1)
             for dim, size in enumerate(shape)
         }
-        return joined_plain(call.kinds).but(blocks=blocks)
+        return join_plain(call.kinds).but(blocks=blocks)
     if operand.is_sum or index.is_sum:
         is_fixed = operand.is_sum and index.is_const
-        return operand if is_fixed else call.mixed()
+        return operand if is_fixed else call.make_mixed()
     if operand.is_const:
         is_row = index.axis < len(call.shape(1)) - 1
         batching = tuple(numbers.start_indices_batching_dims)
@@ -42,9 +42,11 @@ def gather(call: Call) -> Kind:
         # A table whose size grows with the rows must be flat; for other ones
         # see `iota`.
         is_row &= all(
-            operand.is_flat(dim, call.shape()[dim]) for dim in call.grown()
+            operand.is_flat(dim, call.shape()[dim]) for dim in call.grown_dims()
         )
-        return at_axis(index, places[index.axis]) if is_row else call.mixed()
+        return (
+            at_axis(index, places[index.axis]) if is_row else call.make_mixed()
+        )
     return _gathered_rows(call, places)
 
 
@@ -60,11 +62,11 @@ def _gathered_rows(call: Call, places: list[int]) -> Kind:
             fits = (index.axis, index.outer) == (dim, operand.outer)
         else:
             fits = index.is_flat(dim, size)
-        return at_axis(operand, places[dim]) if fits else call.mixed()
+        return at_axis(operand, places[dim]) if fits else call.make_mixed()
     if axis not in numbers.collapsed_slice_dims:
         is_all = call.params["slice_sizes"][axis] == shape[axis]
         if not (index.is_const and is_all):
-            return call.mixed()
+            return call.make_mixed()
         gone = (*numbers.collapsed_slice_dims, *batching)
         kept = other_dims(shape, gone)
         return at_axis(operand, numbers.offset_dims[kept.index(axis)])
@@ -77,7 +79,7 @@ def _gathered_rows(call: Call, places: list[int]) -> Kind:
         for place, size in zip(places, sizes, strict=True):
             if size == shape[axis]:
                 return at_axis(operand, place)
-    return call.mixed()
+    return call.make_mixed()
 
 
 def scatter(call: Call) -> Kind:
@@ -87,7 +89,7 @@ def scatter(call: Call) -> Kind:
     if forms == [CONST] * 3:
         return _scattered_constants(call)
     if SUM in forms:
-        return call.mixed()
+        return call.make_mixed()
     if operand.is_const:
         return _scattered_into_constant(call)
     numbers = call.params["dimension_numbers"]
@@ -100,13 +102,13 @@ def scatter(call: Call) -> Kind:
         mapped = tuple(numbers.scatter_dims_to_operand_dims)
         is_own_row = index.is_rows and mapped.index(axis) in index.columns
         if not is_own_row:
-            return call.mixed()
+            return call.make_mixed()
         place = _place_of_index(call, index.axis)
         return _if_rows_meet(call, operand, index.axis, place)
     place = numbers.update_window_dims[_window_dims(call).index(axis)]
     is_all = call.shape(2)[place] == shape[axis]
     if not (index.is_const and is_all):
-        return call.mixed()
+        return call.make_mixed()
     return _if_rows_meet(call, operand, None, place)
 
 
@@ -124,7 +126,7 @@ def _scattered_constants(call: Call) -> Kind:
         if is_all and update.is_flat(place, shape[dim]):
             known = operand.values is not None
             blocks[dim] = shape[dim] if known else operand.blocks.get(dim, 1)
-    return joined_plain(call.kinds).but(blocks=blocks)
+    return join_plain(call.kinds).but(blocks=blocks)
 
 
 def _window_dims(call: Call) -> list[int]:
@@ -158,7 +160,7 @@ def _if_rows_meet(
         is_plain = operand.power in (0.0, None) and is_constant(update)
         fits &= update.is_zero or is_plain
         fits &= not call.shape(2) or update.is_flat(place, size)
-    return operand.but(count=0) if fits else call.mixed()
+    return operand.but(count=0) if fits else call.make_mixed()
 
 
 def _scattered_into_constant(call: Call) -> Kind:
@@ -180,7 +182,7 @@ def _scattered_into_constant(call: Call) -> Kind:
         size = call.shape(1)[index.axis] // index.outer
         if dims and operand.is_flat(dims[0], size):
             power = update.power if operand.is_zero else 0.0
-            as_rows = rows(dims[0], index.outer, power)
+            as_rows = make_rows(dims[0], index.outer, power)
             return _if_rows_meet(call, as_rows, index.axis, place)
         fits = (
             update.is_flat(place, size)
@@ -197,7 +199,7 @@ def _scattered_into_constant(call: Call) -> Kind:
             fits = index.is_flat(dim, call.shape(2)[update.axis])
     is_sum = call.name in ("scatter-add", "scatter_add") and operand.is_zero
     power = update.power if update.is_rows else 0.0
-    return summed(power) if fits and is_sum else call.mixed()
+    return make_sum(power) if fits and is_sum else call.make_mixed()
 
 
 def _window_of_rows(call: Call) -> Kind:
@@ -207,5 +209,5 @@ def _window_of_rows(call: Call) -> Kind:
     is_all = call.shape(2)[update.axis] == call.shape()[axis]
     size = call.shape()[axis] // update.outer
     if not is_all or not operand.is_flat(axis, size):
-        return call.mixed()
+        return call.make_mixed()
     return at_axis(update.but(count=0), axis)

@@ -7,8 +7,8 @@ differentiated again, so no loss depends on them.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from keras_strategies._core.row_kinds.call import Call, joined_plain
-from keras_strategies._core.row_kinds.kinds import Kind, rows
+from keras_strategies._core.row_kinds.call import Call, join_plain
+from keras_strategies._core.row_kinds.kinds import Kind, make_rows
 
 CUDNN = {
     # query, key, value, bias, lengths, offsets, page tables; output, statistics
@@ -35,7 +35,7 @@ def pallas(call: Call) -> list[Kind]:
     mapping = call.params["grid_mapping"]
     kernels = {str(equation.params["jaxpr"]) for equation in call.equations}
     if len(kernels) > 1 or mapping.num_dynamic_grid_bounds:
-        return [call.mixed()] * len(call.equation.outvars)
+        return [call.make_mixed()] * len(call.equation.outvars)
     mapped = [_mapped_dims(block, mapping) for block in mapping.block_mappings]
     count = len(mapped) - len(call.equation.outvars)
     scalars: list[dict[int, int]] = [{}] * mapping.num_index_operands
@@ -71,8 +71,8 @@ def _by_rows(
       results: The same for each result.
     """
     if all(kind.is_const for kind in call.kinds):
-        return [joined_plain(call.kinds)] * len(results)
-    wrong = [call.mixed()] * len(results)
+        return [join_plain(call.kinds)] * len(results)
+    wrong = [call.make_mixed()] * len(results)
     columns = list(enumerate(zip(call.kinds, operands, strict=True)))
     if not all(
         k.is_rows and k.outer == 1 for k in call.kinds if not k.is_const
@@ -90,4 +90,6 @@ def _by_rows(
             if kind.is_const and size > 1 and not kind.is_flat(axis, size):
                 return wrong
     axes = [next((a for a, d in r.items() if d == dim), None) for r in results]
-    return [call.mixed() if axis is None else rows(axis) for axis in axes]
+    return [
+        call.make_mixed() if axis is None else make_rows(axis) for axis in axes
+    ]

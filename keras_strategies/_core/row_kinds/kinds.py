@@ -118,22 +118,22 @@ class Kind:
 PLAIN = Kind(form=CONST)
 
 
-def mixed(why: JaxprEqn) -> Kind:
+def make_mixed(why: JaxprEqn) -> Kind:
     """Returns the kind of a value that mixes rows at the equation `why`."""
     return Kind(form=MIXED, why=why)
 
 
-def rows(axis: int, outer: int = 1, power: float | None = 0.0) -> Kind:
+def make_rows(axis: int, outer: int = 1, power: float | None = 0.0) -> Kind:
     """Returns the kind of a value with an entry for each row."""
     return Kind(form=ROWS, axis=axis, outer=outer, power=power)
 
 
-def summed(power: float | None) -> Kind:
+def make_sum(power: float | None) -> Kind:
     """Returns the kind of a sum over rows."""
     return Kind(form=SUM, power=power)
 
 
-def uniform(values: tuple[Any, ...] | None, shape: Sequence[int]) -> Kind:
+def make_uniform(values: tuple[Any, ...] | None, shape: Sequence[int]) -> Kind:
     """Returns the kind of a constant whose entries are all equal."""
     blocks = dict(enumerate(shape))
     return Kind(form=CONST, values=values, blocks=blocks)
@@ -210,7 +210,7 @@ def is_constant(kind: Kind) -> bool:
     return _are_equal(kind.values)
 
 
-def joined(one: Kind, two: Kind, shape: Sequence[int], why: JaxprEqn) -> Kind:
+def join(one: Kind, two: Kind, shape: Sequence[int], why: JaxprEqn) -> Kind:
     """Returns the kind of a value that may be of one kind or the other.
 
     Args:
@@ -225,27 +225,27 @@ def joined(one: Kind, two: Kind, shape: Sequence[int], why: JaxprEqn) -> Kind:
     if wrong is not None:
         return wrong
     if one.is_const and two.is_const:
-        return joined_constants((one, two))
+        return join_constants((one, two))
     if one.is_const:
         one, two = two, one
     if two.is_const:
         if one.is_sum:
             is_offset = one.power in (MEAN_POWER, None) and is_constant(two)
             fits = two.is_zero or is_offset
-            return one if fits else mixed(why)
+            return one if fits else make_mixed(why)
         size = shape[one.axis] // one.outer
         fits = two.is_zero or (one.power in (0.0, None) and is_constant(two))
         is_flat = two.is_flat(one.axis, size)
-        return one if fits and is_flat else mixed(why)
+        return one if fits and is_flat else make_mixed(why)
     is_same, power = same_power(one.power, two.power)
     if not is_same or one.form != two.form:
-        return mixed(why)
+        return make_mixed(why)
     if (one.axis, one.outer) != (two.axis, two.outer):
-        return mixed(why)
+        return make_mixed(why)
     return one.but(power=power, columns=frozenset(), count=0)
 
 
-def joined_constants(kinds: Sequence[Kind]) -> Kind:
+def join_constants(kinds: Sequence[Kind]) -> Kind:
     """Returns the kind of a constant computed from constants by entry."""
     axes = set.intersection(*(set(kind.blocks) for kind in kinds))
     blocks = {
@@ -260,7 +260,7 @@ def joined_constants(kinds: Sequence[Kind]) -> Kind:
     return Kind(form=CONST, blocks=blocks, is_random=is_random, power=power)
 
 
-def of_arrays(arrays: Sequence[Any]) -> Kind:
+def kind_of_arrays(arrays: Sequence[Any]) -> Kind:
     """Returns the kind of a constant, from its value in each trace."""
     shape = np.shape(arrays[0])
     if any(
@@ -277,7 +277,7 @@ def of_arrays(arrays: Sequence[Any]) -> Kind:
     if all(
         np.all((v == f) | (f != f)) for v, f in zip(values, firsts, strict=True)
     ):
-        return uniform(tuple(f.item() for f in firsts), shape)
+        return make_uniform(tuple(f.item() for f in firsts), shape)
     if any(
         v.shape == shape and not np.array_equal(v, values[0])
         for v in values[1:]

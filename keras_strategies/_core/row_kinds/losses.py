@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from keras_strategies._core.jaxprs import traces
-from keras_strategies._core.jaxprs.collective_cut import trace_called
+from keras_strategies._core.jaxprs.collective_cut import find_called_jaxpr
 from keras_strategies._core.jaxprs.stages import scan_operands
 from keras_strategies._core.row_kinds.call import Call
 from keras_strategies._core.row_kinds.kinds import (
@@ -30,11 +30,11 @@ from keras_strategies._core.row_kinds.kinds import (
     PLAIN,
     Kind,
     is_constant,
-    joined,
-    mixed,
-    of_arrays,
-    rows,
-    summed,
+    join,
+    kind_of_arrays,
+    make_mixed,
+    make_rows,
+    make_sum,
 )
 from keras_strategies._core.row_kinds.rules import kinds_of_results
 from keras_strategies._types import Array, Equation
@@ -56,7 +56,7 @@ NORMALIZED = "ks.normalized"
 
 
 class Verdict(enum.Enum):
-    """The answer: is the mean of the replicas' losses the global batch's?"""
+    """A verdict on whether the replicas' mean loss is the global batch's."""
 
     MEAN = "mean"
     UNSURE = "unsure"
@@ -104,7 +104,9 @@ def losses_in(
     """
     jaxprs = [traced] if twin is None else [traced, twin]
     inner = traced.jaxpr
-    inputs = [rows(0) if k in data else PLAIN for k in range(len(inner.invars))]
+    inputs = [
+        make_rows(0) if k in data else PLAIN for k in range(len(inner.invars))
+    ]
     ratio = 1.0
     if twin is not None and data:
         ratio = twin.jaxpr.invars[data[0]].aval.shape[0] / num_rows
@@ -156,7 +158,7 @@ class _Interpreter:
         """Returns the kinds of the results of jaxprs with constants."""
         jaxprs = [jaxpr for jaxpr, _ in pairs]
         columns = zip(*(consts for _, consts in pairs), strict=True)
-        consts = map(of_arrays, columns)
+        consts = map(kind_of_arrays, columns)
         first = jaxprs[0]
         # Two traces may differ in equations that only change a sharding: these
         # depend on what JAX has cached.
@@ -174,7 +176,7 @@ class _Interpreter:
             if isinstance(variables[0], Literal):
                 if not all(isinstance(v, Literal) for v in variables):
                     raise _Different
-                return of_arrays([v.val for v in variables])
+                return kind_of_arrays([v.val for v in variables])
             return env[variables[0]]
 
         for equations in zip(*(eqns for eqns, _ in parts), strict=True):
@@ -192,7 +194,7 @@ class _Interpreter:
         if not any(kind.of_loss for kind in kinds):
             return results
         results = [kind.but(of_loss=True) for kind in results]
-        if self._is_noting and traces.is_own(equations[0]):
+        if self._is_noting and traces.is_user_code(equations[0]):
             # A scalar that a train step computes from a loss is one, too.
             outputs = zip(equations[0].outvars, results, strict=True)
             self._losses += [kind for v, kind in outputs if _is_number(v)]
@@ -209,7 +211,7 @@ class _Interpreter:
             return self._while(equations, kinds)
         if name == "cond":
             return self._cond(equations, kinds)
-        inner = [trace_called(e) for e in equations]
+        inner = [find_called_jaxpr(e) for e in equations]
         if None not in inner:
             return self._interpret(inner, kinds)
         call = Call(
@@ -240,13 +242,13 @@ class _Interpreter:
             values = self._marked.get(VALUES, kind)
             if values.is_rows:
                 power = values.power
-                return summed(None if power is None else power + MEAN_POWER)
-            return kind if name == AVERAGED else mixed(equation)
+                return make_sum(None if power is None else power + MEAN_POWER)
+            return kind if name == AVERAGED else make_mixed(equation)
         elif name == NORMALIZED and equation.outvars[0].aval.shape:
             of = self._marked.get(OWN, kind)
             if of.is_rows:
-                return rows(of.axis, of.outer)
-            return of if of.is_mixed else rows(0)
+                return make_rows(of.axis, of.outer)
+            return of if of.is_mixed else make_rows(0)
         return kind
 
     @contextlib.contextmanager
@@ -263,9 +265,9 @@ class _Interpreter:
         body: Callable[[list[Kind]], list[Kind]],
         why: JaxprEqn,
     ) -> list[Kind]:
-        """Returns the kinds of a loop's carry after any number of iterations."""
+        """Returns the kinds of a loop's carry after any number of turns."""
         with self._not_noting():
-            # Each kind changes at most twice: from `CONST` to `ROWS` or `SUM`,
+            # A kind changes only a few times: from `CONST` to `ROWS` or `SUM`,
             # and then to `MIXED`.
             for _ in range(2 + 2 * len(carry)):
                 after = body(carry)
@@ -273,12 +275,12 @@ class _Interpreter:
                 if new == carry:
                     return carry
                 carry = new
-        return [mixed(why)] * len(carry)
+        return [make_mixed(why)] * len(carry)
 
     def _scan(self, equations: list[Any], kinds: list[Kind]) -> list[Kind]:
         equation = equations[0]
         if len({e.params["length"] for e in equations}) > 1:
-            return [mixed(equation)] * len(equation.outvars)
+            return [make_mixed(equation)] * len(equation.outvars)
         jaxprs = [e.params["jaxpr"] for e in equations]
         consts, carry, scanned = scan_operands(equation, kinds)
         num_carry = len(carry)
@@ -290,7 +292,7 @@ class _Interpreter:
 
         carry = self._find_fixed_point(carry, body, equation)
         results = self.interpret(jaxprs, [*consts, *carry, *slices])
-        return [*carry, *map(_stack_of, results[num_carry:])]
+        return [*carry, *map(_stack, results[num_carry:])]
 
     def _while(self, equations: list[Any], kinds: list[Kind]) -> list[Kind]:
         params = equations[0].params
@@ -307,7 +309,7 @@ class _Interpreter:
         )
         (test,) = self.interpret(tests, [*of_cond, *carry])
         if not test.is_const or not is_constant(test):
-            return [mixed(equations[0])] * len(carry)
+            return [make_mixed(equations[0])] * len(carry)
         # Once more with the final kinds, to note losses inside.
         self.interpret(bodies, [*of_body, *carry])
         return carry
@@ -317,7 +319,7 @@ class _Interpreter:
         columns = zip(*(e.params["branches"] for e in equations), strict=True)
         branches = [self.interpret(list(pair), operands) for pair in columns]
         if not which.is_const or not is_constant(which):
-            return [mixed(equations[0])] * len(branches[0])
+            return [make_mixed(equations[0])] * len(branches[0])
         results = branches[0]
         for other in branches[1:]:
             results = _join_each(results, other, equations[0])
@@ -330,7 +332,7 @@ def _join_each(
     """Joins two lists of kinds for an equation's first results."""
     shapes = [variable.aval.shape for variable in why.outvars[: len(ones)]]
     columns = zip(ones, others, shapes, strict=True)
-    return [joined(one, two, shape, why) for one, two, shape in columns]
+    return [join(one, two, shape, why) for one, two, shape in columns]
 
 
 def _is_number(variable: Any) -> bool:
@@ -370,14 +372,14 @@ def _slice_of(kind: Kind, why: JaxprEqn) -> Kind:
     """Returns the kind of the entries along dimension 0."""
     if kind.is_rows:
         if kind.axis == 0:
-            return mixed(why)
+            return make_mixed(why)
         return kind.but(axis=kind.axis - 1, columns=frozenset())
     blocks = {axis - 1: s for axis, s in kind.blocks.items() if axis}
     index_of = kind.index_of - 1 if kind.index_of else None
     return kind.but(blocks=blocks, index_of=index_of)
 
 
-def _stack_of(kind: Kind) -> Kind:
+def _stack(kind: Kind) -> Kind:
     """Returns the kind of values stacked along a new dimension 0."""
     if kind.is_rows:
         return kind.but(axis=kind.axis + 1, columns=frozenset())

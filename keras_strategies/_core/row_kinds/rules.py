@@ -19,7 +19,7 @@ from keras_strategies._core.row_kinds import (
     reductions,
     shapes,
 )
-from keras_strategies._core.row_kinds.call import Call, joined_plain
+from keras_strategies._core.row_kinds.call import Call, join_plain
 from keras_strategies._core.row_kinds.kinds import (
     CONST,
     PLAIN,
@@ -42,13 +42,13 @@ def kinds_of_results(call: Call) -> list[Kind]:
         return list(call.kinds)
     rule = _RULES.get(call.name)
     if rule is None and all(kind.is_const for kind in call.kinds):
-        result = joined_plain(call.kinds)
+        result = join_plain(call.kinds)
         return [_check_with_twin(call, result, k) for k in range(num)]
     wrong = first_mixed(call.kinds)
     if wrong is not None:
         return [wrong] * num
     if rule is None or not _is_scale_safe(call):
-        return [call.mixed()] * num
+        return [call.make_mixed()] * num
     results = rule(call)
     results = results if isinstance(results, list) else [results] * num
     return [_check_with_twin(call, kind, k) for k, kind in enumerate(results)]
@@ -65,7 +65,7 @@ def _random(call: Call, out: int) -> Kind:
         return Kind(form=CONST, is_random=True, blocks=blocks)
     wrong = first_mixed(call.kinds)
     if wrong is not None or call.name != "random_gamma":
-        return wrong or call.mixed()
+        return wrong or call.make_mixed()
     return elementwise.elementwise(call)
 
 
@@ -89,9 +89,8 @@ def _is_scale_safe(call: Call) -> bool:
 def _check_with_twin(call: Call, kind: Kind, out: int) -> Kind:
     """Corrects a result's kind by comparison with the other trace.
 
-    A dimension that grows with the number of rows is that of the rows. If the
-    result is not such a value, but loses a growing dimension, it may depend on
-    the number of rows.
+    A dimension that grows with the number of rows is that of the rows, or its
+    entries are combined into a result that may depend on their number.
     """
     is_global = any(operand.is_global for operand in call.kinds)
     if kind.is_const and is_global:
@@ -99,13 +98,13 @@ def _check_with_twin(call: Call, kind: Kind, out: int) -> Kind:
     if call.twin is None or kind.is_mixed:
         return kind
     if kind.is_const:
-        grown = [len(call.grown(k)) for k in range(len(call.kinds))]
-        is_lost = max(grown, default=0) > len(call.out_grown(out))
+        grown = [len(call.grown_dims(k)) for k in range(len(call.kinds))]
+        is_lost = max(grown, default=0) > len(call.out_grown_dims(out))
         if kind.is_random:
             if is_lost:
                 # Random values of rows are combined. Sums are handled by
                 # `reduce_sum`.
-                return call.mixed()
+                return call.make_mixed()
             others = [k for k in call.kinds if not k.is_random or k.power]
             power = 0.0 if all(map(is_constant, others)) else math.nan
             return kind.but(power=power)
@@ -118,10 +117,10 @@ def _check_with_twin(call: Call, kind: Kind, out: int) -> Kind:
     if kind.is_rows and jnp.issubdtype(dtype, jnp.integer):
         # Indices, which do not depend on the scale of the entries.
         kind = kind.but(power=0.0)
-    if call.out_grown(out) != row_dims:
-        return call.mixed()
+    if call.out_grown_dims(out) != row_dims:
+        return call.make_mixed()
     is_same = _scalars(call.equation) == _scalars(call.twin)
-    return kind if is_same else call.mixed()
+    return kind if is_same else call.make_mixed()
 
 
 def _scalars(equation: JaxprEqn) -> list[Any]:
@@ -213,12 +212,12 @@ _RULES: dict[str, Callable[[Call], Any]] = {
         "reduce_xor argmax argmin",
     ),
     **_assign(
-        reductions.along(lambda call: call.params["axis"]),
+        reductions.make_dim_rule(lambda call: call.params["axis"]),
         "cumsum cumprod cummax cummin cumlogsumexp",
     ),
     "rev": reductions.reverse,
-    "sort": reductions.along(lambda call: call.params["dimension"]),
-    "top_k": reductions.along(
+    "sort": reductions.make_dim_rule(lambda call: call.params["dimension"]),
+    "top_k": reductions.make_dim_rule(
         lambda call: (
             call.params.get("axis", len(call.shape()) - 1) % len(call.shape())
         )
@@ -231,10 +230,10 @@ _RULES: dict[str, Callable[[Call], Any]] = {
     "dot_general": reductions.dot_general,
     "conv_general_dilated": reductions.convolution,
     **_assign(
-        reductions.of_matrices(2),
+        reductions.make_matrix_rule(2),
         "cholesky lu qr householder_product eigh svd eig schur",
     ),
-    "triangular_solve": reductions.of_matrices(2),
+    "triangular_solve": reductions.make_matrix_rule(2),
     "fft": reductions.fft,
     **_assign(kernels.cudnn, *kernels.CUDNN),
     "pallas_call": kernels.pallas,

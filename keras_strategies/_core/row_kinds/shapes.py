@@ -5,12 +5,12 @@ import math
 from keras_strategies._core.row_kinds.call import (
     Call,
     at_axis,
-    joined_all,
-    joined_plain,
+    drop_dims,
+    join_all,
+    join_plain,
     kind_of_entries,
-    moved,
+    move_dims,
     other_dims,
-    without_dims,
 )
 from keras_strategies._core.row_kinds.kinds import (
     CONST,
@@ -18,10 +18,10 @@ from keras_strategies._core.row_kinds.kinds import (
     SUM,
     Kind,
     is_constant,
-    joined,
-    joined_constants,
+    join,
+    join_constants,
+    make_uniform,
     same_power,
-    uniform,
 )
 
 
@@ -31,8 +31,8 @@ def broadcast(call: Call) -> Kind:
     kind = call.kinds[0]
     if kind.is_rows and before[kind.axis] != after[places[kind.axis]]:
         # A single row, broadcast over a dimension that may not be the rows'.
-        return call.mixed()
-    result = moved(call, lambda axis: places[axis])
+        return call.make_mixed()
+    result = move_dims(call, lambda axis: places[axis])
     if result.is_rows and places == tuple(range(len(before))):
         return result.but(columns=kind.columns)
     if not result.is_const or result.values is not None:
@@ -53,7 +53,7 @@ def reshape(call: Call) -> Kind:
         starts = {}
         for axis, size in enumerate(after):
             starts.setdefault((math.prod(after[:axis]), size), axis)
-        return moved(
+        return move_dims(
             call,
             lambda axis: starts.get((math.prod(before[:axis]), before[axis])),
         )
@@ -71,22 +71,22 @@ def reshape(call: Call) -> Kind:
     if call.num_rows > 1:
         candidates = candidates[:1]
     if len(candidates) != 1:
-        return call.mixed()
+        return call.make_mixed()
     return at_axis(kind, *candidates[0])
 
 
 def transpose(call: Call) -> Kind:
     order = call.params["permutation"]
-    return moved(call, order.index)
+    return move_dims(call, order.index)
 
 
 def squeeze(call: Call) -> Kind:
-    return without_dims(call, call.params["dimensions"])
+    return drop_dims(call, call.params["dimensions"])
 
 
 def expand_dims(call: Call) -> Kind:
     kept = other_dims(call.out_shape(), call.params["dimensions"])
-    return moved(call, lambda axis: kept[axis])
+    return move_dims(call, lambda axis: kept[axis])
 
 
 def stack(call: Call) -> Kind:
@@ -94,14 +94,14 @@ def stack(call: Call) -> Kind:
     kind = kind_of_entries(call)
     if kind.is_const:
         kind = kind.but(values=None)
-    return moved(call, lambda axis: axis + (axis >= dim), kind)
+    return move_dims(call, lambda axis: axis + (axis >= dim), kind)
 
 
 def unstack(call: Call) -> list[Kind]:
     """Returns the kinds of the entries along a dimension (JAX 0.12)."""
     dims = [call.params["axis"]]
     outputs = range(len(call.equation.outvars))
-    return [without_dims(call, dims, out=k) for k in outputs]
+    return [drop_dims(call, dims, out=k) for k in outputs]
 
 
 def slice_(call: Call) -> Kind:
@@ -131,14 +131,14 @@ def _part(call: Call, kind: Kind, start: int, stop: int, step: int) -> Kind:
     block = size // kind.outer
     if step == 1 and start % block == 0 and stop % block == 0 and stop > start:
         return at_axis(kind, kind.axis, (stop - start) // block)
-    return call.mixed()
+    return call.make_mixed()
 
 
 def _part_of_constant(call: Call, out: int = 0) -> Kind:
     """Returns the kind of a slice of a constant or a sum."""
     kind, before = call.kinds[0], call.shape()
     after = call.out_shape(out)
-    result = moved(call, lambda axis: axis, out=out)
+    result = move_dims(call, lambda axis: axis, out=out)
     if not result.is_const or result.values is not None:
         return result
     blocks = {
@@ -169,7 +169,7 @@ def concatenate(call: Call) -> Kind:
     dim, kinds = call.params["dimension"], call.kinds
     forms = {kind.form for kind in kinds}
     if SUM in forms:
-        return call.mixed() if ROWS in forms else joined_all(kinds, call)
+        return call.make_mixed() if ROWS in forms else join_all(kinds, call)
     sizes = [call.shape(k)[dim] for k in range(len(kinds))]
     if ROWS not in forms:
         return _concatenated_constants(call, dim, sizes)
@@ -186,12 +186,12 @@ def concatenate(call: Call) -> Kind:
         for f, size in zip(kinds, sizes, strict=True)
     )
     if not fits or not all(same):
-        return call.mixed()
+        return call.make_mixed()
     return at_axis(first, dim, sum(sizes) // block)
 
 
 def _concatenated_constants(call: Call, dim: int, sizes: list[int]) -> Kind:
-    joint = joined_constants(call.kinds)
+    joint = join_constants(call.kinds)
     blocks = dict(joint.blocks)
     if all(
         kind.values is not None or dim in kind.blocks for kind in call.kinds
@@ -203,7 +203,7 @@ def _concatenated_constants(call: Call, dim: int, sizes: list[int]) -> Kind:
         blocks[dim] = math.gcd(*within)
     values = {kind.values for kind in call.kinds}
     if len(values) == 1 and None not in values:
-        return uniform(values.pop(), call.out_shape())
+        return make_uniform(values.pop(), call.out_shape())
     return joint.but(blocks=blocks)
 
 
@@ -229,7 +229,7 @@ def _concatenate_columns(call: Call, first: Kind, same: bool) -> Kind:
             same &= kind.is_flat(axis, size)
         start += call.shape(k)[-1] if call.shape(k) else 0
     if not same:
-        return call.mixed()
+        return call.make_mixed()
     known = frozenset(columns) if is_last else frozenset()
     return first.but(columns=known, count=0)
 
@@ -239,7 +239,7 @@ def tile(call: Call) -> Kind:
     if kind.is_rows:
         return at_axis(kind, kind.axis, kind.outer * times[kind.axis])
     if kind.is_sum or kind.values is not None:
-        return moved(call, lambda axis: axis)
+        return move_dims(call, lambda axis: axis)
     before, after = call.shape(), call.out_shape()
     blocks = {
         axis: after[axis] if before[axis] in (1, size) else size
@@ -255,14 +255,14 @@ def pad(call: Call) -> Kind:
         added = enumerate(call.params["padding_config"])
         unpadded = {axis for axis, sizes in added if not any(sizes)}
         blocks = {a: s for a, s in kind.blocks.items() if a in unpadded}
-        return joined_plain(call.kinds).but(blocks=blocks)
+        return join_plain(call.kinds).but(blocks=blocks)
     if kind.is_sum:
-        return kind if fill.is_zero else call.mixed()
+        return kind if fill.is_zero else call.make_mixed()
     if call.params["padding_config"][kind.axis] != (0, 0, 0):
-        return call.mixed()
+        return call.make_mixed()
     is_plain = kind.power in (0.0, None) and is_constant(fill)
     is_fine = fill.is_const and (fill.is_zero or is_plain)
-    return kind.but(count=0) if is_fine else call.mixed()
+    return kind.but(count=0) if is_fine else call.make_mixed()
 
 
 def iota(call: Call) -> Kind:
@@ -274,25 +274,25 @@ def iota(call: Call) -> Kind:
 def dynamic_slice(call: Call) -> Kind:
     kind, *starts = call.kinds
     if any(not start.is_const for start in starts):
-        return call.mixed()
+        return call.make_mixed()
     if kind.is_rows:
         is_all = call.out_shape()[kind.axis] == call.shape()[kind.axis]
         kind = _with_columns(call, kind).but(count=0)
-        return kind if is_all else call.mixed()
+        return kind if is_all else call.make_mixed()
     return _part_of_constant(call)
 
 
 def dynamic_update_slice(call: Call) -> Kind:
     kind, update, *starts = call.kinds
     if any(not start.is_const for start in starts):
-        return call.mixed()
+        return call.make_mixed()
     if kind.is_const and update.is_const:
-        result = joined_constants((kind, update))
+        result = join_constants((kind, update))
         pairs = enumerate(zip(call.shape(), call.shape(1), strict=True))
         partly = {axis for axis, (size, part) in pairs if size != part}
         blocks = {a: s for a, s in result.blocks.items() if a not in partly}
         return result.but(blocks=blocks)
     of = kind if kind.is_rows else update
     if of.is_rows and call.shape(1)[of.axis] != call.shape()[of.axis]:
-        return call.mixed()
-    return joined(kind, update, call.out_shape(), call.equation)
+        return call.make_mixed()
+    return join(kind, update, call.out_shape(), call.equation)
