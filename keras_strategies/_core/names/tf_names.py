@@ -13,7 +13,7 @@ _ONE_HOST = (
     "`ks.MirroredStrategy`: the variables are replicated on every device, so "
     "that reading them needs no transfer"
 )
-_REDUCING = "no replacement: XLA chooses how the replicas' devices communicate"
+_REDUCING = "nothing instead: XLA chooses how the replicas' devices communicate"
 _OPTIONS = "`ks.experimental.CommunicationOptions`"
 _PREEMPTED = (
     "`ks.callbacks.Checkpoint`, which saves on SIGTERM at the same step in all "
