@@ -139,7 +139,7 @@ def make_uniform(values: tuple[Any, ...] | None, shape: Sequence[int]) -> Kind:
     return Kind(form=CONST, values=values, blocks=blocks)
 
 
-def first_mixed(kinds: Sequence[Kind]) -> Kind | None:
+def find_mixed(kinds: Sequence[Kind]) -> Kind | None:
     """Returns the first kind that mixes rows, or None."""
     return next((kind for kind in kinds if kind.is_mixed), None)
 
@@ -221,7 +221,7 @@ def join(one: Kind, two: Kind, shape: Sequence[int], why: JaxprEqn) -> Kind:
     """
     if one == two:
         return one
-    wrong = first_mixed((one, two))
+    wrong = find_mixed((one, two))
     if wrong is not None:
         return wrong
     if one.is_const and two.is_const:

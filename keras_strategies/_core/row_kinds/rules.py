@@ -24,7 +24,7 @@ from keras_strategies._core.row_kinds.kinds import (
     CONST,
     PLAIN,
     Kind,
-    first_mixed,
+    find_mixed,
     is_constant,
 )
 
@@ -35,7 +35,7 @@ def kinds_of_results(call: Call) -> list[Kind]:
     if call.name in _RANDOM:
         return [_random(call, k) for k in range(num)]
     if call.name in _GLOBAL:
-        wrong = first_mixed(call.kinds)
+        wrong = find_mixed(call.kinds)
         exact = PLAIN.but(is_global=True)
         return [wrong or exact] * num
     if call.name == "optimization_barrier":
@@ -44,7 +44,7 @@ def kinds_of_results(call: Call) -> list[Kind]:
     if rule is None and all(kind.is_const for kind in call.kinds):
         result = join_plain(call.kinds)
         return [_check_with_twin(call, result, k) for k in range(num)]
-    wrong = first_mixed(call.kinds)
+    wrong = find_mixed(call.kinds)
     if wrong is not None:
         return [wrong] * num
     if rule is None or not _is_scale_safe(call):
@@ -63,7 +63,7 @@ def _random(call: Call, out: int) -> Kind:
     if all(kind.is_const for kind in call.kinds):
         blocks = dict(enumerate(call.out_shape(out)))
         return Kind(form=CONST, is_random=True, blocks=blocks)
-    wrong = first_mixed(call.kinds)
+    wrong = find_mixed(call.kinds)
     if wrong is not None or call.name != "random_gamma":
         return wrong or call.make_mixed()
     return elementwise.elementwise(call)

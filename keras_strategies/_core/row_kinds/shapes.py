@@ -57,9 +57,9 @@ def reshape(call: Call) -> Kind:
             call,
             lambda axis: starts.get((math.prod(before[:axis]), before[axis])),
         )
-    # A reshape keeps the row-major order, so as many entries (`outer`) come
-    # before the index of the row afterwards: those of the dimensions before it
-    # (`ahead`), and blocks within the dimension.
+    # A reshape keeps the row-major order. So `outer`, the product of the sizes
+    # before the row's index, does not change: it is the product of the sizes of
+    # the dimensions before the new one (`ahead`) and of the blocks within it.
     outer = math.prod(before[: kind.axis]) * kind.outer
     candidates = []
     for axis, size in enumerate(after):
