@@ -13,9 +13,7 @@ from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Array
 
 
-def broadcast_from_chief(
-    values: Sequence[Any], mesh: ReplicaMesh
-) -> list[jax.Array]:
+def broadcast(values: Sequence[Any], mesh: ReplicaMesh) -> list[jax.Array]:
     """Broadcasts the chief's values to all devices. Collective.
 
     Args:

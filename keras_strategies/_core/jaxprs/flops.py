@@ -1,4 +1,4 @@
-"""Floating point operations of a traced program's products and convolutions."""
+"""Operation counts of a traced program's products and convolutions."""
 
 import math
 

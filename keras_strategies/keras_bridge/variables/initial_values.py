@@ -13,7 +13,7 @@ import jax
 import keras
 import numpy as np
 
-from keras_strategies._core.chief import broadcast_from_chief
+from keras_strategies._core.chief import broadcast
 from keras_strategies._core.jaxprs.traces import is_tracing
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Array, Shape
@@ -95,7 +95,7 @@ class _FromChief:
     ) -> Array:
         if not is_tracing():
             value = self.initializer(shape, dtype=dtype, **kwargs)
-            return broadcast_from_chief([value], self.mesh)[0]
+            return broadcast([value], self.mesh)[0]
         # Keras compiles it, for a large variable: all processes must trace the
         # same, and none need hold the value.
         seed = getattr(self.initializer, "seed", None)
@@ -109,5 +109,5 @@ class _FromChief:
 
     def _of_chief(self, value: Array) -> np.ndarray:
         with jax.ensure_compile_time_eval():
-            (array,) = broadcast_from_chief([value], self.mesh)
+            (array,) = broadcast([value], self.mesh)
             return np.asarray(array.addressable_data(0))

@@ -21,7 +21,7 @@ from keras.src.distribution.distribution_lib import Distribution
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from keras_strategies._core.attributes import temporary_attribute
-from keras_strategies._core.chief import broadcast_from_chief
+from keras_strategies._core.chief import broadcast
 from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.mesh import (
     ReplicaMesh,
@@ -260,16 +260,14 @@ def _from_chief(
 ) -> list[Any]:
     """The chief's values; divided ones one by one, as each is whole first."""
     are_whole = [sharding is mesh.whole for sharding in shardings]
-    whole = broadcast_from_chief(
-        list(itertools.compress(values, are_whole)), mesh
-    )
+    whole = broadcast(list(itertools.compress(values, are_whole)), mesh)
     found = []
     for value, sharding in zip(values, shardings, strict=True):
         if sharding is mesh.whole:
             found.append(whole.pop(0))
             continue
         divide = jax.jit(list, out_shardings=[sharding])
-        found += dispatch(mesh, divide, broadcast_from_chief([value], mesh))
+        found += dispatch(mesh, divide, broadcast([value], mesh))
     return found
 
 
