@@ -185,6 +185,7 @@ class _SectionedStep:
         for equation in self._jaxpr.eqns:
             place = max(map(self._place, equation.invars), default=0)
             if has_effects(equation):
+                # Effects keep their order.
                 place = last_action = max(place, last_action)
             update = find_update(equation, self._updates)
             if update is None:
@@ -195,6 +196,7 @@ class _SectionedStep:
                     self._sections.append([])
                     self._updates_after.append([])
                 self._specs |= zip(equation.outvars, update.values, strict=True)
+                # An update's results exist from the next section on.
                 place += 1
             self._section_of |= dict.fromkeys(equation.outvars, place)
 

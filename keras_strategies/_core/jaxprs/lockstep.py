@@ -109,6 +109,8 @@ class Lockstep:
         """
         with self._changed:
             self._posted[replica] = (kind, value)
+            # The last replica to arrive computes all answers, and replica 0
+            # continues. Until then the turn passes to the next replica.
             if all(v is not _NOTHING for v in self._posted):
                 _check_kinds([kind for kind, _ in self._posted])
                 values = [value for _, value in self._posted]

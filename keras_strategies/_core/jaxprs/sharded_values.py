@@ -154,6 +154,8 @@ class ShardedInterpreter:
         pending: list[Any] = []
         for place, equation in enumerate(equations):
             if place in gathers:
+                # Ties the next equation's values to this equation: they may be
+                # gathered while it is computed, but no earlier.
                 self._flush(pending, uses)
                 free += next(following, ())
                 if self._tie(equation, free):

@@ -188,6 +188,7 @@ def _flow(
     for equation in jaxpr.eqns:
         number = max(_values(equation.invars, flow), default=0)
         number = max(number, of_equation(equation))
+        # A reference counts as written by every equation that uses it.
         written = [*equation.outvars, *references(equation)]
         flow.update((variable, number) for variable in written)
     return flow

@@ -190,6 +190,8 @@ def _of_rows(call: Call) -> Kind:
     ):
         return call.make_mixed()
     size = call.shape(k)[first.axis] // first.outer
+    # Constants must be equal for all rows: otherwise the result of a row would
+    # depend on its position in the batch, which is another one on a replica.
     for other, kind in enumerate(kinds):
         shape = call.shape(other)
         is_spread = kind.is_rows or not shape or shape[first.axis] == 1
@@ -236,6 +238,8 @@ def _power_of_rows(
                 power = scale_power(0.0 if is_known else None, by, call)
                 return first.power in (0.0, None), power
             counts = set(by.values or (None,))
+            # Division by the number of entries that the last sum added makes a
+            # mean within each row, even if it equals the number of rows.
             if is_inverse and counts == {first.count}:
                 return True, first.power
             return True, scale_power(first.power, by, call, inverse=is_inverse)

@@ -56,6 +56,7 @@ def _gathered_rows(call: Call, places: list[int]) -> Kind:
     axis, shape = operand.axis, call.shape()
     batching = tuple(numbers.operand_batching_dims)
     if axis in batching:
+        # Each row is gathered from itself.
         dim = numbers.start_indices_batching_dims[batching.index(axis)]
         size = shape[axis] // operand.outer
         if index.is_rows:
@@ -64,6 +65,7 @@ def _gathered_rows(call: Call, places: list[int]) -> Kind:
             fits = index.is_flat(dim, size)
         return at_axis(operand, places[dim]) if fits else call.make_mixed()
     if axis not in numbers.collapsed_slice_dims:
+        # Each slice contains all rows.
         is_all = call.params["slice_sizes"][axis] == shape[axis]
         if not (index.is_const and is_all):
             return call.make_mixed()
@@ -72,6 +74,7 @@ def _gathered_rows(call: Call, places: list[int]) -> Kind:
         return at_axis(operand, numbers.offset_dims[kept.index(axis)])
     column = tuple(numbers.start_index_map).index(axis)
     if index.is_rows and column in index.columns:
+        # Each row reads the entry at the index of that row.
         return at_axis(operand, places[index.axis])
     if index.is_random:
         # Rows in a random order, which is expected to differ per replica.

@@ -190,6 +190,7 @@ def may_count(value: Array, num_rows: int) -> bool:
         if not math.isclose(number, count, rel_tol=1e-4):
             return False
         return count >= num_rows and count % num_rows == 0
+    # A multiple of the number of rows, or next to one (such as n - 1).
     rest = count % num_rows
     return count >= num_rows - 1 and rest in (0, 1, num_rows - 1)
 

@@ -194,6 +194,7 @@ def _product_of_rows(call: Call, places: list[int | None]) -> Kind:
             is_paired &= pairs[1][pairs[0].index(one.axis)] == two.axis
             if not is_paired:
                 return call.make_mixed()
+            # Contracted rows are summed; batched rows remain rows.
             if pairs is contracted:
                 return make_sum(power)
             return make_rows(places[0] or 0, one.outer, power)

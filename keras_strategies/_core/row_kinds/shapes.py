@@ -177,6 +177,8 @@ def concatenate(call: Call) -> Kind:
     same = [same_power(first.power, f.power)[0] for f in kinds]
     if first.axis != dim:
         return _concatenate_columns(call, first, all(same))
+    # Along the dimension of the rows, each operand must consist of complete
+    # blocks of rows, or of a constant that is equal within such blocks.
     inner = call.inner(first, k)
     block = inner * call.num_rows
     fits = all(
