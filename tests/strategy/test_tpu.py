@@ -362,7 +362,7 @@ def test_replicas_that_divide_variables_are_boxes_of_whole_hosts(cores):
     }
     # Left out, a group is a slice of at most 64 chips.
     assert mesh_of_assignments(built, kind()).shards == 32 // num_cores
-    with pytest.raises(ValueError, match="chips of its hosts") as caught:
+    with pytest.raises(ValueError, match="whole hosts") as caught:
         mesh_of_assignments(built, kind(3))
     assert f"of slices with {32 // num_cores} replicas" in str(caught.value)
 
