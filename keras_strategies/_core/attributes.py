@@ -1,12 +1,14 @@
-"""Attributes that have another value for a while."""
+"""Attributes that are set temporarily."""
 
 import contextlib
 from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def attribute_set(owner: object, name: str, value: object) -> Iterator[None]:
-    """Sets an attribute while the block runs, and what it was after it."""
+def temporary_attribute(
+    owner: object, name: str, value: object
+) -> Iterator[None]:
+    """Sets an attribute for the duration of a block, then restores it."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

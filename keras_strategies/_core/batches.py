@@ -1,10 +1,11 @@
 """Host batches, and the executions that carry them to the devices.
 
-A batch is a nest of arrays whose first dimension is its rows. A batch that
-the replicas can share evenly is split over them as it is. Any other one is
-padded to the next multiple of their number (by repeating its last row) and
-carries its true number of rows; what reads it cuts the padding off first.
-Each of several processes holds its own rows and moves them to its devices.
+A batch is a nest of arrays whose first dimension is the rows. A batch that
+the replicas can share evenly is split over them unchanged. Any other batch is
+padded to the next multiple of the number of replicas (by repeating its last
+row) and carries its true number of rows; programs cut the padding off first.
+With several processes, each one holds process-local rows and moves them to its
+devices.
 """
 
 import dataclasses
@@ -25,15 +26,14 @@ _Key = tuple[Any, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostBatch:
-    """A global batch, as one process holds it.
+    """A global batch, of which one process holds some rows.
 
     Attributes:
       data: The nest of host arrays with this process's rows.
-      parts: Number of rows of each process; of processes that read the same
-        rows (`ReplicaMesh.readers`) once.
-      batch_size: Rows of a whole batch of this step.
-      counts: Number of rows of each replica, if that is given and not left to
-        a rule.
+      parts: Number of rows of each process; processes that read the same rows
+        (`ReplicaMesh.readers`) have one entry.
+      batch_size: Number of rows of a full batch of this step.
+      counts: Number of rows of each replica, if it is not left to a rule.
     """
 
     data: Tree
@@ -43,19 +43,19 @@ class HostBatch:
 
     @property
     def rows(self) -> int:
-        """Number of rows of all processes."""
+        """The number of rows of all processes."""
         return sum(self.parts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowShape:
-    """What the rows of consecutive batches of equal shape look like.
+    """The arrangement of the rows of consecutive batches of equal shape.
 
     Attributes:
       rows: Number of rows of each batch, without the padding.
       steps: Number of batches.
-      parts: Number of rows of each process, where each has padding of its
-        own; None where all padding is at the end.
+      parts: Number of rows of each process, if each process has padding; None
+        if all padding is at the end.
     """
 
     rows: int
@@ -63,14 +63,14 @@ class RowShape:
     parts: tuple[int, ...] | None = None
 
     def without_padding(self, leaf: Array, axis: int) -> Array:
-        """An array's true rows, in their order.
+        """Returns the true rows of an array, in their order.
 
         Args:
-          leaf: An array, of numpy or traced.
+          leaf: A NumPy or traced array.
           axis: The dimension of the rows.
 
         Returns:
-          The array of shape (..., rows, ...), `rows` along `axis`.
+          An array of shape (..., rows, ...), with `rows` entries along `axis`.
         """
         before = (slice(None),) * axis
         if self.parts is None:
@@ -90,15 +90,16 @@ class Segment(RowShape):
     """Consecutive batches of equal shape, on the devices.
 
     Attributes:
-      data: The nest of arrays: (padded rows, ...) for one step, (steps,
-        padded rows, ...) for several; rows split over the replicas.
+      data: The nest of arrays, of shape (padded rows, ...) for one step and
+        (steps, padded rows, ...) for several, with the rows split over the
+        replicas.
     """
 
     data: Tree
 
     @property
     def padded(self) -> int:
-        """Number of rows of each batch, with the padding."""
+        """The number of rows of each batch, with the padding."""
         return jax.tree.leaves(self.data)[0].shape[self.steps > 1]
 
     @property
@@ -108,20 +109,20 @@ class Segment(RowShape):
 
     @property
     def shape(self) -> RowShape:
-        """What the batch's rows look like; static in programs."""
+        """The arrangement of the batch's rows; static in programs."""
         return RowShape(rows=self.rows, steps=self.steps, parts=self.parts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Execution:
-    """What one call of a step function computes: one or more segments.
+    """The batches of one call of a step function, as one or more segments.
 
     Attributes:
-      segments: The batches. None stand for steps that a resumed loop
-        has done already.
-      place: Of a feed, which epoch of the data this is, and the number of its
-        steps up to this execution's end.
-      logs: Of an execution without segments: what its last step returned.
+      segments: The batches. An execution without any stands for steps that a
+        resumed loop has already done.
+      place: The epoch of the data, and the number of its steps up to the end
+        of this execution, if a feed made it.
+      logs: The result of the last step, for an execution without segments.
     """
 
     segments: tuple[Segment, ...]
@@ -130,27 +131,27 @@ class Execution:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the arrays hold, on all devices."""
+        """The number of bytes of the arrays, on all devices."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self.segments))
 
 
 jax.tree_util.register_dataclass(
     Segment, data_fields=["data"], meta_fields=["rows", "steps", "parts"]
 )
-# Without leaves: Keras moves what it is given to one device, and must not meet
-# the arrays, which lie where they belong.
+# Without leaves: Keras moves the arrays of its data to one device, and must not
+# find these, which are already on the right devices.
 jax.tree_util.register_dataclass(
     Execution, data_fields=[], meta_fields=["segments", "place", "logs"]
 )
 
 
 def num_rows(batch: Tree) -> int:
-    """The number of rows of a batch.
+    """Returns the number of rows of a batch.
 
     Raises:
-      ValueError: a leaf of rank 0, arrays of different length, no array, or
-        no row.
-      TypeError: a leaf that holds no numbers.
+      ValueError: if a leaf has rank 0, if the arrays differ in length, or if
+        there are no arrays or no rows.
+      TypeError: if a leaf does not hold numbers.
     """
     arrays = jax.tree.leaves(batch)
     first_dims = {np.shape(array)[:1] for array in arrays}
@@ -158,11 +159,11 @@ def num_rows(batch: Tree) -> int:
         (first_dim,) = first_dims
         if first_dim and first_dim[0]:
             return first_dim[0]
-    return _refused(batch)
+    return _raise_invalid(batch)
 
 
-def _refused(batch: Tree) -> NoReturn:
-    """Raises what is wrong with a batch."""
+def _raise_invalid(batch: Tree) -> NoReturn:
+    """Raises the error that describes what is wrong with a batch."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     if not leaves:
         raise ValueError(
@@ -175,8 +176,8 @@ def _refused(batch: Tree) -> NoReturn:
         shape = np.shape(leaf)
         if not shape:
             raise ValueError(
-                "Every array of a batch needs a first dimension, its rows. "
-                f"Received: {name} of rank 0, value {leaf!r}. Repeat the "
+                "Every array of a batch must have a first dimension, its rows."
+                f" Received: {name} of rank 0, value {leaf!r}. Repeat the "
                 "value for each row, or make it an attribute of the model."
             )
         host_arrays.check_numbers(leaf, name)
@@ -184,7 +185,7 @@ def _refused(batch: Tree) -> NoReturn:
     if len(set(lengths.values())) > 1:
         raise ValueError(
             "All arrays of a batch must have the same number of rows. "
-            f"Received: {lengths}. Check x, y and sample_weight, and that a "
+            f"Received: {lengths}. Check x, y and sample_weight, and that the "
             "dataset yields batches (`.batch(global_batch_size)`)."
         )
     raise ValueError(
@@ -195,12 +196,12 @@ def _refused(batch: Tree) -> NoReturn:
 
 
 def global_batch(batch: Tree, mesh: ReplicaMesh) -> HostBatch:
-    """A batch that this process holds with the rows of all processes.
+    """Makes a host batch of a batch that has the rows of all processes.
 
-    Of several processes each takes its own.
+    With several processes, each one takes its rows.
 
     Raises:
-      ValueError, TypeError: see `num_rows`.
+      ValueError, TypeError: if the batch is not valid; see `num_rows`.
     """
     rows = num_rows(batch)
     if mesh.num_readers == 1:
@@ -217,7 +218,7 @@ def place(batches: Sequence[HostBatch], mesh: ReplicaMesh) -> Execution:
     """Moves batches to the devices, one transfer for each run of equal ones.
 
     Args:
-      batches: What this process holds of them.
+      batches: This process's batches.
       mesh: The replicas to split the rows over.
     """
     runs: list[tuple[_Key, list[list[Any]]]] = []
@@ -246,7 +247,7 @@ def _place_run(
     block = _block_of(parts, mesh)
     put = _put if len(run) == 1 else _put_stacked
     leaves = [put(column, block, mesh) for column in zip(*run, strict=True)]
-    is_in_order = parts == rows_lib.in_order([block] * len(parts), rows)
+    is_in_order = parts == rows_lib.fill_in_order([block] * len(parts), rows)
     return Segment(
         data=jax.tree.unflatten(structure, leaves),
         rows=rows,
@@ -256,31 +257,33 @@ def _place_run(
 
 
 def _block_of(parts: tuple[int, ...], mesh: ReplicaMesh) -> int:
-    """How many rows each process has with its padding."""
+    """Returns the number of rows of each process, with its padding."""
     block = rows_lib.padded_rows(max(parts), mesh.replicas_per_process)
     rows = sum(parts)
     even = rows_lib.padded_rows(rows, mesh.num_replicas) // len(parts)
-    # As short as can be, if the processes hold just that.
+    # The shortest block, which only fits processes that are filled in order.
     return (
-        even if parts == rows_lib.in_order([even] * len(parts), rows) else block
+        even
+        if parts == rows_lib.fill_in_order([even] * len(parts), rows)
+        else block
     )
 
 
-# `make_array_from_callback` and not `device_put`, which takes three times as
-# long on the host for an array that is split (jax 0.10.2).
+# `device_put` takes three times as long as `make_array_from_callback` on the
+# host for a sharded array (jax 0.10.2).
 
 
 def _put(column: Sequence[Any], block: int, mesh: ReplicaMesh) -> jax.Array:
     (leaf,) = column
     if _is_placed(leaf, mesh):
         return leaf
-    leaf = _padded(leaf, block)
+    leaf = _pad(leaf, block)
     first = mesh.reader_index * block
 
     def rows_of(index: Any) -> Array:
         start, stop, _ = index[0].indices(shape[0])
         rows = leaf[start - first : stop - first]
-        return host_arrays.aligned(rows) if mesh.platform == "cpu" else rows
+        return host_arrays.align(rows) if mesh.platform == "cpu" else rows
 
     shape = (block * mesh.num_readers, *leaf.shape[1:])
     return jax.make_array_from_callback(shape, mesh.split, rows_of)
@@ -294,35 +297,36 @@ def _is_placed(leaf: object, mesh: ReplicaMesh) -> bool:
     )
 
 
-def true_rows(data: Batch, shape: RowShape) -> Batch:
-    """Cuts the padding off; to be compiled.
+def cut_padding(data: Batch, shape: RowShape) -> Batch:
+    """Cuts off the padding. Jit-compatible.
 
     Returns:
-      The batch of `shape.rows` rows; of several steps their dimension is
-      the second.
+      The batch of `shape.rows` rows, in the second dimension if there are
+      several steps.
     """
     axis = int(shape.steps > 1)
 
     def cut(leaf: jax.Array) -> jax.Array:
-        is_whole = leaf.shape[axis] == shape.rows
-        return leaf if is_whole else shape.without_padding(leaf, axis)
+        is_unpadded = leaf.shape[axis] == shape.rows
+        return leaf if is_unpadded else shape.without_padding(leaf, axis)
 
     return jax.tree.map(cut, data)
 
 
-def sharded_rows(
+def constrain_rows(
     data: Batch, shape: RowShape, mesh: ReplicaMesh, *, is_sharded: bool
 ) -> Batch:
-    """Says where the true rows of a padded batch lie; to be compiled.
+    """Constrains the sharding of a batch without padding. Jit-compatible.
 
     Args:
-      data: What `true_rows` returned.
-      shape: Its rows.
+      data: The batch that `cut_padding` returned.
+      shape: The arrangement of its rows.
       mesh: The replicas.
-      is_sharded: Whether XLA may divide them unevenly over the replicas;
-        otherwise each replica has them all. So it has with several cores a
-        replica: XLA would add padding to what is scattered, and to some
-        gradients of convolutions (tests/contract/test_jax_contract.py).
+      is_sharded: Whether XLA may shard the rows unevenly over the replicas.
+        If not, or if a replica has several cores, rows that cannot be shared
+        evenly are replicated. With several cores XLA would add padding to
+        scattered values and to some gradients of convolutions
+        (tests/contract/test_jax_contract.py).
 
     Returns:
       The same batch, with a sharding.
@@ -334,16 +338,16 @@ def sharded_rows(
     return jax.lax.with_sharding_constraint(data, sharding)
 
 
-def unstacked(data: Tree, steps: int) -> list[Tree]:
-    """The batches of a segment of several steps; to be compiled."""
+def unstack_steps(data: Tree, steps: int) -> list[Tree]:
+    """Splits a segment of several steps into its batches. Jit-compatible."""
     return [jax.tree.map(lambda a, k=k: a[k], data) for k in range(steps)]
 
 
 def _put_stacked(
     column: Sequence[Any], block: int, mesh: ReplicaMesh
 ) -> jax.Array:
-    """Stacks what each replica reads: its rows are copied once."""
-    column = [_padded(np.asarray(leaf), block) for leaf in column]
+    """Stacks only the rows that each replica reads, so they are copied once."""
+    column = [_pad(np.asarray(leaf), block) for leaf in column]
     rows = block * mesh.num_readers
     shape = (len(column), rows, *np.shape(column[0])[1:])
     first = mesh.reader_index * block
@@ -351,13 +355,13 @@ def _put_stacked(
     def rows_of(index: Any) -> Array:
         start, stop, _ = index[1].indices(rows)
         part = slice(start - first, stop - first)
-        return host_arrays.stacked([leaf[part] for leaf in column])
+        return host_arrays.stack_arrays([leaf[part] for leaf in column])
 
     return jax.make_array_from_callback(shape, mesh.stacked, rows_of)
 
 
-def _padded(leaf: Array, rows: int) -> Array:
-    """The array with `rows` rows: its last one again and again, or zeros."""
+def _pad(leaf: Array, rows: int) -> Array:
+    """Pads an array to `rows` rows, by repeating its last one or with zeros."""
     missing = rows - leaf.shape[0]
     if not missing:
         return leaf

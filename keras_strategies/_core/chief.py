@@ -13,11 +13,11 @@ from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Array
 
 
-def from_chief(values: Sequence[Any], mesh: ReplicaMesh) -> list[jax.Array]:
-    """The chief's values on all devices. Collective.
+def broadcast(values: Sequence[Any], mesh: ReplicaMesh) -> list[jax.Array]:
+    """Broadcasts the chief's values to all devices. Collective.
 
     Args:
-      values: What this process has; the chief's shapes and dtypes.
+      values: This process's values, with the shapes and dtypes of the chief's.
       mesh: The replicas.
     """
 
@@ -33,10 +33,10 @@ def from_chief(values: Sequence[Any], mesh: ReplicaMesh) -> list[jax.Array]:
 
 
 def _split(mesh: ReplicaMesh) -> NamedSharding:
-    """The sharding of a row for each device.
+    """Returns the sharding of an array with one row for each device.
 
-    A row for each replica would be the value of several processes, where they
-    have cores of one.
+    One row for each replica would not do: if several processes have cores of
+    one replica, each of them would provide the same row.
     """
     if mesh.cores_per_replica == 1:
         return mesh.split

@@ -1,4 +1,4 @@
-"""A program that was compiled to be looked at: its collectives and memory."""
+"""Inspection of a compiled program: its collectives and its memory."""
 
 import contextlib
 import dataclasses
@@ -11,8 +11,8 @@ import jax
 
 from keras_strategies._core.jaxprs.hlo_text import (
     COLLECTIVES,
-    bytes_of,
-    counts_of,
+    count_collective_bytes,
+    count_collectives,
 )
 from keras_strategies._core.mesh import ReplicaMesh
 
@@ -21,18 +21,18 @@ BYTES_PER_MB = 1e6
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What a compiled program needs of each device, as plain numbers.
+    """The resources that a compiled program needs on each device.
 
     Attributes:
-      argument_bytes: Of the state and the batch.
-      output_bytes: Of results that are not state in place.
-      temporary_bytes: Of what there is in between.
-      flops: Operations, as XLA counts them.
-      optimal_seconds: XLA's own estimate of a run, of programs for TPUs that
+      argument_bytes: Bytes of the state and the batch.
+      output_bytes: Bytes of the results that are not written into the state.
+      temporary_bytes: Bytes of intermediate values.
+      flops: Number of operations, as XLA counts them.
+      optimal_seconds: XLA's estimate of the run time, for TPU programs that
         were compiled at low effort; else 0.
-      counts: Collectives, by kind.
-      sent: Bytes of the arrays that they send, by kind.
-      compile_seconds: How long compiling took.
+      counts: Number of collectives, by kind.
+      sent: Bytes of the arrays that the collectives send, by kind.
+      compile_seconds: Compile time in seconds.
     """
 
     argument_bytes: float
@@ -46,7 +46,7 @@ class Figures:
 
     @property
     def bytes_in_all(self) -> float:
-        """Bytes on a device in all."""
+        """The total number of bytes on a device."""
         return self.argument_bytes + self.output_bytes + self.temporary_bytes
 
     @classmethod
@@ -55,11 +55,11 @@ class Figures:
 
         Args:
           executable: A `jax.stages.Compiled`.
-          seconds: How long it took to compile.
+          seconds: Its compile time.
         """
         memory, text = executable.memory_analysis(), executable.as_text()
         cost = executable.cost_analysis() or {}
-        counts, sent = counts_of(text), bytes_of(text)
+        counts, sent = count_collectives(text), count_collective_bytes(text)
         outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
         return cls(
             argument_bytes=memory.argument_size_in_bytes,
@@ -76,17 +76,17 @@ class Figures:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class CompiledProgram:
-    """One step or function, compiled for a strategy's devices.
+    """A step or function, compiled for a strategy's devices.
 
-    What `Strategy.compile_step` and `Strategy.compile_run` return. Nothing of
-    it has run.
+    `Strategy.compile_step` and `Strategy.compile_run` return it. It has not
+    been run.
 
     Attributes:
-      name: What was compiled: "train step".
+      name: A description of the program, such as "train step".
       num_replicas: Number of replicas.
-      cores_per_replica: Number of devices of each.
-      trace_seconds: How long tracing and lowering took.
-      compile_seconds: How long compiling took.
+      cores_per_replica: Number of devices of each replica.
+      trace_seconds: Time in seconds to trace and lower the program.
+      compile_seconds: Time in seconds to compile it.
       executable: JAX's compiled object (`jax.stages.Compiled`).
 
     Example:
@@ -104,48 +104,49 @@ class CompiledProgram:
     executable: Any
 
     def as_text(self) -> str:
-        """The program as XLA will run it on a device (HLO)."""
+        """Returns the optimized HLO of the program, as each device runs it."""
         return self.executable.as_text()
 
     @property
     def collectives(self) -> dict[str, int]:
-        """How many collectives of each kind the program has.
+        """The number of collectives of each kind in the program's text.
 
-        In the program's text: one in a loop counts once.
+        A collective in a loop counts once.
         """
         counts = self._figures.counts
         return {kind: int(counts.get(kind, 0)) for kind in COLLECTIVES}
 
     @property
     def collective_bytes(self) -> dict[str, int]:
-        """Bytes of the arrays that the collectives of each kind send.
+        """The bytes of the arrays that the collectives of each kind send.
 
-        Of whole arrays: what is gathered, reduced, or summed up and then
-        scattered. One in a loop counts once.
+        The size of the full arrays counts: the gathered result, the reduced
+        array, or the sum before it is scattered. A collective in a loop counts
+        once.
         """
         sent = self._figures.sent
         return {kind: int(sent.get(kind, 0)) for kind in COLLECTIVES}
 
     @property
     def argument_bytes(self) -> int:
-        """Bytes on each device of the state and the batch."""
+        """The bytes of the state and the batch on each device."""
         return int(self._figures.argument_bytes)
 
     @property
     def output_bytes(self) -> int:
-        """Bytes on each device of the results that are not state in place."""
+        """The bytes on each device of results not written into the state."""
         return int(self._figures.output_bytes)
 
     @property
     def temporary_bytes(self) -> int:
-        """Bytes on each device of what the program needs in between."""
+        """The bytes of the program's intermediate values on each device."""
         return int(self._figures.temporary_bytes)
 
     @property
     def bytes_per_chip(self) -> int:
-        """Bytes on each device in all, without the program's own code.
+        """The total number of bytes on each device, without program code.
 
-        Of a chip with two cores, on each core.
+        If a chip has two cores, this is the number on each core.
         """
         return int(self._figures.bytes_in_all)
 
@@ -156,7 +157,7 @@ class CompiledProgram:
     def __str__(self) -> str:
         cores = self.cores_per_replica
         sent = self.collective_bytes
-        found = [
+        collectives = [
             f"{n} {kind} ({sent[kind] / BYTES_PER_MB:.3f} MB)"
             for kind, n in self.collectives.items()
             if n
@@ -170,7 +171,7 @@ class CompiledProgram:
         return (
             f"{self.name}: {self.num_replicas} replicas"
             f"{f' of {cores} cores' if cores > 1 else ''}\n"
-            f"collectives: {', '.join(found) or 'none'}\n"
+            f"collectives: {', '.join(collectives) or 'none'}\n"
             f"MB per chip: {self.bytes_per_chip / BYTES_PER_MB:.3f} ({parts})\n"
             f"seconds: {self.trace_seconds:.2f} to trace, "
             f"{self.compile_seconds:.2f} to compile"
@@ -183,22 +184,23 @@ def compile_program(
     name: str,
     options: Mapping[str, Any] | None = None,
 ) -> CompiledProgram:
-    """Lowers and compiles a program, with the time both take.
+    """Lowers and compiles a program, and measures the time of both.
 
     Args:
-      lower: Returns the lowered program.
-      mesh: The replicas it is for.
-      name: What it is.
-      options: XLA's, by their names; None: as the program would be run.
+      lower: A function that returns the lowered program.
+      mesh: The replicas of the program.
+      name: A description of the program.
+      options: XLA's compiler options by name; None for those that a normal
+        run uses.
 
     Raises:
-      TypeError: the options are no mapping.
+      TypeError: if `options` is not a mapping.
     """
     if options is not None and not isinstance(options, Mapping):
         raise TypeError(
-            "`compiler_options` maps names of XLA's options to their values. "
-            f"Received: {options!r} of type {type(options).__name__}. Pass for "
-            'example {"exec_time_optimization_effort": -1.0}.'
+            "`compiler_options` must be a mapping of XLA's option names to "
+            f"values. Received: {options!r} of type {type(options).__name__}. "
+            'Pass for example {"exec_time_optimization_effort": -1.0}.'
         )
     start = time.perf_counter()
     lowered = lower()
@@ -217,11 +219,11 @@ def compile_program(
 
 @contextlib.contextmanager
 def without_jax_cache() -> Iterator[None]:
-    """Keeps programs out of JAX's cache on disk.
+    """Keeps programs out of JAX's cache on disk within a block.
 
-    Held around compilations at once, which would restore it for each other.
-    jax 0.10 writes those for devices that are not there, and cannot read them
-    again: it warns, and compiles anew.
+    jax 0.10 caches programs for absent devices but cannot read them back: it
+    warns and compiles again. Concurrent compilations share one such block;
+    with one each, the first to finish would restore the option for the others.
     """
     name = "jax_persistent_cache_min_compile_time_secs"
     before = getattr(jax.config, name)

@@ -1,10 +1,10 @@
-"""The step that this thread is tracing for one of several replicas."""
+"""The step that the current thread is tracing."""
 
 import contextlib
 import threading
 from typing import Any
 
-from keras_strategies._core.attributes import attribute_set
+from keras_strategies._core.attributes import temporary_attribute
 
 
 class _Current(threading.local):
@@ -15,14 +15,14 @@ _current = _Current()
 
 
 def current_step() -> Any:
-    """The `StepContext` that this thread is tracing, or None.
+    """Returns the step that this thread is tracing.
 
     Returns:
-      A `StepContext`, which is of a layer above, or None outside of traces.
+      A `StepContext` (a class of a higher layer), or None outside of a trace.
     """
     return _current.step
 
 
 def step_scope(step: object) -> contextlib.AbstractContextManager[None]:
-    """Makes `step` this thread's step while the block runs."""
-    return attribute_set(_current, "step", step)
+    """Makes `step` this thread's current step within a block."""
+    return temporary_attribute(_current, "step", step)

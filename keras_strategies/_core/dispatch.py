@@ -1,13 +1,13 @@
-"""The start of programs, in step with the devices on CPU.
+"""Dispatch of programs, one at a time on CPU.
 
 XLA's CPU collectives wait for each other in a thread pool. With more virtual
 devices than cores, a second program that starts before the first has ended
-can take the threads the first one waits for, and the process is aborted after
-40 s. So on CPU at most one mapped program is in flight, whichever strategy or
-thread started it; the host reads the next batch meanwhile. GPU and TPU queue
-programs by themselves.
+can take the threads that the first one waits for, and the process is aborted
+after 40 s. So on CPU at most one mapped program is in flight, whichever
+strategy or thread started it; the host can still read the next batch in the
+meantime. GPUs and TPUs queue programs by themselves.
 
-Programs over several processes are started by whoever watches over the job.
+Programs over several processes are started by the job's watchdog.
 """
 
 import threading
@@ -21,40 +21,41 @@ from keras_strategies._core.mesh import ReplicaMesh
 _turn = threading.Lock()
 _in_flight: jax.Array | None = None
 Starter = Callable[[int, Callable[..., Any], tuple[Any, ...]], Any]
-"""Calls a program over so many processes, and returns its outputs."""
+"""Calls `(number of processes, program, arguments)`; returns the outputs."""
 _starter: Starter | None = None
 
 
-def start_with(starter: Starter) -> None:
-    """Has programs over several processes started by `starter`.
+def set_starter(starter: Starter) -> None:
+    """Makes `starter` start all programs over several processes.
 
     Args:
-      starter: What a job's guard gives.
+      starter: The watchdog's function that runs a program.
     """
     global _starter
     _starter = starter
 
 
 def dispatch(mesh: ReplicaMesh, fn: Callable[..., Any], *args: Any) -> Any:
-    """Calls a compiled program; on several CPUs when the last one has ended.
+    """Calls a compiled program; on several CPUs, waits for the last one first.
 
     Args:
-      mesh: Where the program runs.
+      mesh: The replicas that run the program.
       fn: The program; returns a tuple whose first entry (logs, outputs) is
         not donated to another program.
-      *args: Its arguments.
+      *args: Arguments of the program.
 
     Returns:
-      What the program returns.
+      The program's result.
 
     Raises:
-      RuntimeError: another process is about to run another program.
+      RuntimeError: if another process is about to run a different program.
     """
     global _in_flight
     if mesh.platform != "cpu" or len(mesh.devices) == 1:
         return _start(mesh, fn, args)
     with _turn:
-        # An error of that program is raised once.
+        # Cleared before waiting, so that an error of the previous program is
+        # raised only once.
         waited_for, _in_flight = _in_flight, None
         if waited_for is not None and not waited_for.is_deleted():
             waited_for.block_until_ready()

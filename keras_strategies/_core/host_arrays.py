@@ -1,7 +1,7 @@
-"""Arrays of numpy that JAX's CPU devices take as they are.
+"""NumPy arrays that JAX can adopt on CPU without a copy.
 
-JAX copies what it is given unless it begins at a multiple of 64 bytes; its
-copy takes about twice as long as numpy's (jax 0.10.2).
+JAX copies an array unless its address is a multiple of 64 bytes, and its copy
+takes about twice as long as NumPy's (jax 0.10.2).
 """
 
 import math
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
 _ALIGNMENT = 64
-# Below, finding a place takes longer than JAX's copy.
+# For smaller arrays, aligning the address takes longer than JAX's copy.
 _LEAST_BYTES = 2**16
 
 
@@ -32,12 +32,12 @@ def check_numbers(leaf: object, name: str = "an array") -> None:
 
 
 def holds_numbers(leaf: object) -> bool:
-    """Whether a leaf is an array of numbers or booleans."""
+    """Returns whether a leaf is an array of numbers or booleans."""
     return getattr(leaf, "dtype", np.dtype("O")).kind not in "OSUmM"
 
 
 def empty(shape: tuple[int, ...], dtype: "DTypeLike") -> np.ndarray:
-    """An array without values that JAX will not copy."""
+    """Returns an uninitialized array that JAX does not copy."""
     dtype = np.dtype(dtype)
     num_bytes = math.prod(shape) * dtype.itemsize
     buffer = np.empty(num_bytes + _ALIGNMENT, np.uint8)
@@ -45,8 +45,8 @@ def empty(shape: tuple[int, ...], dtype: "DTypeLike") -> np.ndarray:
     return buffer[start : start + num_bytes].view(dtype).reshape(shape)
 
 
-def copied(array: np.ndarray) -> np.ndarray:
-    """A copy that nobody else holds."""
+def copy_on_host(array: np.ndarray) -> np.ndarray:
+    """Returns a copy of an array, aligned if it is large."""
     if array.nbytes < _LEAST_BYTES or not _is_plain(array):
         return np.array(array)
     copy = empty(array.shape, array.dtype)
@@ -54,17 +54,19 @@ def copied(array: np.ndarray) -> np.ndarray:
     return copy
 
 
-def owned(leaf: Array) -> Array:
-    """What user code cannot write to again: a copy, unless it is JAX's.
+def copy_if_mutable(leaf: Array) -> Array:
+    """Copies an array unless it is a JAX array, which user code cannot change.
 
     Returns:
       An array of the leaf's shape and dtype.
     """
-    return leaf if isinstance(leaf, jax.Array) else copied(np.asarray(leaf))
+    return (
+        leaf if isinstance(leaf, jax.Array) else copy_on_host(np.asarray(leaf))
+    )
 
 
 def from_tensor(leaf: Leaf) -> Leaf:
-    """A tensor of TensorFlow as numpy's array; anything else as it is.
+    """Converts a TensorFlow tensor to a NumPy array; passes on other leaves.
 
     Returns:
       An array of the tensor's shape and dtype, or the leaf.
@@ -77,8 +79,8 @@ def from_tensor(leaf: Leaf) -> Leaf:
     return leaf if array.dtype.hasobject else array
 
 
-def aligned(array: Array) -> Array:
-    """The array, or a copy, so that JAX makes none.
+def align(array: Array) -> Array:
+    """Returns the array, or an aligned copy that JAX will not copy again.
 
     Returns:
       An array of the same shape and dtype.
@@ -89,26 +91,26 @@ def aligned(array: Array) -> Array:
         or (array.ctypes.data % _ALIGNMENT == 0 and array.flags.c_contiguous)
     ):
         return array
-    return copied(array)
+    return copy_on_host(array)
 
 
-def taken(array: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Some rows of an array, copied once.
+def take_rows(array: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    """Returns some rows of an array, copied once.
 
     Args:
       array: The array.
-      indices: The rows'; none is negative or too large.
+      indices: Indices of the rows, all of them in range and nonnegative.
     """
     row_bytes = array.nbytes // max(len(array), 1)
     if row_bytes * len(indices) < _LEAST_BYTES or not _is_plain(array):
         return array[indices]
     rows = empty((len(indices), *array.shape[1:]), array.dtype)
-    # Other modes than "clip" fill an array of their own first.
+    # Modes other than "clip" fill a temporary array first.
     return np.take(array, indices, axis=0, out=rows, mode="clip")
 
 
-def stacked(arrays: list[np.ndarray]) -> np.ndarray:
-    """Arrays of one shape and dtype along a new first dimension."""
+def stack_arrays(arrays: list[np.ndarray]) -> np.ndarray:
+    """Stacks arrays of one shape and dtype along a new first dimension."""
     first = arrays[0]
     if len(arrays) * first.nbytes < _LEAST_BYTES or not _is_plain(first):
         return np.stack(arrays)

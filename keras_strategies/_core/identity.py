@@ -1,7 +1,8 @@
-"""Maps and sets of objects by what they are, whatever they are equal to.
+"""Dicts and sets keyed by object identity.
 
-Traced arrays and Keras variables compare entry by entry, so they are no keys
-of a dict. What is a key here is held: no other object takes its id.
+Traced arrays and Keras variables compare entry by entry, so they cannot be
+keys of a dict. Keys are kept alive here, so that no other object gets their
+id.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,7 +12,7 @@ V = TypeVar("V")
 
 
 class IdentityMap(Generic[V]):
-    """A dict whose keys are compared by `is`; in the order of their entry.
+    """A dict whose keys are compared by `is`, in the order of insertion.
 
     Args:
       items: Pairs of a key and its value.
@@ -38,7 +39,7 @@ class IdentityMap(Generic[V]):
         return len(self._items)
 
     def get(self, key: object, default: V | None = None) -> V | None:
-        """The value of a key, or `default` where it has none."""
+        """Returns the value of a key, or `default` if the key is missing."""
         return self._items.get(id(key), (key, default))[1]
 
 
@@ -46,7 +47,7 @@ class IdentitySet:
     """A set whose members are compared by `is`.
 
     Args:
-      members: What is in it.
+      members: The initial members.
     """
 
     def __init__(self, members: Iterable[Any] = ()) -> None:
@@ -63,10 +64,10 @@ class IdentitySet:
         return len(self._members)
 
     def add(self, member: object) -> None:
-        """Takes an object in."""
+        """Adds an object."""
         self._members[id(member)] = member
 
     def update(self, members: Iterable[Any]) -> None:
-        """Takes several objects in."""
+        """Adds several objects."""
         for member in members:
             self.add(member)

@@ -15,36 +15,36 @@ from keras_strategies._core.jaxprs.specs import Axis
 from keras_strategies._core.open_shardings import leave_out_open_constraints
 
 GROUPS = "group"
-"""Name of the axis of groups of replicas that divide variables."""
+"""Name of the mesh axis of the groups over which variables are sharded."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplicaMesh:
-    """The devices of a strategy: replicas of one each, or of several.
+    """The devices of a strategy, as replicas of one or several devices each.
 
-    A strategy of one's own is made of it (docs/extending.md); that of any
-    strategy is its `mesh`.
+    User-defined strategies are built from a mesh (docs/extending.md). Every
+    strategy has its mesh as `mesh`.
 
     Attributes:
-      devices: JAX's devices, in the order of the replica ids, the cores of a
-        replica after each other; no device twice. All processes name the same
-        ones, equally many of each process. Processes that have cores of one
-        replica have cores of the same replicas.
-      axis: Name of the mesh axis that the replicas lie on.
-      cores_per_replica: How many devices a replica has.
+      devices: JAX devices without duplicates, in the order of the replica ids,
+        with the cores of a replica next to each other. They are the same in
+        all processes, and each process has the same number of them. Processes
+        that share a replica must share all of their replicas.
+      axis: Name of the mesh axis of the replicas.
+      cores_per_replica: Number of devices of each replica.
       model_axis: Name of the axis of a replica's cores, if it has several.
-      shards: How many replicas, which follow each other, divide variables
-        among them, if their strategy has a `variable_partitioner`. None: all.
-      marker: Name of a further axis, of size one, by which JAX tells this mesh
-        from another with the same devices; or None.
-      is_abstract: Whether the devices are those of a TPU slice that can be
-        compiled for, and not run on.
+      shards: Number of consecutive replicas over which variables are sharded,
+        if the strategy has a `variable_partitioner`. None for all replicas.
+      marker: Name of an additional axis of size one, which makes this mesh
+        differ, for JAX, from another one with the same devices; or None.
+      is_abstract: Whether the devices belong to a TPU slice that programs can
+        be compiled for but not run on.
 
     Raises:
-      ValueError: no devices, one twice, a number that the cores of a replica
-        do not divide, other numbers of replicas in each process, or processes
-        that share some of their replicas alone.
-      TypeError: what is not a device of JAX.
+      ValueError: if there are no devices or duplicates, if
+        `cores_per_replica` does not divide their number, if processes have
+        different numbers of replicas, or if they share only some of them.
+      TypeError: if an entry of `devices` is not a JAX device.
 
     Example:
       ```python
@@ -67,35 +67,34 @@ class ReplicaMesh:
         others = [d for d in self.devices if not hasattr(d, "process_index")]
         if others:
             raise TypeError(
-                "A mesh is made of JAX's devices. Received: "
+                "The devices of a mesh must be JAX devices. Received: "
                 f"{others[0]!r} of type {type(others[0]).__name__}. Pass "
-                "devices of `jax.devices()`."
+                "devices from `jax.devices()`."
             )
         if not self.devices:
             raise ValueError(
-                "A strategy needs at least one device. Received: devices=()."
-                " Leave `devices` out to use all of them."
+                "A strategy must have at least one device. Received: "
+                "devices=(). Omit `devices` to use all of them."
             )
         if len(set(self.devices)) != len(self.devices):
             raise ValueError(
-                "No duplicates allowed in `devices`: a device is one replica."
-                f" Received: {shown_devices(self.devices)}. Name each "
-                "device once."
+                "`devices` must not contain duplicates. Received: "
+                f"{format_devices(self.devices)}. Pass each device once."
             )
         cores = self.cores_per_replica
         if cores < 1 or len(self.devices) % cores:
             raise ValueError(
-                "Every replica has equally many devices. Received: "
+                "All replicas must have the same number of devices. Received: "
                 f"{len(self.devices)} devices, cores_per_replica={cores}. "
-                "Choose a multiple of them."
+                "Pass a multiple of `cores_per_replica` devices."
             )
         if self.shards is not None and (
             self.shards < 1 or self.num_replicas % self.shards
         ):
             raise ValueError(
-                "Shards are divided over groups of equally many replicas. "
+                "`shards` must divide the number of replicas. "
                 f"Received: shards={self.shards} of {self.num_replicas} "
-                "replicas. Choose a number that divides them."
+                "replicas. Choose a number that divides it."
             )
         _check_owners(self._owners, cores)
 
@@ -105,10 +104,10 @@ class ReplicaMesh:
 
     @functools.cached_property
     def mesh(self) -> Mesh:
-        """The JAX mesh: (num_replicas,), or also a replica's cores.
+        """The JAX mesh, of shape (num_replicas,) or (num_replicas, cores).
 
-        Of several groups that divide variables it is (groups, replicas of a
-        group, ...). With a marker it has that axis, too.
+        If variables are sharded within several groups, its shape is (groups,
+        replicas of a group, ...). A marker adds an axis at the end.
         """
         axes = list(self.replica_axes)
         shape = [self.num_replicas]
@@ -127,7 +126,7 @@ class ReplicaMesh:
 
     @functools.cached_property
     def whole(self) -> NamedSharding:
-        """The sharding of an array that every device holds whole."""
+        """The sharding of an array that is replicated on every device."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @functools.cached_property
@@ -140,25 +139,25 @@ class ReplicaMesh:
 
     @functools.cached_property
     def stacked(self) -> NamedSharding:
-        """As `split`, for several batches stacked in the first dimension."""
+        """The sharding `split` of batches stacked in a new first dimension."""
         spec = PartitionSpec(None, self.all_replicas)
         return NamedSharding(self.mesh, spec)
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
-        """The axes that the replicas lie on: of their groups, and in one."""
+        """The axes of the replicas: (axis,), or (group axis, axis)."""
         is_one_group = self.shards in (None, self.num_replicas)
         return (self.axis,) if is_one_group else (GROUPS, self.axis)
 
     @property
     def all_replicas(self) -> Axis:
-        """The replicas' axes, as collectives and specs take them."""
+        """The replicas' axes, in the form that collectives and specs take."""
         axes = self.replica_axes
         return self.axis if len(axes) == 1 else axes
 
     @property
     def num_replicas(self) -> int:
-        """Number of replicas."""
+        """The number of replicas."""
         return len(self.devices) // self.cores_per_replica
 
     @property
@@ -168,43 +167,43 @@ class ReplicaMesh:
 
     @functools.cached_property
     def processes(self) -> tuple[int, ...]:
-        """JAX's ids of the processes that hold replicas, in their order."""
+        """The JAX ids of the processes that have replicas, in their order."""
         return tuple(dict.fromkeys(self._owners))
 
     @property
     def num_processes(self) -> int:
-        """Number of processes that hold replicas."""
+        """The number of processes that have replicas."""
         return len(self.processes)
 
     @functools.cached_property
     def process_index(self) -> int:
-        """Which of `processes` this one is."""
+        """The index of this process in `processes`."""
         if len(self.processes) == 1:
             return 0
         return self.processes.index(jax.process_index())
 
     @functools.cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
-        """JAX's ids of the processes that read the same rows, together.
+        """The groups of processes that read the same rows, as JAX ids.
 
-        Each process reads the rows of its replicas. Where the cores of a
-        replica belong to several processes, those read the same.
+        Each process reads the rows of its replicas. If the cores of a replica
+        belong to several processes, these read the same rows.
         """
         cores, owners = self.cores_per_replica, self._owners
-        found: dict[frozenset[int], tuple[int, ...]] = {}
+        groups: dict[frozenset[int], tuple[int, ...]] = {}
         for start in range(0, len(owners), cores):
             group = tuple(dict.fromkeys(owners[start : start + cores]))
-            found.setdefault(frozenset(group), group)
-        return tuple(found.values())
+            groups.setdefault(frozenset(group), group)
+        return tuple(groups.values())
 
     @property
     def num_readers(self) -> int:
-        """Number of groups of processes that read other rows."""
+        """The number of groups of processes that read the same rows."""
         return len(self.readers)
 
     @functools.cached_property
     def reader_index(self) -> int:
-        """Which of `readers` this process belongs to."""
+        """The index in `readers` of this process's group."""
         if len(self.readers) == 1:
             return 0
         process = jax.process_index()
@@ -212,7 +211,7 @@ class ReplicaMesh:
 
     @property
     def place_among_readers(self) -> int:
-        """Which of the processes that read the same rows this one is."""
+        """The index of this process within its group of `readers`."""
         group = self.readers[self.reader_index]
         return group.index(jax.process_index()) if len(group) > 1 else 0
 
@@ -223,7 +222,7 @@ class ReplicaMesh:
 
     @property
     def replicas_per_process(self) -> int:
-        """Number of replicas that each process has cores of."""
+        """The number of replicas that each process has cores of."""
         return self.num_replicas // self.num_readers
 
     @functools.cached_property
@@ -234,33 +233,33 @@ class ReplicaMesh:
         return range(start, start + count)
 
     def first_of_readers(self, of_processes: Sequence[Any]) -> list[Any]:
-        """What the first process of each of `readers` has of something.
+        """Returns the value of the first process of each group of `readers`.
 
         Args:
-          of_processes: Of each of `processes`.
+          of_processes: A value for each of `processes`.
         """
-        found = dict(zip(self.processes, of_processes, strict=True))
-        return [found[group[0]] for group in self.readers]
+        values = dict(zip(self.processes, of_processes, strict=True))
+        return [values[group[0]] for group in self.readers]
 
     @property
     def spreads_shards(self) -> bool:
-        """Whether a variable that is divided has shards in other processes."""
+        """Whether a sharded variable has shards in other processes."""
         shards = self.shards or 1
         return shards > self.replicas_per_process or self.spans_processes
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process is the one that writes files and prints."""
+        """Whether this process is the chief, which writes files and prints."""
         return self.process_index == 0
 
     def check_can_run(self) -> None:
-        """Raises RuntimeError if the devices can only be compiled for."""
+        """Raises RuntimeError if programs can only be compiled, not run."""
         if self.is_abstract:
             raise RuntimeError(
-                "This strategy compiles for TPUs that are not there, and "
-                "cannot run: it has no values on them. Received: a call that "
-                f"needs {shown_devices(self.devices[:1])} and "
-                f"{len(self.devices) - 1} others to compute. Use "
+                "This strategy can only compile, because its TPUs are not "
+                "available here. Received: a call that must run on "
+                f"{format_devices(self.devices[:1])} and "
+                f"{len(self.devices) - 1} other devices. Use "
                 "`strategy.compile_step(model, batch)` or "
                 "`strategy.compile_run(fn, args)`, and `ks.TPUStrategy()` "
                 "on the TPU itself."
@@ -272,43 +271,45 @@ class ReplicaMesh:
         return self.devices[0].platform
 
 
-def shown_devices(devices: Sequence[jax.Device]) -> str:
-    """Devices for a message; of many, the first few."""
+def format_devices(devices: Sequence[jax.Device]) -> str:
+    """Formats devices for a message, at most the first eight."""
     names = ", ".join(map(str, devices[:8]))
     return f"[{names}{', ...' if len(devices) > 8 else ''}]"
 
 
 def has_sharding(array: jax.Array, sharding: NamedSharding) -> bool:
-    """Whether an array has a sharding, so that a program takes it as it is.
+    """Returns whether an array has a sharding, of the same class.
 
-    On one device a sharding of another kind means the same, and JAX compiles
-    a program anew for it.
+    On one device all shardings are equivalent, but JAX compiles a program
+    again for a sharding of another class.
     """
     return type(array.sharding) is type(
         sharding
     ) and array.sharding.is_equivalent_to(sharding, array.ndim)
 
 
-def copied(array: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
-    """A true copy of an array, with a sharding.
+def copy_with_sharding(
+    array: jax.Array, sharding: jax.sharding.Sharding
+) -> jax.Array:
+    """Returns a copy of an array, with a sharding.
 
-    Its buffers are nobody else's, so that a program may take them.
+    The copy shares no buffers, so that a program may donate them.
     """
     moved = jax.device_put(array, sharding)
     if not moved.is_fully_addressable:
         return jnp.copy(moved)
-    # Compiles no program, as `jnp.copy` does for each shape. It copies only
-    # what lies there already: what it moves shares the source's buffer
-    # (jax 0.10.2).
+    # Unlike `jnp.copy`, `device_put` compiles no program for each shape. It
+    # copies only arrays that are already in place, hence the second call: an
+    # array that it moves may share the source's buffer (jax 0.10.2).
     return jax.device_put(moved, sharding, may_alias=False)
 
 
 def _check_owners(owners: list[int], cores: int) -> None:
-    """Raises ValueError unless each process's replicas lie together.
+    """Raises ValueError unless each process's replicas are contiguous.
 
     Args:
       owners: The process of each device.
-      cores: How many devices a replica has.
+      cores: Number of devices of each replica.
     """
     of_replicas = [
         frozenset(owners[k : k + cores]) for k in range(0, len(owners), cores)
@@ -317,22 +318,23 @@ def _check_owners(owners: list[int], cores: int) -> None:
     shown = [sorted(group) for group in groups]
     if sum(map(len, groups)) > len(set(owners)):
         raise ValueError(
-            "Processes that have cores of one replica have cores of the same "
-            "replicas: they read the same rows. Received: replicas with cores "
-            f"of the processes {_shown(shown)}. Choose a `computation_shape` "
-            "within one host's chips, as [2, 2, 1, 1], or of whole hosts."
+            "Processes that share a replica must share all of their replicas, "
+            "because they read the same rows. Received: replicas with cores "
+            f"of the processes {_shorten(shown)}. Choose a `computation_shape` "
+            "within the chips of one host, such as [2, 2, 1, 1], or one that "
+            "covers all chips of its hosts."
         )
     runs = [(k, len(list(run))) for k, run in itertools.groupby(of_replicas)]
     if len(runs) != len(groups) or len({count for _, count in runs}) > 1:
         of_each = [sorted(group) for group in of_replicas]
-        told = [g[0] if len(g) == 1 else g for g in of_each]
+        processes = [g[0] if len(g) == 1 else g for g in of_each]
         raise ValueError(
-            "All processes hold equally many replicas, each its own after "
-            "each other. Received: replicas of the processes "
-            f"{_shown(told)}. Choose as many devices in each process, in the "
-            "order of the processes."
+            "All processes must have the same number of replicas, and the "
+            "replicas of a process must be consecutive. Received: replicas of "
+            f"the processes {_shorten(processes)}. Choose the same number of "
+            "devices in each process, in the order of the processes."
         )
 
 
-def _shown(items: list[Any]) -> str:
+def _shorten(items: list[Any]) -> str:
     return f"{items[:16]}{'...' if len(items) > 16 else ''}"

@@ -1,13 +1,13 @@
-"""A patch that shows the TPU compiler constants in partly manual programs.
+"""A patch of JAX's lowering that omits empty sharding constraints.
 
-A program that is manual over the replicas and automatic over their cores is
-lowered by jax 0.10 with a constraint after every operation that leaves all
-dimensions open. It says nothing, but hides constants from XLA's pass that
-gives each use its own. The TPU compiler then divides a constant as one use
-asks, whatever has the same shape follows, and it gathers activations and whole
-weights again: 15 all-gathers in the train step of a small MLP that needs none.
-JAX means to leave those constraints out (a TODO in its source). See
-`test_open_constraints_are_still_emitted` in tests/contract.
+In a program that is manual over the replicas and automatic over their cores,
+jax 0.10 emits a sharding constraint with all dimensions open after every
+operation. The constraint has no effect itself, but it hides constants from
+XLA's pass that duplicates a constant for each use. The TPU compiler then shards
+a constant as one of its uses asks, everything of the same shape follows, and
+activations and weights are gathered again: 15 all-gathers in the train step of
+a small MLP that needs none. JAX intends to omit these constraints (a TODO in
+its source). See `test_open_constraints_are_still_emitted` in tests/contract.
 """
 
 import functools
@@ -20,17 +20,18 @@ from jax.sharding import AbstractMesh, AxisType
 _NAME = "lower_with_sharding_in_types"
 _lock = threading.Lock()
 _is_installed = False
-# Names of the replicas' axes.
+# Names of replica axes.
 _axes: set[str] = set()
 
 
 def leave_out_open_constraints(axis: str) -> None:
-    """From now on, in programs that `replica_map` maps; users' are untouched.
+    """Omits open sharding constraints from all programs mapped from now on.
 
-    Does nothing where JAX has no such constraints.
+    Only programs mapped by `replica_map` are affected, not the user's. Does
+    nothing if this version of JAX has no such constraints.
 
     Args:
-      axis: The name of the replicas' axis.
+      axis: Name of the replica axis.
     """
     global _is_installed
     from jax._src.interpreters import mlir
@@ -53,7 +54,7 @@ def _leaving_out(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_ours(mesh: AbstractMesh) -> bool:
-    """Whether an operation is manual over the replicas, automatic in them."""
+    """Returns whether a mesh is manual over replicas and automatic in them."""
     types = mesh.axis_types
     return (
         not _axes.isdisjoint(mesh.axis_names[:1])

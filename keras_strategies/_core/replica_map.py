@@ -1,9 +1,9 @@
 """A function mapped over the replicas of a mesh, and its collectives.
 
-The only user of `jax.shard_map`. `check_vma` is off: layers of Keras do not
-trace under it, and it would sum gradients of replicated weights by itself
-(docs/architecture.md). It also hides replicas that disagree, so the tests
-compare all copies of every replicated array.
+Only this module uses `jax.shard_map`. `check_vma` is off: Keras layers do not
+trace under it, and it would sum gradients of replicated weights implicitly
+(docs/architecture.md). Without it, replicas that disagree go unnoticed, so the
+tests compare all copies of every replicated array.
 """
 
 import functools
@@ -15,14 +15,14 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec
 
-from keras_strategies._core.buffers import Buffering, packed, unpacked
+from keras_strategies._core.buffers import Buffering, pack, unpack
 from keras_strategies._core.jaxprs import replay, stages
 from keras_strategies._core.jaxprs.lockstep import Turn
 from keras_strategies._core.jaxprs.specs import Axis, Sharded
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Array, Equation, Tree
 
-# Of a shard: the rows of a TPU's tile, and the columns of eight.
+# The rows of a TPU tile, and the columns of eight tiles, of a shard.
 _TILE_ROWS = 8
 _TILE_COLUMNS = 1024
 
@@ -34,7 +34,7 @@ def replica_map(
     in_specs: Tree,
     out_specs: Tree,
 ) -> Callable[..., Tree]:
-    """Maps `fn` over the replicas: manual over their axis, traced once."""
+    """Maps `fn` over the replicas, manually over their axis; traces it once."""
     return jax.shard_map(
         fn,
         mesh=mesh.mesh,
@@ -46,10 +46,11 @@ def replica_map(
 
 
 class ShardExchange:
-    """Gathers and scatters values that replicas divide (`sharded_values`).
+    """The collectives that gather and scatter sharded values.
 
-    Of replicas of several cores each core sends what it holds: XLA by itself
-    would gather over the cores first, and send whole arrays.
+    See `sharded_values`. If replicas have several cores, each core sends the
+    part that it holds; XLA by itself would gather over the cores first and
+    send replicated arrays.
 
     Args:
       mesh: The replicas.
@@ -59,7 +60,7 @@ class ShardExchange:
         self._mesh = mesh
 
     def gather(self, shard: jax.Array, spec: Sharded) -> jax.Array:
-        """The whole value, of this replica's shard."""
+        """Gathers a value from the replicas' shards."""
         axis = self._mesh.axis
 
         def gather(part: jax.Array) -> jax.Array:
@@ -68,7 +69,7 @@ class ShardExchange:
         return self._by_core(gather, spec)(shard)
 
     def scatter(self, value: jax.Array, spec: Sharded) -> jax.Array:
-        """This replica's shard of the replicas' values, summed."""
+        """Returns this replica's shard of the sum of the replicas' values."""
         *groups, axis = self._mesh.replica_axes
 
         def scatter(part: jax.Array) -> jax.Array:
@@ -88,20 +89,21 @@ class ShardExchange:
 
         return self._by_core(scatter, spec)(value)
 
-    def cut(self, whole: jax.Array, spec: Sharded) -> jax.Array:
-        """This replica's shard of a value that all have."""
-        size = whole.shape[spec.dim] // jax.lax.axis_size(self._mesh.axis)
+    def cut(self, value: jax.Array, spec: Sharded) -> jax.Array:
+        """Returns this replica's shard of a replicated value."""
+        size = value.shape[spec.dim] // jax.lax.axis_size(self._mesh.axis)
         start = jax.lax.axis_index(self._mesh.axis) * size
-        return jax.lax.dynamic_slice_in_dim(whole, start, size, spec.dim)
+        return jax.lax.dynamic_slice_in_dim(value, start, size, spec.dim)
 
     def _by_core(
         self, fn: Callable[[jax.Array], jax.Array], spec: Sharded
     ) -> Callable[[jax.Array], jax.Array]:
-        """A replica's function, mapped over its cores; they keep their parts.
+        """Maps a replica's function over its cores; each keeps its part.
 
         Args:
-          fn: Does not look along the dimension that the cores divide.
-          spec: Of the array.
+          fn: A function that works entry by entry along the dimension that is
+            sharded over the cores.
+          spec: The spec of the array.
         """
         if self._mesh.cores_per_replica == 1:
             return fn
@@ -118,11 +120,12 @@ class ShardExchange:
 
 
 def _is_of_blocks(shape: tuple[int, ...], dim: int, count: int) -> bool:
-    """Whether a sum is scattered as an array of blocks, one for each replica.
+    """Returns whether to scatter a sum as an array of blocks, one per replica.
 
     XLA for TPUs (libtpu 0.0.42) scatters some matrices by rows as an
-    all-reduce of the whole matrix, and the same as blocks of whole tiles as a
-    reduce-scatter; others the other way round (docs/sharding.md).
+    all-reduce of the full matrix, but uses a reduce-scatter if they are
+    reshaped into blocks of full tiles. For other matrices it is the other way
+    round (docs/sharding.md).
     """
     if len(shape) != 2 or dim != 0:
         return False
@@ -132,17 +135,20 @@ def _is_of_blocks(shape: tuple[int, ...], dim: int, count: int) -> bool:
 
 
 def replicated_spec() -> PartitionSpec:
-    """The spec of a value that every replica holds whole."""
+    """Returns the spec of a replicated value."""
     return PartitionSpec()
 
 
 def split_spec(mesh: ReplicaMesh, *, dim: int = 0) -> PartitionSpec:
-    """The spec of a value whose dimension `dim` is split over replicas."""
+    """Returns the spec of a value split over the replicas along `dim`."""
     return PartitionSpec(*[None] * dim, mesh.all_replicas)
 
 
 def replica_id(axis: Axis) -> jax.Array | int:
-    """The id of the calling replica: traced int32, an int in lockstep."""
+    """Returns the id of the calling replica: traced int32, or int in lockstep.
+
+    A replay with `Alone` also returns an int.
+    """
     side = replay.current_side()
     if isinstance(side, Turn | replay.Alone):
         return side.replica
@@ -157,7 +163,7 @@ def all_sum(
     Args:
       leaves: Arrays of any shapes and dtypes, one value per replica.
       axis: The replica axis.
-      buffering: Which of them travel in one buffer; None: each for itself.
+      buffering: The rule for arrays that share a buffer; None for no buffers.
 
     Returns:
       The sums, in the order and with the shapes of `leaves`.
@@ -170,7 +176,7 @@ def all_sum(
         return []
     arrays = [jnp.asarray(leaf) for leaf in leaves]
     if isinstance(replay.current_side(), Turn):
-        # Computed on the spot, op by op: a buffer would only cost.
+        # Computed eagerly, op by op: a buffer would only add work.
         buffering = None
     reduce = functools.partial(_sum, axis=axis, buffering=buffering)
     return replay.collective(reduce, arrays)
@@ -182,8 +188,8 @@ def _sum(
     sums: list[Any] = [None] * len(leaves)
     for members in buffering.groups(leaves) if buffering else ():
         group = [leaves[i] for i in members]
-        total = _psum(packed(group), axis)
-        for i, piece in zip(members, unpacked(total, group), strict=True):
+        total = _psum(pack(group), axis)
+        for i, piece in zip(members, unpack(total, group), strict=True):
             sums[i] = piece
     return [
         _psum(leaf, axis) if total is None else total
@@ -192,43 +198,43 @@ def _sum(
 
 
 def _psum(leaf: jax.Array, axis: Axis) -> jax.Array:
-    # XLA's partitioner refuses a sum over one replica, if it has several cores
+    # XLA's partitioner rejects a sum over one replica that has several cores
     # (jax 0.10).
     is_alone = jax.lax.axis_size(axis) == 1
     return leaf if is_alone else jax.lax.psum(leaf, axis)
 
 
 def all_max(leaf: jax.Array, axis: Axis) -> jax.Array:
-    """The elementwise maximum over the replicas."""
+    """Computes the elementwise maximum over the replicas."""
     return _one(lambda a: jax.lax.pmax(a, axis), leaf)
 
 
 def all_min(leaf: jax.Array, axis: Axis) -> jax.Array:
-    """The elementwise minimum over the replicas."""
+    """Computes the elementwise minimum over the replicas."""
     return _one(lambda a: jax.lax.pmin(a, axis), leaf)
 
 
 def all_mean(leaf: jax.Array, axis: Axis) -> jax.Array:
-    """The mean over the replicas; gradients flow through it."""
+    """Computes the mean over the replicas; differentiable."""
     return _one(lambda a: jax.lax.pmean(a, axis), leaf)
 
 
 def all_rows(leaf: jax.Array, axis: Axis) -> jax.Array:
-    """The rows of all replicas, in their order; gradients flow through."""
-    return all_concatenated(leaf, axis, 0)
+    """Concatenates the rows of all replicas, in their order; differentiable."""
+    return all_concatenate(leaf, axis, 0)
 
 
-def all_concatenated(leaf: jax.Array, axis: Axis, dim: int) -> jax.Array:
-    """The replicas' arrays concatenated along `dim`; gradients flow.
+def all_concatenate(leaf: jax.Array, axis: Axis, dim: int) -> jax.Array:
+    """Concatenates the replicas' arrays along `dim`; differentiable.
 
-    Where replicas with different numbers of rows are replayed, or take turns,
-    their arrays may differ in that dimension.
+    While replicas with different numbers of rows are replayed, or run in
+    lockstep, the sizes of their arrays may differ in that dimension.
     """
     return replay.collective(replay.Concatenation(axis, dim), [leaf])[0]
 
 
 def as_number(array: Array) -> Array:
-    """An array as it is added up and compared: booleans are counted.
+    """Converts booleans to int32, so that they can be summed and compared.
 
     Returns:
       An array of the same shape, of dtype int32 for booleans.
@@ -236,8 +242,8 @@ def as_number(array: Array) -> Array:
     return array.astype("int32") if array.dtype == bool else array
 
 
-def of_first(array: Array, axis: Axis) -> jax.Array:
-    """The array of replica 0, zeros on others: what all have in sum."""
+def keep_first(array: Array, axis: Axis) -> jax.Array:
+    """Returns replica 0's array there and zeros elsewhere, to be summed."""
     is_first = replica_id(axis) == 0
     return jnp.where(is_first, array, jnp.zeros_like(array))
 
@@ -251,7 +257,7 @@ _UNSURE = ("cond", "while")
 
 
 def has_unsure_collectives(jaxpr: ClosedJaxpr) -> bool:
-    """Whether a traced program communicates where some replicas may not go."""
+    """Returns whether there are collectives in branches or `while` loops."""
     return any(
         inner.primitive.name.startswith(_COLLECTIVES)
         for equation in stages.all_equations(jaxpr)
@@ -261,7 +267,7 @@ def has_unsure_collectives(jaxpr: ClosedJaxpr) -> bool:
 
 
 def has_convolutions(jaxpr: ClosedJaxpr) -> bool:
-    """Whether a traced program computes convolutions."""
+    """Returns whether a traced program computes convolutions."""
     return any(
         equation.primitive.name == "conv_general_dilated"
         for equation in stages.all_equations(jaxpr)
@@ -269,12 +275,12 @@ def has_convolutions(jaxpr: ClosedJaxpr) -> bool:
 
 
 def has_unsafe_scatters(jaxpr: ClosedJaxpr) -> bool:
-    """Whether a traced program scatters in a way that XLA cannot divide.
+    """Returns whether a traced program has scatters that XLA cannot shard.
 
-    Where rows are divided unevenly, XLA's partitioner (jaxlib 0.10.2) takes
-    padding into gradients of rows that are set or multiplied, and aborts the
-    process where unsigned numbers say the places within rows, as in gradients
-    of sorts, medians and quantiles. Sums, as in embeddings, are right.
+    If rows are sharded unevenly, XLA's partitioner (jaxlib 0.10.2) includes
+    the padding in the gradients of rows that are set or multiplied. It aborts
+    the process if the indices within rows are unsigned, as in gradients of
+    sorts, medians and quantiles. Sums, as in embeddings, are correct.
     """
 
     def is_one(equation: Equation) -> bool:

@@ -6,55 +6,57 @@ from collections.abc import Sequence
 def rows_of_replicas(
     rows: int, batch_size: int, num_replicas: int
 ) -> tuple[int, ...]:
-    """How many rows each replica gets of a batch.
+    """Returns the number of rows that each replica gets of a batch.
 
-    Of a whole batch the first `batch_size mod num_replicas` replicas get one
-    row more than the others. A shorter one fills the same places in order, so
+    The first `batch_size mod num_replicas` replicas get one row more of a full
+    batch than the others. A shorter batch fills the same places in order, so
     the last replicas may get fewer rows, or none.
 
     Args:
-      rows: Rows of this batch.
-      batch_size: Rows of a whole batch. A batch with more is divided as if
-        its own rows were that.
+      rows: Number of rows of this batch.
+      batch_size: Number of rows of a full batch. A batch with more rows is
+        divided as if it were a full one.
       num_replicas: Number of replicas.
 
     Returns:
       The numbers of rows, in the order of replica ids; they add up to `rows`.
     """
     floor, extra = divmod(max(rows, batch_size), num_replicas)
-    return in_order([floor + (k < extra) for k in range(num_replicas)], rows)
+    return fill_in_order(
+        [floor + (k < extra) for k in range(num_replicas)], rows
+    )
 
 
 def padded_rows(rows: int, num_replicas: int) -> int:
-    """The next multiple of `num_replicas`: rows with their padding."""
+    """Rounds a number of rows up to a multiple of `num_replicas`."""
     return -(-rows // num_replicas) * num_replicas
 
 
 def balanced_rows(rows: int, num_replicas: int) -> tuple[int, ...]:
-    """How many rows each replica holds of a batch that is padded at its end.
+    """Returns each replica's number of rows of a batch padded at its end.
 
     Args:
-      rows: Rows of the batch.
+      rows: Number of rows of the batch, without the padding.
       num_replicas: Number of replicas.
     """
     most = padded_rows(rows, num_replicas) // num_replicas
-    return in_order([most] * num_replicas, rows)
+    return fill_in_order([most] * num_replicas, rows)
 
 
 def rotated_rows(
     step: int, batch_size: int, num_replicas: int, num_processes: int
 ) -> tuple[int, ...]:
-    """How many rows each replica reads in a step, of rows that are its own.
+    """Returns the number of process-local rows that each replica reads.
 
-    As `rows_of_replicas` of a whole batch, whose places move on by a process
-    from step to step, as in tf: otherwise the first processes would be through
-    with their rows before the others.
+    These are the numbers that `rows_of_replicas` returns for a full batch,
+    rotated by one process in each step, as in TensorFlow. Without the rotation
+    the first processes would run out of rows before the others.
 
     Args:
-      step: Number of the step.
-      batch_size: Rows of all replicas in a step.
+      step: Index of the step.
+      batch_size: Number of rows of all replicas in a step.
       num_replicas: Number of replicas.
-      num_processes: Number of processes that hold them.
+      num_processes: Number of processes that the replicas belong to.
     """
     counts = rows_of_replicas(batch_size, batch_size, num_replicas)
     shift = step * (num_replicas // num_processes) % num_replicas
@@ -64,10 +66,11 @@ def rotated_rows(
 def rows_of_processes(
     counts: Sequence[int], num_processes: int
 ) -> tuple[int, ...]:
-    """How many rows each process holds, of those of the replicas.
+    """Returns the number of rows of each process, from those of the replicas.
 
     Args:
-      counts: The replicas' numbers of rows, equally many of each process.
+      counts: Numbers of rows of the replicas; all processes have the same
+        number of replicas.
       num_processes: Number of processes.
     """
     share = len(counts) // num_processes
@@ -76,20 +79,21 @@ def rows_of_processes(
     )
 
 
-def filled(counts: Sequence[int], rows: int) -> tuple[int, ...]:
-    """The places of a process's replicas, filled in order with its rows.
+def fill_replicas(counts: Sequence[int], rows: int) -> tuple[int, ...]:
+    """Returns each replica's number of rows if a process fills them in order.
 
     Args:
-      counts: How many rows each of its replicas takes.
-      rows: The rows there are; if more than fit, they are shared evenly.
+      counts: Number of rows that each replica of the process can take.
+      rows: Number of rows of the process. If there are more than fit, the
+        replicas share them evenly.
     """
     if rows > sum(counts):
         return rows_of_replicas(rows, rows, len(counts))
-    return in_order(counts, rows)
+    return fill_in_order(counts, rows)
 
 
-def in_order(places: Sequence[int], rows: int) -> tuple[int, ...]:
-    """How many rows each place takes, of those that are left for it."""
+def fill_in_order(places: Sequence[int], rows: int) -> tuple[int, ...]:
+    """Returns the rows in each place when the places are filled in order."""
     taken = []
     for size in places:
         taken.append(min(size, rows))

@@ -1,13 +1,13 @@
-"""A function mapped over replicas that divide variables among them.
+"""A function mapped over replicas over which variables are sharded.
 
-The function is traced as if each replica held all values whole. What it
-computes is then rearranged, so that the numbers stay those of the replicated
-program: shards are gathered where they are read, gradients are scattered where
-they are made, and the program is cut at the updates of optimizers, which are
-computed between two mapped sections.
+The function is traced as if all values were replicated. The traced program is
+then rearranged without changing its results: shards are gathered where they
+are read, gradients are scattered where they are computed, and the program is
+cut at the optimizers' updates, which are computed between two mapped sections.
 """
 
 import dataclasses
+import enum
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,17 +16,17 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import PartitionSpec
 
-from keras_strategies._core.buffers import buffering_of
+from keras_strategies._core.buffers import choose_buffering
 from keras_strategies._core.jaxprs.marked_updates import (
     MAX,
     Update,
-    collected_updates,
-    update_of,
+    collect_updates,
+    find_update,
 )
-from keras_strategies._core.jaxprs.sharded_values import Values
+from keras_strategies._core.jaxprs.sharded_values import ShardedInterpreter
 from keras_strategies._core.jaxprs.specs import Placed, Sharded, Spec
 from keras_strategies._core.jaxprs.stages import (
-    acts,
+    has_effects,
     has_references,
     needed_equations,
     shape_of,
@@ -51,44 +51,46 @@ def sharded_map(
     in_specs: Tree,
     out_specs: Tree,
 ) -> Callable[..., Any]:
-    """As `replica_map`, of values of which some are `Sharded`.
+    """Maps `fn` over the replicas like `replica_map`, with `Sharded` values.
 
     Args:
-      fn: A replica's function; `Sharded` values are whole to it.
+      fn: A replica's function, which sees `Sharded` values as replicated.
       mesh: The replicas.
-      in_specs: For the arguments, or a prefix of their nest.
-      out_specs: For the results, likewise, or a function of them. What is
-        `Sharded` there is equal on all replicas.
+      in_specs: Specs of the arguments, or a prefix of their nest.
+      out_specs: Specs of the results, or a prefix of their nest, or a function
+        that returns it for the results. Results that are `Sharded` must be
+        equal on all replicas.
     """
     if not any(isinstance(s, Sharded) for s in jax.tree.leaves(in_specs)):
-        # What cores alone divide is whole to a mapped function.
+        # A mapped function sees the full value of arrays that are sharded over
+        # a replica's cores only.
         manual = jax.tree.map(_manual, (in_specs, out_specs), is_leaf=_is_spec)
         return replica_map(fn, mesh, in_specs=manual[0], out_specs=manual[1])
 
-    def mapped(*args: Any) -> Tree:
-        given, structure = jax.tree.flatten(args)
+    def call_mapped(*args: Any) -> Tree:
+        inputs, structure = jax.tree.flatten(args)
         specs = _flat(in_specs, args)
         results: list[Any] = []
 
         def flat(*leaves: Array) -> list[Any]:
             outputs = fn(*jax.tree.unflatten(structure, leaves))
-            found, result = jax.tree.flatten(outputs)
+            flat_outputs, result = jax.tree.flatten(outputs)
             of_all = out_specs(outputs) if callable(out_specs) else out_specs
             results[:] = [result, _flat(of_all, outputs)]
-            return found
+            return flat_outputs
 
-        whole = [
+        manual = [
             replicated_spec() if isinstance(s, Placed) else s for s in specs
         ]
         replicated = replica_map(
-            flat, mesh, in_specs=tuple(whole), out_specs=replicated_spec()
+            flat, mesh, in_specs=tuple(manual), out_specs=replicated_spec()
         )
-        with collected_updates() as updates:
-            traced = jax.make_jaxpr(replicated)(*map(shape_of, given))
-        cut = _Cut(traced, updates, mesh, specs, given)
-        return jax.tree.unflatten(results[0], cut.compute(results[1]))
+        with collect_updates() as updates:
+            traced = jax.make_jaxpr(replicated)(*map(shape_of, inputs))
+        step = _SectionedStep(traced, updates, mesh, specs, inputs)
+        return jax.tree.unflatten(results[0], step.compute(results[1]))
 
-    return mapped
+    return call_mapped
 
 
 def _flat(specs: Tree, values: Tree) -> list[Any]:
@@ -101,29 +103,41 @@ def _is_spec(leaf: object) -> bool:
     return isinstance(leaf, Spec)
 
 
+class _Result(enum.Enum):
+    """The form in which a section returns a variable."""
+
+    VALUE = "value"
+    """The value, which is equal on all replicas or split over them."""
+    PER_REPLICA = "per replica"
+    """Each replica's value, along an additional dimension of replicas."""
+    SUM = "sum"
+    """The sum over the replicas."""
+    MAX = "max"
+    """The maximum over the replicas."""
+
+
 @dataclasses.dataclass(frozen=True)
 class _Want:
-    """What a section returns of a variable.
+    """The form and the spec in which a section returns a variable.
 
     Attributes:
-      how: "value" (equal on all replicas, or split), "own" (each replica's,
-        in a dimension of replicas), "sum", "max" over the replicas.
-      spec: The result's.
+      how: The form.
+      spec: The spec of the result.
     """
 
-    how: str
+    how: _Result
     spec: Spec
 
 
-class _Cut:
+class _SectionedStep:
     """A traced step, cut into mapped sections at its updates.
 
     Args:
-      traced: The step as it was traced, mapped.
-      updates: The marked ones.
+      traced: The mapped step, as it was traced.
+      updates: The marked updates, by name.
       mesh: The replicas.
-      specs: Of the inputs.
-      given: The inputs.
+      specs: Specs of the inputs.
+      inputs: The inputs.
     """
 
     def __init__(
@@ -132,18 +146,18 @@ class _Cut:
         updates: dict[str, Update],
         mesh: ReplicaMesh,
         specs: Sequence[Spec],
-        given: Sequence[Any],
+        inputs: Sequence[Any],
     ) -> None:
         (equation,) = traced.jaxpr.eqns
         self._mesh = mesh
         self._jaxpr: Jaxpr = equation.params["jaxpr"]
         self._updates = {} if has_references(self._jaxpr) else updates
-        # Arrays outside of the map: of inputs and of what updates return.
+        # Global arrays, outside of the map: the inputs and updates' results.
         self._global: dict[Var, Any] = {}
         self._specs: dict[Var, Spec] = {}
         outer = dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
         known: dict[Var, Spec] = dict.fromkeys(outer, replicated_spec())
-        outer |= zip(traced.jaxpr.invars, given, strict=True)
+        outer |= zip(traced.jaxpr.invars, inputs, strict=True)
         known |= zip(traced.jaxpr.invars, specs, strict=True)
         for inner, operand in zip(
             self._jaxpr.invars, equation.invars, strict=True
@@ -162,16 +176,18 @@ class _Cut:
         for update in updates.values():
             if not any(update is u for u in cut):
                 update.on_replicated()
-        self._made: dict[Any, Any] = {}
+        # Results of the sections that were computed, by their plans' keys.
+        self._returned: dict[Any, Any] = {}
 
     def _divide(self) -> None:
-        """Puts each equation into the first section that it can be in."""
+        """Puts each equation into the earliest possible section."""
         last_action = 0
         for equation in self._jaxpr.eqns:
             place = max(map(self._place, equation.invars), default=0)
-            if acts(equation):
+            if has_effects(equation):
+                # Effects keep their order.
                 place = last_action = max(place, last_action)
-            update = update_of(equation, self._updates)
+            update = find_update(equation, self._updates)
             if update is None:
                 self._sections[place].append(equation)
             else:
@@ -180,6 +196,7 @@ class _Cut:
                     self._sections.append([])
                     self._updates_after.append([])
                 self._specs |= zip(equation.outvars, update.values, strict=True)
+                # An update's results exist from the next section on.
                 place += 1
             self._section_of |= dict.fromkeys(equation.outvars, place)
 
@@ -189,21 +206,25 @@ class _Cut:
         return self._section_of.get(variable, 0)
 
     def compute(self, specs: Sequence[Spec]) -> list[Any]:
-        """The flat results of the step, with these specs."""
+        """Computes the step and returns its flat results, with these specs."""
         outputs = [
-            (v, _Want("value", spec))
+            (v, _Want(_Result.VALUE, spec))
             for v, spec in zip(self._jaxpr.outvars, specs, strict=True)
         ]
         plans = self._plans(outputs)
         for k, plan in enumerate(plans):
-            if plan or any(map(acts, self._sections[k])):
+            if plan or any(map(has_effects, self._sections[k])):
                 self._compute_section(k, plan)
             for equation, update in self._updates_after[k]:
                 self._apply(equation, update)
         return [self._value(v, want) for v, want in outputs]
 
     def _plans(self, outputs: Iterable[Any]) -> list[dict[Any, Any]]:
-        """What each section has to return, without what is there anyway."""
+        """Plans the variables that each section has to return.
+
+        Backwards from the outputs: a section returns what the outputs, the
+        updates after it and later sections read, except for global arrays.
+        """
         plans: list[dict[Any, Any]] = [{} for _ in self._sections]
 
         def want(variable: Var | Literal, want: _Want) -> None:
@@ -219,16 +240,16 @@ class _Cut:
                     want(*operand)
             for variable in self._inputs_of(k, plans[k]):
                 if variable not in self._specs:
-                    want(variable, self._own)
+                    want(variable, self._per_replica)
         return plans
 
     @property
-    def _own(self) -> _Want:
-        return _Want("own", split_spec(self._mesh))
+    def _per_replica(self) -> _Want:
+        return _Want(_Result.PER_REPLICA, split_spec(self._mesh))
 
     def _is_global(self, variable: Var | Literal, want: _Want) -> bool:
         return (
-            want.how == "value"
+            want.how is _Result.VALUE
             and not isinstance(variable, Literal)
             and self._specs.get(variable) == want.spec
         )
@@ -236,76 +257,84 @@ class _Cut:
     def _value(self, variable: Any, want: _Want) -> Array:
         if self._is_global(variable, want):
             return self._global[variable]
-        return self._made[id(variable), want]
+        return self._returned[id(variable), want]
 
     def _equations(self, k: int, plan: dict[Any, Any]) -> list[Any]:
-        """The equations of a section that its results or effects need."""
+        """Returns a section's equations that its results or effects need."""
         outputs = [v for v, _ in plan.values()]
-        return needed_equations(self._sections[k], outputs, acts)
+        return needed_equations(self._sections[k], outputs, has_effects)
 
     def _inputs_of(self, k: int, plan: dict[Any, Any]) -> list[Var]:
-        """What a section reads of those before it and of the inputs."""
+        """Returns the inputs of a section and its reads of earlier ones."""
         equations = self._equations(k, plan)
-        made = {v for e in equations for v in e.outvars}
+        computed = {v for e in equations for v in e.outvars}
         read = [v for e in equations for v in e.invars]
         read += [v for v, _ in plan.values()]
-        return [v for v in dict.fromkeys(variables(read)) if v not in made]
+        return [v for v in dict.fromkeys(variables(read)) if v not in computed]
 
     def _compute_section(self, k: int, plan: dict[Any, Any]) -> None:
         equations, inputs = self._equations(k, plan), self._inputs_of(k, plan)
-        specs = [self._specs.get(v, self._own.spec) for v in inputs]
-        wanted = list(plan.values())
+        specs = [self._specs.get(v, self._per_replica.spec) for v in inputs]
+        wants = list(plan.values())
 
-        def section(*given: Array) -> list[Any]:
-            values = Values(self._jaxpr, ShardExchange(self._mesh))
-            for variable, value, spec in zip(inputs, given, specs, strict=True):
+        def section(*arrays: Array) -> list[Any]:
+            values = ShardedInterpreter(self._jaxpr, ShardExchange(self._mesh))
+            for variable, value, spec in zip(
+                inputs, arrays, specs, strict=True
+            ):
                 if isinstance(spec, Sharded):
                     values.set_shard(variable, value, spec)
                 else:
-                    is_own = variable not in self._specs
+                    is_global = variable in self._specs
                     values.set_replicated(
-                        variable, value[0] if is_own else value
+                        variable, value if is_global else value[0]
                     )
             scattered = {
                 v: want.spec
-                for v, want in wanted
-                if want.how == "sum" and isinstance(want.spec, Sharded)
+                for v, want in wants
+                if want.how is _Result.SUM and isinstance(want.spec, Sharded)
             }
-            values.compute(equations, [v for v, _ in wanted], scattered)
-            return self._results(values, wanted)
+            values.compute(equations, [v for v, _ in wants], scattered)
+            return self._results(values, wants)
 
         mapped = replica_map(
             section,
             self._mesh,
             in_specs=tuple(map(_manual, specs)),
-            out_specs=[_manual(want.spec) for _, want in wanted],
+            out_specs=[_manual(want.spec) for _, want in wants],
         )
-        given = [
-            self._global[v] if v in self._specs else self._value(v, self._own)
+        arrays = [
+            self._global[v]
+            if v in self._specs
+            else self._value(v, self._per_replica)
             for v in inputs
         ]
-        self._made.update(zip(plan, mapped(*given), strict=True))
+        self._returned.update(zip(plan, mapped(*arrays), strict=True))
 
-    def _results(self, values: Values, wanted: list[Any]) -> list[Any]:
-        results: list[Any] = [None] * len(wanted)
+    def _results(
+        self, values: ShardedInterpreter, wants: list[Any]
+    ) -> list[Any]:
+        results: list[Any] = [None] * len(wants)
         summed = []
-        for i, (variable, want) in enumerate(wanted):
-            if want.how == "sum" and isinstance(want.spec, Sharded):
+        for i, (variable, want) in enumerate(wants):
+            if want.how is _Result.SUM and isinstance(want.spec, Sharded):
                 results[i] = values.sum(variable, want.spec)
-            elif want.how == "sum":
+            elif want.how is _Result.SUM:
                 summed.append(i)
-            elif want.how == "max":
+            elif want.how is _Result.MAX:
                 results[i] = all_max(
-                    values.whole(variable), self._mesh.all_replicas
+                    values.full(variable), self._mesh.all_replicas
                 )
-            elif want.how == "own":
-                results[i] = jnp.asarray(values.whole(variable))[None]
+            elif want.how is _Result.PER_REPLICA:
+                results[i] = jnp.asarray(values.full(variable))[None]
             elif isinstance(want.spec, Sharded):
                 results[i] = values.shard(variable, want.spec)
             else:
-                results[i] = values.whole(variable)
-        whole = [values.whole(wanted[i][0]) for i in summed]
-        sums = all_sum(whole, self._mesh.all_replicas, buffering_of(self._mesh))
+                results[i] = values.full(variable)
+        terms = [values.full(wants[i][0]) for i in summed]
+        sums = all_sum(
+            terms, self._mesh.all_replicas, choose_buffering(self._mesh)
+        )
         for i, total in zip(summed, sums, strict=True):
             results[i] = total
         return results
@@ -315,16 +344,16 @@ class _Cut:
         operands = []
         for variable, want in _operands(equation, update):
             value = self._value(variable, want)
-            if want.how == "sum" and update.divisor != 1:
+            if want.how is _Result.SUM and update.divisor != 1:
                 value = value / update.divisor
-            operands.append(self._constrained(value, want.spec))
+            operands.append(self._constrain(value, want.spec))
         values = [
-            self._constrained(value, spec)
+            self._constrain(value, spec)
             for value, spec in zip(update(operands), update.values, strict=True)
         ]
         self._global |= zip(equation.outvars, values, strict=True)
 
-    def _constrained(self, value: Array, spec: Spec) -> Array:
+    def _constrain(self, value: Array, spec: Spec) -> Array:
         sharding = self._mesh.whole
         if isinstance(spec, Placed):
             sharding = spec.sharding
@@ -332,14 +361,14 @@ class _Cut:
 
 
 def _operands(equation: JaxprEqn, update: Update) -> list[tuple[Any, _Want]]:
-    """What an update takes of each operand of its equation."""
-    wants = [_Want("value", replicated_spec())] * update.num_captured
+    """Returns an update's operands, each with the form that it is read in."""
+    wants = [_Want(_Result.VALUE, replicated_spec())] * update.num_captured
     for reduction in update.gradients:
         if reduction == MAX:
-            wants.append(_Want("max", replicated_spec()))
+            wants.append(_Want(_Result.MAX, replicated_spec()))
         else:
-            wants.append(_Want("sum", reduction))
-    wants += [_Want("value", spec) for spec in update.values]
+            wants.append(_Want(_Result.SUM, reduction))
+    wants += [_Want(_Result.VALUE, spec) for spec in update.values]
     return list(zip(equation.invars, wants, strict=True))
 
 

@@ -18,17 +18,17 @@ STACKED = "stacked"
 ROWS = "rows"
 """Component i is the i-th of equal parts of the first dimension."""
 PADDED = "padded"
-"""As `stacked`; component i is cut to its own shape."""
+"""Like `STACKED`, but component i is padded and must be cut to its shape."""
 LOCAL = "local"
-"""Inside of a traced program: the array is this replica's component."""
+"""Inside a traced program: the array is this replica's component."""
 PARTS = "parts"
-"""One array for each replica, of whatever shapes."""
+"""One array for each replica, of any shapes."""
 
 Shapes = tuple[tuple[int, ...], ...]
 
 
 class ReduceOp(enum.Enum):
-    """A reduction over replicas; its name as a string will do too.
+    """A reduction over replicas; its name as a string is accepted, too.
 
     Example:
       >>> total = strategy.reduce(ks.ReduceOp.SUM, batch, axis=0)
@@ -39,9 +39,10 @@ class ReduceOp(enum.Enum):
 
 
 class DistributedValues:
-    """A value with a component on each replica; the base of the two kinds.
+    """A value with a component on each replica.
 
-    A pytree node; `values` are the components, in the order of replica ids.
+    A pytree node, and the base class of `PerReplica` and `Mirrored`; `values`
+    are the components, in the order of replica ids.
 
     Example:
       >>> first, *others = strategy.run(step, args=batch).values
@@ -49,7 +50,7 @@ class DistributedValues:
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """The components that lie on this process's devices."""
+        """The components that are on this process's devices."""
         raise NotImplementedError
 
 
@@ -57,12 +58,12 @@ class PerReplica(DistributedValues):
     """A value that differs from replica to replica.
 
     Args:
-      values: The components, arrays.
+      values: The components, which are arrays.
 
     Attributes:
-      layout: How the components lie in `arrays`.
-      arrays: What holds the components: one array, or one for each.
-      total: The sum of the components, if it is known, or None.
+      layout: The arrangement of the components in `arrays`.
+      arrays: One array with all components, or one array for each.
+      total: The sum of the components if it is known, or None.
       shapes: The shapes of all components, if the layout is `PADDED`.
 
     Example:
@@ -85,32 +86,32 @@ class PerReplica(DistributedValues):
         total: Array | None = None,
         shapes: "Shapes | None" = None,
     ) -> "PerReplica":
-        """A value held as one array over all replicas.
+        """Makes a value from one array with the components of all replicas.
 
         Args:
           array: The array.
-          layout: How the components lie in it.
-          total: Their sum, if it is known already.
+          layout: The arrangement of the components in it.
+          total: The sum of the components, if it is already known.
           shapes: The components' shapes, if the layout is `PADDED`.
         """
-        made = cls((array,))
-        made.layout = layout
-        made.total = total
-        made.shapes = shapes
-        return made
+        value = cls((array,))
+        value.layout = layout
+        value.total = total
+        value.shapes = shapes
+        return value
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """The components, on the first device of each; no collective."""
+        """The components, each on its replica's first device; no collective."""
         if self.layout == PARTS:
             return self.arrays
         if isinstance(self.arrays[0], jax.ShapeDtypeStruct):
             return self._shapes_of_components(self.arrays[0])
         if self.layout == LOCAL:
             raise RuntimeError(
-                "The components of a value that is being merged are on "
-                "different devices of one program. Received: `.values` inside "
-                "of `merge_call`. Use `strategy.extended.reduce_to` on it."
+                "Values that are being merged have no `.values`: components "
+                "are on different devices of one program. Received: `.values` "
+                "inside `merge_call`. Use `strategy.extended.reduce_to`."
             )
         shards = self._shards()
         if self.layout == ROWS:
@@ -120,9 +121,9 @@ class PerReplica(DistributedValues):
         return tuple(data[0] for _, data in shards)
 
     def _shards(self) -> list[tuple[int, Any]]:
-        """What this process holds of the array: where it starts, and the part.
+        """Returns this process's parts of the array, with their start indices.
 
-        Of a replica's cores the first one's of this process.
+        A replica's part comes from its first core in this process.
         """
         (array,) = self.arrays
         shards: dict[int, Any] = {}
@@ -131,17 +132,17 @@ class PerReplica(DistributedValues):
         return sorted(shards.items(), key=lambda shard: shard[0])
 
     def _shapes_of_components(
-        self, whole: jax.ShapeDtypeStruct
+        self, struct: jax.ShapeDtypeStruct
     ) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The components of a value that is a shape alone, of all replicas."""
-        sharding: Any = whole.sharding
-        length, *rest = sharding.shard_shape(whole.shape)
+        """Returns the shapes of all replicas' components, without values."""
+        sharding: Any = struct.sharding
+        length, *rest = sharding.shard_shape(struct.shape)
         shape = (length, *rest) if self.layout == ROWS else tuple(rest)
-        component = jax.ShapeDtypeStruct(shape, whole.dtype)
-        return (component,) * (whole.shape[0] // (length or 1))
+        component = jax.ShapeDtypeStruct(shape, struct.dtype)
+        return (component,) * (struct.shape[0] // (length or 1))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # An array over devices comes back from a pickle on one of them.
+        # Unpickling a sharded array would put it on one device.
         return PerReplica, (tuple(map(np.asarray, self.values)),)
 
     def __repr__(self) -> str:
@@ -149,18 +150,18 @@ class PerReplica(DistributedValues):
         return f"PerReplica({self.layout}, shapes={shapes})"
 
     def __str__(self) -> str:
-        """The components that this process holds, by their replicas."""
+        """Returns this process's components, one line for each replica."""
         is_traced = any(isinstance(a, Tracer) for a in self.arrays)
         if is_traced or self.layout == LOCAL:
             return repr(self)
         lines = [
-            f"  {replica}: {_printed(value)}"
+            f"  {replica}: {_format(value)}"
             for replica, value in zip(self._ids(), self.values, strict=True)
         ]
         return "\n".join(["PerReplica:{", *lines, "}"])
 
     def _ids(self) -> list[int]:
-        """The replicas of `values`."""
+        """Returns the replica ids of `values`."""
         if self.layout == PARTS:
             return list(range(len(self.arrays)))
         shards = self._shards()
@@ -170,8 +171,8 @@ class PerReplica(DistributedValues):
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ValueError(
-            "A value per replica is not one array. Received: a PerReplica "
-            "used as an array. Use `strategy.reduce`, `strategy.gather` or "
+            "A per-replica value must not be used as one array. Received: a "
+            "PerReplica. Use `strategy.reduce`, `strategy.gather` or "
             "`strategy.experimental_local_results` on it first."
         )
 
@@ -180,9 +181,9 @@ class Mirrored(DistributedValues):
     """A value that is the same on every replica.
 
     Args:
-      array: An array that every device of the strategy holds, or that they
-        divide.
-      mesh: The strategy's replicas; None for those that the array lies on.
+      array: An array that is replicated, or sharded, over the strategy's
+        devices.
+      mesh: The strategy's replicas; None for the devices of the array.
 
     Example:
       >>> strategy.run(lambda rate: 2 * rate, args=(ks.Mirrored(0.5),))
@@ -197,7 +198,7 @@ class Mirrored(DistributedValues):
     def values(self) -> tuple[Any, ...]:
         """The copies, one for each replica of this process.
 
-        Collective, if the replicas divide the array.
+        Collective, if the array is sharded.
         """
         if self.mesh is None:
             return tuple(data for _, data in local_shards(self.array))
@@ -210,11 +211,11 @@ class Mirrored(DistributedValues):
         return f"Mirrored(shape={np.shape(self.array)})"
 
     def __str__(self) -> str:
-        """The value."""
-        return f"Mirrored:{_printed(self.array)}"
+        """Returns the value."""
+        return f"Mirrored:{_format(self.array)}"
 
 
-def _printed(value: Array) -> str:
+def _format(value: Array) -> str:
     if isinstance(value, Tracer):
         return str(value)
     return np.array2string(np.asarray(value), separator=", ")
@@ -243,20 +244,20 @@ def _copies(array: jax.Array, mesh: ReplicaMesh) -> tuple[Any, ...]:
         spec = _within_replicas(array.sharding, mesh)
         gather = jax.jit(list, out_shardings=[NamedSharding(mesh.mesh, spec)])
         (array,) = dispatch(mesh, gather, [array])
-    held = {next(iter(p.devices())): p for _, p in local_shards(array)}
+    parts = {next(iter(p.devices())): p for _, p in local_shards(array)}
     cores = mesh.cores_per_replica
     copies = []
     for replica in mesh.local_replicas:
         devices = mesh.devices[replica * cores : (replica + 1) * cores]
-        own = [held[device] for device in devices if device in held]
+        local = [parts[device] for device in devices if device in parts]
         if any(spec):
-            # Sharded over the replica's cores: it is whole on all of them.
+            # A replica's copy is one array, sharded over the replica's cores.
             of_cores = Mesh(np.array(devices, dtype=object), (mesh.model_axis,))
             copy = jax.make_array_from_single_device_arrays(
-                array.shape, NamedSharding(of_cores, spec), own
+                array.shape, NamedSharding(of_cores, spec), local
             )
         else:
-            copy = own[0]
+            copy = local[0]
         copies.append(copy)
     return tuple(copies)
 
@@ -264,13 +265,13 @@ def _copies(array: jax.Array, mesh: ReplicaMesh) -> tuple[Any, ...]:
 def _within_replicas(
     sharding: jax.sharding.Sharding, mesh: ReplicaMesh
 ) -> PartitionSpec:
-    """How each replica divides an array over its cores."""
+    """Returns the part of a sharding's spec that concerns a replica's cores."""
     spec = getattr(sharding, "spec", ())
     return PartitionSpec(*(a if a == mesh.model_axis else None for a in spec))
 
 
 def check_home(value: PerReplica, mesh: ReplicaMesh) -> None:
-    """Raises ValueError for a value of another strategy than the mesh's."""
+    """Raises ValueError if a value belongs to another strategy than `mesh`."""
     if value.layout == LOCAL:
         return
     if value.layout == PARTS:
@@ -283,8 +284,8 @@ def check_home(value: PerReplica, mesh: ReplicaMesh) -> None:
         is_ours = devices == set(mesh.devices)
     if not is_ours:
         raise ValueError(
-            "A value per replica has a component for each replica, and is of "
-            "use to the strategy whose `run` returned it. Received: "
+            "A per-replica value must have one component for each replica and "
+            "be used with the strategy whose `run` returned it. Received: "
             f"{count} components, {mesh.num_replicas} replicas, on other "
             "devices. Use it with that strategy, or make it with "
             "`experimental_distribute_values_from_function`."
@@ -292,15 +293,15 @@ def check_home(value: PerReplica, mesh: ReplicaMesh) -> None:
 
 
 def is_distributed(value: object) -> bool:
-    """Whether a leaf of a nest is a value of several replicas."""
+    """Returns whether a leaf of a nest is a distributed value."""
     return isinstance(value, DistributedValues)
 
 
 def local_shards(array: jax.Array) -> list[tuple[Any, jax.Array]]:
-    """What this process's devices hold: the index of each part, and the part.
+    """Returns the parts of an array on this process's devices, with indices.
 
-    `addressable_shards` raises an error in a process with one device for what
-    `device_put` has spread over several processes (jax 0.10).
+    Unlike `addressable_shards`, it also works in a process with one device for
+    an array that `device_put` has spread over several processes (jax 0.10).
     """
     sharding = array.sharding
     if len(sharding.addressable_devices) == 1 and sharding.is_fully_replicated:
@@ -309,22 +310,20 @@ def local_shards(array: jax.Array) -> list[tuple[Any, jax.Array]]:
 
 
 def set_apart(array: jax.Array) -> jax.Array:
-    """The array as another object, for somebody who holds it for long.
+    """Returns a distinct array object that shares the buffers of `array`.
 
-    A step takes the buffers of an array that nobody else holds, and copies
-    others first. The buffers of what is set apart are gone after such a step:
-    the host's copy is to be taken before.
-
-    What every device of one process holds is that of its first device, which
-    is on the host soonest. Others may ask for its `addressable_shards`: see
-    `local_shards`.
+    A step donates the buffers of an array object that nothing else refers to,
+    and copies others first. It can still donate these buffers, so copy them to
+    the host before the next step. An array that is replicated in one process
+    becomes that of its first device, the fastest to copy. `addressable_shards`
+    of other results never raises an error: see `local_shards`.
     """
     sharding = array.sharding
     if sharding.is_fully_replicated and sharding.is_fully_addressable:
         return array.addressable_data(0)
     parts = [part for _, part in local_shards(array)]
     if len(parts[0].sharding.device_set) > 1:
-        # jax 0.10, of what `device_put` has spread over several processes.
+        # jax 0.10, if `device_put` has spread an array over several processes.
         (device,) = sharding.addressable_devices
         parts = [jax.device_put(np.asarray(parts[0]), device)]
     return jax.make_array_from_single_device_arrays(
@@ -332,8 +331,8 @@ def set_apart(array: jax.Array) -> jax.Array:
     )
 
 
-def own_components(nest: Tree) -> Tree:
-    """The nest with this replica's arrays in the place of its components.
+def select_components(nest: Tree) -> Tree:
+    """Replaces per-replica values by this replica's components.
 
     Returns:
       A nest of arrays, for a replica's function.
@@ -345,22 +344,22 @@ def own_components(nest: Tree) -> Tree:
     )
 
 
-def padded(array: Array, shape: tuple[int, ...]) -> jax.Array:
-    """The array with zeros after the entries of each dimension."""
+def pad_to(array: Array, shape: tuple[int, ...]) -> jax.Array:
+    """Pads an array to `shape`, with zeros at the end of each dimension."""
     sizes = zip(array.shape, shape, strict=True)
     return jax.numpy.pad(array, [(0, most - size) for size, most in sizes])
 
 
 def cut(array: Array, shape: tuple[int, ...]) -> Array:
-    """Returns the first entries of each dimension: an array of `shape`."""
+    """Cuts an array to `shape`, at the end of each dimension."""
     return array[tuple(map(slice, shape))]
 
 
-def stacked(parts: Sequence[Any], mesh: ReplicaMesh) -> jax.Array:
-    """One array over the replicas; entry i of it lies on replica i.
+def stack_replicas(parts: Sequence[Any], mesh: ReplicaMesh) -> jax.Array:
+    """Stacks entries into one array over the replicas, entry i on replica i.
 
     Args:
-      parts: The entries of this process's replicas, all of one shape.
+      parts: The entries of this process's replicas, all of the same shape.
       mesh: The replicas.
     """
     cores, local = mesh.cores_per_replica, mesh.split.addressable_devices
@@ -375,20 +374,20 @@ def stacked(parts: Sequence[Any], mesh: ReplicaMesh) -> jax.Array:
 
 
 def as_reduce_op(op: object) -> ReduceOp:
-    """The operation that a user named.
+    """Converts a name to a `ReduceOp`.
 
     Args:
       op: A `ReduceOp`, or its name in any case.
 
     Raises:
-      ValueError: an unknown name.
-      TypeError: neither an operation nor a name.
+      ValueError: if the name is unknown.
+      TypeError: if `op` is neither a `ReduceOp` nor a string.
     """
     if isinstance(op, ReduceOp):
         return op
     if not isinstance(op, str):
         raise TypeError(
-            "A reduction is a `ReduceOp` or its name. Received: "
+            "A reduction must be a `ReduceOp` or its name. Received: "
             f"{op!r} of type {type(op).__name__}. Pass ReduceOp.SUM or "
             "ReduceOp.MEAN."
         )

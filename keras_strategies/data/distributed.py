@@ -8,9 +8,9 @@ import numpy as np
 
 from keras_strategies._core.batches import HostBatch
 from keras_strategies._core.current_step import current_step
-from keras_strategies._core.jaxprs.traces import is_traced
+from keras_strategies._core.jaxprs.traces import is_tracing
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.rows import filled, rows_of_replicas
+from keras_strategies._core.rows import fill_replicas, rows_of_replicas
 from keras_strategies._core.values import PADDED, ROWS, PerReplica
 from keras_strategies._types import Tree
 from keras_strategies.data.source import Source, all_rows
@@ -203,7 +203,7 @@ def _spec_of(source: Source) -> Tree:
 def _check_where() -> None:
     """Raises ValueError in a replica's function and in a traced one."""
     is_in_replica = current_step() is not None
-    if not is_in_replica and not is_traced():
+    if not is_in_replica and not is_tracing():
         return
     where = "a replica's function" if is_in_replica else "one that JAX traces"
     raise ValueError(
@@ -271,7 +271,7 @@ def counts_of(batch: HostBatch, mesh: ReplicaMesh) -> tuple[int, ...]:
     return tuple(
         n
         for p, rows in enumerate(batch.parts)
-        for n in filled(places[p * share : (p + 1) * share], rows)
+        for n in fill_replicas(places[p * share : (p + 1) * share], rows)
     )
 
 

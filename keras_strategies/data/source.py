@@ -247,7 +247,7 @@ def take(
     if (start, stop) != (0, rows):
         batch = jax.tree.map(lambda leaf: leaf[start:stop], batch)
     if is_copied:
-        batch = jax.tree.map(host_arrays.owned, batch)
+        batch = jax.tree.map(host_arrays.copy_if_mutable, batch)
     return Part(data=batch, rows=rows, checksum=checksum)
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from keras_strategies._core import current_step as _current
-from keras_strategies._core.attributes import attribute_set
-from keras_strategies._core.buffers import Buffering, buffering_of
+from keras_strategies._core.attributes import temporary_attribute
+from keras_strategies._core.buffers import Buffering, choose_buffering
 from keras_strategies._core.identity import IdentityMap, IdentitySet
 from keras_strategies._core.jaxprs import replay
 from keras_strategies._core.jaxprs.specs import Axis
@@ -197,7 +197,7 @@ class StepContext:
     @property
     def buffering(self) -> Buffering | None:
         """Which arrays share a buffer when they are reduced."""
-        return buffering_of(self.facts.mesh)
+        return choose_buffering(self.facts.mesh)
 
     def with_facts(self, **facts: object) -> "StepContext":
         """The same trace, with flags and notes shared, and other facts."""
@@ -250,7 +250,7 @@ class StepContext:
 
     def flag(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Sets one of the flags while the block runs."""
-        return attribute_set(self.flags, name, True)
+        return temporary_attribute(self.flags, name, True)
 
 
 class _Uses:
@@ -260,7 +260,7 @@ class _Uses:
 def num_replica_uses() -> int:
     """How often steps of this process have asked their replica context.
 
-    What it is after a trace tells that from the next ones (`own_trace`).
+    What it is after a trace tells that from the next ones (`separate_trace`).
     """
     return _Uses.count
 

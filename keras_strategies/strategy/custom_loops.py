@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from keras_strategies._core.host_arrays import from_tensor
-from keras_strategies._core.values import STACKED, PerReplica, ReduceOp, stacked
+from keras_strategies._core.values import (
+    STACKED,
+    PerReplica,
+    ReduceOp,
+    stack_replicas,
+)
 from keras_strategies._types import Dataset, Tree
 from keras_strategies.data.distributed import DistributedDataset
 from keras_strategies.data.options import (
@@ -217,7 +222,8 @@ class CustomLoops:
         if mesh.num_processes == 1:
             return jax.tree.map(lambda *parts: PerReplica(parts), *made)
         return jax.tree.map(
-            lambda *parts: PerReplica.of(stacked(parts, mesh), STACKED), *made
+            lambda *parts: PerReplica.of(stack_replicas(parts, mesh), STACKED),
+            *made,
         )
 
     def experimental_distribute_dataset(

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import keras
 
-from keras_strategies._core.values import Mirrored, ReduceOp, own_components
+from keras_strategies._core.values import Mirrored, ReduceOp, select_components
 from keras_strategies._types import Array, Tree
 from keras_strategies.keras_bridge.step_context import current_step
 from keras_strategies.strategy import current, reducing
@@ -153,7 +153,7 @@ class StrategyExtended:
             result = self._runner(fn, given, named, is_update=True)
             mesh = self._runtime.mesh
             return None if group else reducing.local_results(result, mesh)
-        given, named = own_components((given, named))
+        given, named = select_components((given, named))
         with step.flag("in_update"):
             result = fn(*given, **named)
         return None if group else result

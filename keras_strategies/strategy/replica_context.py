@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from keras_strategies._core.jaxprs.lockstep import Turn
 from keras_strategies._core.jaxprs.replay import current_side
 from keras_strategies._core.replica_map import (
-    all_concatenated,
+    all_concatenate,
     all_sum,
     replica_id,
 )
@@ -20,7 +20,7 @@ from keras_strategies._core.values import (
     PerReplica,
     ReduceOp,
     as_reduce_op,
-    own_components,
+    select_components,
 )
 from keras_strategies._types import Array, Leaf, Tree
 from keras_strategies.keras_bridge.step_context import ReplicaScope, StepContext
@@ -171,7 +171,7 @@ class ReplicaContext:
             dim = checked_dim(axis, array, "all_gather")
             if self._step is None:
                 return array
-            return all_concatenated(array, self._step.axis, dim)
+            return all_concatenate(array, self._step.axis, dim)
 
         return jax.tree.map(gather, value)
 
@@ -221,7 +221,7 @@ class ReplicaContext:
             )
         with current.replica_context(self._strategy, None):
             result = merge_fn(self._strategy, *merged, **merged_kwargs)
-        return own_components(result)
+        return select_components(result)
 
     def __enter__(self) -> "ReplicaContext":
         """Makes this the current context again, as in tf."""

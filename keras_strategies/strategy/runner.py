@@ -13,7 +13,7 @@ import numpy as np
 from jax.core import Tracer
 
 from keras_strategies._core import values
-from keras_strategies._core.attributes import attribute_set
+from keras_strategies._core.attributes import temporary_attribute
 from keras_strategies._core.host_arrays import from_tensor
 from keras_strategies._core.mesh import ReplicaMesh, has_sharding
 from keras_strategies._types import Array, Leaf, Tree
@@ -142,7 +142,7 @@ class Runner:
 
     def debugging(self) -> contextlib.AbstractContextManager[None]:
         """Runs functions eagerly in this thread while the block runs."""
-        return attribute_set(self._thread, "is_debugging", True)
+        return temporary_attribute(self._thread, "is_debugging", True)
 
     def _debug(self, call: "_Call", leaves: list[Any]) -> Tree:
         mesh = self._mesh
@@ -199,10 +199,14 @@ class Runner:
         dtypes = [str(jax.numpy.result_type(part)) for part in parts]
         sizes = _sizes(shapes, dtypes)
         if len(set(shapes)) == 1:
-            return values.STACKED, values.stacked(parts, self._mesh), None
+            return (
+                values.STACKED,
+                values.stack_replicas(parts, self._mesh),
+                None,
+            )
         most = tuple(map(max, zip(*shapes, strict=True)))
-        equal = [values.padded(jax.numpy.asarray(part), most) for part in parts]
-        return values.STACKED, values.stacked(equal, self._mesh), sizes
+        equal = [values.pad_to(jax.numpy.asarray(part), most) for part in parts]
+        return values.STACKED, values.stack_replicas(equal, self._mesh), sizes
 
     def _make(self, call: "_Call", given: list[_Argument]) -> RunProgram:
         kinds = [kind for kind, _ in given]

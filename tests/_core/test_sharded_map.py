@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from keras_strategies._core.jaxprs.marked_updates import (
     MAX,
     is_collecting,
-    marked_update,
+    mark_update,
 )
 from keras_strategies._core.jaxprs.specs import Sharded
 from keras_strategies._core.mesh import ReplicaMesh
@@ -55,7 +55,7 @@ def sgd(mesh, weights, x, update, specs, reductions):
 
     if not is_collecting():
         return value, update(reduce(grads), list(weights))
-    new = marked_update(
+    new = mark_update(
         update,
         reduce,
         grads,
@@ -165,7 +165,7 @@ def test_rematerialized_parts_gather_again():
             return jnp.sum(layer(layer(x)))
 
         grad = jax.grad(loss)(weight, x)
-        return marked_update(
+        return mark_update(
             lambda g, w: [w[0] - 0.1 * g[0]],
             lambda g: all_sum(g, mesh.axis),
             [grad],
@@ -216,7 +216,7 @@ def test_on_tpus_sums_of_matrices_are_scattered_as_blocks_of_tiles(
 
     def step(weight, x):
         grad = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(weight)
-        return marked_update(
+        return mark_update(
             lambda g, w: [w[0] - 0.1 * g[0]],
             lambda g: all_sum(g, mesh.axis),
             [grad],

@@ -11,9 +11,9 @@ import pytest
 from jax._src import api, distributed
 from jax.sharding import SingleDeviceSharding
 
-from keras_strategies._core.jaxprs.replay import own_trace
+from keras_strategies._core.jaxprs.replay import separate_trace
 from keras_strategies._core.jaxprs.stages import scan_operands
-from keras_strategies._core.jaxprs.traces import is_traced
+from keras_strategies._core.jaxprs.traces import is_tracing
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import replica_map, split_spec
 from keras_strategies.cluster.exchange import kv_store
@@ -180,7 +180,7 @@ def test_open_constraints_can_be_left_out():
 
 @pytest.mark.parametrize("shape", [(2, 1), (2, 2)])
 def test_padding_is_scattered_where_rows_are_repeated(shape):
-    """Fails when XLA leaves it out: then `sharded_rows` may divide them."""
+    """Fails when XLA leaves it out: then `constrain_rows` may divide them."""
     devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
     mesh = jax.sharding.Mesh(devices, ("replica", "model"))
     split, whole = (
@@ -230,18 +230,18 @@ def test_the_guard_knows_where_jax_traces_and_compares():
 
     seen = []
 
-    def is_tracing(frame):
+    def is_frame_traced(frame):
         names = progress._PARTIAL_EVAL, progress._TRACES
         return progress._is_in(frame, *names)
 
     def traced(x):
-        seen.append(is_tracing(sys._getframe()))
+        seen.append(is_frame_traced(sys._getframe()))
         return x
 
     jax.eval_shape(traced, 1.0)
     jax.jit(traced)(1)
     assert seen == [True, True]
-    assert not is_tracing(sys._getframe())
+    assert not is_frame_traced(sys._getframe())
     for name in progress._COMPARES:
         assert hasattr(multihost_utils, name)
     assert multihost_utils.__file__.endswith(progress._MULTIHOST)
@@ -253,7 +253,7 @@ def test_what_is_traced_to_be_compiled_is_told_apart():
     seen = []
 
     def fn(x):
-        seen.append(is_traced())
+        seen.append(is_tracing())
         return 2.0 * x
 
     fn(1.0)
@@ -332,7 +332,7 @@ def test_what_is_jitted_is_traced_for_each_name_of_a_trace():
 
     def inside(name):
         def named(x):
-            with own_trace(name):
+            with separate_trace(name):
                 return counted(x)
 
         return jax.make_jaxpr(named)(np.ones(3))

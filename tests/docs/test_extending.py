@@ -108,7 +108,7 @@ def test_replicas_of_two_cores_divide_variables():
         (
             lambda: ks.ReplicaMesh(devices=[jax.devices()[0]] * 2),
             ValueError,
-            "No duplicates",
+            "must not contain duplicates",
         ),
     ],
 )

@@ -261,11 +261,11 @@ def weights_twice(folder):
 
 CASES = {
     "keras_strategies uses private names": untested_version,
-    "It is a name of TensorFlow": lambda _: ks.ParameterServerStrategy,
+    "This TensorFlow name": lambda _: ks.ParameterServerStrategy,
     "Unknown device": lambda _: ks.MirroredStrategy(["gpu:9"]),
     "A TPU system needs TPUs": tpu_system,
     "All arrays of a batch": two_lengths,
-    "Every array of a batch needs": scalar_of_a_batch,
+    "Every array of a batch must": scalar_of_a_batch,
     "The arrays of a batch must hold": lambda _: fit(X.astype(object), Y),
     "Training, evaluation and prediction": nothing,
     "All batches must have the same": two_structures,

@@ -21,7 +21,7 @@ EVERYWHERE = {
     "rank changes": "must have the same structure",
     "a generator of two orders": "rows that differ in step 0",
     "a longer generator": "in step 4 no more rows (process 0), 8 rows",
-    "text": "needs a first dimension",
+    "text": "must have a first dimension",
     "an infinite dataset": "Pass `steps_per_epoch`",
     "an unbatched dataset": "Call `.batch(global_batch_size)` first",
     "a ragged dataset": "must be dense tensors",

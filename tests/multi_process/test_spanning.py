@@ -93,4 +93,4 @@ def test_rows_that_differ_within_a_replica_are_refused():
             assert "[0, 1] share replicas" in found[name]
         assert "in step 1 8 rows of checksum" in found["generator"]
         assert "in step 3 40 rows of checksum" in found["arrays"]
-        assert "cores of the same replicas" in found["shares"]
+        assert "share all of their replicas" in found["shares"]

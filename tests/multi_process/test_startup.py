@@ -132,7 +132,7 @@ def test_other_numbers_of_devices_are_named_by_all():
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         for result in pool.map(call, range(2)):
-            assert "equally many" in result["error"]
+            assert "same number of replicas" in result["error"]
             assert "[0, 1, 1]" in result["error"]
 
 

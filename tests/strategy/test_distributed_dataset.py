@@ -158,7 +158,7 @@ def test_rows_without_batches_are_as_docs_parity_has_them():
     ]
     with pytest.raises(ValueError, match="Call `.batch"):
         strategy.experimental_distribute_dataset(scalars())
-    with pytest.raises(ValueError, match="needs a first dimension"):
+    with pytest.raises(ValueError, match="must have a first dimension"):
         next(iter(strategy.distribute_datasets_from_function(scalars)))
 
 

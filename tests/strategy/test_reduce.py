@@ -144,7 +144,7 @@ def test_local_results_are_a_tuple():
 
 def test_a_value_per_replica_is_not_one_array():
     value = of_replicas(mirrored(2), lambda i: np.float32(i))
-    with pytest.raises(ValueError, match="is not one array"):
+    with pytest.raises(ValueError, match="as one array"):
         np.asarray(value)
 
 

@@ -740,7 +740,7 @@ def test_a_collective_in_a_loop_needs_even_rows():
 
         return jax.lax.fori_loop(0, 3, add, 0.0)
 
-    with pytest.raises(RuntimeError, match="inside of a loop or a branch"):
+    with pytest.raises(RuntimeError, match="inside a loop or a branch"):
         strategy.run(fn, args=(x,))
 
 

@@ -712,6 +712,6 @@ def _(strategy):
 
 @row(VARIABLES, "a value per replica is not one array outside, but is in run")
 def _(strategy):
-    with pytest.raises(ValueError, match="not one array"):
+    with pytest.raises(ValueError, match="as one array"):
         np.asarray(ids(strategy))
     assert values(strategy.run(jnp.exp2, args=(ids(strategy),))) == [1.0, 2.0]

@@ -1,1 +1,1 @@
-"""Traced functions: looked at, cut at their collectives, and compared."""
+"""Analysis and transformation of traced functions (jaxprs)."""

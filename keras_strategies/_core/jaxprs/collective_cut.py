@@ -1,8 +1,8 @@
-"""A traced program whose collectives' results are inputs.
+"""Programs cut at their collectives, whose results become inputs.
 
-Replicas that take different branches cannot meet inside of them. So each
-branch's program is cut at its collectives: what it gives to them becomes an
-output, and what they return becomes an input.
+Replicas that take different branches cannot communicate inside them. So each
+branch's program is cut at its collectives: their operands become outputs, and
+their results become inputs.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ _CALLS = {
     "custom_vjp_call": "call_jaxpr",
     "custom_lin": "call_jaxpr",
 }
-"""Primitives that call a jaxpr on their operands, and its parameter."""
+"""Primitives that call a jaxpr on their operands -> the jaxpr's parameter."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,9 +36,9 @@ class Cut:
     """A program that was cut at its collectives.
 
     Attributes:
-      jaxpr: The program: of its inputs and then of the collectives' results;
-        it returns the collectives' operands and then its outputs.
-      collectives: The equations that it was cut at, in their order.
+      jaxpr: The program. It takes its inputs and then the collectives'
+        results; it returns the collectives' operands and then its outputs.
+      collectives: The equations at which it was cut, in their order.
     """
 
     jaxpr: ClosedJaxpr
@@ -59,11 +59,11 @@ def cut_at_collectives(traced: ClosedJaxpr) -> Cut:
     """Cuts a program at its collectives.
 
     Args:
-      traced: The program; of collectives in functions that it calls, these
-        are opened.
+      traced: The program. Functions that it calls are inlined if they contain
+        collectives.
 
     Raises:
-      RuntimeError: a collective in a loop or a branch.
+      RuntimeError: if there is a collective in a loop or a branch.
     """
     collectives = list(_collectives_in(traced.jaxpr))
 
@@ -73,11 +73,11 @@ def cut_at_collectives(traced: ClosedJaxpr) -> Cut:
         operands: list[list[Any]] = []
         results = iter(known)
 
-        def meet(given: list[Any]) -> list[Any]:
-            operands.append(given)
+        def meet(arrays: list[Any]) -> list[Any]:
+            operands.append(arrays)
             return next(results)
 
-        outputs = _evaluated(traced.jaxpr, traced.consts, inputs, meet)
+        outputs = _evaluate(traced.jaxpr, traced.consts, inputs, meet)
         return operands, outputs
 
     inputs = _shapes(traced.jaxpr.invars)
@@ -87,23 +87,24 @@ def cut_at_collectives(traced: ClosedJaxpr) -> Cut:
     )
 
 
-def meeting_as(cut: Cut, other: Cut) -> Cut | None:
-    """Returns a program that meets at all collectives of another.
+def add_collectives(cut: Cut, other: Cut) -> Cut | None:
+    """Extends a program so that it has all collectives of another one.
 
-    Where it has none of its own it gives zeros: what of a gradient is known to
-    be zero is left out of a trace, with the collectives of its way back.
+    The added collectives get zeros as operands. A trace omits gradients that
+    are known to be zero, and with them the collectives of their backward pass.
 
     Args:
-      cut: The program, of fewer collectives.
-      other: Another one, of the same code.
+      cut: The program with fewer collectives.
+      other: A program of the same code with more.
 
     Returns:
-      The program; None if it is not certain which of the other's collectives
-      the program has.
+      The extended program, or None if it is ambiguous which of the other's
+      collectives the program has.
     """
-    own, all_keys = map(_keys_of, (cut.collectives, other.collectives))
-    places = _places(own, all_keys)
-    last = _places(own[::-1], all_keys[::-1])
+    keys, all_keys = map(_keys_of, (cut.collectives, other.collectives))
+    places = _places(keys, all_keys)
+    last = _places(keys[::-1], all_keys[::-1])
+    # Unambiguous if matching from the front and from the back agree.
     if places is None or last is None:
         return None
     if places != [len(all_keys) - 1 - k for k in reversed(last)]:
@@ -114,14 +115,14 @@ def meeting_as(cut: Cut, other: Cut) -> Cut | None:
     def program(
         inputs: list[Any], known: list[Any]
     ) -> tuple[list[list[Any]], list[Any]]:
-        given = jax.tree.leaves([known[k] for k in places])
-        leaves = jaxpr_as_fun(cut.jaxpr)(*inputs, *given)
+        results = jax.tree.leaves([known[k] for k in places])
+        leaves = jaxpr_as_fun(cut.jaxpr)(*inputs, *results)
         number = structure.num_leaves
-        mine, _ = jax.tree.unflatten(structure, leaves[:number])
+        cut_operands, _ = jax.tree.unflatten(structure, leaves[:number])
         operands = jax.tree.map(
             lambda shape: jnp.zeros(shape.shape, shape.dtype), other.operands
         )
-        for place, values in zip(places, mine, strict=True):
+        for place, values in zip(places, cut_operands, strict=True):
             operands[place] = values
         return operands, leaves[number:]
 
@@ -131,7 +132,7 @@ def meeting_as(cut: Cut, other: Cut) -> Cut | None:
 
 
 def _keys_of(collectives: Sequence[Any]) -> list[Any]:
-    """What tells collectives apart: their shapes, and where they are from."""
+    """Returns keys that identify collectives by shape and place in the code."""
     return [
         (
             equation.primitive.name,
@@ -142,10 +143,10 @@ def _keys_of(collectives: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _places(own: Sequence[Any], of_all: Sequence[Any]) -> list[int] | None:
-    """The first places of some keys, in their order, among all; or None."""
+def _places(keys: Sequence[Any], of_all: Sequence[Any]) -> list[int] | None:
+    """Finds the first positions of keys among all, in their order, or None."""
     places, start = [], 0
-    for key in own:
+    for key in keys:
         rest = [k for k in range(start, len(of_all)) if of_all[k] == key]
         if not rest:
             return None
@@ -155,15 +156,15 @@ def _places(own: Sequence[Any], of_all: Sequence[Any]) -> list[int] | None:
 
 
 def reduce(collective: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-    """Computes a collective that a program was cut at."""
+    """Computes a collective at which a program was cut."""
     results = collective.primitive.bind(*operands, **collective.params)
     return list(results) if collective.primitive.multiple_results else [results]
 
 
-def trace_called(equation: Equation) -> tuple[Any, list[Any]] | None:
+def find_called_jaxpr(equation: Equation) -> tuple[Any, list[Any]] | None:
     """Returns the jaxpr that an equation calls and its constants, or None."""
     if equation.primitive.name == "call_hi_primitive":
-        return _expanded(equation)
+        return _trace_expanded(equation)
     called = equation.params.get(_CALLS.get(equation.primitive.name))
     if called is None:
         return None
@@ -175,14 +176,14 @@ def trace_called(equation: Equation) -> tuple[Any, list[Any]] | None:
     return inner, consts
 
 
-def _expanded(equation: JaxprEqn) -> tuple[Any, list[Any]]:
-    """What a call of JAX 0.12 computes, which has no jaxpr of its own."""
+def _trace_expanded(equation: JaxprEqn) -> tuple[Any, list[Any]]:
+    """Traces a `call_hi_primitive` of JAX 0.12, which contains no jaxpr."""
     called = equation.params["_prim"]
 
-    def expanded(*leaves: Array) -> list[Any]:
+    def expand(*leaves: Array) -> list[Any]:
         return jax.tree.leaves(called.expand(*called.in_tree.unflatten(leaves)))
 
-    traced = jax.make_jaxpr(expanded)(*_shapes(equation.invars))
+    traced = jax.make_jaxpr(expand)(*_shapes(equation.invars))
     return traced.jaxpr, list(traced.consts)
 
 
@@ -191,11 +192,11 @@ def _collectives_in(jaxpr: Jaxpr) -> Iterator[Any]:
         if _is_collective(equation):
             yield equation
         elif _has_collectives(equation):
-            called = trace_called(equation)
+            called = find_called_jaxpr(equation)
             if called is None:
                 raise RuntimeError(
-                    "Replicas with different numbers of rows cannot "
-                    "communicate inside of a loop or a branch of JAX. "
+                    "Replicas with different numbers of rows must not "
+                    "communicate inside a loop or a branch of JAX. "
                     f"Received: a collective in `{equation.primitive.name}`, "
                     "with an uneven batch. Call it outside, or make the batch "
                     "even (`drop_remainder`)."
@@ -211,23 +212,25 @@ def _has_collectives(equation: JaxprEqn) -> bool:
     return any(map(_is_collective, stages.equations_in(equation)))
 
 
-def _evaluated(
+def _evaluate(
     jaxpr: Jaxpr,
     consts: Sequence[Any],
     inputs: Sequence[Any],
     meet: Callable[[list[Any]], list[Any]],
 ) -> list[Any]:
-    """The outputs of a program whose collectives are calls of `meet`."""
+    """Evaluates a program with `meet` in the place of its collectives."""
     values = dict(zip(jaxpr.constvars, consts, strict=True))
     values |= dict(zip(jaxpr.invars, inputs, strict=True))
 
     pending: list[Any] = []
 
     def compute() -> None:
-        made = [v for e in pending for v in e.outvars]
-        made = [v for v in made if not isinstance(v, DropVar)]
-        found = stages.computed(jaxpr, pending, made, values.__getitem__)
-        values.update(zip(made, found, strict=True))
+        outputs = [v for e in pending for v in e.outvars]
+        outputs = [v for v in outputs if not isinstance(v, DropVar)]
+        arrays = stages.compute_equations(
+            jaxpr, pending, outputs, values.__getitem__
+        )
+        values.update(zip(outputs, arrays, strict=True))
         pending.clear()
 
     def read(operands: Sequence[Any]) -> list[Any]:
@@ -240,11 +243,11 @@ def _evaluated(
             continue
         compute()
         operands = read(equation.invars)
-        called = None if is_cut else trace_called(equation)
+        called = None if is_cut else find_called_jaxpr(equation)
         if called is None:
             results = meet(operands)
         else:
-            results = _evaluated(*called, operands, meet)
+            results = _evaluate(*called, operands, meet)
         values.update(zip(equation.outvars, results, strict=True))
     compute()
     return read(jaxpr.outvars)

@@ -1,10 +1,11 @@
-"""Sums over the replicas that do not wait for each other, sent together.
+"""Combination of sums over the replicas that do not depend on each other.
 
 Between processes each array that is sent costs half a millisecond or more,
 whatever its size (buffers.py). A step sums gradients where its optimizer is
-called, and metrics, moving statistics and losses at its end; most of those are
-known as early as the gradients are. So the sums of a traced step are made
-together, all that wait for equally many sums before them.
+called, and metrics, moving statistics and losses at its end, though most of
+these are known as early as the gradients are. So the sums of a traced step are
+computed in rounds: a sum is in round k if the longest chain of sums before it
+has length k.
 """
 
 import collections
@@ -23,18 +24,21 @@ Sum = Callable[[list[Any]], list[Any]]
 def with_combined_sums(
     traced: ClosedJaxpr, axis: Axis, all_sum: Sum
 ) -> Callable[..., list[Any]]:
-    """The traced function with fewer sums over an axis.
+    """Combines the sums over an axis in a traced function.
 
     Args:
-      traced: The function; as it is where it prints or calls Python.
+      traced: The function. It is not changed if it prints, calls Python or
+        uses references.
       axis: The replica axis.
-      all_sum: Sums arrays over the axis.
+      all_sum: A function that sums arrays over the axis.
 
     Returns:
       A function of the flat inputs that returns the flat outputs.
     """
     equations = traced.jaxpr.eqns
-    if any(map(stages.acts, equations)) or stages.has_references(traced.jaxpr):
+    if any(map(stages.has_effects, equations)) or stages.has_references(
+        traced.jaxpr
+    ):
         return jaxpr_as_fun(traced)
     rounds = _rounds(equations, axis)
     if all(len(sums) < 2 for _, sums in rounds):
@@ -44,24 +48,26 @@ def with_combined_sums(
     read = {id(v) for equation in equations for v in equation.invars}
     read |= set(map(id, jaxpr.outvars))
 
-    def combined(*inputs: Array) -> list[Any]:
+    def compute(*inputs: Array) -> list[Any]:
         values = dict(zip(jaxpr.constvars, traced.consts, strict=True))
         values |= dict(zip(jaxpr.invars, inputs, strict=True))
         for computed, sums in rounds:
-            made = [v for e in computed for v in e.outvars if id(v) in read]
-            found = stages.computed(jaxpr, computed, made, values.__getitem__)
-            values.update(zip(made, found, strict=True))
+            outputs = [v for e in computed for v in e.outvars if id(v) in read]
+            arrays = stages.compute_equations(
+                jaxpr, computed, outputs, values.__getitem__
+            )
+            values.update(zip(outputs, arrays, strict=True))
             operands = [v for equation in sums for v in equation.invars]
             totals = all_sum([stages.value_of(v, values) for v in operands])
             results = [v for equation in sums for v in equation.outvars]
             values.update(zip(results, totals, strict=True))
         return [stages.value_of(v, values) for v in jaxpr.outvars]
 
-    return combined
+    return compute
 
 
 def _rounds(equations: Sequence[Any], axis: Axis) -> list[tuple[Any, Any]]:
-    """What is computed before each round of sums, and the round."""
+    """Returns, for each round, the equations before its sums and its sums."""
     waits: dict[Any, int] = {}
     computed, sums = collections.defaultdict(list), {}
     for equation in equations:

@@ -1,4 +1,4 @@
-"""Operations of a traced program: those of its products and convolutions."""
+"""Operation counts of a traced program's products and convolutions."""
 
 import math
 
@@ -8,12 +8,12 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxprs_in_params
 from keras_strategies._types import Equation
 
 
-def flops_of(jaxpr: Jaxpr | ClosedJaxpr) -> float:
-    """Multiplications and additions of a traced program.
+def count_flops(jaxpr: Jaxpr | ClosedJaxpr) -> float:
+    """Counts the multiplications and additions of a traced program.
 
-    Of matrix products and convolutions, without those of padding; others are
-    few beside them. Of a branch the most, of a loop whose length is not known
-    one turn.
+    Only matrix products and convolutions count, without their padding; the
+    rest is negligible. The most expensive branch counts, and one iteration of
+    a loop whose length is unknown.
     """
     total = 0.0
     for equation in jaxpr.eqns:
@@ -22,7 +22,7 @@ def flops_of(jaxpr: Jaxpr | ClosedJaxpr) -> float:
             total += _of_product(equation)
         elif name == "conv_general_dilated":
             total += _of_convolution(equation)
-        inner = [flops_of(part) for part in jaxprs_in_params(params)]
+        inner = [count_flops(part) for part in jaxprs_in_params(params)]
         if name == "cond":
             total += max(inner, default=0.0)
         else:
@@ -39,10 +39,10 @@ def _of_product(equation: Equation) -> float:
 
 def _of_convolution(equation: Equation) -> float:
     numbers, params = equation.params["dimension_numbers"], equation.params
-    taken, kernel = (invar.aval.shape for invar in equation.invars)
-    given = equation.outvars[0].aval.shape
+    lhs, kernel = (invar.aval.shape for invar in equation.invars)
+    out = equation.outvars[0].aval.shape
     total = 2.0 * kernel[numbers.rhs_spec[1]]
-    total *= given[numbers.out_spec[0]] * given[numbers.out_spec[1]]
+    total *= out[numbers.out_spec[0]] * out[numbers.out_spec[1]]
     sizes = zip(
         numbers.lhs_spec[2:],
         numbers.rhs_spec[2:],
@@ -54,8 +54,10 @@ def _of_convolution(equation: Equation) -> float:
         strict=True,
     )
     for of_lhs, of_rhs, of_out, stride, (before, _), spread, holes in sizes:
-        starts = np.arange(given[of_out])[:, None] * stride - before
+        # The positions that each output reads in the dilated input: those
+        # outside of it and those between its entries are padding.
+        starts = np.arange(out[of_out])[:, None] * stride - before
         places = starts + np.arange(kernel[of_rhs]) * holes
-        is_padding = (places < 0) | (places > (taken[of_lhs] - 1) * spread)
+        is_padding = (places < 0) | (places > (lhs[of_lhs] - 1) * spread)
         total *= np.count_nonzero(~is_padding & (places % spread == 0))
     return total

@@ -1,8 +1,8 @@
-"""The order in which a traced function's equations gather divided values.
+"""The order in which a traced function's equations gather sharded values.
 
-Nothing but a value's shard is needed to gather it. So a compiler may gather all
-values at the start, or before a loop, and hold them whole at once. What comes
-next is therefore tied to what is computed now.
+Only its shard is needed to gather a value. So a compiler may gather all values
+at the start, or before a loop, and keep all of them gathered at once. The next
+value to gather is therefore tied to the current computation.
 """
 
 from collections import Counter
@@ -14,28 +14,29 @@ from jax.extend.core import Var
 from keras_strategies._core.jaxprs.stages import variables
 
 Gathered = tuple[Var, ...]
-"""A value, and then those that it was cast from."""
+"""A value, followed by the values that it was cast from."""
 
 
-def gathers_of(
+def find_gathers(
     equations: Sequence[Any],
-    divided: set[Var],
+    sharded: set[Var],
     *,
     casts: Callable[[Any], bool],
     gathers_again: Callable[[Any], bool],
 ) -> dict[int, list[Gathered]]:
-    """What equations gather, by their positions, in their order.
+    """Returns the values that equations gather, by the equations' positions.
 
-    Left out is what another equation reads again, as the backward pass does:
-    it is held until then.
+    Values that another equation reads later, as the backward pass does, are
+    left out: they stay gathered until then.
 
     Args:
-      equations: The equations.
-      divided: Values of which a shard is known.
-      casts: Whether an equation casts its operand; a shard is cast.
-      gathers_again: Whether an equation gathers for itself alone.
+      equations: The equations, in their order.
+      sharded: Values whose shards are known.
+      casts: Returns whether an equation casts its operand. Casts apply to
+        shards, before the gather.
+      gathers_again: Returns whether an equation gathers only for itself.
     """
-    origins: dict[Var, Gathered] = {v: (v,) for v in divided}
+    origins: dict[Var, Gathered] = {v: (v,) for v in sharded}
     reads: dict[int, list[Var]] = {}
     holders: Counter[Var] = Counter()
     for place, equation in enumerate(equations):
@@ -47,10 +48,10 @@ def gathers_of(
         reads[place] = [v for v in dict.fromkeys(operands) if v in origins]
         if not gathers_again(equation):
             holders.update(reads[place])
-    found: dict[int, list[Gathered]] = {}
+    gathers: dict[int, list[Gathered]] = {}
     for place, read in reads.items():
         is_again = gathers_again(equations[place])
         gathered = [origins[v] for v in read if is_again or holders[v] == 1]
         if gathered:
-            found[place] = gathered
-    return found
+            gathers[place] = gathered
+    return gathers

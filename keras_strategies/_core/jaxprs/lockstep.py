@@ -1,8 +1,8 @@
-"""Functions of several replicas, run one at a time in threads of their own.
+"""Functions of several replicas, run in lockstep in separate threads.
 
-Each runs up to its next collective; when all have come to it, it is computed
-of all replicas' operands, and they continue in turn. Gradients flow
-through: the backward pass of a collective is one, too.
+One replica runs at a time, up to its next collective. When all have reached
+it, it is computed from all replicas' operands, and they continue in turn.
+Collectives are differentiable: the backward pass of one is one, too.
 """
 
 import threading
@@ -24,20 +24,20 @@ from keras_strategies._types import Array
 
 _SHAPES = "a collective (Concatenation)"
 END = "the function's end"
-"""Where replicas meet when the user's function has returned."""
+"""The place where replicas meet after the user's function has returned."""
 _NOTHING: Any = object()
 
 
 class Aborted(BaseException):
-    """Ends a replica because another has failed."""
+    """Raised in a replica, to end it, if another one has failed."""
 
 
 class Lockstep:
     """The replicas of one call.
 
     Args:
-      num_replicas: Their number.
-      axis: The name of their axis in collectives.
+      num_replicas: Number of replicas.
+      axis: Name of the replica axis in collectives.
     """
 
     def __init__(self, num_replicas: int, axis: Axis) -> None:
@@ -56,8 +56,8 @@ class Lockstep:
           The results, in the order of the replicas.
 
         Raises:
-          Exception: the first that a replica raised.
-          RuntimeError: the replicas came to different collectives.
+          Exception: the first one that a replica raised.
+          RuntimeError: if the replicas reached different collectives.
         """
         results: list[Any] = [None] * self.num_replicas
 
@@ -96,19 +96,21 @@ class Lockstep:
         """Waits for all replicas' values and returns this replica's answer.
 
         Args:
-          replica: Who calls.
-          kind: What for.
-          value: Its value.
-          combine: Makes each replica's answer of all values.
+          replica: The calling replica.
+          kind: A description of the exchange, equal on all replicas.
+          value: The replica's value.
+          combine: A function of all values that returns each replica's answer.
 
         Returns:
-          This replica's entry of what `combine` returned.
+          This replica's entry of the result of `combine`.
 
         Raises:
-          RuntimeError: others came for something else.
+          RuntimeError: if other replicas called for another kind of exchange.
         """
         with self._changed:
             self._posted[replica] = (kind, value)
+            # The last replica to arrive computes all answers, and replica 0
+            # continues. Until then the turn passes to the next replica.
             if all(v is not _NOTHING for v in self._posted):
                 _check_kinds([kind for kind, _ in self._posted])
                 values = [value for _, value in self._posted]
@@ -140,11 +142,11 @@ class Lockstep:
 
 
 class Turn:
-    """One replica's side of a `Lockstep`; stands where a `Replay` does.
+    """One replica's side of a `Lockstep`; implements `replay.Side`.
 
     Args:
       lockstep: The replicas.
-      replica: Which of them this is.
+      replica: The id of this one.
     """
 
     def __init__(self, lockstep: Lockstep, replica: int) -> None:
@@ -152,10 +154,10 @@ class Turn:
         self.replica = replica
 
     def meet(self, value: object, where: str = END) -> list[Any]:
-        """Every replica's value, of any kind.
+        """Returns every replica's value, of any type.
 
         Raises:
-          RuntimeError: others came to another place.
+          RuntimeError: if other replicas reached another place.
         """
         count = self._lockstep.num_replicas
         return self._lockstep.exchange(
@@ -163,36 +165,36 @@ class Turn:
         )
 
     def collective(self, reduce: Reduce, operands: list[Any]) -> list[Any]:
-        """This replica's results of a collective."""
+        """Computes a collective and returns this replica's results."""
         if isinstance(reduce, Concatenation):
             shapes = self.meet(operands[0].shape, _SHAPES)
             if len(set(shapes)) > 1:
-                reduce = reduce.of_shapes(shapes)
-                operands = [reduce.padded(operands[0])]
+                reduce = reduce.with_shapes(shapes)
+                operands = [reduce.pad(operands[0])]
         if not any(isinstance(a, Tracer) for a in operands):
             return self._forward(reduce, operands)[0]
 
         @jax.custom_vjp
-        def exchanged(arrays: list[Any]) -> list[Any]:
+        def exchange(arrays: list[Any]) -> list[Any]:
             return self._forward(reduce, arrays)[0]
 
-        exchanged.defvjp(
+        exchange.defvjp(
             lambda arrays: self._forward(reduce, arrays),
             lambda stacked, cotangents: (
                 self._backward(reduce, stacked, cotangents),
             ),
         )
-        return exchanged(operands)
+        return exchange(operands)
 
     def _forward(
         self, reduce: Reduce, arrays: list[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """This replica's results, and all replicas' operands."""
+        """Returns this replica's results and all replicas' operands."""
         _check_concrete(arrays)
 
         def combine(values: list[list[Any]]) -> list[Any]:
             _check_shapes(values)
-            stacked = _stacked(values)
+            stacked = _stack(values)
             results = jax.vmap(reduce, axis_name=self._lockstep.axis)(stacked)
             return [(result, stacked) for result in self._parts(results)]
 
@@ -203,7 +205,10 @@ class Turn:
     def _backward(
         self, reduce: Reduce, stacked: list[Any], cotangents: list[Any]
     ) -> list[Any]:
-        """What the sum of all replicas' losses gives this one's operands."""
+        """Returns the gradient of all replicas' losses by this one's operands.
+
+        The losses are summed over the replicas.
+        """
         _check_concrete(cotangents)
         mapped = jax.vmap(reduce, axis_name=self._lockstep.axis)
         floats = [k for k, a in enumerate(stacked) if _is_float(a)]
@@ -217,21 +222,21 @@ class Turn:
 
         def combine(values: list[list[Any]]) -> list[Any]:
             _, pull = jax.vjp(of_floats, [stacked[k] for k in floats])
-            return self._parts(pull(_stacked(values))[0])
+            return self._parts(pull(_stack(values))[0])
 
-        own = self._lockstep.exchange(
+        gradients = self._lockstep.exchange(
             self.replica,
             f"the gradient of {_name(reduce)}",
             [cotangents[k] for k in floats],
             combine,
         )
         zeros = [np.zeros(a.shape[1:], jax.dtypes.float0) for a in stacked]
-        for k, value in zip(floats, own, strict=True):
+        for k, value in zip(floats, gradients, strict=True):
             zeros[k] = value
         return zeros
 
     def _parts(self, columns: Sequence[Any]) -> list[list[Any]]:
-        """Each replica's entries of stacked arrays."""
+        """Splits stacked arrays into each replica's entries."""
         count = self._lockstep.num_replicas
         return [[column[i] for column in columns] for i in range(count)]
 
@@ -252,20 +257,21 @@ def _check_kinds(kinds: list[str]) -> None:
             "All replicas must call the same collectives in the same order "
             "(`all_reduce`, `merge_call`, an optimizer's `apply`, a write of "
             f"an aggregated variable). Received: replicas at {kinds}. Call "
-            "them on every replica alike."
+            "the same ones on every replica."
         )
 
 
-def _stacked(values: list[list[Any]]) -> list[Any]:
+def _stack(values: list[list[Any]]) -> list[Any]:
     return [jnp.stack(column) for column in zip(*values, strict=True)]
 
 
 def _check_concrete(arrays: list[Any]) -> None:
     if any(isinstance(array, Tracer) for array in arrays):
         raise RuntimeError(
-            "In debug mode replicas cannot communicate inside of what JAX "
-            "traces (`jit`, `scan`, `cond`, a second gradient). Received: a "
-            "collective there. Leave that transformation out, or debug mode."
+            "In debug mode replicas must not communicate inside functions that "
+            "JAX traces (`jit`, `scan`, `cond`, a second gradient). Received: "
+            "a collective in one. Remove that transformation, or turn debug "
+            "mode off."
         )
 
 
@@ -274,6 +280,6 @@ def _check_shapes(values: list[list[Any]]) -> None:
     if any(s != shapes[0] for s in shapes):
         raise ValueError(
             "A collective's value must have one shape and dtype on all "
-            f"replicas. Received: {shapes}. Make them alike, or reduce over "
+            f"replicas. Received: {shapes}. Make them equal, or reduce over "
             "the rows first."
         )

@@ -1,9 +1,9 @@
-"""Updates by optimizers, marked in a traced step so that it can be cut there.
+"""Optimizer updates, marked in a traced step so that it can be cut there.
 
-An update mixes entries of its arrays as it likes (norms, factored slots,
-orthogonalization), so on parts of them inside of a mapped function it would be
-another one. Where a step is cut at it, it is computed outside, on global
-arrays that are divided over the devices, and XLA divides the work.
+An update may mix the entries of its arrays in any way (norms, factored slots,
+orthogonalization), so it would compute something else if it ran on shards
+inside a mapped function. A step that is cut at its updates computes them
+outside, on global sharded arrays, and XLA divides the work.
 """
 
 import contextlib
@@ -20,28 +20,28 @@ from keras_strategies._core.jaxprs.specs import Spec
 from keras_strategies._core.jaxprs.stages import with_consts_as_inputs
 
 MAX = "max"
-"""The reduction of a gradient that takes its variable's place."""
+"""The reduction of a gradient that replaces its variable."""
 
 Reduction = Spec | Literal["max"]
-"""How a gradient's sum is divided; or its maximum, whole."""
+"""The spec of a gradient's sum, or `MAX` for its replicated maximum."""
 
-# With a dot, as no function of a user has it.
+# With a dot, so that no function of the user has such a name.
 _PREFIX = "ks.optimizer_update_"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Update:
-    """A marked update: `(consts, gradients, values) -> new values`.
+    """A marked update: `(captured, gradients, values) -> new values`.
 
     Attributes:
-      traced: The update of reduced gradients; its first inputs are what it
-        captured, then the gradients, then the values.
-      num_captured: How many arrays it captured.
-      gradients: How each gradient is reduced.
-      values: Where each value lies.
-      divisor: What sums are divided by.
-      on_replicated: Called if the step is not cut at it: it is inside of a
-        branch or a loop.
+      traced: The update. Its inputs are the arrays that it captured, then the
+        reduced gradients, then the values.
+      num_captured: Number of captured arrays.
+      gradients: The reduction of each gradient.
+      values: The spec of each value.
+      divisor: The number by which sums are divided.
+      on_replicated: A function that is called if the step is not cut at the
+        update, because it is inside a branch or a loop.
     """
 
     traced: ClosedJaxpr
@@ -52,7 +52,7 @@ class Update:
     on_replicated: Callable[[], None]
 
     def __call__(self, operands: Sequence[Any]) -> list[Any]:
-        """The new values, of what was captured, reduced gradients, values."""
+        """Computes the new values from the inputs of `traced`."""
         return jaxpr_as_fun(self.traced)(*operands)
 
 
@@ -64,8 +64,8 @@ _collected = _Collected()
 
 
 @contextlib.contextmanager
-def collected_updates() -> Iterator[dict[str, Update]]:
-    """Collects the updates, by name, that are marked in a block's traces."""
+def collect_updates() -> Iterator[dict[str, Update]]:
+    """Collects, by name, the updates that are marked while a block traces."""
     before = _collected.updates
     _collected.updates = updates = {}
     try:
@@ -75,15 +75,15 @@ def collected_updates() -> Iterator[dict[str, Update]]:
 
 
 def is_collecting() -> bool:
-    """Whether this thread traces a step that can be cut at updates.
+    """Returns whether this thread traces a step that can be cut at updates.
 
-    Replicas that do not run one program alike (`replay.py`) meet at each
-    collective instead.
+    It cannot be cut while replicas are replayed or run in lockstep
+    (`replay.py`): they synchronize at each collective instead.
     """
     return _collected.updates is not None and current_side() is None
 
 
-def marked_update(
+def mark_update(
     update: Callable[[list[Any], list[Any]], list[Any]],
     reduce: Callable[[list[Any]], list[Any]],
     gradients: list[Any],
@@ -97,11 +97,11 @@ def marked_update(
     """Computes `update(reduce(gradients), values)`, as one marked equation.
 
     Args:
-      update: The optimizer's update; it returns new values for `values`.
-      reduce: Reduces the gradients over the replicas, where the step is not
-        cut.
-      gradients: This replica's own.
-      values: Weights and slots, whole.
+      update: The optimizer's update, which returns new values for `values`.
+      reduce: A function that reduces the gradients over the replicas, if the
+        step is not cut.
+      gradients: This replica's gradients.
+      values: Weights and slots, not sharded.
       reductions: See `Update.gradients`.
       specs: See `Update.values`.
       divisor: See `Update.divisor`.
@@ -110,7 +110,7 @@ def marked_update(
     assert _collected.updates is not None
     traced = jax.make_jaxpr(update)(gradients, values)
     captured = traced.consts
-    note = Update(
+    marked = Update(
         traced=ClosedJaxpr(with_consts_as_inputs(traced), []),
         num_captured=len(captured),
         gradients=tuple(reductions),
@@ -119,19 +119,21 @@ def marked_update(
         on_replicated=on_replicated,
     )
     name = f"{_PREFIX}{len(_collected.updates)}"
-    _collected.updates[name] = note
+    _collected.updates[name] = marked
 
-    def whole(
+    def compute(
         captured: list[Any], gradients: list[Any], values: list[Any]
     ) -> list[Any]:
-        return note([*captured, *reduce(gradients), *values])
+        return marked([*captured, *reduce(gradients), *values])
 
-    whole.__name__ = whole.__qualname__ = name
-    return jax.jit(whole)(captured, gradients, values)
+    compute.__name__ = compute.__qualname__ = name
+    return jax.jit(compute)(captured, gradients, values)
 
 
-def update_of(equation: JaxprEqn, updates: dict[str, Update]) -> Update | None:
-    """The marked update that an equation calls, or None."""
+def find_update(
+    equation: JaxprEqn, updates: dict[str, Update]
+) -> Update | None:
+    """Returns the marked update that an equation calls, or None."""
     if equation.primitive.name not in ("jit", "pjit"):
         return None
     return updates.get(equation.params["name"])

@@ -1,10 +1,11 @@
 """Collectives of a function whose replicas take different branches.
 
 Replicas with different numbers of rows run different branches of one program,
-and a collective in a branch would wait for ever for the others. A collective's
-result depends on the shapes of all replicas' arrays, so the function is traced
-again and again, each time up to its next collective. The whole trace is then
-cut at its collectives (`collective_cut`), those of gradients included.
+and a collective in a branch would wait forever for the other replicas. A
+collective's result depends on the shapes of all replicas' arrays, so the
+function is traced repeatedly, each time up to its next collective. The
+complete trace is then cut at its collectives (`collective_cut`), including
+those of gradients.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from keras_strategies._core.jaxprs.specs import Axis
-from keras_strategies._core.jaxprs.traces import is_traced
+from keras_strategies._core.jaxprs.traces import is_tracing
 from keras_strategies._types import Array
 
 Reduce = Callable[[list[Any]], list[Any]]
@@ -31,8 +32,8 @@ class Concatenation:
     Attributes:
       axis: The replica axis.
       dim: The dimension, not negative.
-      sizes: Each replica's size there, if they differ; the arrays are padded
-        to the largest at their ends.
+      sizes: Each replica's size in that dimension, if they differ; the arrays
+        are then padded at the end to the largest size.
     """
 
     axis: Axis
@@ -42,7 +43,7 @@ class Concatenation:
     def __call__(self, operands: list[Any]) -> list[Any]:
         (array,) = operands
         if not array.shape[self.dim]:
-            # Nothing of every replica; XLA takes no such operand.
+            # Empty on all replicas; XLA rejects empty operands.
             return [array]
         if self.sizes is None:
             tiled = jax.lax.all_gather(
@@ -56,23 +57,27 @@ class Concatenation:
         ]
         return [jnp.concatenate(parts, self.dim)]
 
-    def of_shapes(self, shapes: list[tuple[int, ...]]) -> "Concatenation":
-        """This one, for arrays of these shapes, one of each replica.
+    def with_shapes(self, shapes: list[tuple[int, ...]]) -> "Concatenation":
+        """Returns this concatenation for arrays of different sizes.
+
+        Args:
+          shapes: The shape of each replica's array.
 
         Raises:
-          ValueError: they differ in another dimension.
+          ValueError: if they differ in another dimension than `dim`.
         """
         dim = self.dim
         if len({s[:dim] + s[dim + 1 :] for s in shapes}) > 1:
             raise ValueError(
-                "Arrays to be concatenated differ in that dimension alone. "
-                f"Received: shapes {shapes} of the replicas, and dimension "
-                f"{dim}. Make the others alike."
+                "Arrays must have equal shapes except in the dimension in "
+                "which they are concatenated. Received: shapes "
+                f"{shapes} of the replicas, and dimension {dim}. Make the "
+                "other dimensions equal."
             )
         return dataclasses.replace(self, sizes=tuple(s[dim] for s in shapes))
 
-    def padded(self, array: Array) -> jax.Array:
-        """A replica's array, as large as the largest."""
+    def pad(self, array: Array) -> jax.Array:
+        """Pads a replica's array to the size of the largest one."""
         most = max(self.sizes or (0,))
         missing = [(0, 0)] * array.ndim
         missing[self.dim] = (0, max(most - array.shape[self.dim], 0))
@@ -84,13 +89,13 @@ def uneven_concatenation(
 ) -> Reduce:
     """Makes a concatenation of arrays that differ in size along `dim`.
 
-    A sum of arrays that are zero but for a replica's own part, so that a
-    program of each replica has the same collective.
+    It is a sum of arrays that are zero outside of the replica's part, so that
+    all replicas' programs have the same collective.
 
     Args:
       axis: The replica axis.
       dim: The dimension, not negative.
-      sizes: Each replica's size there.
+      sizes: Each replica's size in that dimension.
     """
     starts = [sum(sizes[:k]) for k in range(len(sizes))]
 
@@ -101,18 +106,18 @@ def uneven_concatenation(
         is_bool = array.dtype == bool
         part = array.astype("int8") if is_bool else array
         start = jnp.array(starts)[jax.lax.axis_index(axis)]
-        whole = jnp.zeros(shape, part.dtype)
-        whole = jax.lax.dynamic_update_slice_in_dim(whole, part, start, dim)
-        whole = jax.lax.psum(whole, axis)
-        return [whole.astype(bool) if is_bool else whole]
+        result = jnp.zeros(shape, part.dtype)
+        result = jax.lax.dynamic_update_slice_in_dim(result, part, start, dim)
+        result = jax.lax.psum(result, axis)
+        return [result.astype(bool) if is_bool else result]
 
     return concatenate
 
 
 class Reached(BaseException):
-    """Ends a replay at a collective that is not known yet.
+    """Raised to end a replay at a collective that is not known yet.
 
-    No `Exception`: user code and Keras's layers let it pass.
+    Not an `Exception`, so that user code and Keras layers do not catch it.
 
     Attributes:
       reduce: The collective.
@@ -128,7 +133,7 @@ class Reached(BaseException):
 
 
 class Replay:
-    """One replay, with the collectives that earlier ones have reached.
+    """One replay, which knows the collectives that earlier replays reached.
 
     Args:
       known: The collectives for the shapes of all replicas, in the order of
@@ -141,7 +146,11 @@ class Replay:
         self._has_ended = False
 
     def collective(self, reduce: Reduce, operands: list[Any]) -> list[Any]:
-        """The result of the next collective, or the end of this replay."""
+        """Computes the next collective if it is known, else ends the replay.
+
+        Raises:
+          Reached: if the collective is not known.
+        """
         position = self._position
         self._position += 1
         if position < len(self._known):
@@ -154,18 +163,18 @@ class Replay:
         """Raises RuntimeError if the function went on after the end."""
         if self._has_ended:
             raise RuntimeError(
-                "With an uneven batch a step, or a function given to `run`, is "
-                "run up to each collective and ended by an exception there. "
-                "Received: one that caught it (`except:` or `except "
-                "BaseException:`). Catch `Exception` instead."
+                "A step, or a function passed to `run`, must not catch "
+                "BaseException: with an uneven batch an exception ends it at "
+                "each collective. Received: one that caught it (`except:` or "
+                "`except BaseException:`). Catch `Exception` instead."
             )
 
 
 class Alone:
-    """A replica's side of collectives that nobody else joins.
+    """One replica's side of collectives without the other replicas.
 
-    They return what has the shapes that they would return: a model is built
-    with it, where values are of no interest.
+    The results have the right shapes but not the right values. It is used to
+    build models.
 
     Args:
       num_replicas: Number of replicas.
@@ -177,7 +186,7 @@ class Alone:
         self._num_replicas = num_replicas
 
     def collective(self, reduce: Reduce, operands: list[Any]) -> list[Any]:
-        """The operands, or copies of them where they are concatenated."""
+        """Returns the operands; concatenates copies for a concatenation."""
         if isinstance(reduce, Concatenation):
             copies = operands * self._num_replicas
             return [jnp.concatenate(copies, reduce.dim)]
@@ -185,10 +194,10 @@ class Alone:
 
 
 class Side(Protocol):
-    """One replica's side of collectives that are not computed on the spot."""
+    """One replica's side of collectives that are not computed directly."""
 
     def collective(self, reduce: Reduce, operands: list[Any]) -> list[Any]:
-        """The result of the next collective."""
+        """Returns the results of the next collective."""
         ...
 
 
@@ -200,7 +209,7 @@ _current = _Current()
 
 
 def collective(reduce: Reduce, operands: list[Any]) -> list[Any]:
-    """Calls `reduce(operands)`, or what this thread's collectives go through.
+    """Calls `reduce(operands)`, or passes it to this thread's side.
 
     Args:
       reduce: A collective over arrays.
@@ -213,20 +222,21 @@ def collective(reduce: Reduce, operands: list[Any]) -> list[Any]:
 
 
 def current_side() -> Side | None:
-    """Whom this thread's collectives go through, or None."""
+    """Returns the side that handles this thread's collectives, or None."""
     return _current.side
 
 
 @contextlib.contextmanager
 def replay_scope(side: Side | None) -> Iterator[None]:
-    """Sends this thread's collectives through `side` for a block."""
+    """Passes this thread's collectives to `side` within a block."""
     before = _current.side
     _current.side = side
-    # Outside of a trace JAX would take itself to be in one.
-    is_other = side is not None and is_traced()
+    # Only inside a trace: an additional axis makes JAX believe that it is
+    # tracing.
+    is_other = side is not None and is_tracing()
     name = f"ks.replay.{next(_numbers)}"
     try:
-        with own_trace(name) if is_other else contextlib.nullcontext():
+        with separate_trace(name) if is_other else contextlib.nullcontext():
             yield
     finally:
         _current.side = before
@@ -235,14 +245,14 @@ def replay_scope(side: Side | None) -> Iterator[None]:
 _numbers = itertools.count()
 
 
-def own_trace(name: str) -> contextlib.AbstractContextManager[Any]:
-    """Keeps what JAX traces in a block apart from what it traces elsewhere.
+def separate_trace(name: str) -> contextlib.AbstractContextManager[Any]:
+    """Separates JAX's cache of traces within a block from that outside.
 
-    It would answer a jitted function of the user's, which asks for other
-    replicas, with the trace that it made where these were others.
+    JAX would otherwise reuse the trace of a user's jitted function, although
+    the replicas that it depends on are different ones here.
 
     Args:
-      name: Blocks of one name share what was traced.
+      name: Name of the cache; blocks with the same name share it.
     """
     from jax._src import core
 

@@ -1,9 +1,9 @@
-"""A replica's values of a traced step, some of them divided over replicas.
+"""Interpretation of a traced step, on one replica, with sharded values.
 
-A divided value is held as this replica's shard and gathered where an equation
-reads it; in the dtype that it is cast to, if it is cast first; inside of a
-rematerialized part, if it is read there, so that the backward pass gathers
-again. A gradient's sum is scattered where the gradient is made.
+A sharded value is held as this replica's shard and gathered where an equation
+reads it. If it is cast first, the result of the cast is gathered. If it is read
+in a rematerialized part, it is gathered inside, so that the backward pass
+gathers it again. A gradient's sum is scattered where the gradient is computed.
 
 References:
   - Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion
@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from keras_strategies._core.jaxprs.gather_order import Gathered, gathers_of
+from keras_strategies._core.jaxprs.gather_order import Gathered, find_gathers
 from keras_strategies._core.jaxprs.specs import Sharded
 from keras_strategies._core.jaxprs.stages import (
-    computed,
+    compute_equations,
     is_reference,
     variables,
     with_consts_as_inputs,
@@ -33,10 +33,10 @@ _CALLS = ("jit", "pjit", "closed_call", "core_call")
 
 
 class Exchange(Protocol):
-    """How replicas that divide values exchange what they hold of them."""
+    """The collectives that gather and scatter sharded values."""
 
     def gather(self, shard: Array, spec: Sharded) -> Array:
-        """The whole value, of this replica's shard.
+        """Gathers a value from the replicas' shards.
 
         Returns:
           An array of the value's shape.
@@ -44,15 +44,15 @@ class Exchange(Protocol):
         ...
 
     def scatter(self, value: Array, spec: Sharded) -> Array:
-        """This replica's shard of the replicas' values, summed.
+        """Returns this replica's shard of the sum of the replicas' values.
 
         Returns:
           An array whose dimension `spec.dim` is a replica's part.
         """
         ...
 
-    def cut(self, whole: Array, spec: Sharded) -> Array:
-        """This replica's shard of a value that all have.
+    def cut(self, value: Array, spec: Sharded) -> Array:
+        """Returns this replica's shard of a replicated value.
 
         Returns:
           An array whose dimension `spec.dim` is a replica's part.
@@ -60,39 +60,39 @@ class Exchange(Protocol):
         ...
 
 
-class Values:
+class ShardedInterpreter:
     """The values of a traced function's variables on one replica.
 
     Args:
       jaxpr: The function.
-      exchange: Gathers and scatters.
+      exchange: The collectives.
     """
 
     def __init__(self, jaxpr: Jaxpr, exchange: Exchange) -> None:
         self._jaxpr = jaxpr
         self._exchange = exchange
-        self._whole: dict[Var, Any] = {}
+        self._full: dict[Var, Any] = {}
         self._shards: dict[Var, tuple[Any, Sharded]] = {}
         self._sums: dict[Var, Any] = {}
 
     def set_replicated(self, variable: Var, value: Array) -> None:
-        """Sets a value that this replica holds whole."""
-        self._whole[variable] = value
+        """Sets the value of a replicated variable."""
+        self._full[variable] = value
 
     def set_shard(self, variable: Var, shard: Array, spec: Sharded) -> None:
-        """Sets a value by this replica's shard of it."""
+        """Sets this replica's shard of the value of a sharded variable."""
         self._shards[variable] = shard, spec
 
     def is_sharded(self, variable: Var | Literal) -> bool:
-        """Whether a value is known by its shard alone."""
+        """Returns whether only the shard of a value is known."""
         return (
             not isinstance(variable, Literal)
             and variable in self._shards
-            and variable not in self._whole
+            and variable not in self._full
         )
 
-    def whole(self, variable: Var | Literal) -> Array:
-        """A value, gathered if it is divided.
+    def full(self, variable: Var | Literal) -> Array:
+        """Returns a value, which is gathered if it is sharded.
 
         Returns:
           An array of the variable's shape.
@@ -101,30 +101,30 @@ class Values:
             return variable.val
         if self.is_sharded(variable):
             shard, spec = self._shards[variable]
-            self._whole[variable] = self._exchange.gather(shard, spec)
-        return self._whole[variable]
+            self._full[variable] = self._exchange.gather(shard, spec)
+        return self._full[variable]
 
     def shard(self, variable: Var | Literal, spec: Sharded) -> Array:
-        """This replica's shard of a value.
+        """Returns this replica's shard of a value.
 
         Returns:
           An array whose dimension `spec.dim` is a replica's part.
         """
         if not isinstance(variable, Literal) and variable in self._shards:
-            shard, held = self._shards[variable]
-            if held.dim == spec.dim:
+            shard, shard_spec = self._shards[variable]
+            if shard_spec.dim == spec.dim:
                 return shard
-        return self._exchange.cut(jnp.asarray(self.whole(variable)), spec)
+        return self._exchange.cut(jnp.asarray(self.full(variable)), spec)
 
     def sum(self, variable: Var | Literal, spec: Sharded) -> Array:
-        """This replica's shard of the replicas' values, summed.
+        """Returns this replica's shard of the sum of the replicas' values.
 
         Returns:
           An array whose dimension `spec.dim` is a replica's part.
         """
         if not isinstance(variable, Literal) and variable in self._sums:
             return self._sums[variable]
-        return self._exchange.scatter(jnp.asarray(self.whole(variable)), spec)
+        return self._exchange.scatter(jnp.asarray(self.full(variable)), spec)
 
     def compute(
         self,
@@ -135,26 +135,27 @@ class Values:
         """Computes equations, in their order.
 
         Args:
-          equations: They read values that are set.
-          outputs: Variables that are read afterwards, once for each time.
-          scattered: How those of them are divided that are read by `sum`,
-            and no other way.
+          equations: The equations, which read values that are set.
+          outputs: Variables that are read afterwards, one entry per read.
+          scattered: The specs of those outputs that are read only by `sum`.
         """
         read = [v for e in equations for v in e.invars]
         uses = Counter(variables([*read, *outputs]))
-        places = _sunk(equations, scattered, uses)
-        gathers = gathers_of(
+        places = _find_scattered(equations, scattered, uses)
+        gathers = find_gathers(
             equations,
-            {v for v in self._shards if v not in self._whole},
+            {v for v in self._shards if v not in self._full},
             casts=_casts,
             gathers_again=_is_rematerialized,
         )
         following = iter(gathers.values())
-        # What may still be gathered at any time.
+        # Values whose gathers are not yet tied to an equation.
         free = [*next(following, ())]
         pending: list[Any] = []
         for place, equation in enumerate(equations):
             if place in gathers:
+                # Ties the next equation's values to this equation: they may be
+                # gathered while it is computed, but no earlier.
                 self._flush(pending, uses)
                 free += next(following, ())
                 if self._tie(equation, free):
@@ -176,25 +177,30 @@ class Values:
         self._flush(pending, uses)
 
     def _flush(self, equations: list[Any], uses: Counter[Var]) -> None:
-        """Computes equations on whole values, and empties their list."""
+        """Computes equations on full values, and empties their list."""
         if not equations:
             return
-        made = [v for e in equations for v in e.outvars if uses[v]]
-        results = computed(self._jaxpr, equations, made, self.whole)
-        self._whole.update(zip(made, results, strict=True))
+        outputs = [v for e in equations for v in e.outvars if uses[v]]
+        results = compute_equations(self._jaxpr, equations, outputs, self.full)
+        self._full.update(zip(outputs, results, strict=True))
         equations.clear()
 
     def _tie(self, equation: JaxprEqn, gathered: list[Gathered]) -> bool:
-        """Has values gathered no sooner than an equation can be computed.
+        """Delays the gathers of values until an equation can be computed.
+
+        Args:
+          equation: The equation.
+          gathered: The values, which are tied to its other operands.
 
         Returns:
-          Whether it could be done: the equation reads something else.
+          Whether the values are tied, or there are none. They cannot be if the
+          equation reads nothing else.
         """
         read = variables(equation.invars)
         others = [
             v
             for v in dict.fromkeys(read)
-            if v in self._whole and v not in self._shards and _is_plain(v)
+            if v in self._full and v not in self._shards and _is_plain(v)
         ]
         shards = [
             next(v for v in origins if v in self._shards)
@@ -205,11 +211,11 @@ class Values:
             return not shards
         tied, parts = jax.lax.optimization_barrier(
             (
-                [self._whole[v] for v in others],
+                [self._full[v] for v in others],
                 [self._shards[v][0] for v in shards],
             )
         )
-        self._whole.update(zip(others, tied, strict=True))
+        self._full.update(zip(others, tied, strict=True))
         for variable, part in zip(shards, parts, strict=True):
             self.set_shard(variable, part, self._shards[variable][1])
         return True
@@ -223,16 +229,20 @@ class Values:
         self.set_shard(equation.outvars[0], cast, spec)
 
     def _add(self, equation: Equation, places: dict[Var, Sharded]) -> None:
-        """Adds two values' shards of sums."""
-        (made,) = equation.outvars
-        a, b = (self.sum(v, places[made]) for v in equation.invars)
-        self._sums[made] = a + b
+        """Adds the shards of two values' sums over the replicas."""
+        (total,) = equation.outvars
+        a, b = (self.sum(v, places[total]) for v in equation.invars)
+        self._sums[total] = a + b
 
     def _is_entered(
         self, equation: JaxprEqn, places: dict[Var, Sharded]
     ) -> bool:
-        """Whether an equation is a function to be computed on shards."""
-        if not _is_called(equation):
+        """Returns whether an equation calls a function on shards.
+
+        It does if an operand enters as a shard, or a result's sum is
+        scattered inside.
+        """
+        if not _is_call(equation):
             return False
         return any(
             self._enters_sharded(equation, v) for v in equation.invars
@@ -241,9 +251,9 @@ class Values:
     def _enters_sharded(
         self, equation: JaxprEqn, variable: Var | Literal
     ) -> bool:
-        """Whether a function is given the shard of an operand.
+        """Returns whether an operand enters a function as its shard.
 
-        One that is rematerialized gathers it again.
+        A rematerialized function gathers it again, even if it was gathered.
         """
         if isinstance(variable, Literal) or variable not in self._shards:
             return False
@@ -251,19 +261,19 @@ class Values:
 
     def _enter(self, equation: Equation, places: dict[Var, Sharded]) -> None:
         """Computes the function that an equation calls, on shards."""
-        given = []
+        entering = []
         for variable in equation.invars:
             if self._enters_sharded(equation, variable):
-                given.append(self._shards[variable])
+                entering.append(self._shards[variable])
             else:
-                given.append((self.whole(variable), None))
-        specs = [spec for _, spec in given]
-        wanted = [places.get(v) for v in equation.outvars]
+                entering.append((self.full(variable), None))
+        specs = [spec for _, spec in entering]
+        out_specs = [places.get(v) for v in equation.outvars]
 
         def inner(*operands: Array) -> list[Any]:
-            return self._called(equation, operands, specs, wanted)
+            return self._call(equation, operands, specs, out_specs)
 
-        operands = [value for value, _ in given]
+        operands = [value for value, _ in entering]
         if not _is_rematerialized(equation):
             results = inner(*operands)
         else:
@@ -274,24 +284,24 @@ class Values:
                 *traced.consts, *operands, **params
             )
         for variable, spec, result in zip(
-            equation.outvars, wanted, results, strict=True
+            equation.outvars, out_specs, results, strict=True
         ):
             if spec is None:
-                self._whole[variable] = result
+                self._full[variable] = result
             else:
                 self._sums[variable] = result
 
-    def _called(
+    def _call(
         self,
         equation: JaxprEqn,
         operands: Sequence[Any],
         specs: Sequence[Sharded | None],
-        wanted: Sequence[Sharded | None],
+        out_specs: Sequence[Sharded | None],
     ) -> list[Any]:
         jaxpr = equation.params.get("jaxpr") or equation.params["call_jaxpr"]
         consts = getattr(jaxpr, "consts", ())
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-        values = Values(jaxpr, self._exchange)
+        values = ShardedInterpreter(jaxpr, self._exchange)
         for variable, value in zip(jaxpr.constvars, consts, strict=True):
             values.set_replicated(variable, value)
         for variable, value, spec in zip(
@@ -303,13 +313,13 @@ class Values:
                 values.set_shard(variable, value, spec)
         scattered = {
             v: spec
-            for v, spec in zip(jaxpr.outvars, wanted, strict=True)
+            for v, spec in zip(jaxpr.outvars, out_specs, strict=True)
             if spec is not None and not isinstance(v, Literal)
         }
         values.compute(jaxpr.eqns, jaxpr.outvars, scattered)
         return [
-            values.whole(v) if spec is None else values.sum(v, spec)
-            for v, spec in zip(jaxpr.outvars, wanted, strict=True)
+            values.full(v) if spec is None else values.sum(v, spec)
+            for v, spec in zip(jaxpr.outvars, out_specs, strict=True)
         ]
 
 
@@ -317,8 +327,8 @@ def _is_rematerialized(equation: JaxprEqn) -> bool:
     return equation.primitive.name in _REMATERIALIZED
 
 
-def _is_called(equation: JaxprEqn) -> bool:
-    """Whether an equation is a function that can be computed on shards."""
+def _is_call(equation: JaxprEqn) -> bool:
+    """Returns whether an equation calls a function that can run on shards."""
     return equation.primitive.name in (*_REMATERIALIZED, *_CALLS)
 
 
@@ -327,7 +337,7 @@ def _casts(equation: JaxprEqn) -> bool:
 
 
 def _is_plain(variable: Var) -> bool:
-    """Whether a value is an array of numbers: no random key, no reference."""
+    """Returns whether a value is neither a random key nor a reference."""
     array: Any = variable.aval
     is_key = jnp.issubdtype(array.dtype, jax.dtypes.extended)
     return not is_key and not is_reference(variable)
@@ -337,15 +347,15 @@ def _adds(equation: JaxprEqn) -> bool:
     return equation.primitive.name == "add_any"
 
 
-def _sunk(
+def _find_scattered(
     equations: Sequence[Any],
     scattered: dict[Var, Sharded],
     uses: Counter[Var],
 ) -> dict[Var, Sharded]:
-    """The variables whose sums are scattered where they are made.
+    """Finds the variables whose sums are scattered where they are computed.
 
-    Those are results of functions, and sums of such: a weight that several
-    rematerialized parts read.
+    These are results of functions, and sums of such results, such as the
+    gradient of a weight that several rematerialized parts read.
     """
     makers = {v: e for e in equations for v in e.outvars}
     places: dict[Var, Sharded] = {}
@@ -356,9 +366,9 @@ def _sunk(
         maker = makers.get(variable)
         if maker is None:
             return False
-        is_inner = _is_called(maker)
+        is_inner = _is_call(maker)
         if _adds(maker):
-            # Not short-circuited: all that can be, are.
+            # A list, not a generator: `any` must not skip the second operand.
             is_inner = any([sink(v, spec) for v in maker.invars])
         if is_inner:
             places[variable] = spec

@@ -5,35 +5,37 @@ import dataclasses
 from jax.sharding import NamedSharding, PartitionSpec
 
 Axis = str | tuple[str, ...]
-"""The replicas' axis, or the axes of their groups and in one."""
+"""The replica axis, or the axes (of the groups, within a group)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OverCores:
-    """Where a value lies that each replica holds, divided over its cores.
+    """The placement of a value sharded over the cores of each replica.
 
     Attributes:
-      sharding: Its sharding.
+      sharding: The sharding of the value.
     """
 
     sharding: NamedSharding
 
     @property
     def spec(self) -> PartitionSpec:
-        """What of it a function that is mapped over the replicas is given."""
+        """The spec in a function mapped over replicas: replicated."""
         return PartitionSpec()
 
 
 @dataclasses.dataclass(frozen=True)
 class Sharded:
-    """Where a value lies that is whole to a replica's function.
+    """The placement of a value sharded over the replicas.
+
+    A replica's function sees the full value.
 
     Attributes:
-      sharding: Its sharding, which may also divide another dimension over a
-        replica's cores.
-      dim: The dimension that is divided over replicas.
+      sharding: The sharding of the value. It may also shard another dimension
+        over a replica's cores.
+      dim: The dimension that is sharded over the replicas.
       sum_dtype: The dtype in which the replicas' values are summed; None for
-        their own.
+        the dtype of the value.
     """
 
     sharding: NamedSharding
@@ -42,13 +44,13 @@ class Sharded:
 
     @property
     def spec(self) -> PartitionSpec:
-        """Its shards in a function that is mapped over the replicas."""
+        """The spec of its shards in a function mapped over the replicas."""
         axis = self.sharding.spec[self.dim]
         return PartitionSpec(*[None] * self.dim, axis)
 
 
 Placed = OverCores | Sharded
-"""Of a value that some device does not hold whole."""
+"""The placement of a value that is not replicated on all devices."""
 
 Spec = PartitionSpec | Placed
-"""As in `replica_map`, or of a value that is placed in another way."""
+"""A spec of `replica_map`, or the placement of a sharded value."""

@@ -1,7 +1,7 @@
-"""A traced function cut into stages: what waits for how many collectives.
+"""Stages of a traced function, by the number of collectives that come before.
 
-References (`jax.new_ref`) carry values from one equation to another besides:
-whoever uses one waits for all that was written to it, and needs it written.
+Values also flow between equations through references (`jax.new_ref`): an
+equation that uses a reference depends on all equations that wrote to it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,50 +21,52 @@ from jax.extend.core import (
 
 from keras_strategies._types import Array, Equation
 
-# Effects not seen outside of the program: that an equation knows a mapped
-# axis, and what it does to a reference.
+# Effects without consequences outside of the program: the use of a mapped axis,
+# and reads and writes of references.
 _SILENT = {
     *("NamedAxisEffect", "InternalMutableArrayEffect"),
     *("ReadEffect", "WriteEffect", "AccumEffect"),
 }
 
 
-def outputs_waiting(jaxpr: Jaxpr, stages: Sequence[int]) -> list[int]:
-    """How many collectives' results each output waits for.
+def find_output_stages(jaxpr: Jaxpr, stages: Sequence[int]) -> list[int]:
+    """Returns the number of collectives that each output depends on.
 
     Args:
       jaxpr: A program that takes the results of collectives as inputs.
-      stages: For each input 0, or the number of the collective that it is a
-        result of, from 1.
+      stages: For each input, the number (from 1) of the collective that it is
+        a result of, or 0.
     """
-    return _of_outputs(jaxpr, _flow(jaxpr, stages))
+    return _read_outputs(jaxpr, _flow(jaxpr, stages))
 
 
-def outputs_differing(jaxpr: Jaxpr, are_own: Sequence[bool]) -> list[bool]:
-    """Whether each output may differ between the replicas.
+def find_differing_outputs(
+    jaxpr: Jaxpr, may_differ: Sequence[bool]
+) -> list[bool]:
+    """Returns whether each output may differ between the replicas.
 
     Args:
       jaxpr: A program without collectives.
-      are_own: Whether each input may.
+      may_differ: Whether each input may differ.
     """
-    flow = _flow(jaxpr, are_own, _is_own)
-    return list(map(bool, _of_outputs(jaxpr, flow)))
+    flow = _flow(jaxpr, may_differ, _may_differ)
+    return list(map(bool, _read_outputs(jaxpr, flow)))
 
 
-def part(
-    traced: ClosedJaxpr, outputs: Sequence[int], acting: Iterable[Any] = ()
+def select_outputs(
+    traced: ClosedJaxpr, outputs: Sequence[int], kept: Iterable[Any] = ()
 ) -> ClosedJaxpr:
-    """The part of a program that some of its outputs need.
+    """Returns the part of a program that some of its outputs need.
 
     Args:
       traced: The program.
       outputs: Positions of its outputs.
-      acting: Equations that are kept for what they do.
+      kept: Equations that are kept for their effects.
     """
     jaxpr = traced.jaxpr
     outvars = [jaxpr.outvars[k] for k in outputs]
-    kept = set(map(id, acting))
-    needed = needed_equations(jaxpr.eqns, outvars, lambda e: id(e) in kept)
+    ids = set(map(id, kept))
+    needed = needed_equations(jaxpr.eqns, outvars, lambda e: id(e) in ids)
     return traced.replace(jaxpr=jaxpr.replace(eqns=needed, outvars=outvars))
 
 
@@ -73,23 +75,23 @@ def needed_equations(
     outputs: Iterable[Any],
     is_kept: Callable[[Any], bool],
 ) -> list[Any]:
-    """Returns the equations that outputs, or others that are kept, need.
+    """Returns the equations that the outputs or kept equations need.
 
     Args:
       equations: The equations of a program, in their order.
       outputs: Variables and literals.
-      is_kept: Whether an equation is kept for what it does.
+      is_kept: Returns whether an equation is kept for its effects.
     """
     needed, kept = set(variables(outputs)), []
     for equation in reversed(equations):
-        made = [*equation.outvars, *references(equation)]
-        if is_kept(equation) or not needed.isdisjoint(made):
+        written = [*equation.outvars, *references(equation)]
+        if is_kept(equation) or not needed.isdisjoint(written):
             kept.append(equation)
             needed.update(variables(equation.invars))
     return kept[::-1]
 
 
-def computed(
+def compute_equations(
     jaxpr: Jaxpr,
     equations: Sequence[Any],
     outputs: Sequence[Var],
@@ -100,19 +102,19 @@ def computed(
     Args:
       jaxpr: The program.
       equations: The equations.
-      outputs: The variables that they make whose values are returned.
-      value_of: Returns the value of a variable that they read.
+      outputs: The results of the equations whose values are returned.
+      value_of: Returns the value of a variable that the equations read.
     """
-    own = {v for equation in equations for v in equation.outvars}
+    results = {v for equation in equations for v in equation.outvars}
     used = [v for equation in equations for v in variables(equation.invars)]
-    read = dict.fromkeys(v for v in used if v not in own)
-    part = jaxpr.replace(
+    read = dict.fromkeys(v for v in used if v not in results)
+    program = jaxpr.replace(
         constvars=[],
         invars=list(read),
         outvars=list(outputs),
         eqns=list(equations),
     )
-    return jaxpr_as_fun(ClosedJaxpr(part, []))(*map(value_of, read))
+    return jaxpr_as_fun(ClosedJaxpr(program, []))(*map(value_of, read))
 
 
 def with_consts_as_inputs(traced: ClosedJaxpr) -> Jaxpr:
@@ -122,7 +124,7 @@ def with_consts_as_inputs(traced: ClosedJaxpr) -> Jaxpr:
 
 
 def variables(operands: Iterable[Any]) -> list[Var]:
-    """Returns the operands that are no literals."""
+    """Returns the operands that are not literals."""
     return [v for v in operands if not isinstance(v, Literal)]
 
 
@@ -137,35 +139,35 @@ def shape_of(value: Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=weak)
 
 
-def acting(jaxpr: Jaxpr, stages: Sequence[int], stage: int) -> list[Any]:
-    """The equations with effects (prints, callbacks) of one stage."""
+def find_effects(jaxpr: Jaxpr, stages: Sequence[int], stage: int) -> list[Any]:
+    """Returns the equations with effects (prints, callbacks) of one stage."""
     waits = _flow(jaxpr, stages)
     return [
         equation
         for equation in jaxpr.eqns
-        if acts(equation)
+        if has_effects(equation)
         and max(_values(equation.invars, waits), default=0) == stage
     ]
 
 
-def acts(equation: JaxprEqn) -> bool:
-    """Whether an equation does something that is seen: prints, calls Python."""
+def has_effects(equation: JaxprEqn) -> bool:
+    """Returns whether an equation has visible effects: prints, callbacks."""
     return any(
         type(effect).__name__ not in _SILENT for effect in equation.effects
     )
 
 
 def has_answers(jaxpr: Jaxpr) -> bool:
-    """Whether Python is called for values (`io_callback`)."""
+    """Returns whether Python is called for values (`io_callback`)."""
     return any(
-        acts(equation)
+        has_effects(equation)
         and not all(isinstance(v, DropVar) for v in equation.outvars)
         for equation in jaxpr.eqns
     )
 
 
 def has_references(jaxpr: Jaxpr) -> bool:
-    """Whether values go from one equation to another by references."""
+    """Returns whether equations exchange values by references."""
     return any(map(references, jaxpr.eqns))
 
 
@@ -174,18 +176,25 @@ def _flow(
     inputs: Sequence[int],
     of_equation: Callable[[Any], int] = lambda equation: 0,
 ) -> dict[Var, int]:
-    """The largest number among all that each value was made of."""
+    """Propagates numbers: a result gets the largest one of its operands.
+
+    Args:
+      jaxpr: The program.
+      inputs: The number of each input.
+      of_equation: Returns the smallest number for the results of an equation.
+    """
     flow: dict[Var, int] = dict(zip(jaxpr.invars, inputs, strict=True))
     flow.update((variable, 0) for variable in jaxpr.constvars)
     for equation in jaxpr.eqns:
-        found = max(_values(equation.invars, flow), default=0)
-        found = max(found, of_equation(equation))
-        made = [*equation.outvars, *references(equation)]
-        flow.update((variable, found) for variable in made)
+        number = max(_values(equation.invars, flow), default=0)
+        number = max(number, of_equation(equation))
+        # A reference counts as written by every equation that uses it.
+        written = [*equation.outvars, *references(equation)]
+        flow.update((variable, number) for variable in written)
     return flow
 
 
-def _of_outputs(jaxpr: Jaxpr, flow: dict[Var, int]) -> list[int]:
+def _read_outputs(jaxpr: Jaxpr, flow: dict[Var, int]) -> list[int]:
     return [0 if isinstance(v, Literal) else flow[v] for v in jaxpr.outvars]
 
 
@@ -194,7 +203,7 @@ def _values(operands: Sequence[Any], flow: dict[Var, int]) -> list[int]:
 
 
 def references(equation: Equation) -> list[Var]:
-    """The references among an equation's operands and results."""
+    """Returns the references among an equation's operands and results."""
     return [
         variable
         for variable in (*equation.invars, *equation.outvars)
@@ -203,23 +212,23 @@ def references(equation: Equation) -> list[Var]:
 
 
 def is_reference(variable: Var | Literal) -> bool:
-    """Whether a variable is a reference (`jax.new_ref`), and no value."""
+    """Returns whether a variable is a reference (`jax.new_ref`)."""
     return type(variable.aval).__name__ == "AbstractRef"
 
 
-def _is_own(equation: JaxprEqn) -> bool:
-    """Whether results may differ though the operands are the same on all.
+def _may_differ(equation: JaxprEqn) -> bool:
+    """Returns whether results may differ though the operands are replicated.
 
-    So do a replica's number, and what Python answers.
+    Replica ids and results of Python callbacks may differ.
     """
     return any(
-        each.primitive.name == "axis_index" or acts(each)
+        each.primitive.name == "axis_index" or has_effects(each)
         for each in (equation, *equations_in(equation))
     )
 
 
 def all_equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Any]:
-    """The equations of a jaxpr, closed or not, and those in them, each once."""
+    """Yields the equations of a jaxpr and all nested ones, each once."""
     seen: set[int] = set()
     waiting = [getattr(jaxpr, "jaxpr", jaxpr)]
     while waiting:
@@ -232,7 +241,7 @@ def all_equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Any]:
 
 
 def equations_in(equation: JaxprEqn) -> Iterator[Any]:
-    """All equations of the jaxprs among an equation's parameters."""
+    """Yields all equations of the jaxprs among an equation's parameters."""
     for inner in jaxprs_in_params(equation.params):
         yield from all_equations(inner)
 
@@ -240,17 +249,17 @@ def equations_in(equation: JaxprEqn) -> Iterator[Any]:
 def scan_operands(
     equation: JaxprEqn, values: Sequence[Any]
 ) -> tuple[list[Any], list[Any], list[Any]]:
-    """Splits what belongs to the operands of a `scan` by what they are.
+    """Splits values that belong to the operands of a `scan`.
 
     Args:
       equation: An equation of `jax.lax.scan`.
-      values: One for each operand.
+      values: One value for each operand.
 
     Returns:
-      Those of the constants, of the carry, and of what is scanned.
+      The values of the constants, of the carry, and of the scanned operands.
     """
     params = equation.params
-    if "ft_in" in params:  # Of JAX 0.12.
+    if "ft_in" in params:  # JAX 0.12.
         parts = params["ft_in"].update(list(values)).unpack()
         consts, carry, scanned = map(list, parts)
         return consts, carry, scanned
@@ -260,5 +269,5 @@ def scan_operands(
 
 
 def names_in(*groups: str) -> tuple[str, ...]:
-    """Returns the names of primitives in texts, which spaces separate."""
+    """Splits texts at spaces into names of primitives."""
     return tuple(name for group in groups for name in group.split())

@@ -1,4 +1,4 @@
-"""Facts about traces: whether one is under way, where an equation is from."""
+"""Detection of traces, and of the code that equations come from."""
 
 import collections
 import contextlib
@@ -15,24 +15,24 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from keras_strategies._core.jaxprs import stages
 
 
-def is_traced() -> bool:
-    """Whether this thread runs a function that JAX traces to compile it.
+def is_tracing() -> bool:
+    """Returns whether JAX is tracing the current function to compile it.
 
-    What it reads from Python is then read once, and not in every call. Under
-    a gradient that is computed on the spot it is not so.
+    In a trace, values from Python are read once and not in every call. A
+    gradient that is computed eagerly is not such a trace.
     """
     from jax._src import core
 
-    # The second look costs an operation.
+    # The second test computes an operation, so it comes last.
     return not core.trace_state_clean() and isinstance(
         jnp.add(jnp.int32(0), 0), Tracer
     )
 
 
-def place_of(equation: JaxprEqn) -> str:
+def find_place(equation: JaxprEqn) -> str:
     """Returns the file and line of the user's code that an equation is from.
 
-    Empty where nothing is known, or no frame is the user's.
+    An empty string, if it is unknown or no frame is in the user's code.
     """
     info = getattr(equation, "source_info", None)
     traceback = getattr(info, "traceback", None)
@@ -43,36 +43,38 @@ def place_of(equation: JaxprEqn) -> str:
     return ""
 
 
-def has_own_code(jaxpr: ClosedJaxpr, mark: str) -> bool:
-    """Whether code that is neither Keras's nor JAX's made, or takes, a mark.
+def has_user_code(jaxpr: ClosedJaxpr, mark: str) -> bool:
+    """Returns whether user code computes, or uses, a marked value.
 
-    An equation is made by who called JAX, directly or by an operation of
-    Keras: a layer's, though a model of the user's called the layer.
+    User code is neither Keras's nor JAX's. An equation belongs to the code
+    that called JAX, directly or through a Keras operation: the equations of a
+    Keras layer are Keras's, even if a user-defined model called the layer.
 
     Args:
       jaxpr: A closed jaxpr.
-      mark: A name of `checkpoint_name`.
+      mark: A name passed to `checkpoint_name`.
     """
     behind = _equations_behind(jaxpr, mark)
     marked = {v for e in behind if _is_mark(e, mark) for v in e.outvars}
     for equation in jaxpr.jaxpr.eqns:
         values = stages.variables(equation.invars)
-        if not marked.isdisjoint(values) and is_own(equation):
+        if not marked.isdisjoint(values) and is_user_code(equation):
             return True
-    return any(map(is_own, behind)) or any(
-        is_own(inner) for e in behind for inner in stages.equations_in(e)
+    return any(map(is_user_code, behind)) or any(
+        is_user_code(inner) for e in behind for inner in stages.equations_in(e)
     )
 
 
 def computations_in(jaxpr: ClosedJaxpr, mark: str) -> dict[Any, int]:
-    """How often each computation makes what is marked, but for moves and sums.
+    """Counts the primitives that marked values are computed by.
 
-    A compiled function counts as one, by its name: of one row JAX's own
-    leave things out.
+    Operations that only move or sum values do not count. A jitted function
+    counts as one, by its name, because JAX's functions skip some operations
+    if there is only one row.
 
     Args:
       jaxpr: A closed jaxpr.
-      mark: A name of `checkpoint_name`.
+      mark: A name passed to `checkpoint_name`.
     """
     return collections.Counter(
         (equation.primitive.name, equation.params.get("name"))
@@ -82,18 +84,18 @@ def computations_in(jaxpr: ClosedJaxpr, mark: str) -> dict[Any, int]:
 
 
 def numbers_in(jaxpr: ClosedJaxpr, mark: str) -> list[float]:
-    """Lists the plain real numbers that what is marked is made with.
+    """Lists the real literals that marked values are computed from.
 
     Args:
       jaxpr: A closed jaxpr.
-      mark: A name of `checkpoint_name`.
+      mark: A name passed to `checkpoint_name`.
     """
-    found = []
+    numbers = []
     for equation in _equations_behind(jaxpr, mark):
         for operand in equation.invars:
             if isinstance(operand, Literal) and np.isrealobj(operand.val):
-                found.append(float(operand.val))
-    return found
+                numbers.append(float(operand.val))
+    return numbers
 
 
 _MOVES = frozenset(
@@ -105,7 +107,7 @@ _MOVES = frozenset(
 
 
 def _equations_behind(jaxpr: ClosedJaxpr, mark: str) -> list[Any]:
-    """The equations that marked values are computed by; all, if none is."""
+    """Returns the equations that marked values need, or all if none do."""
     is_kept = functools.partial(_is_mark, mark=mark)
     equations = stages.needed_equations(jaxpr.jaxpr.eqns, (), is_kept)
     return equations or list(jaxpr.jaxpr.eqns)
@@ -116,8 +118,8 @@ def _is_mark(equation: JaxprEqn, mark: str) -> bool:
     return is_name and equation.params["name"] == mark
 
 
-def is_own(equation: JaxprEqn) -> bool:
-    """Whether code that is neither Keras's nor JAX's made an equation."""
+def is_user_code(equation: JaxprEqn) -> bool:
+    """Returns whether an equation comes from user code."""
     traceback = getattr(equation.source_info, "traceback", None)
     if traceback is None or equation.primitive.name == "name":
         return False
@@ -125,7 +127,7 @@ def is_own(equation: JaxprEqn) -> bool:
     for code in codes:
         maker = _maker_of(code.co_filename)
         if maker is False and code.co_filename.endswith("functional.py"):
-            # An operation that the author of a functional model has put there.
+            # An operation that the author of a functional model wrote.
             name = equation.params.get("name", equation.primitive.name)
             return name not in _OF_ENTRIES
         if maker is not None:
@@ -140,12 +142,12 @@ _OF_ENTRIES = frozenset(
         "silu slice softmax squeeze sub tanh transpose",
     )
 )
-"""What has no constants but those that it is given."""
+"""Operations whose only constants are those that the author passed."""
 
 
 @functools.lru_cache(maxsize=1024)
 def _maker_of(file_name: str) -> bool | None:
-    """Whether a file is the user's; None where it works for its callers."""
+    """Returns whether a file is the user's, or None if its callers decide."""
     if not file_name.startswith(_library_folders()):
         return True
     for folder in _folders("keras", "keras_hub"):
@@ -157,20 +159,20 @@ def _maker_of(file_name: str) -> bool | None:
 
 
 _FOR_CALLERS = frozenset(("ops", "backend", "random", "utils", "tree"))
-"""Keras's folders whose functions compute what their callers ask for."""
+"""Keras folders whose functions compute on behalf of their callers."""
 
 
 @functools.cache
 def _library_folders() -> tuple[str, ...]:
     names = ("jax", "keras", "keras_hub", "keras_strategies", "numpy")
-    # Not the folder of these two, which others' packages may lie below.
+    # These two by file: other packages may be installed below their folder.
     files = (functools.__file__, contextlib.__file__)
     return ("<frozen ", *files, *_folders(*names))
 
 
 @functools.cache
 def _folders(*names: str) -> tuple[str, ...]:
-    found = map(importlib.util.find_spec, names)
-    origins = [spec.origin for spec in found if spec and spec.origin]
+    specs = map(importlib.util.find_spec, names)
+    origins = [spec.origin for spec in specs if spec and spec.origin]
     folders = map(os.path.dirname, origins)
     return tuple(dict.fromkeys(f"{folder}{os.sep}" for folder in folders))

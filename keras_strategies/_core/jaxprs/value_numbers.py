@@ -1,4 +1,4 @@
-"""Value numbering: the same code in several traced functions."""
+"""Value numbering, which finds the same code in several traced functions."""
 
 from collections.abc import Hashable, Mapping
 from typing import Any
@@ -6,28 +6,28 @@ from typing import Any
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
-from keras_strategies._core.jaxprs.stages import acts, references
+from keras_strategies._core.jaxprs.stages import has_effects, references
 
 
 class ValueNumbers:
-    """Numbers of values: equal ones where the same code makes them.
+    """Numbers of values that are equal if the same code computes the values.
 
     Value numbering (Alpern, Wegman and Zadeck, 1988) over several traced
-    functions of the same inputs. Where in doubt (effects, Python functions
-    among an equation's parameters), numbers differ.
+    functions of the same inputs. If in doubt (effects, Python functions among
+    an equation's parameters), numbers differ.
     """
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
-        # Whose ids are in keys.
+        # Objects whose ids are in keys, kept alive.
         self._held: list[Any] = []
 
-    def of_outputs(self, traced: ClosedJaxpr) -> list[int]:
-        """The number of each output of a traced function."""
+    def number_outputs(self, traced: ClosedJaxpr) -> list[int]:
+        """Returns the number of each output of a traced function."""
         consts = [self._by_identity(const) for const in traced.consts]
-        return self._of_jaxpr(traced.jaxpr, consts)
+        return self._number_jaxpr(traced.jaxpr, consts)
 
-    def _of_jaxpr(self, jaxpr: Jaxpr, consts: list[int]) -> list[int]:
+    def _number_jaxpr(self, jaxpr: Jaxpr, consts: list[int]) -> list[int]:
         known: dict[Any, int] = dict(zip(jaxpr.constvars, consts, strict=True))
         for i, variable in enumerate(jaxpr.invars):
             known[variable] = self._number(("input", i))
@@ -38,7 +38,7 @@ class ValueNumbers:
                 operands,
                 self._parameters(equation.params),
             )
-            if acts(equation) or references(equation):
+            if has_effects(equation) or references(equation):
                 key = self._by_identity(equation)
             for i, variable in enumerate(equation.outvars):
                 known[variable] = self._number((key, i))
@@ -56,21 +56,21 @@ class ValueNumbers:
         return self._number(("literal", str(variable.aval), content))
 
     def _parameters(self, value: Any) -> Hashable:
-        """What a parameter's value is, as a key."""
+        """Returns a hashable key for the value of a parameter."""
         if isinstance(value, ClosedJaxpr):
-            return ("program", *self.of_outputs(value))
+            return ("program", *self.number_outputs(value))
         if isinstance(value, Jaxpr):
             consts = [
                 self._number(("const", i)) for i in range(len(value.constvars))
             ]
-            return ("program", *self._of_jaxpr(value, consts))
+            return ("program", *self._number_jaxpr(value, consts))
         if isinstance(value, Mapping):
             items = [(k, self._parameters(v)) for k, v in value.items()]
             return ("mapping", *sorted(items, key=lambda item: str(item[0])))
         if type(value) in (tuple, list):
             return ("sequence", *map(self._parameters, value))
         if isinstance(value, float | complex):
-            # Zeros have signs.
+            # By `repr`, because 0.0 and -0.0 are equal but differ.
             return (type(value), repr(value))
         try:
             hash(value)

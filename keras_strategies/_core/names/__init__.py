@@ -1,1 +1,1 @@
-"""Names that users write: public ones, tf's, devices, versions."""
+"""Names that users write: public names, TensorFlow's, devices, versions."""

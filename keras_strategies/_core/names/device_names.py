@@ -1,4 +1,4 @@
-"""Devices as users write them: "CPU:0", "/gpu:1", "tpu:3", jax devices."""
+"""Devices in the forms that users write: "CPU:0", "/gpu:1", "tpu:3"."""
 
 import collections
 import re
@@ -16,57 +16,57 @@ _SAME_PLATFORM = {"cuda": "gpu", "rocm": "gpu"}
 def find_device(
     name: str | jax.Device, available: Sequence[jax.Device]
 ) -> jax.Device:
-    """Returns the device that a user's name means.
+    """Returns the device that a user's name refers to.
 
     Args:
       name: A platform and an index among that platform's devices ("gpu:1",
-        "/gpu:1", "/device:GPU:1", also with tf's job and task parts; without
-        an index the first one), or a jax device.
+        "/gpu:1", "/device:GPU:1", also with TensorFlow's job and task parts;
+        without an index, the first device), or a JAX device.
       available: The devices to choose from.
 
     Raises:
-      ValueError: no such device; the text lists those that exist.
-      TypeError: neither a string nor a jax device.
+      ValueError: if there is no such device; the message lists the devices.
+      TypeError: if `name` is neither a string nor a JAX device.
     """
     if isinstance(name, jax.Device):
         if name not in available:
-            raise ValueError(_unknown(str(name), available))
+            raise ValueError(_describe_unknown(str(name), available))
         return name
     if not isinstance(name, str):
         raise TypeError(
-            "A device is given by its name or as a jax device. Received: "
-            f"{name!r} of type {type(name).__name__}. Write for example "
+            "A device must be a name or a JAX device. Received: "
+            f"{name!r} of type {type(name).__name__}. Pass for example "
             f"'{_names(available)[0]}'."
         )
     match = _NAME.match(name.strip())
     if match is None:
-        raise ValueError(_unknown(name, available))
+        raise ValueError(_describe_unknown(name, available))
     platform = match["platform"].lower()
     platform = _SAME_PLATFORM.get(platform, platform)
     same = [d for d in available if d.platform == platform]
     index = int(match["index"] or 0)
     if index >= len(same):
-        raise ValueError(_unknown(name, available))
+        raise ValueError(_describe_unknown(name, available))
     return same[index]
 
 
 def find_devices(
     names: Sequence[str | jax.Device], available: Sequence[jax.Device]
 ) -> tuple[jax.Device, ...]:
-    """Returns the devices of several names; see `find_device`."""
+    """Returns the devices that several names refer to; see `find_device`."""
     if isinstance(names, str | jax.Device):
         names = [names]
     if not isinstance(names, Iterable):
         raise TypeError(
-            "Devices are given as a sequence of names or jax devices. "
-            f"Received: {names!r} of type {type(names).__name__}. Write for "
+            "Devices must be a sequence of names or JAX devices. "
+            f"Received: {names!r} of type {type(names).__name__}. Pass for "
             f"example {_names(available)[:2]}."
         )
     return tuple(find_device(name, available) for name in names)
 
 
 def local_devices() -> list[jax.Device]:
-    """Returns this process's devices: the default platform's, then CPUs."""
+    """Returns this process's devices of the default platform, then its CPUs."""
     devices = list(jax.local_devices())
     if devices[0].platform != "cpu":
         devices += jax.local_devices(backend="cpu")
@@ -82,9 +82,9 @@ def _names(available: Sequence[jax.Device]) -> list[str]:
     return names
 
 
-def _unknown(name: str, available: Sequence[jax.Device]) -> str:
+def _describe_unknown(name: str, available: Sequence[jax.Device]) -> str:
     return (
-        f"Unknown device {name!r}. A device is a platform and an index, and "
-        f"must exist. Received: {name!r}. Existing devices: "
+        f"Unknown device {name!r}. A device must be a platform and an index, "
+        f"and must exist. Received: {name!r}. Available devices: "
         f"{', '.join(_names(available))}."
     )

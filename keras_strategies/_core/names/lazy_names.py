@@ -1,4 +1,4 @@
-"""Public names that are imported when they are first asked for."""
+"""Public names that are imported on first use."""
 
 import importlib
 import sys
@@ -12,14 +12,14 @@ def lazy_names(
     modules: Mapping[str, str],
     instead: Mapping[str, str] | None = None,
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The `__getattr__` and `__dir__` of a module of public names (PEP 562).
+    """Makes `__getattr__` and `__dir__` of a module of public names (PEP 562).
 
     Args:
-      public: The module that has the names, its `__name__`.
-      package: What the modules are named relative to.
+      public: The `__name__` of the module that has the names.
+      package: The package that the modules' names are relative to.
       modules: The module that defines each name; "" for a name that is itself
         a module of `package`.
-      instead: What to use in the place of names of tf that are not here.
+      instead: Replacements to suggest for unsupported TensorFlow names.
 
     Example:
       ```python
@@ -31,19 +31,19 @@ def lazy_names(
     def get(name: str) -> Any:
         if instead is not None and name in instead:
             raise AttributeError(
-                f"module {public!r} has no attribute {name!r}. It is a name of "
-                f"TensorFlow without a counterpart here. Use {instead[name]}."
+                f"module {public!r} has no attribute {name!r}. This TensorFlow "
+                f"name is not supported. Use {instead[name]}."
             )
         if name not in modules:
             raise AttributeError(f"module {public!r} has no attribute {name!r}")
         module = importlib.import_module(f"{package}.{modules[name] or name}")
         value = getattr(module, name) if modules[name] else module
-        # From now on it is found without this function.
+        # The next access finds it without this function.
         setattr(sys.modules[public], name, value)
         return value
 
     def names() -> list[str]:
-        own = (name for name in vars(sys.modules[public]) if name[:2] == "__")
-        return sorted({*own, *modules})
+        dunder = (n for n in vars(sys.modules[public]) if n[:2] == "__")
+        return sorted({*dunder, *modules})
 
     return get, names

@@ -1,27 +1,24 @@
-"""Names of tf.distribute's modules that are not here, and what to use."""
+"""Replacements suggested for unsupported `tf.distribute` names."""
 
 _WORKERS = (
     "`ks.MultiWorkerMirroredStrategy` on chief and worker tasks: every process "
-    "trains, and none serves variables, which the replicas can divide "
-    "(`variable_partitioner=ks.experimental.FullySharded()`)"
+    "trains, no process serves variables, and variables can be sharded over "
+    "the replicas (`variable_partitioner=ks.experimental.FullySharded()`)"
 )
 _PARTITIONERS = (
     "`ks.experimental.FullySharded(shards, min_size=...)`, whose `min_size` is "
-    "in entries, or a function of a variable's path, shape and dtype"
+    "a number of entries, or a function of a variable's path, shape and dtype"
 )
 _ONE_HOST = (
-    "`ks.MirroredStrategy`: every device holds the variables, and reading them "
-    "costs no transfer"
+    "`ks.MirroredStrategy`: the variables are replicated on every device, so "
+    "that reading them needs no transfer"
 )
-_REDUCING = (
-    "nothing in its place: XLA chooses how replicas communicate on their "
-    "devices"
-)
+_REDUCING = "nothing instead: XLA chooses how the replicas' devices communicate"
 _OPTIONS = "`ks.experimental.CommunicationOptions`"
 _PREEMPTED = (
     "`ks.callbacks.Checkpoint`, which saves on SIGTERM at the same step in all "
-    "processes. Loops of one's own end with `SystemExit(75)` before the same "
-    "step: keep a `ks.checkpoint.CheckpointManager`"
+    "processes. Custom training loops end with `SystemExit(75)` before the "
+    "same step: keep a `ks.checkpoint.CheckpointManager`"
 )
 _RESOLVER = (
     "`ks.cluster_resolver.SimpleClusterResolver` with the machines' addresses, "
@@ -39,7 +36,7 @@ DISTRIBUTE = {
     "InputWorkers": "`ks.InputContext`",
     "Server": (
         "`keras-strategies launch`, or start the script in every process: "
-        "none waits for work"
+        "no process waits for work"
     ),
     "coordinator": _WORKERS,
 }
@@ -61,7 +58,7 @@ EXPERIMENTAL = {
     "MinSizePartitioner": _PARTITIONERS,
     "Partitioner": _PARTITIONERS,
     "partitioners": _PARTITIONERS,
-    "rpc": "another library: processes only train together here",
+    "rpc": "another library: here, processes only train together",
 }
 """Names of `tf.distribute.experimental`."""
 

@@ -1,7 +1,7 @@
-"""The versions of Keras and JAX that work, and those that are installed.
+"""Supported and installed versions of Keras and JAX.
 
-Imports neither: versions are read from the packages' files, since Keras's
-nightlies lie in the folder of `keras` under another name of a distribution.
+Imports neither package. Versions are read from the packages' files, because
+Keras's nightlies are in the folder `keras` but have another distribution name.
 """
 
 import importlib.metadata
@@ -29,13 +29,13 @@ BELOW = {
     "orbax-checkpoint": (0, 13),
     "rich": (16,),
 }
-"""The first versions that nobody has tested; as in pyproject.toml."""
+"""The first untested versions, as in pyproject.toml."""
 
 TESTED = {"keras": "3.15.1", "jax": "0.10.2 and 0.12.0.1"}
-"""What docs/versions.md says was tested."""
+"""The tested versions, as in docs/versions.md."""
 
 SILENCE = "KERAS_STRATEGIES_UNTESTED_VERSIONS"
-"""The variable that ends the warning; "1" does."""
+"""The environment variable that silences the warning if it is "1"."""
 
 _FILES = {
     "keras": ("src/version.py", r'^__version__ = "([^"]+)"'),
@@ -45,84 +45,86 @@ _MAX_BYTES = 100_000
 
 
 def check_versions() -> None:
-    """Refuses versions that cannot work, and warns of those not tested.
+    """Checks that Keras and JAX are supported; warns of untested versions.
 
-    What is not installed is left to the import that will fail.
+    A package that is not installed is ignored: its import will fail later.
 
     Raises:
-      ImportError: Keras or JAX is older than the oldest that works.
+      ImportError: if Keras or JAX is older than the oldest supported version.
     """
     for package in TESTED:
         version = installed_version(package)
-        number = parsed(version or "")
+        number = parse_version(version or "")
         if not number:
             continue
         if number < LEAST[package]:
             raise ImportError(
                 f"keras_strategies needs {package} "
-                f"{dotted(LEAST[package])} or newer. Received: {package} "
-                f"{version}. {_cure(package)}"
+                f"{format_version(LEAST[package])} or newer. Received: "
+                f"{package} {version}. {_advise_install(package)}"
             )
         if number >= BELOW[package] and os.environ.get(SILENCE) != "1":
             warnings.warn(
-                "keras_strategies uses private names of Keras and JAX, and "
-                f"works with versions that it was tested with: {package} "
+                "keras_strategies uses private names of Keras and JAX, and may "
+                f"only work with the tested versions: {package} "
                 f"{TESTED[package]}. Received: {package} {version}. "
-                f"{_cure(package)} To continue without this warning, set "
-                f"{SILENCE}=1.",
+                f"{_advise_install(package)} To continue without this warning, "
+                f"set {SILENCE}=1.",
                 stacklevel=3,
             )
 
 
 def installed_version(package: str) -> str | None:
-    """The version of a package; None if it is not installed.
+    """Returns the version of a package, or None if it is not installed.
 
-    That of the imported module, else what its files say, else its metadata.
+    The sources are the imported module, its files and its metadata, in this
+    order.
     """
     module = sys.modules.get(package)
     version = getattr(module, "__version__", None)
     if isinstance(version, str):
         return version
     try:
-        return _written(package) or importlib.metadata.version(package)
+        return _read_version(package) or importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def parsed(version: str) -> tuple[int, ...]:
-    """The numbers a version starts with; none of what is no version."""
+def parse_version(version: str) -> tuple[int, ...]:
+    """Returns the numbers that a version starts with, or () if none."""
     numbers = re.match(r"\d{1,9}(\.\d{1,9})*", version)
     return tuple(map(int, numbers[0].split("."))) if numbers else ()
 
 
-def dotted(version: tuple[int, ...]) -> str:
-    """A version as one writes it."""
+def format_version(version: tuple[int, ...]) -> str:
+    """Joins the numbers of a version with dots."""
     return ".".join(map(str, version))
 
 
-def asked(package: str) -> str:
-    """What pip is asked for: `keras>=3.15,<3.16`."""
-    below = f",<{dotted(BELOW[package])}" if package in BELOW else ""
-    return f"{package}>={dotted(LEAST[package])}{below}"
+def make_requirement(package: str) -> str:
+    """Returns the requirement for pip, such as `keras>=3.15,<3.16`."""
+    below = f",<{format_version(BELOW[package])}" if package in BELOW else ""
+    return f"{package}>={format_version(LEAST[package])}{below}"
 
 
-def _cure(package: str) -> str:
-    return f"Install one: pip install '{asked(package)}'."
+def _advise_install(package: str) -> str:
+    requirement = make_requirement(package)
+    return f"Install a supported version: pip install '{requirement}'."
 
 
-def _written(package: str) -> str | None:
-    """The version in the package's own file."""
+def _read_version(package: str) -> str | None:
+    """Reads the version in the package's files."""
     if package not in _FILES:
         return None
     name, pattern = _FILES[package]
     try:
         spec = importlib.util.find_spec(package)
-    except ValueError:  # A module made by hand.
+    except ValueError:  # A module without a spec, such as a stub.
         return None
     for folder in (spec and spec.submodule_search_locations) or ():
         path = pathlib.Path(folder) / name
         if path.is_file():
             with path.open(encoding="utf-8", errors="replace") as file:
-                found = re.search(pattern, file.read(_MAX_BYTES), re.MULTILINE)
-            return found[1] if found else None
+                match = re.search(pattern, file.read(_MAX_BYTES), re.MULTILINE)
+            return match[1] if match else None
     return None

@@ -1,4 +1,4 @@
-"""An equation with the kinds of its operands, and what all rules share."""
+"""An equation with the kinds of its operands, and helpers of all rules."""
 
 import dataclasses
 import math
@@ -9,12 +9,12 @@ from keras_strategies._core.row_kinds.kinds import (
     PLAIN,
     Kind,
     is_constant,
-    joined,
-    joined_constants,
+    join,
+    join_constants,
+    make_mixed,
+    make_uniform,
     may_count,
-    mixed,
     power_of,
-    uniform,
 )
 
 
@@ -24,10 +24,11 @@ class Call:
 
     Attributes:
       equation: The equation.
-      twin: The same of a trace with more rows; None with one trace.
+      twin: The same equation in a trace with more rows, or None if there is
+        only one trace.
       kinds: The kinds of its operands.
       num_rows: The number of rows.
-      ratio: How many times these rows the other trace has.
+      ratio: The number of rows of the other trace, divided by `num_rows`.
     """
 
     equation: Any
@@ -48,36 +49,36 @@ class Call:
 
     @property
     def equations(self) -> list[Any]:
-        """The equation in each trace."""
+        """The equation, in each trace."""
         return [e for e in (self.equation, self.twin) if e is not None]
 
     def shape(self, k: int = 0) -> tuple[int, ...]:
-        """The shape of operand `k`."""
+        """Returns the shape of operand `k`."""
         return self.equation.invars[k].aval.shape
 
     def out_shape(self, k: int = 0) -> tuple[int, ...]:
-        """The shape of result `k`."""
+        """Returns the shape of result `k`."""
         return self.equation.outvars[k].aval.shape
 
-    def grown(self, k: int = 0) -> list[int]:
+    def grown_dims(self, k: int = 0) -> list[int]:
         """Returns the dimensions of operand `k` that differ in the twin."""
         return _changing([e.invars[k] for e in self.equations])
 
-    def out_grown(self, k: int = 0) -> list[int]:
+    def out_grown_dims(self, k: int = 0) -> list[int]:
         """Returns the dimensions of result `k` that differ in the twin."""
         return _changing([e.outvars[k] for e in self.equations])
 
-    def mixed(self) -> Kind:
-        """The kind of a result that mixes rows here."""
-        return mixed(self.equation)
+    def make_mixed(self) -> Kind:
+        """Returns the kind of a result that mixes rows in this equation."""
+        return make_mixed(self.equation)
 
     def inner(self, kind: Kind, k: int = 0) -> int:
-        """How many entries of the rows' dimension a row has in a block."""
+        """Returns the number of entries that each row has in a block."""
         return self.shape(k)[kind.axis] // (kind.outer * self.num_rows)
 
 
 def _changing(variables: Sequence[Any]) -> list[int]:
-    """Returns the dimensions in which variables of the traces differ."""
+    """Returns the dimensions in which the traces' variables differ."""
     sizes = zip(*(v.aval.shape for v in variables), strict=True)
     return [dim for dim, of_dim in enumerate(sizes) if len(set(of_dim)) > 1]
 
@@ -87,17 +88,17 @@ def other_dims(shape: Sequence[int], dims: Sequence[int]) -> list[int]:
     return [dim for dim in range(len(shape)) if dim not in dims]
 
 
-def joined_plain(kinds: Sequence[Kind]) -> Kind:
-    """The kind of a constant that is made of constants in any way."""
+def join_plain(kinds: Sequence[Kind]) -> Kind:
+    """Returns the kind of a constant computed from constants in any way."""
     is_random = any(kind.is_random for kind in kinds)
     power = 0.0 if all(map(is_constant, kinds)) else math.nan
     return PLAIN.but(is_random=is_random, power=power)
 
 
-def scaled_power(
+def scale_power(
     power: float | None, by: Kind, call: Call, *, inverse: bool = False
 ) -> float | None:
-    """The power of a value times a constant (or divided by it)."""
+    """Returns the power of a value times a constant, or divided by it."""
     if power is None:
         return power
     of_values = by.values is not None
@@ -108,62 +109,75 @@ def scaled_power(
     return power - change if inverse else power + change
 
 
-def sum_of_powers(kinds: Sequence[Kind]) -> float | None:
-    """The power of a product; None if one of them is not known."""
+def add_powers(kinds: Sequence[Kind]) -> float | None:
+    """Returns the power of a product, or None if a factor's is unknown."""
     powers = [kind.power for kind in kinds]
     return None if None in powers else sum(p or 0.0 for p in powers)
 
 
-def joined_all(kinds: Sequence[Kind], call: Call) -> Kind:
+def join_all(kinds: Sequence[Kind], call: Call) -> Kind:
+    """Returns the kind of a result that may come from any operand."""
     result = kinds[0]
     for kind in kinds[1:]:
-        result = joined(result, kind, call.out_shape(), call.equation)
+        result = join(result, kind, call.out_shape(), call.equation)
     return result
 
 
-def moved(
+def move_dims(
     call: Call,
     to: Callable[[int], int | None],
     kind: Kind | None = None,
     out: int = 0,
 ) -> Kind:
-    """A kind whose dimensions go to others (None: they are gone)."""
+    """Returns the kind of a result whose dimensions are moved.
+
+    Args:
+      call: The equation.
+      to: Returns the dimension of the result that a dimension of the operand
+        becomes, or None if it is removed.
+      kind: The operand's kind; None for that of operand 0.
+      out: The index of the result.
+    """
     kind = call.kinds[0] if kind is None else kind
     if kind.is_rows:
         axis = to(kind.axis)
-        return call.mixed() if axis is None else at_axis(kind, axis)
+        return call.make_mixed() if axis is None else at_axis(kind, axis)
     if kind.is_sum:
         return kind.but(count=0)
     if kind.values is not None:
-        return uniform(kind.values, call.out_shape(out))
-    moved = {to(axis): size for axis, size in kind.blocks.items()}
+        return make_uniform(kind.values, call.out_shape(out))
+    blocks = {to(axis): size for axis, size in kind.blocks.items()}
     index_of = None if kind.index_of is None else to(kind.index_of)
     return kind.but(
-        blocks={axis: s for axis, s in moved.items() if axis is not None},
+        blocks={axis: s for axis, s in blocks.items() if axis is not None},
         index_of=index_of,
     )
 
 
-def without_dims(
+def drop_dims(
     call: Call, dims: Sequence[int], kind: Kind | None = None, out: int = 0
 ) -> Kind:
-    """Returns a kind without some of operand 0's dimensions."""
+    """Returns the kind of a result without some of operand 0's dimensions."""
     kept = other_dims(call.shape(), dims)
 
     def to(axis: int) -> int | None:
         return kept.index(axis) if axis in kept else None
 
-    return moved(call, to, kind, out)
+    return move_dims(call, to, kind, out)
 
 
 def at_axis(kind: Kind, axis: int, outer: int | None = None) -> Kind:
+    """Returns a kind of rows with the rows in another dimension."""
     outer = kind.outer if outer is None else outer
     return kind.but(axis=axis, outer=outer, columns=frozenset())
 
 
 def kind_of_entries(call: Call) -> Kind:
-    """Operands of one shape, of which each row makes its own results."""
+    """Returns the kind of a result computed row by row from its operands.
+
+    The operands have equal shapes.
+    """
     if all(kind.is_const for kind in call.kinds):
-        return joined_constants(call.kinds)
-    found = joined_all(call.kinds, call)
-    return found.but(count=0, columns=frozenset())
+        return join_constants(call.kinds)
+    kind = join_all(call.kinds, call)
+    return kind.but(count=0, columns=frozenset())

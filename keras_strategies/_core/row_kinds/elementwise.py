@@ -11,9 +11,9 @@ import numpy as np
 from keras_strategies._core.jaxprs.stages import names_in
 from keras_strategies._core.row_kinds.call import (
     Call,
-    joined_all,
-    scaled_power,
-    sum_of_powers,
+    add_powers,
+    join_all,
+    scale_power,
 )
 from keras_strategies._core.row_kinds.kinds import (
     CONST,
@@ -21,35 +21,37 @@ from keras_strategies._core.row_kinds.kinds import (
     SUM,
     Kind,
     is_constant,
-    joined_constants,
+    join_constants,
+    make_sum,
+    make_uniform,
     power_of,
     same_power,
-    summed,
-    uniform,
 )
 from keras_strategies._types import Array
 
 
 def elementwise(call: Call) -> Kind:
+    """Returns the kind of the result of an entry-by-entry primitive."""
     forms = {kind.form for kind in call.kinds}
     if forms == {CONST}:
         return _constant(call)
     if SUM in forms:
-        return call.mixed() if ROWS in forms else _of_sums(call)
+        return call.make_mixed() if ROWS in forms else _of_sums(call)
     return _of_rows(call)
 
 
 def _constant(call: Call) -> Kind:
     kinds, shape = call.kinds, call.out_shape()
     if all(kind.values is not None for kind in kinds):
-        found = uniform(_computed(call), shape)
-        is_known = found.values is not None or all(map(is_constant, kinds))
-        return found if is_known else found.but(power=math.nan)
+        kind = make_uniform(_compute_values(call), shape)
+        is_known = kind.values is not None or all(map(is_constant, kinds))
+        return kind if is_known else kind.but(power=math.nan)
     first = kinds[0]
     is_index = first.index_of is not None and kinds[-1].is_zero
     if call.name in ("lt", "ge") and is_index:
-        # An index is never negative, as indexing makes sure of.
-        return uniform((call.name == "ge",) * len(call.equations), shape)
+        # An index is not negative. Indexing compares it with zero, to wrap
+        # negative ones.
+        return make_uniform((call.name == "ge",) * len(call.equations), shape)
     if call.name == "convert_element_type":
         is_exact = is_constant(first) or jnp.issubdtype(
             call.params["new_dtype"], jnp.floating
@@ -58,13 +60,13 @@ def _constant(call: Call) -> Kind:
     spread = [
         _spread(kind, call.shape(k), shape) for k, kind in enumerate(kinds)
     ]
-    return joined_constants(spread).but(power=_power_of_constants(call))
+    return join_constants(spread).but(power=_power_of_constants(call))
 
 
 def _spread(kind: Kind, before: Sequence[int], after: Sequence[int]) -> Kind:
-    """A constant operand as large as the result."""
+    """Returns the kind of a constant operand, broadcast to the result."""
     if kind.values is not None or len(before) < len(after):
-        return uniform(kind.values, after)
+        return make_uniform(kind.values, after)
     spread = {
         axis: size
         for axis, size in enumerate(after)
@@ -74,9 +76,9 @@ def _spread(kind: Kind, before: Sequence[int], after: Sequence[int]) -> Kind:
 
 
 def _power_of_constants(call: Call) -> float:
-    """The power of the number of rows in a constant; NaN if it is none.
+    """Returns a constant's power of the number of rows, or NaN if not a power.
 
-    With one trace alone nothing is known of it, and it is taken for none.
+    With only one trace it is unknown, and assumed to be 0.
     """
     if call.twin is None:
         return 0.0
@@ -91,13 +93,17 @@ def _power_of_constants(call: Call) -> float:
     if call.name in ("mul", "div"):
         one, two = powers
         return one + two if call.name == "mul" else one - two
-    is_alike = len(set(powers)) == 1
+    are_equal = len(set(powers)) == 1
     is_kept = call.name in ("add", "sub", "neg", "add_any", "copy")
-    return powers[0] if is_alike and is_kept else math.nan
+    return powers[0] if are_equal and is_kept else math.nan
 
 
-def _computed(call: Call) -> tuple[Any, ...] | None:
-    """The result of equal entries, in each trace; None if it is not known."""
+def _compute_values(call: Call) -> tuple[Any, ...] | None:
+    """Computes the result of equal entries, in each trace.
+
+    Returns:
+      The entry of the result in each trace, or None if it is unknown.
+    """
     compute = _NUMPY.get(call.name)
     if compute is None:
         return None
@@ -110,13 +116,13 @@ def _computed(call: Call) -> tuple[Any, ...] | None:
         if call.name == "integer_pow":
             operands.append(float(equation.params["y"]))
         with np.errstate(all="ignore"):
-            found = compute(*operands)
+            entry = compute(*operands)
         dtype = equation.outvars[0].aval.dtype
-        results.append(np.asarray(found).astype(dtype).item())
+        results.append(np.asarray(entry).astype(dtype).item())
     return tuple(results)
 
 
-def _divided(one: Array, two: Array) -> Array:
+def _divide(one: Array, two: Array) -> Array:
     if np.issubdtype(one.dtype, np.integer):
         return np.trunc(np.divide(one, two))
     return np.divide(one, two)
@@ -128,7 +134,7 @@ _NUMPY: dict[str, Callable[..., Any]] = {
     "and": np.bitwise_and,
     "convert_element_type": np.asarray,
     "copy": np.asarray,
-    "div": _divided,
+    "div": _divide,
     "eq": np.equal,
     "ge": np.greater_equal,
     "gt": np.greater,
@@ -147,31 +153,31 @@ _NUMPY: dict[str, Callable[..., Any]] = {
     "select_n": lambda which, *cases: cases[int(which)],
     "sub": np.subtract,
 }
-"""Primitives of known numbers, as numpy computes them."""
+"""NumPy's implementations of primitives, for known numbers."""
 
 
 def _of_sums(call: Call) -> Kind:
     name, kinds = call.name, call.kinds
     if name in ("add", "sub", "add_any"):
-        return joined_all(kinds, call)
+        return join_all(kinds, call)
     if name == "select_n" and kinds[0].is_const:
         is_fixed = is_constant(kinds[0])
-        return joined_all(kinds[1:], call) if is_fixed else call.mixed()
+        return join_all(kinds[1:], call) if is_fixed else call.make_mixed()
     of = next(k for k, kind in enumerate(kinds) if kind.is_sum)
     kind, others = kinds[of], [k for i, k in enumerate(kinds) if i != of]
     if name == "convert_element_type":
         is_float = jnp.issubdtype(call.params["new_dtype"], jnp.floating)
         was_float = jnp.issubdtype(call.equation.invars[0].aval.dtype, float)
-        return kind if is_float or not was_float else call.mixed()
+        return kind if is_float or not was_float else call.make_mixed()
     if name in ("neg", "copy", "copy_p", "reduce_precision", "real", "imag"):
         return kind
     is_scaled = name == "mul" or (name == "div" and of == 0)
     if is_scaled and others[0].is_const:
         inverse = name == "div"
-        return summed(
-            scaled_power(kind.power, others[0], call, inverse=inverse)
+        return make_sum(
+            scale_power(kind.power, others[0], call, inverse=inverse)
         )
-    return call.mixed()
+    return call.make_mixed()
 
 
 def _of_rows(call: Call) -> Kind:
@@ -182,16 +188,18 @@ def _of_rows(call: Call) -> Kind:
         (kind.axis, kind.outer) != (first.axis, first.outer)
         for _, kind in of_rows
     ):
-        return call.mixed()
+        return call.make_mixed()
     size = call.shape(k)[first.axis] // first.outer
+    # Constants must be equal for all rows: otherwise the result of a row would
+    # depend on its position in the batch, which is another one on a replica.
     for other, kind in enumerate(kinds):
         shape = call.shape(other)
         is_spread = kind.is_rows or not shape or shape[first.axis] == 1
         if not is_spread and not kind.is_flat(first.axis, size):
-            return call.mixed()
+            return call.make_mixed()
     is_power, power = _power_of_rows(call, [kind for _, kind in of_rows])
     if not is_power:
-        return call.mixed()
+        return call.make_mixed()
     keeps = call.name == "convert_element_type"
     return first.but(
         power=power,
@@ -203,7 +211,12 @@ def _of_rows(call: Call) -> Kind:
 def _power_of_rows(
     call: Call, of_rows: list[Kind]
 ) -> tuple[bool, float | None]:
-    """Whether an operation on rows has a power of their number, and which."""
+    """Returns whether a result scales with a power of the rows, and the power.
+
+    Args:
+      call: The call.
+      of_rows: The kinds of the operands that are rows.
+    """
     name, kinds = call.name, call.kinds
     first = of_rows[0]
     constants = [kind for kind in kinds if kind.is_const]
@@ -222,14 +235,16 @@ def _power_of_rows(
             (by,) = constants
             is_inverse = name == "div"
             if is_inverse and kinds[0].is_const:
-                power = scaled_power(0.0 if is_known else None, by, call)
+                power = scale_power(0.0 if is_known else None, by, call)
                 return first.power in (0.0, None), power
             counts = set(by.values or (None,))
+            # Division by the number of entries that the last sum added makes a
+            # mean within each row, even if it equals the number of rows.
             if is_inverse and counts == {first.count}:
                 return True, first.power
-            return True, scaled_power(first.power, by, call, inverse=is_inverse)
+            return True, scale_power(first.power, by, call, inverse=is_inverse)
         if name == "mul" or not is_known:
-            return True, sum_of_powers(of_rows)
+            return True, add_powers(of_rows)
         one, two = (kind.power or 0.0 for kind in kinds)
         return True, one - two
     are_fixed = all(map(is_constant, constants))
@@ -241,7 +256,7 @@ def _power_of_rows(
 
 
 def _power_of_cases(kinds: list[Kind]) -> tuple[bool, float | None]:
-    """As `_power_of_rows`, of what is chosen by the first."""
+    """Returns what `_power_of_rows` does, for a `select_n`."""
     which, *cases = kinds
     of_rows = [kind for kind in cases if kind.is_rows]
     constants = [kind for kind in cases if kind.is_const]
@@ -256,6 +271,7 @@ def _power_of_cases(kinds: list[Kind]) -> tuple[bool, float | None]:
 
 
 def select(call: Call) -> Kind:
+    """Returns the kind of the result of a `select_n`."""
     which, *cases = call.kinds
     if which.is_const and which.values is not None:
         chosen = {int(value) for value in which.values}

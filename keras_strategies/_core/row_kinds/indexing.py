@@ -3,7 +3,7 @@
 from keras_strategies._core.row_kinds.call import (
     Call,
     at_axis,
-    joined_plain,
+    join_plain,
     other_dims,
 )
 from keras_strategies._core.row_kinds.kinds import (
@@ -11,13 +11,14 @@ from keras_strategies._core.row_kinds.kinds import (
     SUM,
     Kind,
     is_constant,
-    rows,
+    make_rows,
+    make_sum,
     same_power,
-    summed,
 )
 
 
 def gather(call: Call) -> Kind:
+    """Returns the kind of the result of a gather."""
     operand, index = call.kinds
     numbers = call.params["dimension_numbers"]
     places = other_dims(call.out_shape(), numbers.offset_dims)
@@ -27,10 +28,10 @@ def gather(call: Call) -> Kind:
             places[dim]: size if index.values else index.blocks.get(dim, 1)
             for dim, size in enumerate(shape)
         }
-        return joined_plain(call.kinds).but(blocks=blocks)
+        return join_plain(call.kinds).but(blocks=blocks)
     if operand.is_sum or index.is_sum:
         is_fixed = operand.is_sum and index.is_const
-        return operand if is_fixed else call.mixed()
+        return operand if is_fixed else call.make_mixed()
     if operand.is_const:
         is_row = index.axis < len(call.shape(1)) - 1
         batching = tuple(numbers.start_indices_batching_dims)
@@ -38,11 +39,14 @@ def gather(call: Call) -> Kind:
             dim = numbers.operand_batching_dims[batching.index(index.axis)]
             size = call.shape(1)[index.axis] // index.outer
             is_row &= operand.is_flat(dim, size)
-        # A table with an entry for each row; see `iota` for the others.
+        # A table whose size grows with the rows must be flat; for other ones
+        # see `iota`.
         is_row &= all(
-            operand.is_flat(dim, call.shape()[dim]) for dim in call.grown()
+            operand.is_flat(dim, call.shape()[dim]) for dim in call.grown_dims()
         )
-        return at_axis(index, places[index.axis]) if is_row else call.mixed()
+        return (
+            at_axis(index, places[index.axis]) if is_row else call.make_mixed()
+        )
     return _gathered_rows(call, places)
 
 
@@ -52,39 +56,43 @@ def _gathered_rows(call: Call, places: list[int]) -> Kind:
     axis, shape = operand.axis, call.shape()
     batching = tuple(numbers.operand_batching_dims)
     if axis in batching:
+        # Each row is gathered from itself.
         dim = numbers.start_indices_batching_dims[batching.index(axis)]
         size = shape[axis] // operand.outer
         if index.is_rows:
             fits = (index.axis, index.outer) == (dim, operand.outer)
         else:
             fits = index.is_flat(dim, size)
-        return at_axis(operand, places[dim]) if fits else call.mixed()
+        return at_axis(operand, places[dim]) if fits else call.make_mixed()
     if axis not in numbers.collapsed_slice_dims:
+        # Each slice contains all rows.
         is_all = call.params["slice_sizes"][axis] == shape[axis]
         if not (index.is_const and is_all):
-            return call.mixed()
+            return call.make_mixed()
         gone = (*numbers.collapsed_slice_dims, *batching)
         kept = other_dims(shape, gone)
         return at_axis(operand, numbers.offset_dims[kept.index(axis)])
     column = tuple(numbers.start_index_map).index(axis)
     if index.is_rows and column in index.columns:
+        # Each row reads the entry at the index of that row.
         return at_axis(operand, places[index.axis])
     if index.is_random:
-        # Rows in a random order, which is a replica's own by definition.
+        # Rows in a random order, which is expected to differ per replica.
         sizes = [call.out_shape()[place] for place in places]
         for place, size in zip(places, sizes, strict=True):
             if size == shape[axis]:
                 return at_axis(operand, place)
-    return call.mixed()
+    return call.make_mixed()
 
 
 def scatter(call: Call) -> Kind:
+    """Returns the kind of the result of a scatter."""
     operand, index, _ = call.kinds
     forms = [kind.form for kind in call.kinds]
     if forms == [CONST] * 3:
         return _scattered_constants(call)
     if SUM in forms:
-        return call.mixed()
+        return call.make_mixed()
     if operand.is_const:
         return _scattered_into_constant(call)
     numbers = call.params["dimension_numbers"]
@@ -95,20 +103,23 @@ def scatter(call: Call) -> Kind:
         return _if_rows_meet(call, operand, dim, _place_of_index(call, dim))
     if axis in numbers.inserted_window_dims:
         mapped = tuple(numbers.scatter_dims_to_operand_dims)
-        is_own = index.is_rows and mapped.index(axis) in index.columns
-        if not is_own:
-            return call.mixed()
+        is_own_row = index.is_rows and mapped.index(axis) in index.columns
+        if not is_own_row:
+            return call.make_mixed()
         place = _place_of_index(call, index.axis)
         return _if_rows_meet(call, operand, index.axis, place)
     place = numbers.update_window_dims[_window_dims(call).index(axis)]
     is_all = call.shape(2)[place] == shape[axis]
     if not (index.is_const and is_all):
-        return call.mixed()
+        return call.make_mixed()
     return _if_rows_meet(call, operand, None, place)
 
 
 def _scattered_constants(call: Call) -> Kind:
-    """Constants, flat along dimensions that are written as a whole."""
+    """Returns the kind of a constant updated by constants.
+
+    It is flat along dimensions in which each update covers all entries.
+    """
     operand, _, update = call.kinds
     numbers = call.params["dimension_numbers"]
     shape, blocks = call.shape(), {}
@@ -118,18 +129,18 @@ def _scattered_constants(call: Call) -> Kind:
         if is_all and update.is_flat(place, shape[dim]):
             known = operand.values is not None
             blocks[dim] = shape[dim] if known else operand.blocks.get(dim, 1)
-    return joined_plain(call.kinds).but(blocks=blocks)
+    return join_plain(call.kinds).but(blocks=blocks)
 
 
 def _window_dims(call: Call) -> list[int]:
-    """The operand's dimensions that a scatter's windows have, in order."""
+    """Returns the operand's dimensions of a scatter's windows, in order."""
     numbers = call.params["dimension_numbers"]
     gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
     return other_dims(call.shape(), gone)
 
 
 def _place_of_index(call: Call, dim: int) -> int:
-    """The dimension of the updates that an index's dimension has."""
+    """Returns the dimension of the updates for a dimension of the indices."""
     window = call.params["dimension_numbers"].update_window_dims
     return other_dims(call.shape(2), window)[dim]
 
@@ -137,7 +148,7 @@ def _place_of_index(call: Call, dim: int) -> int:
 def _if_rows_meet(
     call: Call, operand: Kind, dim: int | None, place: int
 ) -> Kind:
-    """The operand's kind, if each row is updated by its own."""
+    """Returns the operand's kind if each row is updated only by itself."""
     _, index, update = call.kinds
     size = call.shape()[operand.axis] // operand.outer
     fits = True
@@ -152,26 +163,29 @@ def _if_rows_meet(
         is_plain = operand.power in (0.0, None) and is_constant(update)
         fits &= update.is_zero or is_plain
         fits &= not call.shape(2) or update.is_flat(place, size)
-    return operand.but(count=0) if fits else call.mixed()
+    return operand.but(count=0) if fits else call.make_mixed()
 
 
 def _scattered_into_constant(call: Call) -> Kind:
-    """Rows that are added up in places, or each put into its own."""
+    """Returns the kind of a constant into which rows are scattered.
+
+    Either each row is written to its index, or rows are added up.
+    """
     numbers = call.params["dimension_numbers"]
     operand, index, update = call.kinds
     of_index = index.is_rows
     if of_index and index.axis < len(call.shape(1)) - 1:
         place = _place_of_index(call, index.axis)
         mapped = tuple(numbers.scatter_dims_to_operand_dims)
-        own = [mapped[c] for c in index.columns if c < len(mapped)]
+        dims = [mapped[c] for c in index.columns if c < len(mapped)]
         batching = tuple(numbers.scatter_indices_batching_dims)
         if index.axis in batching:
             at = batching.index(index.axis)
-            own = [numbers.operand_batching_dims[at]]
+            dims = [numbers.operand_batching_dims[at]]
         size = call.shape(1)[index.axis] // index.outer
-        if own and operand.is_flat(own[0], size):
+        if dims and operand.is_flat(dims[0], size):
             power = update.power if operand.is_zero else 0.0
-            as_rows = rows(own[0], index.outer, power)
+            as_rows = make_rows(dims[0], index.outer, power)
             return _if_rows_meet(call, as_rows, index.axis, place)
         fits = (
             update.is_flat(place, size)
@@ -188,7 +202,7 @@ def _scattered_into_constant(call: Call) -> Kind:
             fits = index.is_flat(dim, call.shape(2)[update.axis])
     is_sum = call.name in ("scatter-add", "scatter_add") and operand.is_zero
     power = update.power if update.is_rows else 0.0
-    return summed(power) if fits and is_sum else call.mixed()
+    return make_sum(power) if fits and is_sum else call.make_mixed()
 
 
 def _window_of_rows(call: Call) -> Kind:
@@ -198,5 +212,5 @@ def _window_of_rows(call: Call) -> Kind:
     is_all = call.shape(2)[update.axis] == call.shape()[axis]
     size = call.shape()[axis] // update.outer
     if not is_all or not operand.is_flat(axis, size):
-        return call.mixed()
+        return call.make_mixed()
     return at_axis(update.but(count=0), axis)

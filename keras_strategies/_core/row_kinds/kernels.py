@@ -1,14 +1,14 @@
-"""Rules for kernels, which are not traced as equations of JAX's own.
+"""Rules for kernels, whose computation is not traced as JAX equations.
 
-Only what a step computes forward has one: the gradients of kernels are not
-differentiated again, so no loss is made of them.
+Only kernels of the forward pass have rules. Gradients of kernels are not
+differentiated again, so no loss depends on them.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from keras_strategies._core.row_kinds.call import Call, joined_plain
-from keras_strategies._core.row_kinds.kinds import Kind, rows
+from keras_strategies._core.row_kinds.call import Call, join_plain
+from keras_strategies._core.row_kinds.kinds import Kind, make_rows
 
 CUDNN = {
     # query, key, value, bias, lengths, offsets, page tables; output, statistics
@@ -16,34 +16,34 @@ CUDNN = {
     # inputs, states, weights, lengths; outputs, states, space for the gradient
     "rnn_fwd": ((0, 1, 1, None, 0), (0, 1, 1, 0)),
 }
-"""By primitive, the dimension of rows in each operand and in each result."""
+"""The dimension of the rows in each operand and each result, by primitive."""
 
 
 def cudnn(call: Call) -> list[Kind]:
-    """The kinds of what cuDNN's attention and LSTM compute."""
+    """Returns the kinds of the results of cuDNN's attention and LSTM."""
     operands, results = CUDNN[call.name]
     places = [{} if axis is None else {axis: 0} for axis in operands]
     return _by_rows(call, places, [{axis: 0} for axis in results])
 
 
 def pallas(call: Call) -> list[Kind]:
-    """The kinds of what a kernel of Pallas's computes.
+    """Returns the kinds of the results of a Pallas kernel.
 
-    `vmap` maps a kernel by a dimension of its grid. An entry along that
-    dimension is computed of the operands' entries at the same place.
+    `vmap` maps a kernel by adding a dimension to its grid. An entry along that
+    dimension is computed from the operands' entries at the same place.
     """
     mapping = call.params["grid_mapping"]
     kernels = {str(equation.params["jaxpr"]) for equation in call.equations}
     if len(kernels) > 1 or mapping.num_dynamic_grid_bounds:
-        return [call.mixed()] * len(call.equation.outvars)
-    mapped = [_mapped(block, mapping) for block in mapping.block_mappings]
+        return [call.make_mixed()] * len(call.equation.outvars)
+    mapped = [_mapped_dims(block, mapping) for block in mapping.block_mappings]
     count = len(mapped) - len(call.equation.outvars)
     scalars: list[dict[int, int]] = [{}] * mapping.num_index_operands
     return _by_rows(call, scalars + mapped[:count], mapped[count:])
 
 
-def _mapped(block: Any, mapping: Any) -> dict[int, int]:
-    """The dimensions that `vmap` has mapped, with that of the grid."""
+def _mapped_dims(block: Any, mapping: Any) -> dict[int, int]:
+    """Returns a block's dimensions that `vmap` maps -> the grid's dimension."""
     from jax.experimental.pallas import Squeezed
 
     index = block.index_map_jaxpr.jaxpr
@@ -62,32 +62,34 @@ def _by_rows(
     operands: Sequence[Mapping[int, int]],
     results: Sequence[Mapping[int, int]],
 ) -> list[Kind]:
-    """The kinds of results whose rows are made of the operands' rows.
+    """Returns the kinds of results computed row by row from the operands.
 
     Args:
       call: The call of the kernel.
-      operands: Of each operand, by dimension, the dimension of the kernel's
-        grid along which it is computed entry by entry.
-      results: The same of each result.
+      operands: For each operand, its mapped dimensions -> the dimension of the
+        kernel's grid along which entries are computed separately.
+      results: The same for each result.
     """
     if all(kind.is_const for kind in call.kinds):
-        return [joined_plain(call.kinds)] * len(results)
-    wrong = [call.mixed()] * len(results)
-    given = list(enumerate(zip(call.kinds, operands, strict=True)))
+        return [join_plain(call.kinds)] * len(results)
+    wrong = [call.make_mixed()] * len(results)
+    columns = list(enumerate(zip(call.kinds, operands, strict=True)))
     if not all(
         k.is_rows and k.outer == 1 for k in call.kinds if not k.is_const
     ):
         return wrong
     dims = {
-        places.get(kind.axis) for _, (kind, places) in given if kind.is_rows
+        places.get(kind.axis) for _, (kind, places) in columns if kind.is_rows
     }
     if len(dims) > 1 or None in dims:
         return wrong
     (dim,) = dims
-    for k, (kind, places) in given:
+    for k, (kind, places) in columns:
         for axis in (axis for axis, of in places.items() if of == dim):
             size = call.shape(k)[axis]
             if kind.is_const and size > 1 and not kind.is_flat(axis, size):
                 return wrong
     axes = [next((a for a, d in r.items() if d == dim), None) for r in results]
-    return [call.mixed() if axis is None else rows(axis) for axis in axes]
+    return [
+        call.make_mixed() if axis is None else make_rows(axis) for axis in axes
+    ]

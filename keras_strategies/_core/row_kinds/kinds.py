@@ -1,12 +1,14 @@
-"""Kinds of traced values: how they depend on the rows of a replica's batch.
+"""Kinds of traced values, by their dependence on the rows of a batch.
 
-A value is one of four forms. `CONST` does not depend on the rows' contents.
-`ROWS` has an entry (or a block of entries) for each row that depends on that
-row alone. `SUM` is linear in sums over the rows of terms that depend on one
-row each. `MIXED` is anything else. With the power of the number of rows by
-which it is scaled, this decides whether the mean of the replicas' values is
-the value of the global batch: it is for constants, and for sums over rows that
-are divided by their number.
+A value has one of four forms. `CONST` does not depend on the rows' contents.
+`ROWS` has an entry (or a block of entries) for each row, which depends only on
+that row. `SUM` is linear in sums over the rows of terms that depend on one row
+each. `MIXED` is anything else.
+
+A value may also be scaled by a power of the number of rows. Together, form and
+power decide whether the mean of the replicas' values is the value of the
+global batch: it is for constants, and for sums over rows that are divided by
+the number of rows.
 """
 
 import dataclasses
@@ -28,34 +30,36 @@ MEAN_POWER = -1.0
 """The power of a mean over rows."""
 
 _MOST_ENTRIES = 1 << 20
-"""Of captured arrays with more entries it is not looked at the values."""
+"""The size above which the values of captured arrays are not inspected."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
-    """What is known of a value.
+    """The known facts about a value.
 
     Attributes:
       form: `CONST`, `ROWS`, `SUM` or `MIXED`.
-      axis: Of `ROWS`: the dimension that holds the rows.
-      outer: Of `ROWS`: the number of blocks in that dimension that each hold
-        all rows, as after concatenating two batches.
-      power: The power of the number of rows by which the
-        value is scaled. None: a constant that may be such a number is in it.
-      count: Of `ROWS` and `SUM`: the number of entries that the last sum added
-        within a row; dividing by it makes a mean.
-      columns: Of `ROWS`: the entries of the last dimension that are the row's
-        own index.
-      blocks: Of `CONST`: by dimension, the size of the blocks within which the
-        value does not change along it.
-      values: Of `CONST` of equal entries: the entry in each of the traces.
-      index_of: Of `CONST`: the dimension along which the value is the index.
-      is_random: Of `CONST`: it is made of random bits, which are each
-        replica's own by definition.
-      is_global: Of `CONST`: it is computed of what all replicas have given,
-        as one device would, so it may depend on the number of rows.
-      of_loss: It is computed of what was marked as a loss.
-      why: Of `MIXED`: the equation that mixes rows.
+      axis: The dimension of the rows (`ROWS`).
+      outer: The number of blocks in that dimension that each contain all rows,
+        as after concatenating two batches (`ROWS`).
+      power: The power of the number of rows by which the value is scaled. NaN
+        if it is not scaled by a power. None if it is unknown, because the
+        value contains a constant that may be made of the number of rows.
+      count: The number of entries that the last sum added within a row;
+        dividing by it makes a mean (`ROWS`, `SUM`).
+      columns: The entries of the last dimension that are the index of the row
+        (`ROWS`).
+      blocks: For each dimension, the size of the blocks within which the value
+        does not change along it (`CONST`).
+      values: The entry in each of the traces, if all entries are equal
+        (`CONST`).
+      index_of: The dimension along which the value is the index (`CONST`).
+      is_random: Whether it is made of random bits, which are expected to
+        differ between replicas (`CONST`).
+      is_global: Whether it is computed from all replicas' values, as one
+        device would, so that it may depend on the number of rows (`CONST`).
+      of_loss: Whether it is computed from a value that is marked as a loss.
+      why: The equation that mixes rows (`MIXED`).
     """
 
     form: str
@@ -73,9 +77,9 @@ class Kind:
     why: Any = None
 
     def is_flat(self, axis: int, size: int) -> bool:
-        """Whether a constant is the same in each block of `size` entries.
+        """Returns whether a constant is equal within blocks of `size` entries.
 
-        Random entries of their own count as the same.
+        Entries that are drawn independently count as equal.
         """
         if self.values is not None:
             return True
@@ -102,7 +106,7 @@ class Kind:
         return self.form == MIXED
 
     def but(self, **changes: Any) -> "Kind":
-        """Returns the kind with other attributes."""
+        """Returns a copy with some attributes changed."""
         return dataclasses.replace(self, **changes)
 
     @property
@@ -114,41 +118,42 @@ class Kind:
 PLAIN = Kind(form=CONST)
 
 
-def mixed(why: JaxprEqn) -> Kind:
-    """The kind of a value that mixes rows at the equation `why`."""
+def make_mixed(why: JaxprEqn) -> Kind:
+    """Returns the kind of a value that mixes rows at the equation `why`."""
     return Kind(form=MIXED, why=why)
 
 
-def rows(axis: int, outer: int = 1, power: float | None = 0.0) -> Kind:
-    """The kind of a value with an entry for each row."""
+def make_rows(axis: int, outer: int = 1, power: float | None = 0.0) -> Kind:
+    """Returns the kind of a value with an entry for each row."""
     return Kind(form=ROWS, axis=axis, outer=outer, power=power)
 
 
-def summed(power: float | None) -> Kind:
-    """The kind of a sum over rows."""
+def make_sum(power: float | None) -> Kind:
+    """Returns the kind of a sum over rows."""
     return Kind(form=SUM, power=power)
 
 
-def uniform(values: tuple[Any, ...] | None, shape: Sequence[int]) -> Kind:
-    """The kind of a constant whose entries are all equal."""
+def make_uniform(values: tuple[Any, ...] | None, shape: Sequence[int]) -> Kind:
+    """Returns the kind of a constant whose entries are all equal."""
     blocks = dict(enumerate(shape))
     return Kind(form=CONST, values=values, blocks=blocks)
 
 
-def first_mixed(kinds: Sequence[Kind]) -> Kind | None:
-    """The first value that mixes rows, or None."""
+def find_mixed(kinds: Sequence[Kind]) -> Kind | None:
+    """Returns the first kind that mixes rows, or None."""
     return next((kind for kind in kinds if kind.is_mixed), None)
 
 
 def power_of(values: tuple[Any, ...] | None, ratio: float) -> float | None:
-    """The power of the number of rows in a number of each of two traces.
+    """Finds the power of the number of rows by which a constant scales.
 
     Args:
-      values: The number in each trace.
-      ratio: How many times the first's rows the second trace has.
+      values: The constant in each trace; None counts as equal constants.
+      ratio: The number of rows of the second trace, divided by the first's.
 
     Returns:
-      The power, NaN if it is none; None with one trace alone.
+      The power, NaN if the constant is not scaled by one, or None if there is
+      only one trace.
     """
     if values is None:
         return 0.0
@@ -162,7 +167,7 @@ def power_of(values: tuple[Any, ...] | None, ratio: float) -> float | None:
         change = math.nan if change.imag else change.real
     if not math.isfinite(change) or change <= 0:
         return math.nan
-    # The digits that numbers of 32 bits have.
+    # Rounded to the precision of 32-bit numbers.
     return round(math.log(change) / math.log(ratio), 5)
 
 
@@ -172,19 +177,20 @@ def _are_equal(values: tuple[Any, ...]) -> bool:
 
 
 def may_count(value: Array, num_rows: int) -> bool:
-    """Whether a number, or its inverse, may be made of a number of rows."""
+    """Returns whether a number, or its inverse, may come from `num_rows`."""
     number = float(abs(value))
     if not math.isfinite(number) or number in (0.0, 1.0):
         return False
     number = max(number, 1 / number)
     count = round(number)
     if not math.isclose(number, count, rel_tol=1e-4):
-        # A root of it, for example.
+        # For example a square root of the number of rows.
         number = number**2
         count = round(number)
         if not math.isclose(number, count, rel_tol=1e-4):
             return False
         return count >= num_rows and count % num_rows == 0
+    # A multiple of the number of rows, or next to one (such as n - 1).
     rest = count % num_rows
     return count >= num_rows - 1 and rest in (0, 1, num_rows - 1)
 
@@ -192,56 +198,56 @@ def may_count(value: Array, num_rows: int) -> bool:
 def same_power(
     one: float | None, two: float | None
 ) -> tuple[bool, float | None]:
-    """Whether two powers may be equal, and the one that they then are."""
+    """Returns whether two powers may be equal, and the common power."""
     if one is None or two is None:
         return True, None
     return one == two or math.isclose(one, two), one
 
 
 def is_constant(kind: Kind) -> bool:
-    """Whether a constant does not depend on the number of rows."""
+    """Returns whether a constant does not depend on the number of rows."""
     if kind.values is None:
         return kind.power == 0.0
     return _are_equal(kind.values)
 
 
-def joined(one: Kind, two: Kind, shape: Sequence[int], why: JaxprEqn) -> Kind:
-    """The kind of a value that is one or the other.
+def join(one: Kind, two: Kind, shape: Sequence[int], why: JaxprEqn) -> Kind:
+    """Returns the kind of a value that may be of one kind or the other.
 
     Args:
       one: A kind.
-      two: Another.
-      shape: The value's shape.
-      why: The equation that chooses.
+      two: Another kind.
+      shape: The shape of the value.
+      why: The equation that joins them.
     """
     if one == two:
         return one
-    wrong = first_mixed((one, two))
+    wrong = find_mixed((one, two))
     if wrong is not None:
         return wrong
     if one.is_const and two.is_const:
-        return joined_constants((one, two))
+        return join_constants((one, two))
     if one.is_const:
         one, two = two, one
     if two.is_const:
         if one.is_sum:
             is_offset = one.power in (MEAN_POWER, None) and is_constant(two)
             fits = two.is_zero or is_offset
-            return one if fits else mixed(why)
+            return one if fits else make_mixed(why)
         size = shape[one.axis] // one.outer
         fits = two.is_zero or (one.power in (0.0, None) and is_constant(two))
         is_flat = two.is_flat(one.axis, size)
-        return one if fits and is_flat else mixed(why)
+        return one if fits and is_flat else make_mixed(why)
     is_same, power = same_power(one.power, two.power)
     if not is_same or one.form != two.form:
-        return mixed(why)
+        return make_mixed(why)
     if (one.axis, one.outer) != (two.axis, two.outer):
-        return mixed(why)
+        return make_mixed(why)
     return one.but(power=power, columns=frozenset(), count=0)
 
 
-def joined_constants(kinds: Sequence[Kind]) -> Kind:
-    """The kind of a constant that is made of constants, entry by entry."""
+def join_constants(kinds: Sequence[Kind]) -> Kind:
+    """Returns the kind of a constant computed from constants by entry."""
     axes = set.intersection(*(set(kind.blocks) for kind in kinds))
     blocks = {
         axis: math.gcd(*(kind.blocks[axis] for kind in kinds)) for axis in axes
@@ -255,8 +261,8 @@ def joined_constants(kinds: Sequence[Kind]) -> Kind:
     return Kind(form=CONST, blocks=blocks, is_random=is_random, power=power)
 
 
-def of_arrays(arrays: Sequence[Any]) -> Kind:
-    """The kind of a constant, by its value in each trace."""
+def kind_of_arrays(arrays: Sequence[Any]) -> Kind:
+    """Returns the kind of a constant, from its value in each trace."""
     shape = np.shape(arrays[0])
     if any(
         isinstance(a, Tracer)
@@ -272,7 +278,7 @@ def of_arrays(arrays: Sequence[Any]) -> Kind:
     if all(
         np.all((v == f) | (f != f)) for v, f in zip(values, firsts, strict=True)
     ):
-        return uniform(tuple(f.item() for f in firsts), shape)
+        return make_uniform(tuple(f.item() for f in firsts), shape)
     if any(
         v.shape == shape and not np.array_equal(v, values[0])
         for v in values[1:]

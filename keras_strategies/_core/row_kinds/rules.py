@@ -1,6 +1,7 @@
-"""The rule for each of JAX's primitives; see `kinds`.
+"""The rule for each JAX primitive; see `kinds`.
 
-What has no rule is `MIXED` unless all of its operands are constants.
+The result of a primitive without a rule is `MIXED`, unless all of its operands
+are constants.
 """
 
 import math
@@ -18,12 +19,12 @@ from keras_strategies._core.row_kinds import (
     reductions,
     shapes,
 )
-from keras_strategies._core.row_kinds.call import Call, joined_plain
+from keras_strategies._core.row_kinds.call import Call, join_plain
 from keras_strategies._core.row_kinds.kinds import (
     CONST,
     PLAIN,
     Kind,
-    first_mixed,
+    find_mixed,
     is_constant,
 )
 
@@ -34,41 +35,45 @@ def kinds_of_results(call: Call) -> list[Kind]:
     if call.name in _RANDOM:
         return [_random(call, k) for k in range(num)]
     if call.name in _GLOBAL:
-        wrong = first_mixed(call.kinds)
+        wrong = find_mixed(call.kinds)
         exact = PLAIN.but(is_global=True)
         return [wrong or exact] * num
     if call.name == "optimization_barrier":
         return list(call.kinds)
     rule = _RULES.get(call.name)
     if rule is None and all(kind.is_const for kind in call.kinds):
-        found = joined_plain(call.kinds)
-        return [_beside_twin(call, found, k) for k in range(num)]
-    wrong = first_mixed(call.kinds)
+        result = join_plain(call.kinds)
+        return [_check_with_twin(call, result, k) for k in range(num)]
+    wrong = find_mixed(call.kinds)
     if wrong is not None:
         return [wrong] * num
-    if rule is None or not _is_scaled_alike(call):
-        return [call.mixed()] * num
-    found = rule(call)
-    found = found if isinstance(found, list) else [found] * num
-    return [_beside_twin(call, kind, k) for k, kind in enumerate(found)]
+    if rule is None or not _is_scale_safe(call):
+        return [call.make_mixed()] * num
+    results = rule(call)
+    results = results if isinstance(results, list) else [results] * num
+    return [_check_with_twin(call, kind, k) for k, kind in enumerate(results)]
 
 
 def _random(call: Call, out: int) -> Kind:
-    """Entries drawn for themselves, of fixed parameters or one for each."""
+    """Returns the kind of a result of a random primitive.
+
+    Its entries are drawn independently, with constant parameters. Only
+    `random_gamma` may have parameters that depend on the rows.
+    """
     if all(kind.is_const for kind in call.kinds):
         blocks = dict(enumerate(call.out_shape(out)))
         return Kind(form=CONST, is_random=True, blocks=blocks)
-    wrong = first_mixed(call.kinds)
+    wrong = find_mixed(call.kinds)
     if wrong is not None or call.name != "random_gamma":
-        return wrong or call.mixed()
+        return wrong or call.make_mixed()
     return elementwise.elementwise(call)
 
 
-def _is_scaled_alike(call: Call) -> bool:
-    """Whether a rule that knows no powers need not know them."""
+def _is_scale_safe(call: Call) -> bool:
+    """Returns whether a rule tracks powers, or can do without."""
     if call.name in _TRACKS_POWERS:
         return True
-    # Rows that are drawn are a replica's own, whatever their places.
+    # Randomly drawn rows may differ between replicas, wherever they are.
     is_drawn = call.name == "gather"
     are_fixed = all(
         is_constant(kind) or (is_drawn and kind.is_random)
@@ -81,11 +86,11 @@ def _is_scaled_alike(call: Call) -> bool:
     return are_fixed and (call.name in _LINEAR or is_plain)
 
 
-def _beside_twin(call: Call, kind: Kind, out: int) -> Kind:
-    """A result's kind, with what the other trace shows of its shape.
+def _check_with_twin(call: Call, kind: Kind, out: int) -> Kind:
+    """Corrects a result's kind by comparison with the other trace.
 
-    A dimension that grows with the number of rows is the rows', or its
-    entries meet in a result that depends on their number.
+    A dimension that grows with the number of rows is that of the rows, or its
+    entries are combined into a result that may depend on their number.
     """
     is_global = any(operand.is_global for operand in call.kinds)
     if kind.is_const and is_global:
@@ -93,12 +98,13 @@ def _beside_twin(call: Call, kind: Kind, out: int) -> Kind:
     if call.twin is None or kind.is_mixed:
         return kind
     if kind.is_const:
-        grown = [len(call.grown(k)) for k in range(len(call.kinds))]
-        is_lost = max(grown, default=0) > len(call.out_grown(out))
+        grown = [len(call.grown_dims(k)) for k in range(len(call.kinds))]
+        is_lost = max(grown, default=0) > len(call.out_grown_dims(out))
         if kind.is_random:
             if is_lost:
-                # What is drawn for rows, other than added up: `reduce_sum`.
-                return call.mixed()
+                # Random values of rows are combined. Sums are handled by
+                # `reduce_sum`.
+                return call.make_mixed()
             others = [k for k in call.kinds if not k.is_random or k.power]
             power = 0.0 if all(map(is_constant, others)) else math.nan
             return kind.but(power=power)
@@ -106,19 +112,19 @@ def _beside_twin(call: Call, kind: Kind, out: int) -> Kind:
             return kind
         is_other = is_lost or _scalars(call.equation) != _scalars(call.twin)
         return kind.but(power=math.nan) if is_other else kind
-    wanted = [kind.axis] if kind.is_rows else []
+    row_dims = [kind.axis] if kind.is_rows else []
     dtype = call.equation.outvars[out].aval.dtype
     if kind.is_rows and jnp.issubdtype(dtype, jnp.integer):
-        # Places, of which the entries' scale makes no others.
+        # Indices, which do not depend on the scale of the entries.
         kind = kind.but(power=0.0)
-    if call.out_grown(out) != wanted:
-        return call.mixed()
+    if call.out_grown_dims(out) != row_dims:
+        return call.make_mixed()
     is_same = _scalars(call.equation) == _scalars(call.twin)
-    return kind if is_same else call.mixed()
+    return kind if is_same else call.make_mixed()
 
 
 def _scalars(equation: JaxprEqn) -> list[Any]:
-    """An equation's parameters that are plain numbers, names or flags."""
+    """Returns an equation's parameters that are numbers, names or flags."""
     plain = (bool, int, float, str)
     values = [v for v in equation.params.values() if isinstance(v, plain)]
     if equation.primitive.name == "slice":
@@ -134,7 +140,7 @@ _LINEAR = names_in(
     "dynamic_slice dynamic_update_slice gather scatter scatter-add",
     "scatter_add scatter-sub",
 )
-"""What keeps the power of rows, if its constants are fixed."""
+"""Primitives that keep the power of rows if their constants are fixed."""
 
 
 _RANDOM = names_in(
@@ -142,13 +148,13 @@ _RANDOM = names_in(
     "random_split random_gamma random_clone threefry2x32 rng_uniform",
     "rng_bit_generator axis_index",
 )
-"""Each replica's own by definition."""
+"""Primitives whose results are expected to differ between replicas."""
 
 _GLOBAL = names_in(
     "psum psum2 psum_invariant pmax pmin all_gather all_gather_invariant",
     "reduce_scatter psum_scatter all_to_all ppermute pbroadcast",
 )
-"""The same on all replicas, and what one device would compute."""
+"""Primitives with equal results on all replicas, as on one device."""
 
 _ELEMENTWISE = names_in(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil",
@@ -172,16 +178,17 @@ _TRACKS_POWERS = names_in(
     "select_n broadcast_in_dim reshape reduce_sum dot_general",
     "conv_general_dilated",
 )
-"""Whose rules know what they make of powers."""
+"""Primitives whose rules keep track of powers."""
 
 
-def _all(rule: Callable[[Call], Any], *names: str) -> dict[str, Any]:
+def _assign(rule: Callable[[Call], Any], *names: str) -> dict[str, Any]:
+    """Assigns one rule to several primitives."""
     return dict.fromkeys(names_in(*names), rule)
 
 
 _RULES: dict[str, Callable[[Call], Any]] = {
-    **_all(elementwise.elementwise, *_ELEMENTWISE),
-    **_all(lambda call: call.kinds[0], *_SAME),
+    **_assign(elementwise.elementwise, *_ELEMENTWISE),
+    **_assign(lambda call: call.kinds[0], *_SAME),
     "select_n": elementwise.select,
     "broadcast_in_dim": shapes.broadcast,
     "reshape": shapes.reshape,
@@ -199,39 +206,39 @@ _RULES: dict[str, Callable[[Call], Any]] = {
     "dynamic_slice": shapes.dynamic_slice,
     "dynamic_update_slice": shapes.dynamic_update_slice,
     "reduce_sum": reductions.reduce_sum,
-    **_all(
+    **_assign(
         reductions.reduce,
         "reduce_max reduce_min reduce_prod reduce_and reduce_or",
         "reduce_xor argmax argmin",
     ),
-    **_all(
-        reductions.along(lambda call: call.params["axis"]),
+    **_assign(
+        reductions.make_dim_rule(lambda call: call.params["axis"]),
         "cumsum cumprod cummax cummin cumlogsumexp",
     ),
     "rev": reductions.reverse,
-    "sort": reductions.along(lambda call: call.params["dimension"]),
-    "top_k": reductions.along(
+    "sort": reductions.make_dim_rule(lambda call: call.params["dimension"]),
+    "top_k": reductions.make_dim_rule(
         lambda call: (
             call.params.get("axis", len(call.shape()) - 1) % len(call.shape())
         )
     ),
-    **_all(
+    **_assign(
         reductions.reduce_window,
         "reduce_window reduce_window_sum reduce_window_max",
         "reduce_window_min",
     ),
     "dot_general": reductions.dot_general,
     "conv_general_dilated": reductions.convolution,
-    **_all(
-        reductions.of_matrices(2),
+    **_assign(
+        reductions.make_matrix_rule(2),
         "cholesky lu qr householder_product eigh svd eig schur",
     ),
-    "triangular_solve": reductions.of_matrices(2),
+    "triangular_solve": reductions.make_matrix_rule(2),
     "fft": reductions.fft,
-    **_all(kernels.cudnn, *kernels.CUDNN),
+    **_assign(kernels.cudnn, *kernels.CUDNN),
     "pallas_call": kernels.pallas,
     "gather": indexing.gather,
-    **_all(
+    **_assign(
         indexing.scatter,
         "scatter scatter-add scatter_add scatter-mul scatter_mul",
         "scatter-min scatter_min scatter-max scatter_max scatter-sub",

@@ -1,16 +1,16 @@
-"""Rules for primitives that move, join or cut arrays."""
+"""Rules for primitives that reshape, join or slice arrays."""
 
 import math
 
 from keras_strategies._core.row_kinds.call import (
     Call,
     at_axis,
-    joined_all,
-    joined_plain,
+    drop_dims,
+    join_all,
+    join_plain,
     kind_of_entries,
-    moved,
+    move_dims,
     other_dims,
-    without_dims,
 )
 from keras_strategies._core.row_kinds.kinds import (
     CONST,
@@ -18,10 +18,10 @@ from keras_strategies._core.row_kinds.kinds import (
     SUM,
     Kind,
     is_constant,
-    joined,
-    joined_constants,
+    join,
+    join_constants,
+    make_uniform,
     same_power,
-    uniform,
 )
 
 
@@ -30,18 +30,18 @@ def broadcast(call: Call) -> Kind:
     before, after = call.shape(), call.out_shape()
     kind = call.kinds[0]
     if kind.is_rows and before[kind.axis] != after[places[kind.axis]]:
-        # One row, which is spread over what need not be rows.
-        return call.mixed()
-    found = moved(call, lambda axis: places[axis])
-    if found.is_rows and places == tuple(range(len(before))):
-        return found.but(columns=kind.columns)
-    if not found.is_const or found.values is not None:
-        return found
-    blocks = dict(found.blocks)
+        # A single row, broadcast over a dimension that may not be the rows'.
+        return call.make_mixed()
+    result = move_dims(call, lambda axis: places[axis])
+    if result.is_rows and places == tuple(range(len(before))):
+        return result.but(columns=kind.columns)
+    if not result.is_const or result.values is not None:
+        return result
+    blocks = dict(result.blocks)
     for axis, size in enumerate(after):
         if axis not in places or before[places.index(axis)] != size:
             blocks[axis] = size
-    return found.but(blocks=blocks)
+    return result.but(blocks=blocks)
 
 
 def reshape(call: Call) -> Kind:
@@ -53,53 +53,55 @@ def reshape(call: Call) -> Kind:
         starts = {}
         for axis, size in enumerate(after):
             starts.setdefault((math.prod(after[:axis]), size), axis)
-        return moved(
+        return move_dims(
             call,
             lambda axis: starts.get((math.prod(before[:axis]), before[axis])),
         )
-    # Where in row-major order the rows' index counts, which a reshape keeps.
+    # A reshape keeps the row-major order. So `outer`, the product of the sizes
+    # before the row's index, does not change: it is the product of the sizes of
+    # the dimensions before the new one (`ahead`) and of the blocks within it.
     outer = math.prod(before[: kind.axis]) * kind.outer
-    found = []
+    candidates = []
     for axis, size in enumerate(after):
         ahead = math.prod(after[:axis])
         if ahead and outer % ahead == 0:
             within = outer // ahead
             if size % (within * call.num_rows) == 0 and size:
-                found.append((axis, within))
+                candidates.append((axis, within))
     if call.num_rows > 1:
-        found = found[:1]
-    if len(found) != 1:
-        return call.mixed()
-    return at_axis(kind, *found[0])
+        candidates = candidates[:1]
+    if len(candidates) != 1:
+        return call.make_mixed()
+    return at_axis(kind, *candidates[0])
 
 
 def transpose(call: Call) -> Kind:
     order = call.params["permutation"]
-    return moved(call, order.index)
+    return move_dims(call, order.index)
 
 
 def squeeze(call: Call) -> Kind:
-    return without_dims(call, call.params["dimensions"])
+    return drop_dims(call, call.params["dimensions"])
 
 
 def expand_dims(call: Call) -> Kind:
     kept = other_dims(call.out_shape(), call.params["dimensions"])
-    return moved(call, lambda axis: kept[axis])
+    return move_dims(call, lambda axis: kept[axis])
 
 
 def stack(call: Call) -> Kind:
     dim = call.params["axis"]
-    alike = kind_of_entries(call)
-    if alike.is_const:
-        alike = alike.but(values=None)
-    return moved(call, lambda axis: axis + (axis >= dim), alike)
+    kind = kind_of_entries(call)
+    if kind.is_const:
+        kind = kind.but(values=None)
+    return move_dims(call, lambda axis: axis + (axis >= dim), kind)
 
 
 def unstack(call: Call) -> list[Kind]:
-    """The entries along a dimension, of JAX 0.12."""
+    """Returns the kinds of the entries along a dimension (JAX 0.12)."""
     dims = [call.params["axis"]]
     outputs = range(len(call.equation.outvars))
-    return [without_dims(call, dims, out=k) for k in outputs]
+    return [drop_dims(call, dims, out=k) for k in outputs]
 
 
 def slice_(call: Call) -> Kind:
@@ -115,30 +117,30 @@ def slice_(call: Call) -> Kind:
 
 
 def _with_columns(call: Call, kind: Kind, out: int = 0) -> Kind:
-    """A kind whose columns are known if all of them are there."""
+    """Returns a kind of rows, with its columns only if all are kept."""
     is_all = call.shape()[-1:] == call.out_shape(out)[-1:]
     columns = kind.columns if is_all else frozenset()
     return kind.but(columns=columns)
 
 
 def _part(call: Call, kind: Kind, start: int, stop: int, step: int) -> Kind:
-    """Blocks of rows out of several, or all."""
+    """Returns the kind of a slice of rows: one or more blocks, or all."""
     size = call.shape()[kind.axis]
     if (start, stop, step) == (0, size, 1):
         return kind
     block = size // kind.outer
     if step == 1 and start % block == 0 and stop % block == 0 and stop > start:
         return at_axis(kind, kind.axis, (stop - start) // block)
-    return call.mixed()
+    return call.make_mixed()
 
 
 def _part_of_constant(call: Call, out: int = 0) -> Kind:
-    """A constant, or a sum, of which a part is taken."""
+    """Returns the kind of a slice of a constant or a sum."""
     kind, before = call.kinds[0], call.shape()
     after = call.out_shape(out)
-    found = moved(call, lambda axis: axis, out=out)
-    if not found.is_const or found.values is not None:
-        return found
+    result = move_dims(call, lambda axis: axis, out=out)
+    if not result.is_const or result.values is not None:
+        return result
     blocks = {
         axis: after[axis] if size == before[axis] else 1
         for axis, size in kind.blocks.items()
@@ -146,35 +148,37 @@ def _part_of_constant(call: Call, out: int = 0) -> Kind:
     index_of = kind.index_of
     if index_of is not None and before[index_of] != after[index_of]:
         index_of = None
-    return found.but(blocks=blocks, index_of=index_of)
+    return result.but(blocks=blocks, index_of=index_of)
 
 
 def split(call: Call) -> list[Kind]:
     axis, sizes = call.params["axis"], call.params["sizes"]
-    kind, found, start = call.kinds[0], [], 0
+    kind, results, start = call.kinds[0], [], 0
     for k, size in enumerate(sizes):
         if not kind.is_rows:
-            found.append(_part_of_constant(call, k))
+            results.append(_part_of_constant(call, k))
         elif kind.axis != axis:
-            found.append(_with_columns(call, kind, k))
+            results.append(_with_columns(call, kind, k))
         else:
-            found.append(_part(call, kind, start, start + size, 1))
+            results.append(_part(call, kind, start, start + size, 1))
         start += size
-    return found
+    return results
 
 
 def concatenate(call: Call) -> Kind:
     dim, kinds = call.params["dimension"], call.kinds
     forms = {kind.form for kind in kinds}
     if SUM in forms:
-        return call.mixed() if ROWS in forms else joined_all(kinds, call)
+        return call.make_mixed() if ROWS in forms else join_all(kinds, call)
     sizes = [call.shape(k)[dim] for k in range(len(kinds))]
     if ROWS not in forms:
         return _concatenated_constants(call, dim, sizes)
     k, first = next((k, f) for k, f in enumerate(kinds) if f.is_rows)
     same = [same_power(first.power, f.power)[0] for f in kinds]
     if first.axis != dim:
-        return _beside_each_other(call, first, all(same))
+        return _concatenate_columns(call, first, all(same))
+    # Along the dimension of the rows, each operand must consist of complete
+    # blocks of rows, or of a constant that is equal within such blocks.
     inner = call.inner(first, k)
     block = inner * call.num_rows
     fits = all(
@@ -184,12 +188,12 @@ def concatenate(call: Call) -> Kind:
         for f, size in zip(kinds, sizes, strict=True)
     )
     if not fits or not all(same):
-        return call.mixed()
+        return call.make_mixed()
     return at_axis(first, dim, sum(sizes) // block)
 
 
 def _concatenated_constants(call: Call, dim: int, sizes: list[int]) -> Kind:
-    joint = joined_constants(call.kinds)
+    joint = join_constants(call.kinds)
     blocks = dict(joint.blocks)
     if all(
         kind.values is not None or dim in kind.blocks for kind in call.kinds
@@ -201,12 +205,18 @@ def _concatenated_constants(call: Call, dim: int, sizes: list[int]) -> Kind:
         blocks[dim] = math.gcd(*within)
     values = {kind.values for kind in call.kinds}
     if len(values) == 1 and None not in values:
-        return uniform(values.pop(), call.out_shape())
+        return make_uniform(values.pop(), call.out_shape())
     return joint.but(blocks=blocks)
 
 
-def _beside_each_other(call: Call, first: Kind, same: bool) -> Kind:
-    """Rows concatenated along another dimension than that of the rows."""
+def _concatenate_columns(call: Call, first: Kind, same: bool) -> Kind:
+    """Returns the kind of a concatenation along another dimension than rows.
+
+    Args:
+      call: The call.
+      first: The kind of the first operand that is rows.
+      same: Whether the operands' powers are equal.
+    """
     axis, columns, start = first.axis, set(), 0
     is_last = call.params["dimension"] == len(call.out_shape()) - 1
     for k, kind in enumerate(call.kinds):
@@ -221,9 +231,9 @@ def _beside_each_other(call: Call, first: Kind, same: bool) -> Kind:
             same &= kind.is_flat(axis, size)
         start += call.shape(k)[-1] if call.shape(k) else 0
     if not same:
-        return call.mixed()
-    found = frozenset(columns) if is_last else frozenset()
-    return first.but(columns=found, count=0)
+        return call.make_mixed()
+    known = frozenset(columns) if is_last else frozenset()
+    return first.but(columns=known, count=0)
 
 
 def tile(call: Call) -> Kind:
@@ -231,7 +241,7 @@ def tile(call: Call) -> Kind:
     if kind.is_rows:
         return at_axis(kind, kind.axis, kind.outer * times[kind.axis])
     if kind.is_sum or kind.values is not None:
-        return moved(call, lambda axis: axis)
+        return move_dims(call, lambda axis: axis)
     before, after = call.shape(), call.out_shape()
     blocks = {
         axis: after[axis] if before[axis] in (1, size) else size
@@ -245,16 +255,16 @@ def pad(call: Call) -> Kind:
     kind, fill = call.kinds
     if kind.is_const:
         added = enumerate(call.params["padding_config"])
-        whole = {axis for axis, sizes in added if not any(sizes)}
-        blocks = {a: s for a, s in kind.blocks.items() if a in whole}
-        return joined_plain(call.kinds).but(blocks=blocks)
+        unpadded = {axis for axis, sizes in added if not any(sizes)}
+        blocks = {a: s for a, s in kind.blocks.items() if a in unpadded}
+        return join_plain(call.kinds).but(blocks=blocks)
     if kind.is_sum:
-        return kind if fill.is_zero else call.mixed()
+        return kind if fill.is_zero else call.make_mixed()
     if call.params["padding_config"][kind.axis] != (0, 0, 0):
-        return call.mixed()
+        return call.make_mixed()
     is_plain = kind.power in (0.0, None) and is_constant(fill)
     is_fine = fill.is_const and (fill.is_zero or is_plain)
-    return kind.but(count=0) if is_fine else call.mixed()
+    return kind.but(count=0) if is_fine else call.make_mixed()
 
 
 def iota(call: Call) -> Kind:
@@ -266,25 +276,25 @@ def iota(call: Call) -> Kind:
 def dynamic_slice(call: Call) -> Kind:
     kind, *starts = call.kinds
     if any(not start.is_const for start in starts):
-        return call.mixed()
+        return call.make_mixed()
     if kind.is_rows:
         is_all = call.out_shape()[kind.axis] == call.shape()[kind.axis]
         kind = _with_columns(call, kind).but(count=0)
-        return kind if is_all else call.mixed()
+        return kind if is_all else call.make_mixed()
     return _part_of_constant(call)
 
 
 def dynamic_update_slice(call: Call) -> Kind:
     kind, update, *starts = call.kinds
     if any(not start.is_const for start in starts):
-        return call.mixed()
+        return call.make_mixed()
     if kind.is_const and update.is_const:
-        found = joined_constants((kind, update))
+        result = join_constants((kind, update))
         pairs = enumerate(zip(call.shape(), call.shape(1), strict=True))
         partly = {axis for axis, (size, part) in pairs if size != part}
-        blocks = {a: s for a, s in found.blocks.items() if a not in partly}
-        return found.but(blocks=blocks)
+        blocks = {a: s for a, s in result.blocks.items() if a not in partly}
+        return result.but(blocks=blocks)
     of = kind if kind.is_rows else update
     if of.is_rows and call.shape(1)[of.axis] != call.shape()[of.axis]:
-        return call.mixed()
-    return joined(kind, update, call.out_shape(), call.equation)
+        return call.make_mixed()
+    return join(kind, update, call.out_shape(), call.equation)

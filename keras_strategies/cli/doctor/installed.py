@@ -55,7 +55,10 @@ def check_packages(
     ]
     findings = []
     if python < LEAST_PYTHON:
-        old, least = versions.dotted(python), versions.dotted(LEAST_PYTHON)
+        old, least = (
+            versions.format_version(python),
+            versions.format_version(LEAST_PYTHON),
+        )
         cure = "Make a virtual environment with a newer Python."
         findings.append(fault(f"Python {old} is older than {least}.", cure))
     for package in versions.LEAST:
@@ -75,17 +78,19 @@ def check_packages(
 
 
 def _of_package(package: str, version: str | None) -> Iterator[Finding]:
-    cure = f"pip install --upgrade '{versions.asked(package)}'"
+    cure = f"pip install --upgrade '{versions.make_requirement(package)}'"
     least = versions.LEAST[package]
     if version is None:
         yield fault(f"{package} is not installed.", cure)
-    elif versions.parsed(version) < least:
+    elif versions.parse_version(version) < least:
         yield fault(
-            f"{package} {version} is older than {versions.dotted(least)}, the "
-            "oldest that works.",
+            f"{package} {version} is older than "
+            f"{versions.format_version(least)}, the oldest that works.",
             cure,
         )
-    elif versions.parsed(version) >= versions.BELOW.get(package, (10**9,)):
+    elif versions.parse_version(version) >= versions.BELOW.get(
+        package, (10**9,)
+    ):
         yield warning(
             f"{package} {version} is newer than those that were tested: see "
             "docs/versions.md.",

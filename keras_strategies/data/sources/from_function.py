@@ -136,7 +136,7 @@ class FunctionSource(Source):
         while True:
             # Copies: the next one may be in the same arrays.
             parts = [
-                jax.tree.map(host_arrays.owned, next(batches, None))
+                jax.tree.map(host_arrays.copy_if_mutable, next(batches, None))
                 for batches in iterators
             ]
             given = [part for part in parts if part is not None]

@@ -13,7 +13,7 @@ from keras_strategies._core.replica_map import (
     all_min,
     all_sum,
     as_number,
-    of_first,
+    keep_first,
 )
 from keras_strategies._types import Array
 from keras_strategies.keras_bridge.hooks import metric_rules
@@ -180,7 +180,7 @@ def _by_rule(
 
 def _of_first(plan: Merge, value: Array) -> Callable[[list[Any]], Any]:
     """Replica 0's value, for all."""
-    place = plan.add(of_first(value, plan.step.axis))
+    place = plan.add(keep_first(value, plan.step.axis))
     return lambda sums: sums[place]
 
 

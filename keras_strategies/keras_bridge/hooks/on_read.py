@@ -14,7 +14,7 @@ import keras
 import numpy as np
 
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.replica_map import as_number, of_first
+from keras_strategies._core.replica_map import as_number, keep_first
 from keras_strategies._types import Array
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.step_context import StepContext
@@ -174,7 +174,7 @@ def plan_aggregate(
     number = as_number(copy)
     divisor = step.num_replicas if variable.aggregation == "mean" else 1
     if variable.aggregation in ("only_first_replica", "none"):
-        number = of_first(number, step.axis)
+        number = keep_first(number, step.axis)
     place = plan.add(number)
     return lambda sums: merge_lib.as_type_of(sums[place] / divisor, copy)
 

@@ -20,7 +20,7 @@ from keras_strategies._core.jaxprs.marked_updates import (
     MAX,
     Reduction,
     is_collecting,
-    marked_update,
+    mark_update,
 )
 from keras_strategies._core.replica_map import all_max, all_sum
 from keras_strategies._types import Array
@@ -185,7 +185,7 @@ def _updated(
         return MAX if is_largest else shardings.gradient_spec_of(variable, mesh)
 
     with step.flag("in_optimizer"):
-        return marked_update(
+        return mark_update(
             lambda given, values: update(every(given), values),
             reduce,
             [grads[i] for i in present],

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import keras
 
-from keras_strategies._core.replica_map import all_sum, of_first
+from keras_strategies._core.replica_map import all_sum, keep_first
 from keras_strategies._types import Array
 from keras_strategies.keras_bridge.hooks.metric_rules import SUM
 from keras_strategies.keras_bridge.hooks.on_read import is_on_read
@@ -74,7 +74,7 @@ def assign(
         return original(variable, value)
     array = jnp.asarray(value)
     if variable.aggregation == "only_first_replica":
-        array = of_first(array, step.axis)
+        array = keep_first(array, step.axis)
     (array,) = all_sum([array], step.axis)
     if variable.aggregation == "mean":
         array = array / step.num_replicas

@@ -70,7 +70,7 @@ def _rows_of(
         return as_numpy(leaf.convert_to_numpy(leaf[indices]))
     if isinstance(indices, slice):
         return leaf.array[indices]
-    return host_arrays.taken(leaf.array, indices)
+    return host_arrays.take_rows(leaf.array, indices)
 
 
 def _sliceable(array: Array) -> Any:

@@ -15,7 +15,7 @@ import jax
 import keras
 from keras.src.trainers.epoch_iterator import EpochIterator
 
-from keras_strategies._core.attributes import attribute_set
+from keras_strategies._core.attributes import temporary_attribute
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Batch, Tree
 from keras_strategies.keras_bridge import keras_names
@@ -265,7 +265,7 @@ class Binding:
         self.check_context()
         try:
             with (
-                attribute_set(self, "_is_in_session", True),
+                temporary_attribute(self, "_is_in_session", True),
                 variable_creator.distribution_scope(None),
             ):
                 yield
@@ -279,7 +279,7 @@ class Binding:
             return contextlib.nullcontext()
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
         given = {"x": x, "y": y, "sample_weight": weight}
-        return attribute_set(self, "_validation", given)
+        return temporary_attribute(self, "_validation", given)
 
     def _build_on_feed(self, feed: "DataAdapter") -> None:
         self.model._assert_compile_called("fit")

@@ -18,7 +18,7 @@ from keras_strategies._core.identity import IdentityMap, IdentitySet
 from keras_strategies._core.jaxprs.lockstep import Lockstep, Turn
 from keras_strategies._core.jaxprs.replay import current_side
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.values import STACKED, PerReplica, stacked
+from keras_strategies._core.values import STACKED, PerReplica, stack_replicas
 from keras_strategies._types import Array, Tree
 from keras_strategies.keras_bridge.hooks import on_read, seeds
 from keras_strategies.keras_bridge.hooks.variables_used import CollectingScope
@@ -105,7 +105,9 @@ def _hold(ended: list[_Ended], mesh: ReplicaMesh) -> None:
     for variable, value in ended[0].written:
         if on_read.is_on_read(variable):
             on_read.settle(variable, mesh)
-            copies = stacked([e.copies[id(variable)] for e in ended], mesh)
+            copies = stack_replicas(
+                [e.copies[id(variable)] for e in ended], mesh
+            )
             on_read.hold(variable, copies, _whole(value, mesh))
         else:
             held = shardings.sharding_of(variable, mesh)
@@ -215,7 +217,7 @@ def _wrapped(parts: list[Any], mesh: ReplicaMesh) -> Array:
                 for part, device in zip(parts, mesh.first_devices, strict=True)
             ]
         )
-    return PerReplica.of(stacked(parts, mesh), STACKED)
+    return PerReplica.of(stack_replicas(parts, mesh), STACKED)
 
 
 def _whole(value: Array, mesh: ReplicaMesh) -> jax.Array:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import keras
 
 from keras_strategies._core.jaxprs.specs import Axis
-from keras_strategies._core.mesh import ReplicaMesh, shown_devices
+from keras_strategies._core.mesh import ReplicaMesh, format_devices
 from keras_strategies._core.replica_map import all_max, all_min, as_number
 from keras_strategies._types import Array, Tree
 from keras_strategies.keras_bridge.hooks import variables_used
@@ -174,13 +174,13 @@ def refuse_foreign(variable: keras.Variable, mesh: ReplicaMesh) -> None:
     if devices is None or (devices == set(mesh.devices) and not is_sharded):
         return
     theirs = sorted(devices, key=lambda device: device.id)
-    shown = shown_devices(theirs)
+    shown = format_devices(theirs)
     if is_sharded:
         shown += ", which divides it"
     raise RuntimeError(
         "Mixing strategies: in `run` a variable is written by the strategy in "
         f"whose scope it was made. Received: {variable.path!r} of a strategy "
         f"on {shown}, written in `run` of one on "
-        f"{shown_devices(mesh.devices)}. Call its own strategy's `run`, or "
+        f"{format_devices(mesh.devices)}. Call its own strategy's `run`, or "
         "return the value and `assign` it afterwards."
     )

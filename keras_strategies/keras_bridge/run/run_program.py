@@ -31,7 +31,7 @@ from keras_strategies._core.values import (
     STACKED,
     PerReplica,
     Shapes,
-    stacked,
+    stack_replicas,
 )
 from keras_strategies._types import Array, Tree
 from keras_strategies.keras_bridge.hooks import on_read, seeds
@@ -287,7 +287,7 @@ class RunProgram:
         variants = variants_of(self._variant_of)
         mesh, of = self._mesh, self._variant_of
         own = [values[variants.index(of[r])] for r in mesh.local_replicas]
-        return PerReplica.of(stacked(own, mesh), STACKED)
+        return PerReplica.of(stack_replicas(own, mesh), STACKED)
 
     def _wrapped(
         self, array: Array, total: Array | None, shapes: Shapes | None

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from keras_strategies._core.attributes import attribute_set
+from keras_strategies._core.attributes import temporary_attribute
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Array
 from keras_strategies.keras_bridge import keras_names
@@ -31,7 +31,7 @@ def attention_for(mesh: ReplicaMesh) -> Iterator[None]:
     if mesh.platform != "tpu":
         yield
         return
-    with _patches.held(), attribute_set(_thread, "is_for_tpus", True):
+    with _patches.held(), temporary_attribute(_thread, "is_for_tpus", True):
         yield
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 from keras_strategies._core.batches import Segment
-from keras_strategies._core.jaxprs.replay import own_trace
-from keras_strategies._core.jaxprs.traces import is_traced
+from keras_strategies._core.jaxprs.replay import separate_trace
+from keras_strategies._core.jaxprs.traces import is_tracing
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Tree
 from keras_strategies.keras_bridge.step_context import (
@@ -216,10 +216,10 @@ def in_replica(
     is_global = step is None or step.facts.is_global_batch
     kind = "whole" if is_global else "step"
     with contextlib.ExitStack() as stack:
-        if is_traced():
+        if is_tracing():
             # What has asked its replica context is traced again, and asks.
             name = f"ks.{kind}.{num_replica_uses()}"
-            stack.enter_context(own_trace(name))
+            stack.enter_context(separate_trace(name))
         stack.enter_context(replica_scope(step))
         yield
 

@@ -13,8 +13,8 @@ import numpy as np
 from keras_strategies._core.batches import (
     Execution,
     Segment,
-    true_rows,
-    unstacked,
+    cut_padding,
+    unstack_steps,
 )
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Batch, Tree
@@ -245,9 +245,9 @@ class Functions:
         def run(
             state: Sequence[Any], segment: Segment
         ) -> Iterator[tuple[Any, Any]]:
-            data = true_rows(_on_all(segment.data, mesh), segment.shape)
+            data = cut_padding(_on_all(segment.data, mesh), segment.shape)
             steps, done = segment.steps, []
-            for batch in [data] if steps == 1 else unstacked(data, steps):
+            for batch in [data] if steps == 1 else unstack_steps(data, steps):
                 with (
                     needing_no_replica("`run_eagerly=True`"),
                     global_batch_trace(mesh, self.replica_scope, step),

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
-from keras_strategies._core.batches import RowShape, sharded_rows, true_rows
+from keras_strategies._core.batches import RowShape, constrain_rows, cut_padding
 from keras_strategies._core.jaxprs import traces
 from keras_strategies._core.jaxprs.combined_sums import with_combined_sums
-from keras_strategies._core.jaxprs.marked_updates import collected_updates
+from keras_strategies._core.jaxprs.marked_updates import collect_updates
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import (
     all_sum,
@@ -126,10 +126,10 @@ def call_on_global_batch(
     mesh: ReplicaMesh,
 ) -> tuple[Any, ...]:
     """Computes `body(*state, data)` of a padded batch's true rows."""
-    data = true_rows(data, shape)
+    data = cut_padding(data, shape)
     traced = Traced(body, *state, data)
     is_sharded = not has_unsafe_scatters(traced.jaxpr)
-    data = sharded_rows(data, shape, mesh, is_sharded=is_sharded)
+    data = constrain_rows(data, shape, mesh, is_sharded=is_sharded)
     return traced(*state, data)
 
 
@@ -177,7 +177,7 @@ def _check_losses(
     of_rows = range(inputs - len(jax.tree.leaves(data)), inputs)
     rows, num_replicas = step.facts.rows, step.num_replicas
     finding = Finding(verdict=Verdict.UNSURE)
-    is_own = traces.has_own_code(jaxpr, losses.LOSS)
+    is_own = traces.has_user_code(jaxpr, losses.LOSS)
     try:
         if not is_own:
             finding = losses.losses_in(jaxpr, of_rows, rows)
@@ -233,7 +233,7 @@ def _shown(why: JaxprEqn | None) -> str:
     """Describes the equation that mixes rows, for messages."""
     if why is None:
         return ""
-    place = traces.place_of(why)
+    place = traces.find_place(why)
     operation = f"`{why.primitive.name}` combines rows"
     return f" ({operation}{f' at {place}' if place else ''})"
 
@@ -247,7 +247,7 @@ def _traced_with(
 ) -> ClosedJaxpr:
     """Traces the step with another number of rows."""
     twin = StepContext(facts=StepFacts(mesh=step.facts.mesh, rows=rows))
-    with collected_updates(), warnings.catch_warnings():
+    with collect_updates(), warnings.catch_warnings():
         # What there is to say was said in the first trace.
         warnings.simplefilter("ignore")
         fn = functools.partial(body, twin)

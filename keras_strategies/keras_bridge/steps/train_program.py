@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from keras_strategies._core.batches import Segment, unstacked
+from keras_strategies._core.batches import Segment, unstack_steps
 from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.identity import IdentityMap
 from keras_strategies._core.replica_map import has_convolutions
@@ -31,7 +31,7 @@ class StepProgram(ModelProgram):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._unstack = jax.jit(
-            unstacked, static_argnums=1, out_shardings=self._mesh.split
+            unstack_steps, static_argnums=1, out_shardings=self._mesh.split
         )
         self._is_fused = True
 

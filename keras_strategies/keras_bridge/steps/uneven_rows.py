@@ -18,7 +18,7 @@ from keras_strategies._core.jaxprs.replay import Reduce
 from keras_strategies._core.jaxprs.specs import Axis
 from keras_strategies._core.jaxprs.value_numbers import ValueNumbers
 from keras_strategies._core.replica_map import replica_id
-from keras_strategies._core.values import padded
+from keras_strategies._core.values import pad_to
 from keras_strategies._types import Array, Tree
 from keras_strategies.keras_bridge.steps.variants import (
     Variant,
@@ -187,7 +187,7 @@ class _Trace:
         if self.is_empty and len(self.cut.collectives) < len(
             other.cut.collectives
         ):
-            found = collective_cut.meeting_as(self.cut, other.cut)
+            found = collective_cut.add_collectives(self.cut, other.cut)
             if found is not None:
                 self._use(found)
         return self.cut.collectives
@@ -233,7 +233,8 @@ class _Stages:
         for stage, results in enumerate(self._expected, 1):
             self._inputs += [stage] * len(results)
         of_each = [
-            stages.outputs_waiting(t.jaxpr.jaxpr, self._inputs) for t in traces
+            stages.find_output_stages(t.jaxpr.jaxpr, self._inputs)
+            for t in traces
         ]
         self._stages = list(map(max, zip(*of_each, strict=True)))
         if any(stages.has_answers(t.jaxpr.jaxpr) for t in traces):
@@ -243,11 +244,11 @@ class _Stages:
             last[: len(operands)] = self._stages[: len(operands)]
             self._stages = last
         numbers = ValueNumbers()
-        of_each = [numbers.of_outputs(trace.jaxpr) for trace in traces]
+        of_each = [numbers.number_outputs(trace.jaxpr) for trace in traces]
         columns = zip(*of_each, strict=True)
         self._are_common = [len(set(column)) == 1 for column in columns]
         own = are_own + [False] * (len(self._inputs) - len(are_own))
-        differ = stages.outputs_differing(traces[0].jaxpr.jaxpr, own)
+        differ = stages.find_differing_outputs(traces[0].jaxpr.jaxpr, own)
         self._are_alike = [
             is_common and not differs
             for is_common, differs in zip(self._are_common, differ, strict=True)
@@ -268,13 +269,13 @@ class _Stages:
         now = [k for k, s in enumerate(self._stages) if s == stage]
         common = [k for k in now if self._are_common[k]]
         others = [k for k in now if not self._are_common[k]]
-        shared = stages.part(self._traces[0].jaxpr, common)
+        shared = stages.select_outputs(self._traces[0].jaxpr, common)
         values = self._branch(shared, common)(*given)
         self._values.update(zip(common, values, strict=True))
         parts = []
         for trace in self._traces:
-            acting = stages.acting(trace.jaxpr.jaxpr, self._inputs, stage)
-            parts.append(stages.part(trace.jaxpr, others, acting))
+            acting = stages.find_effects(trace.jaxpr.jaxpr, self._inputs, stage)
+            parts.append(stages.select_outputs(trace.jaxpr, others, acting))
         if not any(part.jaxpr.eqns or others for part in parts):
             return
         branches = [self._branch(part, others) for part in parts]
@@ -349,7 +350,7 @@ def _of_shapes(
     if all(s == shapes[0] for s in shapes):
         return reduce
     if isinstance(reduce, replay_lib.Concatenation):
-        whole = reduce.of_shapes([shapes[k][0] for k in places])
+        whole = reduce.with_shapes([shapes[k][0] for k in places])
         return replay_lib.uneven_concatenation(
             whole.axis, whole.dim, whole.sizes or ()
         )
@@ -364,7 +365,7 @@ def _of_shapes(
 def _padded(array: Array, most: jax.ShapeDtypeStruct) -> jax.Array:
     # A number's type is one of Python's where it is a literal.
     array = jnp.asarray(array, most.dtype)
-    return array if array.shape == most.shape else padded(array, most.shape)
+    return array if array.shape == most.shape else pad_to(array, most.shape)
 
 
 def _check_alike(traces: list[_Trace]) -> None:

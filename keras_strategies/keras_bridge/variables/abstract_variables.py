@@ -21,7 +21,7 @@ from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
-from keras_strategies._core.attributes import attribute_set
+from keras_strategies._core.attributes import temporary_attribute
 from keras_strategies._types import Array
 from keras_strategies.keras_bridge.patches import Patches
 from keras_strategies.keras_bridge.variables.sharded_variable import (
@@ -183,14 +183,14 @@ def creating(*, abstract: bool) -> Iterator[None]:
       abstract: Whether they are without.
     """
     patched = _patches.held() if abstract else contextlib.nullcontext()
-    with patched, attribute_set(_thread, "is_abstract", abstract):
+    with patched, temporary_attribute(_thread, "is_abstract", abstract):
         yield
 
 
 @contextlib.contextmanager
 def inferring_shapes() -> Iterator[None]:
     """In which abstract variables read as zeros, for a trace of shapes."""
-    with attribute_set(_thread, "is_inferring", True):
+    with temporary_attribute(_thread, "is_inferring", True):
         yield
 
 
@@ -201,7 +201,7 @@ def shapes_alone() -> Iterator[None]:
     with (
         creating(abstract=True),
         inferring_shapes(),
-        attribute_set(_thread, "is_shapes_alone", True),
+        temporary_attribute(_thread, "is_shapes_alone", True),
     ):
         yield
 

@@ -13,8 +13,8 @@ import jax
 import keras
 import numpy as np
 
-from keras_strategies._core.chief import from_chief
-from keras_strategies._core.jaxprs.traces import is_traced
+from keras_strategies._core.chief import broadcast
+from keras_strategies._core.jaxprs.traces import is_tracing
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Array, Shape
 
@@ -93,9 +93,9 @@ class _FromChief:
     def __call__(
         self, shape: Shape, dtype: str | None = None, **kwargs: Any
     ) -> Array:
-        if not is_traced():
+        if not is_tracing():
             value = self.initializer(shape, dtype=dtype, **kwargs)
-            return from_chief([value], self.mesh)[0]
+            return broadcast([value], self.mesh)[0]
         # Keras compiles it, for a large variable: all processes must trace the
         # same, and none need hold the value.
         seed = getattr(self.initializer, "seed", None)
@@ -109,5 +109,5 @@ class _FromChief:
 
     def _of_chief(self, value: Array) -> np.ndarray:
         with jax.ensure_compile_time_eval():
-            (array,) = from_chief([value], self.mesh)
+            (array,) = broadcast([value], self.mesh)
             return np.asarray(array.addressable_data(0))

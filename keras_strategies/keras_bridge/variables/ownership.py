@@ -8,7 +8,11 @@ from typing import Any
 import jax
 import keras
 
-from keras_strategies._core.mesh import ReplicaMesh, copied, has_sharding
+from keras_strategies._core.mesh import (
+    ReplicaMesh,
+    copy_with_sharding,
+    has_sharding,
+)
 from keras_strategies.keras_bridge.step_context import Group
 from keras_strategies.keras_bridge.variables.shardings import sharding_of
 
@@ -49,17 +53,17 @@ def own(
     for i, variable in enumerate(variables):
         value, sharding = group[i], sharding_of(variable, mesh)
         if not has_sharding(value, sharding):
-            value = copied(value, sharding)
+            value = copy_with_sharding(value, sharding)
         elif donate:
             known = sum(i < len(h) and h[i] is value for h in holders)
             is_ours = made is not None and (known or _is_among(value, made))
             num_others = counts[i] - alone - known
             if not is_ours or num_others > (variable._value is value):
-                value = copied(value, sharding)
+                value = copy_with_sharding(value, sharding)
             elif not known:
                 pointer = _pointer(value)
                 if pointer in pointers:
-                    value = copied(value, sharding)
+                    value = copy_with_sharding(value, sharding)
                 pointers.add(pointer)
         group[i] = value
 

@@ -20,10 +20,14 @@ from jax.sharding import NamedSharding
 from keras.src.distribution.distribution_lib import Distribution
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
-from keras_strategies._core.attributes import attribute_set
-from keras_strategies._core.chief import from_chief
+from keras_strategies._core.attributes import temporary_attribute
+from keras_strategies._core.chief import broadcast
 from keras_strategies._core.dispatch import dispatch
-from keras_strategies._core.mesh import ReplicaMesh, copied, shown_devices
+from keras_strategies._core.mesh import (
+    ReplicaMesh,
+    copy_with_sharding,
+    format_devices,
+)
 from keras_strategies.keras_bridge.patches import Patches
 from keras_strategies.keras_bridge.variables import initial_values
 from keras_strategies.keras_bridge.variables.abstract_variables import (
@@ -191,7 +195,7 @@ def _with_layout_of_slots(
     is_same = layout is getattr(weight, "_layout", None)
     if is_same or (held is not None and held.mesh.is_abstract):
         return contextlib.nullcontext()
-    return attribute_set(weight, "_layout", layout)
+    return temporary_attribute(weight, "_layout", layout)
 
 
 _slots_registered = Patches(
@@ -243,7 +247,7 @@ def adopt(
     shardings = [sharding_of(v, mesh) for v in moved]
     values = [v._value for v in moved]
     copies = (
-        list(map(copied, values, shardings))
+        list(map(copy_with_sharding, values, shardings))
         if mesh.num_processes == 1
         else _from_chief(values, shardings, mesh)
     )
@@ -256,14 +260,14 @@ def _from_chief(
 ) -> list[Any]:
     """The chief's values; divided ones one by one, as each is whole first."""
     are_whole = [sharding is mesh.whole for sharding in shardings]
-    whole = from_chief(list(itertools.compress(values, are_whole)), mesh)
+    whole = broadcast(list(itertools.compress(values, are_whole)), mesh)
     found = []
     for value, sharding in zip(values, shardings, strict=True):
         if sharding is mesh.whole:
             found.append(whole.pop(0))
             continue
         divide = jax.jit(list, out_shardings=[sharding])
-        found += dispatch(mesh, divide, from_chief([value], mesh))
+        found += dispatch(mesh, divide, broadcast([value], mesh))
     return found
 
 
@@ -278,8 +282,8 @@ def check_home(variables: Iterable[keras.Variable], mesh: ReplicaMesh) -> None:
             raise ValueError(
                 "The model's variables must be placed on one device or on the "
                 "devices of its strategy. Received: variable "
-                f"{variable.path!r} on {shown_devices(list(devices))}, "
-                f"strategy on {shown_devices(mesh.devices)}. Create the "
+                f"{variable.path!r} on {format_devices(list(devices))}, "
+                f"strategy on {format_devices(mesh.devices)}. Create the "
                 "model in this strategy's scope, or call `detach(model)` on "
                 "the strategy (or leave the keras.distribution) that placed "
                 "it."
@@ -303,7 +307,7 @@ def release(variables: Iterable[keras.Variable]) -> None:
         variable._layout = None
         forget_placement(variable)
         if value is not None:
-            variable._value = copied(value, home)
+            variable._value = copy_with_sharding(value, home)
 
 
 class _Creators(threading.local):

@@ -15,7 +15,7 @@ import jax
 import keras
 
 from keras_strategies._core import values
-from keras_strategies._core.attributes import attribute_set
+from keras_strategies._core.attributes import temporary_attribute
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Array, Dataset, Tree
 from keras_strategies.cluster.resolvers.simple_resolver import (
@@ -153,7 +153,7 @@ class Capture:
             for owner, name, value in patches:
                 if isinstance(owner, type) and callable(value):
                     value = _method(value)
-                stack.enter_context(attribute_set(owner, name, value))
+                stack.enter_context(temporary_attribute(owner, name, value))
             yield
 
     # Strategies.

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from keras_strategies._core.attributes import attribute_set
+from keras_strategies._core.attributes import temporary_attribute
 from keras_strategies.planning.capture.capture import (
     Capture,
     PlanError,
@@ -123,7 +123,7 @@ class _ScriptThreads:
                 self.error = self.error or args.exc_value
                 report(args)
 
-        with attribute_set(threading, "excepthook", keep):
+        with temporary_attribute(threading, "excepthook", keep):
             yield
 
     def finish(self, is_done: Callable[[], bool]) -> None:

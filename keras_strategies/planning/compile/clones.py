@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from keras_strategies._core.attributes import attribute_set
+from keras_strategies._core.attributes import temporary_attribute
 from keras_strategies.planning.compile.call_signatures import (
     is_of_keras,
     is_rematerialized,
@@ -114,7 +114,7 @@ def rematerialized(layers: Iterable[keras.layers.Layer]) -> Iterator[None]:
         mode = keras.layers.Identity()._remat_mode
     with contextlib.ExitStack() as stack:
         for layer in layers:
-            stack.enter_context(attribute_set(layer, "_remat_mode", mode))
+            stack.enter_context(temporary_attribute(layer, "_remat_mode", mode))
         yield
 
 

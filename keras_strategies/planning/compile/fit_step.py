@@ -10,7 +10,7 @@ import keras
 from jax.sharding import NamedSharding
 from keras import tree
 
-from keras_strategies._core.jaxprs.flops import flops_of
+from keras_strategies._core.jaxprs.flops import count_flops
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Array, Batch, Tree
 from keras_strategies.keras_bridge.loops.binding import Binding
@@ -140,7 +140,7 @@ class FitStep(Step):
             shapes(model.non_trainable_variables),
             parts[0],
         )
-        flops = flops_of(jaxpr.jaxpr) * _FORWARD_AND_BACKWARD
+        flops = count_flops(jaxpr.jaxpr) * _FORWARD_AND_BACKWARD
         return flops / len(self.mesh.devices)
 
     def state_bytes(self) -> Mapping[str, float]:

@@ -233,7 +233,7 @@ def shares_of_own(
     counts = rows_lib.rows_of_replicas(batch_size, batch_size, num_replicas)
     parts = rows_lib.rows_of_processes(counts, num_processes)
     most = -(-max(parts) // each)
-    fit = (rows_lib.in_order([most] * each, part) for part in parts)
+    fit = (rows_lib.fill_in_order([most] * each, part) for part in parts)
     return sum(fit, ()), counts
 
 

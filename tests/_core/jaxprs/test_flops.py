@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from keras_strategies._core.jaxprs.flops import flops_of
+from keras_strategies._core.jaxprs.flops import count_flops
 
 pytestmark = pytest.mark.quick
 
@@ -16,7 +16,7 @@ HEADS = jnp.ones((2, 16, 4, 8))
 
 
 def flops(fn, *args):
-    return flops_of(jax.make_jaxpr(fn)(*args).jaxpr)
+    return count_flops(jax.make_jaxpr(fn)(*args).jaxpr)
 
 
 def convolution(padding="SAME", strides=(2, 1), **kwargs):

@@ -2,7 +2,10 @@
 
 import pytest
 
-from keras_strategies._core.jaxprs.hlo_text import bytes_of, counts_of
+from keras_strategies._core.jaxprs.hlo_text import (
+    count_collective_bytes,
+    count_collectives,
+)
 
 PLAIN = """
   %all-reduce.1 = (f32[8,4]{1,0}, f32[3]{0}) all-reduce(%a, %b), \
@@ -50,5 +53,5 @@ replica_groups={{0,1}}, frontend_attributes={chain_id="1"}
     ],
 )
 def test_texts(text, counts, sizes):
-    assert {k: n for k, n in counts_of(text).items() if n} == counts
-    assert {k: n for k, n in bytes_of(text).items() if n} == sizes
+    assert {k: n for k, n in count_collectives(text).items() if n} == counts
+    assert {k: n for k, n in count_collective_bytes(text).items() if n} == sizes

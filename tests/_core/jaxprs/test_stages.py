@@ -24,14 +24,14 @@ ONES = (jnp.ones(3),) * 3
 
 def test_outputs_wait_for_the_collectives_that_they_need():
     traced = jax.make_jaxpr(two_collectives)(*ONES)
-    waits = stages.outputs_waiting(traced.jaxpr, [0, 1, 2])
+    waits = stages.find_output_stages(traced.jaxpr, [0, 1, 2])
     assert waits == [0, 1, 2, 0, 0]
 
 
 @pytest.mark.parametrize("outputs", [[0], [3, 1], [2], [4], []])
 def test_a_part_computes_what_is_asked_and_no_more(outputs):
     traced = jax.make_jaxpr(two_collectives)(*ONES)
-    part = stages.part(traced, outputs)
+    part = stages.select_outputs(traced, outputs)
     values = [np.arange(3.0) + k for k in range(3)]
     whole = two_collectives(*values)
     for got, place in zip(jaxpr_as_fun(part)(*values), outputs, strict=True):
@@ -55,7 +55,7 @@ def test_an_equation_that_acts_is_in_one_stage():
     )(1.0, 1.0)
     (mapped,) = traced.jaxpr.eqns
     inner = mapped.params["jaxpr"]
-    at = [stages.acting(inner, [0, 1], k) for k in range(3)]
+    at = [stages.find_effects(inner, [0, 1], k) for k in range(3)]
     assert [[e.primitive.name for e in found] for found in at] == [
         ["debug_print"],
         ["debug_print"],
@@ -68,7 +68,9 @@ def test_an_equation_that_acts_is_in_one_stage():
 
 def numbers_of(*functions, args=ONES):
     numbers = ValueNumbers()
-    return [numbers.of_outputs(jax.make_jaxpr(fn)(*args)) for fn in functions]
+    return [
+        numbers.number_outputs(jax.make_jaxpr(fn)(*args)) for fn in functions
+    ]
 
 
 def test_the_same_code_has_the_same_number():
@@ -165,9 +167,9 @@ def by_reference(x, first):
 def test_what_is_written_to_a_reference_is_waited_for_and_kept(outputs):
     traced = jax.make_jaxpr(by_reference)(*ONES[:2])
     assert stages.has_references(traced.jaxpr)
-    assert not stages.acting(traced.jaxpr, [0, 1], 0)
-    assert stages.outputs_waiting(traced.jaxpr, [0, 1]) == [0, 1, 1]
-    part = stages.part(traced, outputs)
+    assert not stages.find_effects(traced.jaxpr, [0, 1], 0)
+    assert stages.find_output_stages(traced.jaxpr, [0, 1]) == [0, 1, 1]
+    part = stages.select_outputs(traced, outputs)
     values = np.arange(3.0, dtype="float32"), np.ones(3, "float32")
     whole = jax.jit(by_reference)(*values)
     for got, place in zip(jaxpr_as_fun(part)(*values), outputs, strict=True):
@@ -217,7 +219,7 @@ def test_only_what_is_made_of_equal_values_is_equal():
             *(before, kept[...], number, later, answer),
         )
 
-    found = stages.outputs_differing(
+    found = stages.find_differing_outputs(
         mapped_jaxpr(fn, *[jnp.ones(())] * 2), [True, False]
     )
     assert found == [

@@ -28,7 +28,7 @@ def of(fn):
         return checkpoint_name(fn(x), "marked")
 
     jaxpr = jax.make_jaxpr(marked)(np.ones((3, 4), "float32"))
-    return traces.has_own_code(jaxpr, "marked")
+    return traces.has_user_code(jaxpr, "marked")
 
 
 def test_layers_are_kerass_and_operations_are_their_callers():

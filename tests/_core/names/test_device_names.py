@@ -51,7 +51,7 @@ def test_a_jax_device_means_itself():
 
 
 def test_a_jax_device_that_is_not_available_is_refused():
-    with pytest.raises(ValueError, match="Existing devices: cpu:0, cpu:1"):
+    with pytest.raises(ValueError, match="Available devices: cpu:0, cpu:1"):
         find_device(CPUS[3], CPUS[:2])
 
 

@@ -67,15 +67,17 @@ def test_devices_that_are_no_sequence_are_refused(thing):
 
 def test_a_device_given_twice_is_refused():
     for devices in (["cpu:1", "/CPU:1"], ["cpu:0", jax.devices()[0]]):
-        with pytest.raises(ValueError, match="No duplicates") as caught:
+        with pytest.raises(
+            ValueError, match="must not contain duplicates"
+        ) as caught:
             ks.MirroredStrategy(devices)
-        assert_text(caught, "cpu", "Name each device once")
+        assert_text(caught, "cpu", "Pass each device once")
 
 
 def test_no_devices_are_refused():
     with pytest.raises(ValueError, match="at least one device") as caught:
         ks.MirroredStrategy([])
-    assert_text(caught, "Leave `devices` out")
+    assert_text(caught, "Omit `devices`")
 
 
 def test_cross_device_ops_are_refused():

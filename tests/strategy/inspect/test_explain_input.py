@@ -538,7 +538,7 @@ class TestTfData:
         (X, {"policy": Policy.OFF}, "Arrays are always divided by rows"),
         (Pairs(), {"policy": Policy.FILE}, "`FILE` is a policy for"),
         ((X, X[:3]), {}, "[Cc]ardinality"),
-        ((X, np.float32(3)), {}, "needs a first dimension, its rows"),
+        ((X, np.float32(3)), {}, "must have a first dimension, its"),
     ],
 )
 def test_arguments_that_do_not_fit(data, arguments, message):
