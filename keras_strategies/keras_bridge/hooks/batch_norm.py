@@ -1,8 +1,8 @@
 """`BatchNormalization(synchronized=True)` on JAX.
 
-Keras refuses the flag on JAX. While a scope is open its constructor accepts
-it, and such a layer computes its moments over the rows of all replicas, in
-two passes (the variance from the global mean).
+Keras rejects the flag on JAX. While a scope is open the constructor accepts
+it, and the layer computes its moments over the rows of all replicas, in two
+passes (the variance from the global mean).
 
 References:
   - Peng et al., MegDet (2018), on synchronized BatchNormalization:
@@ -43,12 +43,12 @@ def accepting_init(
             return
         original(self, *args, **(kwargs | {"synchronized": False}))
         self.synchronized = True
-        # An attribute of the instance: the class stays Keras's own.
+        # On the instance, so that Keras's class stays unchanged.
         object.__setattr__(
             self, "_moments", types.MethodType(global_moments, self)
         )
 
-    # Keras reads the signature in two ways, one of which would look through.
+    # Keras reads the signature in two ways, and one follows `__wrapped__`.
     del init.__wrapped__  # type: ignore[attr-defined]
     return init
 
@@ -58,16 +58,16 @@ def global_moments(
 ) -> tuple[Any, Any]:
     """Returns mean and variance of `inputs` over all axes but the layer's.
 
-    In a replica-mapped step, and in `run`, over the rows of all replicas;
-    elsewhere over the rows at hand. With a mask, as Keras does, over the
-    entries it keeps.
+    They are over the rows of all replicas in a replica-mapped step and in
+    `run`, elsewhere over the rows of `inputs`. A mask leaves out entries, as
+    in Keras.
     """
     step = current_step()
     is_run = step is not None and step.facts.is_local
     # Replicas may hold different numbers of rows.
     is_uneven = is_run or (step is not None and step.facts.is_uneven)
     if step is not None and step.flags.sees_global_batch and not is_run:
-        step = None  # It sees all rows.
+        step = None  # The inputs already have all rows.
 
     axes = list(layer._reduction_axes or ())
     if mask is not None:
@@ -95,13 +95,14 @@ def _mean_of_rows(
 def _mean_of_kept(
     step: StepContext | None, axes: list[int], inputs: Array, mask: Array
 ) -> Callable[[Array], Any]:
-    """Returns what takes the mean of the entries that a mask keeps."""
+    """Returns a function for the mean of the entries that a mask keeps."""
     kept = ops.cast(
         ops.broadcast_to(ops.expand_dims(mask, -1), ops.shape(inputs)), "bool"
     )
     count = ops.sum(ops.cast(kept, inputs.dtype), axes, keepdims=True)
     count = _over_replicas(step, count)
-    # Keras adds epsilon to the count of the global batch.
+    # Keras adds epsilon to the global batch's count. `count` is that count
+    # divided by the replicas, so epsilon is divided, too.
     num_replicas = 1 if step is None else step.num_replicas
     weight = count + keras.config.epsilon() / num_replicas
 
@@ -124,9 +125,10 @@ def call_layer(
     *args: Any,
     **kwargs: Any,
 ) -> Array:
-    """Marks rows that were normalized with statistics of a replica's rows.
+    """Marks rows that are normalized with statistics of a replica's rows.
 
-    They are the replica's by definition, so a loss of them mixes no rows.
+    Such statistics are per-replica by definition, so a loss of these rows
+    does not count as one that mixes rows.
 
     Returns:
       The normalized rows, of the inputs' shape.

@@ -1,7 +1,7 @@
-"""Changes to losses while a step is traced: denominators of all rows.
+"""Changes to losses while a step is traced: denominators over all rows.
 
-A replica's loss is such that the mean over the replicas is the global loss,
-and so is the mean of their gradients.
+The mean of the replicas' losses is the global batch's loss, and the mean of
+their gradients its gradient.
 """
 
 from collections.abc import Callable
@@ -35,17 +35,17 @@ def reduce_values(
     sample_weight: Array | None = None,
     reduction: str | None = "sum_over_batch_size",
 ) -> Array:
-    """A loss's values reduced with the denominator of all replicas' rows.
+    """Reduces a loss's values with a denominator over all replicas' rows.
 
     Returns:
-      A scalar, or the values as they are where nothing reduces them.
+      A scalar, or the unchanged values without a reduction.
     """
     is_own = step.sees_own_rows
     if is_own and step.is_empty and reduction not in (None, "none"):
         if reduction == "mean_with_sample_weight" and sample_weight is not None:
-            # The others take part in it.
+            # A collective: all replicas must take part in it.
             _mean(step, jnp.zeros((), values.dtype))
-        # Keras would return the values, which are none.
+        # Keras would return the empty values, not a scalar.
         return jnp.sum(values)
     if (
         not is_own
@@ -75,10 +75,10 @@ def apply_mask(
     dtype: str,
     reduction: str | None,
 ) -> Array | None:
-    """Weights of masked entries, by the kept entries of all replicas.
+    """Weights the kept entries of a mask by those of all replicas.
 
     Returns:
-      Weights, or None where neither weights nor a mask are given.
+      Weights, or None without weights and a mask.
     """
     weighted = original(
         sample_weight, mask=mask, dtype=dtype, reduction=reduction
@@ -87,8 +87,9 @@ def apply_mask(
     if mask is None or not step.sees_own_rows or not is_mean:
         return weighted
     mask = losses.mark(jnp.asarray(mask), losses.OWN)
-    # Keras gives each kept entry the weight total / kept, of its own rows;
-    # dividing by the mean of `kept` over the replicas makes it the batch's.
+    # Keras gives each kept entry the weight total / kept, over the replica's
+    # rows. Scaling by `kept` and dividing by its mean over the replicas makes
+    # that the ratio of the global batch.
     kept = jnp.sum(jnp.asarray(mask, dtype=weighted.dtype))
     weighted = weighted * ops.divide_no_nan(kept, _mean(step, kept))
     weighted = _exact(step, weighted)
@@ -102,10 +103,10 @@ def call_loss(
     *args: Tree,
     **kwargs: Tree,
 ) -> Array:
-    """A loss of this replica's rows, or of all where it mixes rows.
+    """Calls a loss with this replica's rows, or with all if it mixes rows.
 
     Returns:
-      What the loss returns: a scalar, if it reduces its values.
+      The loss; a scalar, if it reduces its values.
     """
     if not step.sees_own_rows:
         return original(loss, *args, **kwargs)
@@ -124,13 +125,13 @@ def compute_loss(
     """Marks a loss that is not part of another one, and weights it by the rows.
 
     Args:
-      step: The step that is traced, which looks at marked losses in the end.
+      step: The step that is traced; it checks the marked losses at the end.
       original: The method of a model or of a loss.
-      *args: The model or the loss, and what the method is called with.
-      **kwargs: The same, by name.
+      *args: The model or the loss, then the method's arguments.
+      **kwargs: The method's arguments by name.
 
     Returns:
-      The loss, a scalar if it reduces its values.
+      The loss; a scalar, if it reduces its values.
     """
     if step.flags.in_loss:
         return original(*args, **kwargs)
@@ -141,15 +142,16 @@ def compute_loss(
     if not is_scalar or step.facts.rows_of_replicas is None:
         return mark_loss(step, loss)
     if step.is_empty:
-        # Nothing; but its gradient meets those of others.
+        # Zero, but still a function of the weights: its gradient takes part
+        # in the all-reduce.
         return jnp.where(jnp.isnan(loss), 0.0, loss) * 0.0
-    # Its author has said how replicas meet, where it asks for others.
-    is_own = len(step.notes.replica_uses) == num_uses
-    return loss * step.weight if is_own else loss
+    # A loss that uses the replica context combines the replicas itself.
+    is_local = len(step.notes.replica_uses) == num_uses
+    return loss * step.weight if is_local else loss
 
 
 def _mean(step: StepContext, value: Array) -> Array:
-    """The mean over the replicas that have rows."""
+    """Returns the mean over the replicas that have rows."""
     mean = all_mean(value, step.axis)
     if step.num_sharing == step.num_replicas:
         return mean
@@ -157,15 +159,15 @@ def _mean(step: StepContext, value: Array) -> Array:
 
 
 def _exact(step: StepContext, value: Array) -> Array:
-    """A value that is exact as it is: not to be weighted by the rows."""
+    """Cancels the later weighting by rows, for a value that is exact."""
     return value if step.weight in (0.0, 1.0) else value / step.weight
 
 
 def mark_loss(step: StepContext, value: Leaf) -> Leaf:
-    """Marks what is taken for a replica's loss: a scalar of its own rows.
+    """Marks a scalar as a replica's loss, unless it is over all rows.
 
     Returns:
-      The value, marked if it is such a scalar.
+      The value, marked if it is a scalar of this replica's rows.
     """
     is_own = step.sees_own_rows and not step.facts.is_local
     if not is_own or not isinstance(value, jax.Array) or value.ndim:

@@ -30,7 +30,7 @@ def update_compiled(
     *args: Any,
     **kwargs: Any,
 ) -> object:
-    """Notes that what is updated was given to `compile`."""
+    """Updates metrics of `compile`, flagged as such."""
     with step.flag("in_compiled"):
         return original(metrics, *args, **kwargs)
 
@@ -46,10 +46,10 @@ def update_state(
     if step.flags.in_metric:
         return original(metric, *args, **kwargs)
     if args:
-        # A `Mean` takes a scalar for a mean over the replica's rows.
+        # A `Mean` treats a scalar as a mean over the replica's rows.
         value = loss_hooks.mark_loss(step, args[0])
         if metric is step.facts.loss_tracker and step.weight not in (0.0, 1.0):
-            # It weights the loss by the replica's rows.
+            # The tracker weights the loss by the replica's rows itself.
             value = value / step.weight
         args = (value, *args[1:])
     if (
@@ -79,13 +79,13 @@ def _rule_of(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> str:
-    """The rule that an update follows, and those before it have followed."""
+    """Returns the rule of an update, which must be that of earlier ones."""
     rules = [step.notes.metric_rules.get(v) for v in metric.variables]
     known = next((r for r in rules if r is not None), None)
     if step.facts.is_local:
         rule = known or metric_rules.rule_of_local_update(metric, args, kwargs)
     elif step.flags.sees_global_batch:
-        # From gathered rows every replica makes the global batch's update.
+        # The rows are gathered: every replica makes the same update.
         rule = metric_rules.SAME
     else:
         rule = metric_rules.rule_of_update(
@@ -128,7 +128,7 @@ def _update_in_turn(
 def reset_state(
     step: StepContext, original: Method, metric: keras.metrics.Metric
 ) -> object:
-    """Lets the metric's changes be counted from here."""
+    """Resets a metric, and makes its later changes count from there."""
     result = original(metric)
     for variable in metric.variables:
         if variable in step.notes.before:
@@ -143,7 +143,7 @@ def result(
     *args: Any,
     **kw: Any,
 ) -> Tree:
-    """The result of all replicas' updates so far.
+    """Computes a metric's result from all replicas' updates so far.
 
     Returns:
       A scalar, or a dict of scalars by name.
@@ -158,7 +158,7 @@ def result(
     finish = merge_lib.plan_merge(
         plan, variables, before, before, mine, are_metrics=True
     )
-    # Where the result is only logged, it is read from the state that the
+    # If the result is only logged, it is computed from the state that the
     # step returns, and this is dead code (`step_logs.merged_logs`).
     merged = finish(plan.sums())
     scope = _ResultScope(zip(variables, merged, strict=True))
@@ -171,7 +171,7 @@ def result(
     if len(scope.written) or reads_others:
         step.demand_global_batch(
             f"the result of {metric_rules.title(metric)} reads a metric that "
-            "is not a part of it, or writes a variable. Make the other metric "
+            "is not part of it, or writes a variable. Make the other metric "
             "an attribute of it, and write in `update_state`"
         )
     parts = value.items() if isinstance(value, dict) else [(None, value)]
@@ -188,9 +188,9 @@ class Result:
 
     Attributes:
       metric: The metric.
-      key: The value's key where the metric returned a dict, or None.
+      key: The value's key if the metric returned a dict, else None.
       variables: The metric's variables.
-      state: Their values on this replica at the time.
+      state: Their values on this replica at that time.
     """
 
     metric: keras.metrics.Metric
@@ -200,13 +200,13 @@ class Result:
 
 
 class _ResultScope(InnerScope):
-    """An inner scope that notes what is read, too."""
+    """An inner scope that also notes which variables are read."""
 
     def __init__(self, mapping: Iterable[tuple[keras.Variable, Any]]) -> None:
         super().__init__(mapping)
         self.read = IdentitySet()
 
     def get_current_value(self, variable: keras.Variable) -> Array | None:
-        """Notes a variable that is read."""
+        """Returns a variable's value and notes that it is read."""
         self.read.add(variable)
         return super().get_current_value(variable)

@@ -1,6 +1,6 @@
-"""Changes to optimizers while a step is traced: gradients of all replicas.
+"""Changes to optimizers while a step is traced: reduction of gradients.
 
-Loss scaling and gradient accumulation are Keras's own, on reduced gradients.
+Keras's loss scaling and gradient accumulation see the reduced gradients.
 
 References:
   - Micikevicius et al., Mixed Precision Training (2018), on loss scaling:
@@ -43,7 +43,7 @@ def apply(
     *args: Any,
     **kwargs: Any,
 ) -> object:
-    """Reduces the gradients, then lets the optimizer apply them."""
+    """Reduces the gradients, then applies them with the optimizer."""
     if step.flags.in_optimizer:
         return original(optimizer, grads, *args, **kwargs)
     variables = args[0] if args else kwargs.get("trainable_variables")
@@ -59,7 +59,7 @@ def apply(
             result = _apply_purely(optimizer, grads, list(variables))
         else:
             result = original(optimizer, grads, *args, **kwargs)
-    # Equal on all replicas, as the gradients were.
+    # Equal on all replicas, because the reduced gradients are.
     applied = (*variables, *optimizer.variables)
     step.notes.equal.update(variable.value for variable in applied)
     return result
@@ -74,7 +74,7 @@ def stateless_apply(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Any, ...]:
-    """As `apply`, of values."""
+    """Reduces the gradients, then calls the optimizer's `stateless_apply`."""
     apply_to = functools.partial(original, optimizer, optimizer_variables)
     if step.flags.in_optimizer:
         return apply_to(grads, *args, **kwargs)
@@ -111,7 +111,7 @@ def _is_cut(
     optimizer: keras.optimizers.Optimizer,
     variables: Sequence[keras.Variable],
 ) -> bool:
-    """Whether the step is cut at this update: its variables are divided."""
+    """Returns whether the step is cut here, to update sharded variables."""
     held = [*variables, *optimizer.variables]
     if not shardings.any_sharded(held, step.facts.mesh):
         return False
@@ -128,7 +128,7 @@ def _apply_in_cut(
     grads: Sequence[Array | None],
     variables: list[keras.Variable],
 ) -> None:
-    """`apply` in a step that is cut at it."""
+    """Applies gradients in a step that is cut at this update."""
     weights = IdentitySet(variables)
     slots = [v for v in optimizer.variables if v not in weights]
     held = [*variables, *slots]
@@ -158,26 +158,27 @@ def _updated(
     values: list[Any],
     update: Callable[[list[Any], list[Any]], list[Any]],
 ) -> list[Any]:
-    """The new values of weights and slots, as an equation to cut at.
+    """Computes new weights and slots in an equation that marks the cut.
 
     Args:
       step: The step that is traced.
       optimizer: The optimizer.
-      grads: This replica's gradients; None where there is none.
+      grads: This replica's gradients; None for a weight without one.
       held: The weights, in the gradients' order, then the slots.
       values: Their values.
-      update: The optimizer's update: of reduced gradients and values.
+      update: The optimizer's update, a function of reduced gradients and
+        values that returns new values.
     """
     mesh = step.facts.mesh
     grads = _of_rows(step, grads)
     present = [i for i, g in enumerate(grads) if g is not None]
 
-    def every(given: list[Any]) -> list[Any]:
-        found = dict(zip(present, given, strict=True))
-        return [found.get(i) for i in range(len(grads))]
+    def with_missing(some: list[Any]) -> list[Any]:
+        by_index = dict(zip(present, some, strict=True))
+        return [by_index.get(i) for i in range(len(grads))]
 
-    def reduce(given: list[Any]) -> list[Any]:
-        reduced = _reduce_gradients(step, optimizer, every(given), held)
+    def reduce(some: list[Any]) -> list[Any]:
+        reduced = _reduce_gradients(step, optimizer, with_missing(some), held)
         return [reduced[i] for i in present]
 
     def reduction(variable: keras.Variable) -> Reduction:
@@ -186,7 +187,7 @@ def _updated(
 
     with step.flag("in_optimizer"):
         return marked_update(
-            lambda given, values: update(every(given), values),
+            lambda some, values: update(with_missing(some), values),
             reduce,
             [grads[i] for i in present],
             values,
@@ -198,10 +199,10 @@ def _updated(
 
 
 def _divisor(step: StepContext, optimizer: keras.optimizers.Optimizer) -> int:
-    """What the sum of the replicas' gradients is divided by.
+    """Returns the divisor of the sum of the replicas' gradients.
 
-    A scaled loss was divided by the number of replicas already, so that a
-    replica's gradients overflow where one device's would.
+    A scaled loss is divided by the number of replicas already, so that a
+    replica's gradients overflow just when those of one device would.
     """
     is_sum = step.facts.is_local or optimizer in step.notes.scaled_losses
     return 1 if is_sum else step.num_sharing
@@ -212,10 +213,10 @@ def _apply_purely(
     grads: list[Any],
     variables: list[keras.Variable],
 ) -> None:
-    """`apply` by way of `stateless_apply`.
+    """Applies gradients by way of `stateless_apply`.
 
-    LossScaleOptimizer's own writes variables inside of a branch, which no
-    trace of JAX allows (keras 3.15).
+    `LossScaleOptimizer.apply` writes variables inside a branch, which JAX
+    does not allow in a trace (keras 3.15).
     """
     if not optimizer.built:
         optimizer.build(variables)
@@ -252,10 +253,11 @@ def _reduce_gradients(
 
 
 def _of_rows(step: StepContext, grads: Sequence[Array | None]) -> list[Any]:
-    """Gradients, of which a replica without rows has none."""
+    """Returns the gradients, cleared if this replica has no rows."""
     if not step.is_empty:
         return list(grads)
-    # In `run` a replica's loss is what its author says.
+    # In `run` the loss is user-defined, and may have gradients even without
+    # rows: only NaN is removed.
     empty = _without_nan if step.facts.is_local else jnp.zeros_like
     return [grad if grad is None else empty(grad) for grad in grads]
 
@@ -265,7 +267,7 @@ def _without_nan(array: Array) -> jax.Array:
 
 
 def _is_overwritten(variable: keras.Variable) -> bool:
-    """Whether a gradient takes a variable's place, as float8's scales."""
+    """Returns whether gradients replace a variable, as for float8 scales."""
     return getattr(variable, "overwrite_with_gradient", False)
 
 
@@ -275,7 +277,7 @@ def scale_loss(
     optimizer: keras.optimizers.Optimizer,
     loss: Array,
 ) -> Array:
-    """The loss as an optimizer scales it, divided by the replicas, too.
+    """Scales a loss; if the optimizer scales it, also divides by the replicas.
 
     Returns:
       A scalar.

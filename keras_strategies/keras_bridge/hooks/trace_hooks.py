@@ -1,13 +1,13 @@
 """Changes to losses, optimizers and variables while a step is traced.
 
-Between the start and the end of a trace, and for the tracing thread alone:
-- the outermost optimizer reduces the gradients over the replicas first
+Between the start and the end of a trace, only in the tracing thread:
+- the outermost optimizer first reduces the gradients over the replicas
   (optimizer_hooks.py);
-- losses take their denominators over the global batch, and losses that mix
-  rows see the rows of all replicas (loss_hooks.py);
+- losses have denominators over the global batch, and losses that mix rows see
+  the rows of all replicas (loss_hooks.py);
 - metrics are updated by the rule that fits them (metric_hooks.py).
-Classes are wrapped rather than instances, so that every optimizer, loss and
-metric is met wherever a model keeps it, and nothing is left on a model.
+Classes are wrapped rather than instances, so that the hooks reach every
+optimizer, loss and metric of a model and leave nothing on it.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ _OF_METRIC_LISTS = {"update_state": metric_hooks.update_compiled}
 
 
 def trace_hooks() -> contextlib.AbstractContextManager[None]:
-    """Installs the hooks while a block traces a step; restores all after."""
+    """Installs the hooks while a block traces a step."""
     return _patches.held()
 
 
@@ -80,7 +80,7 @@ def _of_class(
 
 
 def _hook(wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    """What wraps a method: in a step `wrapper(step, original, ...)`."""
+    """Makes a patch that calls `wrapper(step, original, ...)` in a step."""
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -96,10 +96,10 @@ def _hook(wrapper: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _classes(base: type) -> list[type]:
-    found = {base: None}
+    classes = {base: None}
     for cls in base.__subclasses__():
-        found |= dict.fromkeys(_classes(cls))
-    return list(found)
+        classes |= dict.fromkeys(_classes(cls))
+    return list(classes)
 
 
 _patches = Patches(_find)

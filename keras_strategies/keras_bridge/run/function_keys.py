@@ -1,7 +1,7 @@
-"""Keys of function objects that make the same program.
+"""Keys of function objects; functions with equal keys make the same program.
 
-A function that a loop makes anew in every step (a lambda, a local `def`, a
-partial) has equal code and cells each time; it need not be traced again.
+A function that a loop creates again in every step (a lambda, a local `def`, a
+partial) has equal code and cells each time and need not be traced again.
 """
 
 import dis
@@ -13,15 +13,15 @@ from typing import Any
 
 _CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
 _PLAIN = (bool, int, str, bytes, type(None))
-# Instructions that look up a global name; attributes have other ones.
+# Instructions that look up a global name, but not an attribute.
 _LOOKUPS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 
 
 class Same:
-    """Equal to itself for the same object alone, which it keeps alive.
+    """A key that is equal only for the same object, which it keeps alive.
 
-    An id would not do: a cell may be given another object, and the memory of
-    the first one be used again.
+    An id would not suffice: if a cell is assigned another object, that may
+    reuse the memory, and so the id, of the first one.
 
     Args:
       thing: The object.
@@ -42,17 +42,17 @@ class Same:
 def function_key(
     fn: Callable[..., Any], inside: frozenset[int] = frozenset()
 ) -> Hashable:
-    """A key that equal functions share.
+    """Returns a key that equal functions share.
 
     Functions are equal if they have the same code, defaults and cells, and
     the same values of the global names that they mention; methods, if they
-    are the same method of one object; partials, if their parts are. In cells
-    and arguments, numbers, strings and functions are compared by value,
+    are the same method of one object; partials, if their parts are equal. In
+    cells and arguments, numbers, strings and functions are compared by value,
     anything else by identity.
 
     Args:
       fn: A function, method, partial or other callable.
-      inside: Ids of the functions whose key this is a part of.
+      inside: Ids of the functions whose keys contain this key.
     """
     if id(fn) in inside:
         return "recursion"
@@ -89,9 +89,9 @@ def function_key(
 
 
 def value_key(value: object, inside: frozenset[int] = frozenset()) -> Hashable:
-    """A key for a value: by value where it is plain, else by identity."""
+    """Returns a key for a value: by value if it is plain, else by identity."""
     if isinstance(value, float):
-        # Tells 0.0 from -0.0, and NaN is itself.
+        # `hex` distinguishes 0.0 from -0.0, and NaN equals itself.
         return float, value.hex()
     if isinstance(value, complex):
         return complex, repr(value)
@@ -106,7 +106,7 @@ def value_key(value: object, inside: frozenset[int] = frozenset()) -> Hashable:
 
 @functools.cache
 def _global_names(code: types.CodeType) -> tuple[str, ...]:
-    """Names that code, and the functions in it, may look up globally."""
+    """Returns the global names that code, and functions in it, may look up."""
     names = {
         instruction.argval: None
         for instruction in dis.get_instructions(code)

@@ -1,9 +1,9 @@
 """A user's function as one compiled program over the replicas.
 
-The variables it reads and writes are found by one abstract trace; the written
-ones are donated and come back merged. Its results are one array over all
-replicas each; small ones are summed along the way, since most are losses that
-are reduced next.
+One abstract trace finds the variables that the function reads and writes; the
+written ones are donated and returned merged. Each result is one array over all
+replicas. Small results are also summed in the program, because most of them
+are losses that are reduced next.
 """
 
 import dataclasses
@@ -62,17 +62,17 @@ from keras_strategies.keras_bridge.variables.deferred_creation import deferred
 
 
 class RunProgram:
-    """One function for one structure, shapes and dtypes of arguments.
+    """A compiled function, for one structure, shapes and dtypes of arguments.
 
     Args:
       fn: `fn(leaves) -> results`: the user's function of the arguments that
         are arrays, one component each.
-      is_split: For each of them, whether it is split over the replicas (else
-        every replica gets it whole).
-      rows: For each of them None, or each replica's number of rows, or its
-        shape, where they differ: the array is padded to the most.
-      mesh: The replicas.
-      replica_scope: Makes a replica context of a step for a block.
+      is_split: For each of them, whether it is split over the replicas or
+        replicated.
+      rows: For each of them None; or, if they differ, each replica's number
+        of rows or shape: the array is padded to the largest.
+      mesh: The mesh of the replicas.
+      replica_scope: Makes a step's replica context current for a block.
       is_update: Whether the function writes the same to every copy of a
         variable (`extended.update`).
 
@@ -112,7 +112,8 @@ class RunProgram:
         self._on_read: list[keras.Variable] = []
         self._read: list[keras.Variable] = []
         self._last_read: list[Any] = []
-        # Of the last call: variables, and whether all replicas wrote one value.
+        # The last call's variables without aggregation, and for each whether
+        # all replicas wrote the same value.
         self._same: list[tuple[keras.Variable, Any]] | None = None
         self._program: Any = None
         ownership.note_devices(mesh)
@@ -122,12 +123,12 @@ class RunProgram:
     ) -> None:
         """Finds the variables and builds the program; runs nothing.
 
-        To be called in the strategy's scope: the function may create
+        Must be called in the strategy's scope: the function may create
         variables.
 
         Args:
           leaves: The arguments that are arrays.
-          others: Variables whose being trainable the function may look at.
+          others: Other variables whose `trainable` the function may read.
         """
         scope = self._lifting(leaves)
         self.lifted = list(scope.variables)
@@ -148,19 +149,19 @@ class RunProgram:
         self._build()
 
     def _lifting(self, leaves: list[Any]) -> LiftingScope:
-        """Traces the function once, for the variables that it uses."""
+        """Traces the function once, to find the variables that it uses."""
         scope = LiftingScope()
-        # Another mesh: JAX keeps what it traced of inner functions by the mesh,
-        # too, and must not meet this trace's zeros again.
+        # JAX caches traces of inner functions per mesh. With another mesh, no
+        # later trace finds one with this trace's zeros.
         mesh = dataclasses.replace(self._mesh, marker="lifting")
         step = replica_trace.new_step(mesh, is_update=self._is_update)
 
         def abstract(*components: Array) -> Any:
-            own = list(components)
+            leaves = list(components)
             if self._variant_of:
-                own = with_rows(self._variant_of[0], self._is_uneven, own)
+                leaves = with_rows(self._variant_of[0], self._is_uneven, leaves)
             with replica_trace.replica_tracing(step, self._replica_scope):
-                self._fn(own)
+                self._fn(leaves)
             return jnp.zeros((1,))
 
         mapped = replica_map(
@@ -191,7 +192,7 @@ class RunProgram:
         self._program = jitted(program, "run", donate_argnums=(0, 1))
 
     def lower(self, leaves: list[Any]) -> jax.stages.Lowered:
-        """Lowers the program for arguments' shapes; reads no values."""
+        """Lowers the program for the arguments' shapes; reads no values."""
         mesh = self._mesh
         return self._program.lower(
             shardings.shapes_of(self._written, mesh),
@@ -207,7 +208,7 @@ class RunProgram:
 
     @property
     def is_current(self) -> bool:
-        """Whether the variables are as they were when it was traced."""
+        """Whether the variables' `trainable` is unchanged since the trace."""
         return all(
             (variable := reference()) is None or variable.trainable == flag
             for reference, flag in self._trainable
@@ -218,8 +219,8 @@ class RunProgram:
 
         Args:
           leaves: The arguments that are arrays.
-          last: By the id of a variable, the array that a program returned
-            for it last; brought up to date.
+          last: The last array that a program returned for each variable, by
+            the variable's id; updated in place.
         """
         mesh = self._mesh
         taken, shared = self._state(last)
@@ -240,12 +241,12 @@ class RunProgram:
         is_first = self._same is None
         self._same = list(zip(unchecked, same, strict=True))
         if is_first:
-            # Later ones are checked at the next call: no one waits for them.
+            # Later results are checked at the next call, to avoid waiting.
             self._check_last()
         return self._results(report, arrays, sums)
 
     def _state(self, last: ownership.Made) -> tuple[list[Any], list[Any]]:
-        """The values of written and of read variables, ready to be passed."""
+        """Returns the values of written and read variables to pass."""
         written, read, mesh = self._written, self._read, self._mesh
         taken = [v._value for v in written]
         known = [last.get(id(v)) for v in written]
@@ -258,7 +259,7 @@ class RunProgram:
         if not ownership.are(self._last_read, shared):
             references = list(map(weakref.ref, shared))
             ownership.own(shared, read, (), None, mesh, donate=False)
-            # Those that had to be moved are looked at again next time.
+            # If arrays had to be moved, check all again at the next call.
             are_moved = not ownership.are(references, shared)
             self._last_read = [] if are_moved else references
         return taken, shared
@@ -283,11 +284,11 @@ class RunProgram:
         )
 
     def _differing(self, values: list[Any]) -> PerReplica:
-        """A number that is another one for replicas with other rows."""
+        """Wraps a number that differs between replicas with other rows."""
         variants = variants_of(self._variant_of)
         mesh, of = self._mesh, self._variant_of
-        own = [values[variants.index(of[r])] for r in mesh.local_replicas]
-        return PerReplica.of(stacked(own, mesh), STACKED)
+        local = [values[variants.index(of[r])] for r in mesh.local_replicas]
+        return PerReplica.of(stacked(local, mesh), STACKED)
 
     def _wrapped(
         self, array: Array, total: Array | None, shapes: Shapes | None
@@ -347,15 +348,15 @@ class RunProgram:
         folded: list[Any],
         leaves: list[Any],
     ) -> Called:
-        """The function on one replica's arguments."""
+        """Calls the function with one replica's arguments."""
         step = replica_trace.new_step(self._mesh, is_update=self._is_update)
-        own = [
+        sizes = [
             leaf.shape[1]
             for leaf, uneven in zip(leaves, self._is_uneven, strict=True)
             if uneven
         ]
         step = step.with_facts(
-            rows_of_all=rows_of_all(tuple(own), self._variant_of)
+            rows_of_all=rows_of_all(tuple(sizes), self._variant_of)
         )
         step.notes.own_seeds.update(filter(seeds.is_seed, variables))
         step.notes.before = IdentityMap(zip(variables, folded, strict=True))
@@ -371,12 +372,12 @@ class RunProgram:
         folded: list[Any],
         leaves: list[Any],
     ) -> tuple[Called, list[Note], list[list[tuple[int, ...]]] | None]:
-        """What was computed, the variants' notes, each replica's shapes."""
+        """Returns the call's results, all notes, and each replica's shapes."""
         if not self._variant_of:
             called = self._call(variables, folded, leaves)
             return called, [called.note], None
         return call_unevenly(
-            lambda state, own: self._call(variables, state, own),
+            lambda state, leaves: self._call(variables, state, leaves),
             self._variant_of,
             self._is_uneven,
             self._mesh.all_replicas,
