@@ -16,13 +16,13 @@ _COUNTS = "object_name_uids"
 @contextlib.contextmanager
 def fresh_names() -> Iterator[None]:
     """Restarts Keras's numbering of names for a block."""
-    with names_kept():
+    with restore_names():
         global_state.set_global_attribute(_COUNTS, collections.defaultdict(int))
         yield
 
 
 @contextlib.contextmanager
-def names_kept() -> Iterator[None]:
+def restore_names() -> Iterator[None]:
     """Restores Keras's numbering of names after a block."""
     before = global_state.get_global_attribute(_COUNTS)
     if before is not None:

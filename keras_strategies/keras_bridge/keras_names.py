@@ -55,7 +55,7 @@ SUPER_BATCHES = _PARTIAL is not None
 for its trainer to scan on the device."""
 
 
-def batches_of_execution(
+def take_execution(
     iterator: Iterator[Any], first: Batch, num_steps: int
 ) -> list[Any]:
     """Returns the batches of one execution of Keras's loop.

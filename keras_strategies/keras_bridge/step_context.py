@@ -114,7 +114,7 @@ class StepNotes:
     """Notes of the hooks for each other and for the merge of the state.
 
     Attributes:
-      own_seeds: Seeds whose streams are per-replica.
+      replica_seeds: Seeds whose streams are per-replica.
       scaled_losses: Optimizers that scaled the loss, also by 1/replicas, so
         that their gradients must be summed and not averaged.
       equal: Values that are equal on all replicas, such as those that an
@@ -134,7 +134,7 @@ class StepNotes:
         replicas, or None; set by `demand_global_batch`.
     """
 
-    own_seeds: IdentitySet = dataclasses.field(default_factory=IdentitySet)
+    replica_seeds: IdentitySet = dataclasses.field(default_factory=IdentitySet)
     scaled_losses: IdentitySet = dataclasses.field(default_factory=IdentitySet)
     equal: IdentitySet = dataclasses.field(default_factory=IdentitySet)
     metric_rules: IdentityMap[str] = dataclasses.field(
@@ -194,7 +194,7 @@ class StepContext:
         return set(self.facts.rows_of_all) == {0}
 
     @property
-    def sees_own_rows(self) -> bool:
+    def sees_replica_rows(self) -> bool:
         """Whether code sees only this replica's rows, outside of metrics."""
         return not (self.flags.sees_global_batch or self.flags.in_metric)
 
@@ -209,12 +209,12 @@ class StepContext:
             self, facts=dataclasses.replace(self.facts, **facts)
         )
 
-    def probe(self, rows: int) -> "StepContext":
+    def make_probe(self, rows: int) -> "StepContext":
         """Makes a new trace of the same step with another number of rows."""
         facts = StepFacts(mesh=self.facts.mesh, rows=rows, is_probe=True)
         return StepContext(facts=facts)
 
-    def took_for_rows(self, size: float, is_rows: bool, of: str) -> None:
+    def note_size(self, size: float, is_rows: bool, of: str) -> None:
         """Notes a size for a probe to confirm (trace_checks.py).
 
         Args:
@@ -265,7 +265,7 @@ class _Uses:
     count = 0
 
 
-def num_replica_uses() -> int:
+def count_replica_uses() -> int:
     """Returns how often steps of this process used their replica context.
 
     Traces are named by this count (`own_trace`): a later trace does not reuse

@@ -37,7 +37,7 @@ class QuietCallbackList(keras.callbacks.CallbackList):
     Args:
       callbacks: The callbacks, as given to the loop.
       quiet: The kinds of batches whose end no callback uses, except those
-        with `wants_batch`; see `quiet_kinds`.
+        with `wants_batch`; see `find_quiet_kinds`.
       **options: Options of `keras.callbacks.CallbackList`.
     """
 
@@ -45,14 +45,14 @@ class QuietCallbackList(keras.callbacks.CallbackList):
         self, callbacks: Callbacks, *, quiet: Collection[str], **options: Any
     ) -> None:
         self._quiet = quiet
-        self._choosy = [c for c in _as_list(callbacks) if _is_choosy(c)]
+        self._selective = [c for c in _flatten(callbacks) if _is_selective(c)]
         super().__init__(callbacks, **options)
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Fetches the logs and calls the callbacks, if any uses them."""
         if "train" not in self._quiet:
             super().on_train_batch_end(batch, logs)
-        for callback in self._choosy:
+        for callback in self._selective:
             if callback.wants_batch(batch):
                 callback.on_train_batch_end(batch, logs=pythonify_logs(logs))
 
@@ -71,17 +71,17 @@ class QuietCallbackList(keras.callbacks.CallbackList):
     def _configure_async_dispatch(self, callbacks: Callbacks) -> None:
         # Callbacks with `wants_batch` must not keep Keras from calling the
         # others in its thread.
-        others = [c for c in _as_list(callbacks) if not _is_choosy(c)]
+        others = [c for c in _flatten(callbacks) if not _is_selective(c)]
         super()._configure_async_dispatch(others)
 
     def _on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         logs = pythonify_logs(logs)
         for callback in self.callbacks:
-            if not _is_choosy(callback):
+            if not _is_selective(callback):
                 callback.on_train_batch_end(batch, logs=logs)
 
 
-def quiet_list(
+def make_quiet_list(
     loop: str,
     arguments: dict[str, Any],
     model: keras.Model,
@@ -100,13 +100,13 @@ def quiet_list(
       A list that the loop uses unchanged, or the callbacks as given.
     """
     callbacks = arguments.get("callbacks")
-    given = _as_list(callbacks)
+    given = _flatten(callbacks)
     verbose = arguments.get("verbose")
     is_capped = keras.config.max_epochs() or keras.config.max_steps_per_epoch()
     is_list = any(isinstance(c, keras.callbacks.CallbackList) for c in given)
-    quiet = quiet_kinds(given, verbose)
-    some_choose = loop == "fit" and any(map(_is_choosy, given))
-    if is_capped or is_list or not (_LOOPS[loop] in quiet or some_choose):
+    quiet = find_quiet_kinds(given, verbose)
+    is_selective = loop == "fit" and any(map(_is_selective, given))
+    if is_capped or is_list or not (_LOOPS[loop] in quiet or is_selective):
         return callbacks
     steps = "steps_per_epoch" if loop == "fit" else "steps"
     return QuietCallbackList(
@@ -121,7 +121,9 @@ def quiet_list(
     )
 
 
-def quiet_kinds(callbacks: Sequence[Any], verbose: object) -> frozenset[str]:
+def find_quiet_kinds(
+    callbacks: Sequence[Any], verbose: object
+) -> frozenset[str]:
     """Returns the kinds of batches whose end no callback uses.
 
     Args:
@@ -136,21 +138,21 @@ def quiet_kinds(callbacks: Sequence[Any], verbose: object) -> frozenset[str]:
     return frozenset(
         kind
         for kind in _HOOKS
-        if not any(_listens(callback, kind) for callback in callbacks)
+        if not any(_is_listening(callback, kind) for callback in callbacks)
     )
 
 
-def _as_list(callbacks: Callbacks) -> list[Any]:
+def _flatten(callbacks: Callbacks) -> list[Any]:
     return keras.tree.flatten(callbacks) if callbacks else []
 
 
-def _is_choosy(callback: object) -> bool:
+def _is_selective(callback: object) -> bool:
     return hasattr(callback, "wants_batch")
 
 
-def _listens(callback: keras.callbacks.Callback, kind: str) -> bool:
+def _is_listening(callback: keras.callbacks.Callback, kind: str) -> bool:
     """Returns whether a callback implements the hook of a batch's end."""
-    if kind == "train" and _is_choosy(callback):
+    if kind == "train" and _is_selective(callback):
         return False
     default = keras.callbacks.Callback
     # A hook may also be set on the instance, as LambdaCallback does.

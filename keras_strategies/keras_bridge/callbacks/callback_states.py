@@ -18,7 +18,7 @@ _logger = logging.getLogger(__name__)
 State = dict[str, Any]
 
 _SAVING = ("best", "_batches_seen_since_last_saving", "_last_batch_seen")
-_OWN = ("get_state", "set_state")
+_STATE_METHODS = ("get_state", "set_state")
 
 _ATTRIBUTES: tuple[tuple[type[Any], tuple[str, ...]], ...] = (
     (
@@ -38,12 +38,12 @@ _ATTRIBUTES: tuple[tuple[type[Any], tuple[str, ...]], ...] = (
 )
 
 
-def states_of(callbacks: Iterable[Any]) -> dict[str, State]:
+def collect_states(callbacks: Iterable[Any]) -> dict[str, State]:
     """Returns the states of callbacks by name, without stateless callbacks.
 
     The states are nests of JSON values and NumPy arrays.
     """
-    states = {n: _state_of(c) for n, c in _named(callbacks).items()}
+    states = {n: _read_state(c) for n, c in _name_callbacks(callbacks).items()}
     return {n: state for n, state in states.items() if state is not None}
 
 
@@ -51,11 +51,11 @@ def set_states(callbacks: Iterable[Any], states: dict[str, State]) -> None:
     """Restores the states of callbacks; those without a saved state stay.
 
     Args:
-      callbacks: The same callbacks as given to `states_of`, in the same
+      callbacks: The same callbacks as given to `collect_states`, in the same
         order.
-      states: The states that `states_of` returned.
+      states: The states that `collect_states` returned.
     """
-    for name, callback in _named(callbacks).items():
+    for name, callback in _name_callbacks(callbacks).items():
         if name in states:
             _set_state(callback, states[name])
 
@@ -64,7 +64,7 @@ def has_swapped_averages(states: object) -> bool:
     """Returns whether weights and averages are swapped (`SwapEMAWeights`).
 
     Args:
-      states: The states that `states_of` returned, or a file's content.
+      states: The states that `collect_states` returned, or a file's content.
     """
     if not isinstance(states, dict):
         return False
@@ -89,7 +89,7 @@ def resume_writing(
       files are open.
     """
     changed = []
-    for name, callback in _named(callbacks).items():
+    for name, callback in _name_callbacks(callbacks).items():
         is_logger = isinstance(callback, keras.callbacks.CSVLogger)
         if not is_logger or name not in states:
             continue
@@ -102,10 +102,14 @@ def resume_writing(
     return changed
 
 
-def warn_of_halves(callbacks: Iterable[Any]) -> None:
+def warn_of_unsaved(callbacks: Iterable[Any]) -> None:
     """Warns of callbacks with only one of `get_state` and `set_state`."""
     for callback in callbacks:
-        missing = [n for n in _OWN if not callable(getattr(callback, n, None))]
+        missing = [
+            n
+            for n in _STATE_METHODS
+            if not callable(getattr(callback, n, None))
+        ]
         if len(missing) == 1:
             _logger.warning(
                 "A callback must have both `get_state` and `set_state` for "
@@ -116,7 +120,7 @@ def warn_of_halves(callbacks: Iterable[Any]) -> None:
             )
 
 
-def _named(callbacks: Iterable[Any]) -> dict[str, Any]:
+def _name_callbacks(callbacks: Iterable[Any]) -> dict[str, Any]:
     """Maps class names to callbacks; numbers those with the same class."""
     named: dict[str, Any] = {}
     for callback in callbacks:
@@ -126,8 +130,8 @@ def _named(callbacks: Iterable[Any]) -> dict[str, Any]:
     return named
 
 
-def _state_of(callback: Any) -> State | None:
-    if _has_own(callback):
+def _read_state(callback: Any) -> State | None:
+    if _has_state_methods(callback):
         return callback.get_state()
     if isinstance(callback, keras.callbacks.CSVLogger):
         if callback.csv_file is None:
@@ -146,7 +150,7 @@ def _state_of(callback: Any) -> State | None:
 
 
 def _set_state(callback: Any, state: State) -> None:
-    if _has_own(callback):
+    if _has_state_methods(callback):
         callback.set_state(state)
         return
     for kind, names in _ATTRIBUTES:
@@ -171,5 +175,7 @@ def _check(callback: object, state: object, form: message_forms.Form) -> None:
         )
 
 
-def _has_own(callback: object) -> bool:
-    return all(callable(getattr(callback, name, None)) for name in _OWN)
+def _has_state_methods(callback: object) -> bool:
+    return all(
+        callable(getattr(callback, name, None)) for name in _STATE_METHODS
+    )

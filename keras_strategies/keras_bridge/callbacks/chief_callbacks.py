@@ -25,7 +25,7 @@ _WRITERS = (
 )
 
 
-def of_this_process(callbacks: Callbacks, mesh: ReplicaMesh) -> Callbacks:
+def select_callbacks(callbacks: Callbacks, mesh: ReplicaMesh) -> Callbacks:
     """Returns the callbacks that this process calls.
 
     Args:
@@ -43,13 +43,15 @@ def of_this_process(callbacks: Callbacks, mesh: ReplicaMesh) -> Callbacks:
     chosen = []
     for callback in keras.tree.flatten(callbacks):
         if isinstance(callback, keras.callbacks.BackupAndRestore):
-            chosen.append(_together(callback, mesh))
-        elif mesh.is_chief or not _is_chiefs(callback, mesh):
+            chosen.append(_make_collective(callback, mesh))
+        elif mesh.is_chief or not _is_chief_only(callback, mesh):
             chosen.append(callback)
     return chosen
 
 
-def _is_chiefs(callback: keras.callbacks.Callback, mesh: ReplicaMesh) -> bool:
+def _is_chief_only(
+    callback: keras.callbacks.Callback, mesh: ReplicaMesh
+) -> bool:
     """Returns whether a callback runs only on the chief.
 
     A callback that saves models does not if each process has some of the
@@ -59,16 +61,16 @@ def _is_chiefs(callback: keras.callbacks.Callback, mesh: ReplicaMesh) -> bool:
     return type(callback) in _WRITERS and not (reads and mesh.spreads_shards)
 
 
-def _together(callback: Any, mesh: ReplicaMesh) -> Any:
+def _make_collective(callback: Any, mesh: ReplicaMesh) -> Any:
     """Copies a callback; the copy restores everywhere, the chief saves."""
     collective = copy.copy(callback)
     kind = type(callback)
-    collective.__class__ = type(kind.__name__, (_Together, kind), {})
+    collective.__class__ = type(kind.__name__, (_CollectiveBackup, kind), {})
     collective._ks_mesh = mesh
     return collective
 
 
-class _Together(keras.callbacks.BackupAndRestore):
+class _CollectiveBackup(keras.callbacks.BackupAndRestore):
     _ks_mesh: ReplicaMesh
 
     def on_train_begin(self, logs: Logs | None = None) -> None:

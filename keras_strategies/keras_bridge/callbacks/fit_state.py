@@ -39,7 +39,7 @@ _STATE = {
 }
 
 
-def groups_of(
+def group_variables(
     model: keras.Model, variables: Iterable[keras.Variable]
 ) -> dict[str, list[keras.Variable]]:
     """Groups variables by their purpose, in their order.
@@ -126,7 +126,7 @@ class FitState:
 
     def groups(self) -> dict[str, list[keras.Variable]]:
         """Returns all variables, grouped by their purpose."""
-        return groups_of(self.model, self.variables)
+        return group_variables(self.model, self.variables)
 
     def sync(self) -> None:
         """Writes the values that the steps computed into the variables."""
@@ -144,14 +144,14 @@ class FitState:
             "step": self.step,
             "num_steps": self.num_steps,
             "is_stopped": bool(self.model.stop_training),
-            "logs": numbers(self.logs),
+            "logs": fetch_logs(self.logs),
             "sizes": self._sizes,
-            "feed": self._positions(self.feed, is_epoch_over),
-            "validation": self._positions(self._validation, True),
-            "callbacks": callback_states.states_of(self.callbacks),
+            "feed": self._collect_positions(self.feed, is_epoch_over),
+            "validation": self._collect_positions(self._validation, True),
+            "callbacks": callback_states.collect_states(self.callbacks),
         }
 
-    def _positions(
+    def _collect_positions(
         self, feed: Any, is_epoch_over: bool
     ) -> dict[str, Any] | None:
         """Returns a feed's position; of all processes, if it is per process."""
@@ -196,20 +196,20 @@ class FitState:
         self.logs = state["logs"]
         self.was_stopped = state["is_stopped"]
         self.is_over = self.was_stopped or self.epoch >= self._epochs
-        position = self._position_of(self.feed, state["feed"])
+        position = self._find_position(self.feed, state["feed"])
         if position is not None:
             self.feed.resume(position, self.step, self.logs)
             if self.step or self.feed.position["step"]:
-                self.other_batches = _differing(
+                self.other_batches = _describe_differences(
                     state.get("sizes", {}),
                     self._sizes,
                     is_other_kind=self.feed.is_other_kind,
                 )
-        position = self._position_of(self._validation, state["validation"])
+        position = self._find_position(self._validation, state["validation"])
         if position is not None:
             self._validation.resume(position)
 
-    def _position_of(
+    def _find_position(
         self, feed: Any, saved: dict[str, Any] | None
     ) -> dict[str, Any] | None:
         if feed is None or saved is None:
@@ -282,7 +282,7 @@ class FitState:
         self.logs = logs
 
 
-def _differing(
+def _describe_differences(
     had: dict[str, Any], have: dict[str, Any], *, is_other_kind: bool
 ) -> str | None:
     """Describes sizes that are known of both fits and differ, or None."""
@@ -295,7 +295,7 @@ def _differing(
     return "; ".join(differing) or None
 
 
-def numbers(logs: Logs | None) -> dict[str, Any] | None:
+def fetch_logs(logs: Logs | None) -> dict[str, Any] | None:
     """Fetches logs from the devices, as Python numbers and lists."""
     if logs is None:
         return None

@@ -14,9 +14,12 @@ from keras_strategies._types import Callbacks, Logs
 from keras_strategies.keras_bridge.callbacks import callback_states
 from keras_strategies.keras_bridge.callbacks.callback_list import (
     QuietCallbackList,
-    quiet_kinds,
+    find_quiet_kinds,
 )
-from keras_strategies.keras_bridge.callbacks.fit_state import FitState, numbers
+from keras_strategies.keras_bridge.callbacks.fit_state import (
+    FitState,
+    fetch_logs,
+)
 from keras_strategies.keras_bridge.steps.step_functions import Functions
 
 _LOOP = "_ks_loop"
@@ -56,7 +59,7 @@ class CheckpointCallback(keras.callbacks.Callback):
             )
 
 
-class KeptList(QuietCallbackList):
+class CheckpointingCallbackList(QuietCallbackList):
     """A list of callbacks that calls the checkpoint callback last.
 
     Args:
@@ -85,7 +88,7 @@ class KeptList(QuietCallbackList):
         ]
         super().__init__(
             callbacks,
-            quiet=quiet_kinds(others, verbose),
+            quiet=find_quiet_kinds(others, verbose),
             add_history=True,
             add_progbar=verbose != 0,
             model=loop.model,
@@ -93,7 +96,7 @@ class KeptList(QuietCallbackList):
             **params,
         )
         loop.callbacks = [c for c in self.callbacks if c is not checkpointer]
-        callback_states.warn_of_halves(loop.callbacks)
+        callback_states.warn_of_unsaved(loop.callbacks)
         loop.settle = self._flush_futures
 
     def _restore(self) -> None:
@@ -152,14 +155,14 @@ class KeptList(QuietCallbackList):
         """Ends an epoch; calls the checkpoint callback last."""
         super().on_epoch_end(epoch, logs)
         self._loop.end_epoch(logs)
-        self._checkpointer.after_epoch(self._loop, numbers(logs) or {})
+        self._checkpointer.after_epoch(self._loop, fetch_logs(logs) or {})
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         """Ends training, even if the loop had nothing left to do."""
         super().on_train_end(logs or self._loop.logs)
 
 
-def resumable_fit(
+def run_resumable_fit(
     checkpointer: CheckpointCallback,
     call: Any,
     feed: Any,
@@ -186,7 +189,7 @@ def resumable_fit(
     is_done = False
     try:
         checkpointer.begin(loop)
-        callbacks = KeptList(
+        callbacks = CheckpointingCallbackList(
             loop,
             checkpointer,
             call["callbacks"],
@@ -203,12 +206,12 @@ def resumable_fit(
         checkpointer.close(is_done=is_done)
 
 
-def loop_of(model: keras.Model) -> FitState | None:
+def find_fit_state(model: keras.Model) -> FitState | None:
     """Returns the state of a model's checkpointed fit while it runs."""
     return vars(model).get(_LOOP)
 
 
-def checkpointer_among(callbacks: Callbacks) -> CheckpointCallback | None:
+def find_checkpointer(callbacks: Callbacks) -> CheckpointCallback | None:
     """Returns the checkpoint callback among the callbacks of fit, or None.
 
     Raises:

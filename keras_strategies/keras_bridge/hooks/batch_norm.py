@@ -24,7 +24,7 @@ from keras_strategies._types import Array
 from keras_strategies.keras_bridge.step_context import StepContext, current_step
 
 
-def accepting_init(
+def accept_synchronized(
     original: Callable[..., None], entered: Callable[[], Any]
 ) -> Callable[..., None]:
     """Wraps the layer's constructor so that it accepts `synchronized=True`.
@@ -45,7 +45,7 @@ def accepting_init(
         self.synchronized = True
         # On the instance, so that Keras's class stays unchanged.
         object.__setattr__(
-            self, "_moments", types.MethodType(global_moments, self)
+            self, "_moments", types.MethodType(compute_moments, self)
         )
 
     # Keras reads the signature in two ways, and one follows `__wrapped__`.
@@ -53,7 +53,7 @@ def accepting_init(
     return init
 
 
-def global_moments(
+def compute_moments(
     layer: keras.layers.BatchNormalization, inputs: Array, mask: Array | None
 ) -> tuple[Any, Any]:
     """Returns mean and variance of `inputs` over all axes but the layer's.
@@ -71,28 +71,28 @@ def global_moments(
 
     axes = list(layer._reduction_axes or ())
     if mask is not None:
-        mean_of = _mean_of_kept(step, axes, inputs, mask)
+        mean_of = _make_masked_mean(step, axes, inputs, mask)
     else:
-        mean_of = _mean_of_rows(step, axes, is_uneven=is_uneven)
+        mean_of = _make_row_mean(step, axes, is_uneven=is_uneven)
     mean = mean_of(inputs)
     variance = mean_of(ops.square(inputs - mean))
     return ops.squeeze(mean, axes), ops.squeeze(variance, axes)
 
 
-def _mean_of_rows(
+def _make_row_mean(
     step: StepContext | None, axes: list[int], *, is_uneven: bool
 ) -> Callable[[Array], Any]:
     def mean_of(value: Array) -> Array:
         if step is None or not is_uneven:
-            return _over_replicas(step, ops.mean(value, axes, keepdims=True))
+            return _average(step, ops.mean(value, axes, keepdims=True))
         count = math.prod(value.shape[axis] for axis in axes)
-        total = _over_replicas(step, ops.sum(value, axes, keepdims=True))
-        return total / _over_replicas(step, ops.full_like(total, count))
+        total = _average(step, ops.sum(value, axes, keepdims=True))
+        return total / _average(step, ops.full_like(total, count))
 
     return mean_of
 
 
-def _mean_of_kept(
+def _make_masked_mean(
     step: StepContext | None, axes: list[int], inputs: Array, mask: Array
 ) -> Callable[[Array], Any]:
     """Returns a function for the mean of the entries that a mask keeps."""
@@ -100,7 +100,7 @@ def _mean_of_kept(
         ops.broadcast_to(ops.expand_dims(mask, -1), ops.shape(inputs)), "bool"
     )
     count = ops.sum(ops.cast(kept, inputs.dtype), axes, keepdims=True)
-    count = _over_replicas(step, count)
+    count = _average(step, count)
     # Keras adds epsilon to the global batch's count. `count` is that count
     # divided by the replicas, so epsilon is divided, too.
     num_replicas = 1 if step is None else step.num_replicas
@@ -108,12 +108,12 @@ def _mean_of_kept(
 
     def mean_of(value: Array) -> Array:
         total = ops.sum(ops.where(kept, value, 0), axes, keepdims=True)
-        return _over_replicas(step, total) / weight
+        return _average(step, total) / weight
 
     return mean_of
 
 
-def _over_replicas(step: StepContext | None, value: Array) -> Array:
+def _average(step: StepContext | None, value: Array) -> Array:
     return value if step is None else all_mean(value, step.axis)
 
 

@@ -25,10 +25,10 @@ def note_rows(step: StepContext, values: Tree, of: str) -> None:
     """Notes which arrays of a nest are taken to have rows; `of` got them."""
     for value in tree.flatten(values):
         for size in tuple(getattr(value, "shape", ()))[:1]:
-            step.took_for_rows(size, has_rows(value, step.facts.rows), of)
+            step.note_size(size, has_rows(value, step.facts.rows), of)
 
 
-def gathered(step: StepContext, values: Tree) -> Tree:
+def gather_all_rows(step: StepContext, values: Tree) -> Tree:
     """Gathers the rows of all replicas, including those of masks.
 
     In `run` the number of rows is unknown, so arrays of any size are gathered.
@@ -54,7 +54,7 @@ def gathered(step: StepContext, values: Tree) -> Tree:
     return tree.map_structure(gather, values)
 
 
-def call_with_all(
+def call_with_all_rows(
     step: StepContext, fn: Callable[..., Any], *args: Tree, **kwargs: Tree
 ) -> Array:
     """Calls a loss with the rows of all replicas.
@@ -62,7 +62,7 @@ def call_with_all(
     Returns:
       The result of `fn`.
     """
-    args, kwargs = gathered(step, (args, kwargs))
+    args, kwargs = gather_all_rows(step, (args, kwargs))
     with step.flag("sees_global_batch"):
         loss = fn(*args, **kwargs)
     if isinstance(loss, jax.Array):

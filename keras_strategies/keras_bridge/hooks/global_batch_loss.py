@@ -8,7 +8,7 @@ import keras
 
 from keras_strategies._types import Array, Tree
 from keras_strategies.keras_bridge.hooks.gather_rows import (
-    call_with_all,
+    call_with_all_rows,
     note_rows,
 )
 from keras_strategies.keras_bridge.step_context import current_step
@@ -61,11 +61,11 @@ def global_batch_loss(loss: Loss) -> Loss:
         @functools.wraps(loss)
         def on_all_rows(*args: Tree, **kwargs: Tree) -> Array:
             step = current_step()
-            if step is None or not step.sees_own_rows:
+            if step is None or not step.sees_replica_rows:
                 return loss(*args, **kwargs)
             name = getattr(loss, "__qualname__", type(loss).__name__)
             note_rows(step, (args, kwargs), f"marked function {name!r}")
-            return call_with_all(step, loss, *args, **kwargs)
+            return call_with_all_rows(step, loss, *args, **kwargs)
 
         marked = on_all_rows
     marked._ks_global_batch = True

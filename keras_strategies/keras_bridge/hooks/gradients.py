@@ -10,7 +10,7 @@ from keras_strategies._types import Array, Tree
 from keras_strategies.keras_bridge.hooks import loss_hooks
 from keras_strategies.keras_bridge.hooks.variables_used import (
     InnerScope,
-    scopes_ask_outwards,
+    chain_scopes,
 )
 from keras_strategies.keras_bridge.step_context import current_step
 
@@ -75,7 +75,7 @@ def _differentiate(
 
     def pure(values: list[Any]) -> tuple[Array, Any]:
         scope = InnerScope(zip(variables, values, strict=True))
-        with scopes_ask_outwards(), scope:
+        with chain_scopes(), scope:
             value, aux = call()
         new = [scope.get_current_value(v) for v in scope.written]
         equal = [step is not None and n in step.notes.equal for n in new]

@@ -17,7 +17,7 @@ from keras_strategies._core.row_kinds import losses
 from keras_strategies._types import Array, Leaf, Tree
 from keras_strategies.keras_bridge.hooks import metric_rules
 from keras_strategies.keras_bridge.hooks.gather_rows import (
-    call_with_all,
+    call_with_all_rows,
     note_rows,
 )
 from keras_strategies.keras_bridge.step_context import StepContext
@@ -40,11 +40,11 @@ def reduce_values(
     Returns:
       A scalar, or the unchanged values without a reduction.
     """
-    is_own = step.sees_own_rows
+    is_own = step.sees_replica_rows
     if is_own and step.is_empty and reduction not in (None, "none"):
         if reduction == "mean_with_sample_weight" and sample_weight is not None:
             # A collective: all replicas must take part in it.
-            _mean(step, jnp.zeros((), values.dtype))
+            _average(step, jnp.zeros((), values.dtype))
         # Keras would return the empty values, not a scalar.
         return jnp.sum(values)
     if (
@@ -55,12 +55,12 @@ def reduce_values(
         return original(values, sample_weight, reduction)
     values = losses.mark(values, losses.VALUES)
     if reduction == "sum":
-        reduced = _exact(step, jnp.sum(values) * step.num_sharing)
+        reduced = _unweight(step, jnp.sum(values) * step.num_sharing)
     elif reduction == "mean_with_sample_weight" and sample_weight is not None:
         total = jnp.sum(values)
         weight = jnp.sum(sample_weight).astype(total.dtype)
-        reduced = ops.divide_no_nan(total, _mean(step, weight))
-        reduced = _exact(step, reduced)
+        reduced = ops.divide_no_nan(total, _average(step, weight))
+        reduced = _unweight(step, reduced)
     else:
         reduced = original(values, sample_weight, reduction)
         return losses.mark(reduced, losses.AVERAGED)
@@ -84,15 +84,15 @@ def apply_mask(
         sample_weight, mask=mask, dtype=dtype, reduction=reduction
     )
     is_mean = reduction in ("mean", "sum_over_batch_size")
-    if mask is None or not step.sees_own_rows or not is_mean:
+    if mask is None or not step.sees_replica_rows or not is_mean:
         return weighted
     mask = losses.mark(jnp.asarray(mask), losses.OWN)
     # Keras gives each kept entry the weight total / kept, over the replica's
     # rows. Scaling by `kept` and dividing by its mean over the replicas makes
     # that the ratio of the global batch.
     kept = jnp.sum(jnp.asarray(mask, dtype=weighted.dtype))
-    weighted = weighted * ops.divide_no_nan(kept, _mean(step, kept))
-    weighted = _exact(step, weighted)
+    weighted = weighted * ops.divide_no_nan(kept, _average(step, kept))
+    weighted = _unweight(step, weighted)
     return losses.mark(weighted, losses.NORMALIZED)
 
 
@@ -108,15 +108,17 @@ def call_loss(
     Returns:
       The loss; a scalar, if it reduces its values.
     """
-    if not step.sees_own_rows:
+    if not step.sees_replica_rows:
         return original(loss, *args, **kwargs)
     if isinstance(loss, CompileLoss):
         with step.flag("in_compiled"):
             return compute_loss(step, original, loss, *args, **kwargs)
-    if not metric_rules.mixes_rows(loss, metric_rules.rank((args, kwargs))):
+    if not metric_rules.mixes_rows(
+        loss, metric_rules.find_max_rank((args, kwargs))
+    ):
         return compute_loss(step, original, loss, *args, **kwargs)
     note_rows(step, (args, kwargs), f"loss {type(loss).__name__!r}")
-    return call_with_all(step, original, loss, *args, **kwargs)
+    return call_with_all_rows(step, original, loss, *args, **kwargs)
 
 
 def compute_loss(
@@ -150,7 +152,7 @@ def compute_loss(
     return loss * step.weight if is_local else loss
 
 
-def _mean(step: StepContext, value: Array) -> Array:
+def _average(step: StepContext, value: Array) -> Array:
     """Returns the mean over the replicas that have rows."""
     mean = all_mean(value, step.axis)
     if step.num_sharing == step.num_replicas:
@@ -158,7 +160,7 @@ def _mean(step: StepContext, value: Array) -> Array:
     return mean * (step.num_replicas / step.num_sharing)
 
 
-def _exact(step: StepContext, value: Array) -> Array:
+def _unweight(step: StepContext, value: Array) -> Array:
     """Cancels the later weighting by rows, for a value that is exact."""
     return value if step.weight in (0.0, 1.0) else value / step.weight
 
@@ -169,7 +171,7 @@ def mark_loss(step: StepContext, value: Leaf) -> Leaf:
     Returns:
       The value, marked if it is a scalar of this replica's rows.
     """
-    is_own = step.sees_own_rows and not step.facts.is_local
+    is_own = step.sees_replica_rows and not step.facts.is_local
     if not is_own or not isinstance(value, jax.Array) or value.ndim:
         return value
     return losses.mark(value, losses.LOSS)

@@ -85,7 +85,7 @@ class Merge:
         self.summands.append(value)
         return len(self.summands) - 1
 
-    def sums(self) -> list[Any]:
+    def compute_sums(self) -> list[Any]:
         """Returns the sums over the replicas, by place."""
         return all_sum(self.summands, self.step.axis, self.step.buffering)
 
@@ -113,20 +113,20 @@ def plan_merge(
       A function of the plan's sums that returns the merged values.
     """
     finishers = [
-        _finisher(plan, *of_variable, are_metrics)
+        _plan_variable(plan, *of_variable, are_metrics)
         for of_variable in zip(variables, old, folded, new, strict=True)
     ]
 
     def finish(sums: list[Any]) -> Group:
         return [
-            as_type_of(finisher(sums), o)
+            cast_like(finisher(sums), o)
             for finisher, o in zip(finishers, old, strict=True)
         ]
 
     return finish
 
 
-def _finisher(
+def _plan_variable(
     plan: Merge,
     variable: keras.Variable,
     old: Array,
@@ -143,17 +143,17 @@ def _finisher(
     if new in step.notes.equal:
         # The computations are equal, but in branches that the compiler may
         # round differently.
-        return _of_first(plan, new)
+        return _plan_first(plan, new)
     if is_seed(variable):
         # Replicas with other numbers of rows may have drawn less often. The
         # next draws come after the largest count; the stream's seed stays.
         drawn = all_max(new[1], step.axis) if step.facts.is_uneven else new[1]
         return lambda sums: jnp.stack([old[0], drawn])
-    rule = _rule(variable, step, is_metric)
-    return _by_rule(plan, rule, old, new, is_metric)
+    rule = _find_rule(variable, step, is_metric)
+    return _plan_by_rule(plan, rule, old, new, is_metric)
 
 
-def _by_rule(
+def _plan_by_rule(
     plan: Merge, rule: str, old: Array, new: Array, is_metric: bool
 ) -> Callable[[list[Any]], Any]:
     step = plan.step
@@ -170,21 +170,21 @@ def _by_rule(
         place = plan.add(new - old)
         return lambda sums: old + sums[place]
     if rule == metric_rules.MEAN and is_metric:
-        place = plan.add(share_of_mean(new - old, step))
+        place = plan.add(compute_mean_share(new - old, step))
         return lambda sums: old + sums[place]
     if rule == "mean":
-        place = plan.add(share_of_mean(new, step))
+        place = plan.add(compute_mean_share(new, step))
         return lambda sums: sums[place]
-    return _of_first(plan, number)
+    return _plan_first(plan, number)
 
 
-def _of_first(plan: Merge, value: Array) -> Callable[[list[Any]], Any]:
+def _plan_first(plan: Merge, value: Array) -> Callable[[list[Any]], Any]:
     """Plans that all replicas take the value of replica 0."""
     place = plan.add(of_first(value, plan.step.axis))
     return lambda sums: sums[place]
 
 
-def share_of_mean(value: Array, step: StepContext) -> Array:
+def compute_mean_share(value: Array, step: StepContext) -> Array:
     """Returns this replica's part of the average over the replicas.
 
     Returns:
@@ -197,7 +197,9 @@ def share_of_mean(value: Array, step: StepContext) -> Array:
     return jnp.where(share > 0, value * share, jnp.zeros_like(value))
 
 
-def _rule(variable: keras.Variable, step: StepContext, is_metric: bool) -> str:
+def _find_rule(
+    variable: keras.Variable, step: StepContext, is_metric: bool
+) -> str:
     chosen = getattr(variable, "_ks_merge", None)
     if chosen is not None:
         return chosen
@@ -211,23 +213,23 @@ def _rule(variable: keras.Variable, step: StepContext, is_metric: bool) -> str:
     return "mean" if floating else "first"
 
 
-def as_type_of(new: Array, old: Array) -> jax.Array:
+def cast_like(new: Array, old: Array) -> jax.Array:
     """Casts `new` to the dtype of `old`, so that no step changes a dtype."""
     return jax.lax.convert_element_type(jnp.asarray(new), old.dtype)
 
 
-def with_changes(group: Group, changes: dict[str, Any]) -> Group:
-    """Returns a copy of the group with the changes of `changed_values`."""
+def apply_changes(group: Group, changes: dict[str, Any]) -> Group:
+    """Returns a copy of the group with the changes of `find_changes`."""
     group = list(group)
     for k, value in changes.items():
         group[int(k)] = value
     return group
 
 
-def changed_values(old: list[Any], new: Group) -> dict[str, Any]:
+def find_changes(old: list[Any], new: Group) -> dict[str, Any]:
     """Returns the values that a step replaced, by position in the group."""
     return {
-        str(k): as_type_of(n, o)
+        str(k): cast_like(n, o)
         for k, (o, n) in enumerate(zip(old, new, strict=True))
         if n is not o and n is not None
     }

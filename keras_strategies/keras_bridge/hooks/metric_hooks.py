@@ -60,7 +60,7 @@ def update_state(
     if step.facts.is_probe:
         with step.flag("in_metric"):
             return original(metric, *args, **kwargs)
-    rule = _rule_of(step, metric, args, kwargs)
+    rule = _choose_rule(step, metric, args, kwargs)
     for variable in metric.variables:
         step.notes.metric_rules[variable] = rule
     if rule == metric_rules.IN_TURN:
@@ -68,12 +68,12 @@ def update_state(
     # In `run` the flag is always set.
     is_gathered = step.flags.sees_global_batch and not step.facts.is_local
     if rule == metric_rules.SAME and not is_gathered:
-        args, kwargs = gather_rows.gathered(step, (args, kwargs))
+        args, kwargs = gather_rows.gather_all_rows(step, (args, kwargs))
     with step.flag("in_metric"):
         return original(metric, *args, **kwargs)
 
 
-def _rule_of(
+def _choose_rule(
     step: StepContext,
     metric: keras.metrics.Metric,
     args: tuple[Any, ...],
@@ -83,17 +83,18 @@ def _rule_of(
     rules = [step.notes.metric_rules.get(v) for v in metric.variables]
     known = next((r for r in rules if r is not None), None)
     if step.facts.is_local:
-        rule = known or metric_rules.rule_of_local_update(metric, args, kwargs)
+        rule = known or metric_rules.choose_local_rule(metric, args, kwargs)
     elif step.flags.sees_global_batch:
         # The rows are gathered: every replica makes the same update.
         rule = metric_rules.SAME
     else:
-        rule = metric_rules.rule_of_update(
+        rule = metric_rules.choose_update_rule(
             metric, args, kwargs, step.facts.rows
         )
     if rule == metric_rules.GLOBAL or known not in (None, rule):
+        described = metric_rules.describe_metric(metric)
         step.demand_global_batch(
-            f"{metric_rules.title(metric)} is updated with a value without "
+            f"{described} is updated with a value without "
             "the batch's rows, which may be a sum or a mean, or with values "
             "of several kinds. Update it with rows, or use "
             "`keras.metrics.Mean` for a mean over rows"
@@ -160,7 +161,7 @@ def result(
     )
     # If the result is only logged, it is computed from the state that the
     # step returns, and this is dead code (`step_logs.merged_logs`).
-    merged = finish(plan.sums())
+    merged = finish(plan.compute_sums())
     scope = _ResultScope(zip(variables, merged, strict=True))
     with step.flag("in_metric"), scope:
         value = original(metric, *args, **kw)
@@ -169,8 +170,9 @@ def result(
         v in step.notes.before and v not in mine_alone for v in scope.read
     )
     if len(scope.written) or reads_others:
+        described = metric_rules.describe_metric(metric)
         step.demand_global_batch(
-            f"the result of {metric_rules.title(metric)} reads a metric that "
+            f"the result of {described} reads a metric that "
             "is not part of it, or writes a variable. Make the other metric "
             "an attribute of it, and write in `update_state`"
         )

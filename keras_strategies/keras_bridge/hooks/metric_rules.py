@@ -36,7 +36,7 @@ _verdicts: "weakref.WeakKeyDictionary[keras.metrics.Metric, bool]"
 _verdicts = weakref.WeakKeyDictionary()
 
 
-def rule_of_update(
+def choose_update_rule(
     metric: keras.metrics.Metric,
     args: Sequence[Any],
     kwargs: dict[str, Any],
@@ -50,7 +50,7 @@ def rule_of_update(
       kwargs: The keyword arguments of the call.
       rows: Number of rows of a replica's batch.
     """
-    arrays = _arrays((args, kwargs))
+    arrays = _find_arrays((args, kwargs))
     if not arrays:
         # Constants of the program are the same on every replica.
         return SAME
@@ -68,7 +68,7 @@ def rule_of_update(
     return SUM if _is_number(weight) and weight == rows else MEAN
 
 
-def rule_of_local_update(
+def choose_local_rule(
     metric: keras.metrics.Metric, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> str:
     """Returns the rule for an update in a function given to `run`.
@@ -78,13 +78,13 @@ def rule_of_local_update(
     """
     if _is_keras_own(metric):
         return SUM
-    if rank((args, kwargs)):
+    if find_max_rank((args, kwargs)):
         return SUM if _is_additive(metric, args, kwargs) else SAME
-    is_sum = _in_own_thread(lambda: _adds_the_same(metric, args, kwargs))
+    is_sum = _run_in_thread(lambda: _adds_the_same(metric, args, kwargs))
     return SUM if is_sum else IN_TURN
 
 
-def title(metric: keras.metrics.Metric) -> str:
+def describe_metric(metric: keras.metrics.Metric) -> str:
     """Returns a metric's name and class, for messages."""
     return f"metric {metric.name!r} ({type(metric).__name__})"
 
@@ -95,14 +95,14 @@ def note_sizes(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Notes the sizes that `rule_of_update` took for rows, for a probe."""
+    """Notes the sizes that `choose_update_rule` took for rows, for a probe."""
     leaves, rows = tree.flatten((args, kwargs)), step.facts.rows
-    of = title(metric)
+    of = describe_metric(metric)
     note_rows(step, leaves, of)
-    arrays = _arrays(leaves)
+    arrays = _find_arrays(leaves)
     may_count = bool(arrays) and not any(has_rows(a, rows) for a in arrays)
     for leaf in filter(_is_number, leaves):
-        step.took_for_rows(leaf, may_count and leaf == rows, of)
+        step.note_size(leaf, may_count and leaf == rows, of)
 
 
 def _is_number(value: object) -> bool:
@@ -114,7 +114,7 @@ def _is_array(value: object) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
-def _arrays(nest: Tree) -> list[Any]:
+def _find_arrays(nest: Tree) -> list[Any]:
     return list(filter(_is_array, tree.flatten(nest)))
 
 
@@ -128,9 +128,9 @@ def _is_keras_own(metric: keras.metrics.Metric) -> bool:
     return True
 
 
-def rank(arrays: Tree) -> int:
+def find_max_rank(arrays: Tree) -> int:
     """Returns the largest number of dimensions in a nest of arrays."""
-    return max((len(a.shape) for a in _arrays(arrays)), default=0)
+    return max((len(a.shape) for a in _find_arrays(arrays)), default=0)
 
 
 def _is_from_keras(thing: object) -> bool:
@@ -181,7 +181,7 @@ _ROW_MIXING_FUNCTIONS = tuple(made().fn for made in _ROW_MIXING_CLASSES)
 def _is_additive(
     metric: keras.metrics.Metric, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> bool:
-    if mixes_rows(metric, rank((args, kwargs))):
+    if mixes_rows(metric, find_max_rank((args, kwargs))):
         return False
     if _is_keras_own(metric):
         return True
@@ -209,11 +209,11 @@ def _try_out(
 ) -> bool:
     """Returns whether updates with parts of toy batches add up."""
     batch = (tuple(args), dict(kwargs))
-    rows = next(a.shape[0] for a in _arrays(batch) if len(a.shape))
-    return _in_own_thread(lambda: _adds_up(metric, batch, rows))
+    rows = next(a.shape[0] for a in _find_arrays(batch) if len(a.shape))
+    return _run_in_thread(lambda: _adds_up(metric, batch, rows))
 
 
-def _in_own_thread(question: Callable[[], bool]) -> bool:
+def _run_in_thread(question: Callable[[], bool]) -> bool:
     """Runs a predicate in a thread that is not tracing; an error is False."""
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(question)
@@ -234,12 +234,12 @@ def _adds_the_same(
             value = random.uniform(toy.low, toy.high)
             return np.asarray(value).astype(like.dtype)
 
-        state = _reset(metric)
+        state = _make_reset_state(metric)
         for _ in range(12):
             batch = tree.map_structure(scalar, (tuple(args), dict(kwargs)))
-            first = _reset(metric)
-            at_once = _updated(metric, first, batch)
-            later = _updated(metric, state, batch)
+            first = _make_reset_state(metric)
+            at_once = _compute_update(metric, first, batch)
+            later = _compute_update(metric, state, batch)
             for a, f, x, s in zip(at_once, first, later, state, strict=True):
                 added = np.subtract(a, f, dtype="float64")
                 then = np.subtract(x, s, dtype="float64")
@@ -267,19 +267,20 @@ def _adds_up_on(
     toy: "_Toy", metric: keras.metrics.Metric, like: Tree, rows: int
 ) -> bool | None:
     """Returns the answer for one kind of toy data, None if undecided."""
-    state = _reset(metric)
+    state = _make_reset_state(metric)
     random = np.random.default_rng(0)
     adds_up = None
     for _ in range(2):
         batch = tree.map_structure(
-            lambda a: _toy(a, rows, toy, random) if _is_array(a) else a, like
+            lambda a: _make_toy(a, rows, toy, random) if _is_array(a) else a,
+            like,
         )
-        at_once = _updated(metric, state, batch)
+        at_once = _compute_update(metric, state, batch)
         merged = [np.array(s) for s in state]
         start = 0
         for size in _PARTS:
             part = _take(batch, slice(start, start + size))
-            changed = _updated(metric, state, part)
+            changed = _compute_update(metric, state, part)
             merged = [
                 m + (c - s)
                 for m, c, s in zip(merged, changed, state, strict=True)
@@ -296,11 +297,11 @@ def _adds_up_on(
     return adds_up
 
 
-def _reset(metric: keras.metrics.Metric) -> list[np.ndarray]:
+def _make_reset_state(metric: keras.metrics.Metric) -> list[np.ndarray]:
     return [np.asarray(v) for v in metric.stateless_reset_state()]
 
 
-def _updated(
+def _compute_update(
     metric: keras.metrics.Metric,
     state: list[np.ndarray],
     batch: Tree,
@@ -321,7 +322,7 @@ class _Toy(NamedTuple):
 _TOYS = (_Toy(0.05, 0.95, 1), _Toy(-3.0, 3.0, 9), _Toy(-200.0, 200.0, 99))
 
 
-def _toy(
+def _make_toy(
     like: Array, rows: int, toy: _Toy, random: np.random.Generator
 ) -> np.ndarray:
     if not like.shape:

@@ -89,7 +89,7 @@ def create(
     is_metrics = isinstance(caller, keras.metrics.Metric)
     if variable.synchronization == "on_read" and not is_metrics:
         setattr(variable, _MARK, True)
-        settle(variable, mesh)
+        create_copies(variable, mesh)
     return variable
 
 
@@ -98,7 +98,7 @@ def is_on_read(variable: object) -> bool:
     return getattr(variable, _MARK, False)
 
 
-def copies_of(variable: keras.Variable, mesh: ReplicaMesh) -> jax.Array:
+def get_copies(variable: keras.Variable, mesh: ReplicaMesh) -> jax.Array:
     """Returns the copies: (replicas, *shape), one on each device.
 
     At first each is the initial value. A value that was assigned outside of
@@ -113,11 +113,11 @@ def copies_of(variable: keras.Variable, mesh: ReplicaMesh) -> jax.Array:
     host = np.asarray(value)
     parts = np.broadcast_to(host, (mesh.num_replicas, *host.shape))
     if copies is not None and variable.aggregation == "sum":
-        parts = _parts_of_sum(host, mesh.num_replicas)
+        parts = _split_sum(host, mesh.num_replicas)
     return jax.device_put(parts, mesh.split)
 
 
-def shapes_of_copies(
+def make_copy_shapes(
     variables: Sequence[keras.Variable], mesh: ReplicaMesh
 ) -> list[jax.ShapeDtypeStruct]:
     """Returns the shapes of variables' copies, to lower a program with."""
@@ -142,20 +142,22 @@ def _check_home(
         )
 
 
-def settle(variable: keras.Variable, mesh: ReplicaMesh) -> None:
+def create_copies(variable: keras.Variable, mesh: ReplicaMesh) -> None:
     """Creates a variable's copies, if it needs them and has none."""
     # On an abstract mesh programs are only compiled: variables stay on the
     # host.
     is_made = variable._value is not None and not mesh.is_abstract
     if is_on_read(variable) and is_made and not hasattr(variable, _COPIES):
-        array = copies_of(variable, mesh)
+        array = get_copies(variable, mesh)
         total = np.asarray(variable._value)
         if variable.aggregation == "sum":
             total = total * np.asarray(mesh.num_replicas, total.dtype)
-        hold(variable, array, jax.device_put(total, mesh.whole))
+        set_copies(variable, array, jax.device_put(total, mesh.whole))
 
 
-def hold(variable: keras.Variable, array: jax.Array, aggregate: Array) -> None:
+def set_copies(
+    variable: keras.Variable, array: jax.Array, aggregate: Array
+) -> None:
     """Sets a variable's copies, and its value outside of `run`.
 
     Args:
@@ -179,10 +181,10 @@ def plan_aggregate(
     if variable.aggregation in ("only_first_replica", "none"):
         number = of_first(number, step.axis)
     place = plan.add(number)
-    return lambda sums: merge_lib.as_type_of(sums[place] / divisor, copy)
+    return lambda sums: merge_lib.cast_like(sums[place] / divisor, copy)
 
 
-def _parts_of_sum(value: np.ndarray, count: int) -> np.ndarray:
+def _split_sum(value: np.ndarray, count: int) -> np.ndarray:
     if np.issubdtype(value.dtype, np.integer):
         floor, rest = np.divmod(value, count)
         index = np.arange(count).reshape(count, *[1] * value.ndim)

@@ -27,7 +27,7 @@ from keras_strategies._types import Array
 from keras_strategies.keras_bridge.hooks import loss_hooks
 from keras_strategies.keras_bridge.hooks.variables_used import (
     InnerScope,
-    scopes_ask_outwards,
+    chain_scopes,
 )
 from keras_strategies.keras_bridge.step_context import StepContext
 from keras_strategies.keras_bridge.variables import shardings
@@ -48,7 +48,7 @@ def apply(
         return original(optimizer, grads, *args, **kwargs)
     variables = args[0] if args else kwargs.get("trainable_variables")
     if variables is None:
-        variables = _known_variables(optimizer)
+        variables = _find_variables(optimizer)
     if _is_cut(step, optimizer, variables):
         _apply_in_cut(step, original, optimizer, grads, list(variables))
         return None
@@ -78,7 +78,7 @@ def stateless_apply(
     apply_to = functools.partial(original, optimizer, optimizer_variables)
     if step.flags.in_optimizer:
         return apply_to(grads, *args, **kwargs)
-    variables = _known_variables(optimizer)
+    variables = _find_variables(optimizer)
     if _is_cut(step, optimizer, variables):
         weights = args[0] if args else kwargs["trainable_variables"]
         count = len(variables)
@@ -90,7 +90,7 @@ def stateless_apply(
 
         held = [*variables, *optimizer.variables]
         values = [*weights, *optimizer_variables]
-        new = _updated(step, optimizer, grads, held, values, update)
+        new = _mark_update(step, optimizer, grads, held, values, update)
         step.notes.equal.update(new)
         return new[:count], new[count:]
     grads = _reduce_gradients(step, optimizer, grads, variables)
@@ -100,7 +100,7 @@ def stateless_apply(
     return result
 
 
-def _known_variables(
+def _find_variables(
     optimizer: keras.optimizers.Optimizer,
 ) -> list[keras.Variable]:
     return getattr(optimizer, "_trainable_variables", [])
@@ -135,7 +135,7 @@ def _apply_in_cut(
 
     def update(grads: list[Any], values: list[Any]) -> list[Any]:
         scope = InnerScope(list(zip(held, values, strict=True)))
-        with scopes_ask_outwards(), scope:
+        with chain_scopes(), scope:
             if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
                 _apply_purely(optimizer, grads, variables)
             else:
@@ -143,14 +143,14 @@ def _apply_in_cut(
         return [scope.get_current_value(v) for v in held]
 
     values = [v.value for v in held]
-    new = _updated(step, optimizer, grads, held, values, update)
+    new = _mark_update(step, optimizer, grads, held, values, update)
     with step.flag("in_optimizer"):
         for variable, value in zip(held, new, strict=True):
             variable.assign(value)
     step.notes.equal.update(v.value for v in held)
 
 
-def _updated(
+def _mark_update(
     step: StepContext,
     optimizer: keras.optimizers.Optimizer,
     grads: Sequence[Array | None],
@@ -170,7 +170,7 @@ def _updated(
         values that returns new values.
     """
     mesh = step.facts.mesh
-    grads = _of_rows(step, grads)
+    grads = _clear_empty(step, grads)
     present = [i for i, g in enumerate(grads) if g is not None]
 
     def with_missing(some: list[Any]) -> list[Any]:
@@ -193,12 +193,14 @@ def _updated(
             values,
             reductions=[reduction(held[i]) for i in present],
             specs=[shardings.spec_of(v, mesh) for v in held],
-            divisor=_divisor(step, optimizer),
+            divisor=_find_divisor(step, optimizer),
             on_replicated=lambda: shardings.note_replicated_update(held),
         )
 
 
-def _divisor(step: StepContext, optimizer: keras.optimizers.Optimizer) -> int:
+def _find_divisor(
+    step: StepContext, optimizer: keras.optimizers.Optimizer
+) -> int:
     """Returns the divisor of the sum of the replicas' gradients.
 
     A scaled loss is divided by the number of replicas already, so that a
@@ -235,14 +237,14 @@ def _reduce_gradients(
     grads: Sequence[Array | None],
     variables: Sequence[keras.Variable],
 ) -> list[Any]:
-    grads = _of_rows(step, grads)
+    grads = _clear_empty(step, grads)
     overwriting = list(map(_is_overwritten, variables))
     overwriting += [False] * (len(grads) - len(overwriting))
     summed = [
         i for i, g in enumerate(grads) if g is not None and not overwriting[i]
     ]
     sums = all_sum([grads[i] for i in summed], step.axis, step.buffering)
-    divisor = _divisor(step, optimizer)
+    divisor = _find_divisor(step, optimizer)
     reduced = list(grads)
     for i, total in zip(summed, sums, strict=True):
         reduced[i] = total if divisor == 1 else total / divisor
@@ -252,17 +254,17 @@ def _reduce_gradients(
     return reduced
 
 
-def _of_rows(step: StepContext, grads: Sequence[Array | None]) -> list[Any]:
+def _clear_empty(step: StepContext, grads: Sequence[Array | None]) -> list[Any]:
     """Returns the gradients, cleared if this replica has no rows."""
     if not step.is_empty:
         return list(grads)
     # In `run` the loss is user-defined, and may have gradients even without
     # rows: only NaN is removed.
-    empty = _without_nan if step.facts.is_local else jnp.zeros_like
+    empty = _clear_nan if step.facts.is_local else jnp.zeros_like
     return [grad if grad is None else empty(grad) for grad in grads]
 
 
-def _without_nan(array: Array) -> jax.Array:
+def _clear_nan(array: Array) -> jax.Array:
     return jnp.where(jnp.isnan(array), jnp.zeros_like(array), array)
 
 
@@ -287,7 +289,7 @@ def scale_loss(
     scales = (
         isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         or getattr(optimizer, "loss_scale_factor", None) is not None
-        or any(map(_is_overwritten, _known_variables(optimizer)))
+        or any(map(_is_overwritten, _find_variables(optimizer)))
     )
     if not scales or step.flags.in_scaling or step.facts.is_local:
         return original(optimizer, loss)

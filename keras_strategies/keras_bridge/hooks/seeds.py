@@ -32,14 +32,14 @@ def fold_seeds(
     A hash of the id is mixed into the seed. With the id itself, seed 3 on
     replica 1 would have the stream of seed 4 on replica 0.
     """
-    step.notes.own_seeds.update(filter(is_seed, variables))
+    step.notes.replica_seeds.update(filter(is_seed, variables))
     return [
-        _folded(value, step) if is_seed(variable) else value
+        _fold_seed(value, step) if is_seed(variable) else value
         for variable, value in zip(variables, values, strict=True)
     ]
 
 
-def _folded(seed: Array, step: StepContext) -> Array:
+def _fold_seed(seed: Array, step: StepContext) -> Array:
     """Folds the replica's id into a seed; folding twice restores the seed."""
     mixed = jnp.asarray(replica_id(step.axis)).astype("uint32") * _HASH
     mixed = (mixed ^ (mixed >> 15)) * np.uint32(0x85EBCA6B)
@@ -62,6 +62,6 @@ def next_seed(
     """
     seed = original(generator, *args, **kwargs)
     is_for_all = step.flags.in_optimizer or step.flags.in_update
-    if is_for_all and generator.state in step.notes.own_seeds:
-        return _folded(seed, step)
+    if is_for_all and generator.state in step.notes.replica_seeds:
+        return _fold_seed(seed, step)
     return seed

@@ -18,7 +18,7 @@ from keras_strategies.keras_bridge.hooks.seeds import is_seed
 from keras_strategies.keras_bridge.step_context import StepContext
 
 
-def is_users(variable: keras.Variable) -> bool:
+def is_user_defined(variable: keras.Variable) -> bool:
     """Returns whether a user created a variable or chose its aggregation.
 
     Without a record of its creation, as outside of scopes, the path decides:
@@ -56,7 +56,7 @@ def assign(
         not step.facts.is_local
         or is_inner
         or is_on_read(variable)
-        or not is_users(variable)
+        or not is_user_defined(variable)
     ):
         return original(variable, value)
     if variable.synchronization == "on_read" and variable.path != variable.name:

@@ -53,7 +53,9 @@ class CollectingScope(keras.StatelessScope):
         super().__enter__()
         self._trace_state = get_opaque_trace_state()
         if isinstance(self.original_scope, CollectingScope):
-            self._take(self.original_scope, self.original_scope.losses)
+            self._replace_losses(
+                self.original_scope, self.original_scope.losses
+            )
             self._outer.update(self.losses)
         return self
 
@@ -68,7 +70,7 @@ class CollectingScope(keras.StatelessScope):
         self.written.add(update[0])
         super().add_update(update)
 
-    def ids_of(self, layer: keras.Layer) -> set[int]:
+    def get_loss_ids(self, layer: keras.Layer) -> set[int]:
         """Returns the ids of a layer's losses; callers may modify the set."""
         if layer not in self._ids:
             self._ids[layer] = set()
@@ -101,13 +103,15 @@ class CollectingScope(keras.StatelessScope):
                 if loss in self._inner
                 or (is_within and loss not in self._outer)
             )
-            outer._take(self, [value for _, value in pairs])
+            outer._replace_losses(self, [value for _, value in pairs])
         elif outer is None:
             for layer in self._ids:
                 ids = self._ids[layer]
                 layer._losses.extend(v for loss, v in pairs if id(loss) in ids)
 
-    def _take(self, scope: "CollectingScope", values: list[Any]) -> None:
+    def _replace_losses(
+        self, scope: "CollectingScope", values: list[Any]
+    ) -> None:
         """Replaces all losses by those of another scope, with new values."""
         pairs = list(zip(scope.losses, values, strict=True))
         new = {id(loss): id(value) for loss, value in pairs}
@@ -148,7 +152,7 @@ class LiftingScope(CollectingScope):
         super().add_update(update)
 
 
-def _asking_outwards(original: Callable[..., Any]) -> Callable[..., Any]:
+def _make_chained_getter(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def get_current_value(
         scope: keras.StatelessScope, variable: keras.Variable
@@ -175,21 +179,23 @@ class InnerScope(CollectingScope):
     def __init__(self, mapping: Iterable[tuple[keras.Variable, Any]]) -> None:
         super().__init__(mapping, initialize_variables=False)
 
-    get_current_value = _asking_outwards(keras.StatelessScope.get_current_value)
+    get_current_value = _make_chained_getter(
+        keras.StatelessScope.get_current_value
+    )
 
 
-def scopes_ask_outwards() -> contextlib.AbstractContextManager[None]:
+def chain_scopes() -> contextlib.AbstractContextManager[None]:
     """Makes Keras's nested stateless scopes read from outer ones, in a block.
 
     Layers' losses then belong to the scope in which they are added.
     """
-    return _patches.held()
+    return _patches.hold()
 
 
 def _get_loss_ids(layer: keras.Layer) -> set[int]:
     scope = get_stateless_scope()
     if isinstance(scope, CollectingScope):
-        return scope.ids_of(layer)
+        return scope.get_loss_ids(layer)
     return vars(layer)["_loss_ids"]
 
 
@@ -199,7 +205,7 @@ def _set_loss_ids(layer: Any, ids: set[int]) -> None:
 
 _patches = Patches(
     lambda: [
-        (keras.StatelessScope, "get_current_value", _asking_outwards),
+        (keras.StatelessScope, "get_current_value", _make_chained_getter),
         (
             keras.Layer,
             "_loss_ids",

@@ -19,13 +19,15 @@ from keras_strategies._core.attributes import attribute_set
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Batch, Tree
 from keras_strategies.keras_bridge import keras_names
-from keras_strategies.keras_bridge.callbacks.callback_list import quiet_list
+from keras_strategies.keras_bridge.callbacks.callback_list import (
+    make_quiet_list,
+)
 from keras_strategies.keras_bridge.callbacks.chief_callbacks import (
-    of_this_process,
+    select_callbacks,
 )
 from keras_strategies.keras_bridge.callbacks.resumable_fit import (
-    checkpointer_among,
-    resumable_fit,
+    find_checkpointer,
+    run_resumable_fit,
 )
 from keras_strategies.keras_bridge.inputs import feed as adapter
 from keras_strategies.keras_bridge.inputs import loop_data
@@ -33,7 +35,7 @@ from keras_strategies.keras_bridge.loops import scope_hooks
 from keras_strategies.keras_bridge.loops.loop_call import Call
 from keras_strategies.keras_bridge.loops.save_together import (
     SAVERS,
-    save_together,
+    make_saves_collective,
 )
 from keras_strategies.keras_bridge.loops.scope_hooks import (
     BINDING,
@@ -122,7 +124,7 @@ class Binding:
         attributes |= {BINDING: self, STRATEGY: self.owner}
         for name, value in attributes.items():
             object.__setattr__(self.model, name, value)
-        save_together(self.model, self._mesh, self._adopt)
+        make_saves_collective(self.model, self._mesh, self._adopt)
         self._functions.reset()
 
     def remove(self) -> None:
@@ -138,13 +140,13 @@ class Binding:
 
     def _loop(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Calls the class's loop; Keras's loops are redirected to `_route`."""
-        loop = scope_hooks.own_loop(self.model, name)
+        loop = scope_hooks.find_overridden_loop(self.model, name)
         if loop is None:
             return self._route(name, args, kwargs)
         if kwargs.get(_VALIDATES):
             # An overridden `evaluate` may read the data.
             kwargs |= self._validation
-        with scope_hooks.routed(self.model, self._route):
+        with scope_hooks.route_loops(self.model, self._route):
             return loop(*args, **kwargs)
 
     def _route(
@@ -153,25 +155,25 @@ class Binding:
         return getattr(self, f"_{name}")(*args, **kwargs)
 
     def _fit(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._call("fit", args, kwargs)
+        call = self._make_call("fit", args, kwargs)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._session("train"))
             loop_data.hold_out(call)
-            feed = self._feed(call, steps=call["steps_per_epoch"])
+            feed = self._make_feed(call, steps=call["steps_per_epoch"])
             stack.enter_context(self._validating(call["validation_data"]))
-            call.set(validation_data=self._validation_feed(call))
+            call.set(validation_data=self._make_validation_feed(call))
             call.set_feed(feed)
             self._build_on_feed(feed)
-            checkpointer = checkpointer_among(call["callbacks"])
+            checkpointer = find_checkpointer(call["callbacks"])
             if checkpointer is not None:
                 variables = all_variables(self.model)
-                return resumable_fit(
+                return run_resumable_fit(
                     checkpointer, call, feed, variables, self._functions
                 )
-            self._quieten(call, feed)
+            self._use_quiet_list(call, feed)
             return call.run()
 
-    def _validation_feed(self, call: Call) -> "DataAdapter | None":
+    def _make_validation_feed(self, call: Call) -> "DataAdapter | None":
         if call["validation_data"] is None:
             return None
         return adapter.make_feed(
@@ -184,26 +186,26 @@ class Binding:
         )
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._call("evaluate", args, kwargs)
+        call = self._make_call("evaluate", args, kwargs)
         with self._session("test"):
             if not call.keywords.get(_VALIDATES):
-                feed = self._feed(call, steps=call["steps"])
+                feed = self._make_feed(call, steps=call["steps"])
                 call.set_feed(feed)
                 self._build_on_feed(feed)
-                self._quieten(call, feed)
-            return self._synced(call)
+                self._use_quiet_list(call, feed)
+            return self._run_call(call)
 
     def _predict(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._call("predict", args, kwargs)
+        call = self._make_call("predict", args, kwargs)
         with self._session("predict"):
-            feed = self._feed(call, steps=call["steps"])
+            feed = self._make_feed(call, steps=call["steps"])
             call.set_feed(feed)
             self._build_for_call(EpochIterator(feed))
-            self._quieten(call, feed)
-            return self._synced(call)
+            self._use_quiet_list(call, feed)
+            return self._run_call(call)
 
-    def _quieten(self, call: Call, feed: "DataAdapter") -> None:
-        callbacks = quiet_list(call.name, call.keywords, self.model, feed)
+    def _use_quiet_list(self, call: Call, feed: "DataAdapter") -> None:
+        callbacks = make_quiet_list(call.name, call.keywords, self.model, feed)
         call.set(callbacks=callbacks)
 
     def _on_batch(self, kind: str, *args: Any, **kwargs: Any) -> Any:
@@ -217,7 +219,7 @@ class Binding:
             self.model._assert_compile_called(call.name)
             self._build(data_batch=batch)
             call.set_feed(execution)
-            return self._synced(call)
+            return self._run_call(call)
 
     _train_on_batch = functools.partialmethod(_on_batch, "train")
     _test_on_batch = functools.partialmethod(_on_batch, "test")
@@ -228,26 +230,26 @@ class Binding:
             execution = adapter.place_batch((call["x"],), self._mesh)
             self._build_for_call([(0, 0, [(call["x"],)])])
             call.set_feed(execution)
-            return self._synced(call)
+            return self._run_call(call)
 
-    def _synced(self, call: Call) -> Any:
+    def _run_call(self, call: Call) -> Any:
         try:
             return call.run()
         except BaseException:
             self.model.jax_state_sync()
             raise
 
-    def _call(
+    def _make_call(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Call:
         call = Call(self.model, name, args, kwargs)
         if not self._mesh.is_chief:
             # Another process shows the progress.
             call.set(verbose=0)
-        call.set(callbacks=of_this_process(call["callbacks"], self._mesh))
+        call.set(callbacks=select_callbacks(call["callbacks"], self._mesh))
         return call
 
-    def _feed(self, call: Call, *, steps: int | None) -> "DataAdapter":
+    def _make_feed(self, call: Call, *, steps: int | None) -> "DataAdapter":
         return adapter.make_feed(
             self._mesh,
             **{name: call[name] for name in _DATA},
@@ -372,6 +374,6 @@ class Binding:
         )
 
 
-def binding_of(model: keras.Model) -> Binding | None:
+def find_binding(model: keras.Model) -> Binding | None:
     """Returns the binding of a model, or None."""
     return vars(model).get(BINDING)

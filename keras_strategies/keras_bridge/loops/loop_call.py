@@ -23,7 +23,7 @@ class Call:
     ) -> None:
         self.name = name
         self._model = model
-        self._loop = scope_hooks.keras_loop(name)
+        self._loop = scope_hooks.get_keras_loop(name)
         signature = inspect.signature(self._loop)
         bound = signature.bind(model, *args, **kwargs)
         bound.apply_defaults()
@@ -60,5 +60,5 @@ class Call:
         Returns:
           The loop's result: a `History`, logs or outputs.
         """
-        with scope_hooks.routed(self._model, None):
+        with scope_hooks.route_loops(self._model, None):
             return self._loop(self._model, **self.keywords)

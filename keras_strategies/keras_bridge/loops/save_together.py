@@ -18,7 +18,7 @@ from keras_strategies._core.mesh import ReplicaMesh
 SAVERS = ("save", "save_weights")
 
 
-def save_together(
+def make_saves_collective(
     model: keras.Model, mesh: ReplicaMesh, adopt: Callable[[], None]
 ) -> None:
     """Makes `save` and `save_weights` collective if processes share variables.

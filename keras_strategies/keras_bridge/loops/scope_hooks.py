@@ -42,7 +42,7 @@ Route = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
 _InLoop = Callable[[keras.Model, str], contextlib.AbstractContextManager[None]]
 
 
-def _in_scope(
+def _find_scope_patches(
     entered: Callable[[], Any], before_compile: Callable[[keras.Model], None]
 ) -> Iterator[Patch]:
     norm = keras.layers.BatchNormalization
@@ -50,22 +50,22 @@ def _in_scope(
     def attach(model: keras.Model, strategy: Any) -> None:
         strategy.attach(model)
 
-    yield TRAINER, "__init__", lambda f: _binding(f, entered, bind_on_use)
+    yield TRAINER, "__init__", lambda f: _wrap_to_bind(f, entered, bind_on_use)
     yield (
         TRAINER,
         "compile",
-        lambda f: _binding(f, entered, attach, before_compile),
+        lambda f: _wrap_to_bind(f, entered, attach, before_compile),
     )
-    yield norm, "__init__", lambda f: batch_norm.accepting_init(f, entered)
+    yield norm, "__init__", lambda f: batch_norm.accept_synchronized(f, entered)
 
 
-def _loops() -> Iterator[Patch]:
+def _find_loop_patches() -> Iterator[Patch]:
     for name in LOOPS:
-        yield loops_owner(name), name, functools.partial(_routing, name)
+        yield find_loop_owner(name), name, functools.partial(_wrap_loop, name)
 
 
-_scope_patches = Patches(_in_scope)
-_loop_patches = Patches(_loops)
+_scope_patches = Patches(_find_scope_patches)
+_loop_patches = Patches(_find_loop_patches)
 # One entry for each open scope.
 _in_loop: list[_InLoop] = []
 
@@ -97,7 +97,7 @@ def keras_hooks(
       before_compile: Called before a model is compiled; may raise.
       in_loop: Makes the context in which one of `LOOPS` runs; may raise.
     """
-    with _scope_patches.held(entered, before_compile), _loop_patches.held():
+    with _scope_patches.hold(entered, before_compile), _loop_patches.hold():
         _in_loop.append(in_loop)
         try:
             yield
@@ -106,7 +106,7 @@ def keras_hooks(
 
 
 @contextlib.contextmanager
-def routed(model: keras.Model, route: Route | None) -> Iterator[None]:
+def route_loops(model: keras.Model, route: Route | None) -> Iterator[None]:
     """Redirects Keras's loops of a model, in this thread, for a block.
 
     Args:
@@ -115,7 +115,7 @@ def routed(model: keras.Model, route: Route | None) -> Iterator[None]:
     """
     routes, key = _routes.of_models, id(model)
     outer = routes.get(key)
-    with _loop_patches.held() if route else contextlib.nullcontext():
+    with _loop_patches.hold() if route else contextlib.nullcontext():
         routes[key] = route
         try:
             yield
@@ -126,7 +126,7 @@ def routed(model: keras.Model, route: Route | None) -> Iterator[None]:
                 routes[key] = outer
 
 
-def loops_owner(name: str) -> type:
+def find_loop_owner(name: str) -> type:
     """Returns the class that defines Keras's method of one of `LOOPS`.
 
     It is a base of `keras.Model`, so that patches which other libraries made
@@ -136,13 +136,15 @@ def loops_owner(name: str) -> type:
     return next(base for base in bases if name in vars(base))
 
 
-def keras_loop(name: str) -> Callable[..., Any]:
+def get_keras_loop(name: str) -> Callable[..., Any]:
     """Returns Keras's method of one of `LOOPS`."""
-    loop: Callable[..., Any] = vars(loops_owner(name))[name]
+    loop: Callable[..., Any] = vars(find_loop_owner(name))[name]
     return loop
 
 
-def own_loop(model: keras.Model, name: str) -> Callable[..., Any] | None:
+def find_overridden_loop(
+    model: keras.Model, name: str
+) -> Callable[..., Any] | None:
     """Returns a model's loop if its class overrides Keras's, else None.
 
     Compares the defining class, not only the method, because another thread
@@ -151,7 +153,7 @@ def own_loop(model: keras.Model, name: str) -> Callable[..., Any] | None:
     kind = type(model)
     owner = next(base for base in kind.__mro__ if name in vars(base))
     loop = vars(owner)[name]
-    if owner is loops_owner(name) or loop is keras_loop(name):
+    if owner is find_loop_owner(name) or loop is get_keras_loop(name):
         return None
     # `__get__` also binds static and class methods.
     bound: Callable[..., Any] = loop.__get__(model, kind)
@@ -199,7 +201,7 @@ def is_bound_on_use(model: keras.Model) -> bool:
     return "compile" in vars(model)
 
 
-def _routing(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_loop(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         route = _routes.of_models.get(id(model))
@@ -213,7 +215,7 @@ def _routing(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _binding(
+def _wrap_to_bind(
     method: Callable[..., Any],
     entered: Callable[[], Any],
     bind: Callable[[keras.Model, Any], None],

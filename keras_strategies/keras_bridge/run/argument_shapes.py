@@ -8,10 +8,10 @@ import numpy as np
 from keras_strategies._core import values
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Leaf
-from keras_strategies.keras_bridge.run.function_keys import value_key
+from keras_strategies.keras_bridge.run.function_keys import make_value_key
 from keras_strategies.keras_bridge.steps.lower_step import shape_of
 
-WHOLE = "whole"
+REPLICATED = "whole"
 """A replicated argument."""
 STATIC = "static"
 """An argument that is not an array; it is part of the program."""
@@ -19,7 +19,7 @@ STATIC = "static"
 Kind = tuple[Any, ...]
 
 
-def argument_shape(leaf: Leaf, mesh: ReplicaMesh) -> tuple[Kind, Any]:
+def describe_argument(leaf: Leaf, mesh: ReplicaMesh) -> tuple[Kind, Any]:
     """Describes an argument of a program, and its shape.
 
     Args:
@@ -34,7 +34,7 @@ def argument_shape(leaf: Leaf, mesh: ReplicaMesh) -> tuple[Kind, Any]:
       ValueError: if the replicas cannot share the rows evenly.
     """
     if isinstance(leaf, values.Mirrored):
-        return _kind(WHOLE, shape_of(leaf.array), mesh.whole)
+        return _describe_shape(REPLICATED, shape_of(leaf.array), mesh.whole)
     if isinstance(leaf, values.PerReplica):
         values.check_home(leaf, mesh)
         if leaf.layout not in (values.ROWS, values.STACKED):
@@ -42,12 +42,14 @@ def argument_shape(leaf: Leaf, mesh: ReplicaMesh) -> tuple[Kind, Any]:
                 "A compiled program needs a batch that all replicas share "
                 f"evenly. Received: {leaf!r}. Pass the shapes of an even one."
             )
-        return _kind(leaf.layout, shape_of(leaf.arrays[0]), mesh.split)
+        return _describe_shape(
+            leaf.layout, shape_of(leaf.arrays[0]), mesh.split
+        )
     if getattr(leaf, "shape", None) is None or not hasattr(leaf, "dtype"):
-        return (STATIC, None, None, value_key(leaf), leaf), None
+        return (STATIC, None, None, make_value_key(leaf), leaf), None
     described = shape_of(leaf)
     if not described.shape:
-        return _kind(WHOLE, described, mesh.whole)
+        return _describe_shape(REPLICATED, described, mesh.whole)
     rows = described.shape[0]
     if rows % mesh.num_replicas or not rows:
         raise ValueError(
@@ -56,10 +58,10 @@ def argument_shape(leaf: Leaf, mesh: ReplicaMesh) -> tuple[Kind, Any]:
             f"{mesh.num_replicas} replicas. Pass another number of rows, or "
             "`ks.Mirrored(array)` for an array that is replicated."
         )
-    return _kind(values.ROWS, described, mesh.split)
+    return _describe_shape(values.ROWS, described, mesh.split)
 
 
-def _kind(
+def _describe_shape(
     layout: str, shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding
 ) -> tuple[Kind, Any]:
     placed = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)

@@ -68,7 +68,7 @@ def debug_run(
                 for name, value in keras_state.items()
             }
         )
-        step = replica_trace.new_step(mesh, is_update=is_update)
+        step = replica_trace.make_step(mesh, is_update=is_update)
         if rows:
             rows_of_all = variants.rows_of_all(rows[index], rows)
             step = step.with_facts(rows_of_all=rows_of_all)
@@ -77,14 +77,14 @@ def debug_run(
             with replica_trace.replica_tracing(step, replica_scope):
                 results = fn(index)
             share = None if shares is None else shares[index]
-            merging = replica_trace.new_step(mesh).with_facts(
+            merging = replica_trace.make_step(mesh).with_facts(
                 is_uneven=True, share=share
             )
-            return _merged(step, seen, results, merging)
+            return _merge_writes(step, seen, results, merging)
 
     ended: list[_Ended] = lockstep.run(replica)
-    _hold(ended, mesh)
-    return _regrouped([e.called for e in ended], mesh)
+    _set_variables(ended, mesh)
+    return _regroup_results([e.called for e in ended], mesh)
 
 
 class _Ended(NamedTuple):
@@ -102,19 +102,19 @@ class _Ended(NamedTuple):
     called: uneven_rows.Called
 
 
-def _hold(ended: list[_Ended], mesh: ReplicaMesh) -> None:
+def _set_variables(ended: list[_Ended], mesh: ReplicaMesh) -> None:
     """Sets the variables to their merged values."""
     for variable, value in ended[0].written:
         if on_read.is_on_read(variable):
-            on_read.settle(variable, mesh)
+            on_read.create_copies(variable, mesh)
             copies = stacked([e.copies[id(variable)] for e in ended], mesh)
-            on_read.hold(variable, copies, _whole(value, mesh))
+            on_read.set_copies(variable, copies, _replicate(value, mesh))
         else:
             held = shardings.sharding_of(variable, mesh)
             variable._value = jax.device_put(value, held)
 
 
-def _merged(
+def _merge_writes(
     step: StepContext, seen: "_SeenScope", results: Tree, merging: StepContext
 ) -> _Ended:
     """Merges the replicas' writes in the step `merging`; runs on each."""
@@ -123,9 +123,9 @@ def _merged(
     of_all = turn.meet(list(seen.old))
     variables = list(IdentitySet(v for each in of_all for v in each))
     folded = [seen.get_current_value_before(v) for v in variables]
-    called = replica_trace.called_in(step, seen, results, variables, folded)
+    called = replica_trace.collect_call(step, seen, results, variables, folded)
     notes: list[replica_merge.Note] = turn.meet(called.note)
-    unchecked = replica_trace.unaggregated(notes)
+    unchecked = replica_trace.find_unaggregated(notes)
     for k in unchecked:
         if not bool(replica_trace.is_same(called.new[k], step.axis)):
             replica_trace.refuse_difference(variables[k])
@@ -173,18 +173,18 @@ class _SeenScope(CollectingScope):
         if variable not in self.old:
             # Computed outside of a branch or loop that may be traced now.
             with jax.ensure_compile_time_eval():
-                self.old[variable] = old = self._start(variable)
+                self.old[variable] = old = self._read_start(variable)
                 (folded,) = seeds.fold_seeds([variable], [old], self._step)
             self._step.notes.before[variable] = folded
             self._folded[variable] = folded
         return self._folded[variable]
 
-    def _start(self, variable: keras.Variable) -> Array:
+    def _read_start(self, variable: keras.Variable) -> Array:
         if on_read.is_on_read(variable) and variable._value is not None:
-            copies = on_read.copies_of(variable, self._mesh)
-            return _whole(np.asarray(copies)[self._replica], self._mesh)
+            copies = on_read.get_copies(variable, self._mesh)
+            return _replicate(np.asarray(copies)[self._replica], self._mesh)
         if variable._value is not None:
-            return _whole(variable._value, self._mesh)
+            return _replicate(variable._value, self._mesh)
         # Created in this call; it gets this value when the scope exits.
         return variable._initializer(variable.shape, dtype=variable.dtype)
 
@@ -195,19 +195,21 @@ class _SeenScope(CollectingScope):
         super().add_update(update)
 
 
-def _regrouped(ended: list[uneven_rows.Called], mesh: ReplicaMesh) -> Tree:
+def _regroup_results(
+    ended: list[uneven_rows.Called], mesh: ReplicaMesh
+) -> Tree:
     """Returns the replicas' results as one nest, like a compiled `run`."""
     notes = [called.note.structure for called in ended]
     columns = zip(*[called.outputs for called in ended], strict=True)
-    return run_results.nest_of(
+    return run_results.rebuild_nest(
         notes[0][0],
-        run_results.regrouped_constants(notes),
-        (_wrapped(list(column), mesh) for column in columns),
-        lambda values: _wrapped(list(map(jax.numpy.asarray, values)), mesh),
+        run_results.merge_constants(notes),
+        (_wrap_parts(list(column), mesh) for column in columns),
+        lambda values: _wrap_parts(list(map(jax.numpy.asarray, values)), mesh),
     )
 
 
-def _wrapped(parts: list[Any], mesh: ReplicaMesh) -> Array:
+def _wrap_parts(parts: list[Any], mesh: ReplicaMesh) -> Array:
     if mesh.num_replicas == 1:
         return parts[0]
     if len({(part.shape, str(part.dtype)) for part in parts}) > 1:
@@ -220,5 +222,5 @@ def _wrapped(parts: list[Any], mesh: ReplicaMesh) -> Array:
     return PerReplica.of(stacked(parts, mesh), STACKED)
 
 
-def _whole(value: Array, mesh: ReplicaMesh) -> jax.Array:
+def _replicate(value: Array, mesh: ReplicaMesh) -> jax.Array:
     return jax.device_put(value, mesh.whole)

@@ -39,7 +39,7 @@ class Same:
         return id(self._thing)
 
 
-def function_key(
+def make_function_key(
     fn: Callable[..., Any], inside: frozenset[int] = frozenset()
 ) -> Hashable:
     """Returns a key that equal functions share.
@@ -57,7 +57,7 @@ def function_key(
     if id(fn) in inside:
         return "recursion"
     inside = inside | {id(fn)}
-    key = functools.partial(value_key, inside=inside)
+    key = functools.partial(make_value_key, inside=inside)
 
     def keys_of(keywords: dict[str, Any] | None) -> tuple[Any, ...]:
         pairs = sorted((keywords or {}).items())
@@ -66,29 +66,37 @@ def function_key(
     if isinstance(fn, functools.partial):
         return (
             "partial",
-            function_key(fn.func, inside),
+            make_function_key(fn.func, inside),
             tuple(map(key, fn.args)),
             keys_of(fn.keywords),
         )
     if inspect.ismethod(fn):
-        return "method", Same(fn.__self__), function_key(fn.__func__, inside)
+        return (
+            "method",
+            Same(fn.__self__),
+            make_function_key(fn.__func__, inside),
+        )
     if isinstance(fn, types.FunctionType):
         return (
             "function",
             fn.__code__,
             id(fn.__globals__),
             tuple(
-                _global_key(fn.__globals__, name, inside)
-                for name in _global_names(fn.__code__)
+                _make_global_key(fn.__globals__, name, inside)
+                for name in _find_global_names(fn.__code__)
             ),
-            tuple(_cell_key(cell, inside) for cell in fn.__closure__ or ()),
+            tuple(
+                _make_cell_key(cell, inside) for cell in fn.__closure__ or ()
+            ),
             tuple(map(key, fn.__defaults__ or ())),
             keys_of(fn.__kwdefaults__),
         )
     return Same(fn)
 
 
-def value_key(value: object, inside: frozenset[int] = frozenset()) -> Hashable:
+def make_value_key(
+    value: object, inside: frozenset[int] = frozenset()
+) -> Hashable:
     """Returns a key for a value: by value if it is plain, else by identity."""
     if isinstance(value, float):
         # `hex` distinguishes 0.0 from -0.0, and NaN equals itself.
@@ -98,14 +106,14 @@ def value_key(value: object, inside: frozenset[int] = frozenset()) -> Hashable:
     if isinstance(value, _PLAIN):
         return type(value), value
     if isinstance(value, _CALLABLES):
-        return function_key(value, inside)
+        return make_function_key(value, inside)
     if type(value) is tuple:
-        return "tuple", tuple(value_key(v, inside) for v in value)
+        return "tuple", tuple(make_value_key(v, inside) for v in value)
     return Same(value)
 
 
 @functools.cache
-def _global_names(code: types.CodeType) -> tuple[str, ...]:
+def _find_global_names(code: types.CodeType) -> tuple[str, ...]:
     """Returns the global names that code, and functions in it, may look up."""
     names = {
         instruction.argval: None
@@ -114,11 +122,11 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
     }
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names |= dict.fromkeys(_global_names(constant))
+            names |= dict.fromkeys(_find_global_names(constant))
     return tuple(names)
 
 
-def _global_key(
+def _make_global_key(
     scope: dict[str, Any], name: str, inside: frozenset[int]
 ) -> Hashable:
     if name not in scope:
@@ -128,11 +136,11 @@ def _global_key(
         value.__globals__ is not scope
     ):
         return Same(value)  # Of a library: its globals do not change.
-    return value_key(value, inside)
+    return make_value_key(value, inside)
 
 
-def _cell_key(cell: types.CellType, inside: frozenset[int]) -> Hashable:
+def _make_cell_key(cell: types.CellType, inside: frozenset[int]) -> Hashable:
     try:
-        return value_key(cell.cell_contents, inside)
+        return make_value_key(cell.cell_contents, inside)
     except ValueError:  # Not assigned yet.
         return "empty"

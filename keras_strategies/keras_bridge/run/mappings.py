@@ -27,7 +27,7 @@ class _Opened:
         self.values = [open_value(mapping[key]) for key in self.keys]
 
 
-def _rebuilt(
+def _rebuild(
     kept: tuple[Callable[..., Any], Any], values: Iterable[Any]
 ) -> Any:
     cls, keys = kept
@@ -41,11 +41,11 @@ def _rebuilt(
 
 
 jax.tree_util.register_pytree_node(
-    _Opened, lambda node: (node.values, (node.cls, node.keys)), _rebuilt
+    _Opened, lambda node: (node.values, (node.cls, node.keys)), _rebuild
 )
 
 
-def opened(
+def open_nest(
     nest: Tree,
     is_leaf: Callable[[Any], bool],
     *,

@@ -20,7 +20,7 @@ from keras_strategies._types import Array, Tree
 from keras_strategies.keras_bridge.hooks import variables_used
 from keras_strategies.keras_bridge.hooks.trace_hooks import trace_hooks
 from keras_strategies.keras_bridge.run import run_results
-from keras_strategies.keras_bridge.run.mappings import opened
+from keras_strategies.keras_bridge.run.mappings import open_nest
 from keras_strategies.keras_bridge.step_context import (
     ReplicaScope,
     StepContext,
@@ -37,7 +37,7 @@ _SUMMED = 64
 """Results with at most this many entries are summed in the program."""
 
 
-def new_step(mesh: ReplicaMesh, *, is_update: bool = False) -> StepContext:
+def make_step(mesh: ReplicaMesh, *, is_update: bool = False) -> StepContext:
     """Makes the step of a function given to `run`."""
     return StepContext(
         facts=StepFacts(mesh=mesh, rows=1, is_local=True),
@@ -53,14 +53,14 @@ def replica_tracing(
     with (
         trace_hooks(),
         attention_for(step.facts.mesh),
-        variables_used.scopes_ask_outwards(),
+        variables_used.chain_scopes(),
         step_scope(step),
         replica_scope(step),
     ):
         yield
 
 
-def called_in(
+def collect_call(
     step: StepContext,
     scope: keras.StatelessScope,
     results: Tree,
@@ -81,9 +81,9 @@ def called_in(
     def is_none(value: object) -> bool:
         return value is None
 
-    nest = opened(results, is_none)
+    nest = open_nest(results, is_none)
     leaves, structure = jax.tree.flatten(nest, is_leaf=is_none)
-    constants = [run_results.constant_of(leaf) for leaf in leaves]
+    constants = [run_results.read_constant(leaf) for leaf in leaves]
     outputs = [
         jnp.asarray(leaf)
         for leaf, constant in zip(leaves, constants, strict=True)
@@ -94,7 +94,7 @@ def called_in(
     )
 
 
-def report_of(
+def make_report(
     mesh: ReplicaMesh,
     outputs: list[Any],
     notes: list[replica_merge.Note],
@@ -117,9 +117,9 @@ def report_of(
     structures = [note.structure for note in notes]
     report = run_results.TraceReport(
         structure=structures[0][0],
-        constants=run_results.regrouped_constants(structures),
+        constants=run_results.merge_constants(structures),
         summed=[],
-        unchecked=[k for k in unaggregated(notes) if k < num_written],
+        unchecked=[k for k in find_unaggregated(notes) if k < num_written],
         shapes=shapes,
     )
     if mesh.num_replicas == 1:
@@ -144,7 +144,7 @@ def is_same(value: Array, axis: Axis) -> jax.Array:
     return jnp.all((highest == lowest) & same_nans)
 
 
-def unaggregated(notes: list[replica_merge.Note]) -> list[int]:
+def find_unaggregated(notes: list[replica_merge.Note]) -> list[int]:
     """Returns positions of variables whose replicas' values must be equal."""
     return [
         k

@@ -40,7 +40,10 @@ from keras_strategies.keras_bridge.hooks.variables_used import (
     LiftingScope,
 )
 from keras_strategies.keras_bridge.run import replica_trace
-from keras_strategies.keras_bridge.run.run_results import TraceReport, nest_of
+from keras_strategies.keras_bridge.run.run_results import (
+    TraceReport,
+    rebuild_nest,
+)
 from keras_strategies.keras_bridge.step_context import ReplicaScope
 from keras_strategies.keras_bridge.steps import output_shardings, replica_merge
 from keras_strategies.keras_bridge.steps.mapped_program import jitted
@@ -130,7 +133,7 @@ class RunProgram:
           leaves: The arguments that are arrays.
           others: Other variables whose `trainable` the function may read.
         """
-        scope = self._lifting(leaves)
+        scope = self._find_variables(leaves)
         self.lifted = list(scope.variables)
         shardings.follow_by_names(self.lifted, self._mesh)
         known = {id(v): v for v in (*others, *self.lifted)}
@@ -138,7 +141,7 @@ class RunProgram:
             (weakref.ref(v), v.trainable) for v in known.values()
         ]
         for variable in self.lifted:
-            on_read.settle(variable, self._mesh)
+            on_read.create_copies(variable, self._mesh)
             if on_read.is_on_read(variable):
                 self._on_read.append(variable)
             elif variable in scope.written:
@@ -148,13 +151,13 @@ class RunProgram:
                 self._read.append(variable)
         self._build()
 
-    def _lifting(self, leaves: list[Any]) -> LiftingScope:
+    def _find_variables(self, leaves: list[Any]) -> LiftingScope:
         """Traces the function once, to find the variables that it uses."""
         scope = LiftingScope()
         # JAX caches traces of inner functions per mesh. With another mesh, no
         # later trace finds one with this trace's zeros.
         mesh = dataclasses.replace(self._mesh, marker="lifting")
-        step = replica_trace.new_step(mesh, is_update=self._is_update)
+        step = replica_trace.make_step(mesh, is_update=self._is_update)
 
         def abstract(*components: Array) -> Any:
             leaves = list(components)
@@ -183,7 +186,7 @@ class RunProgram:
         )
         new = written + [whole] * len(self._on_read)
         program = sharded_map(
-            sums_combined(self._body, replica_trace.new_step(self._mesh)),
+            sums_combined(self._body, replica_trace.make_step(self._mesh)),
             self._mesh,
             in_specs=(written, split, read, self._specs),
             out_specs=(split, split, whole, whole, new, whole),
@@ -196,7 +199,7 @@ class RunProgram:
         mesh = self._mesh
         return self._program.lower(
             shardings.shapes_of(self._written, mesh),
-            on_read.shapes_of_copies(self._on_read, mesh),
+            on_read.make_copy_shapes(self._on_read, mesh),
             shardings.shapes_of(self._read, mesh),
             leaves,
         )
@@ -223,8 +226,8 @@ class RunProgram:
             the variable's id; updated in place.
         """
         mesh = self._mesh
-        taken, shared = self._state(last)
-        copies = [on_read.copies_of(v, mesh) for v in self._on_read]
+        taken, shared = self._collect_state(last)
+        copies = [on_read.get_copies(v, mesh) for v in self._on_read]
         self._check_last()
         arrays, new_copies, sums, same, new, report = dispatch(
             mesh, self._program, taken, copies, shared, leaves
@@ -236,16 +239,18 @@ class RunProgram:
         for variable, copy, value in zip(
             self._on_read, new_copies, aggregates, strict=True
         ):
-            on_read.hold(variable, copy, value)
+            on_read.set_copies(variable, copy, value)
         unchecked = map(self._written.__getitem__, report.unchecked)
         is_first = self._same is None
         self._same = list(zip(unchecked, same, strict=True))
         if is_first:
             # Later results are checked at the next call, to avoid waiting.
             self._check_last()
-        return self._results(report, arrays, sums)
+        return self._make_results(report, arrays, sums)
 
-    def _state(self, last: ownership.Made) -> tuple[list[Any], list[Any]]:
+    def _collect_state(
+        self, last: ownership.Made
+    ) -> tuple[list[Any], list[Any]]:
         """Returns the values of written and read variables to pass."""
         written, read, mesh = self._written, self._read, self._mesh
         taken = [v._value for v in written]
@@ -271,26 +276,26 @@ class RunProgram:
                 self._same = []
                 replica_trace.refuse_difference(variable)
 
-    def _results(
+    def _make_results(
         self, report: TraceReport, arrays: list[Any], sums: list[Any]
     ) -> Tree:
         totals = dict(zip(report.summed, sums, strict=True))
         wrapped = (
-            self._wrapped(array, totals.get(k), report.shapes_of(k))
+            self._wrap_array(array, totals.get(k), report.shapes_of(k))
             for k, array in enumerate(arrays)
         )
-        return nest_of(
-            report.structure, report.constants, wrapped, self._differing
+        return rebuild_nest(
+            report.structure, report.constants, wrapped, self._wrap_differing
         )
 
-    def _differing(self, values: list[Any]) -> PerReplica:
+    def _wrap_differing(self, values: list[Any]) -> PerReplica:
         """Wraps a number that differs between replicas with other rows."""
         variants = variants_of(self._variant_of)
         mesh, of = self._mesh, self._variant_of
         local = [values[variants.index(of[r])] for r in mesh.local_replicas]
         return PerReplica.of(stacked(local, mesh), STACKED)
 
-    def _wrapped(
+    def _wrap_array(
         self, array: Array, total: Array | None, shapes: Shapes | None
     ) -> Array | PerReplica:
         if self._mesh.num_replicas == 1:
@@ -308,7 +313,7 @@ class RunProgram:
         read: list[Any],
         leaves: list[Any],
     ) -> tuple[Any, ...]:
-        step = replica_trace.new_step(self._mesh, is_update=self._is_update)
+        step = replica_trace.make_step(self._mesh, is_update=self._is_update)
         variables = [*self.written, *self._read]
         old = [*written, *[c[0] for c in copies], *read]
         folded = seeds.fold_seeds(variables, old, step)
@@ -316,8 +321,8 @@ class RunProgram:
             is_uneven=bool(self._variant_of),
             share=own_share(self._variant_of, step.axis),
         )
-        called, notes, shapes = self._called(variables, folded, leaves)
-        report = replica_trace.report_of(
+        called, notes, shapes = self._call_variants(variables, folded, leaves)
+        report = replica_trace.make_report(
             self._mesh, called.outputs, notes, shapes, len(self._written)
         )
         values, new_copies, sums = replica_merge.merged_state(
@@ -349,7 +354,7 @@ class RunProgram:
         leaves: list[Any],
     ) -> Called:
         """Calls the function with one replica's arguments."""
-        step = replica_trace.new_step(self._mesh, is_update=self._is_update)
+        step = replica_trace.make_step(self._mesh, is_update=self._is_update)
         sizes = [
             leaf.shape[1]
             for leaf, uneven in zip(leaves, self._is_uneven, strict=True)
@@ -358,15 +363,17 @@ class RunProgram:
         step = step.with_facts(
             rows_of_all=rows_of_all(tuple(sizes), self._variant_of)
         )
-        step.notes.own_seeds.update(filter(seeds.is_seed, variables))
+        step.notes.replica_seeds.update(filter(seeds.is_seed, variables))
         step.notes.before = IdentityMap(zip(variables, folded, strict=True))
         mapping = zip(variables, folded, strict=True)
         scope = CollectingScope(mapping, initialize_variables=False)
         with replica_trace.replica_tracing(step, self._replica_scope), scope:
             results = self._fn(leaves)
-        return replica_trace.called_in(step, scope, results, variables, folded)
+        return replica_trace.collect_call(
+            step, scope, results, variables, folded
+        )
 
-    def _called(
+    def _call_variants(
         self,
         variables: list[keras.Variable],
         folded: list[Any],

@@ -20,7 +20,7 @@ class TraceReport:
     Attributes:
       structure: The structure of the user's results.
       constants: For each leaf None if it is an array; else a list of its one
-        value or of the variants' values, see `regrouped_constants`.
+        value or of the variants' values, see `merge_constants`.
       summed: Positions of the arrays that are also summed over the replicas.
       unchecked: Positions of written variables to which all replicas must
         write the same value.
@@ -41,7 +41,7 @@ class TraceReport:
         return shapes if len(set(shapes)) > 1 else None
 
 
-def constant_of(leaf: object) -> list[Any] | None:
+def read_constant(leaf: object) -> list[Any] | None:
     """Returns None for a result that is an array, else a list of its value.
 
     Raises:
@@ -60,7 +60,7 @@ def constant_of(leaf: object) -> list[Any] | None:
     )
 
 
-def regrouped_constants(structures: list[Any]) -> list[list[Any] | None]:
+def merge_constants(structures: list[Any]) -> list[list[Any] | None]:
     """Merges the results that are not arrays, of the variants of a function.
 
     Args:
@@ -92,7 +92,7 @@ def regrouped_constants(structures: list[Any]) -> list[list[Any] | None]:
     return result
 
 
-def nest_of(
+def rebuild_nest(
     structure: PyTreeDef,
     constants: list[list[Any] | None],
     arrays: Iterable[Any],
@@ -102,7 +102,7 @@ def nest_of(
 
     Args:
       structure: The structure of the nest.
-      constants: The result of `regrouped_constants`.
+      constants: The result of `merge_constants`.
       arrays: The results that are arrays.
       differing: Makes one result of the variants' different numbers.
 

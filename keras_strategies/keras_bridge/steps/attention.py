@@ -31,7 +31,7 @@ def attention_for(mesh: ReplicaMesh) -> Iterator[None]:
     if mesh.platform != "tpu":
         yield
         return
-    with _patches.held(), attribute_set(_thread, "is_for_tpus", True):
+    with _patches.hold(), attribute_set(_thread, "is_for_tpus", True):
         yield
 
 
