@@ -100,12 +100,12 @@ def make_quiet_list(
       A list that the loop uses unchanged, or the callbacks as given.
     """
     callbacks = arguments.get("callbacks")
-    given = _flatten(callbacks)
+    flat = _flatten(callbacks)
     verbose = arguments.get("verbose")
     is_capped = keras.config.max_epochs() or keras.config.max_steps_per_epoch()
-    is_list = any(isinstance(c, keras.callbacks.CallbackList) for c in given)
-    quiet = find_quiet_kinds(given, verbose)
-    is_selective = loop == "fit" and any(map(_is_selective, given))
+    is_list = any(isinstance(c, keras.callbacks.CallbackList) for c in flat)
+    quiet = find_quiet_kinds(flat, verbose)
+    is_selective = loop == "fit" and any(map(_is_selective, flat))
     if is_capped or is_list or not (_LOOPS[loop] in quiet or is_selective):
         return callbacks
     steps = "steps_per_epoch" if loop == "fit" else "steps"

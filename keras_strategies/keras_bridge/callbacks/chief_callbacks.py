@@ -54,8 +54,8 @@ def _is_chief_only(
 ) -> bool:
     """Returns whether a callback runs only on the chief.
 
-    A callback that saves models does not if each process has some of the
-    variables' shards: all processes must take part in reading them.
+    A `ModelCheckpoint` runs in all processes if these hold shards of the
+    variables, because all of them must take part in reading a variable.
     """
     reads = isinstance(callback, keras.callbacks.ModelCheckpoint)
     return type(callback) in _WRITERS and not (reads and mesh.spreads_shards)
@@ -76,11 +76,11 @@ class _CollectiveBackup(keras.callbacks.BackupAndRestore):
     def on_train_begin(self, logs: Logs | None = None) -> None:
         mesh = self._ks_mesh
         agreement = Agreement(mesh.processes, "`BackupAndRestore`")
-        found = [
+        exists = [
             str(file_utils.exists(path))
             for path in (self._weights_path, self._training_metadata_path)
         ]
-        received = agreement.exchange(" ".join(found))
+        received = agreement.exchange(" ".join(exists))
         if len(set(received)) > 1:
             places = dict(zip(mesh.processes, received, strict=True))
             raise ValueError(

@@ -88,7 +88,7 @@ class FitState:
       other_batches: A description of how the batches differ from those of the
         saved fit, if it was saved within an epoch; else None.
       logs: The logs of the last step or epoch.
-      given: The state to resume from, or None once it is restored.
+      saved: The state to resume from, or None once it is restored.
       callbacks: The callbacks of fit, without the checkpoint callback.
       settle: Waits for callbacks that run in other threads.
     """
@@ -120,9 +120,9 @@ class FitState:
         self.settle: Callable[[], None] = lambda: None
         self._seen = functions.trained.steps
         self.logs: Any = None
-        self.given: State | None = None
+        self.saved: State | None = None
 
-    # What is saved.
+    # Saving.
 
     def groups(self) -> dict[str, list[keras.Variable]]:
         """Returns all variables, grouped by their purpose."""
@@ -190,7 +190,7 @@ class FitState:
                 "A fit can only resume from a state that another fit saved. "
                 f"Received: one of which {fault}. Use an earlier checkpoint."
             )
-        self.given = state
+        self.saved = state
         self.epoch, self.step = state["epoch"], state["step"]
         self.num_steps = state["num_steps"]
         self.logs = state["logs"]
@@ -249,18 +249,18 @@ class FitState:
 
     def begin_training(self) -> None:
         """Restores the callbacks' states, after their `on_train_begin`."""
-        if self.given is None:
+        if self.saved is None:
             return
-        callback_states.set_states(self.callbacks, self.given["callbacks"])
+        callback_states.set_states(self.callbacks, self.saved["callbacks"])
         if self.is_over:
             self.model.stop_training = self.was_stopped
 
     def begin_epoch(self, epoch: int) -> bool:
         """Begins an epoch; returns whether the saved fit had begun it."""
-        given, self.given = self.given, None
+        saved, self.saved = self.saved, None
         self._seen = self._functions.trained.steps
-        if given is not None and self.step:
-            callback_states.set_states(self.callbacks, given["callbacks"])
+        if saved is not None and self.step:
+            callback_states.set_states(self.callbacks, saved["callbacks"])
             return True
         self.epoch, self.step = epoch, 0
         return False

@@ -108,13 +108,13 @@ class CheckpointingCallbackList(QuietCallbackList):
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Begins training; in a resumed fit restores the callbacks' states."""
         loop = self._loop
-        given = loop.given
-        states = {} if given is None else given["callbacks"]
+        saved = loop.saved
+        states = {} if saved is None else saved["callbacks"]
         opened = callback_states.resume_writing(loop.callbacks, states)
         super().on_train_begin(logs)
         for callback, append in opened:
             callback.append = append
-        if given is None:
+        if saved is None:
             self._values = []
             return
         loop.begin_training()
@@ -218,17 +218,17 @@ def find_checkpointer(callbacks: Callbacks) -> CheckpointCallback | None:
       ValueError: if there are two, or one and a `BackupAndRestore`, or if it
         is in a `CallbackList`.
     """
-    given, lists = [], []
+    flat, lists = [], []
     for callback in keras.tree.flatten(callbacks) if callbacks else []:
         is_list = isinstance(callback, keras.callbacks.CallbackList)
         lists += [callback] if is_list else []
-        given += callback.callbacks if is_list else [callback]
-    checkpointers = [c for c in given if isinstance(c, CheckpointCallback)]
+        flat += callback.callbacks if is_list else [callback]
+    checkpointers = [c for c in flat if isinstance(c, CheckpointCallback)]
     if not checkpointers:
         return None
     rivals = [
         type(c).__name__
-        for c in given
+        for c in flat
         if isinstance(c, CheckpointCallback | keras.callbacks.BackupAndRestore)
     ]
     if len(rivals) > 1:

@@ -15,14 +15,14 @@ from keras_strategies.keras_bridge.step_context import StepContext
 
 
 def has_rows(value: object, rows: int) -> bool:
-    """Returns whether an array's first dimension is that of `rows` rows."""
+    """Returns whether an array has entries for each of `rows` rows."""
     for size in tuple(getattr(value, "shape", ()))[:1]:
         return size % rows == 0 if rows else not size
     return False
 
 
 def note_rows(step: StepContext, values: Tree, of: str) -> None:
-    """Notes which arrays of a nest are taken to have rows; `of` got them."""
+    """Notes which arrays of a nest, passed to `of`, are taken to have rows."""
     for value in tree.flatten(values):
         for size in tuple(getattr(value, "shape", ()))[:1]:
             step.note_size(size, has_rows(value, step.facts.rows), of)

@@ -40,15 +40,15 @@ def reduce_values(
     Returns:
       A scalar, or the unchanged values without a reduction.
     """
-    is_own = step.sees_replica_rows
-    if is_own and step.is_empty and reduction not in (None, "none"):
+    is_per_replica = step.sees_replica_rows
+    if is_per_replica and step.is_empty and reduction not in (None, "none"):
         if reduction == "mean_with_sample_weight" and sample_weight is not None:
             # A collective: all replicas must take part in it.
             _average(step, jnp.zeros((), values.dtype))
         # Keras would return the empty values, not a scalar.
         return jnp.sum(values)
     if (
-        not is_own
+        not is_per_replica
         or reduction in (None, "none")
         or tuple(values.shape) in ((), (0,))
     ):
@@ -171,7 +171,8 @@ def mark_loss(step: StepContext, value: Leaf) -> Leaf:
     Returns:
       The value, marked if it is a scalar of this replica's rows.
     """
-    is_own = step.sees_replica_rows and not step.facts.is_local
-    if not is_own or not isinstance(value, jax.Array) or value.ndim:
+    is_per_replica = step.sees_replica_rows and not step.facts.is_local
+    is_scalar = isinstance(value, jax.Array) and not value.ndim
+    if not is_per_replica or not is_scalar:
         return value
     return losses.mark(value, losses.LOSS)

@@ -120,8 +120,8 @@ def _update_in_turn(
     result = None
     with step.flag("in_metric"):
         for replica in range(step.num_replicas):
-            own = [every[replica] for every in of_all]
-            args, kwargs = jax.tree.unflatten(structure, own)
+            scalars = [every[replica] for every in of_all]
+            args, kwargs = jax.tree.unflatten(structure, scalars)
             result = original(metric, *args, **kwargs)
     return result
 

@@ -276,6 +276,7 @@ def _adds_up_on(
             like,
         )
         at_once = _compute_update(metric, state, batch)
+        # The rule SUM: the changes of both parts, each made from `state`.
         merged = [np.array(s) for s in state]
         start = 0
         for size in _PARTS:

@@ -88,9 +88,9 @@ def stateless_apply(
             weights, slots = apply_to(grads, values[:count])
             return [*weights, *slots]
 
-        held = [*variables, *optimizer.variables]
+        targets = [*variables, *optimizer.variables]
         values = [*weights, *optimizer_variables]
-        new = _mark_update(step, optimizer, grads, held, values, update)
+        new = _mark_update(step, optimizer, grads, targets, values, update)
         step.notes.equal.update(new)
         return new[:count], new[count:]
     grads = _reduce_gradients(step, optimizer, grads, variables)
@@ -112,11 +112,11 @@ def _is_cut(
     variables: Sequence[keras.Variable],
 ) -> bool:
     """Returns whether the step is cut here, to update sharded variables."""
-    held = [*variables, *optimizer.variables]
-    if not shardings.any_sharded(held, step.facts.mesh):
+    targets = [*variables, *optimizer.variables]
+    if not shardings.any_sharded(targets, step.facts.mesh):
         return False
     if not is_collecting():
-        shardings.note_replicated_update(held)
+        shardings.note_replicated_update(targets)
         return False
     return True
 
@@ -131,30 +131,30 @@ def _apply_in_cut(
     """Applies gradients in a step that is cut at this update."""
     weights = IdentitySet(variables)
     slots = [v for v in optimizer.variables if v not in weights]
-    held = [*variables, *slots]
+    targets = [*variables, *slots]
 
     def update(grads: list[Any], values: list[Any]) -> list[Any]:
-        scope = InnerScope(list(zip(held, values, strict=True)))
+        scope = InnerScope(list(zip(targets, values, strict=True)))
         with chain_scopes(), scope:
             if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
                 _apply_purely(optimizer, grads, variables)
             else:
                 original(optimizer, grads, variables)
-        return [scope.get_current_value(v) for v in held]
+        return [scope.get_current_value(v) for v in targets]
 
-    values = [v.value for v in held]
-    new = _mark_update(step, optimizer, grads, held, values, update)
+    values = [v.value for v in targets]
+    new = _mark_update(step, optimizer, grads, targets, values, update)
     with step.flag("in_optimizer"):
-        for variable, value in zip(held, new, strict=True):
+        for variable, value in zip(targets, new, strict=True):
             variable.assign(value)
-    step.notes.equal.update(v.value for v in held)
+    step.notes.equal.update(v.value for v in targets)
 
 
 def _mark_update(
     step: StepContext,
     optimizer: keras.optimizers.Optimizer,
     grads: Sequence[Array | None],
-    held: list[keras.Variable],
+    targets: list[keras.Variable],
     values: list[Any],
     update: Callable[[list[Any], list[Any]], list[Any]],
 ) -> list[Any]:
@@ -164,13 +164,15 @@ def _mark_update(
       step: The step that is traced.
       optimizer: The optimizer.
       grads: This replica's gradients; None for a weight without one.
-      held: The weights, in the gradients' order, then the slots.
+      targets: The weights, in the gradients' order, then the slots.
       values: Their values.
       update: The optimizer's update, a function of reduced gradients and
         values that returns new values.
     """
     mesh = step.facts.mesh
     grads = _clear_empty(step, grads)
+    # The operands of an equation are arrays, so missing gradients are left
+    # out of it and put back inside.
     present = [i for i, g in enumerate(grads) if g is not None]
 
     def with_missing(some: list[Any]) -> list[Any]:
@@ -178,7 +180,8 @@ def _mark_update(
         return [by_index.get(i) for i in range(len(grads))]
 
     def reduce(some: list[Any]) -> list[Any]:
-        reduced = _reduce_gradients(step, optimizer, with_missing(some), held)
+        every = with_missing(some)
+        reduced = _reduce_gradients(step, optimizer, every, targets)
         return [reduced[i] for i in present]
 
     def reduction(variable: keras.Variable) -> Reduction:
@@ -191,10 +194,10 @@ def _mark_update(
             reduce,
             [grads[i] for i in present],
             values,
-            reductions=[reduction(held[i]) for i in present],
-            specs=[shardings.spec_of(v, mesh) for v in held],
+            reductions=[reduction(targets[i]) for i in present],
+            specs=[shardings.spec_of(v, mesh) for v in targets],
             divisor=_find_divisor(step, optimizer),
-            on_replicated=lambda: shardings.note_replicated_update(held),
+            on_replicated=lambda: shardings.note_replicated_update(targets),
         )
 
 

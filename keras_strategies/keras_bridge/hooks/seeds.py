@@ -41,6 +41,7 @@ def fold_seeds(
 
 def _fold_seed(seed: Array, step: StepContext) -> Array:
     """Folds the replica's id into a seed; folding twice restores the seed."""
+    # Multiplications and shifts spread consecutive ids over all 32 bits.
     mixed = jnp.asarray(replica_id(step.axis)).astype("uint32") * _HASH
     mixed = (mixed ^ (mixed >> 15)) * np.uint32(0x85EBCA6B)
     return seed.at[0].set(seed[0] ^ mixed ^ (mixed >> 13))

@@ -96,6 +96,8 @@ class CollectingScope(keras.StatelessScope):
         ]
         outer = self.original_scope
         if isinstance(outer, CollectingScope):
+            # In a trace within the outer scope's, `outputs` are tracers that
+            # the outer scope's trace cannot return.
             is_within = get_opaque_trace_state() != outer._trace_state
             outer._inner.update(
                 value

@@ -110,8 +110,8 @@ def _set_variables(ended: list[_Ended], mesh: ReplicaMesh) -> None:
             copies = stacked([e.copies[id(variable)] for e in ended], mesh)
             on_read.set_copies(variable, copies, _replicate(value, mesh))
         else:
-            held = shardings.sharding_of(variable, mesh)
-            variable._value = jax.device_put(value, held)
+            sharding = shardings.sharding_of(variable, mesh)
+            variable._value = jax.device_put(value, sharding)
 
 
 def _merge_writes(
@@ -120,6 +120,8 @@ def _merge_writes(
     """Merges the replicas' writes in the step `merging`; runs on each."""
     turn = current_side()
     assert isinstance(turn, Turn)
+    # Replicas may use different variables, but reductions need the same ones
+    # in the same order: each replica merges the union.
     of_all = turn.meet(list(seen.old))
     variables = list(IdentitySet(v for each in of_all for v in each))
     folded = [seen.get_current_value_before(v) for v in variables]

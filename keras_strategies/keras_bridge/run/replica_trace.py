@@ -135,6 +135,8 @@ def is_same(value: Array, axis: Axis) -> jax.Array:
     Returns:
       A scalar boolean.
     """
+    # All values are equal if the largest and the smallest are. NaN would make
+    # both NaN, so it is replaced, and its places are compared separately.
     is_nan = value != value
     number = jnp.where(is_nan, jnp.zeros_like(value), value)
     number = as_number(number)

@@ -115,8 +115,7 @@ class RunProgram:
         self._on_read: list[keras.Variable] = []
         self._read: list[keras.Variable] = []
         self._last_read: list[Any] = []
-        # The last call's variables without aggregation, and for each whether
-        # all replicas wrote the same value.
+        # The last call's variables, and whether all replicas wrote one value.
         self._same: list[tuple[keras.Variable, Any]] | None = None
         self._program: Any = None
         ownership.note_devices(mesh)
@@ -179,17 +178,17 @@ class RunProgram:
         return scope
 
     def _build(self) -> None:
-        whole, split = replicated_spec(), split_spec(self._mesh)
+        replicated, split = replicated_spec(), split_spec(self._mesh)
         written, read = (
             [shardings.spec_of(v, self._mesh) for v in group]
             for group in (self._written, self._read)
         )
-        new = written + [whole] * len(self._on_read)
+        new = written + [replicated] * len(self._on_read)
         program = sharded_map(
             sums_combined(self._body, replica_trace.make_step(self._mesh)),
             self._mesh,
             in_specs=(written, split, read, self._specs),
-            out_specs=(split, split, whole, whole, new, whole),
+            out_specs=(split, split, replicated, replicated, new, replicated),
         )
         program = output_shardings.run(program, self.written, self._mesh)
         self._program = jitted(program, "run", donate_argnums=(0, 1))
@@ -256,10 +255,12 @@ class RunProgram:
         taken = [v._value for v in written]
         known = [last.get(id(v)) for v in written]
         is_rivalled = ownership.has_rivals(mesh)
+        # Arrays that a program returned and only the variables hold can be
+        # donated at once. Others are checked, and copied if in use elsewhere.
         if is_rivalled or not ownership.are_alone(taken, known):
-            made = zip(map(id, taken), known, strict=True)
-            made = None if is_rivalled else {k: r for k, r in made if r}
-            ownership.own(taken, written, (), made, mesh, donate=True)
+            pairs = zip(map(id, taken), known, strict=True)
+            returned = None if is_rivalled else {k: r for k, r in pairs if r}
+            ownership.own(taken, written, (), returned, mesh, donate=True)
         shared = [v._value for v in read]
         if not ownership.are(self._last_read, shared):
             references = list(map(weakref.ref, shared))
