@@ -51,10 +51,10 @@ def bound(role, point, place):
 
         # Keras's on JAX is over all rows of a batch as it is.
         model = sweep_models.compiled(point, layers.BatchNormalization)
-    return functools.partial(keras_loop, model, point), {}
+    return functools.partial(get_keras_loop, model, point), {}
 
 
-def keras_loop(model, point, x, y):
+def get_keras_loop(model, point, x, y):
     arguments = {"batch_size": sweep_points.batch_rows(point), "verbose": 0}
     if point["loop"] == "fit":
         return lambda: model.fit(x, y, epochs=1, shuffle=False, **arguments)

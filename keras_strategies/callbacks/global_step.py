@@ -5,7 +5,7 @@ import weakref
 
 import keras
 
-from keras_strategies.keras_bridge.loops.binding import binding_of
+from keras_strategies.keras_bridge.loops.binding import find_binding
 from keras_strategies.keras_bridge.steps.step_functions import Trained
 from keras_strategies.keras_bridge.variables.optimizer_values import (
     steps_of_optimizer,
@@ -63,7 +63,7 @@ class GlobalStep:
         """
         if self._model is not None and self._model() is not model:
             self._start, self._numbered = None, Trained()
-        binding = binding_of(model)
+        binding = find_binding(model)
         counts = self._numbered if binding is None else binding.trained
         if counts is not self._counts:
             # The base moves with the counter, so that `value` stays the same.

@@ -21,7 +21,7 @@ from keras_strategies.callbacks.global_step import (
     GlobalStep,
 )
 from keras_strategies.cluster.checks import check_number
-from keras_strategies.keras_bridge.loops.binding import binding_of
+from keras_strategies.keras_bridge.loops.binding import find_binding
 from keras_strategies.keras_bridge.variables.optimizer_values import (
     learning_rates,
 )
@@ -227,7 +227,7 @@ class Scalars(keras.callbacks.Callback):
 
     def _follow(self) -> None:
         self._step.follow(self._fitted)
-        binding = binding_of(self._fitted)
+        binding = find_binding(self._fitted)
         self._is_writer = (
             jax.process_index() == 0 if binding is None else binding.is_chief
         )

@@ -21,7 +21,7 @@ from keras_strategies.checkpoint.directory.corruption import (
 )
 from keras_strategies.checkpoint.orbax_io import restore_args
 from keras_strategies.cluster.exchange.message_forms import fault_of, is_count
-from keras_strategies.keras_bridge.callbacks.fit_state import groups_of
+from keras_strategies.keras_bridge.callbacks.fit_state import group_variables
 from keras_strategies.keras_bridge.variables.model_variables import (
     all_variables,
 )
@@ -242,5 +242,5 @@ def value_of(path: str, name: str) -> np.ndarray:
 
 def _groups(model: keras.Model) -> dict[str, list[keras.Variable]]:
     """The variables of a model that it needs to compute its outputs."""
-    groups = groups_of(model, all_variables(model))
+    groups = group_variables(model, all_variables(model))
     return {name: groups[name] for name in (_WEIGHTS, _SEEDS)}

@@ -14,7 +14,7 @@ from keras_strategies.checkpoint.directory.names import find_steps, step_of
 from keras_strategies.checkpoint.directory.retention import Keep
 from keras_strategies.checkpoint.storage import Storage
 from keras_strategies.cluster.addresses import shown
-from keras_strategies.keras_bridge.callbacks.fit_state import groups_of
+from keras_strategies.keras_bridge.callbacks.fit_state import group_variables
 
 _WEIGHTS = ("weights", "seeds")
 
@@ -134,7 +134,7 @@ def load_weights(
 
 
 def _groups_of(model: keras.Model) -> dict[str, list[keras.Variable]]:
-    groups = groups_of(model, model.variables)
+    groups = group_variables(model, model.variables)
     return {name: groups[name] for name in _WEIGHTS}
 
 

@@ -30,7 +30,7 @@ from keras_strategies.cluster.untrusted import open_regular
 from keras_strategies.estimator.config.run_config import RunConfig
 from keras_strategies.keras_bridge.callbacks.resumable_fit import (
     FitState,
-    loop_of,
+    find_fit_state,
 )
 
 MARK = "training.json"
@@ -127,7 +127,7 @@ def mark_end(model_dir: str, step: int) -> None:
 
 def find_global_step(model: Any) -> int:
     """Returns the global step of a model that is training."""
-    loop = loop_of(model)
+    loop = find_fit_state(model)
     return 0 if loop is None else loop.num_steps
 
 

@@ -1,4 +1,4 @@
-"""The checks at import: Keras must run on JAX, without NNX variables."""
+"""Checks at import that Keras runs on JAX, without NNX variables."""
 
 import os
 import sys
@@ -10,23 +10,24 @@ _COMMAND_MODULE = "keras_strategies.cli"
 
 
 def is_command() -> bool:
-    """Whether this process runs the command `keras-strategies`.
+    """Returns whether this process runs the command `keras-strategies`.
 
-    It starts under every backend: `doctor` says what is wrong with it.
+    The command starts under every backend, so that `doctor` can report a
+    wrong one.
     """
     name = os.path.basename((getattr(sys, "argv", None) or [""])[0])
-    if name == "-m":  # The module is being looked for.
+    if name == "-m":  # Python is still looking for the module.
         words = [word.removeprefix("-m") for word in sys.orig_argv]
         return _COMMAND_MODULE in words
     return name.removesuffix(".exe").removesuffix("-script.py") == _COMMAND
 
 
 def choose_backend() -> None:
-    """Chooses JAX if nobody chose; does not import keras.
+    """Selects JAX if no backend is selected; does not import keras.
 
     Raises:
-      ImportError: another backend or NNX variables were chosen: in a keras
-        that was imported, or in the environment.
+      ImportError: if another backend or NNX variables are selected, in an
+        imported keras or in the environment.
     """
     if "keras" in sys.modules:
         require_jax_backend()
@@ -36,10 +37,10 @@ def choose_backend() -> None:
 
 
 def require_jax_backend() -> None:
-    """Imports keras, and says why this Keras cannot be used, if so.
+    """Imports keras and checks that it can be used.
 
     Raises:
-      ImportError: Keras was imported with another backend, or with
+      ImportError: if Keras was imported with another backend or with
         KERAS_NNX_ENABLED.
     """
     if "keras" not in sys.modules:
@@ -50,7 +51,7 @@ def require_jax_backend() -> None:
 
 
 def is_switched_on(value: str) -> bool:
-    """Whether Keras takes the value of a variable for "on"."""
+    """Returns whether Keras reads an environment variable's value as "on"."""
     return value.lower() in ("true", "1")
 
 
@@ -64,6 +65,6 @@ def _check(backend: str, *, has_nnx: bool) -> None:
         )
     if has_nnx:
         raise ImportError(
-            "keras_strategies needs Keras's own variables. Received: "
+            "keras_strategies does not support NNX variables. Received: "
             "KERAS_NNX_ENABLED is on. Unset it before keras is imported."
         )

@@ -1,7 +1,7 @@
-"""Names that do not depend on what was made before in a process.
+"""Automatic names that do not depend on objects created earlier.
 
-Keras numbers the layers without a name ("dense", "dense_1", ...) by process:
-the same function would make a model of other names each time it is called.
+Keras numbers unnamed layers ("dense", "dense_1", ...) per process, so the same
+function would make a model with different names each time it is called.
 """
 
 import collections
@@ -15,15 +15,15 @@ _COUNTS = "object_name_uids"
 
 @contextlib.contextmanager
 def fresh_names() -> Iterator[None]:
-    """Lets Keras count names from their beginning for a block."""
-    with names_kept():
+    """Restarts Keras's numbering of names for a block."""
+    with restore_names():
         global_state.set_global_attribute(_COUNTS, collections.defaultdict(int))
         yield
 
 
 @contextlib.contextmanager
-def names_kept() -> Iterator[None]:
-    """Lets Keras give the names after a block that it would have before."""
+def restore_names() -> Iterator[None]:
+    """Restores Keras's numbering of names after a block."""
     before = global_state.get_global_attribute(_COUNTS)
     if before is not None:
         before = before.copy()

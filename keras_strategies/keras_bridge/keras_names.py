@@ -1,7 +1,7 @@
-"""Names of Keras that are others in Keras 3.15 and 3.16.
+"""Private Keras names that differ between 3.15 and 3.16.
 
-Each is found by what the installed Keras has, never by its version, and
-tests/contract/test_keras_names.py pins it for both.
+Each is chosen by the attributes of the installed Keras, never by its version,
+and tests/contract/test_keras_names.py pins it for both.
 """
 
 from collections.abc import Iterator
@@ -22,32 +22,32 @@ from keras_strategies.data import shuffled_orders as order_lib
 TRAINER: Any = (
     getattr(trainer_lib, "BaseTrainer", None) or vars(trainer_lib)["Trainer"]
 )
-"""The class that has `compile`: `Trainer`, in 3.16 `BaseTrainer`."""
+"""The class that defines `compile`: `Trainer`, in 3.16 `BaseTrainer`."""
 
 NN: Any = getattr(jax_backend, "nn", None) or vars(jax_backend)["ops"].nn
-"""The backend's module that has `dot_product_attention`: `nn`, in 3.16
+"""The backend module that defines `dot_product_attention`: `nn`, in 3.16
 `ops.nn`."""
 
 MAYBE_BUILD = "_maybe_symbolic_build"
 BUILDS_FIRST = hasattr(keras.Model, MAYBE_BUILD)
 """Whether fit and evaluate call `_maybe_symbolic_build` (3.16), which reads a
-batch of the data itself where something is not built."""
+batch of the data if something is not built."""
 
 ORDERS_ARE_NUMBERED = "_epoch" in vars(ArrayDataAdapter(np.zeros((1, 1))))
-"""Whether shuffled orders are drawn from the number of the epoch (3.16), and
-not from the global random generators. That of a fit's first epoch is 1."""
+"""Whether shuffled orders depend on the number of the epoch (3.16) instead of
+the global random generators. A fit's first epoch has number 1."""
 
 ROW_ORDER: Any = (
     order_lib.NumberedRowOrder if ORDERS_ARE_NUMBERED else order_lib.RowOrder
 )
-"""The orders of arrays' rows."""
+"""The class of the orders of arrays' rows."""
 
 BATCH_ORDER: Any = (
     order_lib.NumberedBatchOrder
     if ORDERS_ARE_NUMBERED
     else order_lib.BatchOrder
 )
-"""The orders of a PyDataset's batches."""
+"""The class of the orders of a PyDataset's batches."""
 
 _PARTIAL: Any = getattr(data_adapter_utils, "PartialBatchList", None)
 SUPER_BATCHES = _PARTIAL is not None
@@ -55,15 +55,15 @@ SUPER_BATCHES = _PARTIAL is not None
 for its trainer to scan on the device."""
 
 
-def batches_of_execution(
+def take_execution(
     iterator: Iterator[Any], first: Batch, num_steps: int
 ) -> list[Any]:
-    """The batches of one execution of a loop of Keras's own.
+    """Returns the batches of one execution of Keras's loop.
 
     Args:
-      iterator: Keras's iterator of its data.
-      first: What it gave first.
-      num_steps: How many batches an execution has.
+      iterator: Keras's iterator over the data.
+      first: The first item, already taken from the iterator.
+      num_steps: Number of batches of an execution.
     """
     if num_steps == 1:
         return [first]

@@ -1,4 +1,4 @@
-"""Methods of Keras that are wrapped while somebody needs it."""
+"""Reference-counted patches of Keras's attributes."""
 
 import contextlib
 import threading
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 Patch = tuple[Any, str, Callable[[Any], Any]]
-"""A class or module, the name of an attribute, and what wraps its value."""
+"""A class or module, an attribute's name, and the wrapper of its value."""
 
 _lock = threading.RLock()
 
@@ -14,30 +14,33 @@ _lock = threading.RLock()
 class Patches:
     """Attributes of classes and modules that are wrapped while they are held.
 
-    They are the whole process's: a wrapper asks what its own thread is in.
+    Patches affect all threads of the process, so a wrapper must check the
+    state of the thread that calls it.
 
     Args:
-      find: Makes the patches, of the arguments of `held`.
+      find: Returns the patches, from the arguments of `hold`.
     """
 
     def __init__(self, find: Callable[..., Iterable[Patch]]) -> None:
         self._find = find
         self._holders = 0
-        # Where, its name, the wrapper, and what was there; None: a base's.
+        # Owner, name, wrapper, previous value (None if it was inherited).
         self._patched: list[tuple[Any, str, Any, Any]] = []
 
     @contextlib.contextmanager
-    def held(self, *args: object) -> Iterator[None]:
-        """Holds the patches for a block; the first holder's arguments count."""
+    def hold(self, *args: object) -> Iterator[None]:
+        """Holds the patches for a block; only the first holder's args count."""
         with _lock:
             if self._holders == 0:
                 for owner, name, wrap in self._find(*args):
-                    own = vars(owner).get(name)
+                    previous = vars(owner).get(name)
                     wrapper = wrap(
-                        getattr(owner, name, None) if own is None else own
+                        getattr(owner, name, None)
+                        if previous is None
+                        else previous
                     )
                     setattr(owner, name, wrapper)
-                    self._patched.append((owner, name, wrapper, own))
+                    self._patched.append((owner, name, wrapper, previous))
             self._holders += 1
         try:
             yield
@@ -49,11 +52,11 @@ class Patches:
 
     def _restore(self) -> None:
         while self._patched:
-            owner, name, wrapper, own = self._patched.pop()
-            # What somebody else has put there since is theirs.
+            owner, name, wrapper, previous = self._patched.pop()
+            # Another library has patched it since: leave that in place.
             if vars(owner).get(name) is not wrapper:
                 continue
-            if own is None:
+            if previous is None:
                 delattr(owner, name)
             else:
-                setattr(owner, name, own)
+                setattr(owner, name, previous)

@@ -18,21 +18,21 @@ from keras_strategies._core.jaxprs.specs import Axis
 from keras_strategies._core.mesh import ReplicaMesh
 
 Group = list[Any]
-"""The values of some variables, in the order of the variables: each of its
-variable's shape; in a mapped program those of one replica."""
+"""The values of some variables, in the variables' order, each of its
+variable's shape; in a mapped program the values of one replica."""
 
 
 class GlobalBatchNeeded(Exception):
-    """Raised by a trace that must see the global batch."""
+    """Raised by a trace that needs the global batch."""
 
 
 class ReplicaNeeded(BaseException):
-    """Ends a trace over the global batch that asks for a replica's own.
+    """Raised by a trace over the global batch that needs a single replica.
 
-    No `Exception`: user code and Keras's layers let it pass.
+    Not an `Exception`, so that user code and Keras's layers do not catch it.
 
     Attributes:
-      name: What the trace asked its replica context for.
+      name: The member of the replica context that the trace used.
     """
 
     def __init__(self, name: str) -> None:
@@ -42,25 +42,25 @@ class ReplicaNeeded(BaseException):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepFacts:
-    """What is known of a step before it is traced.
+    """Facts about a step that are known before it is traced.
 
     Attributes:
-      mesh: The replicas.
-      rows: Rows of the batch that this replica holds.
-      is_local: The step is a user's own function: losses are a replica's,
-        gradients are summed by the optimizer.
-      is_probe: The trace is made with twice the rows, to look at sizes alone.
-      is_uneven: Replicas may do something else than others, since their
+      mesh: The mesh of the replicas.
+      rows: Number of rows of the batch that this replica holds.
+      is_local: Whether the step is a function given to `run`: losses are
+        per-replica, and the optimizer sums the gradients.
+      is_probe: Whether the trace has twice the rows, only to compare sizes.
+      is_uneven: Whether replicas may run different code, because their
         numbers of rows differ.
-      rows_of_all: Of uneven arguments, by this replica's number of rows, those
-        of all replicas; several where arguments differ.
-      rows_of_replicas: The rows of each replica, where these run a model's
-        step on different numbers of rows.
-      is_global_batch: The trace is not a replica's: it sees the global batch.
-      share: This replica's weight in averages of states, where some have no
-        rows and so no say; a number or a traced scalar. None where all weigh
-        the same.
-      loss_tracker: The metric that Keras's own step gives the loss and the
+      rows_of_all: For uneven arguments, maps this replica's number of rows to
+        those of all replicas; several if arguments differ.
+      rows_of_replicas: Number of rows of each replica, if the replicas run a
+        model's step on different numbers of rows.
+      is_global_batch: Whether the trace sees the global batch, and not one
+        replica's rows.
+      share: This replica's weight in averages of states, a number or a traced
+        scalar; 0 without rows. None if all replicas weigh the same.
+      loss_tracker: The metric that Keras's step updates with the loss and the
         number of rows.
     """
 
@@ -80,19 +80,23 @@ class StepFacts:
 
 @dataclasses.dataclass(kw_only=True)
 class StepFlags:
-    """What code is running now; set by `StepContext.flag` alone.
+    """The kind of code that is running; set only by `StepContext.flag`.
 
     Attributes:
-      sees_global_batch: It already sees the global batch.
-      in_optimizer: An optimizer is being applied; inner ones see gradients
-        that were reduced already.
-      in_metric: A metric is being updated or read; nested ones are its parts.
-      in_scaling: A loss is being scaled.
-      in_assign: A variable is being written with a value of all replicas.
-      in_update: The function writes the same to all copies of a variable.
-      in_loss: A model's loss is being computed; nested ones are its parts.
-      in_compiled: Losses and metrics that were given to `compile` are being
-        called: with rows.
+      sees_global_batch: Whether the code already sees the global batch.
+      in_optimizer: Whether an optimizer is being applied; nested ones see
+        gradients that are already reduced.
+      in_metric: Whether a metric is being updated or read; nested ones are
+        its parts.
+      in_scaling: Whether a loss is being scaled.
+      in_assign: Whether a variable is being written with a value that the
+        replicas already combined.
+      in_update: Whether the function writes the same to all copies of a
+        variable.
+      in_loss: Whether a model's loss is being computed; nested ones are its
+        parts.
+      in_compiled: Whether losses or metrics that were given to `compile` are
+        being called; their arguments have rows.
     """
 
     sees_global_batch: bool = False
@@ -107,30 +111,30 @@ class StepFlags:
 
 @dataclasses.dataclass(kw_only=True)
 class StepNotes:
-    """What the hooks note for each other and for the merge of the state.
+    """Notes of the hooks for each other and for the merge of the state.
 
     Attributes:
-      own_seeds: The seeds whose stream is this replica's own.
-      scaled_losses: The optimizers that scaled the loss, by 1/replicas too, so
-        that their gradients are to be summed and not averaged.
-      equal: Values that are equal on all replicas: what an optimizer returned
-        for reduced gradients.
-      metric_rules: How a metric's variable is merged, where that is not by
-        summing what the replicas added.
+      replica_seeds: Seeds whose streams are per-replica.
+      scaled_losses: Optimizers that scaled the loss, also by 1/replicas, so
+        that their gradients must be summed and not averaged.
+      equal: Values that are equal on all replicas, such as those that an
+        optimizer computed from reduced gradients.
+      metric_rules: The rule that merges a metric's variable; by default the
+        replicas' changes are summed.
       before: The value of a metric's variable that this replica started from:
         the one before the step, or after a reset in it.
-      results: Of values that metrics returned for the global batch, the
-        `metric_hooks.Result`.
-      unaggregated: A user's variables that were written without a rule for
-        replicas that differ.
-      sizes: What was taken for a number of rows, or not, in the order of the
-        trace: the size, whether it was, and what it was given to.
-      replica_uses: What the step has asked its replica context for.
-      global_batch_reason: Why the step cannot be mapped over the replicas,
-        if it cannot; set by `demand_global_batch`.
+      results: The `metric_hooks.Result` of each value that a metric returned
+        for the global batch.
+      unaggregated: User-defined variables that were written without a rule
+        for replicas that differ.
+      sizes: Possible numbers of rows, in the order of the trace: the size,
+        whether it was taken for the number of rows, and what received it.
+      replica_uses: Members of the replica context that the step used.
+      global_batch_reason: The reason that the step cannot be mapped over the
+        replicas, or None; set by `demand_global_batch`.
     """
 
-    own_seeds: IdentitySet = dataclasses.field(default_factory=IdentitySet)
+    replica_seeds: IdentitySet = dataclasses.field(default_factory=IdentitySet)
     scaled_losses: IdentitySet = dataclasses.field(default_factory=IdentitySet)
     equal: IdentitySet = dataclasses.field(default_factory=IdentitySet)
     metric_rules: IdentityMap[str] = dataclasses.field(
@@ -151,9 +155,9 @@ class StepContext:
     """The trace of one replica-mapped step; made by the step, read by hooks.
 
     Attributes:
-      facts: What is known before the trace.
-      flags: What code is running now.
-      notes: What the hooks found.
+      facts: Facts that are known before the trace.
+      flags: The kind of code that is running.
+      notes: Notes of the hooks.
     """
 
     facts: StepFacts
@@ -172,13 +176,13 @@ class StepContext:
 
     @property
     def num_sharing(self) -> int:
-        """Number of replicas that have rows: a mean of losses is over these."""
+        """Number of replicas with rows; a mean of losses is over these."""
         of_replicas = self.facts.rows_of_replicas or ()
         return sum(rows > 0 for rows in of_replicas) or self.num_replicas
 
     @property
     def weight(self) -> float:
-        """The weight of this replica's mean over rows, of all; 1 if shared."""
+        """The factor of this replica's mean over rows; 1 if rows are even."""
         of_replicas = self.facts.rows_of_replicas
         if of_replicas is None:
             return 1.0
@@ -190,58 +194,62 @@ class StepContext:
         return set(self.facts.rows_of_all) == {0}
 
     @property
-    def sees_own_rows(self) -> bool:
-        """Whether code sees this replica's rows, and in no metric."""
+    def sees_replica_rows(self) -> bool:
+        """Whether code sees only this replica's rows, outside of metrics."""
         return not (self.flags.sees_global_batch or self.flags.in_metric)
 
     @property
     def buffering(self) -> Buffering | None:
-        """Which arrays share a buffer when they are reduced."""
+        """The rule for arrays that share a buffer when they are reduced."""
         return choose_buffering(self.facts.mesh)
 
     def with_facts(self, **facts: object) -> "StepContext":
-        """The same trace, with flags and notes shared, and other facts."""
+        """Returns the same trace with other facts; flags, notes are shared."""
         return dataclasses.replace(
             self, facts=dataclasses.replace(self.facts, **facts)
         )
 
-    def probe(self, rows: int) -> "StepContext":
-        """A new trace of the same step with another number of rows."""
+    def make_probe(self, rows: int) -> "StepContext":
+        """Makes a new trace of the same step with another number of rows."""
         facts = StepFacts(mesh=self.facts.mesh, rows=rows, is_probe=True)
         return StepContext(facts=facts)
 
-    def took_for_rows(self, size: float, is_rows: bool, of: str) -> None:
-        """Notes a size that a probe is to confirm (trace_checks.py).
+    def note_size(self, size: float, is_rows: bool, of: str) -> None:
+        """Notes a size for a probe to confirm (trace_checks.py).
 
         Args:
           size: A dimension, or a number.
-          is_rows: Whether it was taken for a number of rows.
-          of: What it was given to, for messages.
+          is_rows: Whether it was taken for the number of rows.
+          of: A description of what received it, for messages.
         """
         is_known = self.flags.in_compiled or self.flags.in_metric
         if not (is_known or self.facts.is_local):
             self.notes.sizes.append((size, is_rows, of))
 
     def demand_global_batch(self, reason: str) -> NoReturn:
-        """Gives the trace up: the step is to run over the global batch.
+        """Aborts the trace; the step falls back to the global batch.
 
         Args:
-          reason: A sentence for the warning: what the step does, and what
-            would let it be mapped.
+          reason: A sentence for the warning: what the step does, and how to
+            change it so that it can be mapped over the replicas.
+
+        Raises:
+          GlobalBatchNeeded: if the step is not in `run`.
+          ValueError: if it is.
         """
         if self.facts.is_local:
             raise ValueError(
-                "What the replicas do in `run` cannot be combined. Received: "
+                "The replicas' updates in `run` cannot be combined. Received: "
                 f"{reason}."
             )
         self.notes.global_batch_reason = reason
         raise GlobalBatchNeeded(reason)
 
     def note_replica_use(self, name: str) -> None:
-        """Notes that the step asked for what one replica alone has.
+        """Notes that the step used a member of its replica context.
 
         Raises:
-          ReplicaNeeded: the trace sees the global batch.
+          ReplicaNeeded: if the trace sees the global batch.
         """
         _Uses.count += 1
         if self.facts.is_global_batch:
@@ -249,7 +257,7 @@ class StepContext:
         self.notes.replica_uses.append(name)
 
     def flag(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Sets one of the flags while the block runs."""
+        """Sets one of the flags while a block runs."""
         return temporary_attribute(self.flags, name, True)
 
 
@@ -257,10 +265,11 @@ class _Uses:
     count = 0
 
 
-def num_replica_uses() -> int:
-    """How often steps of this process have asked their replica context.
+def count_replica_uses() -> int:
+    """Returns how often steps of this process used their replica context.
 
-    What it is after a trace tells that from the next ones (`separate_trace`).
+    Traces are named by this count (`separate_trace`): a later trace does not reuse
+    inner functions that JAX cached in one that used its context.
     """
     return _Uses.count
 
@@ -268,22 +277,22 @@ def num_replica_uses() -> int:
 ReplicaScope = Callable[
     [StepContext | None], contextlib.AbstractContextManager[Any]
 ]
-"""Makes a step's replica context current for a block; None: that of one
-replica, which is alone."""
+"""Makes a step's replica context current for a block; with None, that of a
+single replica."""
 
 current_step: Callable[[], StepContext | None] = _current.current_step
-"""The step that this thread is tracing for one of several replicas."""
+"""Returns the step that this thread is tracing for one of several replicas."""
 
 step_scope = _current.step_scope
-"""Makes a step this thread's step while a block runs."""
+"""Makes a step this thread's current step while a block runs."""
 
 
 @contextlib.contextmanager
 def building(mesh: ReplicaMesh, replica_scope: ReplicaScope) -> Iterator[None]:
-    """Lets a model be built with the shapes that a replica's step has.
+    """Builds models inside the block with the shapes of a replica's step.
 
     Args:
-      mesh: The replicas.
+      mesh: The mesh of the replicas.
       replica_scope: Makes a step's replica context current.
     """
     step = StepContext(facts=StepFacts(mesh=mesh, rows=1))

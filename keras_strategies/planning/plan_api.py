@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from keras_strategies._types import Batch
-from keras_strategies.keras_bridge.fresh_names import names_kept
+from keras_strategies.keras_bridge.fresh_names import restore_names
 from keras_strategies.planning.compile import candidates as lib
 from keras_strategies.planning.compile.compiler import Compiler, cache_folder
 from keras_strategies.planning.compile.planner import (
@@ -80,7 +80,7 @@ def _plan_all(
         name = f"{candidate.topology} {candidate.layout}"
         show(done, f"{name}: {stage}")
 
-    with _seeds_kept(), names_kept():
+    with _seeds_kept(), restore_names():
         for step in iter_plans(candidates, compiler, effort, on_stage):
             done.append(step)
     return tuple(done)

@@ -16,7 +16,7 @@ from keras_strategies._core.replica_map import all_sum, as_number
 from keras_strategies._core.values import ReduceOp, as_reduce_op
 from keras_strategies._types import Array, Leaf, Tree
 from keras_strategies.keras_bridge.hooks import on_read
-from keras_strategies.keras_bridge.run.mappings import opened
+from keras_strategies.keras_bridge.run.mappings import open_nest
 
 _Axes = int | tuple[int, ...] | None
 
@@ -32,7 +32,7 @@ def reduce(
     op = as_reduce_op(op)
     return jax.tree.map(
         lambda leaf: _reduce_one(op, leaf, axis, mesh),
-        opened(value, values.is_distributed),
+        open_nest(value, values.is_distributed),
         is_leaf=values.is_distributed,
     )
 
@@ -138,7 +138,7 @@ def _read(leaf: Leaf, mesh: ReplicaMesh) -> Leaf:
     if not on_read.is_on_read(leaf):
         return values.Mirrored(leaf.value, mesh)
     # Copied: the next `run` takes the variable's own.
-    array = jnp.copy(on_read.copies_of(leaf, mesh))
+    array = jnp.copy(on_read.get_copies(leaf, mesh))
     return values.PerReplica.of(array, values.STACKED)
 
 
@@ -238,7 +238,7 @@ def gather(value: Tree, axis: int, mesh: ReplicaMesh) -> Tree:
         values.check_home(leaf, mesh)
         return _with_components(leaf, mesh, _gathered, axis)
 
-    value = opened(value, values.is_distributed)
+    value = open_nest(value, values.is_distributed)
     return jax.tree.map(one, value, is_leaf=values.is_distributed)
 
 
@@ -271,7 +271,7 @@ def _check_gathered(axis: object, part: Array, parts: list[Any]) -> None:
 
 def local_results(value: Tree, mesh: ReplicaMesh) -> tuple[Any, ...]:
     """See `Strategy.experimental_local_results`."""
-    nest = opened(value, values.is_distributed)
+    nest = open_nest(value, values.is_distributed)
     leaves, structure = jax.tree.flatten(nest, is_leaf=values.is_distributed)
     leaves = [_read(leaf, mesh) for leaf in leaves]
     counts = {

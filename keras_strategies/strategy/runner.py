@@ -18,16 +18,16 @@ from keras_strategies._core.host_arrays import from_tensor
 from keras_strategies._core.mesh import ReplicaMesh, has_sharding
 from keras_strategies._types import Array, Leaf, Tree
 from keras_strategies.keras_bridge.run.argument_shapes import (
+    REPLICATED,
     STATIC,
-    WHOLE,
-    argument_shape,
+    describe_argument,
 )
 from keras_strategies.keras_bridge.run.debug_run import debug_run
 from keras_strategies.keras_bridge.run.function_keys import (
-    function_key,
-    value_key,
+    make_function_key,
+    make_value_key,
 )
-from keras_strategies.keras_bridge.run.mappings import is_closed, opened
+from keras_strategies.keras_bridge.run.mappings import is_closed, open_nest
 from keras_strategies.keras_bridge.run.run_program import RunProgram
 from keras_strategies.keras_bridge.step_context import ReplicaScope
 from keras_strategies.keras_bridge.steps.variants import Variant
@@ -112,7 +112,7 @@ class Runner:
 
     def _compiled(self, call: "_Call", given: list[_Argument]) -> Tree:
         kept = tuple(kind[:4] for kind, _ in given)
-        key = (function_key(call.fn), call.structure, kept, call.is_update)
+        key = (make_function_key(call.fn), call.structure, kept, call.is_update)
         # One for each set of flags: a loop may freeze layers in turn.
         made = self._programs.get(key, [])
         program = next((p for p in made if p.is_current), None)
@@ -135,7 +135,7 @@ class Runner:
         """Lowers the program of a call; returns also what it writes."""
         current.check_not_mixing(self._strategy)
         call, leaves = _flattened(fn, args, kwargs)
-        given = [argument_shape(leaf, self._mesh) for leaf in leaves]
+        given = [describe_argument(leaf, self._mesh) for leaf in leaves]
         with self._lock:
             program = self._make(call, given)
             return program.lower(_arrays(given)), program.written
@@ -182,8 +182,8 @@ class Runner:
                 leaf, whole
             )
             array = leaf if is_placed else jax.device_put(leaf, whole)
-            return (WHOLE, array.shape, array.dtype, None), array
-        return (STATIC, None, None, value_key(leaf), leaf), None
+            return (REPLICATED, array.shape, array.dtype, None), array
+        return (STATIC, None, None, make_value_key(leaf), leaf), None
 
     def _one_array(
         self, value: values.PerReplica
@@ -360,7 +360,7 @@ def _flattened(
     leaves, structure = jax.tree.flatten(nest, is_leaf=is_leaf)
     if any(map(is_closed, leaves)):
         # Other objects of such classes are handed on as they are.
-        nest = opened(nest, is_leaf, having=values.is_distributed)
+        nest = open_nest(nest, is_leaf, having=values.is_distributed)
         leaves, structure = jax.tree.flatten(nest, is_leaf=is_leaf)
     return _Call(fn, structure, is_update), leaves
 

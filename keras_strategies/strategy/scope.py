@@ -79,7 +79,7 @@ def _in_loop(
     strategy = current.entered_strategy()
     if strategy is None:
         return contextlib.nullcontext()
-    binding = binding_lib.binding_of(model)
+    binding = binding_lib.find_binding(model)
     if binding is not None:
         binding.check_context()
         return variable_creator.distribution_scope(None)

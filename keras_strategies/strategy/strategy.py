@@ -147,7 +147,7 @@ class Strategy(CustomLoops, PlanMixin):
         """
         _check_model("attach", model)
         self._check_free(model)
-        existing = binding_lib.binding_of(model)
+        existing = binding_lib.find_binding(model)
         binding = existing or binding_lib.Binding(
             model, self, self._runtime, self._check_context, replica_scope(self)
         )
@@ -356,7 +356,7 @@ class Strategy(CustomLoops, PlanMixin):
     def _binding_of(self, name: str, model: keras.Model) -> binding_lib.Binding:
         """The binding of a model of this strategy; `name` takes no other."""
         _check_model(name, model)
-        existing = binding_lib.binding_of(model)
+        existing = binding_lib.find_binding(model)
         if existing is None or existing.owner is not self:
             raise ValueError(
                 f"`{name}` takes a model that is bound to this strategy. "
@@ -368,7 +368,7 @@ class Strategy(CustomLoops, PlanMixin):
 
     def _check_free(self, model: keras.Model) -> None:
         """Raises ValueError for a model of another strategy."""
-        existing = binding_lib.binding_of(model)
+        existing = binding_lib.find_binding(model)
         if existing is not None and existing.owner is not self:
             raise ValueError(
                 f"Model {model.name!r} is bound to another strategy. "

@@ -67,7 +67,10 @@ from keras_strategies.keras_bridge.keras_names import (
     MAYBE_BUILD,
     TRAINER,
 )
-from keras_strategies.keras_bridge.loops.scope_hooks import LOOPS, loops_owner
+from keras_strategies.keras_bridge.loops.scope_hooks import (
+    LOOPS,
+    find_loop_owner,
+)
 
 BRIDGE = pathlib.Path(__file__).parents[2] / "keras_strategies/keras_bridge"
 X = np.arange(12, dtype="float32").reshape(6, 2)
@@ -394,7 +397,7 @@ def test_compile_comes_from_the_trainer():
 
 
 def test_loops_come_from_the_trainer():
-    owners = {loops_owner(name) for name in LOOPS}
+    owners = {find_loop_owner(name) for name in LOOPS}
     assert len(owners) == 1, owners
     assert keras.Model not in owners
     assert TRAINER not in owners

@@ -243,9 +243,7 @@ def test_batches_of_an_execution_are_those_that_keras_was_given(steps):
     with iterator.catch_stop_iteration():
         for _, _, batches in iterator:
             first = next(batches)
-            executions.append(
-                keras_names.batches_of_execution(batches, first, steps)
-            )
+            executions.append(keras_names.take_execution(batches, first, steps))
     assert max(map(len, executions)) == steps
     assert [len(e) for e in executions[:-1]] == [steps] * (len(executions) - 1)
     read = [batch for execution in executions for batch in execution]
@@ -259,5 +257,5 @@ def test_batches_that_cannot_be_stacked_come_in_a_list():
     assert (partial is not None) == IN_3_16
     batches = [np.ones((2, 1)), np.ones((1, 1))]
     first = partial(batches) if partial else batches[0]
-    read = keras_names.batches_of_execution(iter(batches[1:]), first, 2)
+    read = keras_names.take_execution(iter(batches[1:]), first, 2)
     assert [each.shape for each in read] == [(2, 1), (1, 1)]

@@ -239,7 +239,7 @@ def fit(told, name, is_last):
         verbose=0,
     )
     variables = [np.asarray(v.value) for v in all_variables(model)]
-    states = callback_states.states_of(own)
+    states = callback_states.collect_states(own)
     best = states["EarlyStopping"].pop("best_weights")
     return {
         "variables": [digest(value) for value in variables],

@@ -12,8 +12,11 @@ from keras.src.losses import loss as loss_module
 
 import keras_strategies as ks
 from keras_strategies.keras_bridge.keras_names import TRAINER
-from keras_strategies.keras_bridge.loops.binding import binding_of
-from keras_strategies.keras_bridge.loops.scope_hooks import LOOPS, loops_owner
+from keras_strategies.keras_bridge.loops.binding import find_binding
+from keras_strategies.keras_bridge.loops.scope_hooks import (
+    LOOPS,
+    find_loop_owner,
+)
 from tests.support.plain_keras import mirrored
 from tests.support.rows_seen import (
     RowsSeen,
@@ -28,7 +31,7 @@ from tests.support.rows_seen import (
     trained_plain,
 )
 
-LOOPS_OWNER = loops_owner("fit")
+LOOPS_OWNER = find_loop_owner("fit")
 
 
 def places_of_ours():
@@ -210,7 +213,7 @@ def test_what_others_patch_while_a_scope_is_open_is_theirs(owner):
             setattr(owner, name, theirs)
         assert vars(owner)[name] is theirs
         model = compile_(sequential())
-        assert binding_of(model) is None
+        assert find_binding(model) is None
         fit(model)
     finally:
         if before is None:
@@ -248,7 +251,7 @@ def test_scope_object_entered_again():
             assert ks.get_strategy() is strategy
             model = compile_(sequential())
         assert not ks.has_strategy()
-    assert binding_of(model).owner is strategy
+    assert find_binding(model).owner is strategy
 
 
 def test_scope_of_another_strategy_inside_is_refused():
@@ -326,7 +329,7 @@ def test_default_strategy():
     with default.scope():
         assert not ks.has_strategy()
         model = compile_(sequential())
-    assert binding_of(model) is None
+    assert find_binding(model) is None
     seen = []
     ks.get_replica_context().merge_call(
         lambda strategy: seen.append((strategy, ks.has_strategy()))
@@ -430,7 +433,7 @@ def test_scope_of_another_strategy_in_another_thread():
         with mirrored(3).scope() as strategy:
             assert ks.get_strategy() is strategy
             model = compile_(sequential("other"))
-        return binding_of(model).owner.num_replicas_in_sync
+        return find_binding(model).owner.num_replicas_in_sync
 
     with mirrored(2).scope():
         thread, results, errors = in_thread(work)

@@ -10,7 +10,7 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.keras_bridge.keras_names import SUPER_BATCHES
-from keras_strategies.keras_bridge.loops.binding import binding_of
+from keras_strategies.keras_bridge.loops.binding import find_binding
 from keras_strategies.testing import assert_replicated
 
 no_data_left = pytest.mark.filterwarnings(
@@ -103,7 +103,7 @@ def on_batch(model, name, *data):
     """
     act = getattr(model, name)
     steps = model.steps_per_execution
-    if steps == 1 or not SUPER_BATCHES or binding_of(model) is not None:
+    if steps == 1 or not SUPER_BATCHES or find_binding(model) is not None:
         return act(*data)
     made = {function: getattr(model, function) for function in _FUNCTIONS}
     one = dict.fromkeys(_FUNCTIONS) | {"steps_per_execution": 1}

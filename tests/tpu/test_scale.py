@@ -9,7 +9,7 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies.keras_bridge.loops.binding import binding_of
+from keras_strategies.keras_bridge.loops.binding import find_binding
 from keras_strategies.keras_bridge.steps.lower_step import lower_step
 from tests.support.slices import make_slice
 
@@ -27,7 +27,7 @@ def calls_to_trace(strategy):
         strategy._runtime.mesh,
         "train",
         batch,
-        binding_of(model).build_for_shapes,
+        find_binding(model).build_for_shapes,
     )
     profile.disable()
     return pstats.Stats(profile).total_calls

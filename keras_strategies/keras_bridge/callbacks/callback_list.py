@@ -1,13 +1,13 @@
-"""Callbacks of a loop, without the work for those that no batch concerns.
+"""Lists of callbacks that skip the end of batches if no callback uses it.
 
 Keras hands the end of every batch to a thread, which fetches the logs and
-calls the callbacks, also when none of them listens: a sixth of the time of a
-small step (keras 3.15).
+calls the callbacks, even if no callback implements the hook. That takes a
+sixth of the time of a small step (keras 3.15).
 
-A callback that wants the logs of few training steps says so with a method
-`wants_batch(batch) -> bool`, asked at the end of every execution: its
-`on_train_batch_end` is called when that is true, with logs that are fetched
-then. In a list of Keras's own it is called every time.
+A callback that needs the logs of only a few training steps can define
+`wants_batch(batch) -> bool`, which is called at the end of every execution. If
+it returns True, the logs are fetched and `on_train_batch_end` is called. In
+Keras's lists the callback is called every time.
 """
 
 from collections.abc import Collection, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 _LOOPS = {"fit": "train", "evaluate": "test", "predict": "predict"}
-"""The loops, and what the hooks of their batches are named after."""
+"""The kind of batches of each loop, which names the hooks."""
 
 _HOOKS = {
     "train": ("on_batch_end", "on_train_batch_end"),
@@ -32,80 +32,81 @@ _HOOKS = {
 
 
 class QuietCallbackList(keras.callbacks.CallbackList):
-    """A list of callbacks few of which listen to the end of a batch.
+    """A list of callbacks of which few use the end of a batch.
 
     Args:
       callbacks: The callbacks, as given to the loop.
-      quiet: The kinds of batches to whose end nobody listens, but for those
-        who say when; see `quiet_kinds`.
-      **options: Those of Keras's list.
+      quiet: The kinds of batches whose end no callback uses, except those
+        with `wants_batch`; see `find_quiet_kinds`.
+      **options: Options of `keras.callbacks.CallbackList`.
     """
 
     def __init__(
         self, callbacks: Callbacks, *, quiet: Collection[str], **options: Any
     ) -> None:
         self._quiet = quiet
-        self._choosy = [c for c in _as_list(callbacks) if _is_choosy(c)]
+        self._selective = [c for c in _flatten(callbacks) if _is_selective(c)]
         super().__init__(callbacks, **options)
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Fetches logs and calls the callbacks, where one listens."""
+        """Fetches the logs and calls the callbacks, if any uses them."""
         if "train" not in self._quiet:
             super().on_train_batch_end(batch, logs)
-        for callback in self._choosy:
+        for callback in self._selective:
             if callback.wants_batch(batch):
                 callback.on_train_batch_end(batch, logs=pythonify_logs(logs))
 
     def on_test_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Calls the callbacks, where one listens."""
+        """Calls the callbacks, if any implements the hook."""
         if "test" not in self._quiet:
             super().on_test_batch_end(batch, logs)
 
     def on_predict_batch_end(
         self, batch: int, logs: Logs | None = None
     ) -> None:
-        """Calls the callbacks, where one listens."""
+        """Calls the callbacks, if any implements the hook."""
         if "predict" not in self._quiet:
             super().on_predict_batch_end(batch, logs)
 
     def _configure_async_dispatch(self, callbacks: Callbacks) -> None:
-        # Those that choose keep no other from being called in Keras's thread.
-        others = [c for c in _as_list(callbacks) if not _is_choosy(c)]
+        # Callbacks with `wants_batch` must not keep Keras from calling the
+        # others in its thread.
+        others = [c for c in _flatten(callbacks) if not _is_selective(c)]
         super()._configure_async_dispatch(others)
 
     def _on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         logs = pythonify_logs(logs)
         for callback in self.callbacks:
-            if not _is_choosy(callback):
+            if not _is_selective(callback):
                 callback.on_train_batch_end(batch, logs=logs)
 
 
-def quiet_list(
+def make_quiet_list(
     loop: str,
     arguments: dict[str, Any],
     model: keras.Model,
     feed: "DataAdapter",
 ) -> Callbacks:
-    """The list that a loop would make of its callbacks, quiet if it can be.
+    """Returns a quiet list of a loop's callbacks, if one is possible.
 
     Args:
       loop: `"fit"`, `"evaluate"` or `"predict"`.
-      arguments: Those given to it, by name. `verbose` other than 0 asks for
-        a progress bar, which listens.
+      arguments: The loop's arguments, by name. If `verbose` is not 0 there is
+        a progress bar, which uses every batch.
       model: The model.
       feed: The data.
 
     Returns:
-      A list for the loop to use as it is, or the callbacks as given.
+      A list that the loop uses unchanged, or the callbacks as given.
     """
     callbacks = arguments.get("callbacks")
-    given = _as_list(callbacks)
+    flat = _flatten(callbacks)
     verbose = arguments.get("verbose")
     is_capped = keras.config.max_epochs() or keras.config.max_steps_per_epoch()
-    is_list = any(isinstance(c, keras.callbacks.CallbackList) for c in given)
-    quiet = quiet_kinds(given, verbose)
-    some_choose = loop == "fit" and any(map(_is_choosy, given))
-    if is_capped or is_list or not (_LOOPS[loop] in quiet or some_choose):
+    is_list = any(isinstance(c, keras.callbacks.CallbackList) for c in flat)
+    quiet = find_quiet_kinds(flat, verbose)
+    is_selective = loop == "fit" and any(map(_is_selective, flat))
+    if is_capped or is_list or not (_LOOPS[loop] in quiet or is_selective):
         return callbacks
     steps = "steps_per_epoch" if loop == "fit" else "steps"
     return QuietCallbackList(
@@ -120,12 +121,14 @@ def quiet_list(
     )
 
 
-def quiet_kinds(callbacks: Sequence[Any], verbose: object) -> frozenset[str]:
-    """The kinds of batches to whose end nobody listens.
+def find_quiet_kinds(
+    callbacks: Sequence[Any], verbose: object
+) -> frozenset[str]:
+    """Returns the kinds of batches whose end no callback uses.
 
     Args:
-      callbacks: The callbacks; those that choose batches do not count.
-      verbose: As given to the loop.
+      callbacks: The callbacks; those with `wants_batch` do not count.
+      verbose: The loop's `verbose`.
 
     Returns:
       Some of `"train"`, `"test"` and `"predict"`.
@@ -135,21 +138,21 @@ def quiet_kinds(callbacks: Sequence[Any], verbose: object) -> frozenset[str]:
     return frozenset(
         kind
         for kind in _HOOKS
-        if not any(_listens(callback, kind) for callback in callbacks)
+        if not any(_is_listening(callback, kind) for callback in callbacks)
     )
 
 
-def _as_list(callbacks: Callbacks) -> list[Any]:
+def _flatten(callbacks: Callbacks) -> list[Any]:
     return keras.tree.flatten(callbacks) if callbacks else []
 
 
-def _is_choosy(callback: object) -> bool:
+def _is_selective(callback: object) -> bool:
     return hasattr(callback, "wants_batch")
 
 
-def _listens(callback: keras.callbacks.Callback, kind: str) -> bool:
-    """Whether a callback wants to know of every batch's end."""
-    if kind == "train" and _is_choosy(callback):
+def _is_listening(callback: keras.callbacks.Callback, kind: str) -> bool:
+    """Returns whether a callback implements the hook of a batch's end."""
+    if kind == "train" and _is_selective(callback):
         return False
     default = keras.callbacks.Callback
     # A hook may also be set on the instance, as LambdaCallback does.

@@ -1,7 +1,7 @@
 """The states of Keras's callbacks, saved and restored.
 
-A callback with `get_state` and `set_state` says it itself. Keras's have
-neither: what counts of theirs is known here (keras 3.15).
+A callback may define `get_state` and `set_state`. Keras's callbacks do not;
+the attributes that matter are listed here (keras 3.15).
 """
 
 import logging
@@ -18,7 +18,7 @@ _logger = logging.getLogger(__name__)
 State = dict[str, Any]
 
 _SAVING = ("best", "_batches_seen_since_last_saving", "_last_batch_seen")
-_OWN = ("get_state", "set_state")
+_STATE_METHODS = ("get_state", "set_state")
 
 _ATTRIBUTES: tuple[tuple[type[Any], tuple[str, ...]], ...] = (
     (
@@ -38,23 +38,24 @@ _ATTRIBUTES: tuple[tuple[type[Any], tuple[str, ...]], ...] = (
 )
 
 
-def states_of(callbacks: Iterable[Any]) -> dict[str, State]:
-    """The states of callbacks, by name; those that have none are left out.
+def collect_states(callbacks: Iterable[Any]) -> dict[str, State]:
+    """Returns the states of callbacks by name, without stateless callbacks.
 
-    Nests of what JSON can hold and of numpy arrays.
+    The states are nests of JSON values and NumPy arrays.
     """
-    states = {n: _state_of(c) for n, c in _named(callbacks).items()}
+    states = {n: _read_state(c) for n, c in _name_callbacks(callbacks).items()}
     return {n: state for n, state in states.items() if state is not None}
 
 
 def set_states(callbacks: Iterable[Any], states: dict[str, State]) -> None:
-    """Gives callbacks their states, those that are there.
+    """Restores the states of callbacks; those without a saved state stay.
 
     Args:
-      callbacks: As those of `states_of`, in the same order.
-      states: What it returned.
+      callbacks: The same callbacks as given to `collect_states`, in the same
+        order.
+      states: The states that `collect_states` returned.
     """
-    for name, callback in _named(callbacks).items():
+    for name, callback in _name_callbacks(callbacks).items():
         if name in states:
             _set_state(callback, states[name])
 
@@ -63,7 +64,7 @@ def has_swapped_averages(states: object) -> bool:
     """Returns whether weights and averages are swapped (`SwapEMAWeights`).
 
     Args:
-      states: What `states_of` returned, maybe of a file.
+      states: The states that `collect_states` returned, or a file's content.
     """
     if not isinstance(states, dict):
         return False
@@ -78,16 +79,17 @@ def has_swapped_averages(states: object) -> bool:
 def resume_writing(
     callbacks: Iterable[Any], states: dict[str, State]
 ) -> list[tuple[Any, bool]]:
-    """Has loggers add to their files, whose later lines are removed.
+    """Makes loggers append to their files, after removing later lines.
 
-    Before they open them. A `CSVLogger` would begin a new file.
+    Must be called before the loggers open their files: a `CSVLogger` would
+    begin a new file.
 
     Returns:
-      The loggers, each with the value of its `append`, to be set again once
-      the files are open.
+      The loggers, each with its former `append`, to be restored once the
+      files are open.
     """
     changed = []
-    for name, callback in _named(callbacks).items():
+    for name, callback in _name_callbacks(callbacks).items():
         is_logger = isinstance(callback, keras.callbacks.CSVLogger)
         if not is_logger or name not in states:
             continue
@@ -100,22 +102,26 @@ def resume_writing(
     return changed
 
 
-def warn_of_halves(callbacks: Iterable[Any]) -> None:
-    """Warns of callbacks that have `get_state` without `set_state`."""
+def warn_of_unsaved(callbacks: Iterable[Any]) -> None:
+    """Warns of callbacks with only one of `get_state` and `set_state`."""
     for callback in callbacks:
-        missing = [n for n in _OWN if not callable(getattr(callback, n, None))]
+        missing = [
+            n
+            for n in _STATE_METHODS
+            if not callable(getattr(callback, n, None))
+        ]
         if len(missing) == 1:
             _logger.warning(
-                "The state of a callback is saved if it has `get_state` and "
-                "`set_state`. `%s` has no `%s`: its state is not saved. Give "
-                "it both.",
+                "A callback must have both `get_state` and `set_state` for "
+                "its state to be saved. `%s` has no `%s`: its state is not "
+                "saved. Define both.",
                 type(callback).__name__,
                 missing[0],
             )
 
 
-def _named(callbacks: Iterable[Any]) -> dict[str, Any]:
-    """Callbacks by their classes' names, numbered where there are several."""
+def _name_callbacks(callbacks: Iterable[Any]) -> dict[str, Any]:
+    """Maps class names to callbacks; numbers those with the same class."""
     named: dict[str, Any] = {}
     for callback in callbacks:
         name = type(callback).__name__
@@ -124,8 +130,8 @@ def _named(callbacks: Iterable[Any]) -> dict[str, Any]:
     return named
 
 
-def _state_of(callback: Any) -> State | None:
-    if _has_own(callback):
+def _read_state(callback: Any) -> State | None:
+    if _has_state_methods(callback):
         return callback.get_state()
     if isinstance(callback, keras.callbacks.CSVLogger):
         if callback.csv_file is None:
@@ -134,7 +140,7 @@ def _state_of(callback: Any) -> State | None:
             callback.csv_file.flush()
         return {
             "size": os.path.getsize(callback.filename),
-            # Its columns are those of the first epoch that it has seen.
+            # The columns, fixed by the first epoch that it logged.
             "keys": callback.keys,
         }
     for kind, names in _ATTRIBUTES:
@@ -144,7 +150,7 @@ def _state_of(callback: Any) -> State | None:
 
 
 def _set_state(callback: Any, state: State) -> None:
-    if _has_own(callback):
+    if _has_state_methods(callback):
         callback.set_state(state)
         return
     for kind, names in _ATTRIBUTES:
@@ -154,7 +160,7 @@ def _set_state(callback: Any, state: State) -> None:
                 if name in state:
                     setattr(callback, name, state[name])
     if isinstance(callback, keras.callbacks.History):
-        # What Keras does at the end of every epoch.
+        # As Keras does at the end of every epoch.
         model: Any = callback.model
         model.history = callback
 
@@ -163,11 +169,13 @@ def _check(callback: object, state: object, form: message_forms.Form) -> None:
     fault = message_forms.fault_of(state, form)
     if fault is not None:
         raise ValueError(
-            "A callback resumes with the state that one of its kind had. "
-            f"Received: a state of `{type(callback).__name__}` of which "
-            f"{fault}. Use an earlier checkpoint."
+            "A callback can only resume from the state of a callback of the "
+            f"same class. Received: a state of `{type(callback).__name__}` "
+            f"of which {fault}. Use an earlier checkpoint."
         )
 
 
-def _has_own(callback: object) -> bool:
-    return all(callable(getattr(callback, name, None)) for name in _OWN)
+def _has_state_methods(callback: object) -> bool:
+    return all(
+        callable(getattr(callback, name, None)) for name in _STATE_METHODS
+    )

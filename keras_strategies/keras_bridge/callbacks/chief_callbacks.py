@@ -1,9 +1,9 @@
-"""Callbacks on several processes: files are the chief's.
+"""Callbacks on several processes: only the chief writes files.
 
-Keras's callbacks that write (checkpoints, logs) are left to the chief; all
-processes would write the same files otherwise. What decides about training
-(early stopping, learning rates, callbacks of the user's, subclasses of Keras's
-too, since they may predict) runs in all of them, on equal logs.
+Keras's callbacks that write files (checkpoints, logs) run only on the chief;
+otherwise all processes would write the same files. Callbacks that control
+training (early stopping, learning rates) run in all processes, on equal logs.
+So do user-defined callbacks and subclasses of Keras's, since they may predict.
 """
 
 import copy
@@ -25,13 +25,13 @@ _WRITERS = (
 )
 
 
-def of_this_process(callbacks: Callbacks, mesh: ReplicaMesh) -> Callbacks:
-    """The callbacks that this process calls.
+def select_callbacks(callbacks: Callbacks, mesh: ReplicaMesh) -> Callbacks:
+    """Returns the callbacks that this process calls.
 
     Args:
-      callbacks: Those given to fit: a list, one, None, or a `CallbackList`,
-        which is left as it is.
-      mesh: The replicas.
+      callbacks: The loop's callbacks: a list, a single one, None, or a
+        `CallbackList`, which is returned unchanged.
+      mesh: The mesh of the replicas.
 
     Returns:
       The callbacks as given, or a list of some of them and of copies.
@@ -43,49 +43,51 @@ def of_this_process(callbacks: Callbacks, mesh: ReplicaMesh) -> Callbacks:
     chosen = []
     for callback in keras.tree.flatten(callbacks):
         if isinstance(callback, keras.callbacks.BackupAndRestore):
-            chosen.append(_together(callback, mesh))
-        elif mesh.is_chief or not _is_chiefs(callback, mesh):
+            chosen.append(_make_collective(callback, mesh))
+        elif mesh.is_chief or not _is_chief_only(callback, mesh):
             chosen.append(callback)
     return chosen
 
 
-def _is_chiefs(callback: keras.callbacks.Callback, mesh: ReplicaMesh) -> bool:
-    """Whether a callback is called in the chief alone.
+def _is_chief_only(
+    callback: keras.callbacks.Callback, mesh: ReplicaMesh
+) -> bool:
+    """Returns whether a callback runs only on the chief.
 
-    What saves a model must read variables in all processes, where each has
-    some shards of them.
+    A `ModelCheckpoint` runs in all processes if these hold shards of the
+    variables, because all of them must take part in reading a variable.
     """
     reads = isinstance(callback, keras.callbacks.ModelCheckpoint)
     return type(callback) in _WRITERS and not (reads and mesh.spreads_shards)
 
 
-def _together(callback: Any, mesh: ReplicaMesh) -> Any:
-    """A copy that restores in all processes and saves in the chief alone."""
-    made = copy.copy(callback)
+def _make_collective(callback: Any, mesh: ReplicaMesh) -> Any:
+    """Copies a callback; the copy restores everywhere, the chief saves."""
+    collective = copy.copy(callback)
     kind = type(callback)
-    made.__class__ = type(kind.__name__, (_Together, kind), {})
-    made._ks_mesh = mesh
-    return made
+    collective.__class__ = type(kind.__name__, (_CollectiveBackup, kind), {})
+    collective._ks_mesh = mesh
+    return collective
 
 
-class _Together(keras.callbacks.BackupAndRestore):
+class _CollectiveBackup(keras.callbacks.BackupAndRestore):
     _ks_mesh: ReplicaMesh
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         mesh = self._ks_mesh
         agreement = Agreement(mesh.processes, "`BackupAndRestore`")
-        found = [
+        exists = [
             str(file_utils.exists(path))
             for path in (self._weights_path, self._training_metadata_path)
         ]
-        received = agreement.exchange(" ".join(found))
+        received = agreement.exchange(" ".join(exists))
         if len(set(received)) > 1:
             places = dict(zip(mesh.processes, received, strict=True))
             raise ValueError(
-                "All processes must find the same backup. Received: weights "
-                f"and position there, by process: {places}, in "
+                "All processes must find the same backup. Received: whether "
+                f"weights and position exist, by process: {places}, in "
                 f"{self.backup_dir}. Put `backup_dir` on a disk that all "
-                "processes share, or delete it everywhere to start anew."
+                "processes share, or delete it everywhere to start again."
             )
         super().on_train_begin(logs)
         # The chief must not write before the others have read.

@@ -1,7 +1,7 @@
 """The state of a running fit that a checkpoint callback saves and restores.
 
-Its steps and epochs are counted here as the list of callbacks (`resumable_fit`)
-tells them.
+It counts steps and epochs; the list of callbacks in `resumable_fit` reports
+them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -39,17 +39,17 @@ _STATE = {
 }
 
 
-def groups_of(
+def group_variables(
     model: keras.Model, variables: Iterable[keras.Variable]
 ) -> dict[str, list[keras.Variable]]:
-    """Returns variables by what they are for, in their order.
+    """Groups variables by their purpose, in their order.
 
     Args:
-      model: Their model.
-      variables: Some of the model, its optimizers and metrics.
+      model: The model.
+      variables: Variables of the model, its optimizers and its metrics.
     """
     metrics = {id(v) for v in model.metrics_variables}
-    own = {id(v) for v in model.variables}
+    weights = {id(v) for v in model.variables}
     groups: dict[str, list[keras.Variable]] = {
         name: [] for name in ("weights", "seeds", "optimizer", "metrics")
     }
@@ -59,37 +59,37 @@ def groups_of(
         elif id(variable) in metrics:
             name = "metrics"
         else:
-            name = "weights" if id(variable) in own else "optimizer"
+            name = "weights" if id(variable) in weights else "optimizer"
         groups[name].append(variable)
     return groups
 
 
 class FitState:
-    """The state of a fit, as a checkpoint callback saves and restores it.
+    """The state of a fit that a checkpoint callback saves and restores.
 
     Args:
       variables: All variables of the model, its optimizers and metrics.
       functions: The model's step functions.
       feed: The training data.
-      call: The arguments of fit, by name; of those left out None.
+      call: The arguments of fit, by name; None if not given.
 
     Attributes:
       model: The model.
-      mesh: The replicas.
+      mesh: The mesh of the replicas.
       variables: All variables of the model, its optimizers and metrics.
-      epoch: The epoch under way, or that is next.
-      step: How many of its steps are done.
-      steps_per_epoch: How many an epoch has, if known.
-      num_steps: How many are done since the first fit began.
-      is_over: Whether nothing was left to do when it began.
-      was_stopped: Whether that was so because a callback had ended training.
-      verbose: As given to fit.
+      epoch: The current epoch, or between epochs the next one.
+      step: Number of steps of that epoch that are done.
+      steps_per_epoch: Number of steps of an epoch, or None if unknown.
+      num_steps: Number of steps since the beginning of the first fit.
+      is_over: Whether the fit had nothing left to do when it began.
+      was_stopped: Whether that was because a callback had ended training.
+      verbose: The `verbose` of fit.
       feed: The training data.
-      other_batches: What the data of a fit that went on in the middle of an
-        epoch had and have, where these are other batches.
-      logs: What the last step or epoch returned.
-      given: What it resumes with, until it has.
-      callbacks: Those of fit, without the checkpoint callback.
+      other_batches: A description of how the batches differ from those of the
+        saved fit, if it was saved within an epoch; else None.
+      logs: The logs of the last step or epoch.
+      saved: The state to resume from, or None once it is restored.
+      callbacks: The callbacks of fit, without the checkpoint callback.
       settle: Waits for callbacks that run in other threads.
     """
 
@@ -120,23 +120,23 @@ class FitState:
         self.settle: Callable[[], None] = lambda: None
         self._seen = functions.trained.steps
         self.logs: Any = None
-        self.given: State | None = None
+        self.saved: State | None = None
 
-    # What is saved.
+    # Saving.
 
     def groups(self) -> dict[str, list[keras.Variable]]:
-        """Every variable, by what it is for."""
-        return groups_of(self.model, self.variables)
+        """Returns all variables, grouped by their purpose."""
+        return group_variables(self.model, self.variables)
 
     def sync(self) -> None:
-        """Gives the variables the values that the steps have computed."""
+        """Writes the values that the steps computed into the variables."""
         self.model.jax_state_sync()
 
     def state(self, *, is_epoch_over: bool) -> State:
-        """What else there is to keep. Collective.
+        """Returns everything to save except the variables. Collective.
 
-        Nests of what JSON can hold and numpy arrays; the same in all
-        processes, but for the callbacks', which are the chief's.
+        It consists of JSON values and NumPy arrays and is the same in all
+        processes, except for the states of callbacks that only the chief has.
         """
         self.settle()
         return {
@@ -144,22 +144,22 @@ class FitState:
             "step": self.step,
             "num_steps": self.num_steps,
             "is_stopped": bool(self.model.stop_training),
-            "logs": numbers(self.logs),
+            "logs": fetch_logs(self.logs),
             "sizes": self._sizes,
-            "feed": self._positions(self.feed, is_epoch_over),
-            "validation": self._positions(self._validation, True),
-            "callbacks": callback_states.states_of(self.callbacks),
+            "feed": self._collect_positions(self.feed, is_epoch_over),
+            "validation": self._collect_positions(self._validation, True),
+            "callbacks": callback_states.collect_states(self.callbacks),
         }
 
-    def _positions(
+    def _collect_positions(
         self, feed: Any, is_epoch_over: bool
     ) -> dict[str, Any] | None:
-        """Where a feed is; of data that are each process's own, of all."""
+        """Returns a feed's position; of all processes, if it is per process."""
         if feed is None:
             return None
         place = self._functions.places.get("train")
         if feed is self._validation:
-            # Keras makes an iterator for each validation.
+            # Keras makes a new iterator for each validation.
             position = feed.next_position(None)
         elif is_epoch_over or place is None:
             position = feed.next_position(place)
@@ -174,42 +174,42 @@ class FitState:
     # Resuming.
 
     def resume(self, state: State) -> None:
-        """Resumes where another loop was; before it begins.
+        """Resumes from the state of another fit, before this one begins.
 
         Args:
-          state: What `state` of that one returned. The variables have their
-            values already.
+          state: The result of that fit's `state`. The variables must be
+            restored already.
 
         Raises:
-          ValueError: the data are each process's own, of another number of
-            processes; or it is no such state.
+          ValueError: if `state` is not such a state, or has the positions of
+            process-local data of another number of processes.
         """
         fault = fault_of(state, _STATE)
         if fault is not None:
             raise ValueError(
-                "A fit resumes from the state that another one saved. "
+                "A fit can only resume from a state that another fit saved. "
                 f"Received: one of which {fault}. Use an earlier checkpoint."
             )
-        self.given = state
+        self.saved = state
         self.epoch, self.step = state["epoch"], state["step"]
         self.num_steps = state["num_steps"]
         self.logs = state["logs"]
         self.was_stopped = state["is_stopped"]
         self.is_over = self.was_stopped or self.epoch >= self._epochs
-        position = self._position_of(self.feed, state["feed"])
+        position = self._find_position(self.feed, state["feed"])
         if position is not None:
             self.feed.resume(position, self.step, self.logs)
             if self.step or self.feed.position["step"]:
-                self.other_batches = _differing(
+                self.other_batches = _describe_differences(
                     state.get("sizes", {}),
                     self._sizes,
                     is_other_kind=self.feed.is_other_kind,
                 )
-        position = self._position_of(self._validation, state["validation"])
+        position = self._find_position(self._validation, state["validation"])
         if position is not None:
             self._validation.resume(position)
 
-    def _position_of(
+    def _find_position(
         self, feed: Any, saved: dict[str, Any] | None
     ) -> dict[str, Any] | None:
         if feed is None or saved is None:
@@ -222,51 +222,51 @@ class FitState:
         count = self.mesh.num_processes
         if len(positions) != count or not feed.is_process_local:
             raise ValueError(
-                "Where rows are each process's own, a fit resumes with as "
-                "many processes as it had. Received: positions of "
-                f"{len(positions)} processes, now {count}. "
-                "Start as many, or give all processes the same data."
+                "A fit on process-local rows must resume with the same number "
+                "of processes. Received: positions of "
+                f"{len(positions)} processes, now {count}. Start "
+                f"{len(positions)}, or give all processes the same data."
             )
         return positions[self.mesh.process_index]
 
     @property
     def first_epoch(self) -> int:
-        """The epoch that fit begins with."""
+        """The first epoch that fit runs."""
         return max(self._epochs, self.epoch) if self.is_over else self.epoch
 
     @property
     def is_last_step(self) -> bool:
-        """Whether the epoch's end follows, if that is known."""
+        """Whether no steps of the epoch are left, if their number is known."""
         steps = self.steps_per_epoch
         return steps is not None and self.step >= steps
 
     @property
     def is_last_epoch(self) -> bool:
-        """Whether the end follows the epoch that was done last."""
+        """Whether no epochs are left after the last one that was done."""
         return self.model.stop_training or self.epoch >= self._epochs
 
-    # As the list of callbacks calls it.
+    # Called by the list of callbacks.
 
     def begin_training(self) -> None:
-        """Gives the callbacks their states, after they have begun."""
-        if self.given is None:
+        """Restores the callbacks' states, after their `on_train_begin`."""
+        if self.saved is None:
             return
-        callback_states.set_states(self.callbacks, self.given["callbacks"])
+        callback_states.set_states(self.callbacks, self.saved["callbacks"])
         if self.is_over:
             self.model.stop_training = self.was_stopped
 
     def begin_epoch(self, epoch: int) -> bool:
-        """An epoch begins; returns whether its beginning was done before."""
-        given, self.given = self.given, None
+        """Begins an epoch; returns whether the saved fit had begun it."""
+        saved, self.saved = self.saved, None
         self._seen = self._functions.trained.steps
-        if given is not None and self.step:
-            callback_states.set_states(self.callbacks, given["callbacks"])
+        if saved is not None and self.step:
+            callback_states.set_states(self.callbacks, saved["callbacks"])
             return True
         self.epoch, self.step = epoch, 0
         return False
 
     def count(self, logs: Logs | None) -> bool:
-        """Counts what was computed; returns whether it was anything."""
+        """Counts new steps; returns whether there were any."""
         seen = self._functions.trained.steps
         new, self._seen = seen - self._seen, seen
         self.step += new
@@ -276,16 +276,16 @@ class FitState:
         return new > 0
 
     def end_epoch(self, logs: Logs | None) -> None:
-        """An epoch is done."""
+        """Ends an epoch."""
         self.epoch += 1
         self.step = 0
         self.logs = logs
 
 
-def _differing(
+def _describe_differences(
     had: dict[str, Any], have: dict[str, Any], *, is_other_kind: bool
 ) -> str | None:
-    """What is said of other batches, where it is known of both."""
+    """Describes sizes that are known of both fits and differ, or None."""
     differing = ["another kind or order"] if is_other_kind else []
     differing += [
         f"{had[name]} {name}, now {count}"
@@ -295,8 +295,8 @@ def _differing(
     return "; ".join(differing) or None
 
 
-def numbers(logs: Logs | None) -> dict[str, Any] | None:
-    """Logs as numbers of Python: fetched from the devices."""
+def fetch_logs(logs: Logs | None) -> dict[str, Any] | None:
+    """Fetches logs from the devices, as Python numbers and lists."""
     if logs is None:
         return None
 

@@ -1,9 +1,9 @@
-"""A fit that a checkpoint callback saves, and that resumes.
+"""Fits that a checkpoint callback saves and resumes.
 
-fit asks the `CheckpointCallback` among its callbacks before the loop begins,
-and calls it after each step and epoch, when all other callbacks are done. The
-loop is Keras's own: for the steps of its first epoch that were computed in
-another process, the feed gives it executions of none, which no callback sees.
+fit calls the `CheckpointCallback` among its callbacks before the loop begins,
+and after each step and epoch once all other callbacks are done. The loop is
+Keras's: for steps of its first epoch that an earlier fit has computed, the
+feed yields executions of zero steps, which no callback sees.
 """
 
 from typing import Any
@@ -14,57 +14,60 @@ from keras_strategies._types import Callbacks, Logs
 from keras_strategies.keras_bridge.callbacks import callback_states
 from keras_strategies.keras_bridge.callbacks.callback_list import (
     QuietCallbackList,
-    quiet_kinds,
+    find_quiet_kinds,
 )
-from keras_strategies.keras_bridge.callbacks.fit_state import FitState, numbers
+from keras_strategies.keras_bridge.callbacks.fit_state import (
+    FitState,
+    fetch_logs,
+)
 from keras_strategies.keras_bridge.steps.step_functions import Functions
 
 _LOOP = "_ks_loop"
 
 
 class CheckpointCallback(keras.callbacks.Callback):
-    """A callback that saves what a fit needs to resume."""
+    """A callback that saves the state a fit needs to resume."""
 
     def begin(self, loop: FitState) -> None:
-        """Called before the loop; the model is built. Collective.
+        """Prepares, before the loop; the model is built. Collective.
 
-        May give the model and the loop the state of another one.
+        May restore the state of another fit into the model and `loop`.
         """
         raise NotImplementedError
 
     def after_batch(self, loop: FitState) -> None:
-        """Called after a step, or the steps of one execution. Collective."""
+        """Saves if due, after the steps of one execution. Collective."""
         raise NotImplementedError
 
     def after_epoch(self, loop: FitState, logs: dict[str, Any]) -> None:
-        """Called after an epoch and its validation. Collective."""
+        """Saves if due, after an epoch and its validation. Collective."""
         raise NotImplementedError
 
     def close(self, *, is_done: bool) -> None:
-        """Called when the loop has ended, by an error if not `is_done`."""
+        """Cleans up after the loop; an error ended it if not `is_done`."""
         raise NotImplementedError
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Refuses a fit that does not ask a checkpoint callback."""
+        """Raises RuntimeError for a fit that this callback cannot save."""
         if not isinstance(getattr(self.model, _LOOP, None), FitState):
             name = getattr(self.model, "name", None)
             raise RuntimeError(
-                f"`{type(self).__name__}` keeps the fit of a model that a "
-                f"strategy distributes. Received: {name!r}, which "
+                f"`{type(self).__name__}` can only save the fit of a model "
+                f"that a strategy distributes. Received: {name!r}, which "
                 "was compiled outside a strategy's scope. Compile it in `with "
                 "ks.MirroredStrategy().scope():`; one device will do."
             )
 
 
-class KeptList(QuietCallbackList):
-    """A fit's callbacks, and the checkpoint callback after all of them.
+class CheckpointingCallbackList(QuietCallbackList):
+    """A list of callbacks that calls the checkpoint callback last.
 
     Args:
-      loop: The loop.
-      checkpointer: One of the callbacks.
-      callbacks: As given to fit.
-      verbose: As given to fit.
-      **params: What callbacks get as `params`.
+      loop: The fit's state.
+      checkpointer: The checkpoint callback, one of `callbacks`.
+      callbacks: The callbacks of fit.
+      verbose: The `verbose` of fit.
+      **params: The callbacks' `params`.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class KeptList(QuietCallbackList):
         ]
         super().__init__(
             callbacks,
-            quiet=quiet_kinds(others, verbose),
+            quiet=find_quiet_kinds(others, verbose),
             add_history=True,
             add_progbar=verbose != 0,
             model=loop.model,
@@ -93,25 +96,25 @@ class KeptList(QuietCallbackList):
             **params,
         )
         loop.callbacks = [c for c in self.callbacks if c is not checkpointer]
-        callback_states.warn_of_halves(loop.callbacks)
+        callback_states.warn_of_unsaved(loop.callbacks)
         loop.settle = self._flush_futures
 
     def _restore(self) -> None:
-        """Sets variables again that callbacks, or Keras, have set."""
+        """Restores variables that callbacks or Keras have written."""
         for variable, value in self._values:
             if variable.value is not value:
                 variable.assign(value)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Called at the start; a resumed fit restores its callbacks' state."""
+        """Begins training; in a resumed fit restores the callbacks' states."""
         loop = self._loop
-        given = loop.given
-        states = {} if given is None else given["callbacks"]
+        saved = loop.saved
+        states = {} if saved is None else saved["callbacks"]
         opened = callback_states.resume_writing(loop.callbacks, states)
         super().on_train_begin(logs)
         for callback, append in opened:
             callback.append = append
-        if given is None:
+        if saved is None:
             self._values = []
             return
         loop.begin_training()
@@ -120,7 +123,7 @@ class KeptList(QuietCallbackList):
             self._values = []
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Begins an epoch; of one that is begun already nothing changes."""
+        """Begins an epoch; nothing changes if the saved fit had begun it."""
         super().on_epoch_begin(epoch, logs)
         if self._loop.begin_epoch(epoch):
             self._restore()
@@ -129,37 +132,37 @@ class KeptList(QuietCallbackList):
     def on_train_batch_begin(
         self, batch: int, logs: Logs | None = None
     ) -> None:
-        """Begins a step, if it was not computed before."""
+        """Begins a step, unless the saved fit had computed it."""
         loop = self._loop
         if self._is_first and loop.step:
             per = loop.model.steps_per_execution
             if batch < loop.step // per * per:
                 return
         self._is_first = False
-        # There are fewer rows than the epoch was to have steps of.
+        # The data ended before the epoch's number of steps.
         if loop.feed.is_pass_over:
             return
         super().on_train_batch_begin(batch, logs)
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Ends a step; the checkpoint callback is last."""
+        """Ends a step; calls the checkpoint callback last."""
         if not self._loop.count(logs):
             return
         super().on_train_batch_end(batch, logs)
         self._checkpointer.after_batch(self._loop)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Ends an epoch; the checkpoint callback is last."""
+        """Ends an epoch; calls the checkpoint callback last."""
         super().on_epoch_end(epoch, logs)
         self._loop.end_epoch(logs)
-        self._checkpointer.after_epoch(self._loop, numbers(logs) or {})
+        self._checkpointer.after_epoch(self._loop, fetch_logs(logs) or {})
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        """Ends; also a loop that had nothing left to do."""
+        """Ends training, even if the loop had nothing left to do."""
         super().on_train_end(logs or self._loop.logs)
 
 
-def resumable_fit(
+def run_resumable_fit(
     checkpointer: CheckpointCallback,
     call: Any,
     feed: Any,
@@ -172,11 +175,11 @@ def resumable_fit(
       checkpointer: The callback.
       call: The call of fit: its arguments by name, `set` and `run`.
       feed: The training data.
-      variables: All of the model, its optimizers and metrics.
+      variables: All variables of the model, its optimizers and metrics.
       functions: The model's step functions.
 
     Returns:
-      What fit returns.
+      The history that fit returns.
     """
     loop = FitState(
         variables=variables, functions=functions, feed=feed, call=call
@@ -186,7 +189,7 @@ def resumable_fit(
     is_done = False
     try:
         checkpointer.begin(loop)
-        callbacks = KeptList(
+        callbacks = CheckpointingCallbackList(
             loop,
             checkpointer,
             call["callbacks"],
@@ -203,39 +206,40 @@ def resumable_fit(
         checkpointer.close(is_done=is_done)
 
 
-def loop_of(model: keras.Model) -> FitState | None:
-    """The checkpointed fit of a model, while it is under way."""
+def find_fit_state(model: keras.Model) -> FitState | None:
+    """Returns the state of a model's checkpointed fit while it runs."""
     return vars(model).get(_LOOP)
 
 
-def checkpointer_among(callbacks: Callbacks) -> CheckpointCallback | None:
-    """The checkpoint callback among those given to fit, if there is one.
+def find_checkpointer(callbacks: Callbacks) -> CheckpointCallback | None:
+    """Returns the checkpoint callback among the callbacks of fit, or None.
 
     Raises:
-      ValueError: there are two, or one beside `BackupAndRestore`.
+      ValueError: if there are two, or one and a `BackupAndRestore`, or if it
+        is in a `CallbackList`.
     """
-    given, lists = [], []
+    flat, lists = [], []
     for callback in keras.tree.flatten(callbacks) if callbacks else []:
         is_list = isinstance(callback, keras.callbacks.CallbackList)
         lists += [callback] if is_list else []
-        given += callback.callbacks if is_list else [callback]
-    checkpointers = [c for c in given if isinstance(c, CheckpointCallback)]
+        flat += callback.callbacks if is_list else [callback]
+    checkpointers = [c for c in flat if isinstance(c, CheckpointCallback)]
     if not checkpointers:
         return None
     rivals = [
         type(c).__name__
-        for c in given
+        for c in flat
         if isinstance(c, CheckpointCallback | keras.callbacks.BackupAndRestore)
     ]
     if len(rivals) > 1:
         raise ValueError(
-            "One callback decides where a fit resumes. Received: "
-            f"{', '.join(rivals)}. Leave all out but one."
+            "Only one callback may decide where a fit resumes. Received: "
+            f"{', '.join(rivals)}. Pass only one of them."
         )
     if any(checkpointers[0] in one.callbacks for one in lists):
         raise ValueError(
-            f"`{type(checkpointers[0]).__name__}` comes after all other "
-            "callbacks. Received: a `CallbackList`, which has an order of its "
-            "own. Pass fit a list."
+            f"`{type(checkpointers[0]).__name__}` must be called after all "
+            "other callbacks. Received: a `CallbackList`, whose order is "
+            "fixed. Pass fit a list."
         )
     return checkpointers[0]

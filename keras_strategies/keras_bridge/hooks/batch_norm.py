@@ -1,8 +1,8 @@
 """`BatchNormalization(synchronized=True)` on JAX.
 
-Keras refuses the flag on JAX. While a scope is open its constructor accepts
-it, and such a layer computes its moments over the rows of all replicas, in
-two passes (the variance from the global mean).
+Keras rejects the flag on JAX. While a scope is open the constructor accepts
+it, and the layer computes its moments over the rows of all replicas, in two
+passes (the variance from the global mean).
 
 References:
   - Peng et al., MegDet (2018), on synchronized BatchNormalization:
@@ -24,7 +24,7 @@ from keras_strategies._types import Array
 from keras_strategies.keras_bridge.step_context import StepContext, current_step
 
 
-def accepting_init(
+def accept_synchronized(
     original: Callable[..., None], entered: Callable[[], Any]
 ) -> Callable[..., None]:
     """Wraps the layer's constructor so that it accepts `synchronized=True`.
@@ -43,76 +43,77 @@ def accepting_init(
             return
         original(self, *args, **(kwargs | {"synchronized": False}))
         self.synchronized = True
-        # An attribute of the instance: the class stays Keras's own.
+        # On the instance, so that Keras's class stays unchanged.
         object.__setattr__(
-            self, "_moments", types.MethodType(global_moments, self)
+            self, "_moments", types.MethodType(compute_moments, self)
         )
 
-    # Keras reads the signature in two ways, one of which would look through.
+    # Keras reads the signature in two ways, and one follows `__wrapped__`.
     del init.__wrapped__  # type: ignore[attr-defined]
     return init
 
 
-def global_moments(
+def compute_moments(
     layer: keras.layers.BatchNormalization, inputs: Array, mask: Array | None
 ) -> tuple[Any, Any]:
     """Returns mean and variance of `inputs` over all axes but the layer's.
 
-    In a replica-mapped step, and in `run`, over the rows of all replicas;
-    elsewhere over the rows at hand. With a mask, as Keras does, over the
-    entries it keeps.
+    They are over the rows of all replicas in a replica-mapped step and in
+    `run`, elsewhere over the rows of `inputs`. A mask leaves out entries, as
+    in Keras.
     """
     step = current_step()
     is_run = step is not None and step.facts.is_local
     # Replicas may hold different numbers of rows.
     is_uneven = is_run or (step is not None and step.facts.is_uneven)
     if step is not None and step.flags.sees_global_batch and not is_run:
-        step = None  # It sees all rows.
+        step = None  # The inputs already have all rows.
 
     axes = list(layer._reduction_axes or ())
     if mask is not None:
-        mean_of = _mean_of_kept(step, axes, inputs, mask)
+        mean_of = _make_masked_mean(step, axes, inputs, mask)
     else:
-        mean_of = _mean_of_rows(step, axes, is_uneven=is_uneven)
+        mean_of = _make_row_mean(step, axes, is_uneven=is_uneven)
     mean = mean_of(inputs)
     variance = mean_of(ops.square(inputs - mean))
     return ops.squeeze(mean, axes), ops.squeeze(variance, axes)
 
 
-def _mean_of_rows(
+def _make_row_mean(
     step: StepContext | None, axes: list[int], *, is_uneven: bool
 ) -> Callable[[Array], Any]:
     def mean_of(value: Array) -> Array:
         if step is None or not is_uneven:
-            return _over_replicas(step, ops.mean(value, axes, keepdims=True))
+            return _average(step, ops.mean(value, axes, keepdims=True))
         count = math.prod(value.shape[axis] for axis in axes)
-        total = _over_replicas(step, ops.sum(value, axes, keepdims=True))
-        return total / _over_replicas(step, ops.full_like(total, count))
+        total = _average(step, ops.sum(value, axes, keepdims=True))
+        return total / _average(step, ops.full_like(total, count))
 
     return mean_of
 
 
-def _mean_of_kept(
+def _make_masked_mean(
     step: StepContext | None, axes: list[int], inputs: Array, mask: Array
 ) -> Callable[[Array], Any]:
-    """Returns what takes the mean of the entries that a mask keeps."""
+    """Returns a function for the mean of the entries that a mask keeps."""
     kept = ops.cast(
         ops.broadcast_to(ops.expand_dims(mask, -1), ops.shape(inputs)), "bool"
     )
     count = ops.sum(ops.cast(kept, inputs.dtype), axes, keepdims=True)
-    count = _over_replicas(step, count)
-    # Keras adds epsilon to the count of the global batch.
+    count = _average(step, count)
+    # Keras adds epsilon to the global batch's count. `count` is that count
+    # divided by the replicas, so epsilon is divided, too.
     num_replicas = 1 if step is None else step.num_replicas
     weight = count + keras.config.epsilon() / num_replicas
 
     def mean_of(value: Array) -> Array:
         total = ops.sum(ops.where(kept, value, 0), axes, keepdims=True)
-        return _over_replicas(step, total) / weight
+        return _average(step, total) / weight
 
     return mean_of
 
 
-def _over_replicas(step: StepContext | None, value: Array) -> Array:
+def _average(step: StepContext | None, value: Array) -> Array:
     return value if step is None else all_mean(value, step.axis)
 
 
@@ -124,9 +125,10 @@ def call_layer(
     *args: Any,
     **kwargs: Any,
 ) -> Array:
-    """Marks rows that were normalized with statistics of a replica's rows.
+    """Marks rows that are normalized with statistics of a replica's rows.
 
-    They are the replica's by definition, so a loss of them mixes no rows.
+    Such statistics are per-replica by definition, so a loss of these rows
+    does not count as one that mixes rows.
 
     Returns:
       The normalized rows, of the inputs' shape.

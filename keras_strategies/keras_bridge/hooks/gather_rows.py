@@ -15,35 +15,35 @@ from keras_strategies.keras_bridge.step_context import StepContext
 
 
 def has_rows(value: object, rows: int) -> bool:
-    """Whether an array has entries for each of `rows` rows."""
+    """Returns whether an array has entries for each of `rows` rows."""
     for size in tuple(getattr(value, "shape", ()))[:1]:
         return size % rows == 0 if rows else not size
     return False
 
 
 def note_rows(step: StepContext, values: Tree, of: str) -> None:
-    """Notes which arrays of a nest, given to `of`, are taken to have rows."""
+    """Notes which arrays of a nest, passed to `of`, are taken to have rows."""
     for value in tree.flatten(values):
         for size in tuple(getattr(value, "shape", ()))[:1]:
-            step.took_for_rows(size, has_rows(value, step.facts.rows), of)
+            step.note_size(size, has_rows(value, step.facts.rows), of)
 
 
-def gathered(step: StepContext, values: Tree) -> Tree:
-    """The nest with the rows of all replicas, masks included.
+def gather_all_rows(step: StepContext, values: Tree) -> Tree:
+    """Gathers the rows of all replicas, including those of masks.
 
-    In `run`, where no number of rows is known, of arrays of any size.
+    In `run` the number of rows is unknown, so arrays of any size are gathered.
 
     Returns:
       The nest; arrays of shape (rows, ...) have the rows of all replicas, in
-      their order.
+      the replicas' order.
     """
 
     def gather(value: Leaf) -> Leaf:
         if step.facts.is_local:
-            is_given = bool(jnp.ndim(value))
+            is_gathered = bool(jnp.ndim(value))
         else:
-            is_given = has_rows(value, step.facts.rows)
-        if not is_given:
+            is_gathered = has_rows(value, step.facts.rows)
+        if not is_gathered:
             return value
         rows = all_rows(jnp.asarray(value), step.axis)
         mask = get_keras_mask(value)
@@ -54,17 +54,17 @@ def gathered(step: StepContext, values: Tree) -> Tree:
     return tree.map_structure(gather, values)
 
 
-def call_with_all(
+def call_with_all_rows(
     step: StepContext, fn: Callable[..., Any], *args: Tree, **kwargs: Tree
 ) -> Array:
     """Calls a loss with the rows of all replicas.
 
     Returns:
-      What `fn` returns of them.
+      The result of `fn`.
     """
-    args, kwargs = gathered(step, (args, kwargs))
+    args, kwargs = gather_all_rows(step, (args, kwargs))
     with step.flag("sees_global_batch"):
-        found = fn(*args, **kwargs)
-    if isinstance(found, jax.Array):
-        found = losses.mark(found, losses.GLOBAL)
-    return found
+        loss = fn(*args, **kwargs)
+    if isinstance(loss, jax.Array):
+        loss = losses.mark(loss, losses.GLOBAL)
+    return loss

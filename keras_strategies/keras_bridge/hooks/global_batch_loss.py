@@ -1,4 +1,4 @@
-"""Losses of users that mix the rows of a batch."""
+"""User-defined losses that mix the rows of a batch."""
 
 import functools
 import inspect
@@ -8,7 +8,7 @@ import keras
 
 from keras_strategies._types import Array, Tree
 from keras_strategies.keras_bridge.hooks.gather_rows import (
-    call_with_all,
+    call_with_all_rows,
     note_rows,
 )
 from keras_strategies.keras_bridge.step_context import current_step
@@ -19,21 +19,22 @@ Loss = TypeVar("Loss")
 def global_batch_loss(loss: Loss) -> Loss:
     """Marks a loss whose value for one row depends on other rows.
 
-    Such a loss (contrastive, ranking, overlap over the batch, one with a
-    denominator of its own) sees the gathered rows of all replicas, as Keras's
-    Dice, Tversky and Circle do. Costs one gather of its arguments a step.
+    Such a loss (contrastive, ranking, overlap over the batch, or with a
+    denominator over the batch) sees the gathered rows of all replicas, like
+    Keras's Dice, Tversky and Circle. It costs one gather of its arguments per
+    step.
 
     Args:
       loss: A function of arrays whose first dimension is the rows, for
-        `compile` or to be called in a `train_step`; a model's method like
+        `compile` or for calls in a `train_step`; a model's method like
         `compute_loss`; a `keras.losses.Loss` or a subclass of it. May be used
         as a decorator.
 
     Returns:
-      The loss; of a function, one that wraps it.
+      The loss, or for a function its wrapper.
 
     Raises:
-      TypeError: not a function, a method or a loss.
+      TypeError: if `loss` is not a function, a method or a loss.
 
     Example:
       ```python
@@ -50,7 +51,7 @@ def global_batch_loss(loss: Loss) -> Loss:
         is_class and not issubclass(loss, keras.losses.Loss)
     ):
         raise TypeError(
-            "`global_batch_loss` marks a function or a `keras.losses.Loss`. "
+            "`loss` must be a function or a `keras.losses.Loss`. "
             f"Received: {loss!r} of type {type(loss).__name__}. For a loss "
             'that Keras knows by name, use its class: "dice" is marked.'
         )
@@ -60,11 +61,11 @@ def global_batch_loss(loss: Loss) -> Loss:
         @functools.wraps(loss)
         def on_all_rows(*args: Tree, **kwargs: Tree) -> Array:
             step = current_step()
-            if step is None or not step.sees_own_rows:
+            if step is None or not step.sees_replica_rows:
                 return loss(*args, **kwargs)
             name = getattr(loss, "__qualname__", type(loss).__name__)
             note_rows(step, (args, kwargs), f"marked function {name!r}")
-            return call_with_all(step, loss, *args, **kwargs)
+            return call_with_all_rows(step, loss, *args, **kwargs)
 
         marked = on_all_rows
     marked._ks_global_batch = True

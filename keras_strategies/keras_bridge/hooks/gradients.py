@@ -1,4 +1,4 @@
-"""Gradients with respect to Keras variables: the tape's counterpart."""
+"""Gradients with respect to Keras variables, as from `tf.GradientTape`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from keras_strategies._types import Array, Tree
 from keras_strategies.keras_bridge.hooks import loss_hooks
 from keras_strategies.keras_bridge.hooks.variables_used import (
     InnerScope,
-    scopes_ask_outwards,
+    chain_scopes,
 )
 from keras_strategies.keras_bridge.step_context import current_step
 
@@ -22,26 +22,27 @@ def value_and_grad(
 ) -> Callable[..., tuple[Any, list[Any]]]:
     """Makes a function that returns the value of `fn` and its gradients.
 
-    What `jax.value_and_grad` is for functions of arrays, for functions that
-    use Keras variables; in the place of `tf.GradientTape`. Variables that
-    `fn` writes (moving statistics, seeds, metrics) are written.
+    Like `jax.value_and_grad`, but for functions that use Keras variables; it
+    replaces `tf.GradientTape`. Variables that `fn` writes (moving statistics,
+    seeds, metrics) are written.
 
-    Inside of `run` the gradients are the replica's own; `optimizer.apply` or
+    Inside `run` the gradients are per-replica; `optimizer.apply` or
     `all_reduce` sums them.
 
     Args:
-      fn: Returns a scalar, or with `has_aux` a scalar and anything else.
+      fn: A function that returns a scalar, or with `has_aux` a pair of a
+        scalar and anything else.
       variables: The variables to differentiate with respect to.
       has_aux: Whether `fn` returns a pair.
 
     Returns:
       A function of `fn`'s arguments that returns `(value, gradients)`, where
-      value is what `fn` returns and gradients is a list of arrays, one for
+      value is the result of `fn` and gradients is a list of arrays, one for
       each variable.
 
     Raises:
-      TypeError: something in `variables` is no variable.
-      ValueError: there are none, as of a model that is not built.
+      TypeError: if an element of `variables` is not a variable.
+      ValueError: if `variables` is empty, as for a model that is not built.
 
     Example:
       ```python
@@ -68,13 +69,13 @@ def value_and_grad(
 def _differentiate(
     call: Callable[[], tuple[Array, Any]], variables: list[keras.Variable]
 ) -> tuple[Array, Any, list[Any]]:
-    """Returns a call's value, what it returns beside, and the gradients."""
+    """Returns a call's value, its auxiliary results and the gradients."""
     step = current_step()
     traced: list[tuple[InnerScope, list[bool]]] = []
 
     def pure(values: list[Any]) -> tuple[Array, Any]:
         scope = InnerScope(zip(variables, values, strict=True))
-        with scopes_ask_outwards(), scope:
+        with chain_scopes(), scope:
             value, aux = call()
         new = [scope.get_current_value(v) for v in scope.written]
         equal = [step is not None and n in step.notes.equal for n in new]
@@ -95,7 +96,7 @@ def _differentiate(
         if outer is None:
             variable.assign(after)
             continue
-        # Not `assign`: what `call` wrote was combined when it wrote it.
+        # Not `assign`, which would combine the replicas' values once more.
         outer.add_update((variable, after))
         if step is not None and is_equal:
             step.notes.equal.add(after)
@@ -105,15 +106,15 @@ def _differentiate(
 def _check_variables(variables: Sequence[object]) -> None:
     if not variables:
         raise ValueError(
-            "Gradients are taken with respect to variables. Received: none, "
-            "as of a model that has no variables yet. Call it on one batch "
-            "first, or begin it with `keras.Input`. `model.build` makes none "
-            "for a class that has no `build` of its own."
+            "`variables` must contain at least one variable. Received: none, "
+            "as for a model that has no variables yet. Call it on one batch "
+            "first, or begin it with `keras.Input`. `model.build` creates no "
+            "variables for a class that does not define `build`."
         )
     for variable in variables:
         if not isinstance(variable, keras.Variable):
             raise TypeError(
-                "Gradients are taken with respect to Keras variables. "
+                "`variables` must contain only Keras variables. "
                 f"Received: {type(variable).__name__} in `variables`. Use "
                 "`jax.grad` for arrays."
             )
@@ -124,10 +125,13 @@ def grad(
     variables: Sequence[keras.Variable],
     has_aux: bool = False,
 ) -> Callable[..., Any]:
-    """As `value_and_grad`, without the value.
+    """Makes a function that returns the gradients of `fn`.
+
+    It is `value_and_grad` without the value.
 
     Args:
-      fn: Returns a scalar, or with `has_aux` a scalar and anything else.
+      fn: A function that returns a scalar, or with `has_aux` a pair of a
+        scalar and anything else.
       variables: The variables to differentiate with respect to.
       has_aux: Whether `fn` returns a pair.
 

@@ -1,7 +1,7 @@
-"""Changes to losses while a step is traced: denominators of all rows.
+"""Changes to losses while a step is traced: denominators over all rows.
 
-A replica's loss is such that the mean over the replicas is the global loss,
-and so is the mean of their gradients.
+The mean of the replicas' losses is the global batch's loss, and the mean of
+their gradients its gradient.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from keras_strategies._core.row_kinds import losses
 from keras_strategies._types import Array, Leaf, Tree
 from keras_strategies.keras_bridge.hooks import metric_rules
 from keras_strategies.keras_bridge.hooks.gather_rows import (
-    call_with_all,
+    call_with_all_rows,
     note_rows,
 )
 from keras_strategies.keras_bridge.step_context import StepContext
@@ -35,32 +35,32 @@ def reduce_values(
     sample_weight: Array | None = None,
     reduction: str | None = "sum_over_batch_size",
 ) -> Array:
-    """A loss's values reduced with the denominator of all replicas' rows.
+    """Reduces a loss's values with a denominator over all replicas' rows.
 
     Returns:
-      A scalar, or the values as they are where nothing reduces them.
+      A scalar, or the unchanged values without a reduction.
     """
-    is_own = step.sees_own_rows
-    if is_own and step.is_empty and reduction not in (None, "none"):
+    is_per_replica = step.sees_replica_rows
+    if is_per_replica and step.is_empty and reduction not in (None, "none"):
         if reduction == "mean_with_sample_weight" and sample_weight is not None:
-            # The others take part in it.
-            _mean(step, jnp.zeros((), values.dtype))
-        # Keras would return the values, which are none.
+            # A collective: all replicas must take part in it.
+            _average(step, jnp.zeros((), values.dtype))
+        # Keras would return the empty values, not a scalar.
         return jnp.sum(values)
     if (
-        not is_own
+        not is_per_replica
         or reduction in (None, "none")
         or tuple(values.shape) in ((), (0,))
     ):
         return original(values, sample_weight, reduction)
     values = losses.mark(values, losses.VALUES)
     if reduction == "sum":
-        reduced = _exact(step, jnp.sum(values) * step.num_sharing)
+        reduced = _unweight(step, jnp.sum(values) * step.num_sharing)
     elif reduction == "mean_with_sample_weight" and sample_weight is not None:
         total = jnp.sum(values)
         weight = jnp.sum(sample_weight).astype(total.dtype)
-        reduced = ops.divide_no_nan(total, _mean(step, weight))
-        reduced = _exact(step, reduced)
+        reduced = ops.divide_no_nan(total, _average(step, weight))
+        reduced = _unweight(step, reduced)
     else:
         reduced = original(values, sample_weight, reduction)
         return losses.mark(reduced, losses.AVERAGED)
@@ -75,23 +75,24 @@ def apply_mask(
     dtype: str,
     reduction: str | None,
 ) -> Array | None:
-    """Weights of masked entries, by the kept entries of all replicas.
+    """Weights the kept entries of a mask by those of all replicas.
 
     Returns:
-      Weights, or None where neither weights nor a mask are given.
+      Weights, or None without weights and a mask.
     """
     weighted = original(
         sample_weight, mask=mask, dtype=dtype, reduction=reduction
     )
     is_mean = reduction in ("mean", "sum_over_batch_size")
-    if mask is None or not step.sees_own_rows or not is_mean:
+    if mask is None or not step.sees_replica_rows or not is_mean:
         return weighted
     mask = losses.mark(jnp.asarray(mask), losses.OWN)
-    # Keras gives each kept entry the weight total / kept, of its own rows;
-    # dividing by the mean of `kept` over the replicas makes it the batch's.
+    # Keras gives each kept entry the weight total / kept, over the replica's
+    # rows. Scaling by `kept` and dividing by its mean over the replicas makes
+    # that the ratio of the global batch.
     kept = jnp.sum(jnp.asarray(mask, dtype=weighted.dtype))
-    weighted = weighted * ops.divide_no_nan(kept, _mean(step, kept))
-    weighted = _exact(step, weighted)
+    weighted = weighted * ops.divide_no_nan(kept, _average(step, kept))
+    weighted = _unweight(step, weighted)
     return losses.mark(weighted, losses.NORMALIZED)
 
 
@@ -102,20 +103,22 @@ def call_loss(
     *args: Tree,
     **kwargs: Tree,
 ) -> Array:
-    """A loss of this replica's rows, or of all where it mixes rows.
+    """Calls a loss with this replica's rows, or with all if it mixes rows.
 
     Returns:
-      What the loss returns: a scalar, if it reduces its values.
+      The loss; a scalar, if it reduces its values.
     """
-    if not step.sees_own_rows:
+    if not step.sees_replica_rows:
         return original(loss, *args, **kwargs)
     if isinstance(loss, CompileLoss):
         with step.flag("in_compiled"):
             return compute_loss(step, original, loss, *args, **kwargs)
-    if not metric_rules.mixes_rows(loss, metric_rules.rank((args, kwargs))):
+    if not metric_rules.mixes_rows(
+        loss, metric_rules.find_max_rank((args, kwargs))
+    ):
         return compute_loss(step, original, loss, *args, **kwargs)
     note_rows(step, (args, kwargs), f"loss {type(loss).__name__!r}")
-    return call_with_all(step, original, loss, *args, **kwargs)
+    return call_with_all_rows(step, original, loss, *args, **kwargs)
 
 
 def compute_loss(
@@ -124,13 +127,13 @@ def compute_loss(
     """Marks a loss that is not part of another one, and weights it by the rows.
 
     Args:
-      step: The step that is traced, which looks at marked losses in the end.
+      step: The step that is traced; it checks the marked losses at the end.
       original: The method of a model or of a loss.
-      *args: The model or the loss, and what the method is called with.
-      **kwargs: The same, by name.
+      *args: The model or the loss, then the method's arguments.
+      **kwargs: The method's arguments by name.
 
     Returns:
-      The loss, a scalar if it reduces its values.
+      The loss; a scalar, if it reduces its values.
     """
     if step.flags.in_loss:
         return original(*args, **kwargs)
@@ -141,33 +144,35 @@ def compute_loss(
     if not is_scalar or step.facts.rows_of_replicas is None:
         return mark_loss(step, loss)
     if step.is_empty:
-        # Nothing; but its gradient meets those of others.
+        # Zero, but still a function of the weights: its gradient takes part
+        # in the all-reduce.
         return jnp.where(jnp.isnan(loss), 0.0, loss) * 0.0
-    # Its author has said how replicas meet, where it asks for others.
-    is_own = len(step.notes.replica_uses) == num_uses
-    return loss * step.weight if is_own else loss
+    # A loss that uses the replica context combines the replicas itself.
+    is_local = len(step.notes.replica_uses) == num_uses
+    return loss * step.weight if is_local else loss
 
 
-def _mean(step: StepContext, value: Array) -> Array:
-    """The mean over the replicas that have rows."""
+def _average(step: StepContext, value: Array) -> Array:
+    """Returns the mean over the replicas that have rows."""
     mean = all_mean(value, step.axis)
     if step.num_sharing == step.num_replicas:
         return mean
     return mean * (step.num_replicas / step.num_sharing)
 
 
-def _exact(step: StepContext, value: Array) -> Array:
-    """A value that is exact as it is: not to be weighted by the rows."""
+def _unweight(step: StepContext, value: Array) -> Array:
+    """Cancels the later weighting by rows, for a value that is exact."""
     return value if step.weight in (0.0, 1.0) else value / step.weight
 
 
 def mark_loss(step: StepContext, value: Leaf) -> Leaf:
-    """Marks what is taken for a replica's loss: a scalar of its own rows.
+    """Marks a scalar as a replica's loss, unless it is over all rows.
 
     Returns:
-      The value, marked if it is such a scalar.
+      The value, marked if it is a scalar of this replica's rows.
     """
-    is_own = step.sees_own_rows and not step.facts.is_local
-    if not is_own or not isinstance(value, jax.Array) or value.ndim:
+    is_per_replica = step.sees_replica_rows and not step.facts.is_local
+    is_scalar = isinstance(value, jax.Array) and not value.ndim
+    if not is_per_replica or not is_scalar:
         return value
     return losses.mark(value, losses.LOSS)

@@ -1,4 +1,4 @@
-"""The merge of the replicas' states: one value for all of each variable."""
+"""The merge of the replicas' states into one value for each variable."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -24,23 +24,23 @@ MERGE_RULES = ("mean", "sum", "max", "min", "any", "all", "first")
 
 
 def merge(variable: keras.Variable, rule: str) -> keras.Variable:
-    """Says how a variable that a step writes is merged over the replicas.
+    """Sets how a variable that a step writes is merged over the replicas.
 
     By default floating-point state (moving statistics) is averaged, integer
-    and boolean state is replica 0's, metrics are summed up. Call it where
-    that is not what the variable means: a counter of rows, a maximum.
+    and boolean state is taken from replica 0, and metrics are summed. Use it
+    for variables with another meaning, such as a counter of rows or a maximum.
 
     Args:
       variable: The variable; typically made by `layer.add_weight`.
-      rule: `"mean"`, `"sum"` (what the replicas added is added up), `"max"`,
-        `"min"`, `"any"`, `"all"` (booleans) or `"first"` (replica 0's).
+      rule: `"mean"`, `"sum"` (of the replicas' changes), `"max"`, `"min"`,
+        `"any"`, `"all"` (booleans) or `"first"` (the value of replica 0).
 
     Returns:
       The variable, for use in an assignment.
 
     Raises:
-      ValueError: an unknown rule.
-      TypeError: not a variable.
+      ValueError: if `rule` is unknown.
+      TypeError: if `variable` is not a Keras variable.
 
     Example:
       ```python
@@ -56,12 +56,12 @@ def merge(variable: keras.Variable, rule: str) -> keras.Variable:
     """
     if not isinstance(variable, keras.Variable):
         raise TypeError(
-            "`merge` takes a Keras variable. Received: "
+            "`variable` must be a Keras variable. Received: "
             f"{type(variable).__name__}. Pass what `add_weight` returned."
         )
     if rule not in MERGE_RULES:
         raise ValueError(
-            "A variable is merged by one of the known rules. Received: "
+            "`rule` must be one of the known rules. Received: "
             f"rule={rule!r}. Choose from {', '.join(MERGE_RULES)}."
         )
     variable._ks_merge = rule
@@ -70,23 +70,23 @@ def merge(variable: keras.Variable, rule: str) -> keras.Variable:
 
 @dataclasses.dataclass(kw_only=True)
 class Merge:
-    """Collects what a step changed and reduces all of it at once.
+    """The changes of a step, collected so that one reduction sums all.
 
     Attributes:
       step: The step that is traced.
-      summands: What is to be summed over the replicas, by place.
+      summands: The arrays to sum over the replicas, by place.
     """
 
     step: StepContext
     summands: list[Any] = dataclasses.field(default_factory=list)
 
     def add(self, value: Array) -> int:
-        """Takes an array to be summed over the replicas; returns its place."""
+        """Adds an array to sum over the replicas; returns its place."""
         self.summands.append(value)
         return len(self.summands) - 1
 
-    def sums(self) -> list[Any]:
-        """The sums, by place."""
+    def compute_sums(self) -> list[Any]:
+        """Returns the sums over the replicas, by place."""
         return all_sum(self.summands, self.step.axis, self.step.buffering)
 
 
@@ -102,31 +102,31 @@ def plan_merge(
     """Plans the merge of one group of variables.
 
     Args:
-      plan: Where the summands go.
+      plan: The plan that collects the summands.
       variables: The variables of the group.
       old: Their values before the step.
-      folded: As `old`, with the seeds that the replica used.
+      folded: The same as `old`, but with the seeds that the replica used.
       new: Their values after the step on this replica.
-      are_metrics: Whether what the replicas added is added up by default.
+      are_metrics: Whether the replicas' changes are summed by default.
 
     Returns:
       A function of the plan's sums that returns the merged values.
     """
     finishers = [
-        _finisher(plan, *of_variable, are_metrics)
+        _plan_variable(plan, *of_variable, are_metrics)
         for of_variable in zip(variables, old, folded, new, strict=True)
     ]
 
     def finish(sums: list[Any]) -> Group:
         return [
-            as_type_of(finisher(sums), o)
+            cast_like(finisher(sums), o)
             for finisher, o in zip(finishers, old, strict=True)
         ]
 
     return finish
 
 
-def _finisher(
+def _plan_variable(
     plan: Merge,
     variable: keras.Variable,
     old: Array,
@@ -141,19 +141,19 @@ def _finisher(
     if new in step.notes.equal and not (step.facts.is_uneven and is_float):
         return lambda sums: new
     if new in step.notes.equal:
-        # Computed alike, but in branches that the compiler may round in
-        # different ways.
-        return _of_first(plan, new)
+        # The computations are equal, but in branches that the compiler may
+        # round differently.
+        return _plan_first(plan, new)
     if is_seed(variable):
-        # Every replica drew as often, or the next draws are those after the
-        # most; the stream's own seed stays.
+        # Replicas with other numbers of rows may have drawn less often. The
+        # next draws come after the largest count; the stream's seed stays.
         drawn = all_max(new[1], step.axis) if step.facts.is_uneven else new[1]
         return lambda sums: jnp.stack([old[0], drawn])
-    rule = _rule(variable, step, is_metric)
-    return _by_rule(plan, rule, old, new, is_metric)
+    rule = _find_rule(variable, step, is_metric)
+    return _plan_by_rule(plan, rule, old, new, is_metric)
 
 
-def _by_rule(
+def _plan_by_rule(
     plan: Merge, rule: str, old: Array, new: Array, is_metric: bool
 ) -> Callable[[list[Any]], Any]:
     step = plan.step
@@ -170,21 +170,21 @@ def _by_rule(
         place = plan.add(new - old)
         return lambda sums: old + sums[place]
     if rule == metric_rules.MEAN and is_metric:
-        place = plan.add(share_of_mean(new - old, step))
+        place = plan.add(compute_mean_share(new - old, step))
         return lambda sums: old + sums[place]
     if rule == "mean":
-        place = plan.add(share_of_mean(new, step))
+        place = plan.add(compute_mean_share(new, step))
         return lambda sums: sums[place]
-    return _of_first(plan, number)
+    return _plan_first(plan, number)
 
 
-def _of_first(plan: Merge, value: Array) -> Callable[[list[Any]], Any]:
-    """Replica 0's value, for all."""
+def _plan_first(plan: Merge, value: Array) -> Callable[[list[Any]], Any]:
+    """Plans that all replicas take the value of replica 0."""
     place = plan.add(keep_first(value, plan.step.axis))
     return lambda sums: sums[place]
 
 
-def share_of_mean(value: Array, step: StepContext) -> Array:
+def compute_mean_share(value: Array, step: StepContext) -> Array:
     """Returns this replica's part of the average over the replicas.
 
     Returns:
@@ -193,11 +193,13 @@ def share_of_mean(value: Array, step: StepContext) -> Array:
     if step.facts.share is None:
         return value / step.num_replicas
     share = jnp.asarray(step.facts.share, value.dtype)
-    # Statistics of no rows are no numbers.
+    # Statistics over zero rows are NaN.
     return jnp.where(share > 0, value * share, jnp.zeros_like(value))
 
 
-def _rule(variable: keras.Variable, step: StepContext, is_metric: bool) -> str:
+def _find_rule(
+    variable: keras.Variable, step: StepContext, is_metric: bool
+) -> str:
     chosen = getattr(variable, "_ks_merge", None)
     if chosen is not None:
         return chosen
@@ -211,23 +213,23 @@ def _rule(variable: keras.Variable, step: StepContext, is_metric: bool) -> str:
     return "mean" if floating else "first"
 
 
-def as_type_of(new: Array, old: Array) -> jax.Array:
-    """`new` with the dtype of `old`, so that no step changes a type."""
+def cast_like(new: Array, old: Array) -> jax.Array:
+    """Casts `new` to the dtype of `old`, so that no step changes a dtype."""
     return jax.lax.convert_element_type(jnp.asarray(new), old.dtype)
 
 
-def with_changes(group: Group, changes: dict[str, Any]) -> Group:
-    """The group with what `changed_values` found of a later one."""
+def apply_changes(group: Group, changes: dict[str, Any]) -> Group:
+    """Returns a copy of the group with the changes of `find_changes`."""
     group = list(group)
     for k, value in changes.items():
         group[int(k)] = value
     return group
 
 
-def changed_values(old: list[Any], new: Group) -> dict[str, Any]:
-    """The values that a step replaced, by their position in the group."""
+def find_changes(old: list[Any], new: Group) -> dict[str, Any]:
+    """Returns the values that a step replaced, by position in the group."""
     return {
-        str(k): as_type_of(n, o)
+        str(k): cast_like(n, o)
         for k, (o, n) in enumerate(zip(old, new, strict=True))
         if n is not o and n is not None
     }

@@ -30,7 +30,7 @@ def update_compiled(
     *args: Any,
     **kwargs: Any,
 ) -> object:
-    """Notes that what is updated was given to `compile`."""
+    """Updates metrics of `compile`, flagged as such."""
     with step.flag("in_compiled"):
         return original(metrics, *args, **kwargs)
 
@@ -46,10 +46,10 @@ def update_state(
     if step.flags.in_metric:
         return original(metric, *args, **kwargs)
     if args:
-        # A `Mean` takes a scalar for a mean over the replica's rows.
+        # A `Mean` treats a scalar as a mean over the replica's rows.
         value = loss_hooks.mark_loss(step, args[0])
         if metric is step.facts.loss_tracker and step.weight not in (0.0, 1.0):
-            # It weights the loss by the replica's rows.
+            # The tracker weights the loss by the replica's rows itself.
             value = value / step.weight
         args = (value, *args[1:])
     if (
@@ -60,7 +60,7 @@ def update_state(
     if step.facts.is_probe:
         with step.flag("in_metric"):
             return original(metric, *args, **kwargs)
-    rule = _rule_of(step, metric, args, kwargs)
+    rule = _choose_rule(step, metric, args, kwargs)
     for variable in metric.variables:
         step.notes.metric_rules[variable] = rule
     if rule == metric_rules.IN_TURN:
@@ -68,32 +68,33 @@ def update_state(
     # In `run` the flag is always set.
     is_gathered = step.flags.sees_global_batch and not step.facts.is_local
     if rule == metric_rules.SAME and not is_gathered:
-        args, kwargs = gather_rows.gathered(step, (args, kwargs))
+        args, kwargs = gather_rows.gather_all_rows(step, (args, kwargs))
     with step.flag("in_metric"):
         return original(metric, *args, **kwargs)
 
 
-def _rule_of(
+def _choose_rule(
     step: StepContext,
     metric: keras.metrics.Metric,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> str:
-    """The rule that an update follows, and those before it have followed."""
+    """Returns the rule of an update, which must be that of earlier ones."""
     rules = [step.notes.metric_rules.get(v) for v in metric.variables]
     known = next((r for r in rules if r is not None), None)
     if step.facts.is_local:
-        rule = known or metric_rules.rule_of_local_update(metric, args, kwargs)
+        rule = known or metric_rules.choose_local_rule(metric, args, kwargs)
     elif step.flags.sees_global_batch:
-        # From gathered rows every replica makes the global batch's update.
+        # The rows are gathered: every replica makes the same update.
         rule = metric_rules.SAME
     else:
-        rule = metric_rules.rule_of_update(
+        rule = metric_rules.choose_update_rule(
             metric, args, kwargs, step.facts.rows
         )
     if rule == metric_rules.GLOBAL or known not in (None, rule):
+        described = metric_rules.describe_metric(metric)
         step.demand_global_batch(
-            f"{metric_rules.title(metric)} is updated with a value without "
+            f"{described} is updated with a value without "
             "the batch's rows, which may be a sum or a mean, or with values "
             "of several kinds. Update it with rows, or use "
             "`keras.metrics.Mean` for a mean over rows"
@@ -119,8 +120,8 @@ def _update_in_turn(
     result = None
     with step.flag("in_metric"):
         for replica in range(step.num_replicas):
-            own = [every[replica] for every in of_all]
-            args, kwargs = jax.tree.unflatten(structure, own)
+            scalars = [every[replica] for every in of_all]
+            args, kwargs = jax.tree.unflatten(structure, scalars)
             result = original(metric, *args, **kwargs)
     return result
 
@@ -128,7 +129,7 @@ def _update_in_turn(
 def reset_state(
     step: StepContext, original: Method, metric: keras.metrics.Metric
 ) -> object:
-    """Lets the metric's changes be counted from here."""
+    """Resets a metric, and makes its later changes count from there."""
     result = original(metric)
     for variable in metric.variables:
         if variable in step.notes.before:
@@ -143,7 +144,7 @@ def result(
     *args: Any,
     **kw: Any,
 ) -> Tree:
-    """The result of all replicas' updates so far.
+    """Computes a metric's result from all replicas' updates so far.
 
     Returns:
       A scalar, or a dict of scalars by name.
@@ -158,9 +159,9 @@ def result(
     finish = merge_lib.plan_merge(
         plan, variables, before, before, mine, are_metrics=True
     )
-    # Where the result is only logged, it is read from the state that the
+    # If the result is only logged, it is computed from the state that the
     # step returns, and this is dead code (`step_logs.merged_logs`).
-    merged = finish(plan.sums())
+    merged = finish(plan.compute_sums())
     scope = _ResultScope(zip(variables, merged, strict=True))
     with step.flag("in_metric"), scope:
         value = original(metric, *args, **kw)
@@ -169,9 +170,10 @@ def result(
         v in step.notes.before and v not in mine_alone for v in scope.read
     )
     if len(scope.written) or reads_others:
+        described = metric_rules.describe_metric(metric)
         step.demand_global_batch(
-            f"the result of {metric_rules.title(metric)} reads a metric that "
-            "is not a part of it, or writes a variable. Make the other metric "
+            f"the result of {described} reads a metric that "
+            "is not part of it, or writes a variable. Make the other metric "
             "an attribute of it, and write in `update_state`"
         )
     parts = value.items() if isinstance(value, dict) else [(None, value)]
@@ -188,9 +190,9 @@ class Result:
 
     Attributes:
       metric: The metric.
-      key: The value's key where the metric returned a dict, or None.
+      key: The value's key if the metric returned a dict, else None.
       variables: The metric's variables.
-      state: Their values on this replica at the time.
+      state: Their values on this replica at that time.
     """
 
     metric: keras.metrics.Metric
@@ -200,13 +202,13 @@ class Result:
 
 
 class _ResultScope(InnerScope):
-    """An inner scope that notes what is read, too."""
+    """An inner scope that also notes which variables are read."""
 
     def __init__(self, mapping: Iterable[tuple[keras.Variable, Any]]) -> None:
         super().__init__(mapping)
         self.read = IdentitySet()
 
     def get_current_value(self, variable: keras.Variable) -> Array | None:
-        """Notes a variable that is read."""
+        """Returns a variable's value and notes that it is read."""
         self.read.add(variable)
         return super().get_current_value(variable)

@@ -1,9 +1,9 @@
-"""The rules by which the replicas' metrics are merged.
+"""The rules that merge the replicas' metrics.
 
-Most metrics are sums over rows: what the replicas added is added up. A metric
+Most metrics are sums over rows: the replicas' changes are summed. A metric
 that is not (a maximum, a last value, a mean of a function that mixes rows)
-is updated on every replica with the rows of all of them. Which it is, is
-known for Keras's own metrics and tried out once for a user's.
+is updated on every replica with the rows of all of them. Keras's metrics are
+known to be sums; a user-defined metric is tested once on toy data.
 """
 
 import warnings
@@ -21,36 +21,36 @@ from keras_strategies.keras_bridge.hooks.gather_rows import has_rows, note_rows
 from keras_strategies.keras_bridge.step_context import StepContext
 
 SUM = "sum"
-"""Each replica's change is added."""
+"""The replicas' changes are summed."""
 MEAN = "mean"
-"""The replicas' changes are averaged: each was given its own share's mean."""
+"""The replicas' changes are averaged: each got the mean over its rows."""
 SAME = "same"
 """Every replica made the same change."""
 IN_TURN = "in turn"
-"""Every replica made the updates of all, one after the other."""
+"""Every replica made the updates of all replicas, one after the other."""
 GLOBAL = "global batch"
-"""No rule is right for sure: the step must see the global batch."""
+"""No rule is certain to be right: the step must see the global batch."""
 
 _PARTS = (3, 5)
 _verdicts: "weakref.WeakKeyDictionary[keras.metrics.Metric, bool]"
 _verdicts = weakref.WeakKeyDictionary()
 
 
-def rule_of_update(
+def choose_update_rule(
     metric: keras.metrics.Metric,
     args: Sequence[Any],
     kwargs: dict[str, Any],
     rows: int,
 ) -> str:
-    """The rule for one call of `metric.update_state`, from its arguments.
+    """Returns the rule for one call of `metric.update_state`.
 
     Args:
       metric: The metric.
-      args: What it is updated with.
-      kwargs: The same, by name.
-      rows: Rows of a replica's batch.
+      args: The arguments of the call.
+      kwargs: The keyword arguments of the call.
+      rows: Number of rows of a replica's batch.
     """
-    arrays = _arrays((args, kwargs))
+    arrays = _find_arrays((args, kwargs))
     if not arrays:
         # Constants of the program are the same on every replica.
         return SAME
@@ -63,28 +63,29 @@ def rule_of_update(
     is_mean = type(metric).update_state is keras.metrics.Mean.update_state
     if not is_mean or _is_array(weight):
         return GLOBAL
-    # Weighted with its rows, a replica's mean adds to a sum over rows.
+    # Means that are weighted with their numbers of rows add up to a sum over
+    # rows.
     return SUM if _is_number(weight) and weight == rows else MEAN
 
 
-def rule_of_local_update(
+def choose_local_rule(
     metric: keras.metrics.Metric, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> str:
-    """The rule for an update in a user's own replica function.
+    """Returns the rule for an update in a function given to `run`.
 
-    As in tf.distribute a replica adds what it likes, and all is added up. A
+    As in tf.distribute a replica may add any value, and all are summed. A
     metric that is not a sum of its updates sees the entries of all replicas.
     """
     if _is_keras_own(metric):
         return SUM
-    if rank((args, kwargs)):
+    if find_max_rank((args, kwargs)):
         return SUM if _is_additive(metric, args, kwargs) else SAME
-    is_sum = _in_own_thread(lambda: _adds_the_same(metric, args, kwargs))
+    is_sum = _run_in_thread(lambda: _adds_the_same(metric, args, kwargs))
     return SUM if is_sum else IN_TURN
 
 
-def title(metric: keras.metrics.Metric) -> str:
-    """A metric's name and class, for messages."""
+def describe_metric(metric: keras.metrics.Metric) -> str:
+    """Returns a metric's name and class, for messages."""
     return f"metric {metric.name!r} ({type(metric).__name__})"
 
 
@@ -94,18 +95,18 @@ def note_sizes(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Notes what `rule_of_update` took for rows, for a probe to confirm."""
+    """Notes the sizes that `choose_update_rule` took for rows, for a probe."""
     leaves, rows = tree.flatten((args, kwargs)), step.facts.rows
-    of = title(metric)
+    of = describe_metric(metric)
     note_rows(step, leaves, of)
-    arrays = _arrays(leaves)
+    arrays = _find_arrays(leaves)
     may_count = bool(arrays) and not any(has_rows(a, rows) for a in arrays)
     for leaf in filter(_is_number, leaves):
-        step.took_for_rows(leaf, may_count and leaf == rows, of)
+        step.note_size(leaf, may_count and leaf == rows, of)
 
 
 def _is_number(value: object) -> bool:
-    """Whether a value is a Python number."""
+    """Returns whether a value is a Python number."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -113,7 +114,7 @@ def _is_array(value: object) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
-def _arrays(nest: Tree) -> list[Any]:
+def _find_arrays(nest: Tree) -> list[Any]:
     return list(filter(_is_array, tree.flatten(nest)))
 
 
@@ -127,9 +128,9 @@ def _is_keras_own(metric: keras.metrics.Metric) -> bool:
     return True
 
 
-def rank(arrays: Tree) -> int:
-    """The largest number of dimensions in a nest of arrays."""
-    return max((len(a.shape) for a in _arrays(arrays)), default=0)
+def find_max_rank(arrays: Tree) -> int:
+    """Returns the largest number of dimensions in a nest of arrays."""
+    return max((len(a.shape) for a in _find_arrays(arrays)), default=0)
 
 
 def _is_from_keras(thing: object) -> bool:
@@ -140,12 +141,12 @@ def _is_from_keras(thing: object) -> bool:
 
 
 def mixes_rows(loss: object, ndim: int) -> bool:
-    """Whether the value of a loss or metric for one row depends on others.
+    """Returns whether a loss's or metric's value for a row depends on others.
 
-    True for Keras's Dice, Tversky and Circle, for its hinge losses (they look
-    at all labels to tell 0/1 from -1/1), for what reduces over the axis of
-    the rows (any function of Keras's does, of arrays that have no other),
-    and for what was marked by `keras_strategies.global_batch_loss`.
+    True for Keras's Dice, Tversky and Circle, for its hinge losses (which read
+    all labels to distinguish 0/1 from -1/1), for losses that reduce over the
+    axis of the rows (all of Keras's functions do if there is no other axis),
+    and for losses marked by `keras_strategies.global_batch_loss`.
 
     Args:
       loss: A loss or metric, an object or a function.
@@ -180,7 +181,7 @@ _ROW_MIXING_FUNCTIONS = tuple(made().fn for made in _ROW_MIXING_CLASSES)
 def _is_additive(
     metric: keras.metrics.Metric, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> bool:
-    if mixes_rows(metric, rank((args, kwargs))):
+    if mixes_rows(metric, find_max_rank((args, kwargs))):
         return False
     if _is_keras_own(metric):
         return True
@@ -194,9 +195,9 @@ def _is_additive(
             warnings.warn(
                 f"Metric {metric.name!r} ({type(metric).__name__}) is not a "
                 "sum over rows: updating it with two halves of a batch is "
-                "not updating it with the whole. It is evaluated on the "
-                "gathered rows of all replicas, which is exact and costs one "
-                "gather of y and y_pred a step.",
+                "not the same as updating it with the entire batch. It is "
+                "evaluated on the gathered rows of all replicas, which is "
+                "exact and costs one gather of y and y_pred per step.",
                 UserWarning,
                 stacklevel=2,
             )
@@ -206,24 +207,24 @@ def _is_additive(
 def _try_out(
     metric: keras.metrics.Metric, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> bool:
-    """Whether updates with parts of toy batches add up to the whole's."""
+    """Returns whether updates with parts of toy batches add up."""
     batch = (tuple(args), dict(kwargs))
-    rows = next(a.shape[0] for a in _arrays(batch) if len(a.shape))
-    return _in_own_thread(lambda: _adds_up(metric, batch, rows))
+    rows = next(a.shape[0] for a in _find_arrays(batch) if len(a.shape))
+    return _run_in_thread(lambda: _adds_up(metric, batch, rows))
 
 
-def _in_own_thread(question: Callable[[], bool]) -> bool:
-    """The answer, found where nothing is known of the trace under way."""
+def _run_in_thread(question: Callable[[], bool]) -> bool:
+    """Runs a predicate in a thread that is not tracing; an error is False."""
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(question)
-    # It failed where the user's code met data it was not made for.
+    # The user's code may fail on toy data that it does not support.
     return answer.exception() is None and answer.result()
 
 
 def _adds_the_same(
     metric: keras.metrics.Metric, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> bool:
-    """Whether updates with scalars add what does not depend on the state."""
+    """Returns whether scalar updates add values independent of the state."""
     random = np.random.default_rng(0)
     for toy in _TOYS:
 
@@ -233,12 +234,12 @@ def _adds_the_same(
             value = random.uniform(toy.low, toy.high)
             return np.asarray(value).astype(like.dtype)
 
-        state = _reset(metric)
+        state = _make_reset_state(metric)
         for _ in range(12):
             batch = tree.map_structure(scalar, (tuple(args), dict(kwargs)))
-            first = _reset(metric)
-            at_once = _updated(metric, first, batch)
-            later = _updated(metric, state, batch)
+            first = _make_reset_state(metric)
+            at_once = _compute_update(metric, first, batch)
+            later = _compute_update(metric, state, batch)
             for a, f, x, s in zip(at_once, first, later, state, strict=True):
                 added = np.subtract(a, f, dtype="float64")
                 then = np.subtract(x, s, dtype="float64")
@@ -249,57 +250,59 @@ def _adds_the_same(
 
 
 def _adds_up(metric: keras.metrics.Metric, like: Tree, rows: int) -> bool:
-    """Whether toy batches of some kind show a sum, and none the contrary."""
-    found: list[bool | None] = []
+    """Returns whether some toy data show a sum, and none disprove it."""
+    answers: list[bool | None] = []
     error: Exception | None = None
     for toy in _TOYS:
         try:
-            found.append(_adds_up_on(toy, metric, like, rows))
-        except Exception as e:  # Data that the user's code was not made for.
+            answers.append(_adds_up_on(toy, metric, like, rows))
+        except Exception as e:  # The user's code may not support these data.
             error = e
-    if not found and error is not None:
+    if not answers and error is not None:
         raise error
-    return any(found) and False not in found
+    return any(answers) and False not in answers
 
 
 def _adds_up_on(
     toy: "_Toy", metric: keras.metrics.Metric, like: Tree, rows: int
 ) -> bool | None:
-    """As `_adds_up`, of one kind of toy data; None where nothing shows."""
-    state = _reset(metric)
+    """Returns the answer for one kind of toy data, None if undecided."""
+    state = _make_reset_state(metric)
     random = np.random.default_rng(0)
-    found = None
+    adds_up = None
     for _ in range(2):
         batch = tree.map_structure(
-            lambda a: _toy(a, rows, toy, random) if _is_array(a) else a, like
+            lambda a: _make_toy(a, rows, toy, random) if _is_array(a) else a,
+            like,
         )
-        whole = _updated(metric, state, batch)
+        at_once = _compute_update(metric, state, batch)
+        # The rule SUM: the changes of both parts, each made from `state`.
         merged = [np.array(s) for s in state]
         start = 0
         for size in _PARTS:
             part = _take(batch, slice(start, start + size))
-            changed = _updated(metric, state, part)
+            changed = _compute_update(metric, state, part)
             merged = [
                 m + (c - s)
                 for m, c, s in zip(merged, changed, state, strict=True)
             ]
             start += size
-        for m, w, s in zip(merged, whole, state, strict=True):
-            # An overflow or a logarithm of a negative number shows nothing.
+        for m, w, s in zip(merged, at_once, state, strict=True):
+            # An overflow or a logarithm of a negative number decides nothing.
             finite = np.isfinite(np.asarray(m, "float64")) & np.isfinite(w)
             if not np.allclose(m[finite], w[finite], rtol=1e-4, atol=1e-5):
                 return False
             if not np.array_equal(w[finite], s[finite]):
-                found = True
-        state = whole
-    return found
+                adds_up = True
+        state = at_once
+    return adds_up
 
 
-def _reset(metric: keras.metrics.Metric) -> list[np.ndarray]:
+def _make_reset_state(metric: keras.metrics.Metric) -> list[np.ndarray]:
     return [np.asarray(v) for v in metric.stateless_reset_state()]
 
 
-def _updated(
+def _compute_update(
     metric: keras.metrics.Metric,
     state: list[np.ndarray],
     batch: Tree,
@@ -310,7 +313,7 @@ def _updated(
 
 
 class _Toy(NamedTuple):
-    """Ranges of toy data: what a metric counts may show in one only."""
+    """A range of toy data; some metrics react only to one of the ranges."""
 
     low: float
     high: float
@@ -320,13 +323,13 @@ class _Toy(NamedTuple):
 _TOYS = (_Toy(0.05, 0.95, 1), _Toy(-3.0, 3.0, 9), _Toy(-200.0, 200.0, 99))
 
 
-def _toy(
+def _make_toy(
     like: Array, rows: int, toy: _Toy, random: np.random.Generator
 ) -> np.ndarray:
     if not like.shape:
         return np.ones((), like.dtype)
     if like.shape[0] != rows:
-        raise ValueError("An argument without rows cannot be divided.")
+        raise ValueError("An argument without rows cannot be split.")
     shape = (sum(_PARTS), *like.shape[1:])
     if np.issubdtype(like.dtype, np.integer):
         values = random.integers(0, toy.largest_int + 1, shape)

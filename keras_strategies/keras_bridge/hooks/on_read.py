@@ -1,8 +1,9 @@
-"""Variables with a copy of their own on each replica.
+"""Variables with a separate copy on each replica.
 
-A `keras.Variable` with `synchronization="on_read"` is written by each replica
-of a `run` on its own; outside it holds the copies, aggregated. The copies are
-one array with a dimension of replicas, beside the variable's own value.
+In `run` each replica writes its copy of a `keras.Variable` that has
+`synchronization="on_read"`; outside, the variable's value is the aggregate of
+the copies. The copies are stored with it, as one array with a dimension of
+replicas.
 """
 
 import dataclasses
@@ -46,10 +47,10 @@ class Unreadable:
 
     def _raise(self, *args: object, **kwargs: object) -> NoReturn:
         raise ValueError(
-            "A variable with a copy on each replica and no aggregation has no "
-            f"one value. Received: a read of {self._path!r} outside of `run`. "
+            "A variable with a copy on each replica must have an aggregation "
+            f"to be read. Received: a read of {self._path!r} outside of `run`. "
             'Create it with aggregation="sum", "mean" or '
-            '"only_first_replica", or ask for the copies: '
+            '"only_first_replica", or read the copies: '
             "`strategy.experimental_local_results(variable)`."
         )
 
@@ -61,7 +62,7 @@ class Unreadable:
 
 @dataclasses.dataclass(frozen=True)
 class Copies:
-    """The copies, and the variable's own value that was made of them."""
+    """A variable's copies, and the value that was aggregated from them."""
 
     array: jax.Array
     value: Any
@@ -70,10 +71,10 @@ class Copies:
 def create(
     mesh: ReplicaMesh, next_creator: VariableCreator, **kwargs: Any
 ) -> keras.Variable:
-    """A variable creator: gives those that need it a copy on each replica.
+    """Creates a variable, with a copy on each replica if it needs one.
 
     Raises:
-      ValueError: a way of synchronizing that no strategy has.
+      ValueError: if the synchronization is one that strategies do not support.
     """
     mode, name = kwargs.get("synchronization"), kwargs.get("name")
     if mode in (None, "none"):
@@ -88,38 +89,38 @@ def create(
     is_metrics = isinstance(caller, keras.metrics.Metric)
     if variable.synchronization == "on_read" and not is_metrics:
         setattr(variable, _MARK, True)
-        settle(variable, mesh)
+        create_copies(variable, mesh)
     return variable
 
 
 def is_on_read(variable: object) -> bool:
-    """Whether a variable has a copy of its own on each replica."""
+    """Returns whether a variable has a separate copy on each replica."""
     return getattr(variable, _MARK, False)
 
 
-def copies_of(variable: keras.Variable, mesh: ReplicaMesh) -> jax.Array:
-    """The copies: (replicas, *shape), one on each device.
+def get_copies(variable: keras.Variable, mesh: ReplicaMesh) -> jax.Array:
+    """Returns the copies: (replicas, *shape), one on each device.
 
-    At first each is the initial value. What was assigned outside of `run`
-    since is shared out: with aggregation "sum" in parts that add up to it,
-    else as it is.
+    At first each is the initial value. A value that was assigned outside of
+    `run` since is distributed: with aggregation "sum" in parts that add up to
+    it, otherwise unchanged.
     """
-    held: Copies | None = getattr(variable, _COPIES, None)
+    copies: Copies | None = getattr(variable, _COPIES, None)
     value = variable._value
-    if held is not None and held.value is value:
-        _check_home(variable, held.array, mesh)
-        return held.array
+    if copies is not None and copies.value is value:
+        _check_home(variable, copies.array, mesh)
+        return copies.array
     host = np.asarray(value)
     parts = np.broadcast_to(host, (mesh.num_replicas, *host.shape))
-    if held is not None and variable.aggregation == "sum":
-        parts = _parts_of_sum(host, mesh.num_replicas)
+    if copies is not None and variable.aggregation == "sum":
+        parts = _split_sum(host, mesh.num_replicas)
     return jax.device_put(parts, mesh.split)
 
 
-def shapes_of_copies(
+def make_copy_shapes(
     variables: Sequence[keras.Variable], mesh: ReplicaMesh
 ) -> list[jax.ShapeDtypeStruct]:
-    """What a program is lowered with in the place of variables' copies."""
+    """Returns the shapes of variables' copies, to lower a program with."""
     count = mesh.num_replicas
     return [
         jax.ShapeDtypeStruct((count, *v.shape), v.dtype, sharding=mesh.split)
@@ -132,33 +133,37 @@ def _check_home(
 ) -> None:
     if array.sharding.device_set != set(mesh.devices):
         raise ValueError(
-            "A variable with a copy on each replica is used by the strategy "
-            f"that made it. Received: {variable.path!r}, whose copies are on "
+            "A variable with a copy on each replica must be used by the "
+            "strategy that created it. "
+            f"Received: {variable.path!r}, whose copies are on "
             f"{array.shape[0]} devices, in `run` of a strategy of "
             f"{mesh.num_replicas} replicas on others. Create it in this "
             "strategy's scope."
         )
 
 
-def settle(variable: keras.Variable, mesh: ReplicaMesh) -> None:
-    """Gives a variable its first copies, where it has none."""
-    # Where a slice is only compiled for, variables stay on the host.
+def create_copies(variable: keras.Variable, mesh: ReplicaMesh) -> None:
+    """Creates a variable's copies, if it needs them and has none."""
+    # On an abstract mesh programs are only compiled: variables stay on the
+    # host.
     is_made = variable._value is not None and not mesh.is_abstract
     if is_on_read(variable) and is_made and not hasattr(variable, _COPIES):
-        array = copies_of(variable, mesh)
+        array = get_copies(variable, mesh)
         total = np.asarray(variable._value)
         if variable.aggregation == "sum":
             total = total * np.asarray(mesh.num_replicas, total.dtype)
-        hold(variable, array, jax.device_put(total, mesh.whole))
+        set_copies(variable, array, jax.device_put(total, mesh.whole))
 
 
-def hold(variable: keras.Variable, array: jax.Array, aggregate: Array) -> None:
-    """Sets a variable's copies, and what it is outside of `run`.
+def set_copies(
+    variable: keras.Variable, array: jax.Array, aggregate: Array
+) -> None:
+    """Sets a variable's copies, and its value outside of `run`.
 
     Args:
       variable: The variable.
       array: The copies.
-      aggregate: The copies, aggregated; not used without an aggregation.
+      aggregate: The aggregate of the copies; unused without an aggregation.
     """
     if variable.aggregation == "none":
         aggregate = Unreadable(variable)
@@ -169,17 +174,17 @@ def hold(variable: keras.Variable, array: jax.Array, aggregate: Array) -> None:
 def plan_aggregate(
     plan: merge_lib.Merge, variable: keras.Variable, copy: Array
 ) -> Callable[[list[Any]], Any]:
-    """Plans the aggregate of a replica's copies; see `merge.plan_merge`."""
+    """Plans the aggregate of the replicas' copies; see `merge.plan_merge`."""
     step: StepContext = plan.step
     number = as_number(copy)
     divisor = step.num_replicas if variable.aggregation == "mean" else 1
     if variable.aggregation in ("only_first_replica", "none"):
         number = keep_first(number, step.axis)
     place = plan.add(number)
-    return lambda sums: merge_lib.as_type_of(sums[place] / divisor, copy)
+    return lambda sums: merge_lib.cast_like(sums[place] / divisor, copy)
 
 
-def _parts_of_sum(value: np.ndarray, count: int) -> np.ndarray:
+def _split_sum(value: np.ndarray, count: int) -> np.ndarray:
     if np.issubdtype(value.dtype, np.integer):
         floor, rest = np.divmod(value, count)
         index = np.arange(count).reshape(count, *[1] * value.ndim)

@@ -1,6 +1,6 @@
-"""Changes to optimizers while a step is traced: gradients of all replicas.
+"""Changes to optimizers while a step is traced: reduction of gradients.
 
-Loss scaling and gradient accumulation are Keras's own, on reduced gradients.
+Keras's loss scaling and gradient accumulation see the reduced gradients.
 
 References:
   - Micikevicius et al., Mixed Precision Training (2018), on loss scaling:
@@ -27,7 +27,7 @@ from keras_strategies._types import Array
 from keras_strategies.keras_bridge.hooks import loss_hooks
 from keras_strategies.keras_bridge.hooks.variables_used import (
     InnerScope,
-    scopes_ask_outwards,
+    chain_scopes,
 )
 from keras_strategies.keras_bridge.step_context import StepContext
 from keras_strategies.keras_bridge.variables import shardings
@@ -43,12 +43,12 @@ def apply(
     *args: Any,
     **kwargs: Any,
 ) -> object:
-    """Reduces the gradients, then lets the optimizer apply them."""
+    """Reduces the gradients, then applies them with the optimizer."""
     if step.flags.in_optimizer:
         return original(optimizer, grads, *args, **kwargs)
     variables = args[0] if args else kwargs.get("trainable_variables")
     if variables is None:
-        variables = _known_variables(optimizer)
+        variables = _find_variables(optimizer)
     if _is_cut(step, optimizer, variables):
         _apply_in_cut(step, original, optimizer, grads, list(variables))
         return None
@@ -59,7 +59,7 @@ def apply(
             result = _apply_purely(optimizer, grads, list(variables))
         else:
             result = original(optimizer, grads, *args, **kwargs)
-    # Equal on all replicas, as the gradients were.
+    # Equal on all replicas, because the reduced gradients are.
     applied = (*variables, *optimizer.variables)
     step.notes.equal.update(variable.value for variable in applied)
     return result
@@ -74,11 +74,11 @@ def stateless_apply(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Any, ...]:
-    """As `apply`, of values."""
+    """Reduces the gradients, then calls the optimizer's `stateless_apply`."""
     apply_to = functools.partial(original, optimizer, optimizer_variables)
     if step.flags.in_optimizer:
         return apply_to(grads, *args, **kwargs)
-    variables = _known_variables(optimizer)
+    variables = _find_variables(optimizer)
     if _is_cut(step, optimizer, variables):
         weights = args[0] if args else kwargs["trainable_variables"]
         count = len(variables)
@@ -88,9 +88,9 @@ def stateless_apply(
             weights, slots = apply_to(grads, values[:count])
             return [*weights, *slots]
 
-        held = [*variables, *optimizer.variables]
+        targets = [*variables, *optimizer.variables]
         values = [*weights, *optimizer_variables]
-        new = _updated(step, optimizer, grads, held, values, update)
+        new = _mark_update(step, optimizer, grads, targets, values, update)
         step.notes.equal.update(new)
         return new[:count], new[count:]
     grads = _reduce_gradients(step, optimizer, grads, variables)
@@ -100,7 +100,7 @@ def stateless_apply(
     return result
 
 
-def _known_variables(
+def _find_variables(
     optimizer: keras.optimizers.Optimizer,
 ) -> list[keras.Variable]:
     return getattr(optimizer, "_trainable_variables", [])
@@ -111,12 +111,12 @@ def _is_cut(
     optimizer: keras.optimizers.Optimizer,
     variables: Sequence[keras.Variable],
 ) -> bool:
-    """Whether the step is cut at this update: its variables are divided."""
-    held = [*variables, *optimizer.variables]
-    if not shardings.any_sharded(held, step.facts.mesh):
+    """Returns whether the step is cut here, to update sharded variables."""
+    targets = [*variables, *optimizer.variables]
+    if not shardings.any_sharded(targets, step.facts.mesh):
         return False
     if not is_collecting():
-        shardings.note_replicated_update(held)
+        shardings.note_replicated_update(targets)
         return False
     return True
 
@@ -128,56 +128,60 @@ def _apply_in_cut(
     grads: Sequence[Array | None],
     variables: list[keras.Variable],
 ) -> None:
-    """`apply` in a step that is cut at it."""
+    """Applies gradients in a step that is cut at this update."""
     weights = IdentitySet(variables)
     slots = [v for v in optimizer.variables if v not in weights]
-    held = [*variables, *slots]
+    targets = [*variables, *slots]
 
     def update(grads: list[Any], values: list[Any]) -> list[Any]:
-        scope = InnerScope(list(zip(held, values, strict=True)))
-        with scopes_ask_outwards(), scope:
+        scope = InnerScope(list(zip(targets, values, strict=True)))
+        with chain_scopes(), scope:
             if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
                 _apply_purely(optimizer, grads, variables)
             else:
                 original(optimizer, grads, variables)
-        return [scope.get_current_value(v) for v in held]
+        return [scope.get_current_value(v) for v in targets]
 
-    values = [v.value for v in held]
-    new = _updated(step, optimizer, grads, held, values, update)
+    values = [v.value for v in targets]
+    new = _mark_update(step, optimizer, grads, targets, values, update)
     with step.flag("in_optimizer"):
-        for variable, value in zip(held, new, strict=True):
+        for variable, value in zip(targets, new, strict=True):
             variable.assign(value)
-    step.notes.equal.update(v.value for v in held)
+    step.notes.equal.update(v.value for v in targets)
 
 
-def _updated(
+def _mark_update(
     step: StepContext,
     optimizer: keras.optimizers.Optimizer,
     grads: Sequence[Array | None],
-    held: list[keras.Variable],
+    targets: list[keras.Variable],
     values: list[Any],
     update: Callable[[list[Any], list[Any]], list[Any]],
 ) -> list[Any]:
-    """The new values of weights and slots, as an equation to cut at.
+    """Computes new weights and slots in an equation that marks the cut.
 
     Args:
       step: The step that is traced.
       optimizer: The optimizer.
-      grads: This replica's gradients; None where there is none.
-      held: The weights, in the gradients' order, then the slots.
+      grads: This replica's gradients; None for a weight without one.
+      targets: The weights, in the gradients' order, then the slots.
       values: Their values.
-      update: The optimizer's update: of reduced gradients and values.
+      update: The optimizer's update, a function of reduced gradients and
+        values that returns new values.
     """
     mesh = step.facts.mesh
-    grads = _of_rows(step, grads)
+    grads = _clear_empty(step, grads)
+    # The operands of an equation are arrays, so missing gradients are left
+    # out of it and put back inside.
     present = [i for i, g in enumerate(grads) if g is not None]
 
-    def every(given: list[Any]) -> list[Any]:
-        found = dict(zip(present, given, strict=True))
-        return [found.get(i) for i in range(len(grads))]
+    def with_missing(some: list[Any]) -> list[Any]:
+        by_index = dict(zip(present, some, strict=True))
+        return [by_index.get(i) for i in range(len(grads))]
 
-    def reduce(given: list[Any]) -> list[Any]:
-        reduced = _reduce_gradients(step, optimizer, every(given), held)
+    def reduce(some: list[Any]) -> list[Any]:
+        every = with_missing(some)
+        reduced = _reduce_gradients(step, optimizer, every, targets)
         return [reduced[i] for i in present]
 
     def reduction(variable: keras.Variable) -> Reduction:
@@ -186,22 +190,24 @@ def _updated(
 
     with step.flag("in_optimizer"):
         return mark_update(
-            lambda given, values: update(every(given), values),
+            lambda some, values: update(with_missing(some), values),
             reduce,
             [grads[i] for i in present],
             values,
-            reductions=[reduction(held[i]) for i in present],
-            specs=[shardings.spec_of(v, mesh) for v in held],
-            divisor=_divisor(step, optimizer),
-            on_replicated=lambda: shardings.note_replicated_update(held),
+            reductions=[reduction(targets[i]) for i in present],
+            specs=[shardings.spec_of(v, mesh) for v in targets],
+            divisor=_find_divisor(step, optimizer),
+            on_replicated=lambda: shardings.note_replicated_update(targets),
         )
 
 
-def _divisor(step: StepContext, optimizer: keras.optimizers.Optimizer) -> int:
-    """What the sum of the replicas' gradients is divided by.
+def _find_divisor(
+    step: StepContext, optimizer: keras.optimizers.Optimizer
+) -> int:
+    """Returns the divisor of the sum of the replicas' gradients.
 
-    A scaled loss was divided by the number of replicas already, so that a
-    replica's gradients overflow where one device's would.
+    A scaled loss is divided by the number of replicas already, so that a
+    replica's gradients overflow just when those of one device would.
     """
     is_sum = step.facts.is_local or optimizer in step.notes.scaled_losses
     return 1 if is_sum else step.num_sharing
@@ -212,10 +218,10 @@ def _apply_purely(
     grads: list[Any],
     variables: list[keras.Variable],
 ) -> None:
-    """`apply` by way of `stateless_apply`.
+    """Applies gradients by way of `stateless_apply`.
 
-    LossScaleOptimizer's own writes variables inside of a branch, which no
-    trace of JAX allows (keras 3.15).
+    `LossScaleOptimizer.apply` writes variables inside a branch, which JAX
+    does not allow in a trace (keras 3.15).
     """
     if not optimizer.built:
         optimizer.build(variables)
@@ -234,14 +240,14 @@ def _reduce_gradients(
     grads: Sequence[Array | None],
     variables: Sequence[keras.Variable],
 ) -> list[Any]:
-    grads = _of_rows(step, grads)
+    grads = _clear_empty(step, grads)
     overwriting = list(map(_is_overwritten, variables))
     overwriting += [False] * (len(grads) - len(overwriting))
     summed = [
         i for i, g in enumerate(grads) if g is not None and not overwriting[i]
     ]
     sums = all_sum([grads[i] for i in summed], step.axis, step.buffering)
-    divisor = _divisor(step, optimizer)
+    divisor = _find_divisor(step, optimizer)
     reduced = list(grads)
     for i, total in zip(summed, sums, strict=True):
         reduced[i] = total if divisor == 1 else total / divisor
@@ -251,21 +257,22 @@ def _reduce_gradients(
     return reduced
 
 
-def _of_rows(step: StepContext, grads: Sequence[Array | None]) -> list[Any]:
-    """Gradients, of which a replica without rows has none."""
+def _clear_empty(step: StepContext, grads: Sequence[Array | None]) -> list[Any]:
+    """Returns the gradients, cleared if this replica has no rows."""
     if not step.is_empty:
         return list(grads)
-    # In `run` a replica's loss is what its author says.
-    empty = _without_nan if step.facts.is_local else jnp.zeros_like
+    # In `run` the loss is user-defined, and may have gradients even without
+    # rows: only NaN is removed.
+    empty = _clear_nan if step.facts.is_local else jnp.zeros_like
     return [grad if grad is None else empty(grad) for grad in grads]
 
 
-def _without_nan(array: Array) -> jax.Array:
+def _clear_nan(array: Array) -> jax.Array:
     return jnp.where(jnp.isnan(array), jnp.zeros_like(array), array)
 
 
 def _is_overwritten(variable: keras.Variable) -> bool:
-    """Whether a gradient takes a variable's place, as float8's scales."""
+    """Returns whether gradients replace a variable, as for float8 scales."""
     return getattr(variable, "overwrite_with_gradient", False)
 
 
@@ -275,7 +282,7 @@ def scale_loss(
     optimizer: keras.optimizers.Optimizer,
     loss: Array,
 ) -> Array:
-    """The loss as an optimizer scales it, divided by the replicas, too.
+    """Scales a loss; if the optimizer scales it, also divides by the replicas.
 
     Returns:
       A scalar.
@@ -285,7 +292,7 @@ def scale_loss(
     scales = (
         isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         or getattr(optimizer, "loss_scale_factor", None) is not None
-        or any(map(_is_overwritten, _known_variables(optimizer)))
+        or any(map(_is_overwritten, _find_variables(optimizer)))
     )
     if not scales or step.flags.in_scaling or step.facts.is_local:
         return original(optimizer, loss)

@@ -1,4 +1,4 @@
-"""Streams of random numbers: each replica's own, and those of all."""
+"""Streams of random numbers: per-replica ones, and one for all replicas."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ _HASH = np.uint32(0x9E3779B9)
 
 
 def is_seed(variable: keras.Variable) -> bool:
-    """Whether a variable is the state of a `keras.random.SeedGenerator`."""
+    """Returns whether a variable is a `keras.random.SeedGenerator`'s state."""
     return (
         variable.name == "seed_generator_state"
         and tuple(variable.shape) == (2,)
@@ -27,20 +27,21 @@ def is_seed(variable: keras.Variable) -> bool:
 def fold_seeds(
     variables: Sequence[keras.Variable], values: Arrays, step: StepContext
 ) -> Arrays:
-    """Gives every replica random streams of its own.
+    """Folds the replica's id into seeds, for separate random streams.
 
-    A hash of the replica's id is mixed into the seed. Adding the id instead
-    would make seed 3 on replica 1 the stream of seed 4 on replica 0.
+    A hash of the id is mixed into the seed. With the id itself, seed 3 on
+    replica 1 would have the stream of seed 4 on replica 0.
     """
-    step.notes.own_seeds.update(filter(is_seed, variables))
+    step.notes.replica_seeds.update(filter(is_seed, variables))
     return [
-        _folded(value, step) if is_seed(variable) else value
+        _fold_seed(value, step) if is_seed(variable) else value
         for variable, value in zip(variables, values, strict=True)
     ]
 
 
-def _folded(seed: Array, step: StepContext) -> Array:
-    """The seed of a replica's own stream; and back, if it is one."""
+def _fold_seed(seed: Array, step: StepContext) -> Array:
+    """Folds the replica's id into a seed; folding twice restores the seed."""
+    # Multiplications and shifts spread consecutive ids over all 32 bits.
     mixed = jnp.asarray(replica_id(step.axis)).astype("uint32") * _HASH
     mixed = (mixed ^ (mixed >> 15)) * np.uint32(0x85EBCA6B)
     return seed.at[0].set(seed[0] ^ mixed ^ (mixed >> 13))
@@ -53,15 +54,15 @@ def next_seed(
     *args: Any,
     **kwargs: Any,
 ) -> Array:
-    """`SeedGenerator.next`: what is written to all copies draws alike.
+    """Draws the next seed, the same on all replicas for values of all copies.
 
-    An optimizer that adds noise is given that of one device.
+    So an optimizer that adds noise adds the noise of one device.
 
     Returns:
       The seed, two numbers of type uint32.
     """
     seed = original(generator, *args, **kwargs)
     is_for_all = step.flags.in_optimizer or step.flags.in_update
-    if is_for_all and generator.state in step.notes.own_seeds:
-        return _folded(seed, step)
+    if is_for_all and generator.state in step.notes.replica_seeds:
+        return _fold_seed(seed, step)
     return seed

@@ -1,13 +1,13 @@
 """Changes to losses, optimizers and variables while a step is traced.
 
-Between the start and the end of a trace, and for the tracing thread alone:
-- the outermost optimizer reduces the gradients over the replicas first
+Between the start and the end of a trace, only in the tracing thread:
+- the outermost optimizer first reduces the gradients over the replicas
   (optimizer_hooks.py);
-- losses take their denominators over the global batch, and losses that mix
-  rows see the rows of all replicas (loss_hooks.py);
+- losses have denominators over the global batch, and losses that mix rows see
+  the rows of all replicas (loss_hooks.py);
 - metrics are updated by the rule that fits them (metric_hooks.py).
-Classes are wrapped rather than instances, so that every optimizer, loss and
-metric is met wherever a model keeps it, and nothing is left on a model.
+Classes are wrapped rather than instances, so that the hooks reach every
+optimizer, loss and metric of a model and leave nothing on it.
 """
 
 import contextlib
@@ -48,39 +48,43 @@ _OF_METRIC_LISTS = {"update_state": metric_hooks.update_compiled}
 
 
 def trace_hooks() -> contextlib.AbstractContextManager[None]:
-    """Installs the hooks while a block traces a step; restores all after."""
-    return _patches.held()
+    """Installs the hooks while a block traces a step."""
+    return _patches.hold()
 
 
-def _find() -> Iterator[Patch]:
-    yield loss_module, "reduce_values", _hook(loss_hooks.reduce_values)
-    yield loss_module, "apply_mask", _hook(loss_hooks.apply_mask)
-    for cls in _classes(keras.losses.Loss):
-        yield from _of_class(cls, _OF_LOSSES)
-    for cls in dict.fromkeys((*keras.Model.__mro__, *_classes(keras.Model))):
-        yield from _of_class(cls, _OF_MODELS)
+def _find_patches() -> Iterator[Patch]:
+    yield loss_module, "reduce_values", _make_hook(loss_hooks.reduce_values)
+    yield loss_module, "apply_mask", _make_hook(loss_hooks.apply_mask)
+    for cls in _find_classes(keras.losses.Loss):
+        yield from _find_class_patches(cls, _OF_LOSSES)
+    for cls in dict.fromkeys(
+        (*keras.Model.__mro__, *_find_classes(keras.Model))
+    ):
+        yield from _find_class_patches(cls, _OF_MODELS)
     normalization = keras.layers.BatchNormalization
-    yield normalization, "call", _hook(batch_norm.call_layer)
-    for cls in _classes(BaseOptimizer):
-        yield from _of_class(cls, _OF_OPTIMIZERS)
-    for cls in _classes(keras.metrics.Metric):
+    yield normalization, "call", _make_hook(batch_norm.call_layer)
+    for cls in _find_classes(BaseOptimizer):
+        yield from _find_class_patches(cls, _OF_OPTIMIZERS)
+    for cls in _find_classes(keras.metrics.Metric):
         is_list = issubclass(cls, CompileMetrics | MetricsList)
-        yield from _of_class(cls, _OF_METRIC_LISTS if is_list else _OF_METRICS)
-    yield keras.random.SeedGenerator, "next", _hook(seeds.next_seed)
+        yield from _find_class_patches(
+            cls, _OF_METRIC_LISTS if is_list else _OF_METRICS
+        )
+    yield keras.random.SeedGenerator, "next", _make_hook(seeds.next_seed)
     for name in ("assign", "assign_add", "assign_sub"):
-        yield KerasVariable, name, _hook(variable_writes.assign)
+        yield KerasVariable, name, _make_hook(variable_writes.assign)
 
 
-def _of_class(
+def _find_class_patches(
     cls: type, hooks: dict[str, Callable[..., Any]]
 ) -> Iterator[Patch]:
     for name, hook in hooks.items():
         if name in vars(cls):
-            yield cls, name, _hook(hook)
+            yield cls, name, _make_hook(hook)
 
 
-def _hook(wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    """What wraps a method: in a step `wrapper(step, original, ...)`."""
+def _make_hook(wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a patch that calls `wrapper(step, original, ...)` in a step."""
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -95,11 +99,11 @@ def _hook(wrapper: Callable[..., Any]) -> Callable[..., Any]:
     return wrap
 
 
-def _classes(base: type) -> list[type]:
-    found = {base: None}
+def _find_classes(base: type) -> list[type]:
+    classes = {base: None}
     for cls in base.__subclasses__():
-        found |= dict.fromkeys(_classes(cls))
-    return list(found)
+        classes |= dict.fromkeys(_find_classes(cls))
+    return list(classes)
 
 
-_patches = Patches(_find)
+_patches = Patches(_find_patches)

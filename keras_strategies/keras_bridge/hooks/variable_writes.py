@@ -1,7 +1,7 @@
-"""Writes to a user's own variables in a replica's function.
+"""Writes to user-defined variables in a replica's function.
 
-As in tf.distribute the values of the replicas are combined by the variable's
-`aggregation`, and the result is written on all of them.
+As in tf.distribute the replicas' values are combined by the variable's
+`aggregation`, and the result is written on all replicas.
 """
 
 from collections.abc import Callable
@@ -18,11 +18,11 @@ from keras_strategies.keras_bridge.hooks.seeds import is_seed
 from keras_strategies.keras_bridge.step_context import StepContext
 
 
-def is_users(variable: keras.Variable) -> bool:
-    """Whether a user made the variable, or chose how it is aggregated.
+def is_user_defined(variable: keras.Variable) -> bool:
+    """Returns whether a user created a variable or chose its aggregation.
 
-    Keras's layers, metrics and optimizers make theirs under their own names,
-    which shows variables that were made outside of scopes.
+    Without a record of its creation, as outside of scopes, the path decides:
+    layers, metrics and optimizers create variables under their names.
     """
     if variable.aggregation != "none":
         return True
@@ -38,7 +38,7 @@ def assign(
     variable: keras.Variable,
     value: Array,
 ) -> Array:
-    """Writes the replicas' values, combined, in the place of `assign`.
+    """Writes the combined values of the replicas, instead of `assign`.
 
     Args:
       step: The step that is traced.
@@ -46,9 +46,8 @@ def assign(
       variable: The variable.
       value: This replica's value.
 
-
     Returns:
-      What `original` returns: the variable's new value.
+      The result of `original`: the variable's new value.
     """
     is_inner = (
         step.flags.in_assign or step.flags.in_optimizer or step.flags.in_metric
@@ -57,17 +56,17 @@ def assign(
         not step.facts.is_local
         or is_inner
         or is_on_read(variable)
-        or not is_users(variable)
+        or not is_user_defined(variable)
     ):
         return original(variable, value)
     if variable.synchronization == "on_read" and variable.path != variable.name:
-        # A metric's, written by hand: what the replicas add is added up.
+        # A metric's variable, written directly: the changes are summed.
         if variable not in step.notes.metric_rules:
             step.notes.metric_rules[variable] = SUM
         return original(variable, value)
     has_rule = getattr(variable, "_ks_merge", None) is not None
     if has_rule and not step.flags.in_update:
-        # `ks.merge` said how the replicas' values become one.
+        # The rule of `ks.merge` combines the values after the step.
         return original(variable, value)
     if variable.aggregation == "none" or step.flags.in_update:
         step.notes.unaggregated.add(variable)

@@ -1,8 +1,8 @@
 """The variables that a function uses, and the losses that its layers add.
 
-A layer holds the losses of its last call: without a scope in a list, in a
-stateless scope as ids of entries of the scope's list. The ids belong to the
-scope here, so that none outlives it and threads do not clear each other's.
+A layer holds the losses of its last call: without a scope as a list, in a
+stateless scope as ids of entries of the scope's list. Here the scope holds the
+ids, so that they do not outlive it and threads do not clear each other's.
 """
 
 import contextlib
@@ -21,17 +21,17 @@ from keras_strategies.keras_bridge.patches import Patches
 
 
 class CollectingScope(keras.StatelessScope):
-    """A stateless scope in which `layer.losses` contains what layers add.
+    """A stateless scope in which `layer.losses` contains the added losses.
 
-    One that is entered within another starts with that one's losses.
+    A nested scope starts with the losses of the outer one.
 
     Args:
       mapping: Pairs of a variable and its value.
-      initialize_variables: Whether variables that are created in it get their
-        values when it is left.
+      initialize_variables: Whether variables that are created in the scope
+        get their values on exit.
 
     Attributes:
-      written: The variables that were written in it.
+      written: The variables that were written in the scope.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class CollectingScope(keras.StatelessScope):
     ) -> None:
         super().__init__(list(mapping), True, initialize_variables)
         self._ids: IdentityMap[set[int]] = IdentityMap()
-        # Losses of the scope around, and of a trace within this one's, as of a
-        # scan's body: neither can be returned by this scope's trace.
+        # Losses of the outer scope, and of a trace within this one's, such as
+        # a scan's body: this scope's trace cannot return either.
         self._outer = IdentitySet()
         self._inner = IdentitySet()
         self._trace_state: Any = None
@@ -53,47 +53,51 @@ class CollectingScope(keras.StatelessScope):
         super().__enter__()
         self._trace_state = get_opaque_trace_state()
         if isinstance(self.original_scope, CollectingScope):
-            self._take(self.original_scope, self.original_scope.losses)
+            self._replace_losses(
+                self.original_scope, self.original_scope.losses
+            )
             self._outer.update(self.losses)
         return self
 
     def add_loss(self, loss: Array) -> None:
-        """Keeps a loss."""
+        """Collects a loss."""
         super().add_loss(loss)
         if get_opaque_trace_state() != self._trace_state:
             self._inner.add(loss)
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
-        """Notes a variable that is written."""
+        """Writes a variable and notes it."""
         self.written.add(update[0])
         super().add_update(update)
 
-    def ids_of(self, layer: keras.Layer) -> set[int]:
-        """Returns the ids of a layer's losses, to be changed in place."""
+    def get_loss_ids(self, layer: keras.Layer) -> set[int]:
+        """Returns the ids of a layer's losses; callers may modify the set."""
         if layer not in self._ids:
             self._ids[layer] = set()
         return self._ids[layer]
 
     def outputs(self) -> list[Any]:
-        """Returns the losses for its trace to return; None for others'."""
+        """Returns the losses of the scope's trace; None for other traces'."""
         return [
             None if loss in self._inner or loss in self._outer else loss
             for loss in self.losses
         ]
 
     def hand_out(self, outputs: list[Any]) -> None:
-        """Gives the losses to the scope around this one, after its exit.
+        """Passes the losses to the outer scope, after the exit of this one.
 
         Args:
-          outputs: What `outputs` returned, as the trace around sees it.
+          outputs: The result of `outputs`, as the outer trace sees it.
         """
         pairs = [
-            # JAX refuses to compute with one of a trace that has ended.
+            # JAX cannot compute with a tracer of a trace that has ended.
             (loss, loss if output is None else output)
             for loss, output in zip(self.losses, outputs, strict=True)
         ]
         outer = self.original_scope
         if isinstance(outer, CollectingScope):
+            # In a trace within the outer scope's, `outputs` are tracers that
+            # the outer scope's trace cannot return.
             is_within = get_opaque_trace_state() != outer._trace_state
             outer._inner.update(
                 value
@@ -101,14 +105,16 @@ class CollectingScope(keras.StatelessScope):
                 if loss in self._inner
                 or (is_within and loss not in self._outer)
             )
-            outer._take(self, [value for _, value in pairs])
+            outer._replace_losses(self, [value for _, value in pairs])
         elif outer is None:
             for layer in self._ids:
                 ids = self._ids[layer]
                 layer._losses.extend(v for loss, v in pairs if id(loss) in ids)
 
-    def _take(self, scope: "CollectingScope", values: list[Any]) -> None:
-        """Replaces all losses by those of a scope, with other values."""
+    def _replace_losses(
+        self, scope: "CollectingScope", values: list[Any]
+    ) -> None:
+        """Replaces all losses by those of another scope, with new values."""
         pairs = list(zip(scope.losses, values, strict=True))
         new = {id(loss): id(value) for loss, value in pairs}
         self.losses[:] = values
@@ -119,10 +125,10 @@ class CollectingScope(keras.StatelessScope):
 
 
 class LiftingScope(CollectingScope):
-    """A stateless scope that notes every variable it is asked for.
+    """A stateless scope that notes every variable that is read or written.
 
-    To be entered around an abstract trace: the values it answers with are
-    zeros, and variables that are created in it get theirs when it is left.
+    It is meant for an abstract trace: variables read as zeros, and variables
+    that are created in it get their values on exit.
     """
 
     def __init__(self) -> None:
@@ -130,7 +136,7 @@ class LiftingScope(CollectingScope):
         self.variables = IdentitySet()
 
     def get_current_value(self, variable: keras.Variable) -> Array:
-        """The value written last, or zeros.
+        """Returns the value written last, or zeros.
 
         Returns:
           An array of the variable's shape.
@@ -139,16 +145,16 @@ class LiftingScope(CollectingScope):
         if value is not None:
             return value
         self.variables.add(variable)
-        # Not kept: the trace that asks may be an inner one.
+        # Not cached: the trace that reads it may be an inner one.
         return jnp.zeros(variable.shape, variable.dtype)
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
-        """Notes a variable that is written."""
+        """Writes a variable and notes it."""
         self.variables.add(update[0])
         super().add_update(update)
 
 
-def _asking_outwards(original: Callable[..., Any]) -> Callable[..., Any]:
+def _make_chained_getter(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def get_current_value(
         scope: keras.StatelessScope, variable: keras.Variable
@@ -163,10 +169,10 @@ def _asking_outwards(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class InnerScope(CollectingScope):
-    """A stateless scope that asks the one around it for other variables.
+    """A stateless scope that reads other variables from the outer scope.
 
-    Keras's own would answer with what the variable holds outside of any
-    scope, which a trace bakes in as a constant.
+    Keras's `StatelessScope` reads the variable's value outside of all scopes,
+    which a trace bakes in as a constant.
 
     Args:
       mapping: Pairs of a variable and its value.
@@ -175,21 +181,23 @@ class InnerScope(CollectingScope):
     def __init__(self, mapping: Iterable[tuple[keras.Variable, Any]]) -> None:
         super().__init__(mapping, initialize_variables=False)
 
-    get_current_value = _asking_outwards(keras.StatelessScope.get_current_value)
+    get_current_value = _make_chained_getter(
+        keras.StatelessScope.get_current_value
+    )
 
 
-def scopes_ask_outwards() -> contextlib.AbstractContextManager[None]:
-    """Lets Keras's own inner stateless scopes ask outwards, for a trace.
+def chain_scopes() -> contextlib.AbstractContextManager[None]:
+    """Makes Keras's nested stateless scopes read from outer ones, in a block.
 
-    And lets layers' losses belong to the scope in which they are added.
+    Layers' losses then belong to the scope in which they are added.
     """
-    return _patches.held()
+    return _patches.hold()
 
 
 def _get_loss_ids(layer: keras.Layer) -> set[int]:
     scope = get_stateless_scope()
     if isinstance(scope, CollectingScope):
-        return scope.ids_of(layer)
+        return scope.get_loss_ids(layer)
     return vars(layer)["_loss_ids"]
 
 
@@ -199,7 +207,7 @@ def _set_loss_ids(layer: Any, ids: set[int]) -> None:
 
 _patches = Patches(
     lambda: [
-        (keras.StatelessScope, "get_current_value", _asking_outwards),
+        (keras.StatelessScope, "get_current_value", _make_chained_getter),
         (
             keras.Layer,
             "_loss_ids",

@@ -76,7 +76,7 @@ def in_plain_loops(
       mesh: Its replica.
     """
     held = contextlib.ExitStack()
-    held.enter_context(_patches.held())
+    held.enter_context(_patches.hold())
     weakref.finalize(dataset, held.close)
     _meshes[dataset] = mesh
     return dataset

@@ -2,8 +2,8 @@
 
 No hook of Keras sees the model at `compile()`, so `Trainer.compile` is
 wrapped while a scope is open. Binding sets attributes of the one model
-(its six loops and `make_*_function`); its class, and so saving, cloning and
-pickling, stay as they were.
+(its six loops and `make_*_function`); its class does not change, nor do
+saving, cloning and pickling.
 """
 
 import contextlib
@@ -19,13 +19,15 @@ from keras_strategies._core.attributes import temporary_attribute
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Batch, Tree
 from keras_strategies.keras_bridge import keras_names
-from keras_strategies.keras_bridge.callbacks.callback_list import quiet_list
+from keras_strategies.keras_bridge.callbacks.callback_list import (
+    make_quiet_list,
+)
 from keras_strategies.keras_bridge.callbacks.chief_callbacks import (
-    of_this_process,
+    select_callbacks,
 )
 from keras_strategies.keras_bridge.callbacks.resumable_fit import (
-    checkpointer_among,
-    resumable_fit,
+    find_checkpointer,
+    run_resumable_fit,
 )
 from keras_strategies.keras_bridge.inputs import feed as adapter
 from keras_strategies.keras_bridge.inputs import loop_data
@@ -33,7 +35,7 @@ from keras_strategies.keras_bridge.loops import scope_hooks
 from keras_strategies.keras_bridge.loops.loop_call import Call
 from keras_strategies.keras_bridge.loops.save_together import (
     SAVERS,
-    save_together,
+    make_saves_collective,
 )
 from keras_strategies.keras_bridge.loops.scope_hooks import (
     BINDING,
@@ -61,13 +63,13 @@ _VALIDATES = "_use_cached_eval_dataset"
 
 
 class Binding:
-    """What a strategy holds on a model.
+    """The tie between a strategy and a model that it trains.
 
     Args:
       model: The model.
-      owner: The strategy, for `binding_of` to tell.
+      owner: The strategy.
       runtime: The strategy's fact sheet.
-      check_context: Raises when another strategy's scope is open.
+      check_context: Raises if another strategy's scope is open.
       replica_scope: Makes a step's replica context current for a block.
     """
 
@@ -97,36 +99,36 @@ class Binding:
         )
         self.trained = self._functions.trained
         self._is_in_session = False
-        # The data that a fit validates on, for a class's own `evaluate`.
+        # The data that a fit validates on, for an overridden `evaluate`.
         self._validation: dict[str, Any] = {}
 
     def install(self) -> None:
         """Takes over the model's loops.
 
         Raises:
-          ValueError: its variables lie on another strategy's devices.
+          ValueError: if its variables are on another strategy's devices.
         """
         self._adopt()
         attributes: dict[str, Any] = {**self._functions.makers()}
         for name in LOOPS:
-            own = getattr(type(self.model), name)
-            # Its author may have made something else of it.
-            if callable(own):
+            method = getattr(type(self.model), name)
+            # A subclass may have replaced the method by something else.
+            if callable(method):
                 loop = functools.partial(self._loop, name)
-                attributes[name] = functools.update_wrapper(loop, own)
-        # Keras's loops build from the first batch; here that is done, by the
-        # class's own method, before they run.
+                attributes[name] = functools.update_wrapper(loop, method)
+        # Keras's loops build from the first batch. Here the class's builder
+        # has run before they start, so the loops must not build again.
         attributes[_BUILDER] = self._build_for_others
         if keras_names.BUILDS_FIRST:
             attributes[keras_names.MAYBE_BUILD] = self._maybe_build_for_others
         attributes |= {BINDING: self, STRATEGY: self.owner}
         for name, value in attributes.items():
             object.__setattr__(self.model, name, value)
-        save_together(self.model, self._mesh, self._adopt)
+        make_saves_collective(self.model, self._mesh, self._adopt)
         self._functions.reset()
 
     def remove(self) -> None:
-        """Gives the model back as a plain Keras model on one device."""
+        """Turns the model back into a plain Keras model on one device."""
         of_model = (_BUILDER, keras_names.MAYBE_BUILD, BINDING, STRATEGY)
         makers = self._functions.makers()
         for name in (*LOOPS, *makers, *of_model, *ON_USE, *SAVERS):
@@ -134,17 +136,17 @@ class Binding:
         self._functions.reset()
         variable_creator.release(all_variables(self.model))
 
-    # The loops. Keras's own run below them, on feeds instead of data.
+    # The loops. They run Keras's loops, on feeds instead of the data.
 
     def _loop(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls a loop as its class has it; of Keras's it comes to `_route`."""
-        loop = scope_hooks.own_loop(self.model, name)
+        """Calls the class's loop; Keras's loops are redirected to `_route`."""
+        loop = scope_hooks.find_overridden_loop(self.model, name)
         if loop is None:
             return self._route(name, args, kwargs)
         if kwargs.get(_VALIDATES):
-            # An author's own `evaluate` might look at it.
+            # An overridden `evaluate` may read the data.
             kwargs |= self._validation
-        with scope_hooks.routed(self.model, self._route):
+        with scope_hooks.route_loops(self.model, self._route):
             return loop(*args, **kwargs)
 
     def _route(
@@ -153,25 +155,25 @@ class Binding:
         return getattr(self, f"_{name}")(*args, **kwargs)
 
     def _fit(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._call("fit", args, kwargs)
+        call = self._make_call("fit", args, kwargs)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._session("train"))
             loop_data.hold_out(call)
-            feed = self._feed(call, steps=call["steps_per_epoch"])
+            feed = self._make_feed(call, steps=call["steps_per_epoch"])
             stack.enter_context(self._validating(call["validation_data"]))
-            call.set(validation_data=self._validation_feed(call))
+            call.set(validation_data=self._make_validation_feed(call))
             call.set_feed(feed)
             self._build_on_feed(feed)
-            checkpointer = checkpointer_among(call["callbacks"])
+            checkpointer = find_checkpointer(call["callbacks"])
             if checkpointer is not None:
                 variables = all_variables(self.model)
-                return resumable_fit(
+                return run_resumable_fit(
                     checkpointer, call, feed, variables, self._functions
                 )
-            self._quieten(call, feed)
+            self._use_quiet_list(call, feed)
             return call.run()
 
-    def _validation_feed(self, call: Call) -> "DataAdapter | None":
+    def _make_validation_feed(self, call: Call) -> "DataAdapter | None":
         if call["validation_data"] is None:
             return None
         return adapter.make_feed(
@@ -184,26 +186,26 @@ class Binding:
         )
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._call("evaluate", args, kwargs)
+        call = self._make_call("evaluate", args, kwargs)
         with self._session("test"):
             if not call.keywords.get(_VALIDATES):
-                feed = self._feed(call, steps=call["steps"])
+                feed = self._make_feed(call, steps=call["steps"])
                 call.set_feed(feed)
                 self._build_on_feed(feed)
-                self._quieten(call, feed)
-            return self._synced(call)
+                self._use_quiet_list(call, feed)
+            return self._run_call(call)
 
     def _predict(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._call("predict", args, kwargs)
+        call = self._make_call("predict", args, kwargs)
         with self._session("predict"):
-            feed = self._feed(call, steps=call["steps"])
+            feed = self._make_feed(call, steps=call["steps"])
             call.set_feed(feed)
             self._build_for_call(EpochIterator(feed))
-            self._quieten(call, feed)
-            return self._synced(call)
+            self._use_quiet_list(call, feed)
+            return self._run_call(call)
 
-    def _quieten(self, call: Call, feed: "DataAdapter") -> None:
-        callbacks = quiet_list(call.name, call.keywords, self.model, feed)
+    def _use_quiet_list(self, call: Call, feed: "DataAdapter") -> None:
+        callbacks = make_quiet_list(call.name, call.keywords, self.model, feed)
         call.set(callbacks=callbacks)
 
     def _on_batch(self, kind: str, *args: Any, **kwargs: Any) -> Any:
@@ -217,7 +219,7 @@ class Binding:
             self.model._assert_compile_called(call.name)
             self._build(data_batch=batch)
             call.set_feed(execution)
-            return self._synced(call)
+            return self._run_call(call)
 
     _train_on_batch = functools.partialmethod(_on_batch, "train")
     _test_on_batch = functools.partialmethod(_on_batch, "test")
@@ -228,26 +230,26 @@ class Binding:
             execution = adapter.place_batch((call["x"],), self._mesh)
             self._build_for_call([(0, 0, [(call["x"],)])])
             call.set_feed(execution)
-            return self._synced(call)
+            return self._run_call(call)
 
-    def _synced(self, call: Call) -> Any:
+    def _run_call(self, call: Call) -> Any:
         try:
             return call.run()
         except BaseException:
             self.model.jax_state_sync()
             raise
 
-    def _call(
+    def _make_call(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Call:
         call = Call(self.model, name, args, kwargs)
         if not self._mesh.is_chief:
             # Another process shows the progress.
             call.set(verbose=0)
-        call.set(callbacks=of_this_process(call["callbacks"], self._mesh))
+        call.set(callbacks=select_callbacks(call["callbacks"], self._mesh))
         return call
 
-    def _feed(self, call: Call, *, steps: int | None) -> "DataAdapter":
+    def _make_feed(self, call: Call, *, steps: int | None) -> "DataAdapter":
         return adapter.make_feed(
             self._mesh,
             **{name: call[name] for name in _DATA},
@@ -261,7 +263,7 @@ class Binding:
 
     @contextlib.contextmanager
     def _session(self, kind: str) -> Iterator[None]:
-        """Keras's loops place data themselves where a distribution is set."""
+        """Clears Keras's distribution, or its loops would place the data."""
         self.check_context()
         try:
             with (
@@ -278,8 +280,8 @@ class Binding:
         if data is None:
             return contextlib.nullcontext()
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
-        given = {"x": x, "y": y, "sample_weight": weight}
-        return temporary_attribute(self, "_validation", given)
+        validation = {"x": x, "y": y, "sample_weight": weight}
+        return temporary_attribute(self, "_validation", validation)
 
     def _build_on_feed(self, feed: "DataAdapter") -> None:
         self.model._assert_compile_called("fit")
@@ -302,16 +304,16 @@ class Binding:
     def _build_for_others(
         self, iterator: Any = None, data_batch: Any = None
     ) -> None:
-        """Stands for `_symbolic_build`, which Keras's loops call.
+        """Replaces `_symbolic_build`, which Keras's loops call.
 
-        In a session it is done already; not for a loop that the author of the
-        model's class calls with data of their own.
+        Within a session the model is built already. A loop that an overridden
+        method calls with its own data still builds it.
         """
         if self._is_in_session:
             return
 
         def first() -> Iterator[Any]:
-            # Keras would lay it out for the devices.
+            # Otherwise Keras would place the batch on the devices.
             with variable_creator.distribution_scope(None):
                 for _, _, batches in iterator:
                     is_list = isinstance(batches, list | tuple)
@@ -325,16 +327,16 @@ class Binding:
         self._build(iterator=first_alone, data_batch=data_batch)
 
     def _maybe_build_for_others(self, *args: Any, **kwargs: Any) -> None:
-        """Stands for `_maybe_symbolic_build`, which may read what it is given.
+        """Replaces `_maybe_symbolic_build`, which may read its argument.
 
-        That would be a feed's first epoch, where something is never built.
+        If something is never built, it would use up a feed's first epoch.
         """
         if not self._is_in_session:
             maybe_build = getattr(type(self.model), keras_names.MAYBE_BUILD)
             maybe_build(self.model, *args, **kwargs)
 
     def build_for_shapes(self, data: Batch) -> None:
-        """Builds the model for a batch that is known by its shapes.
+        """Builds the model for a batch of which only the shapes are known.
 
         Args:
           data: `(x,)`, or `(x, y, sample_weight)` for a compiled model.
@@ -349,7 +351,7 @@ class Binding:
         self._adopt_built()
 
     def _build_for_call(self, iterator: Iterable[Any]) -> None:
-        """Builds a model that was never called, on its first batch."""
+        """Builds a model that was never called, from its first batch."""
         if not scope_hooks.is_built(self.model):
             for _, _, batches in iterator:
                 x = keras.utils.unpack_x_y_sample_weight(batches[0])[0]
@@ -357,7 +359,7 @@ class Binding:
                     self.model(x)
                 break
             if isinstance(iterator, EpochIterator):
-                # Tells the data that this epoch is over.
+                # Ends the epoch that this began in the data.
                 iterator.reset()
         self._adopt_built()
 
@@ -372,6 +374,6 @@ class Binding:
         )
 
 
-def binding_of(model: keras.Model) -> Binding | None:
-    """The binding that holds a model, if any."""
+def find_binding(model: keras.Model) -> Binding | None:
+    """Returns the binding of a model, or None."""
     return vars(model).get(BINDING)

@@ -1,4 +1,4 @@
-"""A call of one of a model's loops, as Keras's own loop is to see it."""
+"""A call of one of Keras's loops, whose arguments can be replaced."""
 
 import inspect
 from typing import Any
@@ -7,7 +7,7 @@ import keras
 
 from keras_strategies.keras_bridge.loops import scope_hooks
 
-# Of the epochs that all processes must run alike.
+# All processes must run the same epochs.
 _COUNTS = ("epochs", "initial_epoch", "validation_freq")
 
 
@@ -23,13 +23,13 @@ class Call:
     ) -> None:
         self.name = name
         self._model = model
-        self._loop = scope_hooks.keras_loop(name)
+        self._loop = scope_hooks.get_keras_loop(name)
         signature = inspect.signature(self._loop)
         bound = signature.bind(model, *args, **kwargs)
         bound.apply_defaults()
         self.keywords: dict[str, Any] = dict(bound.arguments)
         self.keywords.pop(next(iter(signature.parameters)))
-        # fit, say, has none; evaluate takes those that only Keras passes.
+        # Only some loops have **kwargs: evaluate takes Keras's internal ones.
         for key, parameter in signature.parameters.items():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 self.keywords |= self.keywords.pop(key, {})
@@ -38,27 +38,27 @@ class Call:
         return self.keywords.get(name)
 
     def facts(self) -> dict[str, Any]:
-        """What all processes must give it alike, to stay together."""
+        """Returns the arguments that must be equal in all processes."""
         facts = {n: self[n] for n in _COUNTS if n in self.keywords}
         if "validation_data" in self.keywords:
             facts["validation"] = self["validation_data"] is not None
         return facts
 
     def set(self, **keywords: object) -> None:
-        """Replaces arguments, those that the loop has."""
+        """Replaces arguments; ignores those that the loop does not have."""
         self.keywords |= {
             k: v for k, v in keywords.items() if k in self.keywords
         }
 
     def set_feed(self, feed: object) -> None:
-        """Replaces the data; what the feed has taken in is left out."""
+        """Replaces the data by a feed, which also contains the weights."""
         self.set(x=feed, y=None, sample_weight=None, class_weight=None)
 
     def run(self) -> Any:
-        """Calls Keras's own loop.
+        """Calls Keras's loop.
 
         Returns:
-          What the loop returns: a `History`, logs or outputs.
+          The loop's result: a `History`, logs or outputs.
         """
-        with scope_hooks.routed(self._model, None):
+        with scope_hooks.route_loops(self._model, None):
             return self._loop(self._model, **self.keywords)

@@ -1,7 +1,7 @@
-"""Keras's files of a model whose variables are divided over processes.
+"""Collective saving of models whose variables are sharded over processes.
 
-No process has all shards, so all processes read the variables together, one
-after the other; the chief alone writes where the user said.
+No process has all shards, so all processes read each variable together; only
+the chief writes to the user's path.
 """
 
 import functools
@@ -18,15 +18,15 @@ from keras_strategies._core.mesh import ReplicaMesh
 SAVERS = ("save", "save_weights")
 
 
-def save_together(
+def make_saves_collective(
     model: keras.Model, mesh: ReplicaMesh, adopt: Callable[[], None]
 ) -> None:
-    """Makes `save` and `save_weights` of a model collective, if they must be.
+    """Makes `save` and `save_weights` collective if processes share variables.
 
     Args:
-      model: The model; it gets attributes of these names.
-      mesh: Its strategy's replicas.
-      adopt: Places variables that were made outside of the scope.
+      model: The model; attributes with these names are set on it.
+      mesh: The mesh of its strategy's replicas.
+      adopt: Places variables that were created outside of the scope.
     """
     if not mesh.spreads_shards:
         return
@@ -50,7 +50,8 @@ def _save(
     if mesh.is_chief:
         save(filepath, *args, **kwargs)
         return
-    # The same reads in the same order; the file is nobody's.
+    # Saving issues the chief's collective reads in the same order. The file
+    # is discarded.
     with tempfile.TemporaryDirectory() as folder:
-        own = pathlib.Path(folder) / pathlib.Path(filepath).name
-        save(own, *args, **kwargs)
+        scratch = pathlib.Path(folder) / pathlib.Path(filepath).name
+        save(scratch, *args, **kwargs)

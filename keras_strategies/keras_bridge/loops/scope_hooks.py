@@ -1,9 +1,8 @@
-"""Hooks that see models made, compiled and run in a scope.
+"""Hooks for models that are created, compiled or run in a scope.
 
-No public hook of Keras sees a model that is made or compiled, so the methods
-are wrapped, for as long as a scope is open in any thread. Keras's own loops
-are wrapped then too, and while a loop that a class of models has of its own
-runs: what it calls is Keras's.
+Keras has no public hook for a model's creation or compilation, so the methods
+are wrapped as long as a scope is open in any thread. Keras's loops are wrapped
+then too, and also while an overridden loop runs, since it calls Keras's.
 """
 
 import contextlib
@@ -29,21 +28,21 @@ LOOPS = (
 """The methods of a model that take data."""
 
 ON_USE = ("compile", "predict", "predict_on_batch")
-"""The attributes that `bind_on_use` sets on a model: what can come first."""
+"""Methods that may be a model's first use; `bind_on_use` replaces them."""
 
 BINDING = "_ks_binding"
-"""The attribute of a model that is its `Binding`."""
+"""The attribute of a model that holds its `Binding`."""
 
 STRATEGY = "distribute_strategy"
-"""The attribute of a model that is its strategy, as tf.keras has it."""
+"""The attribute of a model that holds its strategy, as in tf.keras."""
 
 Route = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
-"""What runs one of `LOOPS`, by its name, instead of Keras's own."""
+"""A function that runs one of `LOOPS`, by its name, instead of Keras."""
 
 _InLoop = Callable[[keras.Model, str], contextlib.AbstractContextManager[None]]
 
 
-def _in_scope(
+def _find_scope_patches(
     entered: Callable[[], Any], before_compile: Callable[[keras.Model], None]
 ) -> Iterator[Patch]:
     norm = keras.layers.BatchNormalization
@@ -51,28 +50,28 @@ def _in_scope(
     def attach(model: keras.Model, strategy: Any) -> None:
         strategy.attach(model)
 
-    yield TRAINER, "__init__", lambda f: _binding(f, entered, bind_on_use)
+    yield TRAINER, "__init__", lambda f: _wrap_to_bind(f, entered, bind_on_use)
     yield (
         TRAINER,
         "compile",
-        lambda f: _binding(f, entered, attach, before_compile),
+        lambda f: _wrap_to_bind(f, entered, attach, before_compile),
     )
-    yield norm, "__init__", lambda f: batch_norm.accepting_init(f, entered)
+    yield norm, "__init__", lambda f: batch_norm.accept_synchronized(f, entered)
 
 
-def _loops() -> Iterator[Patch]:
+def _find_loop_patches() -> Iterator[Patch]:
     for name in LOOPS:
-        yield loops_owner(name), name, functools.partial(_routing, name)
+        yield find_loop_owner(name), name, functools.partial(_wrap_loop, name)
 
 
-_scope_patches = Patches(_in_scope)
-_loop_patches = Patches(_loops)
-# Of the scopes that are open.
+_scope_patches = Patches(_find_scope_patches)
+_loop_patches = Patches(_find_loop_patches)
+# One entry for each open scope.
 _in_loop: list[_InLoop] = []
 
 
 class _Routes(threading.local):
-    """What runs Keras's own loops of models, in this thread."""
+    """The routes of models' loops, in this thread."""
 
     def __init__(self) -> None:
         self.of_models: dict[int, Route | None] = {}
@@ -87,17 +86,18 @@ def keras_hooks(
     before_compile: Callable[[keras.Model], None],
     in_loop: _InLoop,
 ) -> Iterator[None]:
-    """Wraps what makes, compiles and runs models, and BatchNormalization.
+    """Hooks the creation, compilation and loops of models for a block.
 
-    Process-wide, so all ask about the calling thread.
+    Also wraps BatchNormalization's constructor. The hooks affect all threads,
+    so each of them checks the calling thread.
 
     Args:
-      entered: Returns the strategy whose scope the thread is in, or None. It
-        is bound to every model that is made or compiled there.
-      before_compile: May refuse a model that is to be compiled.
-      in_loop: May refuse one of `LOOPS`, and is in place while it runs.
+      entered: Returns the strategy whose scope the thread is in, or None.
+        Every model that is created or compiled there is bound to it.
+      before_compile: Called before a model is compiled; may raise.
+      in_loop: Makes the context in which one of `LOOPS` runs; may raise.
     """
-    with _scope_patches.held(entered, before_compile), _loop_patches.held():
+    with _scope_patches.hold(entered, before_compile), _loop_patches.hold():
         _in_loop.append(in_loop)
         try:
             yield
@@ -106,16 +106,16 @@ def keras_hooks(
 
 
 @contextlib.contextmanager
-def routed(model: keras.Model, route: Route | None) -> Iterator[None]:
-    """In which Keras's own loops of a model, in this thread, go by a route.
+def route_loops(model: keras.Model, route: Route | None) -> Iterator[None]:
+    """Redirects Keras's loops of a model, in this thread, for a block.
 
     Args:
       model: The model.
-      route: Is called for each of them. None: they are Keras's.
+      route: Called instead of each loop; with None, Keras's loops run.
     """
     routes, key = _routes.of_models, id(model)
     outer = routes.get(key)
-    with _loop_patches.held() if route else contextlib.nullcontext():
+    with _loop_patches.hold() if route else contextlib.nullcontext():
         routes[key] = route
         try:
             yield
@@ -126,48 +126,52 @@ def routed(model: keras.Model, route: Route | None) -> Iterator[None]:
                 routes[key] = outer
 
 
-def loops_owner(name: str) -> type:
-    """The class that has Keras's own method of one of `LOOPS`.
+def find_loop_owner(name: str) -> type:
+    """Returns the class that defines Keras's method of one of `LOOPS`.
 
-    It is a base of `keras.Model`, where others' patches are left alone.
+    It is a base of `keras.Model`, so that patches which other libraries made
+    of `keras.Model` are left alone.
     """
     bases = keras.Model.__mro__[1:]
     return next(base for base in bases if name in vars(base))
 
 
-def keras_loop(name: str) -> Callable[..., Any]:
-    """Keras's own method of one of `LOOPS`."""
-    loop: Callable[..., Any] = vars(loops_owner(name))[name]
+def get_keras_loop(name: str) -> Callable[..., Any]:
+    """Returns Keras's method of one of `LOOPS`."""
+    loop: Callable[..., Any] = vars(find_loop_owner(name))[name]
     return loop
 
 
-def own_loop(model: keras.Model, name: str) -> Callable[..., Any] | None:
-    """A model's loop where its class has one of its own; None: Keras's.
+def find_overridden_loop(
+    model: keras.Model, name: str
+) -> Callable[..., Any] | None:
+    """Returns a model's loop if its class overrides Keras's, else None.
 
-    Told by the class that has it: another thread may wrap Keras's meanwhile.
+    Compares the defining class, not only the method, because another thread
+    may be wrapping Keras's method.
     """
     kind = type(model)
     owner = next(base for base in kind.__mro__ if name in vars(base))
     loop = vars(owner)[name]
-    if owner is loops_owner(name) or loop is keras_loop(name):
+    if owner is find_loop_owner(name) or loop is get_keras_loop(name):
         return None
-    # Also of a static or class method.
+    # `__get__` also binds static and class methods.
     bound: Callable[..., Any] = loop.__get__(model, kind)
     return bound
 
 
 def bind_on_use(model: keras.Model, strategy: Any) -> None:
-    """Makes a model that was made in a scope bound wherever it is used first.
+    """Binds a model that was created in a scope when it is first used.
 
     Args:
-      model: The model, whose `compile`, `predict` and `predict_on_batch`,
-        which needs no compiling, are set to some of its own.
-      strategy: Whose scope it is.
+      model: The model. Its `compile`, and `predict` and `predict_on_batch`,
+        which need no `compile`, are replaced by attributes of the instance.
+      strategy: The strategy whose scope it is.
     """
 
     def compile_and_attach(*args: Any, **kwargs: Any) -> Any:
         result = type(model).compile(model, *args, **kwargs)
-        # Bound already by a scope's `compile`?
+        # In a scope, the patched `compile` has bound it already.
         if BINDING not in vars(model):
             strategy.attach(model)
         return result
@@ -175,7 +179,7 @@ def bind_on_use(model: keras.Model, strategy: Any) -> None:
     def attaching(name: str) -> Callable[..., Any]:
         def attach_and_call(*args: Any, **kwargs: Any) -> Any:
             strategy.attach(model)
-            # Now it is the binding's.
+            # By now the binding has replaced this attribute.
             return getattr(model, name)(*args, **kwargs)
 
         return attach_and_call
@@ -193,11 +197,11 @@ def bind_on_use(model: keras.Model, strategy: Any) -> None:
 
 
 def is_bound_on_use(model: keras.Model) -> bool:
-    """Whether `bind_on_use` has seen it."""
+    """Returns whether `bind_on_use` was called for a model."""
     return "compile" in vars(model)
 
 
-def _routing(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_loop(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         route = _routes.of_models.get(id(model))
@@ -211,7 +215,7 @@ def _routing(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _binding(
+def _wrap_to_bind(
     method: Callable[..., Any],
     entered: Callable[[], Any],
     bind: Callable[[keras.Model, Any], None],
@@ -231,5 +235,5 @@ def _binding(
 
 
 def is_built(model: keras.Model) -> bool:
-    """Whether all layers of a model have their variables."""
+    """Returns whether all layers of a model have their variables."""
     return all(layer.built for layer in model._flatten_layers())

@@ -1,4 +1,4 @@
-"""The arguments of `run` as shapes, for a program that is only compiled."""
+"""Shapes of the arguments of `run`, for a program that is only compiled."""
 
 from typing import Any
 
@@ -8,55 +8,60 @@ import numpy as np
 from keras_strategies._core import values
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Leaf
-from keras_strategies.keras_bridge.run.function_keys import value_key
+from keras_strategies.keras_bridge.run.function_keys import make_value_key
 from keras_strategies.keras_bridge.steps.lower_step import shape_of
 
-WHOLE = "whole"
-"""An argument that every replica gets as it is."""
+REPLICATED = "whole"
+"""A replicated argument."""
 STATIC = "static"
-"""An argument that is no array: part of the program."""
+"""An argument that is not an array; it is part of the program."""
 
 Kind = tuple[Any, ...]
 
 
-def argument_shape(leaf: Leaf, mesh: ReplicaMesh) -> tuple[Kind, Any]:
-    """How an argument enters the program, and its shape.
+def describe_argument(leaf: Leaf, mesh: ReplicaMesh) -> tuple[Kind, Any]:
+    """Describes an argument of a program, and its shape.
 
     Args:
       leaf: A leaf of the arguments; see `Strategy.compile_run`.
-      mesh: The replicas.
+      mesh: The mesh of the replicas.
 
     Returns:
-      As `Runner` describes arguments: (kind, shape, dtype, key, leaf), and
-      the shape with its sharding, None of what is no array.
+      `Runner`'s description of the argument: (kind, shape, dtype, key, leaf),
+      and the shape with its sharding, or None if it is not an array.
+
+    Raises:
+      ValueError: if the replicas cannot share the rows evenly.
     """
     if isinstance(leaf, values.Mirrored):
-        return _kind(WHOLE, shape_of(leaf.array), mesh.whole)
+        return _describe_shape(REPLICATED, shape_of(leaf.array), mesh.whole)
     if isinstance(leaf, values.PerReplica):
         values.check_home(leaf, mesh)
         if leaf.layout not in (values.ROWS, values.STACKED):
             raise ValueError(
-                "A program is compiled for batches that all replicas share "
+                "A compiled program needs a batch that all replicas share "
                 f"evenly. Received: {leaf!r}. Pass the shapes of an even one."
             )
-        return _kind(leaf.layout, shape_of(leaf.arrays[0]), mesh.split)
+        return _describe_shape(
+            leaf.layout, shape_of(leaf.arrays[0]), mesh.split
+        )
     if getattr(leaf, "shape", None) is None or not hasattr(leaf, "dtype"):
-        return (STATIC, None, None, value_key(leaf), leaf), None
+        return (STATIC, None, None, make_value_key(leaf), leaf), None
     described = shape_of(leaf)
     if not described.shape:
-        return _kind(WHOLE, described, mesh.whole)
+        return _describe_shape(REPLICATED, described, mesh.whole)
     rows = described.shape[0]
     if rows % mesh.num_replicas or not rows:
         raise ValueError(
-            "The rows of a distributed batch are a multiple of the replicas. "
-            f"Received: an array of {rows} rows, "
+            "The number of rows of a distributed batch must be a multiple of "
+            f"the number of replicas. Received: an array of {rows} rows, "
             f"{mesh.num_replicas} replicas. Pass another number of rows, or "
-            "`ks.Mirrored(array)` for what each replica gets whole."
+            "`ks.Mirrored(array)` for an array that is replicated."
         )
-    return _kind(values.ROWS, described, mesh.split)
+    return _describe_shape(values.ROWS, described, mesh.split)
 
 
-def _kind(
+def _describe_shape(
     layout: str, shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding
 ) -> tuple[Kind, Any]:
     placed = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)

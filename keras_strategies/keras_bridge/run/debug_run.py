@@ -1,8 +1,8 @@
-"""`run` in debug mode: Python itself, replica by replica.
+"""`run` in debug mode: the function runs eagerly, replica by replica.
 
-Every replica runs the function on its own arrays in a thread of its own, one
-at a time (`_core/jaxprs/lockstep.py`); what it writes is kept in a scope and
-merged by the same code that the compiled program is made of.
+Each replica runs the function on its arrays in a separate thread, one at a
+time (`_core/jaxprs/lockstep.py`). A scope collects its writes, and the code
+that the compiled program consists of merges them.
 """
 
 import contextlib
@@ -42,57 +42,59 @@ def debug_run(
     rows: Sequence[variants.Variant] = (),
     is_update: bool = False,
 ) -> Tree:
-    """Calls `fn(replica)` eagerly for each replica; as a `RunProgram` would.
+    """Calls `fn(replica)` eagerly for each replica, like a `RunProgram`.
 
     Args:
       fn: The user's function, of the replica's components.
-      mesh: The replicas.
+      mesh: The mesh of the replicas.
       scope: Opens the strategy's scope: the function may create variables.
-      replica_scope: Makes a replica context of a step for a block.
+      replica_scope: Makes a step's replica context current for a block.
       rows: Each replica's numbers of rows, of all uneven arguments.
-      is_update: Whether it writes the same to every copy.
+      is_update: Whether the function writes the same to every copy.
 
     Returns:
-      The results as one nest, as a compiled `run` returns it.
+      The results as one nest, like that of a compiled `run`.
     """
     keras_state = dict(vars(global_state.GLOBAL_STATE_TRACKER))
     shares = variants.shares_of(rows)
     lockstep = Lockstep(mesh.num_replicas, mesh.all_replicas)
 
     def replica(index: int) -> "_Ended":
-        # What is open is kept in lists: each thread has its own.
+        # Keras's open scopes are in lists of a thread-local state. This
+        # thread gets copies, so that replicas do not open each other's scopes.
         vars(global_state.GLOBAL_STATE_TRACKER).update(
             {
                 name: list(value) if isinstance(value, list) else value
                 for name, value in keras_state.items()
             }
         )
-        step = replica_trace.new_step(mesh, is_update=is_update)
+        step = replica_trace.make_step(mesh, is_update=is_update)
         if rows:
-            own = variants.rows_of_all(rows[index], rows)
-            step = step.with_facts(rows_of_all=own)
+            rows_of_all = variants.rows_of_all(rows[index], rows)
+            step = step.with_facts(rows_of_all=rows_of_all)
         seen = _SeenScope(step, mesh, index)
         with scope(), deferred(), seen:
             with replica_trace.replica_tracing(step, replica_scope):
                 results = fn(index)
             share = None if shares is None else shares[index]
-            merging = replica_trace.new_step(mesh).with_facts(
+            merging = replica_trace.make_step(mesh).with_facts(
                 is_uneven=True, share=share
             )
-            return _merged(step, seen, results, merging)
+            return _merge_writes(step, seen, results, merging)
 
     ended: list[_Ended] = lockstep.run(replica)
-    _hold(ended, mesh)
-    return _regrouped([e.called for e in ended], mesh)
+    _set_variables(ended, mesh)
+    return _regroup_results([e.called for e in ended], mesh)
 
 
 class _Ended(NamedTuple):
-    """What a replica's call has come to.
+    """The outcome of a replica's call.
 
     Attributes:
-      written: The variables that some replica wrote, with their merged values.
-      copies: Of those with a copy on each replica this one's, by their ids.
-      called: What the call left behind.
+      written: The variables that any replica wrote, with their merged values.
+      copies: This replica's copies of variables that have one on each replica,
+        by the variables' ids.
+      called: The results and new values of the call.
     """
 
     written: list[tuple[keras.Variable, Any]]
@@ -100,32 +102,34 @@ class _Ended(NamedTuple):
     called: uneven_rows.Called
 
 
-def _hold(ended: list[_Ended], mesh: ReplicaMesh) -> None:
+def _set_variables(ended: list[_Ended], mesh: ReplicaMesh) -> None:
     """Sets the variables to their merged values."""
     for variable, value in ended[0].written:
         if on_read.is_on_read(variable):
-            on_read.settle(variable, mesh)
+            on_read.create_copies(variable, mesh)
             copies = stack_replicas(
                 [e.copies[id(variable)] for e in ended], mesh
             )
-            on_read.hold(variable, copies, _whole(value, mesh))
+            on_read.set_copies(variable, copies, _replicate(value, mesh))
         else:
-            held = shardings.sharding_of(variable, mesh)
-            variable._value = jax.device_put(value, held)
+            sharding = shardings.sharding_of(variable, mesh)
+            variable._value = jax.device_put(value, sharding)
 
 
-def _merged(
+def _merge_writes(
     step: StepContext, seen: "_SeenScope", results: Tree, merging: StepContext
 ) -> _Ended:
-    """Merges what the replicas wrote, in the step `merging`; on each."""
+    """Merges the replicas' writes in the step `merging`; runs on each."""
     turn = current_side()
     assert isinstance(turn, Turn)
+    # Replicas may use different variables, but reductions need the same ones
+    # in the same order: each replica merges the union.
     of_all = turn.meet(list(seen.old))
     variables = list(IdentitySet(v for each in of_all for v in each))
     folded = [seen.get_current_value_before(v) for v in variables]
-    called = replica_trace.called_in(step, seen, results, variables, folded)
+    called = replica_trace.collect_call(step, seen, results, variables, folded)
     notes: list[replica_merge.Note] = turn.meet(called.note)
-    unchecked = replica_trace.unaggregated(notes)
+    unchecked = replica_trace.find_unaggregated(notes)
     for k in unchecked:
         if not bool(replica_trace.is_same(called.new[k], step.axis)):
             replica_trace.refuse_difference(variables[k])
@@ -143,12 +147,12 @@ def _merged(
 
 
 class _SeenScope(CollectingScope):
-    """Keeps writes, and what variables were when they were first met.
+    """A scope that keeps writes, and the variables' values before the call.
 
     Args:
       step: The replica's step.
-      mesh: The replicas.
-      replica: Which of them this is.
+      mesh: The mesh of the replicas.
+      replica: The id of this replica.
     """
 
     def __init__(
@@ -162,52 +166,54 @@ class _SeenScope(CollectingScope):
         self._folded: IdentityMap[Any] = IdentityMap()
 
     def get_current_value(self, variable: keras.Variable) -> Array:
-        """The value written last, or that before the call."""
+        """Returns the value written last, or the value before the call."""
         written = super().get_current_value(variable)
         if written is not None:
             return written
         return self.get_current_value_before(variable)
 
     def get_current_value_before(self, variable: keras.Variable) -> Array:
-        """This replica's value before the call, its seed folded."""
+        """Returns this replica's value before the call, with folded seeds."""
         if variable not in self.old:
-            # Not in the branch or loop that may be traced.
+            # Computed outside of a branch or loop that may be traced now.
             with jax.ensure_compile_time_eval():
-                self.old[variable] = old = self._start(variable)
+                self.old[variable] = old = self._read_start(variable)
                 (folded,) = seeds.fold_seeds([variable], [old], self._step)
             self._step.notes.before[variable] = folded
             self._folded[variable] = folded
         return self._folded[variable]
 
-    def _start(self, variable: keras.Variable) -> Array:
+    def _read_start(self, variable: keras.Variable) -> Array:
         if on_read.is_on_read(variable) and variable._value is not None:
-            copies = on_read.copies_of(variable, self._mesh)
-            return _whole(np.asarray(copies)[self._replica], self._mesh)
+            copies = on_read.get_copies(variable, self._mesh)
+            return _replicate(np.asarray(copies)[self._replica], self._mesh)
         if variable._value is not None:
-            return _whole(variable._value, self._mesh)
-        # Made in this call; it gets this value when the scope is left.
+            return _replicate(variable._value, self._mesh)
+        # Created in this call; it gets this value when the scope exits.
         return variable._initializer(variable.shape, dtype=variable.dtype)
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
-        """Keeps a write."""
+        """Keeps a write; a variable on other devices is refused."""
         replica_trace.refuse_foreign(update[0], self._mesh)
         self.get_current_value_before(update[0])
         super().add_update(update)
 
 
-def _regrouped(ended: list[uneven_rows.Called], mesh: ReplicaMesh) -> Tree:
-    """The replicas' results as one nest, as a compiled `run` returns it."""
+def _regroup_results(
+    ended: list[uneven_rows.Called], mesh: ReplicaMesh
+) -> Tree:
+    """Returns the replicas' results as one nest, like a compiled `run`."""
     notes = [called.note.structure for called in ended]
     columns = zip(*[called.outputs for called in ended], strict=True)
-    return run_results.nest_of(
+    return run_results.rebuild_nest(
         notes[0][0],
-        run_results.regrouped_constants(notes),
-        (_wrapped(list(column), mesh) for column in columns),
-        lambda values: _wrapped(list(map(jax.numpy.asarray, values)), mesh),
+        run_results.merge_constants(notes),
+        (_wrap_parts(list(column), mesh) for column in columns),
+        lambda values: _wrap_parts(list(map(jax.numpy.asarray, values)), mesh),
     )
 
 
-def _wrapped(parts: list[Any], mesh: ReplicaMesh) -> Array:
+def _wrap_parts(parts: list[Any], mesh: ReplicaMesh) -> Array:
     if mesh.num_replicas == 1:
         return parts[0]
     if len({(part.shape, str(part.dtype)) for part in parts}) > 1:
@@ -220,5 +226,5 @@ def _wrapped(parts: list[Any], mesh: ReplicaMesh) -> Array:
     return PerReplica.of(stack_replicas(parts, mesh), STACKED)
 
 
-def _whole(value: Array, mesh: ReplicaMesh) -> jax.Array:
+def _replicate(value: Array, mesh: ReplicaMesh) -> jax.Array:
     return jax.device_put(value, mesh.whole)

@@ -1,7 +1,7 @@
-"""Keys of function objects that make the same program.
+"""Keys of function objects; functions with equal keys make the same program.
 
-A function that a loop makes anew in every step (a lambda, a local `def`, a
-partial) has equal code and cells each time; it need not be traced again.
+A function that a loop creates again in every step (a lambda, a local `def`, a
+partial) has equal code and cells each time and need not be traced again.
 """
 
 import dis
@@ -13,15 +13,15 @@ from typing import Any
 
 _CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
 _PLAIN = (bool, int, str, bytes, type(None))
-# Instructions that look up a global name; attributes have other ones.
+# Instructions that look up a global name, but not an attribute.
 _LOOKUPS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 
 
 class Same:
-    """Equal to itself for the same object alone, which it keeps alive.
+    """A key that is equal only for the same object, which it keeps alive.
 
-    An id would not do: a cell may be given another object, and the memory of
-    the first one be used again.
+    An id would not suffice: if a cell is assigned another object, that may
+    reuse the memory, and so the id, of the first one.
 
     Args:
       thing: The object.
@@ -39,25 +39,25 @@ class Same:
         return id(self._thing)
 
 
-def function_key(
+def make_function_key(
     fn: Callable[..., Any], inside: frozenset[int] = frozenset()
 ) -> Hashable:
-    """A key that equal functions share.
+    """Returns a key that equal functions share.
 
     Functions are equal if they have the same code, defaults and cells, and
     the same values of the global names that they mention; methods, if they
-    are the same method of one object; partials, if their parts are. In cells
-    and arguments, numbers, strings and functions are compared by value,
+    are the same method of one object; partials, if their parts are equal. In
+    cells and arguments, numbers, strings and functions are compared by value,
     anything else by identity.
 
     Args:
       fn: A function, method, partial or other callable.
-      inside: Ids of the functions whose key this is a part of.
+      inside: Ids of the functions whose keys contain this key.
     """
     if id(fn) in inside:
         return "recursion"
     inside = inside | {id(fn)}
-    key = functools.partial(value_key, inside=inside)
+    key = functools.partial(make_value_key, inside=inside)
 
     def keys_of(keywords: dict[str, Any] | None) -> tuple[Any, ...]:
         pairs = sorted((keywords or {}).items())
@@ -66,47 +66,55 @@ def function_key(
     if isinstance(fn, functools.partial):
         return (
             "partial",
-            function_key(fn.func, inside),
+            make_function_key(fn.func, inside),
             tuple(map(key, fn.args)),
             keys_of(fn.keywords),
         )
     if inspect.ismethod(fn):
-        return "method", Same(fn.__self__), function_key(fn.__func__, inside)
+        return (
+            "method",
+            Same(fn.__self__),
+            make_function_key(fn.__func__, inside),
+        )
     if isinstance(fn, types.FunctionType):
         return (
             "function",
             fn.__code__,
             id(fn.__globals__),
             tuple(
-                _global_key(fn.__globals__, name, inside)
-                for name in _global_names(fn.__code__)
+                _make_global_key(fn.__globals__, name, inside)
+                for name in _find_global_names(fn.__code__)
             ),
-            tuple(_cell_key(cell, inside) for cell in fn.__closure__ or ()),
+            tuple(
+                _make_cell_key(cell, inside) for cell in fn.__closure__ or ()
+            ),
             tuple(map(key, fn.__defaults__ or ())),
             keys_of(fn.__kwdefaults__),
         )
     return Same(fn)
 
 
-def value_key(value: object, inside: frozenset[int] = frozenset()) -> Hashable:
-    """A key for a value: by value where it is plain, else by identity."""
+def make_value_key(
+    value: object, inside: frozenset[int] = frozenset()
+) -> Hashable:
+    """Returns a key for a value: by value if it is plain, else by identity."""
     if isinstance(value, float):
-        # Tells 0.0 from -0.0, and NaN is itself.
+        # `hex` distinguishes 0.0 from -0.0, and NaN equals itself.
         return float, value.hex()
     if isinstance(value, complex):
         return complex, repr(value)
     if isinstance(value, _PLAIN):
         return type(value), value
     if isinstance(value, _CALLABLES):
-        return function_key(value, inside)
+        return make_function_key(value, inside)
     if type(value) is tuple:
-        return "tuple", tuple(value_key(v, inside) for v in value)
+        return "tuple", tuple(make_value_key(v, inside) for v in value)
     return Same(value)
 
 
 @functools.cache
-def _global_names(code: types.CodeType) -> tuple[str, ...]:
-    """Names that code, and the functions in it, may look up globally."""
+def _find_global_names(code: types.CodeType) -> tuple[str, ...]:
+    """Returns the global names that code, and functions in it, may look up."""
     names = {
         instruction.argval: None
         for instruction in dis.get_instructions(code)
@@ -114,11 +122,11 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
     }
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names |= dict.fromkeys(_global_names(constant))
+            names |= dict.fromkeys(_find_global_names(constant))
     return tuple(names)
 
 
-def _global_key(
+def _make_global_key(
     scope: dict[str, Any], name: str, inside: frozenset[int]
 ) -> Hashable:
     if name not in scope:
@@ -128,11 +136,11 @@ def _global_key(
         value.__globals__ is not scope
     ):
         return Same(value)  # Of a library: its globals do not change.
-    return value_key(value, inside)
+    return make_value_key(value, inside)
 
 
-def _cell_key(cell: types.CellType, inside: frozenset[int]) -> Hashable:
+def _make_cell_key(cell: types.CellType, inside: frozenset[int]) -> Hashable:
     try:
-        return value_key(cell.cell_contents, inside)
+        return make_value_key(cell.cell_contents, inside)
     except ValueError:  # Not assigned yet.
         return "empty"

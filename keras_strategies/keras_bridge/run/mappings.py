@@ -1,6 +1,6 @@
-"""Mappings, and subclasses of lists and tuples, as nodes of a nest.
+"""Mappings, and subclasses of lists and tuples, as nodes of a pytree.
 
-JAX takes dicts apart, and of other classes those alone that were registered.
+JAX flattens dicts, but other classes only if they are registered.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -12,7 +12,7 @@ from keras_strategies._types import Leaf, Tree
 
 
 class _Opened:
-    """Stands for a mapping until JAX has taken it apart.
+    """A registered node that replaces a mapping until JAX flattens it.
 
     Args:
       mapping: The mapping.
@@ -27,7 +27,7 @@ class _Opened:
         self.values = [open_value(mapping[key]) for key in self.keys]
 
 
-def _rebuilt(
+def _rebuild(
     kept: tuple[Callable[..., Any], Any], values: Iterable[Any]
 ) -> Any:
     cls, keys = kept
@@ -35,31 +35,32 @@ def _rebuilt(
         return cls(dict(zip(keys, values, strict=True)))
     except TypeError as error:
         raise TypeError(
-            "A mapping in a nest must be of a class that makes one of a dict. "
+            "The class of a mapping in a nest must accept a dict. "
             f"Received: {cls!r}, which raises: {error}. Use a dict."
         ) from error
 
 
 jax.tree_util.register_pytree_node(
-    _Opened, lambda node: (node.values, (node.cls, node.keys)), _rebuilt
+    _Opened, lambda node: (node.values, (node.cls, node.keys)), _rebuild
 )
 
 
-def opened(
+def open_nest(
     nest: Tree,
     is_leaf: Callable[[Any], bool],
     *,
     having: Callable[[Any], bool] | None = None,
 ) -> Tree:
-    """Returns a nest that JAX takes apart as far as tf does.
+    """Opens a nest, so that JAX flattens it as far as tf does.
 
-    What is made of its structure has the classes of the mappings again; lists
-    and tuples of other classes become plain ones.
+    Unflattening its structure restores the classes of mappings; lists and
+    tuples of other classes become plain ones.
 
     Args:
       nest: The nest.
-      is_leaf: As that of `jax.tree.map`.
-      having: Those without such a leaf stay leaves; None: no one does.
+      is_leaf: The same as in `jax.tree.map`.
+      having: A predicate of leaves: a mapping, list or tuple without such a
+        leaf stays a leaf. None opens all.
 
     Returns:
       The nest; its mappings, lists and tuples are nodes for JAX.
@@ -85,5 +86,5 @@ def opened(
 
 
 def is_closed(leaf: object) -> bool:
-    """Returns whether a leaf for JAX is a nest for tf."""
+    """Returns whether a leaf of a JAX pytree is a nest for tf."""
     return isinstance(leaf, Mapping | list | tuple)

@@ -1,7 +1,7 @@
 """The trace of a replica in `run`: a user's function, and the merge of states.
 
-Called while the program is traced, or once on each replica's own arrays in
-debug mode.
+Its functions are called while the program is traced, or in debug mode once for
+each replica, on its arrays.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from keras_strategies._types import Array, Tree
 from keras_strategies.keras_bridge.hooks import variables_used
 from keras_strategies.keras_bridge.hooks.trace_hooks import trace_hooks
 from keras_strategies.keras_bridge.run import run_results
-from keras_strategies.keras_bridge.run.mappings import opened
+from keras_strategies.keras_bridge.run.mappings import open_nest
 from keras_strategies.keras_bridge.step_context import (
     ReplicaScope,
     StepContext,
@@ -34,11 +34,11 @@ from keras_strategies.keras_bridge.steps.uneven_rows import Called
 from keras_strategies.keras_bridge.variables.shardings import placement_of
 
 _SUMMED = 64
-"""Results of up to so many entries are summed in the program."""
+"""Results with at most this many entries are summed in the program."""
 
 
-def new_step(mesh: ReplicaMesh, *, is_update: bool = False) -> StepContext:
-    """The step of a user's own function."""
+def make_step(mesh: ReplicaMesh, *, is_update: bool = False) -> StepContext:
+    """Makes the step of a function given to `run`."""
     return StepContext(
         facts=StepFacts(mesh=mesh, rows=1, is_local=True),
         flags=StepFlags(sees_global_batch=True, in_update=is_update),
@@ -49,41 +49,41 @@ def new_step(mesh: ReplicaMesh, *, is_update: bool = False) -> StepContext:
 def replica_tracing(
     step: StepContext, replica_scope: ReplicaScope
 ) -> Iterator[None]:
-    """What is in place while a user's function runs on a replica."""
+    """Installs the hooks and contexts of a replica's call for a block."""
     with (
         trace_hooks(),
         attention_for(step.facts.mesh),
-        variables_used.scopes_ask_outwards(),
+        variables_used.chain_scopes(),
         step_scope(step),
         replica_scope(step),
     ):
         yield
 
 
-def called_in(
+def collect_call(
     step: StepContext,
     scope: keras.StatelessScope,
     results: Tree,
     variables: list[keras.Variable],
     folded: list[Any],
 ) -> Called:
-    """What a call of the user's function left behind.
+    """Collects the results and new values of a call of the user's function.
 
     Args:
-      step: The step that it ran in.
-      scope: The scope that it ran in.
-      results: What it returned.
-      variables: The variables that are of interest.
-      folded: Their values before it.
+      step: The step of the call.
+      scope: The scope of the call.
+      results: The function's results.
+      variables: The variables whose values are collected.
+      folded: Their values before the call.
     """
     new = [scope.get_current_value(v) for v in variables]
 
     def is_none(value: object) -> bool:
         return value is None
 
-    nest = opened(results, is_none)
+    nest = open_nest(results, is_none)
     leaves, structure = jax.tree.flatten(nest, is_leaf=is_none)
-    constants = [run_results.constant_of(leaf) for leaf in leaves]
+    constants = [run_results.read_constant(leaf) for leaf in leaves]
     outputs = [
         jnp.asarray(leaf)
         for leaf, constant in zip(leaves, constants, strict=True)
@@ -94,46 +94,49 @@ def called_in(
     )
 
 
-def report_of(
+def make_report(
     mesh: ReplicaMesh,
     outputs: list[Any],
     notes: list[replica_merge.Note],
     shapes: list[list[tuple[int, ...]]] | None,
     num_written: int,
 ) -> run_results.TraceReport:
-    """What the trace of a run program found.
+    """Makes the report of a trace of a run program.
 
     Args:
-      mesh: The replicas.
+      mesh: The mesh of the replicas.
       outputs: The results that are arrays.
-      notes: Of every variant of the call.
-      shapes: Each replica's shapes of the outputs; None: those of `outputs`.
-      num_written: How many variables, the first ones, are written.
+      notes: The notes of every variant of the call.
+      shapes: Each replica's shapes of the outputs, or None if all have those
+        of `outputs`.
+      num_written: Number of written variables, which come first.
 
     Raises:
-      ValueError: the variants return nests of different structures.
+      ValueError: if the variants return nests of different structures.
     """
     structures = [note.structure for note in notes]
-    found = run_results.TraceReport(
+    report = run_results.TraceReport(
         structure=structures[0][0],
-        constants=run_results.regrouped_constants(structures),
+        constants=run_results.merge_constants(structures),
         summed=[],
-        unchecked=[k for k in unaggregated(notes) if k < num_written],
+        unchecked=[k for k in find_unaggregated(notes) if k < num_written],
         shapes=shapes,
     )
     if mesh.num_replicas == 1:
-        return found
+        return report
     small = [k for k, output in enumerate(outputs) if output.size <= _SUMMED]
-    summed = [k for k in small if found.shapes_of(k) is None]
-    return dataclasses.replace(found, summed=summed)
+    summed = [k for k in small if report.shapes_of(k) is None]
+    return dataclasses.replace(report, summed=summed)
 
 
 def is_same(value: Array, axis: Axis) -> jax.Array:
-    """Whether all replicas have one value; NaN equals itself.
+    """Computes whether all replicas have the same value; NaN equals itself.
 
     Returns:
       A scalar boolean.
     """
+    # All values are equal if the largest and the smallest are. NaN would make
+    # both NaN, so it is replaced, and its places are compared separately.
     is_nan = value != value
     number = jnp.where(is_nan, jnp.zeros_like(value), value)
     number = as_number(number)
@@ -143,8 +146,8 @@ def is_same(value: Array, axis: Axis) -> jax.Array:
     return jnp.all((highest == lowest) & same_nans)
 
 
-def unaggregated(notes: list[replica_merge.Note]) -> list[int]:
-    """Positions of the variables that all replicas must have written alike."""
+def find_unaggregated(notes: list[replica_merge.Note]) -> list[int]:
+    """Returns positions of variables whose replicas' values must be equal."""
     return [
         k
         for k in range(len(notes[0].is_unaggregated))
@@ -156,17 +159,18 @@ def refuse_difference(variable: keras.Variable) -> None:
     """Raises ValueError: replicas wrote different values to a variable."""
     raise ValueError(
         "The replicas wrote different values to a variable that has "
-        "no aggregation, and their copies may not differ. Received: "
-        f"{variable.path!r} with aggregation='none' (it now holds "
-        "a mean of them, or replica 0's integer). Create it with "
+        f"no aggregation. Received: {variable.path!r} with "
+        "aggregation='none' (it now holds the mean of the values, or "
+        "replica 0's integer). Create it with "
         'aggregation="sum", "mean" or "only_first_replica".'
     )
 
 
 def refuse_foreign(variable: keras.Variable, mesh: ReplicaMesh) -> None:
-    """Raises RuntimeError for a variable that lies on other devices.
+    """Raises RuntimeError for a variable on the devices of another strategy.
 
-    Its strategy would find it on these, and other variables of its own not.
+    Writing it would move it to these devices, away from the other variables
+    of its strategy.
     """
     devices = getattr(variable._layout, "device_set", None)
     placement = placement_of(variable)
@@ -176,11 +180,11 @@ def refuse_foreign(variable: keras.Variable, mesh: ReplicaMesh) -> None:
     theirs = sorted(devices, key=lambda device: device.id)
     shown = format_devices(theirs)
     if is_sharded:
-        shown += ", which divides it"
+        shown += ", which shards it"
     raise RuntimeError(
-        "Mixing strategies: in `run` a variable is written by the strategy in "
-        f"whose scope it was made. Received: {variable.path!r} of a strategy "
+        "Mixing strategies: in `run` a variable can only be written by the "
+        f"strategy that created it. Received: {variable.path!r} of a strategy "
         f"on {shown}, written in `run` of one on "
-        f"{format_devices(mesh.devices)}. Call its own strategy's `run`, or "
-        "return the value and `assign` it afterwards."
+        f"{format_devices(mesh.devices)}. Call `run` of the variable's "
+        "strategy, or return the value and `assign` it afterwards."
     )

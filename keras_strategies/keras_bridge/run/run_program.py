@@ -1,9 +1,9 @@
 """A user's function as one compiled program over the replicas.
 
-The variables it reads and writes are found by one abstract trace; the written
-ones are donated and come back merged. Its results are one array over all
-replicas each; small ones are summed along the way, since most are losses that
-are reduced next.
+One abstract trace finds the variables that the function reads and writes; the
+written ones are donated and returned merged. Each result is one array over all
+replicas. Small results are also summed in the program, because most of them
+are losses that are reduced next.
 """
 
 import dataclasses
@@ -40,7 +40,10 @@ from keras_strategies.keras_bridge.hooks.variables_used import (
     LiftingScope,
 )
 from keras_strategies.keras_bridge.run import replica_trace
-from keras_strategies.keras_bridge.run.run_results import TraceReport, nest_of
+from keras_strategies.keras_bridge.run.run_results import (
+    TraceReport,
+    rebuild_nest,
+)
 from keras_strategies.keras_bridge.step_context import ReplicaScope
 from keras_strategies.keras_bridge.steps import output_shardings, replica_merge
 from keras_strategies.keras_bridge.steps.mapped_program import jitted
@@ -62,17 +65,17 @@ from keras_strategies.keras_bridge.variables.deferred_creation import deferred
 
 
 class RunProgram:
-    """One function for one structure, shapes and dtypes of arguments.
+    """A compiled function, for one structure, shapes and dtypes of arguments.
 
     Args:
       fn: `fn(leaves) -> results`: the user's function of the arguments that
         are arrays, one component each.
-      is_split: For each of them, whether it is split over the replicas (else
-        every replica gets it whole).
-      rows: For each of them None, or each replica's number of rows, or its
-        shape, where they differ: the array is padded to the most.
-      mesh: The replicas.
-      replica_scope: Makes a replica context of a step for a block.
+      is_split: For each of them, whether it is split over the replicas or
+        replicated.
+      rows: For each of them None; or, if they differ, each replica's number
+        of rows or shape: the array is padded to the largest.
+      mesh: The mesh of the replicas.
+      replica_scope: Makes a step's replica context current for a block.
       is_update: Whether the function writes the same to every copy of a
         variable (`extended.update`).
 
@@ -112,7 +115,7 @@ class RunProgram:
         self._on_read: list[keras.Variable] = []
         self._read: list[keras.Variable] = []
         self._last_read: list[Any] = []
-        # Of the last call: variables, and whether all replicas wrote one value.
+        # The last call's variables, and whether all replicas wrote one value.
         self._same: list[tuple[keras.Variable, Any]] | None = None
         self._program: Any = None
         ownership.note_devices(mesh)
@@ -122,14 +125,14 @@ class RunProgram:
     ) -> None:
         """Finds the variables and builds the program; runs nothing.
 
-        To be called in the strategy's scope: the function may create
+        Must be called in the strategy's scope: the function may create
         variables.
 
         Args:
           leaves: The arguments that are arrays.
-          others: Variables whose being trainable the function may look at.
+          others: Other variables whose `trainable` the function may read.
         """
-        scope = self._lifting(leaves)
+        scope = self._find_variables(leaves)
         self.lifted = list(scope.variables)
         shardings.follow_by_names(self.lifted, self._mesh)
         known = {id(v): v for v in (*others, *self.lifted)}
@@ -137,7 +140,7 @@ class RunProgram:
             (weakref.ref(v), v.trainable) for v in known.values()
         ]
         for variable in self.lifted:
-            on_read.settle(variable, self._mesh)
+            on_read.create_copies(variable, self._mesh)
             if on_read.is_on_read(variable):
                 self._on_read.append(variable)
             elif variable in scope.written:
@@ -147,20 +150,20 @@ class RunProgram:
                 self._read.append(variable)
         self._build()
 
-    def _lifting(self, leaves: list[Any]) -> LiftingScope:
-        """Traces the function once, for the variables that it uses."""
+    def _find_variables(self, leaves: list[Any]) -> LiftingScope:
+        """Traces the function once, to find the variables that it uses."""
         scope = LiftingScope()
-        # Another mesh: JAX keeps what it traced of inner functions by the mesh,
-        # too, and must not meet this trace's zeros again.
+        # JAX caches traces of inner functions per mesh. With another mesh, no
+        # later trace finds one with this trace's zeros.
         mesh = dataclasses.replace(self._mesh, marker="lifting")
-        step = replica_trace.new_step(mesh, is_update=self._is_update)
+        step = replica_trace.make_step(mesh, is_update=self._is_update)
 
         def abstract(*components: Array) -> Any:
-            own = list(components)
+            leaves = list(components)
             if self._variant_of:
-                own = with_rows(self._variant_of[0], self._is_uneven, own)
+                leaves = with_rows(self._variant_of[0], self._is_uneven, leaves)
             with replica_trace.replica_tracing(step, self._replica_scope):
-                self._fn(own)
+                self._fn(leaves)
             return jnp.zeros((1,))
 
         mapped = replica_map(
@@ -175,27 +178,27 @@ class RunProgram:
         return scope
 
     def _build(self) -> None:
-        whole, split = replicated_spec(), split_spec(self._mesh)
+        replicated, split = replicated_spec(), split_spec(self._mesh)
         written, read = (
             [shardings.spec_of(v, self._mesh) for v in group]
             for group in (self._written, self._read)
         )
-        new = written + [whole] * len(self._on_read)
+        new = written + [replicated] * len(self._on_read)
         program = sharded_map(
-            sums_combined(self._body, replica_trace.new_step(self._mesh)),
+            sums_combined(self._body, replica_trace.make_step(self._mesh)),
             self._mesh,
             in_specs=(written, split, read, self._specs),
-            out_specs=(split, split, whole, whole, new, whole),
+            out_specs=(split, split, replicated, replicated, new, replicated),
         )
         program = output_shardings.run(program, self.written, self._mesh)
         self._program = jitted(program, "run", donate_argnums=(0, 1))
 
     def lower(self, leaves: list[Any]) -> jax.stages.Lowered:
-        """Lowers the program for arguments' shapes; reads no values."""
+        """Lowers the program for the arguments' shapes; reads no values."""
         mesh = self._mesh
         return self._program.lower(
             shardings.shapes_of(self._written, mesh),
-            on_read.shapes_of_copies(self._on_read, mesh),
+            on_read.make_copy_shapes(self._on_read, mesh),
             shardings.shapes_of(self._read, mesh),
             leaves,
         )
@@ -207,7 +210,7 @@ class RunProgram:
 
     @property
     def is_current(self) -> bool:
-        """Whether the variables are as they were when it was traced."""
+        """Whether the variables' `trainable` is unchanged since the trace."""
         return all(
             (variable := reference()) is None or variable.trainable == flag
             for reference, flag in self._trainable
@@ -218,12 +221,12 @@ class RunProgram:
 
         Args:
           leaves: The arguments that are arrays.
-          last: By the id of a variable, the array that a program returned
-            for it last; brought up to date.
+          last: The last array that a program returned for each variable, by
+            the variable's id; updated in place.
         """
         mesh = self._mesh
-        taken, shared = self._state(last)
-        copies = [on_read.copies_of(v, mesh) for v in self._on_read]
+        taken, shared = self._collect_state(last)
+        copies = [on_read.get_copies(v, mesh) for v in self._on_read]
         self._check_last()
         arrays, new_copies, sums, same, new, report = dispatch(
             mesh, self._program, taken, copies, shared, leaves
@@ -235,30 +238,34 @@ class RunProgram:
         for variable, copy, value in zip(
             self._on_read, new_copies, aggregates, strict=True
         ):
-            on_read.hold(variable, copy, value)
+            on_read.set_copies(variable, copy, value)
         unchecked = map(self._written.__getitem__, report.unchecked)
         is_first = self._same is None
         self._same = list(zip(unchecked, same, strict=True))
         if is_first:
-            # Later ones are checked at the next call: no one waits for them.
+            # Later results are checked at the next call, to avoid waiting.
             self._check_last()
-        return self._results(report, arrays, sums)
+        return self._make_results(report, arrays, sums)
 
-    def _state(self, last: ownership.Made) -> tuple[list[Any], list[Any]]:
-        """The values of written and of read variables, ready to be passed."""
+    def _collect_state(
+        self, last: ownership.Made
+    ) -> tuple[list[Any], list[Any]]:
+        """Returns the values of written and read variables to pass."""
         written, read, mesh = self._written, self._read, self._mesh
         taken = [v._value for v in written]
         known = [last.get(id(v)) for v in written]
         is_rivalled = ownership.has_rivals(mesh)
+        # Arrays that a program returned and only the variables hold can be
+        # donated at once. Others are checked, and copied if in use elsewhere.
         if is_rivalled or not ownership.are_alone(taken, known):
-            made = zip(map(id, taken), known, strict=True)
-            made = None if is_rivalled else {k: r for k, r in made if r}
-            ownership.own(taken, written, (), made, mesh, donate=True)
+            pairs = zip(map(id, taken), known, strict=True)
+            returned = None if is_rivalled else {k: r for k, r in pairs if r}
+            ownership.own(taken, written, (), returned, mesh, donate=True)
         shared = [v._value for v in read]
         if not ownership.are(self._last_read, shared):
             references = list(map(weakref.ref, shared))
             ownership.own(shared, read, (), None, mesh, donate=False)
-            # Those that had to be moved are looked at again next time.
+            # If arrays had to be moved, check all again at the next call.
             are_moved = not ownership.are(references, shared)
             self._last_read = [] if are_moved else references
         return taken, shared
@@ -270,26 +277,26 @@ class RunProgram:
                 self._same = []
                 replica_trace.refuse_difference(variable)
 
-    def _results(
+    def _make_results(
         self, report: TraceReport, arrays: list[Any], sums: list[Any]
     ) -> Tree:
         totals = dict(zip(report.summed, sums, strict=True))
         wrapped = (
-            self._wrapped(array, totals.get(k), report.shapes_of(k))
+            self._wrap_array(array, totals.get(k), report.shapes_of(k))
             for k, array in enumerate(arrays)
         )
-        return nest_of(
-            report.structure, report.constants, wrapped, self._differing
+        return rebuild_nest(
+            report.structure, report.constants, wrapped, self._wrap_differing
         )
 
-    def _differing(self, values: list[Any]) -> PerReplica:
-        """A number that is another one for replicas with other rows."""
+    def _wrap_differing(self, values: list[Any]) -> PerReplica:
+        """Wraps a number that differs between replicas with other rows."""
         variants = variants_of(self._variant_of)
         mesh, of = self._mesh, self._variant_of
-        own = [values[variants.index(of[r])] for r in mesh.local_replicas]
-        return PerReplica.of(stack_replicas(own, mesh), STACKED)
+        local = [values[variants.index(of[r])] for r in mesh.local_replicas]
+        return PerReplica.of(stack_replicas(local, mesh), STACKED)
 
-    def _wrapped(
+    def _wrap_array(
         self, array: Array, total: Array | None, shapes: Shapes | None
     ) -> Array | PerReplica:
         if self._mesh.num_replicas == 1:
@@ -307,7 +314,7 @@ class RunProgram:
         read: list[Any],
         leaves: list[Any],
     ) -> tuple[Any, ...]:
-        step = replica_trace.new_step(self._mesh, is_update=self._is_update)
+        step = replica_trace.make_step(self._mesh, is_update=self._is_update)
         variables = [*self.written, *self._read]
         old = [*written, *[c[0] for c in copies], *read]
         folded = seeds.fold_seeds(variables, old, step)
@@ -315,8 +322,8 @@ class RunProgram:
             is_uneven=bool(self._variant_of),
             share=own_share(self._variant_of, step.axis),
         )
-        called, notes, shapes = self._called(variables, folded, leaves)
-        report = replica_trace.report_of(
+        called, notes, shapes = self._call_variants(variables, folded, leaves)
+        report = replica_trace.make_report(
             self._mesh, called.outputs, notes, shapes, len(self._written)
         )
         values, new_copies, sums = replica_merge.merged_state(
@@ -347,36 +354,38 @@ class RunProgram:
         folded: list[Any],
         leaves: list[Any],
     ) -> Called:
-        """The function on one replica's arguments."""
-        step = replica_trace.new_step(self._mesh, is_update=self._is_update)
-        own = [
+        """Calls the function with one replica's arguments."""
+        step = replica_trace.make_step(self._mesh, is_update=self._is_update)
+        sizes = [
             leaf.shape[1]
             for leaf, uneven in zip(leaves, self._is_uneven, strict=True)
             if uneven
         ]
         step = step.with_facts(
-            rows_of_all=rows_of_all(tuple(own), self._variant_of)
+            rows_of_all=rows_of_all(tuple(sizes), self._variant_of)
         )
-        step.notes.own_seeds.update(filter(seeds.is_seed, variables))
+        step.notes.replica_seeds.update(filter(seeds.is_seed, variables))
         step.notes.before = IdentityMap(zip(variables, folded, strict=True))
         mapping = zip(variables, folded, strict=True)
         scope = CollectingScope(mapping, initialize_variables=False)
         with replica_trace.replica_tracing(step, self._replica_scope), scope:
             results = self._fn(leaves)
-        return replica_trace.called_in(step, scope, results, variables, folded)
+        return replica_trace.collect_call(
+            step, scope, results, variables, folded
+        )
 
-    def _called(
+    def _call_variants(
         self,
         variables: list[keras.Variable],
         folded: list[Any],
         leaves: list[Any],
     ) -> tuple[Called, list[Note], list[list[tuple[int, ...]]] | None]:
-        """What was computed, the variants' notes, each replica's shapes."""
+        """Returns the call's results, all notes, and each replica's shapes."""
         if not self._variant_of:
             called = self._call(variables, folded, leaves)
             return called, [called.note], None
         return call_unevenly(
-            lambda state, own: self._call(variables, state, own),
+            lambda state, leaves: self._call(variables, state, leaves),
             self._variant_of,
             self._is_uneven,
             self._mesh.all_replicas,

@@ -1,4 +1,4 @@
-"""The structure of a replica function's results, known when it is traced."""
+"""The structure of a replica function's results, recorded while tracing."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -15,16 +15,16 @@ from keras_strategies._types import Leaf, Tree
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TraceReport:
-    """What the trace of a run program found; a result of it without arrays.
+    """The report of a run program's trace; a static result of the program.
 
     Attributes:
-      structure: The nest of the user's results.
-      constants: For each leaf None if it is an array; else its value, or of
-        the variants' values, see `regrouped_constants`.
-      summed: Which arrays are summed over the replicas beside.
-      unchecked: Positions of written variables that all replicas must have
-        written alike.
-      shapes: Each replica's shapes of the arrays; None where all have one.
+      structure: The structure of the user's results.
+      constants: For each leaf None if it is an array; else a list of its one
+        value or of the variants' values, see `merge_constants`.
+      summed: Positions of the arrays that are also summed over the replicas.
+      unchecked: Positions of written variables to which all replicas must
+        write the same value.
+      shapes: Each replica's shapes of the arrays, or None if all are equal.
     """
 
     structure: Any
@@ -34,18 +34,18 @@ class TraceReport:
     shapes: list[list[tuple[int, ...]]] | None
 
     def shapes_of(self, position: int) -> tuple[tuple[int, ...], ...] | None:
-        """Each replica's shape of an array; None where they are one."""
+        """Returns each replica's shape of an array; None if all are equal."""
         if self.shapes is None:
             return None
         shapes = tuple(of_replica[position] for of_replica in self.shapes)
         return shapes if len(set(shapes)) > 1 else None
 
 
-def constant_of(leaf: object) -> list[Any] | None:
+def read_constant(leaf: object) -> list[Any] | None:
     """Returns None for a result that is an array, else a list of its value.
 
     Raises:
-      TypeError: neither.
+      TypeError: if it is neither an array nor a supported value.
     """
     if isinstance(leaf, jax.Array | np.ndarray | np.generic):
         return None
@@ -54,24 +54,24 @@ def constant_of(leaf: object) -> list[Any] | None:
     ):
         return [leaf]
     raise TypeError(
-        "A function given to `run` returns arrays, numbers, strings or None, "
-        "in nests of tuples, lists and dicts. Received: a result of type "
+        "A function given to `run` must return arrays, numbers, strings or "
+        "None, in nests of tuples, lists and dicts. Received: a result of type "
         f"{type(leaf).__name__}. Return its arrays instead."
     )
 
 
-def regrouped_constants(structures: list[Any]) -> list[list[Any] | None]:
-    """The results that are no arrays, of the variants of a function.
+def merge_constants(structures: list[Any]) -> list[list[Any] | None]:
+    """Merges the results that are not arrays, of the variants of a function.
 
     Args:
       structures: Each variant's `Note.structure`.
 
     Returns:
-      For each leaf None if it is an array; a list of its one value; or of the
-      variants' numbers, where they differ.
+      For each leaf None if it is an array, else a list of its one value, or
+      of the variants' numbers if they differ.
 
     Raises:
-      ValueError: the variants return nests of different structures.
+      ValueError: if the variants return nests of different structures.
     """
     trees = [tree for tree, _ in structures]
     kinds = [[c is None for c in constants] for _, constants in structures]
@@ -92,18 +92,18 @@ def regrouped_constants(structures: list[Any]) -> list[list[Any] | None]:
     return result
 
 
-def nest_of(
+def rebuild_nest(
     structure: PyTreeDef,
     constants: list[list[Any] | None],
     arrays: Iterable[Any],
     differing: Callable[[list[Any]], Any],
 ) -> Tree:
-    """The results as the function returned them.
+    """Rebuilds the nest of results that the function returned.
 
     Args:
-      structure: Their nest.
-      constants: What `regrouped_constants` returned.
-      arrays: Those of them that are arrays.
+      structure: The structure of the nest.
+      constants: The result of `merge_constants`.
+      arrays: The results that are arrays.
       differing: Makes one result of the variants' different numbers.
 
     Returns:
@@ -126,7 +126,7 @@ def _is_same(a: object, b: object) -> bool:
 
 def _refuse(trees: list[Any], leaves: list[Any]) -> NoReturn:
     raise ValueError(
-        "All replicas must return results of one structure. Received: "
+        "All replicas must return results of the same structure. Received: "
         f"{[str(tree) for tree in trees]} with leaves {leaves}. Return the "
         "same nest on every replica."
     )

@@ -31,7 +31,7 @@ def attention_for(mesh: ReplicaMesh) -> Iterator[None]:
     if mesh.platform != "tpu":
         yield
         return
-    with _patches.held(), temporary_attribute(_thread, "is_for_tpus", True):
+    with _patches.hold(), temporary_attribute(_thread, "is_for_tpus", True):
         yield
 
 

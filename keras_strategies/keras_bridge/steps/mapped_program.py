@@ -18,7 +18,7 @@ from keras_strategies.keras_bridge.step_context import (
     ReplicaScope,
     StepContext,
     StepFacts,
-    num_replica_uses,
+    count_replica_uses,
 )
 from keras_strategies.keras_bridge.steps import trace_checks
 from keras_strategies.keras_bridge.steps.attention import attention_for
@@ -218,7 +218,7 @@ def in_replica(
     with contextlib.ExitStack() as stack:
         if is_tracing():
             # What has asked its replica context is traced again, and asks.
-            name = f"ks.{kind}.{num_replica_uses()}"
+            name = f"ks.{kind}.{count_replica_uses()}"
             stack.enter_context(separate_trace(name))
         stack.enter_context(replica_scope(step))
         yield

@@ -190,7 +190,7 @@ class ModelProgram:
             functools.partial(dispatch, self._mesh), state, segment
         )
         read = [
-            merge_lib.with_changes(state[i], values) if values else state[i]
+            merge_lib.apply_changes(state[i], values) if values else state[i]
             for i, values in zip(self._read, changed, strict=True)
         ]
         return results, tuple(self._ordered(new, read))
@@ -223,13 +223,13 @@ class ModelProgram:
     ) -> tuple[list[Any], list[Any]]:
         written = [
             [
-                merge_lib.as_type_of(n, o)
+                merge_lib.cast_like(n, o)
                 for n, o in zip(new[i], old[i], strict=True)
             ]
             for i in self._written
         ]
         return written, [
-            merge_lib.changed_values(old[i], new[i]) for i in self._read
+            merge_lib.find_changes(old[i], new[i]) for i in self._read
         ]
 
     def _call(self, state: Sequence[Group], data: Batch) -> tuple[Any, Any]:

@@ -89,7 +89,7 @@ class PredictProgram(ModelProgram):
         if not self._has_known_outputs():
             # Their number may be that of the rows by chance, so it is looked
             # at with twice as many.
-            probe = step.probe(2 * rows)
+            probe = step.make_probe(2 * rows)
             body = functools.partial(self._traced, probe)
             more, _ = eval_with_rows(2 * rows, body, (state,), data)
             if not _is_by_rows(more, 2 * rows):
@@ -103,7 +103,7 @@ class PredictProgram(ModelProgram):
         finish = merge_lib.plan_merge(
             plan, self._variables[1], old, folded, new
         )
-        merged = (trainable, finish(plan.sums()))
+        merged = (trainable, finish(plan.compute_sums()))
         return outputs, *self._output(read, merged)
 
     def _on_rows(
@@ -146,7 +146,7 @@ class PredictProgram(ModelProgram):
                 read = [trainable, carry]
                 outputs, _, (_, changed) = body(written, read, batch)
                 keys[:] = list(changed)
-                return merge_lib.with_changes(carry, changed), outputs
+                return merge_lib.apply_changes(carry, changed), outputs
 
             carry, outputs = jax.lax.scan(one, list(others), data)
             return outputs, [], [{}, {k: carry[int(k)] for k in keys}]

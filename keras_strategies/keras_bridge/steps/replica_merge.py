@@ -102,18 +102,18 @@ def merged_state(
     values = zip(variables, start, folded, new, strict=True)
     for k, (v, s, f, n) in enumerate(values):
         if on_read.is_on_read(v):
-            copy = merge_lib.as_type_of(n, f)
+            copy = merge_lib.cast_like(n, f)
             copies.append(copy)
             finishers.append(on_read.plan_aggregate(plan, v, copy))
             continue
         if called.is_alike and called.is_alike[k] and n in step.notes.equal:
-            finishers.append(lambda sums, n=n, s=s: merge_lib.as_type_of(n, s))
+            finishers.append(lambda sums, n=n, s=s: merge_lib.cast_like(n, s))
             continue
         finish = merge_lib.plan_merge(
             plan, [v], [s], [f], [n], are_metrics=v in step.notes.metric_rules
         )
         finishers.append(lambda sums, finish=finish: finish(sums)[0])
     places = [plan.add(summand) for summand in summands]
-    sums = plan.sums()
+    sums = plan.compute_sums()
     values = [finish(sums) for finish in finishers]
     return values, copies, [sums[place] for place in places]

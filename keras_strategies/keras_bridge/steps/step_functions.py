@@ -331,7 +331,7 @@ def _execution(
         data = data[0]
     if isinstance(data, Execution):
         return data
-    batches = keras_names.batches_of_execution(iterator, data, num_steps)
+    batches = keras_names.take_execution(iterator, data, num_steps)
     placed = [feed.place_batch(batch, mesh) for batch in batches]
     segments = tuple(part for each in placed for part in each.segments)
     return dataclasses.replace(placed[0], segments=segments)

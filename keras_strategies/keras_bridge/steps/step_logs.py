@@ -94,7 +94,7 @@ def read_logs(
             if metric not in cache:
                 cache[metric] = metric.result()
             return cache[metric][key] if key else cache[metric]
-        return output if mean is None else merge_lib.as_type_of(mean, output)
+        return output if mean is None else merge_lib.cast_like(mean, output)
 
     with keras.StatelessScope(state_mapping=metrics):
         columns = zip(outputs, means, results, strict=True)

@@ -140,7 +140,7 @@ def _check_sizes(
     data: Batch,
 ) -> None:
     """Traces with twice the rows: what counts rows doubles, no other size."""
-    probe = step.probe(2 * step.facts.rows)
+    probe = step.make_probe(2 * step.facts.rows)
     try:
         probed = functools.partial(body, probe)
         eval_with_rows(probe.facts.rows, probed, state, data)

@@ -114,7 +114,7 @@ class StepProgram(ModelProgram):
             (v, plan.add(v / step.num_replicas))
             for v in step_logs.averaged_logs(step, logs)
         ]
-        sums = plan.sums()
+        sums = plan.compute_sums()
         merged = [finish(sums) for finish in finishers]
         means = IdentityMap((v, sums[place]) for v, place in places)
         logs = step_logs.merged_logs(
@@ -131,7 +131,7 @@ class StepProgram(ModelProgram):
             def one(carry: tuple[Any, Any], batch: Batch) -> tuple[Any, Any]:
                 logs, written, changed = body(carry[0], carry[1], batch)
                 changed_keys[:] = [list(values) for values in changed]
-                read = map(merge_lib.with_changes, carry[1], changed)
+                read = map(merge_lib.apply_changes, carry[1], changed)
                 return (written, list(read)), logs
 
             carry = (written, read)

@@ -171,7 +171,7 @@ def call_step(
         [seeds.is_seed(v) for v in flat] + [True] * len(leaves),
     )
     averaged = [] if metrics is None else called.outputs
-    means = [merge_lib.share_of_mean(output, step) for output in averaged]
+    means = [merge_lib.compute_mean_share(output, step) for output in averaged]
     values, _, means = replica_merge.merged_state(
         step, flat, before, folded, called, notes, means
     )
@@ -227,7 +227,7 @@ class _OneReplica:
             rows=count, rows_of_all=of_all, share=None
         )
         variables = [v for group in self.variables for v in group]
-        step.notes.own_seeds.update(filter(seeds.is_seed, variables))
+        step.notes.replica_seeds.update(filter(seeds.is_seed, variables))
         step.notes.before = IdentityMap(zip(variables, state, strict=True))
         batch = jax.tree.unflatten(self.structure, [a[0] for a in leaves])
         groups = _grouped(state, self.variables)

@@ -66,7 +66,7 @@ def abstract() -> Iterator[None]:
       print(strategy.compile_step(model, (rows, rows)))
       ```
     """
-    with _patches.held(), slots_follow_weights(), creating(abstract=True):
+    with _patches.hold(), slots_follow_weights(), creating(abstract=True):
         yield
 
 

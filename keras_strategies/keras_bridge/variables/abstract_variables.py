@@ -182,7 +182,7 @@ def creating(*, abstract: bool) -> Iterator[None]:
     Args:
       abstract: Whether they are without.
     """
-    patched = _patches.held() if abstract else contextlib.nullcontext()
+    patched = _patches.hold() if abstract else contextlib.nullcontext()
     with patched, temporary_attribute(_thread, "is_abstract", abstract):
         yield
 

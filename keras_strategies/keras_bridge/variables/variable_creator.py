@@ -134,7 +134,7 @@ def distribution_scope(
         with contextlib.ExitStack() as stack:
             if distribution is not None:
                 # Optimizer slots take their weight's layout: no one is asked.
-                stack.enter_context(_slots_registered.held())
+                stack.enter_context(_slots_registered.hold())
                 stack.enter_context(distribution.alike())
             yield
     finally:
@@ -205,7 +205,7 @@ _slots_registered = Patches(
 
 def slots_follow_weights() -> contextlib.AbstractContextManager[None]:
     """In which slots have values, or none, as their weights."""
-    return _slots_registered.held()
+    return _slots_registered.hold()
 
 
 def adopt(
@@ -348,7 +348,7 @@ def variable_creator_scope(creator: VariableCreator) -> Iterator[None]:
     entered = functools.partial(creator)
     _creators.stack.append(entered)
     try:
-        with _creation.held():
+        with _creation.hold():
             yield
     finally:
         is_nested = innermost_creator() is entered

@@ -6,7 +6,7 @@ import pytest
 
 from keras_strategies.keras_bridge.callbacks.callback_list import (
     QuietCallbackList,
-    quiet_list,
+    make_quiet_list,
 )
 from tests.support.plain_keras import check_same, dense, mirrored
 
@@ -89,7 +89,7 @@ def list_of(callbacks, verbose=0, model=None):
         "epochs": 2,
         "steps_per_epoch": None,
     }
-    return quiet_list("fit", arguments, model or one_input(), Feed())
+    return make_quiet_list("fit", arguments, model or one_input(), Feed())
 
 
 @pytest.mark.parametrize("name", LISTENING)

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_strategies.keras_bridge.loops.binding import binding_of
+from keras_strategies.keras_bridge.loops.binding import find_binding
 from tests.keras_bridge.callbacks.recorder import Recorder, read_folder
 from tests.support.plain_keras import assert_same, dense, run_both
 
@@ -473,7 +473,7 @@ def test_swap_ema_weights(replicas, on_epoch):
         first = fit(model, swap)
         # Variables and their averages share arrays now. Plain Keras would
         # donate them twice, and lose the model's weights; ours goes on.
-        if binding_of(model) is None:
+        if find_binding(model) is None:
             for variable in model.variables:
                 variable.assign(variable.numpy())
         second = fit(model, callbacks.SwapEMAWeights(swap_on_epoch=on_epoch))

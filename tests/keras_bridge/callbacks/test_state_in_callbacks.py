@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_strategies.keras_bridge.loops.binding import binding_of
+from keras_strategies.keras_bridge.loops.binding import find_binding
 from tests.keras_bridge.callbacks.test_callbacks import (
     MOMENTUM,
     MOMENTUM_3,
@@ -23,7 +23,7 @@ from tests.support.plain_keras import mirrored, on_batch, run_both
 
 
 def is_bound(model):
-    return binding_of(model) is not None
+    return find_binding(model) is not None
 
 
 class OnBatch(keras.callbacks.Callback):
@@ -238,7 +238,7 @@ def test_target_network_updated_in_a_callback():
     def act(model):
         target = build()
         if is_bound(model):
-            binding_of(model).owner.attach(target)
+            find_binding(model).owner.attach(target)
 
         def copies(model, batch):
             # `assign` shares the buffer between the two variables, which

@@ -109,7 +109,7 @@ def test_every_metric_of_keras_has_a_sample():
 def test_kerass_own_metrics_are_sums_over_rows(name):
     metric, data = made(name)
     # What is claimed of all of them without trying, and what is so.
-    rule = metric_rules.rule_of_update(metric, data, {}, len(data[0]))
+    rule = metric_rules.choose_update_rule(metric, data, {}, len(data[0]))
     looks_at_all_labels = name in ("Hinge", "SquaredHinge")
     if looks_at_all_labels:
         assert rule == metric_rules.SAME
@@ -187,10 +187,14 @@ NOT_ADDITIVE = {
 def test_a_users_metric_that_is_no_sum_is_found_with_one_warning(name):
     metric = NOT_ADDITIVE[name]()
     with pytest.warns(UserWarning, match=f"'{name}'.*not a sum") as caught:
-        rule = metric_rules.rule_of_update(metric, VECTORS, {}, len(VECTORS[0]))
+        rule = metric_rules.choose_update_rule(
+            metric, VECTORS, {}, len(VECTORS[0])
+        )
     assert len(caught) == 1
     # Warnings are errors here: a second one would show.
-    again = metric_rules.rule_of_update(metric, VECTORS, {}, len(VECTORS[0]))
+    again = metric_rules.choose_update_rule(
+        metric, VECTORS, {}, len(VECTORS[0])
+    )
     assert (rule, again) == (metric_rules.SAME, metric_rules.SAME)
 
 
@@ -198,12 +202,14 @@ def test_trying_out_leaves_the_metric_as_it_was():
     metric = Highest()
     metric.value.assign(0.25)
     with pytest.warns(UserWarning, match="not a sum"):
-        metric_rules.rule_of_update(metric, VECTORS, {}, len(VECTORS[0]))
+        metric_rules.choose_update_rule(metric, VECTORS, {}, len(VECTORS[0]))
     assert float(metric.value) == 0.25
 
 
 def test_a_users_sum_is_found_without_a_warning():
-    rule = metric_rules.rule_of_update(Errors(), VECTORS, {}, len(VECTORS[0]))
+    rule = metric_rules.choose_update_rule(
+        Errors(), VECTORS, {}, len(VECTORS[0])
+    )
     assert rule == metric_rules.SUM
 
 
@@ -212,7 +218,7 @@ def test_a_users_function_of_a_row_is_a_sum():
         return ops.mean(ops.abs(y_true - y_pred), axis=-1)
 
     metric = keras.metrics.MeanMetricWrapper(row_error)
-    rule = metric_rules.rule_of_update(metric, VECTORS, {}, len(VECTORS[0]))
+    rule = metric_rules.choose_update_rule(metric, VECTORS, {}, len(VECTORS[0]))
     assert rule == metric_rules.SUM
 
 
@@ -221,7 +227,7 @@ def test_a_users_function_that_mixes_rows_is_no_sum():
         return ops.var(y_pred)
 
     metric = keras.metrics.MeanMetricWrapper(spread)
-    rule = metric_rules.rule_of_update(metric, VECTORS, {}, len(VECTORS[0]))
+    rule = metric_rules.choose_update_rule(metric, VECTORS, {}, len(VECTORS[0]))
     assert rule == metric_rules.SAME
 
 
@@ -232,7 +238,7 @@ def test_a_metric_that_fails_on_toy_data_is_taken_as_no_sum():
                 raise ValueError("Only four rows.")
 
     with pytest.warns(UserWarning, match="not a sum"):
-        rule = metric_rules.rule_of_update(
+        rule = metric_rules.choose_update_rule(
             Picky(), VECTORS, {}, len(VECTORS[0])
         )
     assert rule == metric_rules.SAME
@@ -269,7 +275,7 @@ def test_a_metric_that_fails_on_toy_data_is_taken_as_no_sum():
 def test_updates_without_rows_follow_a_rule_or_need_the_whole(
     metric, args, kwargs, rule
 ):
-    assert metric_rules.rule_of_update(metric, args, kwargs, 4) == rule
+    assert metric_rules.choose_update_rule(metric, args, kwargs, 4) == rule
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.keras_bridge.loops.binding import binding_of
+from keras_strategies.keras_bridge.loops.binding import find_binding
 from keras_strategies.keras_bridge.variables.model_variables import (
     all_variables,
 )
@@ -57,7 +57,7 @@ def assert_on_mesh(model, strategy):
 
 
 def assert_plain(model):
-    assert binding_of(model) is None
+    assert find_binding(model) is None
     ours = {*LOOPS, "compile", "make_train_function", "_symbolic_build"}
     assert not ours & set(vars(model))
     for variable in all_variables(model):
@@ -209,7 +209,7 @@ def test_a_predict_of_other_arguments_is_called_as_it_is(replicas):
         check()
     fit(model)
     check()
-    assert_on_mesh(model, binding_of(model).owner)
+    assert_on_mesh(model, find_binding(model).owner)
 
 
 _random = np.random.default_rng(0)
@@ -467,12 +467,12 @@ def test_made_in_a_scope_and_compiled_after_it():
         model = sequential()
     plain = sequential()
     compile_(model)
-    assert binding_of(compile_(plain)) is None
+    assert find_binding(compile_(plain)) is None
     assert rows_seen(fit, model) == 4
     assert_on_mesh(model, strategy)
     assert_close(state_of(model), trained_plain(1))
     assert_plain(strategy.detach(model))
-    assert binding_of(compile_(model)) is None
+    assert find_binding(compile_(model)) is None
 
 
 def test_a_model_made_in_a_scope_is_saved_and_copied_as_ever(tmp_path):
@@ -486,7 +486,7 @@ def test_a_model_made_in_a_scope_is_saved_and_copied_as_ever(tmp_path):
         copy.deepcopy(model),
     ):
         assert "compile" not in vars(other)
-        assert binding_of(compile_(other)) is None
+        assert find_binding(compile_(other)) is None
 
 
 def test_optimizer_made_outside_of_the_scope():
@@ -606,7 +606,7 @@ def test_built_in_one_scope_and_compiled_in_another():
         second.scope(),
     ):
         compile_(model)
-    assert binding_of(model) is None
+    assert find_binding(model) is None
     assert not model.compiled
     assert not ks.has_strategy()
     with first.scope():

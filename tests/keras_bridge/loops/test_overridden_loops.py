@@ -8,14 +8,17 @@ import pytest
 import tensorflow as tf
 
 from keras_strategies.keras_bridge.keras_names import TRAINER
-from keras_strategies.keras_bridge.loops.binding import binding_of
-from keras_strategies.keras_bridge.loops.scope_hooks import LOOPS, keras_loop
+from keras_strategies.keras_bridge.loops.binding import find_binding
+from keras_strategies.keras_bridge.loops.scope_hooks import (
+    LOOPS,
+    get_keras_loop,
+)
 from tests.support.plain_keras import dense, mirrored, on_batch
 
 WORDS = [f"{'a' * (i % 5)}{'b' * (i * 7 % 11)}" for i in range(37)]
 ROWS = np.random.default_rng(0).random((37, 3)).astype("float32")
 LABELS = ROWS.sum(1, keepdims=True)
-KERASS = {name: keras_loop(name) for name in LOOPS}
+KERASS = {name: get_keras_loop(name) for name in LOOPS}
 
 
 def of_words(texts):
@@ -191,17 +194,17 @@ def test_predict_before_compile_runs_on_the_replicas():
 def test_keras_is_as_it_was_also_after_an_error():
     class Fails(Pipeline):
         def fit(self, *args, **kwargs):
-            assert keras_loop("fit") is not KERASS["fit"]
+            assert get_keras_loop("fit") is not KERASS["fit"]
             raise OSError("no data")
 
     with mirrored(2).scope():
         model = Fails([keras.Input((3,)), dense(1)])
         model.compile("sgd", "mse")
-        inside = keras_loop("fit")
+        inside = get_keras_loop("fit")
     with pytest.raises(OSError, match="no data"):
         model.fit(ROWS, LABELS)
     assert inside is not KERASS["fit"]
-    assert {n: keras_loop(n) for n in LOOPS} == KERASS
+    assert {n: get_keras_loop(n) for n in LOOPS} == KERASS
     assert TRAINER.compile is keras.Model.compile
 
 
@@ -240,7 +243,7 @@ def test_a_plain_model_in_an_override_is_left_alone():
     model.fit(WORDS, LABELS, verbose=0)
     expected.fit(ROWS, LABELS, verbose=0, batch_size=8, shuffle=False)
     check(plain.get_weights(), expected.get_weights())
-    assert binding_of(plain) is None
+    assert find_binding(plain) is None
 
 
 def test_overrides_in_several_threads():
@@ -266,5 +269,5 @@ def test_overrides_in_several_threads():
     assert not errors
     check(results[2], results[1])
     check(results[3], results[1])
-    assert {n: keras_loop(n) for n in LOOPS} == KERASS
+    assert {n: get_keras_loop(n) for n in LOOPS} == KERASS
     check(trained(WORDS), expected)

@@ -212,7 +212,7 @@ def a_collective_in_jit():
 @pytest.mark.parametrize(
     ("fn", "error", "text"),
     [
-        (structures_that_differ, ValueError, "results of one structure"),
+        (structures_that_differ, ValueError, "results of the same structure"),
         (shapes_that_differ, ValueError, "one shape and dtype on all"),
         (a_collective_on_one_replica, RuntimeError, "same collectives"),
         (a_collective_too_many, RuntimeError, "same collectives"),

@@ -119,5 +119,5 @@ def test_lists_of_other_classes_become_lists():
 
 
 def test_a_class_that_makes_nothing_of_a_dict_is_named():
-    with pytest.raises(TypeError, match="class that makes one of a dict"):
+    with pytest.raises(TypeError, match="must accept a dict"):
         mirrored(2).run(lambda: Stubborn())

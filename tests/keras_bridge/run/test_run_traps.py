@@ -392,7 +392,7 @@ def test_copies_of_another_strategy_are_refused():
         variable = keras.Variable(
             0.0, synchronization="on_read", aggregation="sum", name="v"
         )
-    with pytest.raises(ValueError, match="by the strategy that made it"):
+    with pytest.raises(ValueError, match="by the strategy that created it"):
         two.run(lambda: variable.assign_add(1.0))
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from keras import layers, losses, ops
 
-from keras_strategies.keras_bridge.loops.binding import binding_of
+from keras_strategies.keras_bridge.loops.binding import find_binding
 from keras_strategies.keras_bridge.steps.lower_step import lower_step
 from tests.support.plain_keras import mirrored
 
@@ -59,7 +59,7 @@ def check_is_mapped(
         model = model()
         model.compile("adam", loss, **compiled)
         strategy.attach(model)
-        build = binding_of(model).build_for_shapes
+        build = find_binding(model).build_for_shapes
         batch = (x, y) if weight is None else (x, y, weight)
         for kind in kinds:
             lowered = lower_step(model, strategy.mesh, kind, batch, build)

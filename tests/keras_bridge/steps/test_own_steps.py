@@ -437,7 +437,7 @@ def test_a_marked_compute_loss():
 
 def test_only_losses_can_be_marked():
     for thing in ("dice", keras.layers.Dense):
-        with pytest.raises(TypeError, match="marks a function or"):
+        with pytest.raises(TypeError, match="must be a function or"):
             ks.global_batch_loss(thing)
 
 

@@ -410,9 +410,9 @@ def test_a_variable_of_another_partitioner_is_not_written_in_run():
     kernel = model.layers[0].kernel
     before = np.array(kernel)
     other = strategy_of(FullySharded(2, min_size=1))
-    with pytest.raises(RuntimeError, match="which divides it") as caught:
+    with pytest.raises(RuntimeError, match="which shards it") as caught:
         other.run(lambda: kernel.assign(kernel * 2.0))
-    assert "Call its own strategy's `run`" in str(caught.value)
+    assert "Call `run` of the variable's strategy" in str(caught.value)
     np.testing.assert_array_equal(kernel, before)
     # Read it may be.
     total = other.run(lambda: keras.ops.sum(kernel))

@@ -280,7 +280,7 @@ class Runner:
             "is_model's": model.history is history,
             "is_stopped": model.stop_training,
             "log": list(csv.reader(text.splitlines())),
-            "callbacks": callback_states.states_of(callbacks),
+            "callbacks": callback_states.collect_states(callbacks),
         }
 
 
