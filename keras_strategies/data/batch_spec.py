@@ -1,4 +1,4 @@
-"""The structure, shapes and dtypes of a batch, as a text to compare."""
+"""The structure, row shapes and dtypes of a batch, as text to compare."""
 
 import collections
 import functools
@@ -18,27 +18,27 @@ from keras_strategies.cluster.untrusted import load_json
 
 _MAX_CHARACTERS = 1 << 20
 _MAX_NAME = 1024
-# An entry of a dict.
+# The form of a dict's entry: its key and value.
 _PAIR = (str | int | float | bool, object)
 
 
 def spec_of(batch: Tree) -> str:
-    """The structure of a nest, and its arrays' dtypes and shapes but rows."""
+    """Returns the structure, dtypes and row shapes of a batch as text."""
     return json.dumps(_encoded(batch))
 
 
 def empty(spec: str, *, has_classes: bool = True) -> Tree:
-    """A nest of that structure, of arrays without rows.
+    """Returns a nest of that structure whose arrays have no rows.
 
     Args:
-      spec: What `spec_of` gave; it may come from another process or a file,
-        and say anything. Nothing is imported and nothing is called for it.
-      has_classes: Whether it may name classes of named tuples: those that are
-        defined at the top of a module that was imported already.
+      spec: The text that `make_spec` returned. It may come from another process
+        or a file, and is not trusted: reading it imports and calls nothing.
+      has_classes: Whether it may name classes of named tuples. Only classes
+        that are defined at the top of an already imported module are found.
 
     Raises:
-      ValueError: it is no structure.
-      TypeError: the class of a named tuple is not here.
+      ValueError: if `spec` is malformed.
+      TypeError: if the class of a named tuple is not found in this process.
     """
     try:
         document = load_json(spec, max_characters=_MAX_CHARACTERS)
@@ -48,7 +48,7 @@ def empty(spec: str, *, has_classes: bool = True) -> Tree:
 
 
 def shown(spec: str) -> str:
-    """The structure as users write it: ("float32[?, 3]", "int64[?]")."""
+    """Returns a spec as users write it: ("float32[?, 3]", "int64[?]")."""
     nest = jax.tree.map(
         lambda leaf: (
             f"{leaf.dtype}[{', '.join(['?', *map(str, leaf.shape[1:])])}]"
@@ -59,16 +59,20 @@ def shown(spec: str) -> str:
 
 
 def is_like(spec: str, other: str) -> bool:
-    """Whether structure, ranks and dtypes are the same on the devices."""
+    """Returns whether two specs have equal structure, ranks and dtypes.
+
+    Dtypes are compared as they are on the devices.
+    """
     return spec == other or kinds(empty(spec)) == kinds(empty(other))
 
 
 def kinds(
     batch: Tree,
 ) -> tuple[jax.tree_util.PyTreeDef, list[tuple[int, np.dtype]]]:
-    """The structure, and the ranks and dtypes of its arrays on the devices.
+    """Returns the structure, and the arrays' ranks and dtypes on the devices.
 
-    Types that are one there (float64 is float32) are one here.
+    Dtypes that are the same on the devices (float64 becomes float32) compare
+    equal.
     """
     leaves, nest = jax.tree.flatten(batch)
     return nest, [
@@ -80,13 +84,16 @@ def kinds(
 def rows_kind(
     batch: Tree,
 ) -> tuple[jax.tree_util.PyTreeDef, list[tuple[Shape, np.dtype]]]:
-    """The structure, and the shapes and dtypes of its arrays' rows."""
+    """Returns the structure, and the shapes and dtypes of single rows."""
     leaves, nest = jax.tree.flatten(batch)
     return nest, [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
 
 
 def with_rows(batch: Tree, rows: int) -> Tree:
-    """Returns a batch of `rows` rows to build a model on: only shapes count."""
+    """Returns a batch of `rows` rows to build a model on.
+
+    Only its shapes matter: its values repeat one row.
+    """
 
     def with_them(leaf: Array) -> Array:
         if len(leaf) == rows:
@@ -98,7 +105,7 @@ def with_rows(batch: Tree, rows: int) -> Tree:
 
 
 def summary(batch: Tree) -> str:
-    """The types and shapes of a batch, for messages."""
+    """Returns the dtypes and shapes of a batch, for messages."""
     return str(
         jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", batch)
     )
@@ -118,15 +125,15 @@ def _encoded(value: Tree) -> object:
     if hasattr(value, "_fields"):
         named = type(value)
         name = f"{named.__module__}:{named.__qualname__}"
-        # Now, where all processes receive it: later, only one without rows
-        # would look for the class, and the others wait for it.
+        # Fails here, in every process. Later only a process without rows would
+        # look up the class, while the others wait for it.
         _named(name)
         return {"named": name, "items": [_encoded(item) for item in value]}
     if not hasattr(value, "dtype"):
         raise TypeError(
-            "On several processes a batch is a nest of dicts, lists, tuples "
-            f"and arrays. Received: a {type(value).__name__} in it. Make it "
-            "one of those."
+            "On several processes a batch must be a nest of dicts, lists, "
+            f"tuples and arrays. Received: a {type(value).__name__} in it. "
+            "Convert it to one of these."
         )
     return {"dtype": str(value.dtype), "shape": list(np.shape(value)[1:])}
 
@@ -135,7 +142,7 @@ def _decoded(value: object, has_classes: bool) -> Tree:
     if value is None:
         return None
     if not isinstance(value, dict):
-        raise _no_structure("a part of it is no object")
+        raise _no_structure("a part of it is not a JSON object")
     decode = functools.partial(_decoded, has_classes=has_classes)
     match sorted(value):
         case ["dict"]:
@@ -152,16 +159,16 @@ def _decoded(value: object, has_classes: bool) -> Tree:
             items = list(map(decode, _items(value["items"])))
             if len(items) != len(_fields(named) or ()):
                 raise _no_structure("a named tuple has other fields")
-            # Not by the class, which may have a `__new__` of its own.
+            # Not `named(*items)`: the class may define `__new__`.
             return tuple.__new__(named, items)
         case ["dtype", "shape"]:
             return _without_rows(value["dtype"], value["shape"])
-    raise _no_structure("a part of it is no nest and no array")
+    raise _no_structure("a part of it is neither a nest nor an array")
 
 
 def _items(value: object) -> list[Any]:
     if not isinstance(value, list):
-        raise _no_structure("the items of a nest are no array of JSON")
+        raise _no_structure("the items of a nest are not a JSON array")
     return value
 
 
@@ -171,16 +178,16 @@ def _pairs(value: object) -> list[tuple[Any, Any]]:
         raise _no_structure(fault)
     pairs = [(key, item) for key, item in _items(value)]
     if len({key for key, _ in pairs}) < len(pairs):
-        raise _no_structure("it says a key of a dict twice")
+        raise _no_structure("a key of a dict is repeated")
     return pairs
 
 
 def _without_rows(name: object, shape: object) -> np.ndarray:
     if not is_shape(shape):
-        raise _no_structure("a shape is not one of an array")
+        raise _no_structure("a shape is invalid")
     dtype = dtype_named(name)
     if dtype is None:
-        raise _no_structure("a dtype is not one that `spec_of` writes")
+        raise _no_structure("a dtype is not one that `make_spec` writes")
     try:
         return np.zeros((0, *shape), dtype)
     except ValueError:
@@ -189,14 +196,14 @@ def _without_rows(name: object, shape: object) -> np.ndarray:
 
 def _no_structure(fault: str) -> ValueError:
     return ValueError(
-        "The structure of a batch is sent as `spec_of` writes it. Received: "
-        f"a text of which {fault}. Look for another program on the job's "
-        "port, or a file that was changed."
+        "The structure of a batch must be text that `make_spec` wrote. "
+        f"Received: malformed text: {fault}. Check for another program on the "
+        "job's port, or for a file that was changed."
     )
 
 
 def _fields(named: object) -> tuple[str, ...] | None:
-    """The names of a named tuple's fields; None of another class."""
+    """Returns the names of a named tuple's fields; None for other classes."""
     if not isinstance(named, type) or not issubclass(named, tuple):
         return None
     fields = inspect.getattr_static(named, "_fields", None)
@@ -207,13 +214,13 @@ def _fields(named: object) -> tuple[str, ...] | None:
 
 
 def _named(name: object) -> type[tuple[Any, ...]]:
-    """The class of a named tuple that another process has named.
+    """Returns the class of a named tuple that another process has named.
 
-    It is looked up where it was imported already, in what modules and classes
-    hold: a module is not imported for it, and none is asked.
+    It is looked up in the namespaces of imported modules and their classes: no
+    module is imported for it, and no `__getattr__` is called.
     """
     if not isinstance(name, str) or len(name) > _MAX_NAME:
-        raise _no_structure("the class of a named tuple has no name")
+        raise _no_structure("the name of a named tuple's class is invalid")
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
@@ -226,8 +233,9 @@ def _named(name: object) -> type[tuple[Any, ...]]:
     )
     if not is_it:
         raise TypeError(
-            "A process without rows needs the class of the others' batches. "
-            f"Received: a named tuple {ascii(path)}, which is not found in "
+            "The class of a named tuple in a batch must be found by every "
+            "process, because one without rows makes an empty batch. Received: "
+            f"a named tuple {ascii(path)}, which is not found in "
             f"{ascii(module)}. Define it at the top of a module that all "
             "processes import, or yield tuples."
         )

@@ -1,4 +1,4 @@
-"""Datasets for custom loops: global batches in, values per replica out."""
+"""Datasets for custom loops: global batches in, per-replica values out."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,20 +18,20 @@ from keras_strategies.data.steps import Steps
 
 
 class DistributedDataset:
-    """A dataset whose batches are divided over the replicas.
+    """A dataset whose batches are sharded over the replicas.
 
-    Made by `Strategy.experimental_distribute_dataset`. May be iterated again
-    and again if what it reads may be: each iteration is an epoch. Iterating
-    yields nests of `PerReplica` (of plain arrays, with one replica). On
-    several processes it is collective: all take the same number of steps.
-    `fit`, `evaluate` and `predict` take it, too.
+    Made by `Strategy.experimental_distribute_dataset`. It can be iterated
+    repeatedly if the data that it reads can be: each iteration is an epoch.
+    Iterating yields nests of `PerReplica` (of plain arrays, with one replica).
+    On several processes iteration is collective: all take the same number of
+    steps. `fit`, `evaluate` and `predict` accept it, too.
 
     Args:
-      source: Where the batches come from.
+      source: The source of the batches.
       mesh: The replicas.
 
     Attributes:
-      source: Where the batches come from.
+      source: The source of the batches.
 
     Example:
       ```python
@@ -51,11 +51,11 @@ class DistributedDataset:
         return self.iterator(self.source.passes.next)
 
     def iterator(self, epoch: int, start: int = 0) -> "DistributedIterator":
-        """Starts anywhere, as after an interruption.
+        """Returns an iterator from any step on, as after an interruption.
 
         Args:
           epoch: Number of the epoch, from 0.
-          start: Number of steps to leave out.
+          start: Number of steps to skip.
         """
         self.source.passes.reach(epoch + 1)
         steps = Steps(
@@ -68,17 +68,17 @@ class DistributedDataset:
 
     @property
     def element_spec(self) -> Tree:
-        """The shapes and dtypes of a global batch, rows left open (None)."""
+        """The shapes and dtypes of a global batch; the rows are None."""
         return _spec_of(self.source)
 
 
 class DistributedIterator:
-    """Iterates over the batches of a `DistributedDataset`.
+    """An iterator over the batches of a `DistributedDataset`.
 
     Args:
-      steps: The steps.
-      epoch: Which epoch it reads.
-      start: How many steps to leave out.
+      steps: The steps to read.
+      epoch: Number of the epoch to read, from 0.
+      start: Number of steps to skip.
 
     Example:
       ```python
@@ -99,20 +99,20 @@ class DistributedIterator:
 
     @property
     def element_spec(self) -> Tree:
-        """The shapes and dtypes of a global batch, rows left open (None)."""
+        """The shapes and dtypes of a global batch; the rows are None."""
         return _spec_of(self._steps.source)
 
     def __iter__(self) -> "DistributedIterator":
-        """Resumes where it is."""
+        """Returns this iterator, at its present position."""
         return self
 
     def __next__(self) -> Tree:
-        """The next batch, divided over the replicas.
+        """Returns the next batch, sharded over the replicas.
 
         Raises:
-          ValueError: it is called in a replica's function, or in one that JAX
+          ValueError: if it is called in a replica's function or in one that JAX
             traces, where one batch would be read for all calls.
-          StopIteration: the epoch has ended.
+          StopIteration: if the epoch has ended.
         """
         _check_where()
         epoch, step = self._place
@@ -123,7 +123,8 @@ class DistributedIterator:
         return batch
 
     def _started(self, epoch: int, start: int) -> Iterator[Tree]:
-        # Not this object: it could not be collected while the thread waits.
+        # The thread must not refer to `self`, which could then not be garbage
+        # collected while the thread waits.
         steps = self._steps
         mesh, source = steps.mesh, steps.source
 
@@ -146,47 +147,47 @@ class DistributedIterator:
         )
 
     def get_state(self) -> dict[str, Any]:
-        """Where it is; what JSON can hold.
+        """Returns the position, as values that JSON can hold.
 
-        `set_state` of another iterator, in another process too, resumes from
-        there.
+        `set_state` of another iterator resumes from there, also in another
+        process.
         """
         epoch, step = self._place
         seed = self._steps.source.seed
         return {"epoch": epoch, "step": step, "seed": seed}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Resumes from where another one was.
+        """Resumes from the position of another iterator.
 
         Args:
-          state: What `get_state` returned.
+          state: The dict that `get_state` returned.
 
         Raises:
-          ValueError: not such a state, or one with an order that these data
-            cannot have.
+          ValueError: if `state` is not such a dict, or contains an order that
+            this data cannot have.
         """
         if set(state) != {"epoch", "step", "seed"}:
             raise ValueError(
-                "The state of an iterator is what `get_state` returned. "
-                f"Received: {state!r}. Pass that."
+                "`state` must be a dict that `get_state` returned. "
+                f"Received: {state!r}. Pass such a dict."
             )
         self._batches = None
         try:
             self._steps.source.restart(state["seed"])
         except ValueError:
             raise ValueError(
-                "An iterator resumes where one over the same kind of data was. "
-                "Received: a state with an order that other data have drawn. "
-                "Distribute such data as it is of, or begin anew."
+                "`state` must come from an iterator over the same kind of "
+                "data. Received: a state with an order drawn for other data. "
+                "Distribute the data that the state comes from, or start again."
             ) from None
         self._place = (state["epoch"], state["step"])
 
     def get_next(self) -> Tree:
-        """The next batch; raises StopIteration at the end, as `next` does."""
+        """Returns the next batch; raises StopIteration at the end."""
         return next(self)
 
     def get_next_as_optional(self) -> "Optional":
-        """The next batch, or an empty `Optional` at the end."""
+        """Returns the next batch, or an empty `Optional` at the end."""
         try:
             return Optional(next(self), is_filled=True)
         except StopIteration:
@@ -205,18 +206,18 @@ def _check_where() -> None:
     is_in_replica = current_step() is not None
     if not is_in_replica and not is_traced():
         return
-    where = "a replica's function" if is_in_replica else "one that JAX traces"
+    where = "a replica's function" if is_in_replica else "a traced function"
     raise ValueError(
-        "The iterator of a distributed dataset is read outside of the "
-        "functions that are run on replicas or compiled. Received: `next` in "
-        f"{where}, where one batch would be read for all calls. Read it "
-        "before, and pass the batch: `strategy.run(step, "
+        "The iterator of a distributed dataset must be read outside of "
+        "functions that run on replicas or are compiled. Received: `next` in "
+        f"{where}, where one batch would be read for all calls. Read the "
+        "batch first and pass it: `strategy.run(step, "
         "args=(next(iterator),))`."
     )
 
 
 class Optional:
-    """A batch, or none.
+    """An optional batch.
 
     Args:
       value: The batch.
@@ -228,25 +229,26 @@ class Optional:
         self._is_filled = is_filled
 
     def has_value(self) -> bool:
-        """Whether there is a batch."""
+        """Returns whether there is a batch."""
         return self._is_filled
 
     def get_value(self) -> Tree:
-        """The batch.
+        """Returns the batch.
 
         Raises:
-          ValueError: there is none: the dataset has ended.
+          ValueError: if there is none because the dataset has ended.
         """
         if not self._is_filled:
             raise ValueError(
-                "An empty Optional has no value. Received: `get_value()` at "
-                "the end of the dataset. Ask `has_value()` first."
+                "`get_value()` needs an Optional with a value. Received: an "
+                "empty one, at the end of the dataset. Check `has_value()` "
+                "first."
             )
         return self._value
 
 
 def divided(batch: HostBatch, mesh: ReplicaMesh) -> Tree:
-    """A global batch on the devices, each replica's rows on its own."""
+    """Puts a global batch on the devices, sharded over the replicas."""
     if mesh.num_replicas == 1:
         if mesh.cores_per_replica == 1:
             return jax.device_put(batch.data, mesh.devices[0])
@@ -260,7 +262,7 @@ def divided(batch: HostBatch, mesh: ReplicaMesh) -> Tree:
 
 
 def counts_of(batch: HostBatch, mesh: ReplicaMesh) -> tuple[int, ...]:
-    """How many rows each replica gets of a batch."""
+    """Returns the number of rows that each replica gets of a batch."""
     if batch.counts is not None:
         return batch.counts
     count = mesh.num_replicas
@@ -276,7 +278,7 @@ def counts_of(batch: HostBatch, mesh: ReplicaMesh) -> tuple[int, ...]:
 
 
 def _on_all_cores(leaf: np.ndarray, mesh: ReplicaMesh) -> jax.Array:
-    """The rows of a replica that is alone."""
+    """Puts the rows of the only replica on all of its cores."""
     if mesh.num_processes == 1:
         return jax.device_put(leaf, mesh.whole)
     return jax.make_array_from_callback(
@@ -300,8 +302,8 @@ def _even(leaf: np.ndarray, rows: int, mesh: ReplicaMesh) -> PerReplica:
 def _uneven(
     leaf: np.ndarray, counts: tuple[int, ...], mesh: ReplicaMesh
 ) -> PerReplica:
-    own = counts[mesh.local_replicas.start : mesh.local_replicas.stop]
-    pieces = np.split(leaf, np.cumsum(own)[:-1])
+    local = counts[mesh.local_replicas.start : mesh.local_replicas.stop]
+    pieces = np.split(leaf, np.cumsum(local)[:-1])
     most = max(counts)
 
     def entry(index: Any) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Rows of batches that are a process's own, taken in pieces of other sizes."""
+"""Rebatching of process-local rows."""
 
 import itertools
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from keras_strategies.data.source import Part
 
 
 class Rows:
-    """Rows of batches of any size, taken in pieces of any size."""
+    """Rows of batches of any size, taken in batches of any other size."""
 
     def __init__(self, parts: Iterator[Part]) -> None:
         self._parts = parts
@@ -22,8 +22,8 @@ class Rows:
         self._count = 0
 
     def take(self, count: int) -> Tree | None:
-        """The next rows: fewer at the end, None where no row is left."""
-        # One at least is read, so that the shapes are known.
+        """Returns the next rows: fewer at the end, None if no row is left."""
+        # At least one row is read, so that the shapes are known.
         while self._count < max(count, 1):
             part = next(self._parts, None)
             if part is None:
@@ -39,7 +39,7 @@ class Rows:
         while wanted and self._left:
             first = self._left[0]
             if taken and rows_kind(taken[0]) != rows_kind(first):
-                # Padded to another length, for one: in a step of their own.
+                # For example padded to another length: they need a new step.
                 break
             rows = num_rows(first)
             if rows <= wanted:
@@ -58,7 +58,10 @@ class Rows:
 def looked_at(
     parts: Iterator[Part], count: int
 ) -> tuple[list[Part], Iterator[Part]]:
-    """The first parts, and all of them; an error comes in its place."""
+    """Returns the first parts, and an iterator over all of them.
+
+    The iterator raises an error of the parts at its place.
+    """
     first: list[Part] = []
     try:
         first.extend(itertools.islice(parts, count))

@@ -1,10 +1,10 @@
 """The shuffled orders of epochs: a function of a seed and the epoch.
 
-They are those that Keras would draw: so a run is shuffled as plain Keras
-shuffles it, every process can be sent the seed, and an interrupted run finds
-its order again. Keras 3.15 draws them one after the other from the random
-state that a loop finds when it starts: that is the seed. Keras 3.16 draws each
-from the epoch's number alone.
+They are the orders that Keras would draw. So a run is shuffled as in plain
+Keras, the seed can be sent to every process, and an interrupted run finds its
+order again. Keras 3.15 draws them one after the other from the random state at
+the start of a loop: that state is the seed. Keras 3.16 draws each from the
+epoch's number alone.
 """
 
 import abc
@@ -19,55 +19,55 @@ import numpy.typing as npt
 
 
 class Order(abc.ABC):
-    """An order for each pass over the data."""
+    """The shuffled orders of all passes over the data."""
 
     @property
     @abc.abstractmethod
     def seed(self) -> str:
-        """What the orders are drawn from, as text."""
+        """The seed of the orders, as text."""
 
     @abc.abstractmethod
     def restart(self, seed: str) -> None:
-        """Takes the orders of another seed.
+        """Switches to the orders of another seed.
 
         Args:
-          seed: What `seed` of another order returned.
+          seed: The text that `seed` of another order returned.
 
         Raises:
-          ValueError: it is no seed of this kind of order.
+          ValueError: if `seed` is not of this kind of order.
         """
 
     @abc.abstractmethod
     def skip(self) -> None:
-        """Does what an iterator does that Keras makes to build a model on."""
+        """Advances past the iterator that Keras makes to build a model."""
 
     @abc.abstractmethod
     def of(self, epoch: int) -> np.ndarray:
-        """The order of an epoch: indices, shape (size,).
+        """Returns the order of an epoch: indices, shape (size,).
 
         Args:
-          epoch: The number of a pass over the data, from 0.
+          epoch: Number of the pass over the data, from 0.
         """
 
     def resize(self, size: int) -> None:
-        """Takes orders of another number of batches from now on.
+        """Switches to orders of another number of batches.
 
         Args:
-          size: The number.
+          size: The new number of batches.
         """
         del size
 
     def lasts(self, epochs: int) -> None:
-        """Says how many of a loop's epochs a pass over the data lasts for."""
+        """Sets how many of a loop's epochs one pass over the data covers."""
         del epochs
 
 
 class DrawnOrder(Order):
-    """Orders drawn from one of the global random generators.
+    """The orders drawn from one of the global random generators.
 
     Args:
-      seed: What `seed` of another order returned, to have its orders; the
-        generator's present state if left out.
+      seed: The text that `seed` of another order returned, to have its orders;
+        the generator's present state if left out.
     """
 
     def __init__(self, seed: str | None = None) -> None:
@@ -75,7 +75,7 @@ class DrawnOrder(Order):
 
     @property
     def seed(self) -> str:
-        """The state that the orders are drawn from, as text."""
+        """The generator state that the orders are drawn from, as text."""
         return self._seed
 
     def restart(self, seed: str) -> None:
@@ -92,10 +92,10 @@ class DrawnOrder(Order):
         self.restart(self._state)
 
     def of(self, epoch: int) -> np.ndarray:
-        """See `Order.of`.
+        """See `Order.compute`.
 
-        Moves the global generator on, as drawing from it would, unless
-        somebody else has used it meanwhile.
+        Advances the global generator as drawing from it would, unless other
+        code has used it in between.
         """
         if self._last is not None and self._last[0] == epoch:
             return self._last[1]
@@ -113,28 +113,28 @@ class DrawnOrder(Order):
 
     @abc.abstractmethod
     def _parsed(self, state: str) -> tuple[Any, ...]:
-        """A state as its generator has it; raises ValueError for another's."""
+        """Parses a generator's state; raises ValueError if malformed."""
 
     @abc.abstractmethod
     def _draw(self, state: str) -> tuple[np.ndarray, str]:
-        """One order and the state after it."""
+        """Returns one order and the state after it."""
 
     @abc.abstractmethod
     def _global(self) -> str:
-        """The global generator's state."""
+        """Returns the global generator's state."""
 
     @abc.abstractmethod
     def _set_global(self, state: str) -> None:
-        """Sets it."""
+        """Sets the global generator's state."""
 
 
 class RowOrder(DrawnOrder):
-    """Orders of rows, drawn as Keras does for arrays, with numpy.
+    """The orders of rows, drawn with numpy as Keras does for arrays.
 
     Args:
       rows: Number of rows.
-      window: Rows of a batch where only the rows of each are shuffled, or
-        None.
+      window: Number of rows of a batch if rows are shuffled only within their
+        batch, else None.
       seed: See `DrawnOrder`.
     """
 
@@ -166,7 +166,7 @@ class RowOrder(DrawnOrder):
 
 
 class BatchOrder(DrawnOrder):
-    """Orders of batches, drawn as Keras does, with Python's generator.
+    """The orders of batches, drawn with Python's generator as Keras does.
 
     Args:
       size: Number of batches.
@@ -200,13 +200,13 @@ class BatchOrder(DrawnOrder):
 
 
 class NumberedOrder(Order):
-    """Orders drawn from the number of an epoch alone, as Keras 3.16 does.
+    """The orders drawn from an epoch's number alone, as in Keras 3.16.
 
-    A fit's first epoch has the number 1. Where a pass over the data lasts for
-    several epochs it has the number of the one that it begins in.
+    The first epoch of a fit has the number 1. If a pass over the data covers
+    several epochs, it has the number of the first of them.
     """
 
-    _of = ""  # What is shuffled: orders of rows are no orders of batches.
+    _unit = ""  # The shuffled things: orders of rows do not fit batches.
 
     def __init__(self) -> None:
         self._epochs = 1
@@ -214,23 +214,23 @@ class NumberedOrder(Order):
     @property
     def seed(self) -> str:
         """See `Order.seed`."""
-        return f"{self._of} by number:{self._epochs}"
+        return f"{self._unit} by number:{self._epochs}"
 
     def restart(self, seed: str) -> None:
         """See `Order.restart`."""
         kind, _, epochs = seed.partition(":")
-        is_ours = kind == f"{self._of} by number"
+        is_ours = kind == f"{self._unit} by number"
         if not is_ours or not re.fullmatch("[1-9][0-9]{0,9}", epochs):
             raise ValueError(
-                f"Orders of {self._of} by number resume from such a seed. "
-                "Received: that of other data, or a random state, as Keras "
-                "3.15 draws orders from. Resume with the data, and the "
-                "version of Keras, that the run began with."
+                f"The seed of orders of {self._unit} must be one of Keras "
+                "3.16, which numbers epochs. Received: the seed of other data, "
+                "or a random state, which Keras 3.15 uses. Resume with the "
+                "data, and the version of Keras, that the run began with."
             )
         self._epochs = int(epochs)
 
     def skip(self) -> None:
-        """Building a model draws nothing."""
+        """Does nothing: building a model draws no order."""
 
     def lasts(self, epochs: int) -> None:
         """See `Order.lasts`."""
@@ -242,13 +242,13 @@ class NumberedOrder(Order):
 
     @abc.abstractmethod
     def _draw(self, number: int) -> np.ndarray:
-        """The order with a number."""
+        """Returns the order with a number."""
 
 
 class NumberedRowOrder(NumberedOrder):
-    """As `RowOrder`, of Keras 3.16."""
+    """The orders of `RowOrder`, as in Keras 3.16."""
 
-    _of = "rows"
+    _unit = "rows"
 
     def __init__(self, rows: int, window: int | None = None) -> None:
         super().__init__()
@@ -263,9 +263,9 @@ class NumberedRowOrder(NumberedOrder):
 
 
 class NumberedBatchOrder(NumberedOrder):
-    """As `BatchOrder`, of Keras 3.16."""
+    """The orders of `BatchOrder`, as in Keras 3.16."""
 
-    _of = "batches"
+    _unit = "batches"
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -282,12 +282,13 @@ class NumberedBatchOrder(NumberedOrder):
 def _in_windows(
     rows: int, size: int | None, permuted: Callable[[int, int], np.ndarray]
 ) -> np.ndarray:
-    """An order of rows, or of those of each window among themselves.
+    """Returns an order of rows that keeps each row within its window.
 
     Args:
       rows: Number of rows.
-      size: Rows of a window; None for one window of all.
-      permuted: Makes the order of a window, of its number and its rows.
+      size: Number of rows of a window; None for one window of all rows.
+      permuted: A function of a window's number and number of rows that returns
+        the order within the window.
     """
     if size is None:
         return permuted(0, rows)
@@ -303,8 +304,8 @@ def _shuffled(size: int, generator: random.Random) -> np.ndarray:
     return np.array(order, int)
 
 
-# Both generators are Mersenne Twisters: 624 words and a position; numpy's
-# has a spare Gaussian besides. A seed may come from a file.
+# Both generators are Mersenne Twisters: 624 words and a position, and also a
+# spare Gaussian. A seed may come from a file, so each part is checked.
 _NUM_WORDS = 624
 _PYTHONS = 3
 
@@ -318,15 +319,15 @@ def _packed(words: npt.ArrayLike, *others: object) -> str:
 def _words(text: str, count: int) -> np.ndarray:
     words = np.frombuffer(base64.b64decode(text, validate=True), "<u4")
     if len(words) != count:
-        raise ValueError(f"A generator has {count} words.")
+        raise ValueError(f"A generator state must have {count} words.")
     return words
 
 
 def _position(text: str) -> int:
-    # Neither numpy nor its C code looks whether it lies within the words.
+    # Neither numpy nor its C code checks that it is within the words.
     position = int(text)
     if not 0 <= position <= _NUM_WORDS:
-        raise ValueError(f"A generator's position is to {_NUM_WORDS}.")
+        raise ValueError(f"A position must be between 0 and {_NUM_WORDS}.")
     return position
 
 
@@ -356,5 +357,5 @@ def _python_state(text: str) -> tuple[Any, ...]:
     numbers = tuple(map(int, _words(words, _NUM_WORDS + 1)))
     _position(str(numbers[-1]))
     if int(version) != _PYTHONS:
-        raise ValueError(f"Python's generator has version {_PYTHONS}.")
+        raise ValueError(f"The state must have version {_PYTHONS}.")
     return _PYTHONS, numbers, None if spare == "None" else float(spare)

@@ -26,38 +26,38 @@ from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.own_rows import OwnRows, stack_rows
 from keras_strategies.data.source import Cut, Part, take
 
-# Batches of a `MapDataset` that are read at once, and so read ahead.
+# Batches of a `MapDataset` that are read concurrently, ahead of time.
 _NUM_THREADS = 4
-# Positions of an iterator that are held, for reading on from one of them.
+# Positions of an iterator whose states are kept, to resume from one of them.
 _NUM_STATES = 64
-# grain's length of what `repeat()` returns is `sys.maxsize`, before `batch`.
+# In grain a dataset after `repeat()` has `sys.maxsize` elements; after `batch`,
+# fewer.
 _ENDLESS = 2**40
 
 
 class GrainSource(LoadedSource):
     """The batches of a `grain.MapDataset`, `IterDataset` or `DataLoader`.
 
-    Of a `MapDataset` whose last transformation is `.batch(...)`, stacking
-    rows, a process reads its own rows only; batches start at any position and
-    epoch `e` has the order that grain gives the `e`-th repetition, so that a
-    seeded `shuffle` shuffles anew. Any other one yields whole batches to every
+    If the last transformation of a `MapDataset` is `.batch(...)`, stacking
+    rows, a process reads only its rows. Reading starts at any position, and
+    epoch `e` has the order of grain's `e`-th repetition, so that a seeded
+    `shuffle` differs between epochs. Other data yield entire batches to every
     process, which keeps its rows: an `IterDataset`, a `DataLoader`, or
-    transformations after `.batch(...)`. Their epochs are alike.
+    transformations after `.batch(...)`. Their epochs are the same.
 
     Differs from tf: a `DataLoader` that grain's `ShardOptions` already divide
-    over the processes is left as it is, and its batch size is, as everywhere
-    in grain, that of one process.
+    over the processes is left as it is. Its batch size is that of one process,
+    as everywhere in grain.
 
     Args:
-      dataset: What to read; its elements are batches.
+      dataset: The data to read; its elements are batches.
       num_processes: Number of processes that read it.
-      process_index: This process's place among them.
-      seed: Not used: grain asks for seeds of its own.
-      policy: AUTO and DATA divide the rows; OFF leaves what each process is
-        given to it.
+      process_index: Index of this process among them.
+      seed: Not used: grain's datasets have their own seeds.
+      policy: AUTO and DATA share the rows; OFF makes the data process-local.
 
     Raises:
-      ValueError: the elements are not batches, or the policy or the shard
+      ValueError: if the elements are not batches, or the policy or the shard
         options do not fit.
     """
 
@@ -73,7 +73,7 @@ class GrainSource(LoadedSource):
         policy: AutoShardPolicy = AutoShardPolicy.AUTO,
     ) -> None:
         del seed
-        check_by_rows(policy, "A grain dataset is")
+        check_by_rows(policy, "A grain dataset")
         is_divided = False
         if num_processes > 1 and not is_own(num_processes, policy):
             is_divided = _is_divided(dataset, num_processes, process_index)
@@ -86,7 +86,7 @@ class GrainSource(LoadedSource):
 
 
 class _MapBatches:
-    """Batches of a `MapDataset`, in any order."""
+    """The batches of a `MapDataset`, readable in any order."""
 
     has_checksums = False
 
@@ -126,7 +126,7 @@ class _MapBatches:
             raise ValueError(
                 "Every index of a `grain.MapDataset` must hold a batch. "
                 f"Received: None at {index}, as after `filter`. Call "
-                "`.to_iter_dataset()`, which leaves such elements out."
+                "`.to_iter_dataset()`, which skips such elements."
             )
         return _arrays(batch)
 
@@ -137,8 +137,8 @@ class _MapBatches:
         first += 0 if self.length is None else epoch * total
 
         def read(start: int, stop: int) -> Tree:
-            found = stacked.read([*range(first + start, first + stop)])
-            return _arrays(stack_rows(found, "Pad them before `.batch(...)`."))
+            read = stacked.read([*range(first + start, first + stop)])
+            return _arrays(stack_rows(read, "Pad them before `.batch(...)`."))
 
         return self._own.part(read, rows, cut, self._checksum)
 
@@ -146,12 +146,12 @@ class _MapBatches:
 class _IteratedBatches:
     """Batches that come one after the other, from an iterator with states.
 
-    The first one is read at once, and kept for the first epoch.
+    The first batch is read at once, and kept for the first epoch.
     """
 
     length = num_rows = None
     is_by_rows = has_checksums = False
-    is_infinite = False  # Whether it ends, nobody knows.
+    is_infinite = False  # Unknown, in fact.
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
@@ -181,7 +181,7 @@ class _IteratedBatches:
             getattr(iterator, "close", lambda: None)()
 
     def _at(self, start: int) -> tuple[Any, int, list[Tree]]:
-        """An iterator, its position, and what was read from it already."""
+        """Returns an iterator, its position, and the batches read already."""
         if start == 0 and self._begun is not None:
             begun, self._begun = self._begun, None
             return begun[0], 0, begun[1]
@@ -199,7 +199,7 @@ class _IteratedBatches:
 
 
 def _size_of_operations(dataset: Dataset) -> int | None:
-    """The batch size that is the last of a `DataLoader`'s operations."""
+    """Returns the batch size if a `DataLoader` batches last, else None."""
     batch = sys.modules["grain"].transforms.Batch
     for operation in list(getattr(dataset, "_operations", ()))[-1:]:
         if isinstance(operation, batch):
@@ -210,7 +210,7 @@ def _size_of_operations(dataset: Dataset) -> int | None:
 def _is_divided(
     dataset: Dataset, num_processes: int, process_index: int
 ) -> bool:
-    """Whether a `DataLoader` reads this process's shard only."""
+    """Returns whether a `DataLoader` reads only this process's shard."""
     if not _is_a(dataset, "DataLoader"):
         return False
     try:
@@ -218,11 +218,11 @@ def _is_divided(
         options = dataset._shard_options
     except AttributeError:
         raise RuntimeError(
-            "Whether a `grain.DataLoader` reads a shard is not known of this "
-            "version of grain, and rows might be lost. Received: a loader "
-            "without `_shard_options`, on several processes. Use a "
-            "`grain.MapDataset`, `AutoShardPolicy.OFF` if the rows are each "
-            "process's own, or another version of grain."
+            "With this version of grain it is unknown whether a "
+            "`grain.DataLoader` reads a shard, and rows might be lost. "
+            "Received: a loader without `_shard_options`, on several "
+            "processes. Use a `grain.MapDataset`, `AutoShardPolicy.OFF` if "
+            "each process has different rows, or another version of grain."
         ) from None
     if options.shard_count == 1:
         return False
@@ -230,26 +230,24 @@ def _is_divided(
     if shard == (process_index, num_processes):
         return True
     raise ValueError(
-        "The shards of a `grain.DataLoader` must be those of the processes. "
+        "The shards of a `grain.DataLoader` must match the processes. "
         f"Received: shard_index={shard[0]}, shard_count={shard[1]} in process "
-        f"{process_index} of {num_processes}. Leave the division to the "
-        "strategy (`grain.sharding.NoSharding()`), use `ShardByJaxProcess()`, "
-        "or say with `AutoShardPolicy.OFF` that the rows are the process's "
-        "own."
+        f"{process_index} of {num_processes}. Leave sharding to the strategy "
+        "(`grain.sharding.NoSharding()`), use `ShardByJaxProcess()`, or set "
+        "`AutoShardPolicy.OFF` if each process has different rows."
     )
 
 
 def _warn_of_slices(dataset: Dataset, count: int, process_index: int) -> None:
-    """Warns of a dataset that seems to be the process's shard already."""
+    """Warns of a dataset that seems to be this process's shard already."""
     for inner in with_parents(dataset):
         begin, step = (getattr(inner, n, None) for n in ("_start", "_step"))
         if (begin, step) == (process_index, count):
             warnings.warn(
                 "This grain dataset seems to be divided already: it is sliced "
                 f"[{begin}::{step}] in process {process_index} of "
-                f"{count}. The strategy divides it once more, so that "
-                "rows would be lost. Leave the slice out, or set "
-                "`AutoShardPolicy.OFF`.",
+                f"{count}. The strategy divides it once more, and rows are "
+                "lost. Leave out the slice, or set `AutoShardPolicy.OFF`.",
                 stacklevel=4,
             )
             return
@@ -269,8 +267,8 @@ def _warn_of_lost_rows(dataset: Dataset) -> None:
             "This version of grain loses rows of a `DataLoader` that its "
             "shards cannot share evenly, also with `drop_remainder=False`. "
             f"Received: grain {grain.__version__}, {rows} rows and "
-            f"{options.shard_count} shards: {lost} rows are read by no "
-            "process. Leave the division to the strategy "
+            f"{options.shard_count} shards: no process reads {lost} of the "
+            "rows. Leave sharding to the strategy "
             "(`grain.sharding.NoSharding()`), or install a later grain.",
             stacklevel=4,
         )
@@ -278,7 +276,7 @@ def _warn_of_lost_rows(dataset: Dataset) -> None:
 
 @functools.cache
 def _loses_remainders() -> bool:
-    """Returns whether grain's loaders do so, as those of grain 0.2.18."""
+    """Returns whether grain's loaders do so, as in grain 0.2.18."""
     grain = sys.modules["grain"]
     options = grain.sharding.ShardOptions(shard_index=0, shard_count=2)
     sampler = grain.samplers.SequentialSampler(3, shard_options=options)
@@ -299,8 +297,8 @@ def _rows_of_first(batch: Tree) -> int:
 
 
 def _arrays(batch: Tree) -> Tree:
-    """A nest of arrays; a list at its top is a tuple, as fit wants it."""
-    # Subclasses too are left alone: grain's hold on to shared memory.
+    """Returns a nest of arrays; a top-level list becomes a tuple, for `fit`."""
+    # Subclasses of arrays are kept: grain's hold references to shared memory.
     batch = jax.tree.map(
         lambda leaf: leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf),
         batch,
@@ -311,7 +309,7 @@ def _arrays(batch: Tree) -> Tree:
 def _in_threads(
     read: Callable[[int], Part], indices: Iterable[int]
 ) -> Iterator[Part]:
-    """Reads some batches at once; yields them in order."""
+    """Reads several batches at once; yields them in order."""
     pool = concurrent.futures.ThreadPoolExecutor(
         _NUM_THREADS, thread_name_prefix="keras-strategies-grain"
     )

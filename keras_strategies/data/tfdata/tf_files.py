@@ -1,4 +1,4 @@
-"""Files that tf.data datasets read: split over processes, and found broken."""
+"""Files that tf.data datasets read: split over processes, or found damaged."""
 
 import dataclasses
 import os
@@ -31,7 +31,7 @@ from keras_strategies.data.tfdata.tf_nodes import (
     SPLIT_READERS,
     drops_remainder,
     pads_to_longest,
-    repeats_for_ever,
+    repeats_forever,
     shards_of_files,
 )
 
@@ -40,13 +40,14 @@ _MAX_NAMES = 100_000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FileSplit:
-    """How a dataset is split by the files that it reads.
+    """A dataset split by the files that it reads.
 
     Attributes:
       dataset: The process's part, if there is one.
       graph: The part's graph.
-      obstacle: Why it cannot be split: the end of "because ...".
-      doubt: Why the rows of all parts may not be those of the whole.
+      obstacle: The reason why it cannot be split: the end of "because ...".
+      doubt: The reason why all parts together may have other rows than the
+        dataset.
     """
 
     dataset: Any = None
@@ -56,7 +57,7 @@ class FileSplit:
 
 
 def reads_files(graph: Graph) -> bool:
-    """Whether a dataset reads files, as far as its operations show."""
+    """Returns whether a dataset reads files, judging by its operations."""
     return any(kind_of(node) in READERS for node in called(graph, graph.node))
 
 
@@ -71,7 +72,7 @@ def split_by_files(
         why = _doubt(graph, set()) or "not all of its rows come from files"
         return FileSplit(obstacle=why)
     graph_of_part = graph_of(part)
-    assert graph_of_part is not None  # As the whole has one.
+    assert graph_of_part is not None  # The dataset has one, too.
     shards = shards_of_files(graph_of_part)
     top = Scope(graph_of_part.node)
     names = {shard.name for shard in shards}
@@ -117,10 +118,10 @@ def _rewritten(
 
 
 def _doubt(graph: Graph, shards: set[str]) -> str | None:
-    """Why a row may be lost or changed between shards and the end.
+    """Returns why a row may be lost or changed between shards and the end.
 
-    Each operation must treat rows one by one, or batches one by one, so that
-    it does not matter which files the others come from.
+    Each operation must treat rows, or batches, independently, so that it does
+    not matter which files the others come from.
     """
     top = Scope(graph.node)
     waiting = [(sink_of(top), False)]
@@ -154,7 +155,7 @@ def _is_reader(graph: Graph, node: Node) -> bool:
 
 
 def _batch_doubt(top: Scope, node: Node) -> str | None:
-    if drops_remainder(top, node) and not repeats_for_ever(top, node):
+    if drops_remainder(top, node) and not repeats_forever(top, node):
         return "`drop_remainder=True` would drop the last rows of each process"
     if pads_to_longest(node):
         return "`padded_batch` pads the batches of each process differently"
@@ -162,7 +163,10 @@ def _batch_doubt(top: Scope, node: Node) -> str | None:
 
 
 def _shuffle_doubt(graph: Graph) -> str | None:
-    """TensorFlow moves shuffles of file names behind its shard."""
+    """Returns why rows may be lost if TensorFlow moves a shuffle.
+
+    TensorFlow moves shuffles of file names behind its shard.
+    """
     top = Scope(graph.node)
     for node in graph.node:
         if kind_of(node) in COUNTING and any(
@@ -175,7 +179,7 @@ def _shuffle_doubt(graph: Graph) -> str | None:
 
 
 def _count(dataset: Dataset, limit: int) -> int:
-    """Number of elements, if it is less than the limit."""
+    """Counts elements; stops at `limit` where it has to iterate."""
     tf = tensorflow()
     count = int(dataset.cardinality())
     if count == tf.data.UNKNOWN_CARDINALITY:
@@ -184,7 +188,7 @@ def _count(dataset: Dataset, limit: int) -> int:
 
 
 def _names(graph: Graph, nodes: list[Node]) -> tuple[str, ...] | None:
-    """The file names that some of a graph's datasets yield."""
+    """Returns the file names that some of a graph's datasets yield, or None."""
     tf = tensorflow()
     names: list[str] = []
     for node in nodes:
@@ -195,8 +199,8 @@ def _names(graph: Graph, nodes: list[Node]) -> tuple[str, ...] | None:
         place = dataset.element_spec.index(spec)
         if len(dataset.element_spec) > 1:
             dataset = dataset.map(lambda *element, k=place: (element[k],))
-        (found,) = dataset.batch(_MAX_NAMES).take(1).get_single_element()
-        names += map(os.fsdecode, found.numpy())
+        (batch,) = dataset.batch(_MAX_NAMES).take(1).get_single_element()
+        names += map(os.fsdecode, batch.numpy())
     return tuple(dict.fromkeys(names))
 
 
@@ -206,7 +210,7 @@ def files_of_part(graph: Graph) -> tuple[str, ...] | None:
 
 
 def files_of(dataset: Dataset) -> tuple[str, ...]:
-    """The names of the files that a dataset reads, where they are found."""
+    """Returns the names of the files that a dataset reads, if found."""
     tf = tensorflow()
     try:
         split = graph_of(_rewritten(dataset, 2, 0))
@@ -219,7 +223,7 @@ def files_of(dataset: Dataset) -> tuple[str, ...]:
 
 
 def texts_of(graph: Graph) -> tuple[str, ...]:
-    """All constants of text; the names of files may be among them."""
+    """Returns all text constants, which may include file names."""
     text = tensorflow().string.as_datatype_enum
     texts: list[str] = []
     for scope in scopes(graph):
@@ -232,7 +236,7 @@ def texts_of(graph: Graph) -> tuple[str, ...]:
 
 
 def missing_file(names: Iterable[str]) -> str | None:
-    """The first file that cannot be opened."""
+    """Returns the first file that cannot be opened, or None."""
     tf = tensorflow()
     for name in names:
         try:
@@ -244,13 +248,13 @@ def missing_file(names: Iterable[str]) -> str | None:
 
 
 def damage(names: Iterable[str]) -> str | None:
-    """The first TFRecord file that cannot be read to its end, and where.
+    """Finds the first TFRecord file that cannot be read to its end.
 
     Args:
-      names: The files; what is not the name of one is passed over.
+      names: The files; names of other things are skipped.
 
     Returns:
-      Words for a message; None if all can be read.
+      The file and record, as words for a message; None if all can be read.
     """
     for name in names:
         if missing_file([name]) is not None:
@@ -267,7 +271,7 @@ def damage(names: Iterable[str]) -> str | None:
 
 
 def _bad_record(name: str, compression: str) -> int | None:
-    """The first record that cannot be read."""
+    """Returns the index of the first record that cannot be read, or None."""
     tf = tensorflow()
     count = 0
     try:

@@ -1,8 +1,8 @@
 """Orders of tf.data datasets that are a function of (seed, epoch).
 
-A dataset that shuffles gives another order each time that it is iterated, and
-without a seed another one in each process. Here it is made anew for each
-epoch from its graph, with the seeds of that epoch.
+A dataset that shuffles has another order in each iteration, and without a seed
+another one in each process. Here it is rebuilt for each epoch from its graph,
+with the seeds of that epoch.
 """
 
 from typing import Any
@@ -40,29 +40,29 @@ _LARGE_BYTES = 1 << 20
 
 
 class EpochDatasets:
-    """Makes a dataset for each epoch.
+    """A maker of the datasets of epochs.
 
-    Shuffles without a seed get one of `seed` and the epoch. With a seed of
-    the user's, epoch `e` has the order that the `e`-th iterator of the
-    dataset would have. Shuffles above a cache always have the first epoch's.
+    Shuffles without a seed get one from `seed` and the epoch. With a
+    user-defined seed, epoch `e` has the order of the dataset's `e`-th iterator.
+    Shuffles above a cache always have the first epoch's order.
 
     In-memory caches are kept from epoch to epoch. If the dataset's functions
-    use a `tf.Variable` or a `tf.random.Generator`, each epoch sees a copy of
+    use a `tf.Variable` or a `tf.random.Generator`, each epoch uses a copy of
     its present value.
 
     Args:
       dataset: The dataset.
-      graph: Its graph. It is edited.
-      seed: Any number; the same in all processes that must agree.
+      graph: The graph of `dataset`. It is edited.
+      seed: Any number, the same in all processes whose orders must be equal.
       num_processes: Number of processes, for `SHARD_HINT`.
-      process_index: This process's place among them.
-      is_whole: Whether every process reads all rows, and so in one order.
-      copy: Which of the processes that read the same rows this one is; None
-        if there are no others.
-      seeds: The shuffles' own, if they are not to be the graph's.
+      process_index: Index of this process among them.
+      is_whole: Whether every process reads all rows, and so in the same order.
+      copy: Index of this process among those that read the same rows; None if
+        there are no others.
+      seeds: The seeds of the shuffles, if not those of the graph.
 
     Attributes:
-      seeds: As `seeds_of`.
+      seeds: The seeds of the shuffles, as `seeds_of` returns them.
     """
 
     def __init__(
@@ -78,9 +78,10 @@ class EpochDatasets:
         seeds: list[list[int | None]] | None = None,
     ) -> None:
         self._dataset = dataset
-        own = seeds_of(graph)
-        # For another dataset they mean nothing.
-        self.seeds = seeds if seeds and len(seeds) == len(own) else own
+        self.seeds = seeds_of(graph)
+        if seeds and len(seeds) == len(self.seeds):
+            # Otherwise they are those of another dataset.
+            self.seeds = seeds
         self._seed = seed % 2**64
         self._num_processes = num_processes
         self._process_index = process_index
@@ -92,13 +93,13 @@ class EpochDatasets:
         self._graph = None if has_variables(graph) else graph
 
     def of(self, epoch: int) -> tuple[Any, Any]:
-        """Returns an epoch's dataset, and what it needs while iterated."""
+        """Returns an epoch's dataset, and objects to keep during iteration."""
         graph, kept = self.graph(epoch)
         dataset = dataset_of(graph, self._dataset.element_spec)
         return dataset, (kept, self._served, self._caches, self._dataset)
 
     def graph(self, epoch: int) -> tuple[Graph, Any]:
-        """Returns an epoch's graph, and what it needs while it is used."""
+        """Returns an epoch's graph, and objects to keep during its use."""
         graph = tensorflow().compat.v1.GraphDef()
         if self._graph is not None:
             graph.CopyFrom(self._graph)
@@ -108,13 +109,13 @@ class EpochDatasets:
         return graph, self._seed_nodes(graph, epoch)
 
     def _prepare(self, graph: Graph) -> None:
-        """Edits that are the same in all epochs."""
+        """Makes the edits that are the same in all epochs."""
         feed_hints(graph, self._num_processes, self._process_index)
         top = Scope(graph.node)
         parts = list(graph.node)
-        is_alike = self._is_whole and self._num_processes > 1
-        if not is_alike and self._copy is None:
-            # What is in front of a shard must have one order in all.
+        is_shared = self._is_whole and self._num_processes > 1
+        if not is_shared and self._copy is None:
+            # Processes must agree on the order only before a shard.
             parts = [
                 part
                 for shard in shards_of_files(graph)
@@ -142,7 +143,7 @@ class EpochDatasets:
         if node.op != "CacheDatasetV2":
             return
         if self._is_whole and not has_draws_above(graph, node):
-            return  # It may have been filled, and may be used later.
+            return  # The dataset's cache may be filled, and used later.
         if node.name not in self._caches:
             self._caches[node.name] = _new_cache()
         top.feed(node, inputs["cache"], self._caches[node.name][0])
@@ -195,13 +196,13 @@ class EpochDatasets:
 
 
 def _mixed(*numbers: int) -> list[int]:
-    """Two seeds that are a function of some numbers."""
+    """Returns two seeds that are a function of some numbers."""
     state = np.random.SeedSequence(numbers).generate_state(2, np.uint64)
     return [int(value >> 1) for value in state]
 
 
 def _generator(seeds: list[Any], draws: int) -> tuple[Node, Any]:
-    """A seed generator that has been drawn from so often.
+    """Makes a seed generator that has already been drawn from `draws` times.
 
     It lives as long as the dataset that is returned with its node.
     """
@@ -224,7 +225,7 @@ def _generator(seeds: list[Any], draws: int) -> tuple[Node, Any]:
 
 
 def _new_cache() -> tuple[Node, Any]:
-    """An empty cache's node; it lives as long as the dataset with it."""
+    """Makes an empty cache's node; it lives as long as the dataset with it."""
     cached = tensorflow().data.Dataset.range(1).cache()
     return _last_input(cached), cached
 
