@@ -151,7 +151,7 @@ FOREIGN = [
 
 @pytest.mark.parametrize("text", FOREIGN, ids=lambda text: text[:40])
 def test_what_is_no_structure_is_refused(text):
-    with pytest.raises(ValueError, match="as `spec_of` writes it"):
+    with pytest.raises(ValueError, match="text that `make_spec` wrote"):
         batch_spec.empty(text)
 
 
@@ -219,7 +219,7 @@ def test_a_named_tuple_is_made_without_its_own_code():
 
 def test_files_name_no_classes():
     spec = batch_spec.spec_of(Named(np.ones(2), np.ones(2)))
-    with pytest.raises(ValueError, match="as `spec_of` writes it"):
+    with pytest.raises(ValueError, match="text that `make_spec` wrote"):
         batch_spec.empty(spec, has_classes=False)
 
 
