@@ -22,12 +22,12 @@ _MAX_NAME = 1024
 _PAIR = (str | int | float | bool, object)
 
 
-def spec_of(batch: Tree) -> str:
+def make_spec(batch: Tree) -> str:
     """Returns the structure, dtypes and row shapes of a batch as text."""
-    return json.dumps(_encoded(batch))
+    return json.dumps(_encode(batch))
 
 
-def empty(spec: str, *, has_classes: bool = True) -> Tree:
+def make_empty(spec: str, *, has_classes: bool = True) -> Tree:
     """Returns a nest of that structure whose arrays have no rows.
 
     Args:
@@ -43,17 +43,17 @@ def empty(spec: str, *, has_classes: bool = True) -> Tree:
     try:
         document = load_json(spec, max_characters=_MAX_CHARACTERS)
     except ValueError as error:
-        raise _no_structure(str(error)) from None
-    return _decoded(document, has_classes)
+        raise _make_error(str(error)) from None
+    return _decode(document, has_classes)
 
 
-def shown(spec: str) -> str:
+def format_spec(spec: str) -> str:
     """Returns a spec as users write it: ("float32[?, 3]", "int64[?]")."""
     nest = jax.tree.map(
         lambda leaf: (
             f"{leaf.dtype}[{', '.join(['?', *map(str, leaf.shape[1:])])}]"
         ),
-        empty(spec),
+        make_empty(spec),
     )
     return str(nest)
 
@@ -63,10 +63,12 @@ def is_like(spec: str, other: str) -> bool:
 
     Dtypes are compared as they are on the devices.
     """
-    return spec == other or kinds(empty(spec)) == kinds(empty(other))
+    return spec == other or find_kind(make_empty(spec)) == find_kind(
+        make_empty(other)
+    )
 
 
-def kinds(
+def find_kind(
     batch: Tree,
 ) -> tuple[jax.tree_util.PyTreeDef, list[tuple[int, np.dtype]]]:
     """Returns the structure, and the arrays' ranks and dtypes on the devices.
@@ -81,7 +83,7 @@ def kinds(
     ]
 
 
-def rows_kind(
+def find_row_kind(
     batch: Tree,
 ) -> tuple[jax.tree_util.PyTreeDef, list[tuple[Shape, np.dtype]]]:
     """Returns the structure, and the shapes and dtypes of single rows."""
@@ -89,46 +91,46 @@ def rows_kind(
     return nest, [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
 
 
-def with_rows(batch: Tree, rows: int) -> Tree:
+def resize_batch(batch: Tree, rows: int) -> Tree:
     """Returns a batch of `rows` rows to build a model on.
 
     Only its shapes matter: its values repeat one row.
     """
 
-    def with_them(leaf: Array) -> Array:
+    def resize(leaf: Array) -> Array:
         if len(leaf) == rows:
             return leaf
         row = leaf[0] if len(leaf) else np.zeros(leaf.shape[1:], leaf.dtype)
         return np.broadcast_to(row, (rows, *leaf.shape[1:]))
 
-    return jax.tree.map(with_them, batch)
+    return jax.tree.map(resize, batch)
 
 
-def summary(batch: Tree) -> str:
+def describe(batch: Tree) -> str:
     """Returns the dtypes and shapes of a batch, for messages."""
     return str(
         jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", batch)
     )
 
 
-def _encoded(value: Tree) -> object:
+def _encode(value: Tree) -> object:
     if value is None:
         return None
     if type(value) is dict:
-        return {"dict": [[key, _encoded(value[key])] for key in sorted(value)]}
+        return {"dict": [[key, _encode(value[key])] for key in sorted(value)]}
     if type(value) is collections.OrderedDict:
         # JAX keeps the order of its keys.
-        return {"ordered": [[k, _encoded(item)] for k, item in value.items()]}
+        return {"ordered": [[k, _encode(item)] for k, item in value.items()]}
     if type(value) in (list, tuple):
         kind = "list" if isinstance(value, list) else "tuple"
-        return {kind: [_encoded(item) for item in value]}
+        return {kind: [_encode(item) for item in value]}
     if hasattr(value, "_fields"):
         named = type(value)
         name = f"{named.__module__}:{named.__qualname__}"
         # Fails here, in every process. Later only a process without rows would
         # look up the class, while the others wait for it.
-        _named(name)
-        return {"named": name, "items": [_encoded(item) for item in value]}
+        _find_class(name)
+        return {"named": name, "items": [_encode(item) for item in value]}
     if not hasattr(value, "dtype"):
         raise TypeError(
             "On several processes a batch must be a nest of dicts, lists, "
@@ -138,63 +140,65 @@ def _encoded(value: Tree) -> object:
     return {"dtype": str(value.dtype), "shape": list(np.shape(value)[1:])}
 
 
-def _decoded(value: object, has_classes: bool) -> Tree:
+def _decode(value: object, has_classes: bool) -> Tree:
     if value is None:
         return None
     if not isinstance(value, dict):
-        raise _no_structure("a part of it is not a JSON object")
-    decode = functools.partial(_decoded, has_classes=has_classes)
+        raise _make_error("a part of it is not a JSON object")
+    decode = functools.partial(_decode, has_classes=has_classes)
     match sorted(value):
         case ["dict"]:
-            return {key: decode(item) for key, item in _pairs(value["dict"])}
+            return {
+                key: decode(item) for key, item in _read_pairs(value["dict"])
+            }
         case ["ordered"]:
-            pairs = _pairs(value["ordered"])
+            pairs = _read_pairs(value["ordered"])
             return collections.OrderedDict((k, decode(v)) for k, v in pairs)
         case ["list"]:
-            return list(map(decode, _items(value["list"])))
+            return list(map(decode, _read_items(value["list"])))
         case ["tuple"]:
-            return tuple(map(decode, _items(value["tuple"])))
+            return tuple(map(decode, _read_items(value["tuple"])))
         case ["items", "named"] if has_classes:
-            named = _named(value["named"])
-            items = list(map(decode, _items(value["items"])))
+            named = _find_class(value["named"])
+            items = list(map(decode, _read_items(value["items"])))
             if len(items) != len(_fields(named) or ()):
-                raise _no_structure("a named tuple has other fields")
+                raise _make_error("a named tuple has other fields")
             # Not `named(*items)`: the class may define `__new__`.
             return tuple.__new__(named, items)
         case ["dtype", "shape"]:
-            return _without_rows(value["dtype"], value["shape"])
-    raise _no_structure("a part of it is neither a nest nor an array")
+            return _make_empty_leaf(value["dtype"], value["shape"])
+    raise _make_error("a part of it is neither a nest nor an array")
 
 
-def _items(value: object) -> list[Any]:
+def _read_items(value: object) -> list[Any]:
     if not isinstance(value, list):
-        raise _no_structure("the items of a nest are not a JSON array")
+        raise _make_error("the items of a nest are not a JSON array")
     return value
 
 
-def _pairs(value: object) -> list[tuple[Any, Any]]:
+def _read_pairs(value: object) -> list[tuple[Any, Any]]:
     fault = fault_of(value, [_PAIR], "a dict")
     if fault is not None:
-        raise _no_structure(fault)
-    pairs = [(key, item) for key, item in _items(value)]
+        raise _make_error(fault)
+    pairs = [(key, item) for key, item in _read_items(value)]
     if len({key for key, _ in pairs}) < len(pairs):
-        raise _no_structure("a key of a dict is repeated")
+        raise _make_error("a key of a dict is repeated")
     return pairs
 
 
-def _without_rows(name: object, shape: object) -> np.ndarray:
+def _make_empty_leaf(name: object, shape: object) -> np.ndarray:
     if not is_shape(shape):
-        raise _no_structure("a shape is invalid")
+        raise _make_error("a shape is invalid")
     dtype = dtype_named(name)
     if dtype is None:
-        raise _no_structure("a dtype is not one that `make_spec` writes")
+        raise _make_error("a dtype is not one that `make_spec` writes")
     try:
         return np.zeros((0, *shape), dtype)
     except ValueError:
-        raise _no_structure("an array is too large") from None
+        raise _make_error("an array is too large") from None
 
 
-def _no_structure(fault: str) -> ValueError:
+def _make_error(fault: str) -> ValueError:
     return ValueError(
         "The structure of a batch must be text that `make_spec` wrote. "
         f"Received: malformed text: {fault}. Check for another program on the "
@@ -213,14 +217,14 @@ def _fields(named: object) -> tuple[str, ...] | None:
     return fields if is_named else None
 
 
-def _named(name: object) -> type[tuple[Any, ...]]:
+def _find_class(name: object) -> type[tuple[Any, ...]]:
     """Returns the class of a named tuple that another process has named.
 
     It is looked up in the namespaces of imported modules and their classes: no
     module is imported for it, and no `__getattr__` is called.
     """
     if not isinstance(name, str) or len(name) > _MAX_NAME:
-        raise _no_structure("the name of a named tuple's class is invalid")
+        raise _make_error("the name of a named tuple's class is invalid")
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):

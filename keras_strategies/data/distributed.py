@@ -69,7 +69,7 @@ class DistributedDataset:
     @property
     def element_spec(self) -> Tree:
         """The shapes and dtypes of a global batch; the rows are None."""
-        return _spec_of(self.source)
+        return _read_spec(self.source)
 
 
 class DistributedIterator:
@@ -100,7 +100,7 @@ class DistributedIterator:
     @property
     def element_spec(self) -> Tree:
         """The shapes and dtypes of a global batch; the rows are None."""
-        return _spec_of(self._steps.source)
+        return _read_spec(self._steps.source)
 
     def __iter__(self) -> "DistributedIterator":
         """Returns this iterator, at its present position."""
@@ -117,29 +117,29 @@ class DistributedIterator:
         _check_where()
         epoch, step = self._place
         if self._batches is None:
-            self._batches = self._started(epoch, step)
+            self._batches = self._start(epoch, step)
         batch = next(self._batches)
         self._place = (epoch, step + 1)
         return batch
 
-    def _started(self, epoch: int, start: int) -> Iterator[Tree]:
+    def _start(self, epoch: int, start: int) -> Iterator[Tree]:
         # The thread must not refer to `self`, which could then not be garbage
         # collected while the thread waits.
         steps = self._steps
         mesh, source = steps.mesh, steps.source
 
-        def placed(batches: Iterator[HostBatch]) -> Iterator[Tree]:
+        def place_batches(batches: Iterator[HostBatch]) -> Iterator[Tree]:
             source.begin_epoch(epoch, start)
             try:
                 for batch in batches:
-                    yield divided(batch, mesh)
+                    yield shard_batch(batch, mesh)
             finally:
                 source.end_epoch()
 
-        return steps.ahead(
+        return steps.prefetch(
             epoch,
             start,
-            placed,
+            place_batches,
             num_bytes=lambda batch: sum(
                 leaf.nbytes for leaf in jax.tree.leaves(batch)
             ),
@@ -194,7 +194,7 @@ class DistributedIterator:
             return Optional(None, is_filled=False)
 
 
-def _spec_of(source: Source) -> Tree:
+def _read_spec(source: Source) -> Tree:
     part = next(source.read(0, 0, all_rows))
     return jax.tree.map(
         lambda leaf: ((None, *leaf.shape[1:]), leaf.dtype), part.data
@@ -247,21 +247,23 @@ class Optional:
         return self._value
 
 
-def divided(batch: HostBatch, mesh: ReplicaMesh) -> Tree:
+def shard_batch(batch: HostBatch, mesh: ReplicaMesh) -> Tree:
     """Puts a global batch on the devices, sharded over the replicas."""
     if mesh.num_replicas == 1:
         if mesh.cores_per_replica == 1:
             return jax.device_put(batch.data, mesh.devices[0])
         return jax.tree.map(lambda leaf: _on_all_cores(leaf, mesh), batch.data)
-    counts = counts_of(batch, mesh)
+    counts = count_rows(batch, mesh)
     if len(set(counts)) == 1:
         return jax.tree.map(
-            lambda leaf: _even(leaf, sum(counts), mesh), batch.data
+            lambda leaf: _shard_evenly(leaf, sum(counts), mesh), batch.data
         )
-    return jax.tree.map(lambda leaf: _uneven(leaf, counts, mesh), batch.data)
+    return jax.tree.map(
+        lambda leaf: _shard_unevenly(leaf, counts, mesh), batch.data
+    )
 
 
-def counts_of(batch: HostBatch, mesh: ReplicaMesh) -> tuple[int, ...]:
+def count_rows(batch: HostBatch, mesh: ReplicaMesh) -> tuple[int, ...]:
     """Returns the number of rows that each replica gets of a batch."""
     if batch.counts is not None:
         return batch.counts
@@ -286,27 +288,27 @@ def _on_all_cores(leaf: np.ndarray, mesh: ReplicaMesh) -> jax.Array:
     )
 
 
-def _even(leaf: np.ndarray, rows: int, mesh: ReplicaMesh) -> PerReplica:
+def _shard_evenly(leaf: np.ndarray, rows: int, mesh: ReplicaMesh) -> PerReplica:
     first = rows // mesh.num_readers * mesh.reader_index
 
-    def rows_of(index: Any) -> np.ndarray:
+    def select_rows(index: Any) -> np.ndarray:
         start, stop, _ = index[0].indices(rows)
         return leaf[start - first : stop - first]
 
     array = jax.make_array_from_callback(
-        (rows, *leaf.shape[1:]), mesh.split, rows_of
+        (rows, *leaf.shape[1:]), mesh.split, select_rows
     )
     return PerReplica.of(array, ROWS)
 
 
-def _uneven(
+def _shard_unevenly(
     leaf: np.ndarray, counts: tuple[int, ...], mesh: ReplicaMesh
 ) -> PerReplica:
     local = counts[mesh.local_replicas.start : mesh.local_replicas.stop]
     pieces = np.split(leaf, np.cumsum(local)[:-1])
     most = max(counts)
 
-    def entry(index: Any) -> np.ndarray:
+    def make_entry(index: Any) -> np.ndarray:
         replica = index[0].indices(len(counts))[0]
         piece = pieces[replica - mesh.local_replicas.start]
         padded = np.zeros((1, most, *leaf.shape[1:]), leaf.dtype)
@@ -315,7 +317,7 @@ def _uneven(
 
     shape = (len(counts), most, *leaf.shape[1:])
     return PerReplica.of(
-        jax.make_array_from_callback(shape, mesh.split, entry),
+        jax.make_array_from_callback(shape, mesh.split, make_entry),
         PADDED,
         shapes=tuple((count, *leaf.shape[1:]) for count in counts),
     )

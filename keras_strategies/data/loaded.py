@@ -31,7 +31,9 @@ class LoadedSource(Source):
         is_divided: bool,
     ) -> None:
         self._batches = batches
-        self.is_process_local = is_divided or is_own(num_processes, policy)
+        self.is_process_local = is_divided or keeps_all_rows(
+            num_processes, policy
+        )
         self.batch_size = batches.batch_size
         if is_divided and self.batch_size:
             self.batch_size *= num_processes
@@ -54,7 +56,7 @@ class LoadedSource(Source):
         return self._batches.read(epoch, start, cut)
 
 
-def is_own(num_processes: int, policy: AutoShardPolicy) -> bool:
+def keeps_all_rows(num_processes: int, policy: AutoShardPolicy) -> bool:
     """Returns whether the policy makes the data process-local."""
     return num_processes > 1 and policy is AutoShardPolicy.OFF
 

@@ -9,7 +9,7 @@ from keras_strategies._types import Tree
 from keras_strategies.data.source import Cut, Part
 
 
-class OwnRows:
+class ProcessRows:
     """A maker of `Part`s from batches any of whose rows can be read.
 
     A part without rows still needs the shapes and dtypes of the others, so the
@@ -17,9 +17,9 @@ class OwnRows:
     """
 
     def __init__(self) -> None:
-        self._none: Tree = None
+        self._no_rows: Tree = None
 
-    def part(
+    def make_part(
         self,
         read: Callable[[int, int], Tree],
         rows: int,
@@ -36,14 +36,14 @@ class OwnRows:
           checksum: See `Part`.
         """
         start, stop = cut(rows)
-        data = self._none
+        data = self._no_rows
         if start < stop or data is None:
             first = min(start, rows - 1)
             data = read(first, max(stop, first + 1))
-        if self._none is None:
-            self._none = jax.tree.map(lambda leaf: leaf[:0].copy(), data)
+        if self._no_rows is None:
+            self._no_rows = jax.tree.map(lambda leaf: leaf[:0].copy(), data)
         if start == stop:
-            data = self._none
+            data = self._no_rows
         return Part(data=data, rows=rows, checksum=checksum)
 
 

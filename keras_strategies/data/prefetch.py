@@ -62,12 +62,12 @@ class Prefetched(Generic[Item]):
 
     def __next__(self) -> Item:
         if self._is_quick:
-            return self._made_here()
+            return self._make_here()
         if self._thread.ident is None:
             self._thread.start()
         return self._buffer.take()
 
-    def _made_here(self) -> Item:
+    def _make_here(self) -> Item:
         """Makes the next item in this thread.
 
         Starts the prefetching thread once items take long.
@@ -83,7 +83,7 @@ class Prefetched(Generic[Item]):
             raise
         seconds = time.perf_counter() - start
         self._mean_s += 0.25 * (min(seconds, 2 * _QUICK_S) - self._mean_s)
-        buffer.num_wanted += 1
+        buffer.num_requested += 1
         buffer.num_made += 1
         if seconds > _SLOW_S or self._mean_s > _QUICK_S:
             self._is_quick = False
@@ -131,7 +131,7 @@ class _Buffer(Generic[Item]):
     ) -> None:
         self.iterator = iterator
         self.is_pause = is_pause
-        self.num_wanted = self.num_made = 0
+        self.num_requested = self.num_made = 0
         self.must_pause = self.is_over = False
         self._stop = stop
         self._num_bytes = num_bytes
@@ -143,7 +143,7 @@ class _Buffer(Generic[Item]):
     def take(self) -> Item:
         """Waits for the next item and returns it."""
         with self._changed:
-            self.num_wanted += 1
+            self.num_requested += 1
             if not self._items:
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._items or self.is_over)
@@ -169,12 +169,12 @@ class _Buffer(Generic[Item]):
     def fill(self) -> None:
         """Makes the items, in the thread."""
         try:
-            if not self._is_next_wanted():
+            if not self._wait_until_needed():
                 return
             for item in self.iterator:
                 self._put(item)
                 del item
-                if not self._is_next_wanted():
+                if not self._wait_until_needed():
                     return  # The `for` would read one more item.
         except BaseException as error:  # `take` raises it.
             if not self._stop.is_set():  # After a stop no reader waits.
@@ -188,7 +188,7 @@ class _Buffer(Generic[Item]):
 
     def _put(self, item: Item) -> None:
         if not self._depth:
-            self._depth = _depth(self._num_bytes(item))
+            self._depth = _choose_depth(self._num_bytes(item))
         with self._changed:
             self.num_made += 1
             if not self._stop.is_set():
@@ -196,7 +196,7 @@ class _Buffer(Generic[Item]):
                 self._changed.notify_all()
                 self.must_pause = self.is_pause(item)
 
-    def _is_next_wanted(self) -> bool:
+    def _wait_until_needed(self) -> bool:
         """Waits until another item is needed; returns False after a stop."""
         with self._changed:
             if self.must_pause or len(self._items) >= self._depth:
@@ -207,7 +207,7 @@ class _Buffer(Generic[Item]):
         if self._stop.is_set():
             return True
         if self.must_pause:
-            return self.num_wanted > self.num_made
+            return self.num_requested > self.num_made
         return self._is_low()
 
     def _is_low(self) -> bool:
@@ -220,7 +220,7 @@ def _close(iterator: object) -> None:
         close()
 
 
-def _depth(num_bytes: int) -> int:
+def _choose_depth(num_bytes: int) -> int:
     """Returns the number of items to hold, leaving memory for other uses."""
     try:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -6,7 +6,7 @@ from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.cluster.exchange.greetings import readable
 
 
-def by_process(mesh: ReplicaMesh, values: list[Any]) -> str:
+def list_values(mesh: ReplicaMesh, values: list[Any]) -> str:
     """Returns each process's value with its number, for messages."""
     return ", ".join(
         f"{readable(str(value))} (process {process})"
@@ -14,7 +14,7 @@ def by_process(mesh: ReplicaMesh, values: list[Any]) -> str:
     )
 
 
-def raise_together(
+def raise_everywhere(
     mesh: ReplicaMesh,
     what: str,
     received: list[dict[str, Any]],

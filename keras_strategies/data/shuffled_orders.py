@@ -42,7 +42,7 @@ class Order(abc.ABC):
         """Advances past the iterator that Keras makes to build a model."""
 
     @abc.abstractmethod
-    def of(self, epoch: int) -> np.ndarray:
+    def compute(self, epoch: int) -> np.ndarray:
         """Returns the order of an epoch: indices, shape (size,).
 
         Args:
@@ -57,7 +57,7 @@ class Order(abc.ABC):
         """
         del size
 
-    def lasts(self, epochs: int) -> None:
+    def set_epochs_per_pass(self, epochs: int) -> None:
         """Sets how many of a loop's epochs one pass over the data covers."""
         del epochs
 
@@ -71,7 +71,7 @@ class DrawnOrder(Order):
     """
 
     def __init__(self, seed: str | None = None) -> None:
-        self.restart(self._global() if seed is None else seed)
+        self.restart(self._read_global() if seed is None else seed)
 
     @property
     def seed(self) -> str:
@@ -80,7 +80,7 @@ class DrawnOrder(Order):
 
     def restart(self, seed: str) -> None:
         """See `Order.restart`."""
-        self._parsed(seed)
+        self._parse(seed)
         self._seed = seed
         self._state = seed
         self._epoch = 0
@@ -88,10 +88,10 @@ class DrawnOrder(Order):
 
     def skip(self) -> None:
         """Makes the second order the first one."""
-        self.of(0)
+        self.compute(0)
         self.restart(self._state)
 
-    def of(self, epoch: int) -> np.ndarray:
+    def compute(self, epoch: int) -> np.ndarray:
         """See `Order.compute`.
 
         Advances the global generator as drawing from it would, unless other
@@ -105,14 +105,14 @@ class DrawnOrder(Order):
         while self._epoch <= epoch:
             before = self._state
             order, self._state = self._draw(before)
-            if self._global() == before:
+            if self._read_global() == before:
                 self._set_global(self._state)
             self._epoch += 1
         self._last = (epoch, order)
         return order
 
     @abc.abstractmethod
-    def _parsed(self, state: str) -> tuple[Any, ...]:
+    def _parse(self, state: str) -> tuple[Any, ...]:
         """Parses a generator's state; raises ValueError if malformed."""
 
     @abc.abstractmethod
@@ -120,7 +120,7 @@ class DrawnOrder(Order):
         """Returns one order and the state after it."""
 
     @abc.abstractmethod
-    def _global(self) -> str:
+    def _read_global(self) -> str:
         """Returns the global generator's state."""
 
     @abc.abstractmethod
@@ -145,24 +145,24 @@ class RowOrder(DrawnOrder):
         self._window = window
         super().__init__(seed)
 
-    def _parsed(self, state: str) -> tuple[Any, ...]:
-        return _numpy_state(state)
+    def _parse(self, state: str) -> tuple[Any, ...]:
+        return _parse_numpy_state(state)
 
     def _draw(self, state: str) -> tuple[np.ndarray, str]:
         generator = np.random.RandomState()
-        generator.set_state(_numpy_state(state))
+        generator.set_state(_parse_numpy_state(state))
 
-        def permuted(_: int, rows: int) -> np.ndarray:
+        def permute(_: int, rows: int) -> np.ndarray:
             return generator.permutation(rows)
 
-        order = _in_windows(self._rows, self._window, permuted)
-        return order, _text(generator.get_state(legacy=True))
+        order = _permute_windows(self._rows, self._window, permute)
+        return order, _format_numpy_state(generator.get_state(legacy=True))
 
-    def _global(self) -> str:
-        return _text(np.random.get_state(legacy=True))
+    def _read_global(self) -> str:
+        return _format_numpy_state(np.random.get_state(legacy=True))
 
     def _set_global(self, state: str) -> None:
-        np.random.set_state(_numpy_state(state))
+        np.random.set_state(_parse_numpy_state(state))
 
 
 class BatchOrder(DrawnOrder):
@@ -183,20 +183,20 @@ class BatchOrder(DrawnOrder):
             self._size = size
             self._last = None
 
-    def _parsed(self, state: str) -> tuple[Any, ...]:
-        return _python_state(state)
+    def _parse(self, state: str) -> tuple[Any, ...]:
+        return _parse_python_state(state)
 
     def _draw(self, state: str) -> tuple[np.ndarray, str]:
         generator = random.Random()
-        generator.setstate(_python_state(state))
-        order = _shuffled(self._size, generator)
-        return order, _python_text(generator.getstate())
+        generator.setstate(_parse_python_state(state))
+        order = _shuffle(self._size, generator)
+        return order, _format_python_state(generator.getstate())
 
-    def _global(self) -> str:
-        return _python_text(random.getstate())
+    def _read_global(self) -> str:
+        return _format_python_state(random.getstate())
 
     def _set_global(self, state: str) -> None:
-        random.setstate(_python_state(state))
+        random.setstate(_parse_python_state(state))
 
 
 class NumberedOrder(Order):
@@ -232,12 +232,12 @@ class NumberedOrder(Order):
     def skip(self) -> None:
         """Does nothing: building a model draws no order."""
 
-    def lasts(self, epochs: int) -> None:
-        """See `Order.lasts`."""
+    def set_epochs_per_pass(self, epochs: int) -> None:
+        """See `Order.set_epochs_per_pass`."""
         self._epochs = epochs
 
-    def of(self, epoch: int) -> np.ndarray:
-        """See `Order.of`."""
+    def compute(self, epoch: int) -> np.ndarray:
+        """See `Order.compute`."""
         return self._draw(1 + epoch * self._epochs)
 
     @abc.abstractmethod
@@ -256,10 +256,10 @@ class NumberedRowOrder(NumberedOrder):
         self._window = window
 
     def _draw(self, number: int) -> np.ndarray:
-        def permuted(window: int, rows: int) -> np.ndarray:
+        def permute(window: int, rows: int) -> np.ndarray:
             return np.random.default_rng(number + window).permutation(rows)
 
-        return _in_windows(self._rows, self._window, permuted)
+        return _permute_windows(self._rows, self._window, permute)
 
 
 class NumberedBatchOrder(NumberedOrder):
@@ -276,11 +276,11 @@ class NumberedBatchOrder(NumberedOrder):
         self._size = size
 
     def _draw(self, number: int) -> np.ndarray:
-        return _shuffled(self._size, random.Random(number))
+        return _shuffle(self._size, random.Random(number))
 
 
-def _in_windows(
-    rows: int, size: int | None, permuted: Callable[[int, int], np.ndarray]
+def _permute_windows(
+    rows: int, size: int | None, permute: Callable[[int, int], np.ndarray]
 ) -> np.ndarray:
     """Returns an order of rows that keeps each row within its window.
 
@@ -291,14 +291,14 @@ def _in_windows(
         the order within the window.
     """
     if size is None:
-        return permuted(0, rows)
+        return permute(0, rows)
     starts = range(0, rows, size)
     return np.concatenate(
-        [permuted(i, min(size, rows - s)) + s for i, s in enumerate(starts)]
+        [permute(i, min(size, rows - s)) + s for i, s in enumerate(starts)]
     )
 
 
-def _shuffled(size: int, generator: random.Random) -> np.ndarray:
+def _shuffle(size: int, generator: random.Random) -> np.ndarray:
     order = list(range(size))
     generator.shuffle(order)
     return np.array(order, int)
@@ -310,20 +310,20 @@ _NUM_WORDS = 624
 _PYTHONS = 3
 
 
-def _packed(words: npt.ArrayLike, *others: object) -> str:
+def _pack(words: npt.ArrayLike, *others: object) -> str:
     raw = np.asarray(words, "<u4").tobytes()
     text = base64.b64encode(raw).decode("ascii")
     return ":".join([text, *map(repr, others)])
 
 
-def _words(text: str, count: int) -> np.ndarray:
+def _parse_words(text: str, count: int) -> np.ndarray:
     words = np.frombuffer(base64.b64decode(text, validate=True), "<u4")
     if len(words) != count:
         raise ValueError(f"A generator state must have {count} words.")
     return words
 
 
-def _position(text: str) -> int:
+def _check_position(text: str) -> int:
     # Neither numpy nor its C code checks that it is within the words.
     position = int(text)
     if not 0 <= position <= _NUM_WORDS:
@@ -331,31 +331,31 @@ def _position(text: str) -> int:
     return position
 
 
-def _text(state: Any) -> str:
+def _format_numpy_state(state: Any) -> str:
     _, words, position, has_spare, spare = state
-    return _packed(words, int(position), int(has_spare), float(spare))
+    return _pack(words, int(position), int(has_spare), float(spare))
 
 
-def _numpy_state(text: str) -> tuple[Any, ...]:
+def _parse_numpy_state(text: str) -> tuple[Any, ...]:
     words, position, has_spare, spare = text.split(":")
     return (
         "MT19937",
-        _words(words, _NUM_WORDS),
-        _position(position),
+        _parse_words(words, _NUM_WORDS),
+        _check_position(position),
         int(has_spare == "1"),
         float(spare),
     )
 
 
-def _python_text(state: tuple[Any, ...]) -> str:
+def _format_python_state(state: tuple[Any, ...]) -> str:
     version, words, spare = state
-    return _packed(words, int(version), spare)
+    return _pack(words, int(version), spare)
 
 
-def _python_state(text: str) -> tuple[Any, ...]:
+def _parse_python_state(text: str) -> tuple[Any, ...]:
     words, version, spare = text.split(":")
-    numbers = tuple(map(int, _words(words, _NUM_WORDS + 1)))
-    _position(str(numbers[-1]))
+    numbers = tuple(map(int, _parse_words(words, _NUM_WORDS + 1)))
+    _check_position(str(numbers[-1]))
     if int(version) != _PYTHONS:
         raise ValueError(f"The state must have version {_PYTHONS}.")
     return _PYTHONS, numbers, None if spare == "None" else float(spare)

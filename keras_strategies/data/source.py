@@ -252,7 +252,7 @@ def take(
     return Part(data=batch, rows=rows, checksum=checksum)
 
 
-def checked_part(part: object, kind: str) -> Part:
+def check_part(part: object, kind: str) -> Part:
     """Returns a part that a source has yielded, after checking its type.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import Any
 
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.data import batch_spec
-from keras_strategies.data.raise_together import by_process
+from keras_strategies.data.raise_together import list_values
 
 Received = list[dict[str, Any]]
 """The messages, in the order of `mesh.processes`."""
@@ -20,7 +20,7 @@ def check_places(mesh: ReplicaMesh, received: Received) -> None:
     if len(set(places)) > 1:
         raise ValueError(
             "All processes must read the same step of the same epoch. "
-            f"Received: {by_process(mesh, places)}. Iterate over "
+            f"Received: {list_values(mesh, places)}. Iterate over "
             "datasets the same number of times in all processes, and resume "
             "all from the same position."
         )
@@ -43,25 +43,27 @@ def check_specs(
         raise ValueError(
             "The batches of all processes must have the same structure, "
             f"shapes and dtypes. Received: in step {step} "
-            f"{by_process(mesh, list(map(_shown, specs)))}. Check "
+            f"{list_values(mesh, list(map(_format_spec, specs)))}. Check "
             "what each process reads."
         )
     if before and known and not batch_spec.is_like(before, *known):
         raise ValueError(
             "All batches must have the same structure, ranks and dtypes. "
-            f"Received: {_shown(before)} before, {_shown(*known)} in step "
-            f"{step}. Make the dataset yield one structure."
+            f"Received: {_format_spec(before)} before, {_format_spec(*known)} "
+            f"in step {step}. Make the dataset yield one structure."
         )
 
 
-def check_whole(mesh: ReplicaMesh, received: Received, step: int) -> None:
+def check_global_batch(
+    mesh: ReplicaMesh, received: Received, step: int
+) -> None:
     """Raises ValueError unless all read the same global batch."""
     rows = [h["rows"] for h in received]
     if None in rows or len(set(rows)) > 1:
         texts = ["no more rows" if n is None else f"{n} rows" for n in rows]
         raise ValueError(
             "All processes must see the same number of batches and rows. "
-            f"Received: in step {step} {by_process(mesh, texts)}. Give "
+            f"Received: in step {step} {list_values(mesh, texts)}. Give "
             "all processes the same data, or use `AutoShardPolicy.OFF` if each "
             "has different rows."
         )
@@ -71,7 +73,7 @@ def check_whole(mesh: ReplicaMesh, received: Received, step: int) -> None:
             "Every process must see the same batches and take its rows from "
             "them; otherwise some rows are lost and others used twice. "
             f"Received: rows that differ in step {step} (checksums "
-            f"{by_process(mesh, checksums)}). Shuffle and augment with the "
+            f"{list_values(mesh, checksums)}). Shuffle and augment with the "
             "same seed in all processes, or use `AutoShardPolicy.OFF` if each "
             "has different rows."
         )
@@ -87,22 +89,22 @@ def check_readers(mesh: ReplicaMesh, received: Received, step: int) -> None:
         return
     facts = ("rows", "spec", "counts", "read")
     values = [[message.get(fact) for fact in facts] for message in received]
-    group = unlike_readers(mesh, values)
+    group = find_unequal_readers(mesh, values)
     if group is not None:
-        shown = [
+        texts = [
             "no rows" if rows is None else f"{rows} rows of checksum {checksum}"
             for rows, _, _, checksum in values
         ]
         raise ValueError(
             "Processes that have cores of the same replicas must read the "
             f"same rows, in the same order. Received: in step {step} "
-            f"{by_process(mesh, shown)}, where the processes {group} share "
+            f"{list_values(mesh, texts)}, where the processes {group} share "
             "replicas. Shuffle and augment with the same seed in all "
             "processes, or choose replicas within one process."
         )
 
 
-def unlike_readers(
+def find_unequal_readers(
     mesh: ReplicaMesh, values: Sequence[object]
 ) -> list[int] | None:
     """Returns processes that share replicas but have different values, or None.
@@ -118,5 +120,5 @@ def unlike_readers(
     return None
 
 
-def _shown(spec: str | None) -> str:
-    return "no rows" if spec is None else batch_spec.shown(spec)
+def _format_spec(spec: str | None) -> str:
+    return "no rows" if spec is None else batch_spec.format_spec(spec)

@@ -25,13 +25,13 @@ from keras_strategies.cluster.exchange.message_forms import Either, is_count
 from keras_strategies.cluster.exchange.rounds import Rounds
 from keras_strategies.data import batch_spec, step_checks
 from keras_strategies.data.prefetch import Prefetched
-from keras_strategies.data.raise_together import raise_together
-from keras_strategies.data.regrouping import Rows, looked_at
+from keras_strategies.data.raise_together import raise_everywhere
+from keras_strategies.data.regrouping import Rebatcher, peek
 from keras_strategies.data.source import (
     Part,
     Source,
     all_rows,
-    checked_part,
+    check_part,
     data_checksum,
 )
 
@@ -42,7 +42,7 @@ def _is_size(value: object) -> bool:
 
 
 # The messages between processes.
-_LOOKED_AT = {"rows": [_is_size], "is_cut": bool}
+_PEEKED = {"rows": [_is_size], "is_cut": bool}
 _MARK = int | str | None
 _END = {"rows": None, "checksum?": _MARK, "error?": str}
 _ROWS = {
@@ -92,7 +92,7 @@ class Steps:
         default_factory=list, init=False, compare=False
     )
 
-    def epoch(
+    def read_epoch(
         self, epoch: int, start: int = 0, is_stopped: IsStopped | None = None
     ) -> Iterator[HostBatch]:
         """Iterates over the steps of an epoch.
@@ -112,7 +112,7 @@ class Steps:
           RuntimeError: if reading failed in another process.
         """
         if self.mesh.num_processes == 1:
-            return self._alone(epoch, start)
+            return self._read_alone(epoch, start)
         parts = (
             self.source.read(epoch, 0, all_rows)
             if self.source.is_process_local
@@ -128,13 +128,13 @@ class Steps:
             is_stopped=is_stopped,
             agree=self.agree,
         )
-        return self._agreed(rounds, parts, epoch, start)
+        return self._read_together(rounds, parts, epoch, start)
 
-    def ahead(
+    def prefetch(
         self,
         epoch: int,
         start: int,
-        items_of: Callable[[Iterator[HostBatch]], Iterator[Any]],
+        make_items: Callable[[Iterator[HostBatch]], Iterator[Any]],
         *,
         num_bytes: Callable[[Any], int],
         is_pause: Callable[[Any], bool],
@@ -152,7 +152,7 @@ class Steps:
           An iterator with a method `close`.
         """
         stop = threading.Event()
-        items = items_of(self.epoch(epoch, start, stop.is_set))
+        items = make_items(self.read_epoch(epoch, start, stop.is_set))
         if self._needs_no_exchange:
             # Slicing arrays takes less time than switching threads.
             return items
@@ -166,10 +166,10 @@ class Steps:
         """Whether an epoch's steps are known once the first is agreed."""
         return self.source.is_planned and not self.mesh.spans_processes
 
-    def _alone(self, epoch: int, start: int) -> Iterator[HostBatch]:
+    def _read_alone(self, epoch: int, start: int) -> Iterator[HostBatch]:
         size = self.source.batch_size
         for read in self.source.read(epoch, start, all_rows):
-            part = checked_part(read, self.source.kind)
+            part = check_part(read, self.source.kind)
             size = size or part.rows
             yield HostBatch(
                 data=part.data,
@@ -179,11 +179,11 @@ class Steps:
             )
 
     def _cut(self, rows: int) -> tuple[int, int]:
-        parts = self._parts_of(rows, self.source.batch_size or rows)
+        parts = self._divide_rows(rows, self.source.batch_size or rows)
         start = sum(parts[: self.mesh.reader_index])
         return start, start + parts[self.mesh.reader_index]
 
-    def _parts_of(self, rows: int, batch_size: int) -> tuple[int, ...]:
+    def _divide_rows(self, rows: int, batch_size: int) -> tuple[int, ...]:
         """Returns the rows that each reader takes of a global batch."""
         count = self.mesh.num_replicas
         counts = (
@@ -198,17 +198,17 @@ class Steps:
         """Number of rows of a batch of process-local rows, if known."""
         return self.source.batch_size or next(iter(self.sizes), None)
 
-    def _own_parts(
+    def _read_local_parts(
         self, rounds: Rounds, parts: Iterator[Part], start: int
     ) -> Iterator[Part]:
         """Iterates over this process's rows, in its share of each step."""
         if self.source.batch_size is None and not self.sizes:
-            parts = self._look_ahead(rounds, parts)
+            parts = self._find_batch_size(rounds, parts)
         if self._size is None:
             return itertools.islice(parts, start, None)
-        return self._in_shares(parts, self._size, start)
+        return self._rebatch(parts, self._size, start)
 
-    def _look_ahead(
+    def _find_batch_size(
         self, rounds: Rounds, parts: Iterator[Part]
     ) -> Iterator[Part]:
         """Finds the batch size from the first batches of all processes.
@@ -219,12 +219,12 @@ class Steps:
         Returns:
           An iterator over the parts, including those that were looked at.
         """
-        first, parts = looked_at(parts, 2)
+        first, parts = peek(parts, 2)
         message = {
             "rows": [part.rows for part in first],
             "is_cut": all(part.counts is None for part in first),
         }
-        received = rounds.exchange(message, _LOOKED_AT)
+        received = rounds.exchange(message, _PEEKED)
         rows = [h["rows"] for h in received if h["rows"]]
         if not all(h["is_cut"] for h in received):
             self.sizes.append(None)
@@ -235,32 +235,32 @@ class Steps:
             self.sizes.append(max(full or short))
         return parts
 
-    def _in_shares(
+    def _rebatch(
         self, parts: Iterator[Part], size: int, start: int
     ) -> Iterator[Part]:
-        rows = Rows(parts)
+        rows = Rebatcher(parts)
         for step in itertools.count():
-            data = rows.take(self._own_share(step, size))
+            data = rows.take(self._compute_share(step, size))
             if data is None:
                 return
             if step >= start:
                 yield Part(data=data, rows=len(jax.tree.leaves(data)[0]))
 
-    def _own_share(self, step: int, size: int) -> int:
+    def _compute_share(self, step: int, size: int) -> int:
         mesh, count = self.mesh, self.mesh.num_readers
         counts = rotated_rows(step, size, mesh.num_replicas, count)
         return rows_of_processes(counts, count)[mesh.reader_index]
 
-    def _agreed(
+    def _read_together(
         self, rounds: Rounds, parts: Iterator[Part], epoch: int, start: int
     ) -> Iterator[HostBatch]:
         with rounds:
             if self.source.is_process_local:
-                parts = self._own_parts(rounds, parts, start)
+                parts = self._read_local_parts(rounds, parts, start)
             spec: Any = None
             for step in itertools.count(start):
                 place = f"step {step} of epoch {epoch}"
-                part, received = self._exchanged(
+                part, received = self._exchange(
                     rounds, parts, place if step == start else None
                 )
                 step_checks.check_readers(self.mesh, received, step)
@@ -269,17 +269,21 @@ class Steps:
                 step_checks.check_specs(self.mesh, received, step, spec)
                 spec = next(h["spec"] for h in received if "spec" in h)
                 if not self.source.is_process_local:
-                    step_checks.check_whole(self.mesh, received, step)
+                    step_checks.check_global_batch(self.mesh, received, step)
                     assert part is not None
-                    yield self._whole(part)
+                    yield self._make_batch(part)
                     if self._needs_no_exchange:
-                        yield from map(self._whole, parts)
+                        yield from map(self._make_batch, parts)
                         return
                 elif any(h["rows"] for h in received):
-                    data = batch_spec.empty(spec) if part is None else part.data
-                    yield self._joined(data, received)
+                    data = (
+                        batch_spec.make_empty(spec)
+                        if part is None
+                        else part.data
+                    )
+                    yield self._join(data, received)
 
-    def _exchanged(
+    def _exchange(
         self, rounds: Rounds, parts: Iterator[Part], place: str | None
     ) -> tuple[Part | None, list[dict[str, Any]]]:
         """Reads the next part and exchanges messages about it.
@@ -293,7 +297,7 @@ class Steps:
         Returns:
           This process's part, and the messages of all processes.
         """
-        part, message, error = self._next(parts)
+        part, message, error = self._read_next(parts)
         counts = Either((None, (is_count,) * self.mesh.replicas_per_process))
         forms = (_END, _ROWS | {"counts": counts})
         if place is not None:
@@ -303,12 +307,12 @@ class Steps:
             forms = tuple(form | _PLACE for form in forms)
         received = rounds.exchange(message, Either(forms))
         what = f"Reading the data of `{self.name}`"
-        raise_together(self.mesh, what, received, error)
+        raise_everywhere(self.mesh, what, received, error)
         if place is not None:
             step_checks.check_places(self.mesh, received)
         return part, received
 
-    def _joined(self, data: Tree, received: list[dict[str, Any]]) -> HostBatch:
+    def _join(self, data: Tree, received: list[dict[str, Any]]) -> HostBatch:
         """Makes a batch to which each reader contributes its rows."""
         received = self.mesh.first_of_readers(received)
         rows = tuple(h["rows"] or 0 for h in received)
@@ -323,15 +327,15 @@ class Steps:
             counts=counts,
         )
 
-    def _whole(self, part: Part) -> HostBatch:
+    def _make_batch(self, part: Part) -> HostBatch:
         size = self.source.batch_size or part.rows
         return HostBatch(
             data=part.data,
-            parts=self._parts_of(part.rows, size),
+            parts=self._divide_rows(part.rows, size),
             batch_size=size,
         )
 
-    def _next(
+    def _read_next(
         self, parts: Iterator[Part]
     ) -> tuple[Part | None, dict[str, Any], Exception | None]:
         """Reads a part; returns it or an error, and the message about it."""
@@ -339,10 +343,10 @@ class Steps:
             part = next(parts, None)
             if part is None:
                 return None, {"rows": None}, None
-            part = checked_part(part, "it")
+            part = check_part(part, "it")
             message = {
                 "rows": part.rows,
-                "spec": batch_spec.spec_of(part.data),
+                "spec": batch_spec.make_spec(part.data),
                 "checksum": part.checksum,
                 "counts": part.counts,
             }

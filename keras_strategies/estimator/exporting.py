@@ -100,9 +100,9 @@ def note_features(model_dir: str, features: Tree) -> None:
     if any(None in row.shape[1:] for row in rows):
         return
     example = keras.tree.map_structure(functools.partial(_zeros, 0), features)
-    text = batch_spec.spec_of(example)
+    text = batch_spec.make_spec(example)
     try:
-        batch_spec.empty(text, has_classes=False)
+        batch_spec.make_empty(text, has_classes=False)
     except ValueError:
         # A file names no classes, and a process without them cannot read it.
         return
@@ -125,7 +125,7 @@ def noted_features(model_dir: str) -> Tree:
     if text is None:
         return None
     try:
-        return batch_spec.empty(text.decode("utf-8"), has_classes=False)
+        return batch_spec.make_empty(text.decode("utf-8"), has_classes=False)
     except ValueError as error:
         _logger.warning("%s is left out: %s", path, error)
         return None

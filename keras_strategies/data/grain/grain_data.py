@@ -17,13 +17,17 @@ from keras_strategies._core.batches import num_rows
 from keras_strategies._types import Dataset, Tree
 from keras_strategies.data.grain.grain_rows import (
     Stacked,
-    checksum_of,
-    stacked_rows,
-    with_parents,
+    compute_checksum,
+    find_stacked_rows,
+    iterate_pipeline,
 )
-from keras_strategies.data.loaded import LoadedSource, check_by_rows, is_own
+from keras_strategies.data.loaded import (
+    LoadedSource,
+    check_by_rows,
+    keeps_all_rows,
+)
 from keras_strategies.data.options import AutoShardPolicy
-from keras_strategies.data.own_rows import OwnRows, stack_rows
+from keras_strategies.data.own_rows import ProcessRows, stack_rows
 from keras_strategies.data.source import Cut, Part, take
 
 # Batches of a `MapDataset` that are read concurrently, ahead of time.
@@ -75,7 +79,7 @@ class GrainSource(LoadedSource):
         del seed
         check_by_rows(policy, "A grain dataset")
         is_divided = False
-        if num_processes > 1 and not is_own(num_processes, policy):
+        if num_processes > 1 and not keeps_all_rows(num_processes, policy):
             is_divided = _is_divided(dataset, num_processes, process_index)
             _warn_of_slices(dataset, num_processes, process_index)
         _warn_of_lost_rows(dataset)
@@ -93,10 +97,10 @@ class _MapBatches:
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
         self._len = len(dataset)
-        self.stacked = stacked_rows(dataset)
+        self.stacked = find_stacked_rows(dataset)
         self.is_by_rows = self.stacked is not None
-        self._own = OwnRows()
-        self._checksum = checksum_of(dataset)
+        self._process_rows = ProcessRows()
+        self._checksum = compute_checksum(dataset)
         self.is_infinite = self._len >= _ENDLESS
         self.length = None if self.is_infinite else self._len
         self.batch_size = self.num_rows = None
@@ -104,7 +108,7 @@ class _MapBatches:
             self.batch_size = self.stacked.batch_size
             self.num_rows = len(self.stacked.rows)
         elif self._len:
-            self.batch_size = _rows_of_first(self._whole(0))
+            self.batch_size = _count_rows(self._read_batch(0))
 
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
         offset = 0 if self.length is None else epoch * self._len
@@ -112,15 +116,15 @@ class _MapBatches:
         def part(index: int) -> Part:
             if self.stacked is None:
                 return take(
-                    self._whole(offset + index),
+                    self._read_batch(offset + index),
                     cut,
                     has_checksums=self.has_checksums,
                 )
-            return self._rows(self.stacked, epoch, index, cut)
+            return self._read_rows(self.stacked, epoch, index, cut)
 
-        return _in_threads(part, range(start, self._len))
+        return _read_in_threads(part, range(start, self._len))
 
-    def _whole(self, index: int) -> Tree:
+    def _read_batch(self, index: int) -> Tree:
         batch = self._dataset[index]
         if batch is None:
             raise ValueError(
@@ -128,9 +132,11 @@ class _MapBatches:
                 f"Received: None at {index}, as after `filter`. Call "
                 "`.to_iter_dataset()`, which skips such elements."
             )
-        return _arrays(batch)
+        return _to_arrays(batch)
 
-    def _rows(self, stacked: Stacked, epoch: int, index: int, cut: Cut) -> Part:
+    def _read_rows(
+        self, stacked: Stacked, epoch: int, index: int, cut: Cut
+    ) -> Part:
         total = len(stacked.rows)
         first = index * stacked.batch_size
         rows = min(stacked.batch_size, total - first)
@@ -138,9 +144,11 @@ class _MapBatches:
 
         def read(start: int, stop: int) -> Tree:
             read = stacked.read([*range(first + start, first + stop)])
-            return _arrays(stack_rows(read, "Pad them before `.batch(...)`."))
+            return _to_arrays(
+                stack_rows(read, "Pad them before `.batch(...)`.")
+            )
 
-        return self._own.part(read, rows, cut, self._checksum)
+        return self._process_rows.make_part(read, rows, cut, self._checksum)
 
 
 class _IteratedBatches:
@@ -156,49 +164,51 @@ class _IteratedBatches:
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
         self._states: dict[int, Any] = {}
-        self._begun: tuple[Any, list[Tree]] | None = None
-        self.batch_size = _size_of_operations(dataset)
+        self._first_pass: tuple[Any, list[Tree]] | None = None
+        self.batch_size = _find_batch_size(dataset)
         if self.batch_size is None:
             iterator = iter(dataset)
-            first = [_arrays(batch) for batch in itertools.islice(iterator, 1)]
-            self._begun = iterator, first
+            first = [
+                _to_arrays(batch) for batch in itertools.islice(iterator, 1)
+            ]
+            self._first_pass = iterator, first
             if first:
-                self.batch_size = _rows_of_first(first[0])
+                self.batch_size = _count_rows(first[0])
 
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
         del epoch
-        iterator, position, waiting = self._at(start)
+        iterator, position, waiting = self._open_at(start)
         try:
             for batch in itertools.chain(waiting, iterator):
                 position += 1
-                self._keep(position, iterator)
+                self._keep_state(position, iterator)
                 if position > start:
                     yield take(
-                        _arrays(batch), cut, has_checksums=self.has_checksums
+                        _to_arrays(batch), cut, has_checksums=self.has_checksums
                     )
         finally:
             # grain's iterators over a `DataLoader` have no `close`.
             getattr(iterator, "close", lambda: None)()
 
-    def _at(self, start: int) -> tuple[Any, int, list[Tree]]:
+    def _open_at(self, start: int) -> tuple[Any, int, list[Tree]]:
         """Returns an iterator, its position, and the batches read already."""
-        if start == 0 and self._begun is not None:
-            begun, self._begun = self._begun, None
-            return begun[0], 0, begun[1]
+        if start == 0 and self._first_pass is not None:
+            first_pass, self._first_pass = self._first_pass, None
+            return first_pass[0], 0, first_pass[1]
         iterator = iter(self._dataset)
         position = max((p for p in self._states if p <= start), default=0)
         if position:
             iterator.set_state(copy.deepcopy(self._states[position]))
         return iterator, position, []
 
-    def _keep(self, position: int, iterator: Any) -> None:
+    def _keep_state(self, position: int, iterator: Any) -> None:
         self._states.pop(position, None)
         self._states[position] = iterator.get_state()
         while len(self._states) > _NUM_STATES:
             del self._states[next(iter(self._states))]
 
 
-def _size_of_operations(dataset: Dataset) -> int | None:
+def _find_batch_size(dataset: Dataset) -> int | None:
     """Returns the batch size if a `DataLoader` batches last, else None."""
     batch = sys.modules["grain"].transforms.Batch
     for operation in list(getattr(dataset, "_operations", ()))[-1:]:
@@ -240,7 +250,7 @@ def _is_divided(
 
 def _warn_of_slices(dataset: Dataset, count: int, process_index: int) -> None:
     """Warns of a dataset that seems to be this process's shard already."""
-    for inner in with_parents(dataset):
+    for inner in iterate_pipeline(dataset):
         begin, step = (getattr(inner, n, None) for n in ("_start", "_step"))
         if (begin, step) == (process_index, count):
             warnings.warn(
@@ -286,7 +296,7 @@ def _loses_remainders() -> bool:
     return len(list(loader)) < 2
 
 
-def _rows_of_first(batch: Tree) -> int:
+def _count_rows(batch: Tree) -> int:
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
     if () in shapes:
         raise ValueError(
@@ -296,7 +306,7 @@ def _rows_of_first(batch: Tree) -> int:
     return num_rows(batch)
 
 
-def _arrays(batch: Tree) -> Tree:
+def _to_arrays(batch: Tree) -> Tree:
     """Returns a nest of arrays; a top-level list becomes a tuple, for `fit`."""
     # Subclasses of arrays are kept: grain's hold references to shared memory.
     batch = jax.tree.map(
@@ -306,7 +316,7 @@ def _arrays(batch: Tree) -> Tree:
     return tuple(batch) if type(batch) is list else batch
 
 
-def _in_threads(
+def _read_in_threads(
     read: Callable[[int], Part], indices: Iterable[int]
 ) -> Iterator[Part]:
     """Reads several batches at once; yields them in order."""

@@ -48,7 +48,7 @@ class Stacked(NamedTuple):
         return read
 
 
-def stacked_rows(dataset: Dataset) -> Stacked | None:
+def find_stacked_rows(dataset: Dataset) -> Stacked | None:
     """Returns the rows below a `.batch(...)` that only stacks them, or None."""
     if type(dataset).__name__ != "BatchMapDataset":
         return None
@@ -60,19 +60,19 @@ def stacked_rows(dataset: Dataset) -> Stacked | None:
     if not isinstance(size, int):
         return None
     rows = dataset.parents[0]
-    return Stacked(rows=rows, batch_size=size, many=_of_many(rows))
+    return Stacked(rows=rows, batch_size=size, many=_copy_for_many(rows))
 
 
-def checksum_of(dataset: Dataset) -> int:
+def compute_checksum(dataset: Dataset) -> int:
     """Computes a checksum of the transformations' names, lengths and seeds."""
     facts = [
         (type(inner).__name__, len(inner), getattr(inner, "_seed", None))
-        for inner in with_parents(dataset)
+        for inner in iterate_pipeline(dataset)
     ]
     return zlib.crc32(repr(facts).encode())
 
 
-def with_parents(dataset: Dataset) -> Iterator[Any]:
+def iterate_pipeline(dataset: Dataset) -> Iterator[Any]:
     """Iterates over a dataset and everything that it is made from."""
     waiting = [dataset]
     for inner in waiting:
@@ -80,34 +80,34 @@ def with_parents(dataset: Dataset) -> Iterator[Any]:
         waiting.extend(getattr(inner, "parents", ()))
 
 
-def _of_many(dataset: Dataset) -> Dataset | None:
+def _copy_for_many(dataset: Dataset) -> Dataset | None:
     """Returns a copy of a pipeline that reads many rows at once, or None."""
     kind = type(dataset)
-    if not kind.__module__.startswith(_OF_GRAIN) or not _has_many(kind):
+    if not kind.__module__.startswith(_OF_GRAIN) or not _reads_many(kind):
         return None
-    made = copy.copy(dataset)
+    clone = copy.copy(dataset)
     if kind.__name__ == "SourceMapDataset":
-        if not _is_grains(dataset._source):
-            made._source = _Rows(dataset._source)
+        if not _is_grain_source(dataset._source):
+            clone._source = _ManyRows(dataset._source)
         # Metrics would be recorded for each row if Prometheus is installed.
-        made._record_metrics = False
-        return made
-    parents = [_of_many(parent) for parent in dataset.parents]
+        clone._record_metrics = False
+        return clone
+    parents = [_copy_for_many(parent) for parent in dataset.parents]
     if not parents or None in parents:
         return None
-    made._parents = parents
+    clone._parents = parents
     # The statistics refer to the original's parents.
-    vars(made).pop("_stats", None)
-    return made
+    vars(clone).pop("_stats", None)
+    return clone
 
 
-def _is_grains(source: object) -> bool:
+def _is_grain_source(source: object) -> bool:
     """Returns whether a source is grain's and reads many rows by itself."""
     module = type(source).__module__
     return module.startswith("grain.") and hasattr(source, "_getitems")
 
 
-def _has_many(kind: type) -> bool:
+def _reads_many(kind: type) -> bool:
     """Returns whether a class of grain overrides reading many rows."""
     from grain import MapDataset
 
@@ -115,7 +115,7 @@ def _has_many(kind: type) -> bool:
     return rows is not None and getattr(kind, "_getitems", rows) is not rows
 
 
-class _Rows:
+class _ManyRows:
     """A source that can be asked for many rows at once."""
 
     def __init__(self, source: Any) -> None:

@@ -11,15 +11,15 @@ import numpy as np
 
 from keras_strategies._types import Tree
 from keras_strategies.data.options import AutoShardPolicy
-from keras_strategies.data.own_rows import OwnRows
+from keras_strategies.data.own_rows import ProcessRows
 from keras_strategies.data.source import Cut, Part, Source, all_rows
 from keras_strategies.data.source_summary import Reading, Summary
 from keras_strategies.data.sources.file_rows import (
     ArrayRows,
     RecordRows,
-    batches,
-    count_of,
-    counts_of_arrays,
+    count_array_rows,
+    count_records,
+    iterate_batches,
 )
 from keras_strategies.data.sources.files import ARRAYS, Files
 
@@ -64,9 +64,11 @@ class FilesSource(Source):
         self.batch_size = data.batch_size
         self._counts: dict[str, int] = {}
         if data.reader in ARRAYS:
-            self._counts = counts_of_arrays(data)
+            self._counts = count_array_rows(data)
         elif data.count is not False and not self.is_process_local:
-            self._counts = {path: count_of(data, path) for path in data.paths}
+            self._counts = {
+                path: count_records(data, path) for path in data.paths
+            }
         if self._counts and not self.is_process_local:
             whole, rest = divmod(sum(self._counts.values()), data.batch_size)
             self.num_batches = whole + bool(rest and not data.drop_remainder)
@@ -128,14 +130,16 @@ class FilesSource(Source):
         paths = self.assigned_files(self._process_index, epoch)
         kind = ArrayRows if data.reader in ARRAYS else RecordRows
         rows = kind(data, paths, self._counts)
-        key, selected = (self._seed, epoch, reader), OwnRows()
-        for batch in batches(rows, start * size, size, data.window, key):
+        key, process_rows = (self._seed, epoch, reader), ProcessRows()
+        for batch in iterate_batches(
+            rows, start * size, size, data.window, key
+        ):
             if len(batch) < size and data.drop_remainder:
                 return
             ends = f"{rows.label(batch[0])} {rows.label(batch[-1])}"
             read = functools.partial(_read, rows, batch)
             checksum = zlib.crc32(ends.encode())
-            yield selected.part(read, len(batch), cut, checksum)
+            yield process_rows.make_part(read, len(batch), cut, checksum)
 
 
 def _read(

@@ -136,7 +136,7 @@ def files(
       ```
     """
     return Files(
-        paths=_found(pattern),
+        paths=_find_files(pattern),
         reader=reader,
         batch_size=batch_size,
         keys=keys if isinstance(keys, str | None) else tuple(keys),
@@ -148,7 +148,7 @@ def files(
     )
 
 
-def _found(pattern: Any) -> tuple[str, ...]:
+def _find_files(pattern: Any) -> tuple[str, ...]:
     """Returns the files of a pattern, sorted: the same in every process."""
     is_one = isinstance(pattern, str | os.PathLike)
     paths = [os.fspath(path) for path in ([pattern] if is_one else pattern)]

@@ -12,7 +12,7 @@ from keras_strategies._core import host_arrays
 from keras_strategies._core.batches import num_rows
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Tree
-from keras_strategies.data.batch_spec import rows_kind
+from keras_strategies.data.batch_spec import find_row_kind
 from keras_strategies.data.source import Cut, Part, Source
 from keras_strategies.data.source_summary import Reading, Summary
 from keras_strategies.data.sources.iterables import check_batches, host_batches
@@ -126,9 +126,9 @@ class FunctionSource(Source):
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
         """See `Source.read`."""
         del epoch, cut
-        return itertools.islice(self._steps(), start, None)
+        return itertools.islice(self._read_steps(), start, None)
 
-    def _steps(self) -> Iterator[Part]:
+    def _read_steps(self) -> Iterator[Part]:
         count = self._num_replicas
         iterators = [host_batches(dataset) for dataset in self._datasets]
         if len(iterators) == 1:
@@ -144,7 +144,7 @@ class FunctionSource(Source):
                 return
             for part in present:
                 num_rows(part)  # Raises unless it is a batch.
-            _check_alike(present)
+            _check_equal(present)
             empty = jax.tree.map(lambda leaf: leaf[:0], present[0])
             filled = [empty if part is None else part for part in parts]
             counts = tuple(map(num_rows, filled))
@@ -152,8 +152,8 @@ class FunctionSource(Source):
             yield Part(data=data, rows=sum(counts), counts=counts)
 
 
-def _check_alike(parts: list[Tree]) -> None:
-    kinds = list(map(rows_kind, parts))
+def _check_equal(parts: list[Tree]) -> None:
+    kinds = list(map(find_row_kind, parts))
     if any(kind != kinds[0] for kind in kinds):
         raise ValueError(
             "The batches of a step must differ only in their number of rows. "

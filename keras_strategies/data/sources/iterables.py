@@ -41,13 +41,13 @@ class IterableSource(Source):
         del epoch
         batches = host_batches(self._dataset)
         if isinstance(self._dataset, Iterator):
-            batches = self._once(batches)
+            batches = self._replay_peeked(batches)
         for batch in itertools.islice(batches, start, None):
             yield take(
                 batch, cut, has_checksums=self._has_checksums, is_copied=True
             )
 
-    def _once(self, batches: Iterator[Tree]) -> Iterator[Tree]:
+    def _replay_peeked(self, batches: Iterator[Tree]) -> Iterator[Tree]:
         """Iterates over the batches; peeked ones are yielded again."""
         if self.is_peeked:
             for batch in batches:
@@ -65,11 +65,11 @@ def host_batches(dataset: Dataset) -> Iterator[Tree]:
     if tensorflow is not None and isinstance(dataset, tensorflow.data.Dataset):
         return dataset.as_numpy_iterator()
     if hasattr(dataset, "on_epoch_end") and hasattr(dataset, "__getitem__"):
-        return _of_py_dataset(dataset)
+        return _iterate_py_dataset(dataset)
     return (jax.tree.map(np.asarray, batch) for batch in dataset)
 
 
-def _of_py_dataset(dataset: Dataset) -> Iterator[Tree]:
+def _iterate_py_dataset(dataset: Dataset) -> Iterator[Tree]:
     for index in range(len(dataset)):
         yield jax.tree.map(np.asarray, dataset[index])
     dataset.on_epoch_end()

@@ -10,7 +10,7 @@ def is_mapped(array: object) -> bool:
 
     Copy-on-write arrays are not: they do not share their file's pages.
     """
-    return _memory(array) is not None
+    return _find_memory(array) is not None
 
 
 def let_go(array: object) -> None:
@@ -20,12 +20,12 @@ def let_go(array: object) -> None:
     Nothing is lost: values written to the array are in the file. Does nothing
     for other arrays.
     """
-    memory = _memory(array)
+    memory = _find_memory(array)
     if memory is not None and hasattr(mmap, "MADV_DONTNEED"):
         memory.madvise(mmap.MADV_DONTNEED)
 
 
-def _memory(array: object) -> mmap.mmap | None:
+def _find_memory(array: object) -> mmap.mmap | None:
     while isinstance(array, np.ndarray):
         if isinstance(array, np.memmap):
             # Values written to a copy-on-write array are not in the file, so

@@ -128,7 +128,7 @@ class IndexedSource(Source):
 
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
         """See `Source.read`."""
-        order = None if self.order is None else self.order.of(epoch)
+        order = None if self.order is None else self.order.compute(epoch)
         for first in self._firsts[start:]:
             rows = min(self._firsts.step, self._num_rows - first)
             begin, end = cut(rows)

@@ -15,7 +15,11 @@ import ml_dtypes
 import numpy as np
 
 from keras_strategies._types import Array, Batch, Dataset, Tree
-from keras_strategies.data.loaded import LoadedSource, check_by_rows, is_own
+from keras_strategies.data.loaded import (
+    LoadedSource,
+    check_by_rows,
+    keeps_all_rows,
+)
 from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.source import Cut, Part, take
 
@@ -72,7 +76,7 @@ class TorchSource(LoadedSource):
         if not isinstance(data, _data().DataLoader):
             loader = _data().DataLoader(data, batch_size=batch_size or 32)
         is_divided = False
-        if num_processes > 1 and not is_own(num_processes, policy):
+        if num_processes > 1 and not keeps_all_rows(num_processes, policy):
             is_divided = _is_divided(loader, num_processes, process_index)
         is_iterable = isinstance(loader.dataset, _data().IterableDataset)
         if type(loader) is _data().DataLoader and not is_iterable:
@@ -121,7 +125,7 @@ class _IndexedBatches:
             self._sampler, self.is_by_rows = loader.sampler, False
         self._process_index = process_index
         self._should_shuffle = should_shuffle
-        self.seed = _seed_of(loader, seed)
+        self.seed = _find_seed(loader, seed)
         self._keys = _Keys()
         self._inner: Any = None
         self.length = self.num_rows = None
@@ -133,43 +137,45 @@ class _IndexedBatches:
 
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
         _set_epoch(self._loader.dataset, epoch)
-        keys = self._batches_of_keys(epoch, start)
+        keys = self._read_keys(epoch, start)
         if not self.is_by_rows:
-            for batch in self._items(keys, epoch, start):
+            for batch in self._read_items(keys, epoch, start):
                 yield take(
-                    _arrays_of(batch),
+                    _to_arrays(batch),
                     cut,
                     has_checksums=self.has_checksums,
                     is_copied=True,
                 )
             return
-        plan, ahead = itertools.tee(_plan(keys, cut))
+        plan, ahead = itertools.tee(_plan_reads(keys, cut))
         needed = (wanted[0] for wanted in ahead if wanted[0] is not None)
-        items = self._items(needed, epoch, start)
+        items = self._read_items(needed, epoch, start)
         no_rows: Tree = None
         for wanted, count, rows, checksum in plan:
-            data = no_rows if wanted is None else _arrays_of(next(items))
+            data = no_rows if wanted is None else _to_arrays(next(items))
             if no_rows is None:
                 no_rows = jax.tree.map(lambda leaf: leaf[:0], data)
             yield Part(
                 data=data if count else no_rows, rows=rows, checksum=checksum
             )
 
-    def _batches_of_keys(self, epoch: int, start: int) -> Iterator[Any]:
+    def _read_keys(self, epoch: int, start: int) -> Iterator[Any]:
         """Returns an iterator over each batch's keys, from `start` on."""
         sampler, key = self._sampler, (self.seed, epoch)
         order = None
         if type(sampler) is _data().BatchSampler:
-            order = self._known_order(sampler.sampler, key)
+            order = self._find_order(sampler.sampler, key)
         if order is None:
-            batches = _seeded(lambda: iter(_agreed(sampler, key)), key)
+            batches = _seed_each(
+                lambda: iter(_make_deterministic(sampler, key)), key
+            )
             return itertools.islice(batches, start, None)
         size, end = sampler.batch_size, len(order)
         end -= end % size if sampler.drop_last else 0
         firsts = range(start * size, end, size)
         return (order[first : first + size] for first in firsts)
 
-    def _known_order(self, sampler: Any, key: _Key) -> Any:
+    def _find_order(self, sampler: Any, key: _Key) -> Any:
         """Returns all rows' order for torch's two usual samplers, else None."""
         shuffled = type(sampler) is _data().RandomSampler
         if not shuffled and type(sampler) is not _data().SequentialSampler:
@@ -181,30 +187,30 @@ class _IndexedBatches:
             return np.random.default_rng(key).permutation(rows)
         return range(rows)
 
-    def _items(
+    def _read_items(
         self, keys: Iterator[Any], epoch: int, start: int
     ) -> Iterator[Any]:
         """Returns an iterator over the collated items at the keys."""
         user = self._loader
         is_plain = self.is_by_rows and not user.num_workers
         if is_plain and type(user.dataset) is _data().TensorDataset:
-            return _rows_of(_arrays_of(user.dataset.tensors), keys)
+            return _read_rows(_to_arrays(user.dataset.tensors), keys)
         # Processes augment their rows differently, but batches that all of
         # them read must be the same.
         key = (self.seed, epoch, 1 + self._process_index * self.is_by_rows)
         if self._inner is None:
-            self._inner = _loader_like(user, self._keys)
+            self._inner = _make_loader(user, self._keys)
         inner = self._inner
 
         def items() -> Iterator[Any]:
-            inner.generator.manual_seed(_number(key))
-            self._keys.coming = map(_listed, keys)
+            inner.generator.manual_seed(_make_seed(key))
+            self._keys.coming = map(_to_list, keys)
             return iter(inner)
 
-        return _seeded(items, key, start)
+        return _seed_each(items, key, start)
 
 
-def _plan(
+def _plan_reads(
     batches: Iterator[Any], cut: Cut
 ) -> Iterator[tuple[Any, int, int, int]]:
     """Yields keys to read, kept rows, all rows and checksum of each batch."""
@@ -228,7 +234,7 @@ class _IteratedBatches:
 
     def __init__(self, loader: Dataset, seed: int) -> None:
         self._loader = loader
-        self.seed = _seed_of(loader, seed)
+        self.seed = _find_seed(loader, seed)
         self.batch_size: int | None = loader.batch_size
 
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
@@ -236,10 +242,10 @@ class _IteratedBatches:
         for part in (loader.dataset, loader.sampler, loader.batch_sampler):
             _set_epoch(part, epoch)
         own = [loader.generator] if loader.generator else []
-        batches = _seeded(lambda: iter(loader), (self.seed, epoch), 0, own)
+        batches = _seed_each(lambda: iter(loader), (self.seed, epoch), 0, own)
         for batch in itertools.islice(batches, start, None):
             yield take(
-                _arrays_of(batch),
+                _to_arrays(batch),
                 cut,
                 has_checksums=self.has_checksums,
                 # `default_collate` makes new tensors each time.
@@ -256,7 +262,7 @@ class _Keys:
         return self.coming
 
 
-def _loader_like(user: Dataset, keys: _Keys) -> Dataset:
+def _make_loader(user: Dataset, keys: _Keys) -> Dataset:
     """Returns a loader with a user's settings that reads at the keys."""
     order: dict[str, Any] = {"batch_sampler": keys}
     if user.batch_sampler is None:
@@ -302,7 +308,7 @@ def _is_divided(loader: Dataset, count: int, process_index: int) -> bool:
     return True
 
 
-def _seed_of(loader: Dataset, seed: int) -> int:
+def _find_seed(loader: Dataset, seed: int) -> int:
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
     generator = getattr(sampler, "generator", None) or loader.generator
     return seed % 2**64 if generator is None else generator.initial_seed()
@@ -313,14 +319,14 @@ def _set_epoch(target: object, epoch: int) -> None:
     getattr(target, "set_epoch", lambda _: None)(epoch)
 
 
-def _agreed(sampler: Any, key: _Key) -> Any:
+def _make_deterministic(sampler: Any, key: _Key) -> Any:
     """Returns a sampler that yields the same in every process, if possible."""
     changes = {}
     if hasattr(sampler, "generator"):
         generator = sys.modules["torch"].Generator()
-        changes["generator"] = generator.manual_seed(_number(key))
+        changes["generator"] = generator.manual_seed(_make_seed(key))
     if hasattr(sampler, "sampler"):
-        changes["sampler"] = _agreed(sampler.sampler, key)
+        changes["sampler"] = _make_deterministic(sampler.sampler, key)
     if changes or hasattr(sampler, "set_epoch"):
         sampler = copy.copy(sampler)
         vars(sampler).update(changes)
@@ -328,17 +334,17 @@ def _agreed(sampler: Any, key: _Key) -> Any:
     return sampler
 
 
-def _listed(keys: Any) -> Any:
+def _to_list(keys: Any) -> Any:
     if isinstance(keys, np.ndarray):
         return keys.tolist()
     return list(keys) if isinstance(keys, range) else keys
 
 
-def _number(key: _Key) -> int:
+def _make_seed(key: _Key) -> int:
     return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
 
 
-def _seeded(
+def _seed_each(
     make: Callable[[], Iterator[Any]],
     key: _Key,
     first: int = 0,
@@ -351,7 +357,7 @@ def _seeded(
         states = [generator.get_state() for generator in used]
         try:
             for generator in used:
-                generator.manual_seed(_number((*key, place)))
+                generator.manual_seed(_make_seed((*key, place)))
             items = make() if items is None else items
             item = next(items, end)
         finally:
@@ -362,7 +368,7 @@ def _seeded(
         yield item
 
 
-def _rows_of(arrays: Tree, keys: Iterator[Any]) -> Iterator[Tree]:
+def _read_rows(arrays: Tree, keys: Iterator[Any]) -> Iterator[Tree]:
     """Iterates over batches of arrays, as collating single rows would do."""
     for wanted in keys:
         is_range = isinstance(wanted, range)
@@ -370,7 +376,7 @@ def _rows_of(arrays: Tree, keys: Iterator[Any]) -> Iterator[Tree]:
         yield tuple(array[rows] for array in arrays)
 
 
-def _arrays_of(batch: Batch) -> Tree:
+def _to_arrays(batch: Batch) -> Tree:
     """Returns a nest of arrays; a top-level list becomes a tuple, for `fit`."""
     batch = jax.tree.map(_to_array, batch)
     return tuple(batch) if type(batch) is list else batch
@@ -380,7 +386,7 @@ def _to_array(leaf: Array) -> Tree:
     """Returns a tensor as an array, sharing memory if it is on the host."""
     torch = sys.modules["torch"]
     if isinstance(leaf, Mapping):
-        return _arrays_of(dict(leaf))
+        return _to_arrays(dict(leaf))
     if not isinstance(leaf, torch.Tensor):
         return leaf if isinstance(leaf, str) else np.asarray(leaf)
     if leaf.layout is not torch.strided or leaf.is_nested:

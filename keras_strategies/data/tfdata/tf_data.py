@@ -19,21 +19,21 @@ from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.source import Cut, Part, Source, take
 from keras_strategies.data.source_summary import Summary
 from keras_strategies.data.tfdata.tf_files import (
-    damage,
-    files_of,
-    files_of_part,
-    missing_file,
-    texts_of,
+    find_damage,
+    find_files,
+    find_missing_file,
+    find_part_files,
+    find_texts,
 )
-from keras_strategies.data.tfdata.tf_graph import Graph, graph_of, tensorflow
+from keras_strategies.data.tfdata.tf_graph import Graph, tensorflow, write_graph
 from keras_strategies.data.tfdata.tf_nodes import (
     changes_rows,
+    draws_order,
+    find_hints,
+    find_known_rows,
+    guess_batch_size,
     has_variables,
-    hints_of,
-    is_drawn,
     is_plain,
-    known_rows,
-    likely_batch_size,
 )
 from keras_strategies.data.tfdata.tf_order import EpochDatasets
 from keras_strategies.data.tfdata.tf_plan import plan_shards
@@ -124,7 +124,7 @@ class TfDataSource(Source):
     ) -> None:
         _check_elements(dataset.element_spec)
         self._process_index = process_index
-        graph = None if is_plain(dataset) else graph_of(dataset)
+        graph = None if is_plain(dataset) else write_graph(dataset)
         self.plan, split = plan_shards(
             dataset, graph, policy, num_processes, process_index
         )
@@ -154,8 +154,8 @@ class TfDataSource(Source):
             self._name_files(self._epochs)
 
     def _note_sizes(self, dataset: Dataset) -> None:
-        self.batch_size = _batch_size(dataset)
-        self.likely_size = self.batch_size or likely_batch_size(dataset)
+        self.batch_size = _find_batch_size(dataset)
+        self.likely_size = self.batch_size or guess_batch_size(dataset)
         count = int(dataset.cardinality())
         self.is_infinite = count == tensorflow().data.INFINITE_CARDINALITY
         if count >= 0 and not self.is_process_local:
@@ -163,8 +163,8 @@ class TfDataSource(Source):
 
     def _name_files(self, epochs: EpochDatasets) -> None:
         """Adds this process's files to the plan, if they are found."""
-        first, _ = epochs.graph(0)
-        if (files := files_of_part(first)) is not None:
+        first, _ = epochs.make_graph(0)
+        if (files := find_part_files(first)) is not None:
             named = {self._process_index: files}
             self.plan = dataclasses.replace(self.plan, files=named)
 
@@ -172,7 +172,7 @@ class TfDataSource(Source):
         """See `Source.summary`."""
         if self.is_process_local:
             return self.plan
-        first, rows = known_rows(self._dataset)
+        first, rows = find_known_rows(self._dataset)
         return dataclasses.replace(self.plan, num_rows=rows, first_rows=first)
 
     @property
@@ -194,7 +194,7 @@ class TfDataSource(Source):
             document if isinstance(document, list) else (document, None)
         )
         # A new graph, because caches may hold rows in the previous order.
-        graph = graph_of(self._dataset)
+        graph = write_graph(self._dataset)
         self._epochs = self._make_epochs(
             graph, seed=int(self._seed or 0), seeds=seeds
         )
@@ -207,7 +207,7 @@ class TfDataSource(Source):
         """
         dataset, kept = self._dataset, None
         if self._epochs is not None:
-            dataset, kept = self._epochs.of(epoch)
+            dataset, kept = self._epochs.make_dataset(epoch)
         if self._is_shared:
             options = tensorflow().data.Options()
             options.deterministic = True
@@ -219,7 +219,7 @@ class TfDataSource(Source):
         # At exit Python clears modules before it closes generators.
         let_go = _let_go
         try:
-            for batch in self._batches(held[0]):
+            for batch in self._read_batches(held[0]):
                 if self.is_process_local:
                     yield Part(data=batch, rows=num_rows(batch))
                 else:
@@ -227,7 +227,7 @@ class TfDataSource(Source):
         finally:
             let_go(held)
 
-    def _batches(self, iterator: Iterator[Tree]) -> Iterator[Tree]:
+    def _read_batches(self, iterator: Iterator[Tree]) -> Iterator[Tree]:
         errors = tensorflow().errors
         # Not around the `yield`, since Python clears modules before it closes
         # generators: `errors` would be gone.
@@ -248,13 +248,13 @@ class TfDataSource(Source):
     def _explain(self, error: Exception) -> None:
         """Raises an error that names the bad file, if it can be found."""
         files = self.plan.files.get(self._process_index)
-        files = files or files_of(self._dataset)
+        files = files or find_files(self._dataset)
         if isinstance(error, tensorflow().errors.DataLossError):
-            graph = graph_of(self._dataset)
-            others = () if graph is None else texts_of(graph)
-            received = damage((*files, *others))
+            graph = write_graph(self._dataset)
+            others = () if graph is None else find_texts(graph)
+            received = find_damage((*files, *others))
         else:
-            received = missing_file(files)
+            received = find_missing_file(files)
         if received is not None:
             raise OSError(
                 "The files of a dataset must exist and be complete. Received: "
@@ -293,9 +293,9 @@ def _repeats_rows(dataset: Dataset, graph: Graph | None) -> bool:
 
 def _is_seeded(graph: Graph) -> bool:
     """Returns whether a process that reads alone rebuilds each epoch's data."""
-    if hints_of(graph):
+    if find_hints(graph):
         return True
-    return is_drawn(graph) and not has_variables(graph)
+    return draws_order(graph) and not has_variables(graph)
 
 
 def _check_elements(element_spec: Tree) -> None:
@@ -327,7 +327,7 @@ def _is_none(spec: object) -> bool:
     return type(spec).__name__ == "NoneTensorSpec"
 
 
-def _batch_size(dataset: Dataset) -> int | None:
+def _find_batch_size(dataset: Dataset) -> int | None:
     """Returns the rows of a batch if shapes or the last `batch` show them."""
     tf = tensorflow()
     specs = tf.nest.flatten(dataset.element_spec)

@@ -10,16 +10,16 @@ from keras_strategies.data.tfdata.tf_graph import (
     Graph,
     Node,
     Scope,
-    called,
-    constant,
-    functions_of,
-    graph_of,
+    build_part,
+    find_sink,
     kind_of,
-    part_of,
-    scopes,
-    sink_of,
+    list_called,
+    list_functions,
+    list_scopes,
+    list_upstream,
+    read_constant,
     tensorflow,
-    upstream,
+    write_graph,
 )
 from keras_strategies.data.tfdata.tf_nodes import (
     BATCHES,
@@ -30,9 +30,9 @@ from keras_strategies.data.tfdata.tf_nodes import (
     READERS,
     SPLIT_READERS,
     drops_remainder,
+    find_file_shards,
     pads_to_longest,
     repeats_forever,
-    shards_of_files,
 )
 
 _MAX_NAMES = 100_000
@@ -58,7 +58,9 @@ class FileSplit:
 
 def reads_files(graph: Graph) -> bool:
     """Returns whether a dataset reads files, judging by its operations."""
-    return any(kind_of(node) in READERS for node in called(graph, graph.node))
+    return any(
+        kind_of(node) in READERS for node in list_called(graph, graph.node)
+    )
 
 
 def split_by_files(
@@ -67,20 +69,22 @@ def split_by_files(
     """Splits a dataset with TensorFlow's own rewrite, and checks the result."""
     tf = tensorflow()
     try:
-        part = _rewritten(dataset, num_processes, process_index)
+        part = _rewrite(dataset, num_processes, process_index)
     except tf.errors.OpError:
-        why = _doubt(graph, set()) or "not all of its rows come from files"
+        why = _find_doubt(graph, set()) or "not all of its rows come from files"
         return FileSplit(obstacle=why)
-    graph_of_part = graph_of(part)
+    graph_of_part = write_graph(part)
     assert graph_of_part is not None  # The dataset has one, too.
-    shards = shards_of_files(graph_of_part)
+    shards = find_file_shards(graph_of_part)
     top = Scope(graph_of_part.node)
     names = {shard.name for shard in shards}
     for shard in shards:
         (source,) = top.datasets(shard)
-        if any(above.name in names for above in upstream(top, source)):
+        if any(above.name in names for above in list_upstream(top, source)):
             return FileSplit(obstacle="a part of it would be split twice")
-        num_files = _count(part_of(graph_of_part, source), num_processes)
+        num_files = _count_elements(
+            build_part(graph_of_part, source), num_processes
+        )
         if num_files < num_processes:
             return FileSplit(
                 obstacle=f"it reads {num_files} "
@@ -92,11 +96,11 @@ def split_by_files(
     return FileSplit(
         dataset=part,
         graph=graph_of_part,
-        doubt=_doubt(graph_of_part, names) or _shuffle_doubt(graph),
+        doubt=_find_doubt(graph_of_part, names) or _find_shuffle_doubt(graph),
     )
 
 
-def _rewritten(
+def _rewrite(
     dataset: Dataset, num_processes: int, process_index: int
 ) -> Dataset:
     tf = tensorflow()
@@ -117,14 +121,14 @@ def _rewritten(
     return tf.data.experimental.from_variant(variant, dataset.element_spec)
 
 
-def _doubt(graph: Graph, shards: set[str]) -> str | None:
+def _find_doubt(graph: Graph, shards: set[str]) -> str | None:
     """Returns why a row may be lost or changed between shards and the end.
 
     Each operation must treat rows, or batches, independently, so that it does
     not matter which files the others come from.
     """
     top = Scope(graph.node)
-    waiting = [(sink_of(top), False)]
+    waiting = [(find_sink(top), False)]
     while waiting:
         node, is_batched = waiting.pop()
         kind = kind_of(node)
@@ -133,7 +137,7 @@ def _doubt(graph: Graph, shards: set[str]) -> str | None:
         if kind in BATCHES:
             if is_batched:
                 return "it is batched twice"
-            if (why := _batch_doubt(top, node)) is not None:
+            if (why := _find_batch_doubt(top, node)) is not None:
                 return why
             is_batched = True
         elif kind == "UnbatchDataset":
@@ -146,15 +150,15 @@ def _doubt(graph: Graph, shards: set[str]) -> str | None:
 
 
 def _is_reader(graph: Graph, node: Node) -> bool:
-    names = set(functions_of(node))
+    names = set(list_functions(node))
     bodies = (f for f in graph.library.function if f.signature.name in names)
     inner = [n for body in bodies for n in body.node_def]
     return any(
-        kind_of(n) in SPLIT_READERS for n in called(graph, [node, *inner])
+        kind_of(n) in SPLIT_READERS for n in list_called(graph, [node, *inner])
     )
 
 
-def _batch_doubt(top: Scope, node: Node) -> str | None:
+def _find_batch_doubt(top: Scope, node: Node) -> str | None:
     if drops_remainder(top, node) and not repeats_forever(top, node):
         return "`drop_remainder=True` would drop the last rows of each process"
     if pads_to_longest(node):
@@ -162,7 +166,7 @@ def _batch_doubt(top: Scope, node: Node) -> str | None:
     return None
 
 
-def _shuffle_doubt(graph: Graph) -> str | None:
+def _find_shuffle_doubt(graph: Graph) -> str | None:
     """Returns why rows may be lost if TensorFlow moves a shuffle.
 
     TensorFlow moves shuffles of file names behind its shard.
@@ -171,14 +175,14 @@ def _shuffle_doubt(graph: Graph) -> str | None:
     for node in graph.node:
         if kind_of(node) in COUNTING and any(
             kind_of(above).startswith("Shuffle")
-            for above in upstream(top, node)
+            for above in list_upstream(top, node)
         ):
             name = kind_of(node).removesuffix("Dataset").lower()
             return f"`{name}` comes after a `shuffle`"
     return None
 
 
-def _count(dataset: Dataset, limit: int) -> int:
+def _count_elements(dataset: Dataset, limit: int) -> int:
     """Counts elements; stops at `limit` where it has to iterate."""
     tf = tensorflow()
     count = int(dataset.cardinality())
@@ -187,12 +191,12 @@ def _count(dataset: Dataset, limit: int) -> int:
     return limit if count == tf.data.INFINITE_CARDINALITY else count
 
 
-def _names(graph: Graph, nodes: list[Node]) -> tuple[str, ...] | None:
+def _read_names(graph: Graph, nodes: list[Node]) -> tuple[str, ...] | None:
     """Returns the file names that some of a graph's datasets yield, or None."""
     tf = tensorflow()
     names: list[str] = []
     for node in nodes:
-        dataset = part_of(graph, node)
+        dataset = build_part(graph, node)
         spec = tf.TensorSpec((), tf.string)
         if spec not in dataset.element_spec:
             return None
@@ -204,38 +208,38 @@ def _names(graph: Graph, nodes: list[Node]) -> tuple[str, ...] | None:
     return tuple(dict.fromkeys(names))
 
 
-def files_of_part(graph: Graph) -> tuple[str, ...] | None:
+def find_part_files(graph: Graph) -> tuple[str, ...] | None:
     """Returns the files of a part by its graph, or None if not found."""
-    return _names(graph, shards_of_files(graph))
+    return _read_names(graph, find_file_shards(graph))
 
 
-def files_of(dataset: Dataset) -> tuple[str, ...]:
+def find_files(dataset: Dataset) -> tuple[str, ...]:
     """Returns the names of the files that a dataset reads, if found."""
     tf = tensorflow()
     try:
-        split = graph_of(_rewritten(dataset, 2, 0))
+        split = write_graph(_rewrite(dataset, 2, 0))
         assert split is not None
         top = Scope(split.node)
-        sources = [top.datasets(shard)[0] for shard in shards_of_files(split)]
-        return _names(split, sources) or ()
+        sources = [top.datasets(shard)[0] for shard in find_file_shards(split)]
+        return _read_names(split, sources) or ()
     except tf.errors.OpError:
         return ()
 
 
-def texts_of(graph: Graph) -> tuple[str, ...]:
+def find_texts(graph: Graph) -> tuple[str, ...]:
     """Returns all text constants, which may include file names."""
     text = tensorflow().string.as_datatype_enum
     texts: list[str] = []
-    for scope in scopes(graph):
+    for scope in list_scopes(graph):
         for node in scope.nodes:
             if node.op == "Const" and node.attr["dtype"].type == text:
-                values = constant(node)
+                values = read_constant(node)
                 assert values is not None
                 texts += map(os.fsdecode, values.ravel())
     return tuple(dict.fromkeys(filter(None, texts)))
 
 
-def missing_file(names: Iterable[str]) -> str | None:
+def find_missing_file(names: Iterable[str]) -> str | None:
     """Returns the first file that cannot be opened, or None."""
     tf = tensorflow()
     for name in names:
@@ -247,7 +251,7 @@ def missing_file(names: Iterable[str]) -> str | None:
     return None
 
 
-def damage(names: Iterable[str]) -> str | None:
+def find_damage(names: Iterable[str]) -> str | None:
     """Finds the first TFRecord file that cannot be read to its end.
 
     Args:
@@ -257,11 +261,11 @@ def damage(names: Iterable[str]) -> str | None:
       The file and record, as words for a message; None if all can be read.
     """
     for name in names:
-        if missing_file([name]) is not None:
+        if find_missing_file([name]) is not None:
             continue
         record = -1
         for compression in ("", "GZIP", "ZLIB"):
-            found = _bad_record(name, compression)
+            found = _find_bad_record(name, compression)
             if found is None:
                 break
             record = max(record, found)
@@ -270,7 +274,7 @@ def damage(names: Iterable[str]) -> str | None:
     return None
 
 
-def _bad_record(name: str, compression: str) -> int | None:
+def _find_bad_record(name: str, compression: str) -> int | None:
     """Returns the index of the first record that cannot be read, or None."""
     tf = tensorflow()
     count = 0

@@ -25,7 +25,7 @@ def tensorflow() -> ModuleType:
     return sys.modules["tensorflow"]
 
 
-def graph_of(dataset: Dataset) -> Graph | None:
+def write_graph(dataset: Dataset) -> Graph | None:
     """Returns a dataset's graph.
 
     None if it has none: it is too large (2 GiB), or TensorFlow cannot write one
@@ -51,12 +51,12 @@ def _num_bytes(dataset: Dataset) -> int:
     """Returns the size of the arrays that a dataset slices, if known."""
     return sum(
         array.shape.num_elements() * array.dtype.size
-        for part in with_inputs(dataset)
+        for part in iterate_inputs(dataset)
         for array in getattr(part, "_tensors", ())
     )
 
 
-def with_inputs(dataset: Dataset) -> Iterator[Any]:
+def iterate_inputs(dataset: Dataset) -> Iterator[Any]:
     """Iterates over a dataset and everything that it is made from."""
     waiting = [dataset]
     for part in waiting:  # The list grows during the loop.
@@ -64,7 +64,7 @@ def with_inputs(dataset: Dataset) -> Iterator[Any]:
         waiting += part._inputs()
 
 
-def dataset_of(graph: Graph, structure: Tree) -> Dataset:
+def build_dataset(graph: Graph, structure: Tree) -> Dataset:
     """Builds the dataset that a graph describes.
 
     Args:
@@ -79,7 +79,7 @@ def dataset_of(graph: Graph, structure: Tree) -> Dataset:
     return tf.data.experimental.from_variant(variant, structure)
 
 
-def part_of(graph: Graph, node: Node) -> Dataset:
+def build_part(graph: Graph, node: Node) -> Dataset:
     """Builds the dataset that one node of a graph makes.
 
     Returns:
@@ -88,14 +88,14 @@ def part_of(graph: Graph, node: Node) -> Dataset:
     tf = tensorflow()
     top = Scope(graph.node)
     part = tf.compat.v1.GraphDef(library=graph.library, versions=graph.versions)
-    part.node.extend(upstream(top, node))
+    part.node.extend(list_upstream(top, node))
     part.node.add(name="dataset", op="_Retval", input=[node.name])
     part.node[-1].attr["T"].type = tf.variant.as_datatype_enum
     part.node[-1].attr["index"].i = 0
     prefix = "T" if "Toutput_types" in node.attr else ""
     types = node.attr[prefix + "output_types"].list.type
     shapes = node.attr["output_shapes"].list.shape
-    return dataset_of(
+    return build_dataset(
         part,
         tuple(
             tf.TensorSpec(tf.TensorShape(shape), dtype)
@@ -109,7 +109,7 @@ def kind_of(node: Node) -> str:
     return re.sub(r"V\d+$", "", node.op)
 
 
-def constant(node: Node) -> np.ndarray | None:
+def read_constant(node: Node) -> np.ndarray | None:
     """Returns the value of a "Const" node; None if it is a resource."""
     tf = tensorflow()
     tensor = node.attr["value"].tensor
@@ -154,7 +154,7 @@ class Scope:
         source = self.source(node, index)
         if source is None or source.op != "Const":
             return None
-        return constant(source)
+        return read_constant(source)
 
     def feed(self, node: Node, index: int, value: Array) -> None:
         """Replaces an input of a node.
@@ -179,7 +179,7 @@ class Scope:
         node.input[index] = f"{name}:{output}:0" if self.caller else name
 
 
-def scopes(graph: Graph) -> list[Scope]:
+def list_scopes(graph: Graph) -> list[Scope]:
     """Returns the scope of the graph, then those of each called function.
 
     Their order does not depend on the functions' names, which count what the
@@ -189,24 +189,26 @@ def scopes(graph: Graph) -> list[Scope]:
     found = [Scope(graph.node)]
     for scope in found:  # The list grows during the loop.
         for node in scope.nodes:
-            for name in functions_of(node):
+            for name in list_functions(node):
                 if name in bodies:
                     body = bodies.pop(name)
                     found.append(Scope(body, scope.caller or node))
     return found
 
 
-def nodes_of(graph: Graph, kinds: Collection[str]) -> list[tuple[Scope, Node]]:
+def find_nodes(
+    graph: Graph, kinds: Collection[str]
+) -> list[tuple[Scope, Node]]:
     """Returns the nodes of some kinds, in the graph and all functions."""
     return [
         (scope, node)
-        for scope in scopes(graph)
+        for scope in list_scopes(graph)
         for node in scope.nodes
         if kind_of(node) in kinds
     ]
 
 
-def sink_of(top: Scope) -> Node:
+def find_sink(top: Scope) -> Node:
     """Returns the node of the dataset that the graph describes."""
     (result,) = (node for node in top.nodes if node.op == "_Retval")
     sink = top.source(result, 0)
@@ -214,7 +216,7 @@ def sink_of(top: Scope) -> Node:
     return sink
 
 
-def upstream(scope: Scope, node: Node) -> list[Node]:
+def list_upstream(scope: Scope, node: Node) -> list[Node]:
     """Returns a node and all nodes that it is made from."""
     found = {}
     waiting = [node]
@@ -226,7 +228,7 @@ def upstream(scope: Scope, node: Node) -> list[Node]:
     return list(found.values())
 
 
-def functions_of(node: Node) -> list[str]:
+def list_functions(node: Node) -> list[str]:
     """Returns the names of the functions that a node calls."""
     attrs = (node.attr[key] for key in sorted(node.attr))
     return [
@@ -237,11 +239,11 @@ def functions_of(node: Node) -> list[str]:
     ]
 
 
-def called(graph: Graph, nodes: Iterable[Node]) -> list[Node]:
+def list_called(graph: Graph, nodes: Iterable[Node]) -> list[Node]:
     """Returns nodes, and the nodes of all functions that they call."""
     bodies = {f.signature.name: f.node_def for f in graph.library.function}
     found = list(nodes)
     for node in found:  # The list grows during the loop.
-        for name in functions_of(node):
+        for name in list_functions(node):
             found += bodies.pop(name, ())
     return found

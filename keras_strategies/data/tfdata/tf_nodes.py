@@ -16,14 +16,14 @@ from keras_strategies.data.tfdata.tf_graph import (
     Graph,
     Node,
     Scope,
-    called,
+    find_nodes,
+    find_sink,
+    iterate_inputs,
     kind_of,
-    nodes_of,
-    scopes,
-    sink_of,
+    list_called,
+    list_scopes,
+    list_upstream,
     tensorflow,
-    upstream,
-    with_inputs,
 )
 
 
@@ -90,7 +90,7 @@ INPUTS = {
     "ShardDataset": {"num_shards": 1, "index": 2},
     "CacheDatasetV2": {"filename": 1, "cache": 2},
 }
-DRAWN_ANEW = ("reshuffle_each_iteration", "rerandomize_each_iteration")
+RESHUFFLE_ATTRS = ("reshuffle_each_iteration", "rerandomize_each_iteration")
 
 
 def is_plain(dataset: Dataset, *, with_functions: bool = True) -> bool:
@@ -106,11 +106,11 @@ def is_plain(dataset: Dataset, *, with_functions: bool = True) -> bool:
         type(part).__name__ in PLAIN
         and getattr(part, "_deterministic", None) != "false"
         and (with_functions or not part._functions())
-        for part in with_inputs(dataset)
+        for part in iterate_inputs(dataset)
     )
 
 
-def likely_batch_size(dataset: Dataset) -> int | None:
+def guess_batch_size(dataset: Dataset) -> int | None:
     """Returns rows of a batch by the last `batch`, as if maps kept them."""
     while True:
         kind = type(dataset).__name__
@@ -122,7 +122,7 @@ def likely_batch_size(dataset: Dataset) -> int | None:
         (dataset,) = inputs
 
 
-def known_rows(dataset: Dataset) -> tuple[int | None, int | None]:
+def find_known_rows(dataset: Dataset) -> tuple[int | None, int | None]:
     """Returns rows of a batch and of an epoch, if `batch` shows them."""
     while (kind := type(dataset).__name__) in ONE_TO_ONE:
         (dataset,) = dataset._inputs()
@@ -132,7 +132,9 @@ def known_rows(dataset: Dataset) -> tuple[int | None, int | None]:
     return int(dataset._batch_size), rows if rows > 0 else None
 
 
-def shuffles_of(graph: Graph) -> Iterator[tuple[Scope, Node, int, int | None]]:
+def find_shuffles(
+    graph: Graph,
+) -> Iterator[tuple[Scope, Node, int, int | None]]:
     """Iterates over the nodes that draw an order.
 
     Yields:
@@ -141,7 +143,7 @@ def shuffles_of(graph: Graph) -> Iterator[tuple[Scope, Node, int, int | None]]:
     Raises:
       RuntimeError: if a node draws whose inputs are not known.
     """
-    for scope in scopes(graph):
+    for scope in list_scopes(graph):
         for node in scope.nodes:
             if node.op in SEED_INPUTS:
                 yield scope, node, *SEED_INPUTS[node.op]
@@ -155,7 +157,7 @@ def shuffles_of(graph: Graph) -> Iterator[tuple[Scope, Node, int, int | None]]:
                 )
 
 
-def seeds_of(graph: Graph) -> list[list[int | None]]:
+def read_seeds(graph: Graph) -> list[list[int | None]]:
     """Returns the two seeds of each shuffle; 0 means unset, None unknown.
 
     A shuffle without a seed gets one that depends on `tf.random.set_seed` and
@@ -166,18 +168,18 @@ def seeds_of(graph: Graph) -> list[list[int | None]]:
             None if value is None else int(value)
             for value in (scope.value(node, first + i) for i in (0, 1))
         ]
-        for scope, node, first, _ in shuffles_of(graph)
+        for scope, node, first, _ in find_shuffles(graph)
     ]
 
 
-def is_drawn(graph: Graph) -> bool:
+def draws_order(graph: Graph) -> bool:
     """Returns whether a dataset shuffles, or draws in another way."""
-    return any(True for _ in shuffles_of(graph))
+    return any(True for _ in find_shuffles(graph))
 
 
-def is_drawn_anew(node: Node) -> bool:
+def is_reshuffled(node: Node) -> bool:
     """Returns whether each iterator has another order."""
-    for name in DRAWN_ANEW:
+    for name in RESHUFFLE_ATTRS:
         if name in node.attr:
             return node.attr[name].b
     return True
@@ -185,7 +187,7 @@ def is_drawn_anew(node: Node) -> bool:
 
 def has_draws_above(graph: Graph, node: Node) -> bool:
     """Returns whether a node is made from one that draws an order."""
-    above = called(graph, upstream(Scope(graph.node), node))
+    above = list_called(graph, list_upstream(Scope(graph.node), node))
     return any(other.op in SEED_INPUTS for other in above)
 
 
@@ -193,7 +195,7 @@ def count_draws(graph: Graph) -> dict[str, int]:
     """Counts how often each shuffle begins in an epoch; 0 above a cache."""
     top = Scope(graph.node)
     draws = {}
-    waiting = [(sink_of(top), 1)]
+    waiting = [(find_sink(top), 1)]
     while waiting:
         node, count = waiting.pop()
         draws[node.name] = count
@@ -206,11 +208,11 @@ def count_draws(graph: Graph) -> dict[str, int]:
     return draws
 
 
-def repeats_for_ever(top: Scope, node: Node) -> bool:
+def repeats_forever(top: Scope, node: Node) -> bool:
     """Returns whether a node's elements are repeated without end."""
     repeats = (
         top.value(above, INPUTS["RepeatDataset"]["count"])
-        for above in upstream(top, node)
+        for above in list_upstream(top, node)
         if kind_of(above) == "RepeatDataset"
     )
     return any(times is not None and times < 0 for times in repeats)
@@ -240,27 +242,27 @@ def changes_rows(graph: Graph) -> bool:
     """Returns whether a row may differ each time that it is read."""
     return any(
         _RANDOM_OP.match(node.op)
-        for scope in scopes(graph)
+        for scope in list_scopes(graph)
         if scope.caller is not None
         and kind_of(scope.caller) != "GeneratorDataset"
         for node in scope.nodes
     )
 
 
-def shards_of(graph: Graph) -> list[tuple[Scope, Node, Any]]:
+def find_shards(graph: Graph) -> list[tuple[Scope, Node, Any]]:
     """Returns the nodes of `shard`, and their constant number of shards."""
     place = INPUTS["ShardDataset"]["num_shards"]
     return [
         (scope, node, scope.value(node, place))
-        for scope, node in nodes_of(graph, {"ShardDataset"})
+        for scope, node in find_nodes(graph, {"ShardDataset"})
     ]
 
 
-def hints_of(graph: Graph) -> list[tuple[Scope, Node]]:
+def find_hints(graph: Graph) -> list[tuple[Scope, Node]]:
     """Returns the nodes of `shard(SHARD_HINT, ...)`."""
     return [
         (scope, node)
-        for scope, node, count in shards_of(graph)
+        for scope, node, count in find_shards(graph)
         if count == SHARD_HINT
     ]
 
@@ -268,12 +270,12 @@ def hints_of(graph: Graph) -> list[tuple[Scope, Node]]:
 def feed_hints(graph: Graph, num_processes: int, process_index: int) -> None:
     """Makes each `shard(SHARD_HINT, ...)` the process's shard."""
     inputs = INPUTS["ShardDataset"]
-    for scope, node in hints_of(graph):
+    for scope, node in find_hints(graph):
         scope.feed(node, inputs["num_shards"], num_processes)
         scope.feed(node, inputs["index"], process_index)
 
 
-def shards_of_files(graph: Graph) -> list[Node]:
+def find_file_shards(graph: Graph) -> list[Node]:
     """Returns the shards that TensorFlow inserted before readers."""
     return [
         node

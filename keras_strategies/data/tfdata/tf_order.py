@@ -14,26 +14,26 @@ from keras_strategies.data.tfdata.tf_graph import (
     Graph,
     Node,
     Scope,
-    called,
-    constant,
-    dataset_of,
-    graph_of,
+    build_dataset,
+    find_sink,
     kind_of,
-    sink_of,
+    list_called,
+    list_upstream,
+    read_constant,
     tensorflow,
-    upstream,
+    write_graph,
 )
 from keras_strategies.data.tfdata.tf_nodes import (
     INPUTS,
     count_draws,
     feed_hints,
+    find_file_shards,
+    find_shuffles,
     has_draws_above,
     has_variables,
-    is_drawn_anew,
+    is_reshuffled,
     make_deterministic,
-    seeds_of,
-    shards_of_files,
-    shuffles_of,
+    read_seeds,
 )
 
 _LARGE_BYTES = 1 << 20
@@ -62,7 +62,7 @@ class EpochDatasets:
       seeds: The seeds of the shuffles, if not those of the graph.
 
     Attributes:
-      seeds: The seeds of the shuffles, as `seeds_of` returns them.
+      seeds: The seeds of the shuffles, as `read_seeds` returns them.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class EpochDatasets:
         seeds: list[list[int | None]] | None = None,
     ) -> None:
         self._dataset = dataset
-        self.seeds = seeds_of(graph)
+        self.seeds = read_seeds(graph)
         if seeds and len(seeds) == len(self.seeds):
             # Otherwise they are those of another dataset.
             self.seeds = seeds
@@ -92,19 +92,19 @@ class EpochDatasets:
         self._prepare(graph)
         self._graph = None if has_variables(graph) else graph
 
-    def of(self, epoch: int) -> tuple[Any, Any]:
+    def make_dataset(self, epoch: int) -> tuple[Any, Any]:
         """Returns an epoch's dataset, and objects to keep during iteration."""
-        graph, kept = self.graph(epoch)
-        dataset = dataset_of(graph, self._dataset.element_spec)
+        graph, kept = self.make_graph(epoch)
+        dataset = build_dataset(graph, self._dataset.element_spec)
         return dataset, (kept, self._served, self._caches, self._dataset)
 
-    def graph(self, epoch: int) -> tuple[Graph, Any]:
+    def make_graph(self, epoch: int) -> tuple[Graph, Any]:
         """Returns an epoch's graph, and objects to keep during its use."""
         graph = tensorflow().compat.v1.GraphDef()
         if self._graph is not None:
             graph.CopyFrom(self._graph)
         else:
-            graph = graph_of(self._dataset)
+            graph = write_graph(self._dataset)
             self._prepare(graph)
         return graph, self._seed_nodes(graph, epoch)
 
@@ -118,10 +118,10 @@ class EpochDatasets:
             # Processes must agree on the order only before a shard.
             parts = [
                 part
-                for shard in shards_of_files(graph)
-                for part in upstream(top, shard)
+                for shard in find_file_shards(graph)
+                for part in list_upstream(top, shard)
             ]
-        make_deterministic(called(graph, parts))
+        make_deterministic(list_called(graph, parts))
         for node in list(graph.node):
             if kind_of(node) == "CacheDataset":
                 self._prepare_cache(graph, top, node)
@@ -145,13 +145,13 @@ class EpochDatasets:
         if self._is_whole and not has_draws_above(graph, node):
             return  # The dataset's cache may be filled, and used later.
         if node.name not in self._caches:
-            self._caches[node.name] = _new_cache()
+            self._caches[node.name] = _make_cache()
         top.feed(node, inputs["cache"], self._caches[node.name][0])
 
     def _serve(self, node: Node) -> None:
         """Keeps an array outside of the graph, which is copied often."""
         tf = tensorflow()
-        array = constant(node)
+        array = read_constant(node)
         if array is None or array.dtype.kind not in "biufc":
             return
 
@@ -174,18 +174,18 @@ class EpochDatasets:
         kept: list[Any] = []
         draws = count_draws(graph)
         shuffles = enumerate(
-            zip(shuffles_of(graph), self.seeds, strict=True), 1
+            zip(find_shuffles(graph), self.seeds, strict=True), 1
         )
         for number, ((scope, node, first, generator), seeds) in shuffles:
             place = draws.get((scope.caller or node).name, 1)
-            if not is_drawn_anew(node):
+            if not is_reshuffled(node):
                 place = 0
             handle = type(node)(op="DummySeedGenerator")
             if seeds == [0, 0]:
                 numbers = (self._seed, epoch if place else 0, number)
-                seeds = _mixed(*numbers)
+                seeds = _mix(*numbers)
             elif not scope.caller and epoch and place and None not in seeds:
-                handle, drawn = _generator(seeds, epoch * place)
+                handle, drawn = _make_generator(seeds, epoch * place)
                 kept.append(drawn)
             for i, value in enumerate(seeds):
                 if value is not None:
@@ -195,13 +195,13 @@ class EpochDatasets:
         return kept
 
 
-def _mixed(*numbers: int) -> list[int]:
+def _mix(*numbers: int) -> list[int]:
     """Returns two seeds that are a function of some numbers."""
     state = np.random.SeedSequence(numbers).generate_state(2, np.uint64)
     return [int(value >> 1) for value in state]
 
 
-def _generator(seeds: list[Any], draws: int) -> tuple[Node, Any]:
+def _make_generator(seeds: list[Any], draws: int) -> tuple[Node, Any]:
     """Makes a seed generator that has already been drawn from `draws` times.
 
     It lives as long as the dataset that is returned with its node.
@@ -221,20 +221,20 @@ def _generator(seeds: list[Any], draws: int) -> tuple[Node, Any]:
     shuffled = tf.data.experimental.from_variant(variant, one.element_spec)
     for _ in shuffled.repeat().take(draws):
         pass
-    return _last_input(shuffled), shuffled
+    return _find_last_input(shuffled), shuffled
 
 
-def _new_cache() -> tuple[Node, Any]:
+def _make_cache() -> tuple[Node, Any]:
     """Makes an empty cache's node; it lives as long as the dataset with it."""
     cached = tensorflow().data.Dataset.range(1).cache()
-    return _last_input(cached), cached
+    return _find_last_input(cached), cached
 
 
-def _last_input(dataset: Dataset) -> Node:
-    graph = graph_of(dataset)
+def _find_last_input(dataset: Dataset) -> Node:
+    graph = write_graph(dataset)
     assert graph is not None
     top = Scope(graph.node)
-    sink = sink_of(top)
+    sink = find_sink(top)
     node = top.source(sink, len(sink.input) - 1)
     assert node is not None
     return node

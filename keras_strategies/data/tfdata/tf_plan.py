@@ -11,7 +11,11 @@ from keras_strategies.data.tfdata.tf_files import (
     split_by_files,
 )
 from keras_strategies.data.tfdata.tf_graph import Graph
-from keras_strategies.data.tfdata.tf_nodes import hints_of, is_plain, shards_of
+from keras_strategies.data.tfdata.tf_nodes import (
+    find_hints,
+    find_shards,
+    is_plain,
+)
 
 _Policy = AutoShardPolicy
 _NO_FILES = FileSplit(obstacle="it reads no files")
@@ -102,7 +106,7 @@ def _check_split(split: FileSplit, num_processes: int) -> None:
 def _check_shards(
     graph: Graph | None, policy: AutoShardPolicy, num_processes: int
 ) -> None:
-    has_hint = graph is not None and bool(hints_of(graph))
+    has_hint = graph is not None and bool(find_hints(graph))
     if has_hint and policy is not _Policy.HINT:
         raise ValueError(
             "`dataset.shard(SHARD_HINT, ...)` needs `AutoShardPolicy.HINT`. "
@@ -119,7 +123,7 @@ def _check_shards(
             "read all of them."
         )
     is_split = graph is not None and any(
-        count == num_processes for _, _, count in shards_of(graph)
+        count == num_processes for _, _, count in find_shards(graph)
     )
     if is_split and policy not in (_Policy.HINT, _Policy.OFF):
         raise ValueError(

@@ -811,7 +811,9 @@ def test_a_missing_file_is_named(tmp_path):
     dataset = tf.data.TFRecordDataset(names).map(number).batch(4)
     source = source_of(dataset, 2, 1)
     os.remove(names[3])
-    with pytest.raises(OSError, match=f"exist and be complete. Received: {names[3]}"):
+    with pytest.raises(
+        OSError, match=f"exist and be complete. Received: {names[3]}"
+    ):
         batches_of(source)
 
 
@@ -820,7 +822,7 @@ def test_a_dataset_without_a_graph(monkeypatch):
     order = rows_of_tf(tf.data.Dataset.range(8).shuffle(8, seed=1).batch(4))
     # As of arrays of 2 GiB, which would not fit into the test.
     module = sys.modules["keras_strategies.data.tfdata.tf_data"]
-    monkeypatch.setattr(module, "graph_of", lambda dataset: None)
+    monkeypatch.setattr(module, "write_graph", lambda dataset: None)
     assert flat(batches_of(source_of(dataset))) == order
     assert len(flat(batches_of(source_of(dataset, 2, 0, OFF)))) == 8
     with pytest.raises(ValueError, match="arrays of 2 GiB or more"):

@@ -119,7 +119,7 @@ def test_shares_of_a_batch_are_those_that_are_fed(num_processes, each, size):
             parts=rows_of_processes(fixed, num_processes),
             batch_size=size,
         )
-        assert fixed == distributed.counts_of(batch, mesh)
+        assert fixed == distributed.count_rows(batch, mesh)
 
 
 @pytest.mark.parametrize("size", BATCHES)
@@ -136,7 +136,7 @@ def test_shares_of_own_rows_are_those_that_are_fed(num_processes, each, size):
     )
     assert fit == placed(parts, mesh)
     batch = HostBatch(data=None, parts=parts, batch_size=size)
-    assert fixed == distributed.counts_of(batch, mesh)
+    assert fixed == distributed.count_rows(batch, mesh)
     assert sum(fit) == sum(fixed) == size
 
 
