@@ -31,9 +31,7 @@ class LoadedSource(Source):
         is_divided: bool,
     ) -> None:
         self._batches = batches
-        self.is_process_local = is_divided or keeps_all_rows(
-            num_processes, policy
-        )
+        self.is_process_local = is_divided or is_local(num_processes, policy)
         self.batch_size = batches.batch_size
         if is_divided and self.batch_size:
             self.batch_size *= num_processes
@@ -56,7 +54,7 @@ class LoadedSource(Source):
         return self._batches.read(epoch, start, cut)
 
 
-def keeps_all_rows(num_processes: int, policy: AutoShardPolicy) -> bool:
+def is_local(num_processes: int, policy: AutoShardPolicy) -> bool:
     """Returns whether the policy makes the data process-local."""
     return num_processes > 1 and policy is AutoShardPolicy.OFF
 

@@ -75,7 +75,7 @@ class Source(abc.ABC):
     `experimental_distribute_dataset`, `explain_input` and an Estimator's
     `input_fn` accept one. A subclass implements `read`, and sets those
     attributes that it knows; docs/extending.md has an example. Each process
-    makes its own source, from the same arguments.
+    makes one from the same arguments.
 
     A *global* source can read any row in any process, and yields those that
     `cut` selects. A *process-local* one yields rows that no other process reads

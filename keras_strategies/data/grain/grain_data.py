@@ -21,11 +21,7 @@ from keras_strategies.data.grain.grain_rows import (
     find_stacked_rows,
     iterate_pipeline,
 )
-from keras_strategies.data.loaded import (
-    LoadedSource,
-    check_by_rows,
-    keeps_all_rows,
-)
+from keras_strategies.data.loaded import LoadedSource, check_by_rows, is_local
 from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.own_rows import ProcessRows, stack_rows
 from keras_strategies.data.source import Cut, Part, take
@@ -79,7 +75,7 @@ class GrainSource(LoadedSource):
         del seed
         check_by_rows(policy, "A grain dataset")
         is_divided = False
-        if num_processes > 1 and not keeps_all_rows(num_processes, policy):
+        if num_processes > 1 and not is_local(num_processes, policy):
             is_divided = _is_divided(dataset, num_processes, process_index)
             _warn_of_slices(dataset, num_processes, process_index)
         _warn_of_lost_rows(dataset)

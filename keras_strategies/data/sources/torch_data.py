@@ -15,11 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from keras_strategies._types import Array, Batch, Dataset, Tree
-from keras_strategies.data.loaded import (
-    LoadedSource,
-    check_by_rows,
-    keeps_all_rows,
-)
+from keras_strategies.data.loaded import LoadedSource, check_by_rows, is_local
 from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.source import Cut, Part, take
 
@@ -76,7 +72,7 @@ class TorchSource(LoadedSource):
         if not isinstance(data, _data().DataLoader):
             loader = _data().DataLoader(data, batch_size=batch_size or 32)
         is_divided = False
-        if num_processes > 1 and not keeps_all_rows(num_processes, policy):
+        if num_processes > 1 and not is_local(num_processes, policy):
             is_divided = _is_divided(loader, num_processes, process_index)
         is_iterable = isinstance(loader.dataset, _data().IterableDataset)
         if type(loader) is _data().DataLoader and not is_iterable:
@@ -166,9 +162,7 @@ class _IndexedBatches:
         if type(sampler) is _data().BatchSampler:
             order = self._find_order(sampler.sampler, key)
         if order is None:
-            batches = _seed_each(
-                lambda: iter(_make_deterministic(sampler, key)), key
-            )
+            batches = _seed_each(lambda: iter(_seed_sampler(sampler, key)), key)
             return itertools.islice(batches, start, None)
         size, end = sampler.batch_size, len(order)
         end -= end % size if sampler.drop_last else 0
@@ -319,14 +313,14 @@ def _set_epoch(target: object, epoch: int) -> None:
     getattr(target, "set_epoch", lambda _: None)(epoch)
 
 
-def _make_deterministic(sampler: Any, key: _Key) -> Any:
+def _seed_sampler(sampler: Any, key: _Key) -> Any:
     """Returns a sampler that yields the same in every process, if possible."""
     changes = {}
     if hasattr(sampler, "generator"):
         generator = sys.modules["torch"].Generator()
         changes["generator"] = generator.manual_seed(_make_seed(key))
     if hasattr(sampler, "sampler"):
-        changes["sampler"] = _make_deterministic(sampler.sampler, key)
+        changes["sampler"] = _seed_sampler(sampler.sampler, key)
     if changes or hasattr(sampler, "set_epoch"):
         sampler = copy.copy(sampler)
         vars(sampler).update(changes)

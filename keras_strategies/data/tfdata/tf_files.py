@@ -66,7 +66,7 @@ def reads_files(graph: Graph) -> bool:
 def split_by_files(
     dataset: Dataset, graph: Graph, num_processes: int, process_index: int
 ) -> FileSplit:
-    """Splits a dataset with TensorFlow's own rewrite, and checks the result."""
+    """Splits a dataset with TensorFlow's rewrite, and checks the result."""
     tf = tensorflow()
     try:
         part = _rewrite(dataset, num_processes, process_index)

@@ -50,7 +50,7 @@ def plan_shards(
         options = dataset.options().experimental_distribute
         policy = _Policy(int(options.auto_shard_policy))
     if num_processes > 1 and policy is not _Policy.OFF:
-        _check_known(dataset, graph)
+        _check_inspectable(dataset, graph)
     _check_shards(graph, policy, num_processes)
     applied, reason, split = policy, "the policy was chosen", None
     if num_processes == 1:
@@ -135,7 +135,7 @@ def _check_shards(
         )
 
 
-def _check_known(dataset: Dataset, graph: Graph | None) -> None:
+def _check_inspectable(dataset: Dataset, graph: Graph | None) -> None:
     if graph is None and not is_plain(dataset):
         raise ValueError(
             "On several processes a tf.data.Dataset must have a graph that "

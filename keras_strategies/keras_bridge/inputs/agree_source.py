@@ -153,8 +153,8 @@ def _check_same_values(
             "Processes that have cores of one replica must give it the same "
             f"values, in {name} too. Received: values of the checksums "
             f"{list_values(mesh, checksums)}, where the processes {group} "
-            "share replicas. Make them the same in all processes, and draw with one "
-            "seed."
+            "share replicas. Make them the same in all processes, and draw "
+            "with one seed."
         )
 
 
