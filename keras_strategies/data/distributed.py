@@ -289,6 +289,7 @@ def _on_all_cores(leaf: np.ndarray, mesh: ReplicaMesh) -> jax.Array:
 
 
 def _shard_evenly(leaf: np.ndarray, rows: int, mesh: ReplicaMesh) -> PerReplica:
+    # `leaf` has only this reader's rows, which begin at the global row `first`.
     first = rows // mesh.num_readers * mesh.reader_index
 
     def select_rows(index: Any) -> np.ndarray:
@@ -305,6 +306,7 @@ def _shard_unevenly(
     leaf: np.ndarray, counts: tuple[int, ...], mesh: ReplicaMesh
 ) -> PerReplica:
     local = counts[mesh.local_replicas.start : mesh.local_replicas.stop]
+    # The shards of an array have one shape, so each is padded to the longest.
     pieces = np.split(leaf, np.cumsum(local)[:-1])
     most = max(counts)
 

@@ -82,6 +82,7 @@ class Prefetched(Generic[Item]):
             buffer.is_over = True
             raise
         seconds = time.perf_counter() - start
+        # Clipped, so that one item below `_SLOW_S` does not decide alone.
         self._mean_s += 0.25 * (min(seconds, 2 * _QUICK_S) - self._mean_s)
         buffer.num_requested += 1
         buffer.num_made += 1

@@ -63,11 +63,11 @@ class Steps:
     process's share of a batch; processes whose rows have ended take part
     without rows until all have ended.
 
-    Before each step the processes exchange, on the host, what each read for it
-    (`Agreement`), so that none starts a step that another cannot take part in.
-    If the length of the data is known, they do so once an epoch. Processes that
-    have cores of the same replicas read the same rows (`ReplicaMesh.readers`),
-    and compare checksums of them at every step.
+    Before each step the processes exchange, on the host, a description of the
+    rows that each has read (`Agreement`), so that none starts a step that
+    another cannot take part in. If the length of the data is known, they do so
+    once an epoch. Processes that have cores of the same replicas read the same
+    rows (`ReplicaMesh.readers`), and compare checksums of them at every step.
 
     Attributes:
       source: The source to read.
@@ -243,6 +243,7 @@ class Steps:
             data = rows.take(self._compute_share(step, size))
             if data is None:
                 return
+            # Parts have any number of rows, so skipped steps are read, too.
             if step >= start:
                 yield Part(data=data, rows=len(jax.tree.leaves(data)[0]))
 

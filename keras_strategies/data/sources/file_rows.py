@@ -156,6 +156,8 @@ def iterate_batches(
 def _shuffle(
     rows: ArrayRows | RecordRows, start: int, window: int, key: tuple[int, ...]
 ) -> Iterator[Any]:
+    # Each window has its order, so resuming skips the windows before `start`
+    # unread, and only a part of the first remaining one.
     number, skip = divmod(start, window)
     items = rows.items(number * window)
     while in_window := list(itertools.islice(items, window)):

@@ -355,6 +355,7 @@ def _seed_each(
             items = make() if items is None else items
             item = next(items, end)
         finally:
+            # Before the `yield`, so that the user's draws do not change.
             for generator, state in zip(used, states, strict=True):
                 generator.set_state(state)
         if item is end:

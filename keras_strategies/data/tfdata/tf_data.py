@@ -68,7 +68,7 @@ class TfDataSource(Source):
       only if all files have the same length), `drop_remainder=True` unless the
       rows repeat forever (each process would drop its remainder), `batch` on
       batches, `filter` on batches, `padded_batch` to the longest row. FILE
-      itself then does as tf does, with a warning.
+      itself then splits as tf does, with a warning.
     * HINT: each `shard(SHARD_HINT, ...)` becomes the process's shard.
     * OFF: each process reads everything that its dataset yields.
 

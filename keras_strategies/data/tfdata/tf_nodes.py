@@ -200,7 +200,7 @@ def count_draws(graph: Graph) -> dict[str, int]:
         node, count = waiting.pop()
         draws[node.name] = count
         if kind_of(node) == "CacheDataset":
-            count = 0
+            count = 0  # Its inputs are read in the first epoch only.
         elif kind_of(node) == "RepeatDataset":
             times = top.value(node, INPUTS["RepeatDataset"]["count"])
             count *= 1 if times is None else max(int(times), 1)

@@ -177,15 +177,18 @@ class EpochDatasets:
             zip(find_shuffles(graph), self.seeds, strict=True), 1
         )
         for number, ((scope, node, first, generator), seeds) in shuffles:
-            place = draws.get((scope.caller or node).name, 1)
+            # How often the shuffle begins in an epoch; 0 if every epoch has the
+            # first one's order.
+            begins = draws.get((scope.caller or node).name, 1)
             if not is_reshuffled(node):
-                place = 0
+                begins = 0
             handle = type(node)(op="DummySeedGenerator")
-            if seeds == [0, 0]:
-                numbers = (self._seed, epoch if place else 0, number)
+            if seeds == [0, 0]:  # The user has set no seed.
+                numbers = (self._seed, epoch if begins else 0, number)
                 seeds = _mix(*numbers)
-            elif not scope.caller and epoch and place and None not in seeds:
-                handle, drawn = _make_generator(seeds, epoch * place)
+            elif not scope.caller and epoch and begins and None not in seeds:
+                # Continues where tf.data would be after the earlier epochs.
+                handle, drawn = _make_generator(seeds, epoch * begins)
                 kept.append(drawn)
             for i, value in enumerate(seeds):
                 if value is not None:

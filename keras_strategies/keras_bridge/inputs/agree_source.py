@@ -11,10 +11,7 @@ from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Batch, Tree
 from keras_strategies.cluster.exchange import message_forms
 from keras_strategies.cluster.exchange.rounds import Rounds
-from keras_strategies.data.raise_together import (
-    list_values,
-    raise_everywhere,
-)
+from keras_strategies.data.raise_together import list_values, raise_everywhere
 from keras_strategies.data.source import Source, data_checksum
 from keras_strategies.data.step_checks import find_unequal_readers
 
