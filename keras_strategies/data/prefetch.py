@@ -14,7 +14,7 @@ _MEMORY_SHARE = 0.05
 _MAX_DEPTH = 4
 _LAST_ITEM_S = 5.0
 # Switching threads takes 0.2 ms, and the thread's work also takes the
-# consumer's time (the GIL): items quicker than this are made by the consumer.
+# consumer's time: items quicker than this are made by the consumer.
 _QUICK_S = 0.0005
 # A single item this slow is enough to start the thread: it is not jitter.
 _SLOW_S = 0.005
