@@ -1,4 +1,4 @@
-"""Rebatching of process-local rows."""
+"""A rebatcher of process-local rows."""
 
 import itertools
 from collections.abc import Iterator

@@ -520,5 +520,5 @@ def test_reading_many_leaves_the_dataset_as_it_was():
     rows = grain.MapDataset.source(source).shuffle(seed=1)
     find_stacked_rows(rows.batch(50)).read(range(50))
     assert len(source.read) == 50
-    assert not isinstance(rows.parents[0]._source, grain_rows._Rows)
+    assert not isinstance(rows.parents[0]._source, grain_rows._ManyRows)
     assert rows.parents[0]._source is source

@@ -381,7 +381,7 @@ def test_distributed_sampler_is_left_alone():
 def test_distributed_sampler_must_fit():
     with pytest.raises(ValueError, match="rank=1, num_replicas=3 in process 1"):
         TorchSource(distributed(1, 3), num_processes=2, process_index=1)
-    with pytest.warns(UserWarning, match="gives 1 rows twice"):
+    with pytest.warns(UserWarning, match="yields 1 rows twice"):
         TorchSource(
             distributed(1, 2, rows=11), num_processes=2, process_index=1
         )
