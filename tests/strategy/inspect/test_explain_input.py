@@ -131,7 +131,7 @@ def test_shares_of_own_rows_are_those_that_are_fed(num_processes, each, size):
         size, mesh.num_replicas, num_processes
     )
     parts = tuple(
-        steps_of(size, mesh, p, True)._own_share(0, size)
+        steps_of(size, mesh, p, True)._compute_share(0, size)
         for p in range(num_processes)
     )
     assert fit == placed(parts, mesh)
