@@ -1,4 +1,4 @@
-"""Datasets whose batches are divided over the replicas."""
+"""Datasets whose batches are sharded over the replicas."""
 
 from keras_strategies.data.options import SHARD_HINT as SHARD_HINT
 from keras_strategies.data.options import (

@@ -1,4 +1,4 @@
-"""Datasets for custom loops: global batches in, values per replica out."""
+"""Datasets for custom loops: global batches in, per-replica values out."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,20 +18,20 @@ from keras_strategies.data.steps import Steps
 
 
 class DistributedDataset:
-    """A dataset whose batches are divided over the replicas.
+    """A dataset whose batches are sharded over the replicas.
 
-    Made by `Strategy.experimental_distribute_dataset`. May be iterated again
-    and again if what it reads may be: each iteration is an epoch. Iterating
-    yields nests of `PerReplica` (of plain arrays, with one replica). On
-    several processes it is collective: all take the same number of steps.
-    `fit`, `evaluate` and `predict` take it, too.
+    Made by `Strategy.experimental_distribute_dataset`. It can be iterated
+    repeatedly if the data that it reads can be: each iteration is an epoch.
+    Iterating yields nests of `PerReplica` (of plain arrays, with one replica).
+    On several processes iteration is collective: all take the same number of
+    steps. `fit`, `evaluate` and `predict` accept it, too.
 
     Args:
-      source: Where the batches come from.
+      source: The source of the batches.
       mesh: The replicas.
 
     Attributes:
-      source: Where the batches come from.
+      source: The source of the batches.
 
     Example:
       ```python
@@ -51,11 +51,11 @@ class DistributedDataset:
         return self.iterator(self.source.passes.next)
 
     def iterator(self, epoch: int, start: int = 0) -> "DistributedIterator":
-        """Starts anywhere, as after an interruption.
+        """Returns an iterator from any step on, as after an interruption.
 
         Args:
           epoch: Number of the epoch, from 0.
-          start: Number of steps to leave out.
+          start: Number of steps to skip.
         """
         self.source.passes.reach(epoch + 1)
         steps = Steps(
@@ -68,17 +68,17 @@ class DistributedDataset:
 
     @property
     def element_spec(self) -> Tree:
-        """The shapes and dtypes of a global batch, rows left open (None)."""
-        return _spec_of(self.source)
+        """The shapes and dtypes of a global batch; the rows are None."""
+        return _read_spec(self.source)
 
 
 class DistributedIterator:
-    """Iterates over the batches of a `DistributedDataset`.
+    """An iterator over the batches of a `DistributedDataset`.
 
     Args:
-      steps: The steps.
-      epoch: Which epoch it reads.
-      start: How many steps to leave out.
+      steps: The steps to read.
+      epoch: Number of the epoch to read, from 0.
+      start: Number of steps to skip.
 
     Example:
       ```python
@@ -99,46 +99,47 @@ class DistributedIterator:
 
     @property
     def element_spec(self) -> Tree:
-        """The shapes and dtypes of a global batch, rows left open (None)."""
-        return _spec_of(self._steps.source)
+        """The shapes and dtypes of a global batch; the rows are None."""
+        return _read_spec(self._steps.source)
 
     def __iter__(self) -> "DistributedIterator":
-        """Resumes where it is."""
+        """Returns this iterator, at its present position."""
         return self
 
     def __next__(self) -> Tree:
-        """The next batch, divided over the replicas.
+        """Returns the next batch, sharded over the replicas.
 
         Raises:
-          ValueError: it is called in a replica's function, or in one that JAX
+          ValueError: if it is called in a replica's function or in one that JAX
             traces, where one batch would be read for all calls.
-          StopIteration: the epoch has ended.
+          StopIteration: if the epoch has ended.
         """
         _check_where()
         epoch, step = self._place
         if self._batches is None:
-            self._batches = self._started(epoch, step)
+            self._batches = self._start(epoch, step)
         batch = next(self._batches)
         self._place = (epoch, step + 1)
         return batch
 
-    def _started(self, epoch: int, start: int) -> Iterator[Tree]:
-        # Not this object: it could not be collected while the thread waits.
+    def _start(self, epoch: int, start: int) -> Iterator[Tree]:
+        # The thread must not refer to `self`, which could then not be garbage
+        # collected while the thread waits.
         steps = self._steps
         mesh, source = steps.mesh, steps.source
 
-        def placed(batches: Iterator[HostBatch]) -> Iterator[Tree]:
+        def place_batches(batches: Iterator[HostBatch]) -> Iterator[Tree]:
             source.begin_epoch(epoch, start)
             try:
                 for batch in batches:
-                    yield divided(batch, mesh)
+                    yield shard_batch(batch, mesh)
             finally:
                 source.end_epoch()
 
-        return steps.ahead(
+        return steps.prefetch(
             epoch,
             start,
-            placed,
+            place_batches,
             num_bytes=lambda batch: sum(
                 leaf.nbytes for leaf in jax.tree.leaves(batch)
             ),
@@ -146,54 +147,54 @@ class DistributedIterator:
         )
 
     def get_state(self) -> dict[str, Any]:
-        """Where it is; what JSON can hold.
+        """Returns the position, as values that JSON can hold.
 
-        `set_state` of another iterator, in another process too, resumes from
-        there.
+        `set_state` of another iterator resumes from there, also in another
+        process.
         """
         epoch, step = self._place
         seed = self._steps.source.seed
         return {"epoch": epoch, "step": step, "seed": seed}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Resumes from where another one was.
+        """Resumes from the position of another iterator.
 
         Args:
-          state: What `get_state` returned.
+          state: The dict that `get_state` returned.
 
         Raises:
-          ValueError: not such a state, or one with an order that these data
-            cannot have.
+          ValueError: if `state` is not such a dict, or contains an order that
+            this data cannot have.
         """
         if set(state) != {"epoch", "step", "seed"}:
             raise ValueError(
-                "The state of an iterator is what `get_state` returned. "
-                f"Received: {state!r}. Pass that."
+                "`state` must be a dict that `get_state` returned. "
+                f"Received: {state!r}. Pass such a dict."
             )
         self._batches = None
         try:
             self._steps.source.restart(state["seed"])
         except ValueError:
             raise ValueError(
-                "An iterator resumes where one over the same kind of data was. "
-                "Received: a state with an order that other data have drawn. "
-                "Distribute such data as it is of, or begin anew."
+                "`state` must come from an iterator over the same kind of "
+                "data. Received: a state with an order drawn for other data. "
+                "Distribute the data that the state comes from, or start again."
             ) from None
         self._place = (state["epoch"], state["step"])
 
     def get_next(self) -> Tree:
-        """The next batch; raises StopIteration at the end, as `next` does."""
+        """Returns the next batch; raises StopIteration at the end."""
         return next(self)
 
     def get_next_as_optional(self) -> "Optional":
-        """The next batch, or an empty `Optional` at the end."""
+        """Returns the next batch, or an empty `Optional` at the end."""
         try:
             return Optional(next(self), is_filled=True)
         except StopIteration:
             return Optional(None, is_filled=False)
 
 
-def _spec_of(source: Source) -> Tree:
+def _read_spec(source: Source) -> Tree:
     part = next(source.read(0, 0, all_rows))
     return jax.tree.map(
         lambda leaf: ((None, *leaf.shape[1:]), leaf.dtype), part.data
@@ -205,18 +206,18 @@ def _check_where() -> None:
     is_in_replica = current_step() is not None
     if not is_in_replica and not is_tracing():
         return
-    where = "a replica's function" if is_in_replica else "one that JAX traces"
+    where = "a replica's function" if is_in_replica else "a traced function"
     raise ValueError(
-        "The iterator of a distributed dataset is read outside of the "
-        "functions that are run on replicas or compiled. Received: `next` in "
-        f"{where}, where one batch would be read for all calls. Read it "
-        "before, and pass the batch: `strategy.run(step, "
+        "The iterator of a distributed dataset must be read outside of "
+        "functions that run on replicas or are compiled. Received: `next` in "
+        f"{where}, where one batch would be read for all calls. Read the "
+        "batch first and pass it: `strategy.run(step, "
         "args=(next(iterator),))`."
     )
 
 
 class Optional:
-    """A batch, or none.
+    """An optional batch.
 
     Args:
       value: The batch.
@@ -228,39 +229,42 @@ class Optional:
         self._is_filled = is_filled
 
     def has_value(self) -> bool:
-        """Whether there is a batch."""
+        """Returns whether there is a batch."""
         return self._is_filled
 
     def get_value(self) -> Tree:
-        """The batch.
+        """Returns the batch.
 
         Raises:
-          ValueError: there is none: the dataset has ended.
+          ValueError: if there is none because the dataset has ended.
         """
         if not self._is_filled:
             raise ValueError(
-                "An empty Optional has no value. Received: `get_value()` at "
-                "the end of the dataset. Ask `has_value()` first."
+                "`get_value()` needs an Optional with a value. Received: an "
+                "empty one, at the end of the dataset. Check `has_value()` "
+                "first."
             )
         return self._value
 
 
-def divided(batch: HostBatch, mesh: ReplicaMesh) -> Tree:
-    """A global batch on the devices, each replica's rows on its own."""
+def shard_batch(batch: HostBatch, mesh: ReplicaMesh) -> Tree:
+    """Puts a global batch on the devices, sharded over the replicas."""
     if mesh.num_replicas == 1:
         if mesh.cores_per_replica == 1:
             return jax.device_put(batch.data, mesh.devices[0])
         return jax.tree.map(lambda leaf: _on_all_cores(leaf, mesh), batch.data)
-    counts = counts_of(batch, mesh)
+    counts = count_rows(batch, mesh)
     if len(set(counts)) == 1:
         return jax.tree.map(
-            lambda leaf: _even(leaf, sum(counts), mesh), batch.data
+            lambda leaf: _shard_evenly(leaf, sum(counts), mesh), batch.data
         )
-    return jax.tree.map(lambda leaf: _uneven(leaf, counts, mesh), batch.data)
+    return jax.tree.map(
+        lambda leaf: _shard_unevenly(leaf, counts, mesh), batch.data
+    )
 
 
-def counts_of(batch: HostBatch, mesh: ReplicaMesh) -> tuple[int, ...]:
-    """How many rows each replica gets of a batch."""
+def count_rows(batch: HostBatch, mesh: ReplicaMesh) -> tuple[int, ...]:
+    """Returns the number of rows that each replica gets of a batch."""
     if batch.counts is not None:
         return batch.counts
     count = mesh.num_replicas
@@ -276,7 +280,7 @@ def counts_of(batch: HostBatch, mesh: ReplicaMesh) -> tuple[int, ...]:
 
 
 def _on_all_cores(leaf: np.ndarray, mesh: ReplicaMesh) -> jax.Array:
-    """The rows of a replica that is alone."""
+    """Puts the rows of the only replica on all of its cores."""
     if mesh.num_processes == 1:
         return jax.device_put(leaf, mesh.whole)
     return jax.make_array_from_callback(
@@ -284,27 +288,29 @@ def _on_all_cores(leaf: np.ndarray, mesh: ReplicaMesh) -> jax.Array:
     )
 
 
-def _even(leaf: np.ndarray, rows: int, mesh: ReplicaMesh) -> PerReplica:
+def _shard_evenly(leaf: np.ndarray, rows: int, mesh: ReplicaMesh) -> PerReplica:
+    # `leaf` has only this reader's rows, which begin at the global row `first`.
     first = rows // mesh.num_readers * mesh.reader_index
 
-    def rows_of(index: Any) -> np.ndarray:
+    def select_rows(index: Any) -> np.ndarray:
         start, stop, _ = index[0].indices(rows)
         return leaf[start - first : stop - first]
 
     array = jax.make_array_from_callback(
-        (rows, *leaf.shape[1:]), mesh.split, rows_of
+        (rows, *leaf.shape[1:]), mesh.split, select_rows
     )
     return PerReplica.of(array, ROWS)
 
 
-def _uneven(
+def _shard_unevenly(
     leaf: np.ndarray, counts: tuple[int, ...], mesh: ReplicaMesh
 ) -> PerReplica:
-    own = counts[mesh.local_replicas.start : mesh.local_replicas.stop]
-    pieces = np.split(leaf, np.cumsum(own)[:-1])
+    local = counts[mesh.local_replicas.start : mesh.local_replicas.stop]
+    # The shards of an array have one shape, so each is padded to the longest.
+    pieces = np.split(leaf, np.cumsum(local)[:-1])
     most = max(counts)
 
-    def entry(index: Any) -> np.ndarray:
+    def make_entry(index: Any) -> np.ndarray:
         replica = index[0].indices(len(counts))[0]
         piece = pieces[replica - mesh.local_replicas.start]
         padded = np.zeros((1, most, *leaf.shape[1:]), leaf.dtype)
@@ -313,7 +319,7 @@ def _uneven(
 
     shape = (len(counts), most, *leaf.shape[1:])
     return PerReplica.of(
-        jax.make_array_from_callback(shape, mesh.split, entry),
+        jax.make_array_from_callback(shape, mesh.split, make_entry),
         PADDED,
         shapes=tuple((count, *leaf.shape[1:]) for count in counts),
     )

@@ -1,4 +1,4 @@
-"""Sources that read the datasets and loaders of other libraries by rows."""
+"""Sources that read the datasets and loaders of other libraries."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -10,15 +10,16 @@ from keras_strategies.data.source_summary import Reading, Summary
 
 
 class LoadedSource(Source):
-    """The batches of a loader, whose rows the processes divide.
+    """The batches of another library's loader; the processes share their rows.
 
     Args:
-      batches: Reads them: a source's `read`, with `batch_size`; `length` and
-        `num_rows` of an epoch, or None; `is_by_rows`, whether it reads the
-        wanted rows only; and `has_checksums`, which is set.
+      batches: The reader of the batches. It has a source's `read` and
+        `batch_size`; `length` and `num_rows` of an epoch, or None;
+        `is_by_rows`, whether it reads only the rows of the cut; and
+        `has_checksums`, which this class sets.
       num_processes: Number of processes that read it.
       policy: AUTO, DATA or OFF.
-      is_divided: Whether the loader reads the rows of one process only.
+      is_divided: Whether the loader already reads only this process's rows.
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class LoadedSource(Source):
         is_divided: bool,
     ) -> None:
         self._batches = batches
-        self.is_process_local = is_divided or is_own(num_processes, policy)
+        self.is_process_local = is_divided or is_local(num_processes, policy)
         self.batch_size = batches.batch_size
         if is_divided and self.batch_size:
             self.batch_size *= num_processes
@@ -53,21 +54,21 @@ class LoadedSource(Source):
         return self._batches.read(epoch, start, cut)
 
 
-def is_own(num_processes: int, policy: AutoShardPolicy) -> bool:
-    """Whether a policy leaves to each process what it is given."""
+def is_local(num_processes: int, policy: AutoShardPolicy) -> bool:
+    """Returns whether the policy makes the data process-local."""
     return num_processes > 1 and policy is AutoShardPolicy.OFF
 
 
 def check_by_rows(policy: AutoShardPolicy, what: str) -> None:
-    """Raises ValueError for a policy that does not divide rows.
+    """Raises ValueError for a policy that does not share rows.
 
     Args:
       policy: The policy.
-      what: Begins the message: "A grain dataset is".
+      what: The beginning of the message: "A grain dataset".
     """
     if policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT):
         raise ValueError(
-            f"{what} divided by rows. Received: AutoShardPolicy."
-            f"{AutoShardPolicy(policy).name}. Use AUTO or DATA, or OFF where "
-            "each process has its own rows."
+            f"{what} must be shared by rows. Received: AutoShardPolicy."
+            f"{AutoShardPolicy(policy).name}. Use AUTO or DATA, or OFF if each "
+            "process has different rows."
         )

@@ -5,14 +5,14 @@ import enum
 
 
 class AutoShardPolicy(enum.IntEnum):
-    """How several processes share a dataset; as tf.data's.
+    """The policy by which several processes share a dataset, as in tf.data.
 
     Attributes:
-      AUTO: By files where the dataset reads enough of them, else as DATA.
-      FILE: Each process reads its own files.
-      DATA: Each process runs the whole pipeline and keeps its rows.
-      HINT: Each `shard(SHARD_HINT, ...)` of the dataset is made the process's.
-      OFF: Each process uses all that its dataset yields.
+      AUTO: FILE if the dataset reads enough files, else DATA.
+      FILE: Each process reads different files.
+      DATA: Each process runs the entire pipeline and keeps its rows.
+      HINT: Each `shard(SHARD_HINT, ...)` of the dataset becomes the process's.
+      OFF: Each process uses everything that its dataset yields.
 
     Example:
       ```python
@@ -39,12 +39,13 @@ SHARD_HINT = -1
 
 @dataclasses.dataclass(kw_only=True)
 class DistributeOptions:
-    """How a dataset is distributed; tf.data's `experimental_distribute`.
+    """Options of sharing a dataset; tf.data's `experimental_distribute`.
 
     Attributes:
-      auto_shard_policy: How several processes share the dataset.
-      num_devices: Not used; for tf's signature.
-      auto_shard: The old, boolean form: False is `AutoShardPolicy.OFF`.
+      auto_shard_policy: The policy by which several processes share the
+        dataset.
+      num_devices: Not used; exists for tf's signature.
+      auto_shard: The old boolean form; False means `AutoShardPolicy.OFF`.
 
     Example:
       ```python
@@ -64,14 +65,14 @@ class DistributeOptions:
 
     @property
     def policy(self) -> AutoShardPolicy:
-        """The policy, the old form regarded."""
+        """The policy; OFF if `auto_shard` is False."""
         if not self.auto_shard:
             return AutoShardPolicy.OFF
         return AutoShardPolicy(self.auto_shard_policy)
 
 
 class InputReplicationMode(enum.Enum):
-    """How often a function that makes a dataset is called.
+    """The number of calls of a function that makes a dataset.
 
     Attributes:
       PER_WORKER: Once in each process.
@@ -94,18 +95,17 @@ class InputReplicationMode(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InputOptions:
-    """Options of `experimental_distribute_dataset` and its like.
+    """Options of `experimental_distribute_dataset` and similar methods.
 
     Attributes:
       experimental_fetch_to_device: Whether batches are moved to the devices
-        before they are asked for.
-      experimental_replication_mode: PER_REPLICA is for
-        `distribute_datasets_from_function` on one process.
-      experimental_place_dataset_on_device: Must be False: reading is done by
-        the host.
-      experimental_per_replica_buffer_size: How many batches are read ahead.
-      distribute: How several processes share a dataset that is no
-        `tf.data.Dataset` (one has options of its own).
+        before they are requested.
+      experimental_replication_mode: The calls of the dataset function.
+        PER_REPLICA is for `distribute_datasets_from_function` on one process.
+      experimental_place_dataset_on_device: Must be False: the host reads.
+      experimental_per_replica_buffer_size: Number of batches to prefetch.
+      distribute: How several processes share a dataset other than a
+        `tf.data.Dataset`, whose options are set by its `with_options`.
 
     Example:
       ```python
@@ -124,23 +124,23 @@ class InputOptions:
 
 
 def check_input_options(options: object) -> None:
-    """Raises for options of input that cannot be followed.
+    """Raises for unsupported input options.
 
     Raises:
-      TypeError: not an `InputOptions`.
-      ValueError: the dataset is to be placed on the device.
+      TypeError: if `options` is not an `InputOptions`.
+      ValueError: if the dataset is to be placed on the device.
     """
     if options is None:
         return
     if not isinstance(options, InputOptions):
         raise TypeError(
-            "`options` are `ks.InputOptions`. Received: an object of type "
+            "`options` must be `ks.InputOptions`. Received: an object of type "
             f"{type(options).__name__}. Options of tf.data belong to the "
             "dataset: `dataset.with_options(options)`."
         )
     if options.experimental_place_dataset_on_device:
         raise ValueError(
-            "Datasets are read by the host. Received: "
+            "Datasets must be read by the host. Received: "
             "experimental_place_dataset_on_device=True. Leave it out: batches "
             "are moved to the devices ahead of time anyway."
         )

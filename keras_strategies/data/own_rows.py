@@ -1,4 +1,4 @@
-"""The rows of batches that a process reads, and no others."""
+"""Process-local rows of batches, read without the other rows."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,53 +9,54 @@ from keras_strategies._types import Tree
 from keras_strategies.data.source import Cut, Part
 
 
-class OwnRows:
-    """Parts of batches any of whose rows can be read.
+class ProcessRows:
+    """A maker of `Part`s from batches any of whose rows can be read.
 
-    Where a process wants no row, its part has none, but the shapes of others:
-    for these it reads one row of one batch.
+    A part without rows still needs the shapes and dtypes of the others, so the
+    first part reads at least one row.
     """
 
     def __init__(self) -> None:
-        self._none: Tree = None
+        self._no_rows: Tree = None
 
-    def part(
+    def make_part(
         self,
         read: Callable[[int, int], Tree],
         rows: int,
         cut: Cut,
         checksum: int,
     ) -> Part:
-        """What the process wants of a batch.
+        """Returns this process's rows of a batch.
 
         Args:
-          read: Reads the rows from one number up to another.
-          rows: Rows of the batch.
+          read: A function of two row numbers that reads the rows from the first
+            up to the second.
+          rows: Number of rows of the batch.
           cut: See `Cut`.
           checksum: See `Part`.
         """
         start, stop = cut(rows)
-        data = self._none
+        data = self._no_rows
         if start < stop or data is None:
             first = min(start, rows - 1)
             data = read(first, max(stop, first + 1))
-        if self._none is None:
-            self._none = jax.tree.map(lambda leaf: leaf[:0].copy(), data)
+        if self._no_rows is None:
+            self._no_rows = jax.tree.map(lambda leaf: leaf[:0].copy(), data)
         if start == stop:
-            data = self._none
+            data = self._no_rows
         return Part(data=data, rows=rows, checksum=checksum)
 
 
 def stack_rows(rows: Sequence[Tree], cure: str, where: str = "") -> Tree:
-    """Rows as a batch.
+    """Stacks rows to a batch.
 
     Args:
       rows: Nests of arrays.
-      cure: What to do about rows that are unlike, for messages.
-      where: Where they come from, for messages: ", from a file".
+      cure: What to do about rows that differ, for messages.
+      where: The origin of the rows, for messages: ", from a file".
 
     Raises:
-      ValueError: they are unlike.
+      ValueError: if the rows differ in structure or shape.
     """
     try:
         return jax.tree.map(lambda *leaves: np.stack(leaves), *rows)

@@ -13,26 +13,28 @@ Item = TypeVar("Item")
 _MEMORY_SHARE = 0.05
 _MAX_DEPTH = 4
 _LAST_ITEM_S = 5.0
-# A thread's turn takes 0.2 ms, and what it makes meanwhile takes the consumer's
-# time as well: items that take less than this are made by who asks for them.
+# Switching threads takes 0.2 ms, and the thread's work also takes the
+# consumer's time: items quicker than this are made by the consumer.
 _QUICK_S = 0.0005
-# One that takes so long is not taken for a hiccup of the machine.
+# A single item this slow is enough to start the thread: it is not jitter.
 _SLOW_S = 0.005
 
 
 class Prefetched(Generic[Item]):
-    """An iterator whose items a thread makes ahead of time.
+    """An iterator whose items are made ahead of time in a thread.
 
-    An error of the iterator is raised where its item would have come. The
-    thread ends with the iterator, or when this object is closed or collected.
-    It starts with the first item, or when items turn out to be slow.
+    An error of the iterator is raised in place of its item. The thread starts
+    with the first item, or once items turn out to be slow. It ends with the
+    iterator, or when this object is closed or garbage-collected.
 
     Args:
-      items: Makes them; where it waits, it asks `stop` whether to give up.
-      stop: Set when this object is closed.
-      num_bytes: Memory that an item holds; the more, the fewer are made ahead.
-      is_pause: Whether to make the next item only when it is asked for: so
-        nothing is read that may never be wanted.
+      items: The iterator that makes the items. Where it waits, it checks `stop`
+        to see whether to give up.
+      stop: An event that is set when this object is closed.
+      num_bytes: A function of an item that returns the memory that it holds;
+        the more, the fewer are made ahead.
+      is_pause: A function of an item that returns whether to make the next one
+        only on request, so that nothing is read that may never be needed.
       needs_thread: Whether quick items are made in the thread, too.
     """
 
@@ -52,7 +54,7 @@ class Prefetched(Generic[Item]):
             daemon=True,
         )
         self._is_quick = not needs_thread
-        # How long an item takes, in seconds: a running mean.
+        # A running mean of the seconds that an item takes.
         self._mean_s = 0.0
 
     def __iter__(self) -> "Prefetched[Item]":
@@ -60,13 +62,16 @@ class Prefetched(Generic[Item]):
 
     def __next__(self) -> Item:
         if self._is_quick:
-            return self._made_here()
+            return self._make_here()
         if self._thread.ident is None:
             self._thread.start()
         return self._buffer.take()
 
-    def _made_here(self) -> Item:
-        """The next item, made in this thread; the others' by their time."""
+    def _make_here(self) -> Item:
+        """Makes the next item in this thread.
+
+        Starts the prefetching thread once items take long.
+        """
         buffer = self._buffer
         if buffer.is_over:
             raise StopIteration
@@ -77,8 +82,9 @@ class Prefetched(Generic[Item]):
             buffer.is_over = True
             raise
         seconds = time.perf_counter() - start
+        # Clipped, so that one item below `_SLOW_S` does not decide alone.
         self._mean_s += 0.25 * (min(seconds, 2 * _QUICK_S) - self._mean_s)
-        buffer.num_wanted += 1
+        buffer.num_requested += 1
         buffer.num_made += 1
         if seconds > _SLOW_S or self._mean_s > _QUICK_S:
             self._is_quick = False
@@ -89,14 +95,14 @@ class Prefetched(Generic[Item]):
     def close(self) -> None:
         """Stops the thread; the iterator has ended.
 
-        Waits a moment for the thread to be done with what it reads: it may be
-        read by somebody else then.
+        Waits for a moment until the thread has finished its read, since another
+        reader may use the same data afterwards.
         """
         self._buffer.close()
         is_waited_for = (
             self._thread.is_alive()
             and self._thread is not threading.current_thread()
-            # Daemons do not run any more.
+            # Daemon threads no longer run then.
             and not sys.is_finalizing()
         )
         if is_waited_for:
@@ -105,14 +111,17 @@ class Prefetched(Generic[Item]):
             _close(self._buffer.iterator)
 
     def __del__(self) -> None:
-        # At Python's end threads are stopped, and modules' names are gone.
+        # When Python exits, threads are stopped and module globals are None.
         if sys is not None and not sys.is_finalizing():
             self.close()
 
 
 class _Buffer(Generic[Item]):
-    """What the thread and its reader share; not the reader itself, so that
-    it can be collected."""
+    """The state that the thread shares with its reader.
+
+    The thread does not refer to the reader, so that it can be
+    garbage-collected.
+    """
 
     def __init__(
         self,
@@ -123,25 +132,25 @@ class _Buffer(Generic[Item]):
     ) -> None:
         self.iterator = iterator
         self.is_pause = is_pause
-        self.num_wanted = self.num_made = 0
+        self.num_requested = self.num_made = 0
         self.must_pause = self.is_over = False
         self._stop = stop
         self._num_bytes = num_bytes
         self._changed = threading.Condition()
         self._items: collections.deque[Item] = collections.deque()
-        self._depth = 0  # Until the first item is measured.
+        self._depth = 0  # Set when the first item has been measured.
         self._error: BaseException | None = None
 
     def take(self) -> Item:
-        """Waits for the next item."""
+        """Waits for the next item and returns it."""
         with self._changed:
-            self.num_wanted += 1
+            self.num_requested += 1
             if not self._items:
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._items or self.is_over)
             if self._items:
                 item = self._items.popleft()
-                # Not for each item: a thread's turn takes as long as a batch.
+                # Not for each item: switching threads takes as long as a batch.
                 if self._is_low():
                     self._changed.notify_all()
                 return item
@@ -151,7 +160,7 @@ class _Buffer(Generic[Item]):
         raise StopIteration
 
     def close(self) -> None:
-        """Has the thread stop; no item is left."""
+        """Makes the thread stop and drops all items."""
         with self._changed:
             self._stop.set()
             self.is_over = True
@@ -161,15 +170,15 @@ class _Buffer(Generic[Item]):
     def fill(self) -> None:
         """Makes the items, in the thread."""
         try:
-            if not self._is_next_wanted():
+            if not self._wait_until_needed():
                 return
             for item in self.iterator:
                 self._put(item)
                 del item
-                if not self._is_next_wanted():
-                    return  # One more item might be read otherwise.
-        except BaseException as error:  # Raised where the item is awaited.
-            if not self._stop.is_set():  # Nobody waits then.
+                if not self._wait_until_needed():
+                    return  # The `for` would read one more item.
+        except BaseException as error:  # `take` raises it.
+            if not self._stop.is_set():  # After a stop no reader waits.
                 self._error = error
         finally:
             if self._stop.is_set():
@@ -180,7 +189,7 @@ class _Buffer(Generic[Item]):
 
     def _put(self, item: Item) -> None:
         if not self._depth:
-            self._depth = _depth(self._num_bytes(item))
+            self._depth = _choose_depth(self._num_bytes(item))
         with self._changed:
             self.num_made += 1
             if not self._stop.is_set():
@@ -188,8 +197,8 @@ class _Buffer(Generic[Item]):
                 self._changed.notify_all()
                 self.must_pause = self.is_pause(item)
 
-    def _is_next_wanted(self) -> bool:
-        """Waits until another item is to be made; False if none is."""
+    def _wait_until_needed(self) -> bool:
+        """Waits until another item is needed; returns False after a stop."""
         with self._changed:
             if self.must_pause or len(self._items) >= self._depth:
                 self._changed.wait_for(self._may_continue)
@@ -199,7 +208,7 @@ class _Buffer(Generic[Item]):
         if self._stop.is_set():
             return True
         if self.must_pause:
-            return self.num_wanted > self.num_made
+            return self.num_requested > self.num_made
         return self._is_low()
 
     def _is_low(self) -> bool:
@@ -212,11 +221,11 @@ def _close(iterator: object) -> None:
         close()
 
 
-def _depth(num_bytes: int) -> int:
-    """How many items to hold, so that memory is left for others."""
+def _choose_depth(num_bytes: int) -> int:
+    """Returns the number of items to hold, leaving memory for other uses."""
     try:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # Not on this system.
+    except (AttributeError, ValueError, OSError):  # Unknown on this system.
         return 2
     fit = int(_MEMORY_SHARE * free / max(num_bytes, 1))
     return min(max(fit, 1), _MAX_DEPTH)

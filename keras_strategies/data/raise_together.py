@@ -1,4 +1,4 @@
-"""An error of one process, raised in all."""
+"""One process's error, raised in every process."""
 
 from typing import Any
 
@@ -6,33 +6,34 @@ from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.cluster.exchange.greetings import readable
 
 
-def by_process(mesh: ReplicaMesh, values: list[Any]) -> str:
-    """What each process has said, for messages."""
+def list_values(mesh: ReplicaMesh, values: list[Any]) -> str:
+    """Returns each process's value with its number, for messages."""
     return ", ".join(
         f"{readable(str(value))} (process {process})"
         for process, value in zip(mesh.processes, values, strict=True)
     )
 
 
-def raise_together(
+def raise_everywhere(
     mesh: ReplicaMesh,
     what: str,
     received: list[dict[str, Any]],
     error: Exception | None,
     *,
-    cure: str = "Mend what the named process reads.",
+    cure: str = "Fix the data that the named process reads.",
 ) -> None:
-    """Raises if a process has sent that it had an error.
+    """Raises in every process if one of them had an error.
 
     Args:
       mesh: The replicas.
-      what: What was done, to begin a sentence with.
-      received: The message of each process; with "error" if it had one.
-      error: This process's own, which is raised itself.
-      cure: What to do, where another process had it.
+      what: The action, as the beginning of a sentence.
+      received: The message of each process; it has "error" if the process
+        failed.
+      error: This process's error, which is raised itself.
+      cure: What to do if another process failed.
 
     Raises:
-      RuntimeError: another process had one.
+      RuntimeError: if another process failed.
     """
     failed = [
         f"process {process}: {readable(message['error']).rstrip(' .')}"

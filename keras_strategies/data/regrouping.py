@@ -1,4 +1,4 @@
-"""Rows of batches that are a process's own, taken in pieces of other sizes."""
+"""A rebatcher of process-local rows."""
 
 import itertools
 from collections.abc import Iterator
@@ -9,12 +9,12 @@ import numpy as np
 
 from keras_strategies._core.batches import num_rows
 from keras_strategies._types import Tree
-from keras_strategies.data.batch_spec import rows_kind
+from keras_strategies.data.batch_spec import find_row_kind
 from keras_strategies.data.source import Part
 
 
-class Rows:
-    """Rows of batches of any size, taken in pieces of any size."""
+class Rebatcher:
+    """Rows of batches of any size, taken in batches of any other size."""
 
     def __init__(self, parts: Iterator[Part]) -> None:
         self._parts = parts
@@ -22,8 +22,8 @@ class Rows:
         self._count = 0
 
     def take(self, count: int) -> Tree | None:
-        """The next rows: fewer at the end, None where no row is left."""
-        # One at least is read, so that the shapes are known.
+        """Returns the next rows: fewer at the end, None if no row is left."""
+        # At least one row is read, so that the shapes are known.
         while self._count < max(count, 1):
             part = next(self._parts, None)
             if part is None:
@@ -33,44 +33,47 @@ class Rows:
                 self._count += part.rows
         if not self._count:
             return None
-        taken, wanted = [], count
-        if wanted == 0:
-            return _rows(self._left[0], 0, 0)
-        while wanted and self._left:
+        taken, missing = [], count
+        if missing == 0:
+            return _slice_rows(self._left[0], 0, 0)
+        while missing and self._left:
             first = self._left[0]
-            if taken and rows_kind(taken[0]) != rows_kind(first):
-                # Padded to another length, for one: in a step of their own.
+            if taken and find_row_kind(taken[0]) != find_row_kind(first):
+                # For example padded to another length: they need a new step.
                 break
             rows = num_rows(first)
-            if rows <= wanted:
+            if rows <= missing:
                 taken.append(self._left.pop(0))
             else:
-                taken.append(_rows(first, 0, wanted))
-                self._left[0] = _rows(first, wanted, rows)
-            got = min(rows, wanted)
-            wanted -= got
-            self._count -= got
+                taken.append(_slice_rows(first, 0, missing))
+                self._left[0] = _slice_rows(first, missing, rows)
+            count_taken = min(rows, missing)
+            missing -= count_taken
+            self._count -= count_taken
         if len(taken) == 1:
             return taken[0]
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *taken)
 
 
-def looked_at(
+def peek(
     parts: Iterator[Part], count: int
 ) -> tuple[list[Part], Iterator[Part]]:
-    """The first parts, and all of them; an error comes in its place."""
+    """Returns the first parts, and an iterator over all of them.
+
+    The iterator raises an error of the parts at its place.
+    """
     first: list[Part] = []
     try:
         first.extend(itertools.islice(parts, count))
     except Exception as error:
-        return first, itertools.chain(first, _raising(error))
+        return first, itertools.chain(first, _raise_later(error))
     return first, itertools.chain(first, parts)
 
 
-def _raising(error: Exception) -> Iterator[Any]:
+def _raise_later(error: Exception) -> Iterator[Any]:
     raise error
     yield
 
 
-def _rows(batch: Tree, start: int, stop: int) -> Tree:
+def _slice_rows(batch: Tree, start: int, stop: int) -> Tree:
     return jax.tree.map(lambda leaf: leaf[start:stop], batch)

@@ -1,10 +1,10 @@
 """The shuffled orders of epochs: a function of a seed and the epoch.
 
-They are those that Keras would draw: so a run is shuffled as plain Keras
-shuffles it, every process can be sent the seed, and an interrupted run finds
-its order again. Keras 3.15 draws them one after the other from the random
-state that a loop finds when it starts: that is the seed. Keras 3.16 draws each
-from the epoch's number alone.
+They are the orders that Keras would draw. So a run is shuffled as in plain
+Keras, the seed can be sent to every process, and an interrupted run finds its
+order again. Keras 3.15 draws them one after the other from the random state at
+the start of a loop: that state is the seed. Keras 3.16 draws each from the
+epoch's number alone.
 """
 
 import abc
@@ -19,68 +19,68 @@ import numpy.typing as npt
 
 
 class Order(abc.ABC):
-    """An order for each pass over the data."""
+    """The shuffled orders of all passes over the data."""
 
     @property
     @abc.abstractmethod
     def seed(self) -> str:
-        """What the orders are drawn from, as text."""
+        """The seed of the orders, as text."""
 
     @abc.abstractmethod
     def restart(self, seed: str) -> None:
-        """Takes the orders of another seed.
+        """Switches to the orders of another seed.
 
         Args:
-          seed: What `seed` of another order returned.
+          seed: The text that `seed` of another order returned.
 
         Raises:
-          ValueError: it is no seed of this kind of order.
+          ValueError: if `seed` is not of this kind of order.
         """
 
     @abc.abstractmethod
     def skip(self) -> None:
-        """Does what an iterator does that Keras makes to build a model on."""
+        """Advances past the iterator that Keras makes to build a model."""
 
     @abc.abstractmethod
-    def of(self, epoch: int) -> np.ndarray:
-        """The order of an epoch: indices, shape (size,).
+    def compute(self, epoch: int) -> np.ndarray:
+        """Returns the order of an epoch: indices, shape (size,).
 
         Args:
-          epoch: The number of a pass over the data, from 0.
+          epoch: Number of the pass over the data, from 0.
         """
 
     def resize(self, size: int) -> None:
-        """Takes orders of another number of batches from now on.
+        """Switches to orders of another number of batches.
 
         Args:
-          size: The number.
+          size: The new number of batches.
         """
         del size
 
-    def lasts(self, epochs: int) -> None:
-        """Says how many of a loop's epochs a pass over the data lasts for."""
+    def set_epochs_per_pass(self, epochs: int) -> None:
+        """Sets how many of a loop's epochs one pass over the data covers."""
         del epochs
 
 
 class DrawnOrder(Order):
-    """Orders drawn from one of the global random generators.
+    """The orders drawn from one of the global random generators.
 
     Args:
-      seed: What `seed` of another order returned, to have its orders; the
-        generator's present state if left out.
+      seed: The text that `seed` of another order returned, to have its orders;
+        the generator's present state if left out.
     """
 
     def __init__(self, seed: str | None = None) -> None:
-        self.restart(self._global() if seed is None else seed)
+        self.restart(self._read_global() if seed is None else seed)
 
     @property
     def seed(self) -> str:
-        """The state that the orders are drawn from, as text."""
+        """The generator state that the orders are drawn from, as text."""
         return self._seed
 
     def restart(self, seed: str) -> None:
         """See `Order.restart`."""
-        self._parsed(seed)
+        self._parse(seed)
         self._seed = seed
         self._state = seed
         self._epoch = 0
@@ -88,14 +88,14 @@ class DrawnOrder(Order):
 
     def skip(self) -> None:
         """Makes the second order the first one."""
-        self.of(0)
+        self.compute(0)
         self.restart(self._state)
 
-    def of(self, epoch: int) -> np.ndarray:
-        """See `Order.of`.
+    def compute(self, epoch: int) -> np.ndarray:
+        """See `Order.compute`.
 
-        Moves the global generator on, as drawing from it would, unless
-        somebody else has used it meanwhile.
+        Advances the global generator as drawing from it would, unless other
+        code has used it in between.
         """
         if self._last is not None and self._last[0] == epoch:
             return self._last[1]
@@ -105,36 +105,36 @@ class DrawnOrder(Order):
         while self._epoch <= epoch:
             before = self._state
             order, self._state = self._draw(before)
-            if self._global() == before:
+            if self._read_global() == before:
                 self._set_global(self._state)
             self._epoch += 1
         self._last = (epoch, order)
         return order
 
     @abc.abstractmethod
-    def _parsed(self, state: str) -> tuple[Any, ...]:
-        """A state as its generator has it; raises ValueError for another's."""
+    def _parse(self, state: str) -> tuple[Any, ...]:
+        """Parses a generator's state; raises ValueError if malformed."""
 
     @abc.abstractmethod
     def _draw(self, state: str) -> tuple[np.ndarray, str]:
-        """One order and the state after it."""
+        """Returns one order and the state after it."""
 
     @abc.abstractmethod
-    def _global(self) -> str:
-        """The global generator's state."""
+    def _read_global(self) -> str:
+        """Returns the global generator's state."""
 
     @abc.abstractmethod
     def _set_global(self, state: str) -> None:
-        """Sets it."""
+        """Sets the global generator's state."""
 
 
 class RowOrder(DrawnOrder):
-    """Orders of rows, drawn as Keras does for arrays, with numpy.
+    """The orders of rows, drawn with numpy as Keras does for arrays.
 
     Args:
       rows: Number of rows.
-      window: Rows of a batch where only the rows of each are shuffled, or
-        None.
+      window: Number of rows of a batch if rows are shuffled only within their
+        batch, else None.
       seed: See `DrawnOrder`.
     """
 
@@ -145,28 +145,28 @@ class RowOrder(DrawnOrder):
         self._window = window
         super().__init__(seed)
 
-    def _parsed(self, state: str) -> tuple[Any, ...]:
-        return _numpy_state(state)
+    def _parse(self, state: str) -> tuple[Any, ...]:
+        return _parse_numpy_state(state)
 
     def _draw(self, state: str) -> tuple[np.ndarray, str]:
         generator = np.random.RandomState()
-        generator.set_state(_numpy_state(state))
+        generator.set_state(_parse_numpy_state(state))
 
-        def permuted(_: int, rows: int) -> np.ndarray:
+        def permute(_: int, rows: int) -> np.ndarray:
             return generator.permutation(rows)
 
-        order = _in_windows(self._rows, self._window, permuted)
-        return order, _text(generator.get_state(legacy=True))
+        order = _permute_windows(self._rows, self._window, permute)
+        return order, _format_numpy_state(generator.get_state(legacy=True))
 
-    def _global(self) -> str:
-        return _text(np.random.get_state(legacy=True))
+    def _read_global(self) -> str:
+        return _format_numpy_state(np.random.get_state(legacy=True))
 
     def _set_global(self, state: str) -> None:
-        np.random.set_state(_numpy_state(state))
+        np.random.set_state(_parse_numpy_state(state))
 
 
 class BatchOrder(DrawnOrder):
-    """Orders of batches, drawn as Keras does, with Python's generator.
+    """The orders of batches, drawn with Python's generator as Keras does.
 
     Args:
       size: Number of batches.
@@ -183,30 +183,30 @@ class BatchOrder(DrawnOrder):
             self._size = size
             self._last = None
 
-    def _parsed(self, state: str) -> tuple[Any, ...]:
-        return _python_state(state)
+    def _parse(self, state: str) -> tuple[Any, ...]:
+        return _parse_python_state(state)
 
     def _draw(self, state: str) -> tuple[np.ndarray, str]:
         generator = random.Random()
-        generator.setstate(_python_state(state))
-        order = _shuffled(self._size, generator)
-        return order, _python_text(generator.getstate())
+        generator.setstate(_parse_python_state(state))
+        order = _shuffle(self._size, generator)
+        return order, _format_python_state(generator.getstate())
 
-    def _global(self) -> str:
-        return _python_text(random.getstate())
+    def _read_global(self) -> str:
+        return _format_python_state(random.getstate())
 
     def _set_global(self, state: str) -> None:
-        random.setstate(_python_state(state))
+        random.setstate(_parse_python_state(state))
 
 
 class NumberedOrder(Order):
-    """Orders drawn from the number of an epoch alone, as Keras 3.16 does.
+    """The orders drawn from an epoch's number alone, as in Keras 3.16.
 
-    A fit's first epoch has the number 1. Where a pass over the data lasts for
-    several epochs it has the number of the one that it begins in.
+    The first epoch of a fit has the number 1. If a pass over the data covers
+    several epochs, it has the number of the first of them.
     """
 
-    _of = ""  # What is shuffled: orders of rows are no orders of batches.
+    _unit = ""  # The shuffled things: orders of rows do not fit batches.
 
     def __init__(self) -> None:
         self._epochs = 1
@@ -214,41 +214,41 @@ class NumberedOrder(Order):
     @property
     def seed(self) -> str:
         """See `Order.seed`."""
-        return f"{self._of} by number:{self._epochs}"
+        return f"{self._unit} by number:{self._epochs}"
 
     def restart(self, seed: str) -> None:
         """See `Order.restart`."""
         kind, _, epochs = seed.partition(":")
-        is_ours = kind == f"{self._of} by number"
+        is_ours = kind == f"{self._unit} by number"
         if not is_ours or not re.fullmatch("[1-9][0-9]{0,9}", epochs):
             raise ValueError(
-                f"Orders of {self._of} by number resume from such a seed. "
-                "Received: that of other data, or a random state, as Keras "
-                "3.15 draws orders from. Resume with the data, and the "
-                "version of Keras, that the run began with."
+                f"The seed of orders of {self._unit} must be one of Keras "
+                "3.16, which numbers epochs. Received: the seed of other data, "
+                "or a random state, which Keras 3.15 uses. Resume with the "
+                "data, and the version of Keras, that the run began with."
             )
         self._epochs = int(epochs)
 
     def skip(self) -> None:
-        """Building a model draws nothing."""
+        """Does nothing: building a model draws no order."""
 
-    def lasts(self, epochs: int) -> None:
-        """See `Order.lasts`."""
+    def set_epochs_per_pass(self, epochs: int) -> None:
+        """See `Order.set_epochs_per_pass`."""
         self._epochs = epochs
 
-    def of(self, epoch: int) -> np.ndarray:
-        """See `Order.of`."""
+    def compute(self, epoch: int) -> np.ndarray:
+        """See `Order.compute`."""
         return self._draw(1 + epoch * self._epochs)
 
     @abc.abstractmethod
     def _draw(self, number: int) -> np.ndarray:
-        """The order with a number."""
+        """Returns the order with a number."""
 
 
 class NumberedRowOrder(NumberedOrder):
-    """As `RowOrder`, of Keras 3.16."""
+    """The orders of `RowOrder`, as in Keras 3.16."""
 
-    _of = "rows"
+    _unit = "rows"
 
     def __init__(self, rows: int, window: int | None = None) -> None:
         super().__init__()
@@ -256,16 +256,16 @@ class NumberedRowOrder(NumberedOrder):
         self._window = window
 
     def _draw(self, number: int) -> np.ndarray:
-        def permuted(window: int, rows: int) -> np.ndarray:
+        def permute(window: int, rows: int) -> np.ndarray:
             return np.random.default_rng(number + window).permutation(rows)
 
-        return _in_windows(self._rows, self._window, permuted)
+        return _permute_windows(self._rows, self._window, permute)
 
 
 class NumberedBatchOrder(NumberedOrder):
-    """As `BatchOrder`, of Keras 3.16."""
+    """The orders of `BatchOrder`, as in Keras 3.16."""
 
-    _of = "batches"
+    _unit = "batches"
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -276,85 +276,86 @@ class NumberedBatchOrder(NumberedOrder):
         self._size = size
 
     def _draw(self, number: int) -> np.ndarray:
-        return _shuffled(self._size, random.Random(number))
+        return _shuffle(self._size, random.Random(number))
 
 
-def _in_windows(
-    rows: int, size: int | None, permuted: Callable[[int, int], np.ndarray]
+def _permute_windows(
+    rows: int, size: int | None, permute: Callable[[int, int], np.ndarray]
 ) -> np.ndarray:
-    """An order of rows, or of those of each window among themselves.
+    """Returns an order of rows that keeps each row within its window.
 
     Args:
       rows: Number of rows.
-      size: Rows of a window; None for one window of all.
-      permuted: Makes the order of a window, of its number and its rows.
+      size: Number of rows of a window; None for one window of all rows.
+      permuted: A function of a window's number and number of rows that returns
+        the order within the window.
     """
     if size is None:
-        return permuted(0, rows)
+        return permute(0, rows)
     starts = range(0, rows, size)
     return np.concatenate(
-        [permuted(i, min(size, rows - s)) + s for i, s in enumerate(starts)]
+        [permute(i, min(size, rows - s)) + s for i, s in enumerate(starts)]
     )
 
 
-def _shuffled(size: int, generator: random.Random) -> np.ndarray:
+def _shuffle(size: int, generator: random.Random) -> np.ndarray:
     order = list(range(size))
     generator.shuffle(order)
     return np.array(order, int)
 
 
-# Both generators are Mersenne Twisters: 624 words and a position; numpy's
-# has a spare Gaussian besides. A seed may come from a file.
+# Both generators are Mersenne Twisters: 624 words and a position, and also a
+# spare Gaussian. A seed may come from a file, so each part is checked.
 _NUM_WORDS = 624
 _PYTHONS = 3
 
 
-def _packed(words: npt.ArrayLike, *others: object) -> str:
+def _pack(words: npt.ArrayLike, *others: object) -> str:
     raw = np.asarray(words, "<u4").tobytes()
     text = base64.b64encode(raw).decode("ascii")
     return ":".join([text, *map(repr, others)])
 
 
-def _words(text: str, count: int) -> np.ndarray:
+def _parse_words(text: str, count: int) -> np.ndarray:
     words = np.frombuffer(base64.b64decode(text, validate=True), "<u4")
     if len(words) != count:
-        raise ValueError(f"A generator has {count} words.")
+        raise ValueError(f"A generator state must have {count} words.")
     return words
 
 
-def _position(text: str) -> int:
-    # Neither numpy nor its C code looks whether it lies within the words.
+def _check_position(text: str) -> int:
+    # Neither numpy nor its C code checks that it is within the words.
     position = int(text)
     if not 0 <= position <= _NUM_WORDS:
-        raise ValueError(f"A generator's position is to {_NUM_WORDS}.")
+        raise ValueError(f"A position must be between 0 and {_NUM_WORDS}.")
     return position
 
 
-def _text(state: Any) -> str:
+def _format_numpy_state(state: Any) -> str:
     _, words, position, has_spare, spare = state
-    return _packed(words, int(position), int(has_spare), float(spare))
+    return _pack(words, int(position), int(has_spare), float(spare))
 
 
-def _numpy_state(text: str) -> tuple[Any, ...]:
+def _parse_numpy_state(text: str) -> tuple[Any, ...]:
     words, position, has_spare, spare = text.split(":")
     return (
         "MT19937",
-        _words(words, _NUM_WORDS),
-        _position(position),
+        _parse_words(words, _NUM_WORDS),
+        _check_position(position),
         int(has_spare == "1"),
         float(spare),
     )
 
 
-def _python_text(state: tuple[Any, ...]) -> str:
+def _format_python_state(state: tuple[Any, ...]) -> str:
     version, words, spare = state
-    return _packed(words, int(version), spare)
+    return _pack(words, int(version), spare)
 
 
-def _python_state(text: str) -> tuple[Any, ...]:
+def _parse_python_state(text: str) -> tuple[Any, ...]:
     words, version, spare = text.split(":")
-    numbers = tuple(map(int, _words(words, _NUM_WORDS + 1)))
-    _position(str(numbers[-1]))
+    numbers = tuple(map(int, _parse_words(words, _NUM_WORDS + 1)))
+    _check_position(str(numbers[-1]))
     if int(version) != _PYTHONS:
-        raise ValueError(f"Python's generator has version {_PYTHONS}.")
+        raise ValueError(f"The state must have version {_PYTHONS}.")
     return _PYTHONS, numbers, None if spare == "None" else float(spare)

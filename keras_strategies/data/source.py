@@ -20,23 +20,23 @@ from keras_strategies.data.source_summary import Summary
 _NUM_MARKED = 16
 Cut = Callable[[int], tuple[int, int]]
 """A function from a global batch's number of rows to the rows that this process
-wants: the first one, and one past the last one."""
+needs: the first one, and one past the last one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
-    """What one process read of a batch.
+    """The part of a batch that one process read.
 
     Attributes:
       data: A nest of arrays of shapes (rows of this process, ...): its rows,
-        in their order; maybe none, but with the dtypes and other dimensions
-        that the rows of the others have.
-      rows: Number of rows of the batch, those of all processes together; of a
-        process-local source those of `data`.
-      checksum: A checksum of the first and the last row of the whole batch, if
-        it was computed, to find whether all processes see the same.
-      counts: For a process-local source: how many of the rows each of this
-        process's replicas takes, if that is not left to the feed.
+        in order. Without rows it still has the dtypes and other dimensions of
+        the other processes' rows.
+      rows: Number of rows of the global batch; for a process-local source,
+        of `data`.
+      checksum: A checksum of the first and the last row of the global batch,
+        to compare processes by; None if it was not computed.
+      counts: For a process-local source: how many of the rows each replica of
+        this process takes; None leaves that to the feed.
 
     Example:
       ```python
@@ -54,7 +54,7 @@ class Part:
 
 
 class Passes:
-    """How often a dataset was read, by all loops together.
+    """A counter of the passes over a dataset, shared by all loops.
 
     Attributes:
       next: Number of the epoch that the next loop begins with.
@@ -64,7 +64,7 @@ class Passes:
         self.next = 0
 
     def reach(self, epoch: int) -> None:
-        """Says that a loop has begun all epochs before that one."""
+        """Records that loops have begun all epochs before `epoch`."""
         self.next = max(self.next, epoch)
 
 
@@ -73,33 +73,34 @@ class Source(abc.ABC):
 
     `fit`, `evaluate`, `predict`, their validation data,
     `experimental_distribute_dataset`, `explain_input` and an Estimator's
-    `input_fn` take one. A subclass has a method `read`, and sets of the
-    attributes what it knows; docs/extending.md has an example. Each process
-    makes a source of its own from the same arguments.
+    `input_fn` accept one. A subclass implements `read`, and sets those
+    attributes that it knows; docs/extending.md has an example. Each process
+    makes one from the same arguments.
 
-    A *global* source could give any row to any process, and gives those that
-    `cut` asks for. A *process-local* one gives rows that no other process reads
+    A *global* source can read any row in any process, and yields those that
+    `cut` selects. A *process-local* one yields rows that no other process reads
     (its files, its shard of a database).
 
-    Resuming rests on one promise: for the same `epoch` and `start`, `read`
-    yields the same rows, in any process and on any number of them.
+    Resuming relies on one promise: for the same `epoch` and `start`, `read`
+    yields the same rows, in any process and for any number of processes.
 
     Attributes:
-      kind: What it reads, for messages: "numpy arrays".
+      kind: The name of the data, for messages: "numpy arrays".
       is_process_local: Whether no other process reads these rows.
-      is_planned: Whether all lengths are known and reading cannot fail: then
-        processes do not send each other what they have read.
-      batch_size: Rows of a whole global batch, if known. A process-local
-        source yields batches of any size: the feed regroups their rows to this
-        process's share of `batch_size`, or, where that is unknown, of the
-        first batch's rows.
-      likely_size: Rows of a whole global batch if functions that are mapped
-        over batches keep their number.
+      is_planned: Whether all lengths are known and reading cannot fail. Then
+        processes do not exchange what they have read.
+      batch_size: Number of rows of a full global batch, if known. A
+        process-local source yields batches of any size: the feed regroups their
+        rows to this process's share of `batch_size`, or, if that is unknown, of
+        the first batch's rows.
+      likely_size: Number of rows of a full global batch if functions that are
+        mapped over batches keep their number of rows.
       num_batches: Number of global batches in an epoch, if known.
-      order: The orders in which it shuffles its epochs, if it does so itself.
-      is_infinite: Whether it surely never ends: `fit` needs a number of steps.
-      is_peeked: Whether what is read now only shows shapes. Data that can be
-        read only once give it again to the next reader.
+      order: The orders in which it shuffles its epochs, if it shuffles itself.
+      is_infinite: Whether it certainly never ends: `fit` needs a number of
+        steps.
+      is_peeked: Whether the present read only shows shapes. A source that can
+        be read only once yields the same data again to the next reader.
 
     Example:
       ```python
@@ -131,11 +132,11 @@ class Source(abc.ABC):
 
     @functools.cached_property
     def passes(self) -> Passes:
-        """The passes over its dataset; its own, if it is not given others."""
+        """The counter of passes over the dataset; loops may share one."""
         return Passes()
 
     def facts(self) -> dict[str, Any]:
-        """What the sources of all processes must have alike."""
+        """Returns facts that must be equal in all processes."""
         return {
             "data": self.kind,
             "own rows": self.is_process_local,
@@ -144,11 +145,11 @@ class Source(abc.ABC):
         }
 
     def summary(self) -> Summary:
-        """What `Strategy.explain_input` shows of it; reads nothing."""
+        """Returns what `Strategy.explain_input` shows; reads nothing."""
         if self.is_process_local:
             return Summary(
                 applied=AutoShardPolicy.OFF,
-                reason="each process has rows of its own",
+                reason="each process has process-local rows",
             )
         return Summary(
             applied=AutoShardPolicy.DATA, reason="it is not split by files"
@@ -156,7 +157,7 @@ class Source(abc.ABC):
 
     @property
     def checksum(self) -> int | None:
-        """A checksum of some rows: the same where the same was given.
+        """A checksum of some rows, equal in processes that read the same data.
 
         None if the parts have checksums, or need none.
         """
@@ -164,17 +165,17 @@ class Source(abc.ABC):
 
     @property
     def seed(self) -> str | int | None:
-        """What the epochs' orders are drawn from; None if that is not ours."""
+        """The seed of the epochs' orders; None if the source has none."""
         return None if self.order is None else self.order.seed
 
     def restart(self, seed: str | int | None) -> None:
-        """Takes the orders of another one; before anything is read.
+        """Switches to the orders of another source, before anything is read.
 
         Args:
-          seed: What `seed` of another source of the same data was.
+          seed: The value that `seed` of another source of the same data had.
 
         Raises:
-          ValueError: it is of another kind of data.
+          ValueError: if `seed` is of another kind of data.
         """
         if self.order is not None and seed is not None:
             self.order.restart(str(seed))
@@ -184,36 +185,36 @@ class Source(abc.ABC):
         """Reads an epoch. Called in every process, mostly from a thread.
 
         Args:
-          epoch: Number of the pass over the data, from 0; with the source's
-            seed it determines the order of the rows.
-          start: Number of global batches (for a process-local source: of its
-            own batches) to leave out at the beginning.
-          cut: Which rows of a global batch this process wants (`Cut`); a
+          epoch: Number of the pass over the data, from 0. Together with the
+            source's seed it determines the order of the rows.
+          start: Number of global batches (of a process-local source: of its
+            batches) to skip at the beginning.
+          cut: The rows of a global batch that this process needs (`Cut`); a
             process-local source ignores it.
 
         Yields:
-          A `Part` for each batch, in their order, not padded; the last one may
-          be shorter. `take` makes one of a whole batch.
+          A `Part` for each batch, in order, not padded; the last one may be
+          shorter. `take` makes one from an entire batch.
         """
 
     def begin_epoch(self, epoch: int, start: int) -> None:
-        """Called before an epoch is read; the arguments are those of `read`.
+        """Prepares an epoch; called before it is read, with `read`'s arguments.
 
-        By loops of models alone, and never twice without `end_epoch`.
+        Only loops of models call it, and never twice without `end_epoch`.
         """
         del epoch, start
 
     def end_epoch(self) -> None:
-        """Called after an epoch, whether it was read to its end or not."""
+        """Cleans up after an epoch, even if it was not read to its end."""
         return
 
     def __iter__(self) -> Iterator[Tree]:
-        """The global batches of the first epoch."""
+        """Returns an iterator over the global batches of the first epoch."""
         return (part.data for part in self.read(0, 0, all_rows))
 
 
 def all_rows(rows: int) -> tuple[int, int]:
-    """A `Cut` that wants every row."""
+    """Selects every row; a `Cut`."""
     return 0, rows
 
 
@@ -224,16 +225,16 @@ def take(
     has_checksums: bool = False,
     is_copied: bool = False,
 ) -> Part:
-    """The rows of a whole global batch that a process wants.
+    """Returns this process's rows of an entire global batch.
 
     Args:
       batch: The batch.
       cut: See `Cut`.
       has_checksums: Whether to compute the part's `checksum`: for data that
-        every process reads in an order which nothing but itself determines.
-      is_copied: Whether user code may fill the same arrays again while the
-        part is still needed: it is read ahead, and CPU devices use a host's
-        memory as it is.
+        every process reads in an order that only the data itself determines.
+      is_copied: Whether user code may refill the same arrays while the part is
+        still needed. Parts are read ahead, and CPU devices use host memory
+        without a copy.
 
     Example:
       >>> import numpy as np
@@ -251,15 +252,15 @@ def take(
     return Part(data=batch, rows=rows, checksum=checksum)
 
 
-def checked_part(part: object, kind: str) -> Part:
-    """What a source has yielded.
+def check_part(part: object, kind: str) -> Part:
+    """Returns a part that a source has yielded, after checking its type.
 
     Raises:
-      TypeError: it is no `Part`.
+      TypeError: if it is not a `Part`.
     """
     if not isinstance(part, Part):
         raise TypeError(
-            "A source yields parts of batches. Received: an object of type "
+            "A source must yield parts of batches. Received: an object of type "
             f"{type(part).__name__} from {kind}. Yield "
             "`ks.data.take(batch, cut)`, or a `ks.data.Part`."
         )
@@ -267,7 +268,7 @@ def checked_part(part: object, kind: str) -> Part:
 
 
 def rows_checksum(batch: Tree, rows: Iterable[int]) -> int:
-    """A checksum of some rows of a nest of arrays."""
+    """Computes a checksum of some rows of a nest of arrays."""
     checksum = 0
     for leaf in jax.tree.leaves(batch):
         for row in rows:
@@ -278,7 +279,7 @@ def rows_checksum(batch: Tree, rows: Iterable[int]) -> int:
 
 
 def data_checksum(batch: Tree) -> int:
-    """A checksum of all entries of a nest of arrays, in their order."""
+    """Computes a checksum of all entries of a nest of arrays."""
     checksum = 0
     for leaf in jax.tree.leaves(batch):
         data = np.ascontiguousarray(leaf).reshape(-1)
@@ -287,6 +288,6 @@ def data_checksum(batch: Tree) -> int:
 
 
 def rows_to_checksum(rows: int) -> list[int]:
-    """Rows all over a dataset, by which it is compared with another."""
+    """Returns rows spread evenly over a dataset, for a checksum."""
     count = min(rows, _NUM_MARKED)
     return [index * (rows - 1) // max(count - 1, 1) for index in range(count)]

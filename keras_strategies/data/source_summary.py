@@ -8,33 +8,34 @@ from keras_strategies.data.options import AutoShardPolicy
 
 
 class Reading(enum.Enum):
-    """What each process reads of rows that are not its own, in words.
+    """The rows that each process reads of data that is not process-local.
 
     Attributes:
-      ROWS: Its rows and no others.
-      PIPELINE: All rows, of which it keeps its own.
-      REPLICAS: Batches of each of its replicas.
+      ROWS: Only its rows.
+      PIPELINE: All rows, of which it keeps its share.
+      REPLICAS: Batches for each of its replicas.
     """
 
-    ROWS = "each process reads its own rows of each batch only"
-    PIPELINE = "each process runs the whole pipeline and keeps its own rows"
-    REPLICAS = "each replica takes whole batches from its process's dataset"
+    ROWS = "each process reads only its rows of each batch"
+    PIPELINE = "each process runs the entire pipeline and keeps its rows"
+    REPLICAS = "each replica takes entire batches from its process's dataset"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What a source says of itself without reading.
+    """A source's description of itself, made without reading.
 
     Attributes:
       applied: The policy that several processes follow.
-      reason: Why, as the end of a sentence: "because ...".
-      asked: The policy that the dataset or the user chose, where the source
-        knows. Then `applied` and `reason` hold for one process, too.
-      reading: What each process reads.
-      num_rows: Rows that the `num_batches` of an epoch are made of, if known.
-      first_rows: Rows of the first batch, if known; others may differ.
-      files: The files of processes, as far as they are known here.
-      notes: What else to know, in sentences.
+      reason: The reason for it, as the end of a sentence: "because ...".
+      asked: The policy that the dataset or the user chose, if the source knows
+        it. Then `applied` and `reason` hold for one process, too.
+      reading: The rows that each process reads.
+      num_rows: Number of rows in the `num_batches` of an epoch, if known.
+      first_rows: Number of rows of the first batch, if known; others may
+        differ.
+      files: The files of each process, as far as this process knows them.
+      notes: Further remarks, in sentences.
     """
 
     applied: AutoShardPolicy

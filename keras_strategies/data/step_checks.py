@@ -1,6 +1,6 @@
-"""Checks of what processes have sent each other of a step's batch.
+"""Checks of the messages that processes have exchanged about a step's batch.
 
-Every process has received the same, so all raise the same.
+Every process has received the same messages, so all raise the same error.
 """
 
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Any
 
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.data import batch_spec
-from keras_strategies.data.raise_together import by_process
+from keras_strategies.data.raise_together import list_values
 
 Received = list[dict[str, Any]]
 """The messages, in the order of `mesh.processes`."""
@@ -20,22 +20,22 @@ def check_places(mesh: ReplicaMesh, received: Received) -> None:
     if len(set(places)) > 1:
         raise ValueError(
             "All processes must read the same step of the same epoch. "
-            f"Received: {by_process(mesh, places)}. Iterate over "
-            "datasets equally often in all processes, and resume all at "
-            "one place."
+            f"Received: {list_values(mesh, places)}. Iterate over "
+            "datasets the same number of times in all processes, and resume "
+            "all from the same position."
         )
 
 
 def check_specs(
     mesh: ReplicaMesh, received: Received, step: int, before: str | None
 ) -> None:
-    """Raises ValueError unless all batches have one structure.
+    """Raises ValueError unless all batches have the same structure.
 
     Args:
       mesh: The replicas.
       received: The messages.
-      step: The step.
-      before: The structure of the last step's batch, if there was one.
+      step: Number of the step.
+      before: The spec of the previous step's batch, if there was one.
     """
     specs = [h.get("spec") for h in received]
     known = {spec for spec in specs if spec is not None}
@@ -43,73 +43,75 @@ def check_specs(
         raise ValueError(
             "The batches of all processes must have the same structure, "
             f"shapes and dtypes. Received: in step {step} "
-            f"{by_process(mesh, list(map(_shown, specs)))}. Check "
+            f"{list_values(mesh, list(map(_format_spec, specs)))}. Check "
             "what each process reads."
         )
     if before and known and not batch_spec.is_like(before, *known):
         raise ValueError(
             "All batches must have the same structure, ranks and dtypes. "
-            f"Received: {_shown(before)} before, {_shown(*known)} in step "
-            f"{step}. Make the dataset yield one structure."
+            f"Received: {_format_spec(before)} before, {_format_spec(*known)} "
+            f"in step {step}. Make the dataset yield one structure."
         )
 
 
-def check_whole(mesh: ReplicaMesh, received: Received, step: int) -> None:
-    """Raises ValueError unless all saw the same batch."""
+def check_global_batch(
+    mesh: ReplicaMesh, received: Received, step: int
+) -> None:
+    """Raises ValueError unless all read the same global batch."""
     rows = [h["rows"] for h in received]
     if None in rows or len(set(rows)) > 1:
-        told = ["no more rows" if n is None else f"{n} rows" for n in rows]
+        texts = ["no more rows" if n is None else f"{n} rows" for n in rows]
         raise ValueError(
             "All processes must see the same number of batches and rows. "
-            f"Received: in step {step} {by_process(mesh, told)}. Give "
-            "all processes the same data, or each its own with "
-            "`AutoShardPolicy.OFF`."
+            f"Received: in step {step} {list_values(mesh, texts)}. Give "
+            "all processes the same data, or use `AutoShardPolicy.OFF` if each "
+            "has different rows."
         )
     checksums = [h.get("checksum") for h in received]
     if any(checksum != checksums[0] for checksum in checksums):
         raise ValueError(
-            "Every process must see the same batches, of which it takes "
-            "its rows: otherwise rows are lost and others used twice. "
+            "Every process must see the same batches and take its rows from "
+            "them; otherwise some rows are lost and others used twice. "
             f"Received: rows that differ in step {step} (checksums "
-            f"{by_process(mesh, checksums)}). Shuffle "
-            "and augment with one seed in all processes, or give each "
-            "process rows of its own with `AutoShardPolicy.OFF`."
+            f"{list_values(mesh, checksums)}). Shuffle and augment with the "
+            "same seed in all processes, or use `AutoShardPolicy.OFF` if each "
+            "has different rows."
         )
 
 
 def check_readers(mesh: ReplicaMesh, received: Received, step: int) -> None:
-    """Raises ValueError where processes that share replicas differ.
+    """Raises ValueError if processes that share replicas read different rows.
 
-    Nothing else would notice: a replica's cores would compute with rows of two
-    batches.
+    Nothing else would notice: the cores of one replica would compute with rows
+    of two batches.
     """
     if not mesh.spans_processes:
         return
     facts = ("rows", "spec", "counts", "read")
-    told = [[message.get(fact) for fact in facts] for message in received]
-    group = unlike_readers(mesh, told)
+    values = [[message.get(fact) for fact in facts] for message in received]
+    group = find_unequal_readers(mesh, values)
     if group is not None:
-        shown = [
+        texts = [
             "no rows" if rows is None else f"{rows} rows of checksum {checksum}"
-            for rows, _, _, checksum in told
+            for rows, _, _, checksum in values
         ]
         raise ValueError(
             "Processes that have cores of the same replicas must read the "
-            f"same rows, in one order. Received: in step {step} "
-            f"{by_process(mesh, shown)}, where the processes {group} share "
-            "replicas. Shuffle and augment with one seed in all processes, or "
-            "choose replicas within one process."
+            f"same rows, in the same order. Received: in step {step} "
+            f"{list_values(mesh, texts)}, where the processes {group} share "
+            "replicas. Shuffle and augment with the same seed in all "
+            "processes, or choose replicas within one process."
         )
 
 
-def unlike_readers(
+def find_unequal_readers(
     mesh: ReplicaMesh, values: Sequence[object]
 ) -> list[int] | None:
-    """Returns processes that share replicas and differ, or None.
+    """Returns processes that share replicas but have different values, or None.
 
     Args:
       mesh: The replicas.
-      values: What each process has, in the order of `mesh.processes`.
+      values: The value of each process, in the order of `mesh.processes`.
     """
     of_process = dict(zip(mesh.processes, values, strict=True))
     for group in mesh.readers:
@@ -118,5 +120,5 @@ def unlike_readers(
     return None
 
 
-def _shown(spec: str | None) -> str:
-    return "no rows" if spec is None else batch_spec.shown(spec)
+def _format_spec(spec: str | None) -> str:
+    return "no rows" if spec is None else batch_spec.format_spec(spec)

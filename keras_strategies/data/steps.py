@@ -1,4 +1,4 @@
-"""The steps of a source's epochs: as many, and alike, in every process."""
+"""The steps of a source's epochs, the same number in every process."""
 
 import dataclasses
 import itertools
@@ -25,24 +25,24 @@ from keras_strategies.cluster.exchange.message_forms import Either, is_count
 from keras_strategies.cluster.exchange.rounds import Rounds
 from keras_strategies.data import batch_spec, step_checks
 from keras_strategies.data.prefetch import Prefetched
-from keras_strategies.data.raise_together import raise_together
-from keras_strategies.data.regrouping import Rows, looked_at
+from keras_strategies.data.raise_together import raise_everywhere
+from keras_strategies.data.regrouping import Rebatcher, peek
 from keras_strategies.data.source import (
     Part,
     Source,
     all_rows,
-    checked_part,
+    check_part,
     data_checksum,
 )
 
 
 def _is_size(value: object) -> bool:
-    # Shares of a batch without rows would never end.
+    # Sharing out batches without rows would never end.
     return is_count(value) and value > 0
 
 
 # The messages between processes.
-_LOOKED_AT = {"rows": [_is_size], "is_cut": bool}
+_PEEKED = {"rows": [_is_size], "is_cut": bool}
 _MARK = int | str | None
 _END = {"rows": None, "checksum?": _MARK, "error?": str}
 _ROWS = {
@@ -58,28 +58,29 @@ _PLACE = {"place": str}
 class Steps:
     """A source's epochs as steps of all processes.
 
-    A source that every process sees whole is cut: each process gets its rows
-    of every batch. Of a source that is each process's own, the rows are
-    regrouped to its share of a batch; processes whose rows have ended take
-    part without rows until all have ended.
+    If every process sees the global batches, each takes its rows of every
+    batch. If the source is process-local, the rows are regrouped to the
+    process's share of a batch; processes whose rows have ended take part
+    without rows until all have ended.
 
-    Several processes send each other, on the host, what each read for a step
-    (`Agreement`): nobody starts one that the others cannot take part in. Of
-    data whose length is known, that is done once an epoch. Processes that have
-    cores of the same replicas read the same rows (`ReplicaMesh.readers`), and
-    compare checksums of them, of every step.
+    Before each step the processes exchange, on the host, a description of the
+    rows that each has read (`Agreement`), so that none starts a step that
+    another cannot take part in. If the length of the data is known, they do so
+    once an epoch. Processes that have cores of the same replicas read the same
+    rows (`ReplicaMesh.readers`), and compare checksums of them at every step.
 
     Attributes:
-      source: What is read.
+      source: The source to read.
       mesh: The replicas.
-      name: The loop that it is for, for messages: "fit".
-      is_balanced: Whether a batch's rows are shared out evenly, as the steps
-        of models do; otherwise the replicas have fixed places in it (rule V2
-        of docs/parity.md).
-      agree: Makes the `Agreement` of an epoch; tests have another.
-      found: Of a source that is own and does not know its batch size: the
-        size, once all have looked at their first batches; None for parts that
-        are the process's as they are.
+      name: The name of the loop, for messages: "fit".
+      is_balanced: Whether a batch's rows are shared evenly, as in the steps of
+        models. Otherwise the replicas have fixed places in it (rule V2 of
+        docs/parity.md).
+      agree: A function that makes the `Agreement` of an epoch; tests replace
+        it.
+      sizes: For a process-local source that does not know its batch size: the
+        size (one entry), once all processes have looked at their first batches;
+        None if their parts are used as they are.
     """
 
     source: Source
@@ -87,37 +88,38 @@ class Steps:
     name: str
     is_balanced: bool = True
     agree: Callable[[tuple[int, ...], str], Any] = Agreement
-    found: list[int | None] = dataclasses.field(
+    sizes: list[int | None] = dataclasses.field(
         default_factory=list, init=False, compare=False
     )
 
-    def epoch(
+    def read_epoch(
         self, epoch: int, start: int = 0, is_stopped: IsStopped | None = None
     ) -> Iterator[HostBatch]:
-        """The steps of an epoch.
+        """Iterates over the steps of an epoch.
 
         Args:
-          epoch: Its number, from 0.
-          start: Number of steps to leave out at the beginning.
-          is_stopped: Asked while the others are waited for; True ends it.
+          epoch: Number of the epoch, from 0.
+          start: Number of steps to skip at the beginning.
+          is_stopped: A function called while waiting for the other processes;
+            True ends the wait.
 
         Yields:
-          What this process holds of each step's batch.
+          This process's part of each step's batch.
 
         Raises:
-          ValueError: the processes' data differ in what must be the same;
-            all processes raise.
-          RuntimeError: reading failed in another process.
+          ValueError: if the processes' data differ in facts that must be equal;
+            all processes raise it.
+          RuntimeError: if reading failed in another process.
         """
         if self.mesh.num_processes == 1:
-            return self._alone(epoch, start)
+            return self._read_alone(epoch, start)
         parts = (
             self.source.read(epoch, 0, all_rows)
             if self.source.is_process_local
             else self.source.read(epoch, start, self._cut)
         )
-        # Made now and not when the first step is read: that may be in a thread,
-        # and agreements are made in one order in all processes.
+        # Made here, not when a thread reads the first step: agreements must be
+        # made in the same order in all processes.
         about = f"the data of `{self.name}`"
         rounds = Rounds(
             self.mesh.processes,
@@ -126,33 +128,33 @@ class Steps:
             is_stopped=is_stopped,
             agree=self.agree,
         )
-        return self._agreed(rounds, parts, epoch, start)
+        return self._read_together(rounds, parts, epoch, start)
 
-    def ahead(
+    def prefetch(
         self,
         epoch: int,
         start: int,
-        items_of: Callable[[Iterator[HostBatch]], Iterator[Any]],
+        make_items: Callable[[Iterator[HostBatch]], Iterator[Any]],
         *,
         num_bytes: Callable[[Any], int],
         is_pause: Callable[[Any], bool],
     ) -> Iterator[Any]:
-        """What is made of the steps of an epoch, ahead of time if that helps.
+        """Makes items from the steps of an epoch, ahead of time if that helps.
 
         Args:
-          epoch: Its number, from 0.
-          start: Number of steps to leave out at the beginning.
-          items_of: Makes items of the steps.
+          epoch: Number of the epoch, from 0.
+          start: Number of steps to skip at the beginning.
+          items_of: A function from an iterator over steps to one over items.
           num_bytes: See `Prefetched`.
-          is_pause: See there.
+          is_pause: See `Prefetched`.
 
         Returns:
           An iterator with a method `close`.
         """
         stop = threading.Event()
-        items = items_of(self.epoch(epoch, start, stop.is_set))
+        items = make_items(self.read_epoch(epoch, start, stop.is_set))
         if self._needs_no_exchange:
-            # Slicing arrays takes less time than a thread's turn.
+            # Slicing arrays takes less time than switching threads.
             return items
         needs_thread = self.mesh.num_processes > 1
         return Prefetched(
@@ -161,13 +163,13 @@ class Steps:
 
     @property
     def _needs_no_exchange(self) -> bool:
-        """Whether an epoch's steps are known, once the first one is agreed."""
+        """Whether an epoch's steps are known once the first is agreed."""
         return self.source.is_planned and not self.mesh.spans_processes
 
-    def _alone(self, epoch: int, start: int) -> Iterator[HostBatch]:
+    def _read_alone(self, epoch: int, start: int) -> Iterator[HostBatch]:
         size = self.source.batch_size
         for read in self.source.read(epoch, start, all_rows):
-            part = checked_part(read, self.source.kind)
+            part = check_part(read, self.source.kind)
             size = size or part.rows
             yield HostBatch(
                 data=part.data,
@@ -177,12 +179,12 @@ class Steps:
             )
 
     def _cut(self, rows: int) -> tuple[int, int]:
-        parts = self._parts_of(rows, self.source.batch_size or rows)
+        parts = self._divide_rows(rows, self.source.batch_size or rows)
         start = sum(parts[: self.mesh.reader_index])
         return start, start + parts[self.mesh.reader_index]
 
-    def _parts_of(self, rows: int, batch_size: int) -> tuple[int, ...]:
-        """How many rows each reader takes of a batch that all see."""
+    def _divide_rows(self, rows: int, batch_size: int) -> tuple[int, ...]:
+        """Returns the rows that each reader takes of a global batch."""
         count = self.mesh.num_replicas
         counts = (
             balanced_rows(rows, count)
@@ -193,71 +195,73 @@ class Steps:
 
     @property
     def _size(self) -> int | None:
-        """Rows of a whole batch of process-local rows, if that is known."""
-        return self.source.batch_size or next(iter(self.found), None)
+        """Number of rows of a batch of process-local rows, if known."""
+        return self.source.batch_size or next(iter(self.sizes), None)
 
-    def _own_parts(
+    def _read_local_parts(
         self, rounds: Rounds, parts: Iterator[Part], start: int
     ) -> Iterator[Part]:
-        """This process's rows, in its share of each step."""
-        if self.source.batch_size is None and not self.found:
-            parts = self._look_ahead(rounds, parts)
+        """Iterates over this process's rows, in its share of each step."""
+        if self.source.batch_size is None and not self.sizes:
+            parts = self._find_batch_size(rounds, parts)
         if self._size is None:
             return itertools.islice(parts, start, None)
-        return self._in_shares(parts, self._size, start)
+        return self._rebatch(parts, self._size, start)
 
-    def _look_ahead(
+    def _find_batch_size(
         self, rounds: Rounds, parts: Iterator[Part]
     ) -> Iterator[Part]:
-        """Finds the batch size by the first batches of all processes.
+        """Finds the batch size from the first batches of all processes.
 
-        A process's first batch may be its only one, and short: then others'
-        count, or what is likely.
+        A process's first batch may be its only one, and short. Then the batches
+        of other processes count, or the likely size.
 
         Returns:
-          The parts, those that were looked at included.
+          An iterator over the parts, including those that were looked at.
         """
-        first, parts = looked_at(parts, 2)
+        first, parts = peek(parts, 2)
         message = {
             "rows": [part.rows for part in first],
             "is_cut": all(part.counts is None for part in first),
         }
-        received = rounds.exchange(message, _LOOKED_AT)
+        received = rounds.exchange(message, _PEEKED)
         rows = [h["rows"] for h in received if h["rows"]]
         if not all(h["is_cut"] for h in received):
-            self.found.append(None)
+            self.sizes.append(None)
         elif rows:
-            whole = [one[0] for one in rows if len(one) > 1]
+            # Only a batch that is followed by another one is surely full.
+            full = [one[0] for one in rows if len(one) > 1]
             short = [*(one[0] for one in rows), self.source.likely_size or 0]
-            self.found.append(max(whole or short))
+            self.sizes.append(max(full or short))
         return parts
 
-    def _in_shares(
+    def _rebatch(
         self, parts: Iterator[Part], size: int, start: int
     ) -> Iterator[Part]:
-        rows = Rows(parts)
+        rows = Rebatcher(parts)
         for step in itertools.count():
-            data = rows.take(self._own_share(step, size))
+            data = rows.take(self._compute_share(step, size))
             if data is None:
                 return
+            # Parts have any number of rows, so skipped steps are read, too.
             if step >= start:
                 yield Part(data=data, rows=len(jax.tree.leaves(data)[0]))
 
-    def _own_share(self, step: int, size: int) -> int:
+    def _compute_share(self, step: int, size: int) -> int:
         mesh, count = self.mesh, self.mesh.num_readers
         counts = rotated_rows(step, size, mesh.num_replicas, count)
         return rows_of_processes(counts, count)[mesh.reader_index]
 
-    def _agreed(
+    def _read_together(
         self, rounds: Rounds, parts: Iterator[Part], epoch: int, start: int
     ) -> Iterator[HostBatch]:
         with rounds:
             if self.source.is_process_local:
-                parts = self._own_parts(rounds, parts, start)
+                parts = self._read_local_parts(rounds, parts, start)
             spec: Any = None
             for step in itertools.count(start):
                 place = f"step {step} of epoch {epoch}"
-                part, received = self._exchanged(
+                part, received = self._exchange(
                     rounds, parts, place if step == start else None
                 )
                 step_checks.check_readers(self.mesh, received, step)
@@ -266,27 +270,35 @@ class Steps:
                 step_checks.check_specs(self.mesh, received, step, spec)
                 spec = next(h["spec"] for h in received if "spec" in h)
                 if not self.source.is_process_local:
-                    step_checks.check_whole(self.mesh, received, step)
+                    step_checks.check_global_batch(self.mesh, received, step)
                     assert part is not None
-                    yield self._whole(part)
+                    yield self._make_batch(part)
                     if self._needs_no_exchange:
-                        yield from map(self._whole, parts)
+                        yield from map(self._make_batch, parts)
                         return
                 elif any(h["rows"] for h in received):
-                    data = batch_spec.empty(spec) if part is None else part.data
-                    yield self._joined(data, received)
+                    data = (
+                        batch_spec.make_empty(spec)
+                        if part is None
+                        else part.data
+                    )
+                    yield self._join(data, received)
 
-    def _exchanged(
+    def _exchange(
         self, rounds: Rounds, parts: Iterator[Part], place: str | None
     ) -> tuple[Part | None, list[dict[str, Any]]]:
-        """The next part, and what all processes have sent of theirs.
+        """Reads the next part and exchanges messages about it.
 
         Args:
-          rounds: The epoch's.
-          parts: This process's.
-          place: Of the first step: where it is, which all must have alike.
+          rounds: The exchanges of the epoch.
+          parts: This process's parts.
+          place: The position of the first step, which must be the same in all
+            processes; None for later steps.
+
+        Returns:
+          This process's part, and the messages of all processes.
         """
-        part, message, error = self._next(parts)
+        part, message, error = self._read_next(parts)
         counts = Either((None, (is_count,) * self.mesh.replicas_per_process))
         forms = (_END, _ROWS | {"counts": counts})
         if place is not None:
@@ -296,19 +308,19 @@ class Steps:
             forms = tuple(form | _PLACE for form in forms)
         received = rounds.exchange(message, Either(forms))
         what = f"Reading the data of `{self.name}`"
-        raise_together(self.mesh, what, received, error)
+        raise_everywhere(self.mesh, what, received, error)
         if place is not None:
             step_checks.check_places(self.mesh, received)
         return part, received
 
-    def _joined(self, data: Tree, received: list[dict[str, Any]]) -> HostBatch:
-        """A batch to which each reader gives rows of its own."""
+    def _join(self, data: Tree, received: list[dict[str, Any]]) -> HostBatch:
+        """Makes a batch to which each reader contributes its rows."""
         received = self.mesh.first_of_readers(received)
         rows = tuple(h["rows"] or 0 for h in received)
-        given, counts = [h.get("counts") for h in received], None
-        if any(one is not None for one in given):
+        by_reader, counts = [h.get("counts") for h in received], None
+        if any(one is not None for one in by_reader):
             nothing = [0] * self.mesh.replicas_per_process
-            counts = tuple(n for one in given for n in one or nothing)
+            counts = tuple(n for one in by_reader for n in one or nothing)
         return HostBatch(
             data=data,
             parts=rows,
@@ -316,26 +328,26 @@ class Steps:
             counts=counts,
         )
 
-    def _whole(self, part: Part) -> HostBatch:
+    def _make_batch(self, part: Part) -> HostBatch:
         size = self.source.batch_size or part.rows
         return HostBatch(
             data=part.data,
-            parts=self._parts_of(part.rows, size),
+            parts=self._divide_rows(part.rows, size),
             batch_size=size,
         )
 
-    def _next(
+    def _read_next(
         self, parts: Iterator[Part]
     ) -> tuple[Part | None, dict[str, Any], Exception | None]:
-        """A part or an error, and its message to the others."""
+        """Reads a part; returns it or an error, and the message about it."""
         try:
             part = next(parts, None)
             if part is None:
                 return None, {"rows": None}, None
-            part = checked_part(part, "it")
+            part = check_part(part, "it")
             message = {
                 "rows": part.rows,
-                "spec": batch_spec.spec_of(part.data),
+                "spec": batch_spec.make_spec(part.data),
                 "checksum": part.checksum,
                 "counts": part.counts,
             }

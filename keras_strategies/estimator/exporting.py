@@ -107,9 +107,9 @@ def write_features(model_dir: str, features: Tree) -> None:
     example = keras.tree.map_structure(
         functools.partial(_make_zeros, 0), features
     )
-    text = batch_spec.spec_of(example)
+    text = batch_spec.make_spec(example)
     try:
-        batch_spec.empty(text, has_classes=False)
+        batch_spec.make_empty(text, has_classes=False)
     except ValueError:
         # Named tuples are not written: a process without their classes could
         # not read the file.
@@ -133,7 +133,7 @@ def read_features(model_dir: str) -> Tree:
     if text is None:
         return None
     try:
-        return batch_spec.empty(text.decode("utf-8"), has_classes=False)
+        return batch_spec.make_empty(text.decode("utf-8"), has_classes=False)
     except ValueError as error:
         _logger.warning("%s is ignored: %s", path, error)
         return None

@@ -64,11 +64,11 @@ def test_sources_of_grain_give_many_rows_at_once():
     assert type(source).__name__ == "SourceMapDataset"
     assert hasattr(source, "_source")
     assert hasattr(source, "_record_metrics")
-    assert grain_rows._has_many(type(source))
+    assert grain_rows._reads_many(type(source))
     mapped = source.map(lambda x: 2 * x)
     assert list(mapped._parents) == [source]
     assert mapped._getitems([1, 3]) == [2, 6]
-    stacked = grain_rows.stacked_rows(mapped.batch(4))
+    stacked = grain_rows.find_stacked_rows(mapped.batch(4))
     assert stacked is not None
     assert stacked.many is not None
     assert stacked.read([0, 2]) == [0, 4]
@@ -115,15 +115,15 @@ def test_datasets_of_tf_tell_what_they_are(dataset, kind):
 def test_datasets_of_tf_tell_sizes_and_arrays():
     batched = NUMBERS.batch(3)
     assert int(batched._batch_size) == 3
-    assert tf_nodes.likely_batch_size(batched.map(tf.identity).prefetch(2)) == 3
-    assert tf_nodes.likely_batch_size(NUMBERS.map(tf.identity)) is None
+    assert tf_nodes.guess_batch_size(batched.map(tf.identity).prefetch(2)) == 3
+    assert tf_nodes.guess_batch_size(NUMBERS.map(tf.identity)) is None
     slices = tf.data.Dataset.from_tensor_slices(np.ones((3, 2)))
     (tensor,) = slices._tensors
     assert tuple(tensor.shape) == (3, 2)
     loose = NUMBERS.map(tf.identity, num_parallel_calls=2, deterministic=False)
     assert loose._deterministic == "false"
     assert not tf_nodes.is_plain(loose)
-    graph = tf_graph.graph_of(batched)
+    graph = tf_graph.write_graph(batched)
     kinds = {tf_graph.kind_of(node) for node in graph.node}
     assert {"BatchDataset", "RangeDataset"} <= kinds
 

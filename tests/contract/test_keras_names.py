@@ -159,8 +159,8 @@ def passes_of(epochs, num_batches, steps_per_epoch):
 
 
 def orders_of(order, each, count):
-    order.lasts(each)
-    return [order.of(k).tolist() for k in range(count)]
+    order.set_epochs_per_pass(each)
+    return [order.compute(k).tolist() for k in range(count)]
 
 
 def seeded():

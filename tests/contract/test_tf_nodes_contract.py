@@ -29,8 +29,8 @@ READ = (
 
 
 def nodes(dataset, kind):
-    graph = tf_graph.graph_of(dataset)
-    return [node for _, node in tf_graph.nodes_of(graph, {kind})]
+    graph = tf_graph.write_graph(dataset)
+    return [node for _, node in tf_graph.find_nodes(graph, {kind})]
 
 
 @pytest.mark.parametrize("kind", sorted(READ))
@@ -81,7 +81,7 @@ def test_shuffles_tell_whether_they_are_drawn_anew():
         )
         assert shuffle.op in tf_nodes.SEED_INPUTS
         assert "reshuffle_each_iteration" in shuffle.attr
-        assert tf_nodes.is_drawn_anew(shuffle) == anew
+        assert tf_nodes.is_reshuffled(shuffle) == anew
     numbers = tf.data.Dataset.random(rerandomize_each_iteration=True)
     (random,) = nodes(numbers.take(2), "RandomDataset")
     assert random.op in tf_nodes.SEED_INPUTS
@@ -96,8 +96,10 @@ def test_every_shuffle_of_tf_data_is_known():
         lambda: tf.data.Dataset.sample_from_datasets([NUMBERS, NUMBERS]),
         lambda: NUMBERS.flat_map(lambda x: NUMBERS.shuffle(8)),
     ):
-        assert tf_nodes.is_drawn(tf_graph.graph_of(make()))
-    assert not tf_nodes.is_drawn(tf_graph.graph_of(NUMBERS.cache().batch(2)))
+        assert tf_nodes.draws_order(tf_graph.write_graph(make()))
+    assert not tf_nodes.draws_order(
+        tf_graph.write_graph(NUMBERS.cache().batch(2))
+    )
 
 
 def test_an_unknown_operation_that_draws_is_refused():
@@ -111,13 +113,15 @@ def test_an_unknown_operation_that_draws_is_refused():
     )
     sampled = tf.data.experimental.from_variant(variant, NUMBERS.element_spec)
     with pytest.raises(RuntimeError, match=r"Received: 'SamplingDataset' of T"):
-        tf_nodes.is_drawn(tf_graph.graph_of(sampled))
+        tf_nodes.draws_order(tf_graph.write_graph(sampled))
 
 
 def test_shards_tell_their_number_and_those_of_files_that_they_are(tmp_path):
-    (found,) = tf_nodes.shards_of(tf_graph.graph_of(NUMBERS.shard(3, 1)))
+    (found,) = tf_nodes.find_shards(tf_graph.write_graph(NUMBERS.shard(3, 1)))
     assert found[2] == 3
-    assert not tf_nodes.shards_of_files(tf_graph.graph_of(NUMBERS.shard(3, 1)))
+    assert not tf_nodes.find_file_shards(
+        tf_graph.write_graph(NUMBERS.shard(3, 1))
+    )
     assert "require_non_empty" in OPERATIONS["ShardDataset"]
 
 
@@ -135,15 +139,15 @@ def test_orders_of_parallel_operations_are_attributes():
 def test_variables_and_draws_of_functions_are_seen():
     variable = tf.Variable(np.int64(1))
     read = NUMBERS.map(lambda x: x + variable)
-    assert tf_nodes.has_variables(tf_graph.graph_of(read))
-    assert not tf_nodes.has_variables(tf_graph.graph_of(NUMBERS))
+    assert tf_nodes.has_variables(tf_graph.write_graph(read))
+    assert not tf_nodes.has_variables(tf_graph.write_graph(NUMBERS))
     for draw in (
         lambda x: tf.random.uniform(()),
         lambda x: tf.random.stateless_normal((), (1, 2)),
         lambda x: tf.py_function(lambda: 1.0, [], tf.float32),
         lambda x: tf.random.truncated_normal(()),
     ):
-        graph = tf_graph.graph_of(NUMBERS.map(draw))
+        graph = tf_graph.write_graph(NUMBERS.map(draw))
         is_stateless = draw.__code__.co_names[-1] == "stateless_normal"
         assert tf_nodes.changes_rows(graph) != is_stateless
 

@@ -28,19 +28,19 @@ NESTS = [
 
 @pytest.mark.parametrize("nest", NESTS, ids=str)
 def test_an_empty_batch_is_like_its_first(nest):
-    empty = batch_spec.empty(batch_spec.spec_of(nest))
+    empty = batch_spec.make_empty(batch_spec.make_spec(nest))
     assert jax.tree.structure(empty) == jax.tree.structure(nest)
     for leaf, like in zip(
         jax.tree.leaves(empty), jax.tree.leaves(nest), strict=True
     ):
         assert leaf.dtype == like.dtype
         assert leaf.shape == (0, *like.shape[1:])
-    assert batch_spec.spec_of(empty) == batch_spec.spec_of(nest)
+    assert batch_spec.make_spec(empty) == batch_spec.make_spec(nest)
 
 
 def test_dicts_of_another_order_are_alike():
     x, y = np.zeros((2, 1)), np.zeros(2)
-    assert batch_spec.spec_of({"x": x, "y": y}) == batch_spec.spec_of(
+    assert batch_spec.make_spec({"x": x, "y": y}) == batch_spec.make_spec(
         {"y": y, "x": x}
     )
 
@@ -58,14 +58,14 @@ def test_dicts_of_another_order_are_alike():
     ],
 )
 def test_what_is_like_another(one, other, is_like):
-    specs = batch_spec.spec_of(one), batch_spec.spec_of(other)
+    specs = batch_spec.make_spec(one), batch_spec.make_spec(other)
     assert batch_spec.is_like(*specs) is is_like
     assert batch_spec.is_like(*reversed(specs)) is is_like
 
 
 def test_it_is_shown_as_users_write_it():
     batch = {"x": np.zeros((2, 3), "float32"), "y": np.zeros(2, "int64")}
-    assert batch_spec.shown(batch_spec.spec_of(batch)) == str(
+    assert batch_spec.format_spec(batch_spec.make_spec(batch)) == str(
         {"x": "float32[?, 3]", "y": "int64[?]"}
     )
 
@@ -83,7 +83,7 @@ def test_nests_keep_their_kinds_and_order():
         Named(*arrays),
         {"b": Named(*arrays), "a": [arrays[0]]},
     ):
-        made = batch_spec.empty(batch_spec.spec_of(batch))
+        made = batch_spec.make_empty(batch_spec.make_spec(batch))
         assert jax.tree.structure(made) == jax.tree.structure(batch)
         for leaf, other in zip(
             jax.tree.leaves(made), jax.tree.leaves(batch), strict=True
@@ -94,13 +94,13 @@ def test_nests_keep_their_kinds_and_order():
 
 def test_what_cannot_be_told_is_refused():
     with pytest.raises(TypeError, match="Received: a set"):
-        batch_spec.spec_of((np.ones(2), {1}))
+        batch_spec.make_spec((np.ones(2), {1}))
     own = collections.namedtuple("own", "a b")
     with pytest.raises(TypeError, match="Received: a named tuple 'own'"):
-        batch_spec.spec_of(own(np.ones(2), np.ones(2)))
-    spec = batch_spec.spec_of(Named(np.ones(2), np.ones(2)))
+        batch_spec.make_spec(own(np.ones(2), np.ones(2)))
+    spec = batch_spec.make_spec(Named(np.ones(2), np.ones(2)))
     with pytest.raises(TypeError, match="top of a module"):
-        batch_spec.empty(spec.replace("Named", "Gone"))
+        batch_spec.make_empty(spec.replace("Named", "Gone"))
 
 
 def spec_with(part):
@@ -151,8 +151,8 @@ FOREIGN = [
 
 @pytest.mark.parametrize("text", FOREIGN, ids=lambda text: text[:40])
 def test_what_is_no_structure_is_refused(text):
-    with pytest.raises(ValueError, match="as `spec_of` writes it"):
-        batch_spec.empty(text)
+    with pytest.raises(ValueError, match="text that `make_spec` wrote"):
+        batch_spec.make_empty(text)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_what_is_no_structure_is_refused(text):
 def test_a_class_is_neither_imported_nor_called(name):
     before = set(sys.modules)
     with pytest.raises(TypeError, match="top of a module"):
-        batch_spec.empty(spec_with({"named": name, "items": [LEAF]}))
+        batch_spec.make_empty(spec_with({"named": name, "items": [LEAF]}))
     assert set(sys.modules) == before
     assert not done
 
@@ -209,30 +209,30 @@ class Counted(NamedTuple("Base", [("a", np.ndarray)])):
 
 
 def test_a_named_tuple_is_made_without_its_own_code():
-    spec = batch_spec.spec_of(Counted(np.ones((2, 3))))
+    spec = batch_spec.make_spec(Counted(np.ones((2, 3))))
     done.clear()
-    made = batch_spec.empty(spec)
+    made = batch_spec.make_empty(spec)
     assert type(made) is Counted
     assert made.a.shape == (0, 3)
     assert not done
 
 
 def test_files_name_no_classes():
-    spec = batch_spec.spec_of(Named(np.ones(2), np.ones(2)))
-    with pytest.raises(ValueError, match="as `spec_of` writes it"):
-        batch_spec.empty(spec, has_classes=False)
+    spec = batch_spec.make_spec(Named(np.ones(2), np.ones(2)))
+    with pytest.raises(ValueError, match="text that `make_spec` wrote"):
+        batch_spec.make_empty(spec, has_classes=False)
 
 
 def test_ten_thousand_damaged_structures_are_refused_or_read():
     random = np.random.default_rng(0)
-    good = batch_spec.spec_of(
+    good = batch_spec.make_spec(
         {"a": (np.ones((2, 3)), [np.ones(2, "int32")]), "b": Named(1.0 * X, X)}
     )
     before = set(sys.modules)
     for _ in range(10_000):
         text = mutated(good, random)
         with contextlib.suppress(ValueError, TypeError):
-            batch_spec.empty(text)
+            batch_spec.make_empty(text)
     assert set(sys.modules) == before
     assert not done
 

@@ -132,7 +132,7 @@ def test_an_error_of_a_size_is_raised():
 def test_no_more_than_the_depth_is_read_ahead():
     recorded = Recorded()
     items = prefetched(recorded)
-    depth = prefetch._depth(8)
+    depth = prefetch._choose_depth(8)
     for taken in range(1, 30):
         assert next(items) == taken - 1
         # More is read when half of what was read ahead is given out.
@@ -145,8 +145,8 @@ def test_no_more_than_the_depth_is_read_ahead():
 
 
 def test_large_items_are_read_one_by_one():
-    assert prefetch._depth(1 << 60) == 1
-    assert prefetch._depth(0) == prefetch._MAX_DEPTH
+    assert prefetch._choose_depth(1 << 60) == 1
+    assert prefetch._choose_depth(0) == prefetch._MAX_DEPTH
 
 
 def test_a_pause_lasts_until_the_next_item_is_asked_for():

@@ -42,7 +42,7 @@ def _seeded():
 
 
 def lists(order, epochs):
-    return [order.of(epoch).tolist() for epoch in epochs]
+    return [order.compute(epoch).tolist() for epoch in epochs]
 
 
 def test_rows_are_in_the_order_of_numpys_draws():
@@ -57,7 +57,7 @@ def test_rows_are_in_the_order_of_numpys_draws():
 
 
 def test_rows_are_shuffled_within_windows():
-    order = RowOrder(13, window=4).of(0)
+    order = RowOrder(13, window=4).compute(0)
     for start in range(0, 13, 4):
         window = order[start : start + 4]
         assert sorted(window) == list(range(start, min(start + 4, 13)))
@@ -101,7 +101,7 @@ def test_a_seed_gives_the_same_orders_elsewhere(make):
 def test_a_seed_is_kept_while_orders_are_drawn(make):
     order = make()
     seed = order.seed
-    order.of(3)
+    order.compute(3)
     assert order.seed == seed
 
 
@@ -133,18 +133,18 @@ def test_a_spare_gaussian_is_part_of_the_seed(make):
     np.random.normal()
     random.gauss(0, 1)
     order = make()
-    order.of(0)
+    order.compute(0)
     other = make()
     other.restart(order.seed)
     assert other.seed == order.seed
-    assert other.of(2).tolist() == order.of(2).tolist()
+    assert other.compute(2).tolist() == order.compute(2).tolist()
 
 
 @pytest.mark.parametrize("size", [0, 1])
 def test_small_orders(size):
-    assert RowOrder(size).of(1).tolist() == list(range(size))
-    assert BatchOrder(size).of(1).tolist() == list(range(size))
-    assert BatchOrder(size).of(1).dtype.kind == "i"
+    assert RowOrder(size).compute(1).tolist() == list(range(size))
+    assert BatchOrder(size).compute(1).tolist() == list(range(size))
+    assert BatchOrder(size).compute(1).dtype.kind == "i"
 
 
 def damaged(seed, **changed):
@@ -211,7 +211,7 @@ def test_a_pass_has_the_number_of_the_epoch_that_it_begins_in(name):
     make, _ = NUMBERED[name]
     each = lists(make(), range(7))
     order = make()
-    order.lasts(3)
+    order.set_epochs_per_pass(3)
     assert lists(order, range(3)) == [each[0], each[3], each[6]]
     # That belongs to what a position needs to find the orders again.
     other = make()
@@ -239,6 +239,6 @@ def test_orders_of_one_kind_refuse_seeds_of_the_other(name):
 @pytest.mark.parametrize("make", [BatchOrder, NumberedBatchOrder])
 def test_batches_may_become_more(make):
     order = make(4)
-    assert sorted(order.of(0)) == list(range(4))
+    assert sorted(order.compute(0)) == list(range(4))
     order.resize(6)
-    assert sorted(order.of(1)) == list(range(6))
+    assert sorted(order.compute(1)) == list(range(6))

@@ -14,7 +14,7 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import (
 )
 
 from keras_strategies._core.rows import rows_of_processes, rows_of_replicas
-from keras_strategies.data.distributed import counts_of
+from keras_strategies.data.distributed import count_rows
 from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.sources.iterables import IterableSource
 from keras_strategies.data.sources.numpy_dataset import NumpyDataset, RowsSource
@@ -199,7 +199,7 @@ def check_counts(batch, workers, replicas, own, is_balanced):
     if is_balanced:
         return
     mesh = Mesh(num_processes=workers, replicas_per_process=replicas)
-    counts = counts_of(batch, mesh)
+    counts = count_rows(batch, mesh)
     assert rows_of_processes(counts, workers) == batch.parts
     if not own and batch.rows == batch.batch_size:
         size = batch.batch_size
@@ -473,4 +473,4 @@ def test_a_process_that_tells_of_no_batch_is_named(rows):
         agree=Agreement,
     )
     with pytest.raises(RuntimeError, match=r"of process 1, of which it\['rows"):
-        next(steps.epoch(0))
+        next(steps.read_epoch(0))

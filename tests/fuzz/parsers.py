@@ -60,7 +60,7 @@ from keras_strategies.cluster.watchdog.heartbeat_thread import (
     _processes_of,
 )
 from keras_strategies.data import batch_spec
-from keras_strategies.data.raise_together import raise_together
+from keras_strategies.data.raise_together import raise_everywhere
 from keras_strategies.data.shuffled_orders import BatchOrder, RowOrder
 from keras_strategies.data.source import Part
 from keras_strategies.data.steps import Steps
@@ -111,9 +111,9 @@ class Pair(NamedTuple):
 
 _ROWS = np.ones((2, 3), "float32")
 STRUCTURES = [
-    batch_spec.spec_of({"a": (_ROWS, [np.ones(2, "int32")]), "b": _ROWS}),
-    batch_spec.spec_of(Pair(_ROWS, None)),
-    batch_spec.spec_of((_ROWS, {1: np.ones(2, "U5")})),
+    batch_spec.make_spec({"a": (_ROWS, [np.ones(2, "int32")]), "b": _ROWS}),
+    batch_spec.make_spec(Pair(_ROWS, None)),
+    batch_spec.make_spec((_ROWS, {1: np.ones(2, "U5")})),
 ]
 FIGURES = [
     json.dumps(
@@ -356,7 +356,7 @@ def _heard_by_steps(size: int | None) -> Parse:
             name="fit",
             agree=lambda processes, name: _Talk(*texts),
         )
-        return list(itertools.islice(steps.epoch(0), 3))
+        return list(itertools.islice(steps.read_epoch(0), 3))
 
     return parse
 
@@ -370,7 +370,7 @@ def _heard_by_makers(text: str) -> object:
     ):
         with contextlib.suppress(RuntimeError):
             heard = rounds.exchange({}, form)
-            raise_together(_MESH, "It", heard[1:] * 2, None)
+            raise_everywhere(_MESH, "It", heard[1:] * 2, None)
     form = {"number": int}
     return rounds.exchange({"number": 1}, form)
 
@@ -402,7 +402,7 @@ def _object_states(text: str) -> object:
 def _seed(order: Any) -> Parse:
     def parse(text: str) -> object:
         order.restart(text)
-        return order.of(0)
+        return order.compute(0)
 
     return parse
 
@@ -441,12 +441,14 @@ PARSERS: dict[str, Parser] = {
     ),
     "structure": Parser(
         documents=STRUCTURES,
-        prepared=of(batch_spec.empty),
+        prepared=of(batch_spec.make_empty),
         errors=(ValueError, TypeError),
     ),
     "structure of a file": Parser(
         documents=STRUCTURES,
-        prepared=of(lambda text: batch_spec.empty(text, has_classes=False)),
+        prepared=of(
+            lambda text: batch_spec.make_empty(text, has_classes=False)
+        ),
         errors=(ValueError,),
     ),
     "structures compared": Parser(
@@ -658,7 +660,7 @@ PARSERS: dict[str, Parser] = {
             json.dumps(
                 {
                     "rows": 2,
-                    "spec": batch_spec.spec_of(_ROWS),
+                    "spec": batch_spec.make_spec(_ROWS),
                     "checksum": None,
                     "counts": None,
                     "place": "step 0 of epoch 0",

@@ -90,7 +90,7 @@ def test_an_optional_tells_the_end():
     taken = [iterator.get_next_as_optional() for _ in range(3)]
     assert [o.has_value() for o in taken] == [True, True, False]
     assert taken[0].get_value()[0].values[0].shape == (4, 1)
-    with pytest.raises(ValueError, match="empty Optional"):
+    with pytest.raises(ValueError, match="Optional with a value"):
         taken[2].get_value()
     with pytest.raises(StopIteration):
         iterator.get_next()
@@ -125,7 +125,7 @@ def test_a_loop_over_it_counts_the_true_rows(replicas):
 
 @pytest.mark.parametrize("wrong", [X, (X, X), {"x": X}, [X], 3, None])
 def test_what_yields_no_batches_is_refused(wrong):
-    with pytest.raises(TypeError, match="yields global batches"):
+    with pytest.raises(TypeError, match="must yield global batches"):
         mirrored(2).experimental_distribute_dataset(wrong)
 
 
@@ -238,7 +238,7 @@ def test_a_function_is_told_about_its_pipeline():
             for batch in dataset
         ]
         assert shapes == [[4, 4], [4, 2]]
-    with pytest.raises(ValueError, match="share a global batch evenly"):
+    with pytest.raises(ValueError, match="multiple of the number of"):
         contexts[0].get_per_replica_batch_size(7)
 
 
@@ -258,12 +258,12 @@ def test_the_old_name_of_datasets_from_function_warns_once(monkeypatch):
 
 def test_what_is_no_function_of_batches_is_refused():
     strategy = mirrored(2)
-    with pytest.raises(TypeError, match="A function that makes a dataset"):
+    with pytest.raises(TypeError, match="a function that makes a dataset"):
         strategy.distribute_datasets_from_function(NUMPY.batch(2))
-    with pytest.raises(TypeError, match="yields global batches"):
+    with pytest.raises(TypeError, match="must yield global batches"):
         strategy.distribute_datasets_from_function(lambda _: X)
     mixed = batches_of([X[:2], X[:2].astype("int32")])
-    with pytest.raises(ValueError, match="in their number of rows only"):
+    with pytest.raises(ValueError, match="only in their number of rows"):
         next(iter(strategy.distribute_datasets_from_function(lambda _: mixed)))
 
 
@@ -308,7 +308,7 @@ def test_a_traced_function_reads_no_iterator():
         return x + strategy.reduce("sum", next(iterator), axis=0)
 
     for transform in (jax.jit, jax.make_jaxpr, lambda f: jax.jit(jax.grad(f))):
-        with pytest.raises(ValueError, match="one that JAX traces"):
+        with pytest.raises(ValueError, match="a traced function"):
             transform(fn)(0.0)
     # A gradient that is computed on the spot reads anew in each call.
     found = [float(jax.value_and_grad(lambda x: fn(x)[0])(0.0)[0])]
@@ -328,5 +328,5 @@ def test_a_train_step_reads_no_iterator():
     with strategy.scope():
         model = Reading([keras.Input((1,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
-    with pytest.raises(ValueError, match="Read it before"):
+    with pytest.raises(ValueError, match="Read the batch first"):
         model.fit(np.zeros((4, 1)), np.zeros((4, 1)), verbose=0)

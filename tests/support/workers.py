@@ -134,7 +134,7 @@ def read_all(
         )
         try:
             source.begin_epoch(epoch, start)
-            batches = steps.epoch(epoch, start)
+            batches = steps.read_epoch(epoch, start)
             taken = []
             for batch in batches:
                 taken.append(batch)

@@ -17,47 +17,47 @@ from keras_strategies._core.batches import num_rows
 from keras_strategies._types import Dataset, Tree
 from keras_strategies.data.grain.grain_rows import (
     Stacked,
-    checksum_of,
-    stacked_rows,
-    with_parents,
+    compute_checksum,
+    find_stacked_rows,
+    iterate_pipeline,
 )
-from keras_strategies.data.loaded import LoadedSource, check_by_rows, is_own
+from keras_strategies.data.loaded import LoadedSource, check_by_rows, is_local
 from keras_strategies.data.options import AutoShardPolicy
-from keras_strategies.data.own_rows import OwnRows, stack_rows
+from keras_strategies.data.own_rows import ProcessRows, stack_rows
 from keras_strategies.data.source import Cut, Part, take
 
-# Batches of a `MapDataset` that are read at once, and so read ahead.
+# Batches of a `MapDataset` that are read concurrently, ahead of time.
 _NUM_THREADS = 4
-# Positions of an iterator that are held, for reading on from one of them.
+# Positions of an iterator whose states are kept, to resume from one of them.
 _NUM_STATES = 64
-# grain's length of what `repeat()` returns is `sys.maxsize`, before `batch`.
+# In grain a dataset after `repeat()` has `sys.maxsize` elements; after `batch`,
+# fewer.
 _ENDLESS = 2**40
 
 
 class GrainSource(LoadedSource):
     """The batches of a `grain.MapDataset`, `IterDataset` or `DataLoader`.
 
-    Of a `MapDataset` whose last transformation is `.batch(...)`, stacking
-    rows, a process reads its own rows only; batches start at any position and
-    epoch `e` has the order that grain gives the `e`-th repetition, so that a
-    seeded `shuffle` shuffles anew. Any other one yields whole batches to every
+    If the last transformation of a `MapDataset` is `.batch(...)`, stacking
+    rows, a process reads only its rows. Reading starts at any position, and
+    epoch `e` has the order of grain's `e`-th repetition, so that a seeded
+    `shuffle` differs between epochs. Other data yield entire batches to every
     process, which keeps its rows: an `IterDataset`, a `DataLoader`, or
-    transformations after `.batch(...)`. Their epochs are alike.
+    transformations after `.batch(...)`. Their epochs are the same.
 
     Differs from tf: a `DataLoader` that grain's `ShardOptions` already divide
-    over the processes is left as it is, and its batch size is, as everywhere
-    in grain, that of one process.
+    over the processes is left as it is. Its batch size is that of one process,
+    as everywhere in grain.
 
     Args:
-      dataset: What to read; its elements are batches.
+      dataset: The data to read; its elements are batches.
       num_processes: Number of processes that read it.
-      process_index: This process's place among them.
-      seed: Not used: grain asks for seeds of its own.
-      policy: AUTO and DATA divide the rows; OFF leaves what each process is
-        given to it.
+      process_index: Index of this process among them.
+      seed: Not used: grain's datasets have their own seeds.
+      policy: AUTO and DATA share the rows; OFF makes the data process-local.
 
     Raises:
-      ValueError: the elements are not batches, or the policy or the shard
+      ValueError: if the elements are not batches, or the policy or the shard
         options do not fit.
     """
 
@@ -73,9 +73,9 @@ class GrainSource(LoadedSource):
         policy: AutoShardPolicy = AutoShardPolicy.AUTO,
     ) -> None:
         del seed
-        check_by_rows(policy, "A grain dataset is")
+        check_by_rows(policy, "A grain dataset")
         is_divided = False
-        if num_processes > 1 and not is_own(num_processes, policy):
+        if num_processes > 1 and not is_local(num_processes, policy):
             is_divided = _is_divided(dataset, num_processes, process_index)
             _warn_of_slices(dataset, num_processes, process_index)
         _warn_of_lost_rows(dataset)
@@ -86,17 +86,17 @@ class GrainSource(LoadedSource):
 
 
 class _MapBatches:
-    """Batches of a `MapDataset`, in any order."""
+    """The batches of a `MapDataset`, readable in any order."""
 
     has_checksums = False
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
         self._len = len(dataset)
-        self.stacked = stacked_rows(dataset)
+        self.stacked = find_stacked_rows(dataset)
         self.is_by_rows = self.stacked is not None
-        self._own = OwnRows()
-        self._checksum = checksum_of(dataset)
+        self._process_rows = ProcessRows()
+        self._checksum = compute_checksum(dataset)
         self.is_infinite = self._len >= _ENDLESS
         self.length = None if self.is_infinite else self._len
         self.batch_size = self.num_rows = None
@@ -104,7 +104,7 @@ class _MapBatches:
             self.batch_size = self.stacked.batch_size
             self.num_rows = len(self.stacked.rows)
         elif self._len:
-            self.batch_size = _rows_of_first(self._whole(0))
+            self.batch_size = _count_rows(self._read_batch(0))
 
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
         offset = 0 if self.length is None else epoch * self._len
@@ -112,94 +112,100 @@ class _MapBatches:
         def part(index: int) -> Part:
             if self.stacked is None:
                 return take(
-                    self._whole(offset + index),
+                    self._read_batch(offset + index),
                     cut,
                     has_checksums=self.has_checksums,
                 )
-            return self._rows(self.stacked, epoch, index, cut)
+            return self._read_rows(self.stacked, epoch, index, cut)
 
-        return _in_threads(part, range(start, self._len))
+        return _read_in_threads(part, range(start, self._len))
 
-    def _whole(self, index: int) -> Tree:
+    def _read_batch(self, index: int) -> Tree:
         batch = self._dataset[index]
         if batch is None:
             raise ValueError(
                 "Every index of a `grain.MapDataset` must hold a batch. "
                 f"Received: None at {index}, as after `filter`. Call "
-                "`.to_iter_dataset()`, which leaves such elements out."
+                "`.to_iter_dataset()`, which skips such elements."
             )
-        return _arrays(batch)
+        return _to_arrays(batch)
 
-    def _rows(self, stacked: Stacked, epoch: int, index: int, cut: Cut) -> Part:
+    def _read_rows(
+        self, stacked: Stacked, epoch: int, index: int, cut: Cut
+    ) -> Part:
         total = len(stacked.rows)
         first = index * stacked.batch_size
         rows = min(stacked.batch_size, total - first)
         first += 0 if self.length is None else epoch * total
 
         def read(start: int, stop: int) -> Tree:
-            found = stacked.read([*range(first + start, first + stop)])
-            return _arrays(stack_rows(found, "Pad them before `.batch(...)`."))
+            read = stacked.read([*range(first + start, first + stop)])
+            return _to_arrays(
+                stack_rows(read, "Pad them before `.batch(...)`.")
+            )
 
-        return self._own.part(read, rows, cut, self._checksum)
+        return self._process_rows.make_part(read, rows, cut, self._checksum)
 
 
 class _IteratedBatches:
     """Batches that come one after the other, from an iterator with states.
 
-    The first one is read at once, and kept for the first epoch.
+    The first batch is read at once, and kept for the first epoch.
     """
 
     length = num_rows = None
     is_by_rows = has_checksums = False
-    is_infinite = False  # Whether it ends, nobody knows.
+    is_infinite = False  # Unknown, in fact.
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
         self._states: dict[int, Any] = {}
-        self._begun: tuple[Any, list[Tree]] | None = None
-        self.batch_size = _size_of_operations(dataset)
+        self._first_pass: tuple[Any, list[Tree]] | None = None
+        self.batch_size = _find_batch_size(dataset)
         if self.batch_size is None:
             iterator = iter(dataset)
-            first = [_arrays(batch) for batch in itertools.islice(iterator, 1)]
-            self._begun = iterator, first
+            first = [
+                _to_arrays(batch) for batch in itertools.islice(iterator, 1)
+            ]
+            self._first_pass = iterator, first
             if first:
-                self.batch_size = _rows_of_first(first[0])
+                self.batch_size = _count_rows(first[0])
 
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
         del epoch
-        iterator, position, waiting = self._at(start)
+        iterator, position, waiting = self._open_at(start)
         try:
             for batch in itertools.chain(waiting, iterator):
                 position += 1
-                self._keep(position, iterator)
+                self._keep_state(position, iterator)
                 if position > start:
                     yield take(
-                        _arrays(batch), cut, has_checksums=self.has_checksums
+                        _to_arrays(batch), cut, has_checksums=self.has_checksums
                     )
         finally:
             # grain's iterators over a `DataLoader` have no `close`.
             getattr(iterator, "close", lambda: None)()
 
-    def _at(self, start: int) -> tuple[Any, int, list[Tree]]:
-        """An iterator, its position, and what was read from it already."""
-        if start == 0 and self._begun is not None:
-            begun, self._begun = self._begun, None
-            return begun[0], 0, begun[1]
+    def _open_at(self, start: int) -> tuple[Any, int, list[Tree]]:
+        """Returns an iterator, its position, and the batches read already."""
+        if start == 0 and self._first_pass is not None:
+            first_pass, self._first_pass = self._first_pass, None
+            return first_pass[0], 0, first_pass[1]
         iterator = iter(self._dataset)
         position = max((p for p in self._states if p <= start), default=0)
         if position:
             iterator.set_state(copy.deepcopy(self._states[position]))
         return iterator, position, []
 
-    def _keep(self, position: int, iterator: Any) -> None:
+    def _keep_state(self, position: int, iterator: Any) -> None:
         self._states.pop(position, None)
         self._states[position] = iterator.get_state()
         while len(self._states) > _NUM_STATES:
             del self._states[next(iter(self._states))]
 
 
-def _size_of_operations(dataset: Dataset) -> int | None:
-    """The batch size that is the last of a `DataLoader`'s operations."""
+def _find_batch_size(dataset: Dataset) -> int | None:
+    """Returns the batch size if a `DataLoader` batches last, else None."""
     batch = sys.modules["grain"].transforms.Batch
     for operation in list(getattr(dataset, "_operations", ()))[-1:]:
         if isinstance(operation, batch):
@@ -210,7 +216,7 @@ def _size_of_operations(dataset: Dataset) -> int | None:
 def _is_divided(
     dataset: Dataset, num_processes: int, process_index: int
 ) -> bool:
-    """Whether a `DataLoader` reads this process's shard only."""
+    """Returns whether a `DataLoader` reads only this process's shard."""
     if not _is_a(dataset, "DataLoader"):
         return False
     try:
@@ -218,11 +224,11 @@ def _is_divided(
         options = dataset._shard_options
     except AttributeError:
         raise RuntimeError(
-            "Whether a `grain.DataLoader` reads a shard is not known of this "
-            "version of grain, and rows might be lost. Received: a loader "
-            "without `_shard_options`, on several processes. Use a "
-            "`grain.MapDataset`, `AutoShardPolicy.OFF` if the rows are each "
-            "process's own, or another version of grain."
+            "With this version of grain it is unknown whether a "
+            "`grain.DataLoader` reads a shard, and rows might be lost. "
+            "Received: a loader without `_shard_options`, on several "
+            "processes. Use a `grain.MapDataset`, `AutoShardPolicy.OFF` if "
+            "each process has different rows, or another version of grain."
         ) from None
     if options.shard_count == 1:
         return False
@@ -230,26 +236,24 @@ def _is_divided(
     if shard == (process_index, num_processes):
         return True
     raise ValueError(
-        "The shards of a `grain.DataLoader` must be those of the processes. "
+        "The shards of a `grain.DataLoader` must match the processes. "
         f"Received: shard_index={shard[0]}, shard_count={shard[1]} in process "
-        f"{process_index} of {num_processes}. Leave the division to the "
-        "strategy (`grain.sharding.NoSharding()`), use `ShardByJaxProcess()`, "
-        "or say with `AutoShardPolicy.OFF` that the rows are the process's "
-        "own."
+        f"{process_index} of {num_processes}. Leave sharding to the strategy "
+        "(`grain.sharding.NoSharding()`), use `ShardByJaxProcess()`, or set "
+        "`AutoShardPolicy.OFF` if each process has different rows."
     )
 
 
 def _warn_of_slices(dataset: Dataset, count: int, process_index: int) -> None:
-    """Warns of a dataset that seems to be the process's shard already."""
-    for inner in with_parents(dataset):
+    """Warns of a dataset that seems to be this process's shard already."""
+    for inner in iterate_pipeline(dataset):
         begin, step = (getattr(inner, n, None) for n in ("_start", "_step"))
         if (begin, step) == (process_index, count):
             warnings.warn(
                 "This grain dataset seems to be divided already: it is sliced "
                 f"[{begin}::{step}] in process {process_index} of "
-                f"{count}. The strategy divides it once more, so that "
-                "rows would be lost. Leave the slice out, or set "
-                "`AutoShardPolicy.OFF`.",
+                f"{count}. The strategy divides it once more, and rows are "
+                "lost. Leave out the slice, or set `AutoShardPolicy.OFF`.",
                 stacklevel=4,
             )
             return
@@ -269,8 +273,8 @@ def _warn_of_lost_rows(dataset: Dataset) -> None:
             "This version of grain loses rows of a `DataLoader` that its "
             "shards cannot share evenly, also with `drop_remainder=False`. "
             f"Received: grain {grain.__version__}, {rows} rows and "
-            f"{options.shard_count} shards: {lost} rows are read by no "
-            "process. Leave the division to the strategy "
+            f"{options.shard_count} shards: no process reads {lost} of the "
+            "rows. Leave sharding to the strategy "
             "(`grain.sharding.NoSharding()`), or install a later grain.",
             stacklevel=4,
         )
@@ -278,7 +282,7 @@ def _warn_of_lost_rows(dataset: Dataset) -> None:
 
 @functools.cache
 def _loses_remainders() -> bool:
-    """Returns whether grain's loaders do so, as those of grain 0.2.18."""
+    """Returns whether grain's loaders do so, as in grain 0.2.18."""
     grain = sys.modules["grain"]
     options = grain.sharding.ShardOptions(shard_index=0, shard_count=2)
     sampler = grain.samplers.SequentialSampler(3, shard_options=options)
@@ -288,7 +292,7 @@ def _loses_remainders() -> bool:
     return len(list(loader)) < 2
 
 
-def _rows_of_first(batch: Tree) -> int:
+def _count_rows(batch: Tree) -> int:
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
     if () in shapes:
         raise ValueError(
@@ -298,9 +302,9 @@ def _rows_of_first(batch: Tree) -> int:
     return num_rows(batch)
 
 
-def _arrays(batch: Tree) -> Tree:
-    """A nest of arrays; a list at its top is a tuple, as fit wants it."""
-    # Subclasses too are left alone: grain's hold on to shared memory.
+def _to_arrays(batch: Tree) -> Tree:
+    """Returns a nest of arrays; a top-level list becomes a tuple, for `fit`."""
+    # Subclasses of arrays are kept: grain's hold references to shared memory.
     batch = jax.tree.map(
         lambda leaf: leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf),
         batch,
@@ -308,10 +312,10 @@ def _arrays(batch: Tree) -> Tree:
     return tuple(batch) if type(batch) is list else batch
 
 
-def _in_threads(
+def _read_in_threads(
     read: Callable[[int], Part], indices: Iterable[int]
 ) -> Iterator[Part]:
-    """Reads some batches at once; yields them in order."""
+    """Reads several batches at once; yields them in order."""
     pool = concurrent.futures.ThreadPoolExecutor(
         _NUM_THREADS, thread_name_prefix="keras-strategies-grain"
     )

@@ -1,8 +1,8 @@
 """Rows of grain's `MapDataset`s, and the facts of their pipelines.
 
 Private attributes of grain show what a transformation does. Without them
-(tests/data/grain/test_grain_data.py sees it) rows are read one by one, or whole
-batches.
+(tests/data/grain/test_grain_data.py notices) rows are read one by one, or
+entire batches.
 """
 
 import copy
@@ -15,7 +15,7 @@ import numpy as np
 
 from keras_strategies._types import Dataset, Tree
 
-# Rows that are read at once: as many are in memory before they are mapped.
+# Rows that are read at once, and so are in memory before they are mapped.
 _NUM_AT_ONCE = 32
 _OF_GRAIN = "grain._src.python.dataset."
 
@@ -24,10 +24,10 @@ class Stacked(NamedTuple):
     """Rows of a `MapDataset` that are stacked to batches.
 
     Attributes:
-      rows: The dataset of them.
+      rows: The dataset of rows.
       batch_size: Number of rows of a batch.
-      many: The same, from sources that give many rows at once; None where
-        grain has no such way.
+      many: The same dataset, over sources that read many rows at once; None if
+        grain cannot.
     """
 
     rows: Any
@@ -35,10 +35,10 @@ class Stacked(NamedTuple):
     many: Any
 
     def read(self, indices: Sequence[int]) -> list[Tree]:
-        """Some rows.
+        """Returns some rows.
 
-        Read one by one, each costs 10 to 20 us for grain's statistics, which
-        are not kept otherwise.
+        grain's statistics cost 10 to 20 us for each row that is read by itself;
+        for rows that are read together they are recorded once.
         """
         if self.many is None:
             return [self.rows[index] for index in indices]
@@ -48,8 +48,8 @@ class Stacked(NamedTuple):
         return read
 
 
-def stacked_rows(dataset: Dataset) -> Stacked | None:
-    """The rows below a `.batch(...)` that only stacks them."""
+def find_stacked_rows(dataset: Dataset) -> Stacked | None:
+    """Returns the rows below a `.batch(...)` that only stacks them, or None."""
     if type(dataset).__name__ != "BatchMapDataset":
         return None
     from grain._src.python.dataset.transformations import batch
@@ -60,63 +60,63 @@ def stacked_rows(dataset: Dataset) -> Stacked | None:
     if not isinstance(size, int):
         return None
     rows = dataset.parents[0]
-    return Stacked(rows=rows, batch_size=size, many=_of_many(rows))
+    return Stacked(rows=rows, batch_size=size, many=_copy_for_many(rows))
 
 
-def checksum_of(dataset: Dataset) -> int:
-    """A checksum of the transformations' names, lengths and seeds."""
+def compute_checksum(dataset: Dataset) -> int:
+    """Computes a checksum of the transformations' names, lengths and seeds."""
     facts = [
         (type(inner).__name__, len(inner), getattr(inner, "_seed", None))
-        for inner in with_parents(dataset)
+        for inner in iterate_pipeline(dataset)
     ]
     return zlib.crc32(repr(facts).encode())
 
 
-def with_parents(dataset: Dataset) -> Iterator[Any]:
-    """A dataset and all that it is made of."""
+def iterate_pipeline(dataset: Dataset) -> Iterator[Any]:
+    """Iterates over a dataset and everything that it is made from."""
     waiting = [dataset]
     for inner in waiting:
         yield inner
         waiting.extend(getattr(inner, "parents", ()))
 
 
-def _of_many(dataset: Dataset) -> Dataset | None:
-    """A copy of a pipeline whose sources give many rows at once, or None."""
+def _copy_for_many(dataset: Dataset) -> Dataset | None:
+    """Returns a copy of a pipeline that reads many rows at once, or None."""
     kind = type(dataset)
-    if not kind.__module__.startswith(_OF_GRAIN) or not _has_many(kind):
+    if not kind.__module__.startswith(_OF_GRAIN) or not _reads_many(kind):
         return None
-    made = copy.copy(dataset)
+    clone = copy.copy(dataset)
     if kind.__name__ == "SourceMapDataset":
-        if not _is_grains(dataset._source):
-            made._source = _Rows(dataset._source)
-        # For each row again, where Prometheus is installed.
-        made._record_metrics = False
-        return made
-    parents = [_of_many(parent) for parent in dataset.parents]
+        if not _is_grain_source(dataset._source):
+            clone._source = _ManyRows(dataset._source)
+        # Metrics would be recorded for each row if Prometheus is installed.
+        clone._record_metrics = False
+        return clone
+    parents = [_copy_for_many(parent) for parent in dataset.parents]
     if not parents or None in parents:
         return None
-    made._parents = parents
-    # They know the original's parents.
-    vars(made).pop("_stats", None)
-    return made
+    clone._parents = parents
+    # The statistics refer to the original's parents.
+    vars(clone).pop("_stats", None)
+    return clone
 
 
-def _is_grains(source: object) -> bool:
-    """Whether a source is grain's own, and gives many rows by itself."""
+def _is_grain_source(source: object) -> bool:
+    """Returns whether a source is grain's and reads many rows by itself."""
     module = type(source).__module__
     return module.startswith("grain.") and hasattr(source, "_getitems")
 
 
-def _has_many(kind: type) -> bool:
-    """Whether a class of grain's gives many rows in a way of its own."""
+def _reads_many(kind: type) -> bool:
+    """Returns whether a class of grain overrides reading many rows."""
     from grain import MapDataset
 
     rows = getattr(MapDataset, "_getitems", None)
     return rows is not None and getattr(kind, "_getitems", rows) is not rows
 
 
-class _Rows:
-    """A source that is asked for many rows at once."""
+class _ManyRows:
+    """A source that can be asked for many rows at once."""
 
     def __init__(self, source: Any) -> None:
         self._source = source
@@ -128,8 +128,8 @@ class _Rows:
         return self._source[index]
 
     def _getitems(self, indices: Sequence[int]) -> list[Tree]:
-        # Copies: read one by one, each would be mapped before the next one is
-        # read, maybe into the same array.
+        # Copies, because a source may reuse one array for all rows. Read one by
+        # one, each row would be mapped before the next is read.
         return [jax.tree.map(_copy, self._source[index]) for index in indices]
 
 

@@ -24,11 +24,11 @@ _TFRECORD_FRAME = 16
 
 
 class ArrayRows:
-    """Rows of array files. An item is a row's position among all of them.
+    """Rows of array files. An item is a row's position among all rows.
 
     Args:
       data: All files.
-      paths: Those that are read, in their order.
+      paths: The files that are read, in order.
       counts: The number of rows of each file.
     """
 
@@ -38,16 +38,16 @@ class ArrayRows:
         self._paths = paths
         self._ends = np.cumsum([0, *(counts[path] for path in paths)])
         self._names = ",".join(map(os.path.basename, paths))
-        self._batch_of = functools.lru_cache(_MAX_OPEN)(
-            functools.partial(_batch_of, data)
+        self._read_batch = functools.lru_cache(_MAX_OPEN)(
+            functools.partial(_read_batch, data)
         )
 
     def items(self, skip: int) -> Iterator[int]:
-        """Iterates over the items after the first `skip`."""
+        """Returns an iterator over the items after the first `skip`."""
         return iter(range(skip, int(self._ends[-1])))
 
     def label(self, item: int) -> str:
-        """Returns a text that other items and other files do not have."""
+        """Returns a text that identifies an item and the files."""
         return f"{self._names} {item}"
 
     def read(self, items: Sequence[int]) -> Tree:
@@ -57,8 +57,8 @@ class ArrayRows:
         nest, leaves = None, []
         for number in np.unique(numbers).tolist():
             at = np.flatnonzero(numbers == number)
-            rows = _sliced(positions[at] - self._ends[number])
-            batch = self._batch_of(self._paths[number])
+            rows = _to_slice(positions[at] - self._ends[number])
+            batch = self._read_batch(self._paths[number])
             arrays, nest = jax.tree.flatten(batch)
             leaves = leaves or [
                 np.empty(
@@ -68,7 +68,7 @@ class ArrayRows:
                 for array in arrays
             ]
             for leaf, array in zip(leaves, arrays, strict=True):
-                leaf[_sliced(at)] = array[rows]
+                leaf[_to_slice(at)] = array[rows]
                 let_go(array)
         return jax.tree.unflatten(nest, leaves)
 
@@ -84,8 +84,8 @@ class RecordRows:
 
     Args:
       data: All files.
-      paths: Those that are read, in their order.
-      counts: The numbers of rows, of the files where they are known.
+      paths: The files that are read, in order.
+      counts: The numbers of rows, for files where they are known.
     """
 
     def __init__(
@@ -100,78 +100,87 @@ class RecordRows:
             if count is not None and count <= skip:
                 skip -= count
                 continue
-            found = 0
-            for found, value in enumerate(_values(self._data, path), 1):
+            num_rows = 0
+            for num_rows, value in enumerate(_read_values(self._data, path), 1):
                 if skip:
                     skip -= 1
                 else:
-                    yield _Record(path, found - 1, value)
-            if count not in (None, found):
+                    yield _Record(path, num_rows - 1, value)
+            if count not in (None, num_rows):
                 raise OSError(
-                    "A file must hold as many rows as were counted. Received: "
-                    f"{path} with {found} rows, counted {count}. Check "
-                    "`count`, and that nobody writes to the file."
+                    "A file must contain the number of rows that was counted. "
+                    f"Received: {path} with {num_rows} rows, counted {count}. "
+                    "Check `count`, and that no other program writes to the "
+                    "file."
                 )
 
     def label(self, item: _Record) -> str:
-        """Returns a text that other items and other files do not have."""
+        """Returns a text that identifies an item and its file."""
         return f"{os.path.basename(item.path)} {item.index}"
 
     def read(self, items: Sequence[_Record]) -> Tree:
-        """Parses records and stacks them to arrays (rows, ...)."""
+        """Parses records and stacks them into arrays (rows, ...)."""
         where = f", from {items[0].path}, record {items[0].index}, on"
-        rows = [self._parsed(item) for item in items]
+        rows = [self._parse(item) for item in items]
         return stack_rows(rows, "Pad them in `parse`.", where)
 
-    def _parsed(self, record: _Record) -> Tree:
+    def _parse(self, record: _Record) -> Tree:
         if self._data.parse is None:
             return record.value
-        with _reading(lambda: f"{record.path}, record {record.index}"):
+        with _explain_errors(lambda: f"{record.path}, record {record.index}"):
             return self._data.parse(record.value)
 
 
-def batches(
+def iterate_batches(
     rows: ArrayRows | RecordRows,
     start: int,
     size: int,
     window: int,
     key: tuple[int, ...],
 ) -> Iterator[list[Any]]:
-    """Iterates over the items of each batch, from one of them on.
+    """Iterates over the items of each batch, starting at a row.
 
     Args:
       rows: The rows.
-      start: Rows that are passed over.
-      size: Rows of a batch.
-      window: How many consecutive rows are shuffled among each other, or 0.
-      key: What the shuffling is drawn from.
+      start: Number of rows to skip.
+      size: Number of rows of a batch.
+      window: Number of consecutive rows that are shuffled among each other, or
+        0.
+      key: The seed of the shuffling, as integers.
     """
-    items = _shuffled(rows, start, window, key) if window else rows.items(start)
+    items = _shuffle(rows, start, window, key) if window else rows.items(start)
     while batch := list(itertools.islice(items, size)):
         yield batch
 
 
-def _shuffled(
+def _shuffle(
     rows: ArrayRows | RecordRows, start: int, window: int, key: tuple[int, ...]
 ) -> Iterator[Any]:
+    # Each window has its order, so resuming skips the windows before `start`
+    # unread, and only a part of the first remaining one.
     number, skip = divmod(start, window)
     items = rows.items(number * window)
-    while held := list(itertools.islice(items, window)):
-        order = np.random.default_rng((*key, number)).permutation(len(held))
-        yield from (held[place] for place in order[skip:].tolist())
+    while in_window := list(itertools.islice(items, window)):
+        order = np.random.default_rng((*key, number)).permutation(
+            len(in_window)
+        )
+        yield from (in_window[place] for place in order[skip:].tolist())
         number, skip = number + 1, 0
 
 
-def counts_of_arrays(data: Files) -> dict[str, int]:
-    """Returns the rows of each file by its headers, which must be alike."""
+def count_array_rows(data: Files) -> dict[str, int]:
+    """Returns the rows of each file by its header.
+
+    Raises ValueError unless all files have the same arrays.
+    """
     counts, expected = {}, None
     for path in data.paths:
-        arrays = _arrays_of(data, path, with_data=False)
+        arrays = _read_arrays(data, path, with_data=False)
         rows = {name: array.shape[0] for name, array in arrays.items()}
         if len(set(rows.values())) != 1:
             raise ValueError(
                 "The arrays of a file must have the same number of rows. "
-                f"Received: {path} with {rows}. Leave others out with `keys`."
+                f"Received: {path} with {rows}. Choose arrays with `keys`."
             )
         spec = {n: (a.dtype, a.shape[1:]) for n, a in arrays.items()}
         expected = spec if expected is None else expected
@@ -185,15 +194,15 @@ def counts_of_arrays(data: Files) -> dict[str, int]:
     return counts
 
 
-def count_of(data: Files, path: str) -> int:
-    """Returns how many rows a file of records holds."""
+def count_records(data: Files, path: str) -> int:
+    """Returns the number of rows of a file of records."""
     if callable(data.count):
         return data.count(path)
-    return sum(1 for _ in _values(data, path))
+    return sum(1 for _ in _read_values(data, path))
 
 
-def _batch_of(data: Files, path: str) -> Tree:
-    arrays = _arrays_of(data, path)
+def _read_batch(data: Files, path: str) -> Tree:
+    arrays = _read_arrays(data, path)
     if data.reader == "npy":
         return arrays[""]
     if isinstance(data.keys, str):
@@ -201,13 +210,13 @@ def _batch_of(data: Files, path: str) -> Tree:
     return arrays if data.keys is None else tuple(arrays[n] for n in data.keys)
 
 
-def _arrays_of(
+def _read_arrays(
     data: Files, path: str, with_data: bool = True
 ) -> dict[str, np.ndarray]:
-    """The arrays of a file by name; mapped, if they are not compressed."""
-    with _reading(lambda: path), open(path, "rb") as file:
+    """Returns a file's arrays by name; mapped, if they are not compressed."""
+    with _explain_errors(lambda: path), open(path, "rb") as file:
         if data.reader == "npy":
-            return {"": _mapped(file, 0)}
+            return {"": _map(file, 0)}
         arrays = {}
         with zipfile.ZipFile(file) as archive:
             names = [data.keys] if isinstance(data.keys, str) else data.keys
@@ -216,14 +225,13 @@ def _arrays_of(
             for name in names:
                 info = archive.getinfo(f"{name}.npy")
                 with archive.open(info) as member:
-                    shape, _, dtype = _header(member)
+                    shape, _, dtype = _read_header(member)
                 if info.compress_type == zipfile.ZIP_STORED:
-                    # The lengths of what lies between a zip's header and data.
+                    # A member's name and extra field are between its header
+                    # and its data; the header has their lengths.
                     file.seek(info.header_offset + 26)
                     extra = sum(struct.unpack("<HH", file.read(4)))
-                    arrays[name] = _mapped(
-                        file, info.header_offset + 30 + extra
-                    )
+                    arrays[name] = _map(file, info.header_offset + 30 + extra)
                 elif with_data:
                     with archive.open(info) as member:
                         arrays[name] = npy.read_array(member)
@@ -232,14 +240,14 @@ def _arrays_of(
         return arrays
 
 
-def _mapped(file: IO[bytes], offset: int) -> np.ndarray:
+def _map(file: IO[bytes], offset: int) -> np.ndarray:
     file.seek(offset)
-    shape, is_fortran, dtype = _header(file)
+    shape, is_fortran, dtype = _read_header(file)
     order = "F" if is_fortran else "C"
     return np.memmap(file, dtype, "r", file.tell(), shape, order)
 
 
-def _header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
+def _read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
     version = npy.read_magic(file)
     read = npy.read_array_header_2_0
     if version == (1, 0):
@@ -247,60 +255,60 @@ def _header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
     shape, is_fortran, dtype = read(file)
     if not shape or dtype.kind in "OSUVmM":
         raise ValueError(
-            f"an array of shape {shape} and dtype {dtype}, where rows of "
+            f"an array of shape {shape} and dtype {dtype}, but rows of "
             "numbers or booleans are needed"
         )
     return shape, is_fortran, dtype
 
 
-def _values(data: Files, path: str) -> Iterator[Any]:
-    """What a file of records holds, one after the other."""
+def _read_values(data: Files, path: str) -> Iterator[Any]:
+    """Iterates over the values in a file of records."""
     index = 0
-    with _reading(lambda: f"{path}, record {index}"):
+    with _explain_errors(lambda: f"{path}, record {index}"):
         records: Iterable[Any]
         if callable(data.reader):
             records = data.reader(path)
         else:
-            records = {"text": _lines, "tfrecord": _tfrecords}[data.reader](
-                path
-            )
+            records = {"text": _read_lines, "tfrecord": _read_tfrecords}[
+                data.reader
+            ](path)
         for value in records:
             yield value
             index += 1
 
 
-def _tfrecords(path: str) -> Iterator[Any]:
+def _read_tfrecords(path: str) -> Iterator[Any]:
     import tensorflow as tf
 
     left = os.path.getsize(path)
     for record in tf.data.TFRecordDataset(path).as_numpy_iterator():
         yield record
         left -= len(record) + _TFRECORD_FRAME
-    # TensorFlow (2.21) takes a record whose first bytes are all there is of
-    # it for the end of the file; test_tfrecords sees it.
+    # TensorFlow (2.21) takes a record of which only the first bytes exist for
+    # the end of the file; test_tfrecords checks this.
     if left:
         raise EOFError(f"the file ends {left} bytes after its last record")
 
 
-def _lines(path: str) -> Iterator[str]:
+def _read_lines(path: str) -> Iterator[str]:
     with open(path, encoding="utf-8") as file:
         for line in file:
             yield line.removesuffix("\n")
 
 
 @contextlib.contextmanager
-def _reading(place: Callable[[], str]) -> Iterator[None]:
+def _explain_errors(place: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
         raise OSError(
             f"A file could not be read. Received: {place()}: "
-            f"{type(error).__name__}: {error}. Write it anew, or leave it out."
+            f"{type(error).__name__}: {error}. Write it again, or leave it out."
         ) from error
 
 
-def _sliced(indices: np.ndarray) -> np.ndarray | slice:
-    """The same as a slice, where they are consecutive."""
+def _to_slice(indices: np.ndarray) -> np.ndarray | slice:
+    """Returns indices as a slice if they are consecutive."""
     if np.all(np.diff(indices) == 1):
         return slice(int(indices[0]), int(indices[-1]) + 1)
     return indices

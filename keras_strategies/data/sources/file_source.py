@@ -1,4 +1,4 @@
-"""Files as a source, without a pipeline that reads them."""
+"""Files as a source, read without a pipeline."""
 
 import dataclasses
 import functools
@@ -11,15 +11,15 @@ import numpy as np
 
 from keras_strategies._types import Tree
 from keras_strategies.data.options import AutoShardPolicy
-from keras_strategies.data.own_rows import OwnRows
+from keras_strategies.data.own_rows import ProcessRows
 from keras_strategies.data.source import Cut, Part, Source, all_rows
 from keras_strategies.data.source_summary import Reading, Summary
 from keras_strategies.data.sources.file_rows import (
     ArrayRows,
     RecordRows,
-    batches,
-    count_of,
-    counts_of_arrays,
+    count_array_rows,
+    count_records,
+    iterate_batches,
 )
 from keras_strategies.data.sources.files import ARRAYS, Files
 
@@ -30,17 +30,16 @@ class FilesSource(Source):
     Args:
       data: The files.
       num_processes: Number of processes that read them.
-      process_index: This process's place among them.
-      seed: The shuffling's, where `data` has none. The same in all
+      process_index: Index of this process among them.
+      seed: The seed of the shuffling if `data` has none. The same in all
         processes.
-      policy: FILE gives each process whole files, DATA its rows of each
-        batch, OFF all rows to each; AUTO is FILE where there are enough
-        files, else DATA.
+      policy: FILE assigns entire files to each process, DATA its rows of each
+        batch, OFF all rows; AUTO is FILE if there are enough files, else DATA.
 
     Raises:
-      ValueError: HINT, or FILE with fewer files than processes; or the files'
-        arrays are unlike.
-      OSError: a file could not be read.
+      ValueError: if the policy is HINT, or FILE with fewer files than
+        processes; or if the files' arrays differ.
+      OSError: if a file could not be read.
     """
 
     kind = "files"
@@ -65,9 +64,11 @@ class FilesSource(Source):
         self.batch_size = data.batch_size
         self._counts: dict[str, int] = {}
         if data.reader in ARRAYS:
-            self._counts = counts_of_arrays(data)
+            self._counts = count_array_rows(data)
         elif data.count is not False and not self.is_process_local:
-            self._counts = {path: count_of(data, path) for path in data.paths}
+            self._counts = {
+                path: count_records(data, path) for path in data.paths
+            }
         if self._counts and not self.is_process_local:
             whole, rest = divmod(sum(self._counts.values()), data.batch_size)
             self.num_batches = whole + bool(rest and not data.drop_remainder)
@@ -81,7 +82,7 @@ class FilesSource(Source):
             reason = "there is a file for each process"
             summary = Summary(applied=AutoShardPolicy.FILE, reason=reason)
         is_array = data.reader in ARRAYS
-        note = "The files are shuffled anew in each epoch."
+        note = "The files are shuffled again in each epoch."
         return dataclasses.replace(
             summary,
             reading=Reading.ROWS if is_array else Reading.PIPELINE,
@@ -103,10 +104,10 @@ class FilesSource(Source):
     def assigned_files(
         self, process_index: int, epoch: int = 0
     ) -> tuple[str, ...]:
-        """The files that a process reads in an epoch, in their order.
+        """Returns the files that a process reads in an epoch, in order.
 
         Args:
-          process_index: Which of the processes.
+          process_index: Index of the process.
           epoch: Number of the epoch, from 0.
         """
         paths = self._data.paths
@@ -118,7 +119,7 @@ class FilesSource(Source):
         return paths[process_index :: self._num_processes]
 
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
-        """See `Source`."""
+        """See `Source.read`."""
         data, size = self._data, self._data.batch_size
         reader = 0
         if self._is_by_file:
@@ -129,13 +130,16 @@ class FilesSource(Source):
         paths = self.assigned_files(self._process_index, epoch)
         kind = ArrayRows if data.reader in ARRAYS else RecordRows
         rows = kind(data, paths, self._counts)
-        key, own = (self._seed, epoch, reader), OwnRows()
-        for batch in batches(rows, start * size, size, data.window, key):
+        key, process_rows = (self._seed, epoch, reader), ProcessRows()
+        for batch in iterate_batches(
+            rows, start * size, size, data.window, key
+        ):
             if len(batch) < size and data.drop_remainder:
                 return
             ends = f"{rows.label(batch[0])} {rows.label(batch[-1])}"
             read = functools.partial(_read, rows, batch)
-            yield own.part(read, len(batch), cut, zlib.crc32(ends.encode()))
+            checksum = zlib.crc32(ends.encode())
+            yield process_rows.make_part(read, len(batch), cut, checksum)
 
 
 def _read(
@@ -147,7 +151,7 @@ def _read(
 def _is_by_file(
     data: Files, num_processes: int, policy: AutoShardPolicy
 ) -> bool:
-    """Whether each process reads whole files."""
+    """Returns whether each process reads entire files."""
     if policy is AutoShardPolicy.HINT:
         raise ValueError(
             "HINT is for a `tf.data.Dataset` with `shard(SHARD_HINT, ...)`. "
@@ -160,7 +164,7 @@ def _is_by_file(
     if len(data.paths) >= num_processes:
         return True
     reason = (
-        "Each process needs one file at least to read whole files. Received: "
+        "Sharing by files needs at least one file for each process. Received: "
         f"{len(data.paths)} files for {num_processes} processes. "
     )
     if policy is AutoShardPolicy.FILE:

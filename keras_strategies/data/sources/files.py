@@ -18,11 +18,12 @@ _WINDOW = 10_000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Files:
-    """Files and how their rows are read; see `files`, which makes them.
+    """Files and how their rows are read. `files` makes this object.
 
     Attributes:
-      paths: The files, in their order.
-      window: How many consecutive rows are shuffled among each other, or 0.
+      paths: The files, in order.
+      window: Number of consecutive rows that are shuffled among each other, or
+        0.
 
     Example:
       >>> files = ks.data.files("train/*.npz", "npz", batch_size=64)
@@ -44,7 +45,7 @@ class Files:
         if self.batch_size < 1:
             raise ValueError(
                 "`batch_size` must be positive. Received: "
-                f"{self.batch_size}. Give the rows of a global batch."
+                f"{self.batch_size}. Pass the number of rows of a global batch."
             )
         if self.window < 0:
             raise ValueError(
@@ -59,21 +60,21 @@ class Files:
             )
         if (self.reader in RECORDS) != (self.parse is not None):
             raise ValueError(
-                "`parse` makes a row of each record of 'text' and 'tfrecord' "
-                f"files, and of no others. Received: reader={self.reader!r}, "
-                f"parse={self.parse!r}. Give a function of a str (text) or of "
+                "`parse` must be set for 'text' and 'tfrecord' files, and only "
+                f"for these. Received: reader={self.reader!r}, "
+                f"parse={self.parse!r}. Pass a function of a str (text) or of "
                 "bytes (tfrecord) that returns a nest of arrays."
             )
         if self.keys is not None and self.reader != "npz":
             raise ValueError(
-                "`keys` names arrays of 'npz' files. Received: reader="
-                f"{self.reader!r}, keys={self.keys!r}. Leave it out."
+                "`keys` must be left out except for 'npz' files. Received: "
+                f"reader={self.reader!r}, keys={self.keys!r}. Leave it out."
             )
         if self.reader == "tfrecord" and not importlib.util.find_spec(
             "tensorflow"
         ):
             raise ImportError(
-                "TFRecord files are read with TensorFlow, which is not "
+                "Reading TFRecord files needs TensorFlow, which is not "
                 "installed. Run `pip install tensorflow-cpu`."
             )
 
@@ -93,37 +94,38 @@ def files(
     """Describes a dataset of files, for `fit` and distributed datasets.
 
     The files' rows form one sequence: the files in sorted order, the rows of
-    each in its own. With several processes and as many files or more, each
-    process reads whole files (`AutoShardPolicy.AUTO` and `FILE`). Otherwise
-    (`DATA`) each takes its rows of every batch of the sequence: of "npz" and
-    "npy" it reads these only (if they are not compressed); of others all, of
-    which it parses its own.
+    each file in order. If there is at least one file for each of several
+    processes, each process reads entire files (`AutoShardPolicy.AUTO` and
+    `FILE`). Otherwise (`DATA`) each takes its rows of every batch of the
+    sequence. Of "npz" and "npy" files it reads only these rows (if they are not
+    compressed); of other files it reads all rows and parses only these.
 
     Args:
       pattern: A path, a glob ("**" for any folders), or several paths.
-      reader: What the files hold. "npz": arrays of equal length, of which
-        each batch is a dict (or see `keys`). "npy": one array. "text": lines.
-        "tfrecord": records. Or a function of a path that yields its rows: in
-        the same order whenever it is called, each in arrays of its own.
-      batch_size: Rows of a global batch.
-      keys: The arrays of "npz" files that make a batch: a tuple of these, or
-        of one name that array.
-      parse: Makes a row of a line (str) or a record (bytes): a nest of arrays
-        that all rows have alike.
-      count: Returns the number of rows of a file, or True to find it by
-        reading each file once more, in every process. With it the length is
-        known ahead, and resuming opens no file that was read before. Numbers
-        of rows of "npz" and "npy" are always known.
-      shuffle: Whether the files are put in another order each epoch, and
-        windows of 10000 consecutive rows are shuffled; an int is another size
-        of these windows. Records of a window are held in memory.
-      seed: The shuffling's. The order depends on it and the epoch only.
-      drop_remainder: Whether a last, smaller batch is left out; where each
-        process reads whole files, of those of each process.
+      reader: The format of the files. "npz": arrays of equal length; each batch
+        is a dict (or see `keys`). "npy": one array. "text": lines. "tfrecord":
+        records. Or a function of a path that yields rows: in the same order at
+        every call, each in new arrays.
+      batch_size: Number of rows of a global batch.
+      keys: The arrays of "npz" files that make a batch: a tuple of these arrays
+        for several names, or the array itself for one name (a str).
+      parse: A function from a line (str) or a record (bytes) to a row: a nest
+        of arrays with the same structure and shapes in all rows.
+      count: A function from a file to its number of rows, or True to count them
+        by reading each file once more, in every process. The length is then
+        known in advance, and resuming opens no file that was already read. The
+        numbers of rows of "npz" and "npy" files are always known.
+      shuffle: Whether to reorder the files each epoch and to shuffle windows of
+        10000 consecutive rows; an int is another size of these windows. The
+        records of a window are held in memory.
+      seed: The seed of the shuffling. The order depends only on it and the
+        epoch.
+      drop_remainder: Whether to drop a last, smaller batch. If each process
+        reads entire files, each drops its last, smaller batch.
 
     Raises:
-      ValueError: no file was found, or the arguments do not fit together.
-      FileNotFoundError: a path does not exist.
+      ValueError: if no file was found, or the arguments do not fit together.
+      FileNotFoundError: if a path does not exist.
 
     Example:
       ```python
@@ -134,7 +136,7 @@ def files(
       ```
     """
     return Files(
-        paths=_found(pattern),
+        paths=_find_files(pattern),
         reader=reader,
         batch_size=batch_size,
         keys=keys if isinstance(keys, str | None) else tuple(keys),
@@ -146,8 +148,8 @@ def files(
     )
 
 
-def _found(pattern: Any) -> tuple[str, ...]:
-    """The files that a pattern names, sorted: alike in every process."""
+def _find_files(pattern: Any) -> tuple[str, ...]:
+    """Returns the files of a pattern, sorted: the same in every process."""
     is_one = isinstance(pattern, str | os.PathLike)
     paths = [os.fspath(path) for path in ([pattern] if is_one else pattern)]
     if is_one and not os.path.lexists(pattern):
@@ -157,13 +159,13 @@ def _found(pattern: Any) -> tuple[str, ...]:
         if not os.path.isfile(path):
             raise FileNotFoundError(
                 f"Every path must be a file. Received: {path}, which is "
-                f"{'a folder' if os.path.isdir(path) else 'missing'}. Give "
-                "existing files, or a glob as in 'folder/*.npz'."
+                f"{'a folder' if os.path.isdir(path) else 'missing'}. Pass "
+                "existing files, or a glob such as 'folder/*.npz'."
             )
     if not paths:
         raise ValueError(
-            "A dataset of files needs one file at least. Received: "
-            f"{pattern!r}, which matches none in {os.getcwd()}. Check the "
+            "A dataset of files needs at least one file. Received: "
+            f"{pattern!r}, which matches no file in {os.getcwd()}. Check the "
             "pattern; it is relative to that folder."
         )
     return tuple(sorted(paths))

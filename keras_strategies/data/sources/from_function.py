@@ -1,4 +1,4 @@
-"""Datasets whose batches are a replica's, made by a function."""
+"""Datasets from a user's function, whose batches are a replica's."""
 
 import dataclasses
 import itertools
@@ -12,7 +12,7 @@ from keras_strategies._core import host_arrays
 from keras_strategies._core.batches import num_rows
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Tree
-from keras_strategies.data.batch_spec import rows_kind
+from keras_strategies.data.batch_spec import find_row_kind
 from keras_strategies.data.source import Cut, Part, Source
 from keras_strategies.data.source_summary import Reading, Summary
 from keras_strategies.data.sources.iterables import check_batches, host_batches
@@ -20,13 +20,13 @@ from keras_strategies.data.sources.iterables import check_batches, host_batches
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InputContext:
-    """What a function that makes a dataset may ask.
+    """The facts that a function that makes a dataset may use.
 
     Attributes:
-      num_input_pipelines: Number of datasets that are made, one a process.
+      num_input_pipelines: Number of datasets that are made, one per process.
         Processes that have cores of the same replicas make the same one.
-      input_pipeline_id: Which of them this one is.
-      num_replicas_in_sync: Number of replicas, of all processes.
+      input_pipeline_id: Index of this dataset among them.
+      num_replicas_in_sync: Number of replicas in all processes.
 
     Example:
       ```python
@@ -44,38 +44,39 @@ class InputContext:
     num_replicas_in_sync: int = 1
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Rows of one replica's batch.
+        """Returns the number of rows of one replica's batch.
 
         Args:
-          global_batch_size: Rows of all replicas together.
+          global_batch_size: Number of rows of all replicas together.
 
         Raises:
-          ValueError: the replicas cannot share them evenly.
+          ValueError: if the replicas cannot share them evenly.
         """
         rows, rest = divmod(global_batch_size, self.num_replicas_in_sync)
         if rest:
             raise ValueError(
-                "The replicas share a global batch evenly here. Received: "
-                f"global_batch_size={global_batch_size} for "
-                f"{self.num_replicas_in_sync} replicas. Choose a multiple, or "
-                "use `experimental_distribute_dataset`, which takes any size."
+                "`global_batch_size` must be a multiple of the number of "
+                f"replicas. Received: global_batch_size={global_batch_size} "
+                f"for {self.num_replicas_in_sync} replicas. Choose a multiple, "
+                "or use `experimental_distribute_dataset`, which accepts any "
+                "size."
             )
         return rows
 
 
 class FunctionSource(Source):
-    """The datasets that a function makes: each replica takes whole batches.
+    """The datasets that a function makes: each replica takes entire batches.
 
     Args:
-      dataset_fn: Makes the dataset.
+      dataset_fn: The function that makes a dataset.
       mesh: The replicas.
-      is_per_replica: Whether it makes one for each replica.
-      prepare: Makes of each dataset the one that is read.
+      is_per_replica: Whether it makes one dataset per replica.
+      prepare: A function from each dataset to the one that is read.
 
     Raises:
-      TypeError: `dataset_fn` cannot be called, or what it returns does not
-        yield batches.
-      ValueError: several datasets on several processes.
+      TypeError: if `dataset_fn` cannot be called, or returns something that
+        does not yield batches.
+      ValueError: if one dataset per replica is requested on several processes.
     """
 
     kind = "a dataset from a function"
@@ -90,9 +91,9 @@ class FunctionSource(Source):
     ) -> None:
         if not callable(dataset_fn):
             raise TypeError(
-                "A function that makes a dataset is needed. Received: an "
-                f"object of type {type(dataset_fn).__name__}. Pass a dataset "
-                "itself to `experimental_distribute_dataset`."
+                "`dataset_fn` must be a function that makes a dataset. "
+                f"Received: an object of type {type(dataset_fn).__name__}. "
+                "Pass a dataset itself to `experimental_distribute_dataset`."
             )
         self._num_replicas = mesh.replicas_per_process
         self.is_process_local = mesh.num_processes > 1
@@ -100,9 +101,8 @@ class FunctionSource(Source):
         if is_per_replica:
             if mesh.num_processes > 1:
                 raise ValueError(
-                    "A dataset for each replica is for one process. Received: "
-                    f"`PER_REPLICA` in a job of {mesh.num_processes} "
-                    "processes. Use "
+                    "`PER_REPLICA` must be used on one process. Received: a "
+                    f"job of {mesh.num_processes} processes. Use "
                     "`InputReplicationMode.PER_WORKER`."
                 )
             count = mesh.num_replicas
@@ -126,39 +126,39 @@ class FunctionSource(Source):
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
         """See `Source.read`."""
         del epoch, cut
-        return itertools.islice(self._steps(), start, None)
+        return itertools.islice(self._read_steps(), start, None)
 
-    def _steps(self) -> Iterator[Part]:
+    def _read_steps(self) -> Iterator[Part]:
         count = self._num_replicas
         iterators = [host_batches(dataset) for dataset in self._datasets]
         if len(iterators) == 1:
             iterators *= count
         while True:
-            # Copies: the next one may be in the same arrays.
+            # Copies, because a dataset may reuse its arrays for the next batch.
             parts = [
                 jax.tree.map(host_arrays.copy_if_mutable, next(batches, None))
                 for batches in iterators
             ]
-            given = [part for part in parts if part is not None]
-            if not given:
+            present = [part for part in parts if part is not None]
+            if not present:
                 return
-            for part in given:
-                num_rows(part)  # Refuses what is no batch.
-            _check_alike(given)
-            nothing = jax.tree.map(lambda leaf: leaf[:0], given[0])
-            whole = [nothing if part is None else part for part in parts]
+            for part in present:
+                num_rows(part)  # Raises unless it is a batch.
+            _check_equal(present)
+            empty = jax.tree.map(lambda leaf: leaf[:0], present[0])
+            filled = [empty if part is None else part for part in parts]
             counts = tuple(
                 0 if part is None else num_rows(part) for part in parts
             )
-            data = jax.tree.map(lambda *leaves: np.concatenate(leaves), *whole)
+            data = jax.tree.map(lambda *leaves: np.concatenate(leaves), *filled)
             yield Part(data=data, rows=sum(counts), counts=counts)
 
 
-def _check_alike(parts: list[Tree]) -> None:
-    kinds = list(map(rows_kind, parts))
+def _check_equal(parts: list[Tree]) -> None:
+    kinds = list(map(find_row_kind, parts))
     if any(kind != kinds[0] for kind in kinds):
         raise ValueError(
-            "The batches of a step may differ in their number of rows only. "
+            "The batches of a step must differ only in their number of rows. "
             f"Received: {[str(kind) for kind in kinds]}. Check what the "
             "dataset yields."
         )

@@ -13,11 +13,11 @@ from keras_strategies.data.source import Cut, Part, Source, take
 
 
 class IterableSource(Source):
-    """Anything that yields batches; every process runs all of it.
+    """Any iterable of batches; every process iterates over all of it.
 
     Args:
       dataset: An iterable of nests of arrays.
-      is_process_local: Whether each process has rows of its own.
+      is_process_local: Whether each process has different rows.
       has_checksums: See `take`.
     """
 
@@ -41,14 +41,14 @@ class IterableSource(Source):
         del epoch
         batches = host_batches(self._dataset)
         if isinstance(self._dataset, Iterator):
-            batches = self._once(batches)
+            batches = self._replay_peeked(batches)
         for batch in itertools.islice(batches, start, None):
             yield take(
                 batch, cut, has_checksums=self._has_checksums, is_copied=True
             )
 
-    def _once(self, batches: Iterator[Tree]) -> Iterator[Tree]:
-        """The batches of an iterator, those again that were only peeked at."""
+    def _replay_peeked(self, batches: Iterator[Tree]) -> Iterator[Tree]:
+        """Iterates over the batches; peeked ones are yielded again."""
         if self.is_peeked:
             for batch in batches:
                 self._peeked.append(batch)
@@ -60,38 +60,38 @@ class IterableSource(Source):
 
 
 def host_batches(dataset: Dataset) -> Iterator[Tree]:
-    """The batches of a dataset as nests of numpy arrays."""
+    """Returns an iterator over a dataset's batches as numpy arrays."""
     tensorflow = sys.modules.get("tensorflow")
     if tensorflow is not None and isinstance(dataset, tensorflow.data.Dataset):
         return dataset.as_numpy_iterator()
     if hasattr(dataset, "on_epoch_end") and hasattr(dataset, "__getitem__"):
-        return _of_py_dataset(dataset)
+        return _iterate_py_dataset(dataset)
     return (jax.tree.map(np.asarray, batch) for batch in dataset)
 
 
-def _of_py_dataset(dataset: Dataset) -> Iterator[Tree]:
+def _iterate_py_dataset(dataset: Dataset) -> Iterator[Tree]:
     for index in range(len(dataset)):
         yield jax.tree.map(np.asarray, dataset[index])
     dataset.on_epoch_end()
 
 
 def check_batches(dataset: object) -> None:
-    """Raises TypeError for what cannot be iterated over in batches."""
+    """Raises TypeError unless a dataset can be iterated in batches."""
     if isinstance(dataset, str | bytes | os.PathLike):
         raise TypeError(
-            "A dataset yields global batches. Received: "
+            "A dataset must yield global batches. Received: "
             f"{dataset!r}. For the files of a path or a pattern pass "
             "`ks.data.files(path, reader)`."
         )
     if isinstance(dataset, np.ndarray | jax.Array | dict | tuple | list):
         raise TypeError(
-            "A dataset yields global batches. Received: "
+            "A dataset must yield global batches. Received: "
             f"{type(dataset).__name__}. Make batches of arrays with "
             "`experimental_make_numpy_dataset(arrays).batch(batch_size)`."
         )
     if not hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"):
         raise TypeError(
-            "A dataset yields global batches. Received: an object of type "
+            "A dataset must yield global batches. Received: an object of type "
             f"{type(dataset).__name__}, which is not iterable. Pass a "
             "tf.data.Dataset, a keras PyDataset or an iterable of batches."
         )

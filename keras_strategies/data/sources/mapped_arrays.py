@@ -6,26 +6,30 @@ import numpy as np
 
 
 def is_mapped(array: object) -> bool:
-    """Whether it is (a view of) a `np.memmap` that shares its file's pages."""
-    return _memory(array) is not None
+    """Returns whether an array is (a view of) a shared `np.memmap`.
+
+    Copy-on-write arrays are not: they do not share their file's pages.
+    """
+    return _find_memory(array) is not None
 
 
 def let_go(array: object) -> None:
-    """Leaves what was read of a file to the system to keep in memory or not.
+    """Lets the system evict the pages that were read from a mapped file.
 
-    Otherwise it counts as the process's memory as long as the array lives.
-    Nothing is lost: what was written to the array is in the file. Does
-    nothing for other arrays.
+    Otherwise they count as the process's memory as long as the array lives.
+    Nothing is lost: values written to the array are in the file. Does nothing
+    for other arrays.
     """
-    memory = _memory(array)
+    memory = _find_memory(array)
     if memory is not None and hasattr(mmap, "MADV_DONTNEED"):
         memory.madvise(mmap.MADV_DONTNEED)
 
 
-def _memory(array: object) -> mmap.mmap | None:
+def _find_memory(array: object) -> mmap.mmap | None:
     while isinstance(array, np.ndarray):
         if isinstance(array, np.memmap):
-            # What is written to a copy-on-write array is nowhere else.
+            # Values written to a copy-on-write array are not in the file, so
+            # its pages must stay in memory.
             memory = getattr(array, "_mmap", None)
             return None if array.mode == "c" else memory
         array = array.base

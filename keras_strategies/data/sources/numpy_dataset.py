@@ -23,16 +23,16 @@ from keras_strategies.data.sources.mapped_arrays import let_go
 
 
 class NumpyDataset:
-    """Arrays as a dataset of their rows; `batch` makes it one of batches.
+    """A dataset of the rows of arrays; `batch` makes one of batches.
 
     Args:
-      arrays: A nest of arrays; lists in it are stacked to arrays.
-      batch_size: Rows of a batch; None yields single rows.
-      drop_remainder: Whether a short last batch is left out.
+      arrays: A nest of arrays; lists in it are stacked into arrays.
+      batch_size: Number of rows of a batch; None yields single rows.
+      drop_remainder: Whether to drop a short last batch.
 
     Attributes:
       arrays: The nest of arrays.
-      batch_size: Rows of a batch; None if it yields rows.
+      batch_size: Number of rows of a batch; None if it yields rows.
     """
 
     def __init__(
@@ -51,24 +51,24 @@ class NumpyDataset:
     def batch(
         self, batch_size: int, drop_remainder: bool = False
     ) -> "NumpyDataset":
-        """The same rows in batches.
+        """Returns a dataset of the same rows in batches.
 
         Args:
-          batch_size: Rows of a global batch.
-          drop_remainder: Whether a short last batch is left out.
+          batch_size: Number of rows of a global batch.
+          drop_remainder: Whether to drop a short last batch.
 
         Raises:
-          ValueError: not a positive number.
+          ValueError: if `batch_size` is not positive.
         """
         if batch_size < 1:
             raise ValueError(
-                "A batch has at least one row. Received: "
+                "`batch_size` must be positive. Received: "
                 f"batch_size={batch_size}. Pass a positive number."
             )
         return NumpyDataset(self.arrays, batch_size, drop_remainder)
 
     def __len__(self) -> int:
-        """Number of batches, or of rows."""
+        """Returns the number of batches, or of rows."""
         whole, rest = divmod(self._rows, self.batch_size or 1)
         return whole + (rest > 0 and not self._drop_remainder)
 
@@ -83,11 +83,11 @@ class NumpyDataset:
 
 
 class IndexedSource(Source):
-    """Data of which any row can be read.
+    """A source any of whose rows can be read.
 
     Args:
       num_rows: Number of rows.
-      batch_size: Rows of a global batch.
+      batch_size: Number of rows of a global batch.
       num_batches: Number of batches.
     """
 
@@ -103,10 +103,10 @@ class IndexedSource(Source):
 
     @abc.abstractmethod
     def rows_at(self, indices: slice | np.ndarray) -> Tree:
-        """A nest of arrays of some rows.
+        """Returns a nest of arrays of some rows.
 
         Args:
-          indices: The numbers of the rows.
+          indices: The indices of the rows.
         """
 
     def facts(self) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class IndexedSource(Source):
 
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
         """See `Source.read`."""
-        order = None if self.order is None else self.order.of(epoch)
+        order = None if self.order is None else self.order.compute(epoch)
         for first in self._firsts[start:]:
             rows = min(self._firsts.step, self._num_rows - first)
             begin, end = cut(rows)
@@ -138,13 +138,13 @@ class IndexedSource(Source):
 
 
 class RowsSource(IndexedSource):
-    """A batched `NumpyDataset`.
+    """The batches of a batched `NumpyDataset`.
 
     Args:
       dataset: The dataset.
 
     Raises:
-      ValueError: it yields single rows.
+      ValueError: if it yields single rows.
     """
 
     kind = "a dataset of arrays"
@@ -152,7 +152,7 @@ class RowsSource(IndexedSource):
     def __init__(self, dataset: NumpyDataset) -> None:
         if dataset.batch_size is None:
             raise ValueError(
-                "A dataset yields global batches. Received: a dataset of "
+                "A dataset must yield global batches. Received: a dataset of "
                 "single rows. Call `.batch(global_batch_size)` first."
             )
         self._arrays = dataset.arrays

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from keras_strategies._types import Array, Batch, Dataset, Tree
-from keras_strategies.data.loaded import LoadedSource, check_by_rows, is_own
+from keras_strategies.data.loaded import LoadedSource, check_by_rows, is_local
 from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.source import Cut, Part, take
 
@@ -25,33 +25,33 @@ _Key = tuple[int, ...]
 class TorchSource(LoadedSource):
     """The batches of a `torch.utils.data.DataLoader` or `Dataset`.
 
-    Of a map-style dataset a process reads its own rows only, with the loader's
-    settings (worker processes, timeout, ...); all draw the samplers' indices,
-    from the same seeds. Every process reads whole batches where there is a
-    `collate_fn` of one's own, as that may pad a batch, mix or drop its rows;
-    of an `IterableDataset`; of a subclass of `DataLoader`; and with
-    `batch_size=None`.
+    Of a map-style dataset a process reads only its rows, with the loader's
+    settings (worker processes, timeout, ...); all processes draw the samplers'
+    indices from the same seeds. Every process reads entire batches of an
+    `IterableDataset`, of a subclass of `DataLoader`, with `batch_size=None`,
+    and with a custom `collate_fn`, since that may pad a batch, or mix or drop
+    its rows.
 
-    torch's global generator is seeded for each batch, and put back; others,
-    and those of resumed worker processes, are the user's matter.
+    torch's global generator is seeded for each batch, and restored. Other
+    generators, and those of resumed worker processes, are left to the user.
 
-    Differs from torch: the order of a `RandomSampler` is a function of the
-    seed and the epoch, by numpy's generator; memory is not pinned.
+    Differs from torch: the order of a `RandomSampler` is a function of the seed
+    and the epoch, drawn by numpy's generator; memory is not pinned.
 
     Args:
-      data: What to read (`is_torch`).
+      data: The data to read (see `is_torch`).
       batch_size: For a dataset without a loader; 32 if left out.
       shuffle: For a map-style dataset without a loader.
       num_processes: Number of processes that read it.
-      process_index: This process's place among them.
-      seed: The orders', where the loader has no `generator`. The same in
+      process_index: Index of this process among them.
+      seed: The seed of the orders if the loader has no `generator`. The same in
         all processes.
-      policy: AUTO and DATA divide the rows; OFF leaves what each process is
-        given to it. A `DistributedSampler` has divided them already: its
-        loader's batch size is, as everywhere in torch, that of one process.
+      policy: AUTO and DATA share the rows; OFF makes the data process-local. A
+        `DistributedSampler` has already divided them: its loader's batch size
+        is that of one process, as everywhere in torch.
 
     Raises:
-      ValueError: the policy or the `DistributedSampler` does not fit.
+      ValueError: if the policy or the `DistributedSampler` does not fit.
     """
 
     kind = "torch dataset"
@@ -67,12 +67,12 @@ class TorchSource(LoadedSource):
         seed: int = 0,
         policy: AutoShardPolicy = AutoShardPolicy.AUTO,
     ) -> None:
-        check_by_rows(policy, "torch's data are")
+        check_by_rows(policy, "A torch dataset")
         loader = data
         if not isinstance(data, _data().DataLoader):
             loader = _data().DataLoader(data, batch_size=batch_size or 32)
         is_divided = False
-        if num_processes > 1 and not is_own(num_processes, policy):
+        if num_processes > 1 and not is_local(num_processes, policy):
             is_divided = _is_divided(loader, num_processes, process_index)
         is_iterable = isinstance(loader.dataset, _data().IterableDataset)
         if type(loader) is _data().DataLoader and not is_iterable:
@@ -96,14 +96,14 @@ class TorchSource(LoadedSource):
 
 
 def is_torch(data: object) -> bool:
-    """Whether something is a torch `DataLoader` or `Dataset`."""
+    """Returns whether an object is a torch `DataLoader` or `Dataset`."""
     return "torch" in sys.modules and isinstance(
         data, _data().DataLoader | _data().Dataset
     )
 
 
 class _IndexedBatches:
-    """Batches of a map-style dataset, by the samplers' indices."""
+    """The batches of a map-style dataset, by the samplers' indices."""
 
     has_checksums = False
 
@@ -121,7 +121,7 @@ class _IndexedBatches:
             self._sampler, self.is_by_rows = loader.sampler, False
         self._process_index = process_index
         self._should_shuffle = should_shuffle
-        self.seed = _seed_of(loader, seed)
+        self.seed = _find_seed(loader, seed)
         self._keys = _Keys()
         self._inner: Any = None
         self.length = self.num_rows = None
@@ -133,44 +133,44 @@ class _IndexedBatches:
 
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
         _set_epoch(self._loader.dataset, epoch)
-        keys = self._batches_of_keys(epoch, start)
+        keys = self._read_keys(epoch, start)
         if not self.is_by_rows:
-            for batch in self._items(keys, epoch, start):
+            for batch in self._read_items(keys, epoch, start):
                 yield take(
-                    _arrays_of(batch),
+                    _to_arrays(batch),
                     cut,
                     has_checksums=self.has_checksums,
                     is_copied=True,
                 )
             return
-        plan, ahead = itertools.tee(_plan(keys, cut))
-        own = (wanted[0] for wanted in ahead if wanted[0] is not None)
-        items = self._items(own, epoch, start)
+        plan, ahead = itertools.tee(_plan_reads(keys, cut))
+        needed = (wanted[0] for wanted in ahead if wanted[0] is not None)
+        items = self._read_items(needed, epoch, start)
         no_rows: Tree = None
         for wanted, count, rows, checksum in plan:
-            data = no_rows if wanted is None else _arrays_of(next(items))
+            data = no_rows if wanted is None else _to_arrays(next(items))
             if no_rows is None:
                 no_rows = jax.tree.map(lambda leaf: leaf[:0], data)
             yield Part(
                 data=data if count else no_rows, rows=rows, checksum=checksum
             )
 
-    def _batches_of_keys(self, epoch: int, start: int) -> Iterator[Any]:
-        """The keys of each batch from `start` on."""
+    def _read_keys(self, epoch: int, start: int) -> Iterator[Any]:
+        """Returns an iterator over each batch's keys, from `start` on."""
         sampler, key = self._sampler, (self.seed, epoch)
         order = None
         if type(sampler) is _data().BatchSampler:
-            order = self._known_order(sampler.sampler, key)
+            order = self._find_order(sampler.sampler, key)
         if order is None:
-            batches = _seeded(lambda: iter(_agreed(sampler, key)), key)
+            batches = _seed_each(lambda: iter(_seed_sampler(sampler, key)), key)
             return itertools.islice(batches, start, None)
         size, end = sampler.batch_size, len(order)
         end -= end % size if sampler.drop_last else 0
         firsts = range(start * size, end, size)
         return (order[first : first + size] for first in firsts)
 
-    def _known_order(self, sampler: Any, key: _Key) -> Any:
-        """The order of all rows, if it is one of torch's usual two."""
+    def _find_order(self, sampler: Any, key: _Key) -> Any:
+        """Returns all rows' order for torch's two usual samplers, else None."""
         shuffled = type(sampler) is _data().RandomSampler
         if not shuffled and type(sampler) is not _data().SequentialSampler:
             return None
@@ -181,53 +181,54 @@ class _IndexedBatches:
             return np.random.default_rng(key).permutation(rows)
         return range(rows)
 
-    def _items(
+    def _read_items(
         self, keys: Iterator[Any], epoch: int, start: int
     ) -> Iterator[Any]:
-        """What the dataset holds at the keys, collated."""
+        """Returns an iterator over the collated items at the keys."""
         user = self._loader
         is_plain = self.is_by_rows and not user.num_workers
         if is_plain and type(user.dataset) is _data().TensorDataset:
-            return _rows_of(_arrays_of(user.dataset.tensors), keys)
-        # Each process augments its rows in its own way; batches that all
-        # processes read must come out alike.
+            return _read_rows(_to_arrays(user.dataset.tensors), keys)
+        # Processes augment their rows differently, but batches that all of
+        # them read must be the same.
         key = (self.seed, epoch, 1 + self._process_index * self.is_by_rows)
         if self._inner is None:
-            self._inner = _loader_like(user, self._keys)
+            self._inner = _make_loader(user, self._keys)
         inner = self._inner
 
         def items() -> Iterator[Any]:
-            inner.generator.manual_seed(_number(key))
-            self._keys.coming = map(_listed, keys)
+            inner.generator.manual_seed(_make_seed(key))
+            self._keys.coming = map(_to_list, keys)
             return iter(inner)
 
-        return _seeded(items, key, start)
+        return _seed_each(items, key, start)
 
 
-def _plan(
+def _plan_reads(
     batches: Iterator[Any], cut: Cut
 ) -> Iterator[tuple[Any, int, int, int]]:
-    """Keys to read of each batch (the first: one at least), rows, checksum."""
+    """Yields keys to read, kept rows, all rows and checksum of each batch."""
     is_first = True
     for keys in batches:
         begin, end = cut(len(keys))
-        own = keys[begin:end]
+        needed = keys[begin:end]
         if begin == end:
-            own = keys[:1] if is_first else None
+            # The first batch is read even without rows, for the shapes.
+            needed = keys[:1] if is_first else None
         is_first = False
         checksum = zlib.crc32(f"{keys[0]} {keys[-1]}".encode())
-        yield own, end - begin, len(keys), checksum
+        yield needed, end - begin, len(keys), checksum
 
 
 class _IteratedBatches:
-    """Batches that a loader gives one after the other."""
+    """Batches that a loader yields one after the other."""
 
     length = num_rows = None
     has_checksums = is_by_rows = False
 
     def __init__(self, loader: Dataset, seed: int) -> None:
         self._loader = loader
-        self.seed = _seed_of(loader, seed)
+        self.seed = _find_seed(loader, seed)
         self.batch_size: int | None = loader.batch_size
 
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
@@ -235,19 +236,19 @@ class _IteratedBatches:
         for part in (loader.dataset, loader.sampler, loader.batch_sampler):
             _set_epoch(part, epoch)
         own = [loader.generator] if loader.generator else []
-        batches = _seeded(lambda: iter(loader), (self.seed, epoch), 0, own)
+        batches = _seed_each(lambda: iter(loader), (self.seed, epoch), 0, own)
         for batch in itertools.islice(batches, start, None):
             yield take(
-                _arrays_of(batch),
+                _to_arrays(batch),
                 cut,
                 has_checksums=self.has_checksums,
-                # That makes new tensors each time.
+                # `default_collate` makes new tensors each time.
                 is_copied=loader.collate_fn is not _data().default_collate,
             )
 
 
 class _Keys:
-    """An iterable of the keys that are to come."""
+    """An iterable over keys that are set later."""
 
     coming: Iterator[Any] = iter(())
 
@@ -255,8 +256,8 @@ class _Keys:
         return self.coming
 
 
-def _loader_like(user: Dataset, keys: _Keys) -> Dataset:
-    """A loader with a user's settings that reads what is at the keys."""
+def _make_loader(user: Dataset, keys: _Keys) -> Dataset:
+    """Returns a loader with a user's settings that reads at the keys."""
     order: dict[str, Any] = {"batch_sampler": keys}
     if user.batch_sampler is None:
         order = {"sampler": keys, "batch_size": None}
@@ -279,7 +280,7 @@ def _data() -> ModuleType:
 
 
 def _is_divided(loader: Dataset, count: int, process_index: int) -> bool:
-    """Whether a loader reads the rows of this one of the processes only."""
+    """Returns whether a loader reads only this process's rows."""
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
     if not isinstance(sampler, _data().distributed.DistributedSampler):
         return False
@@ -288,38 +289,38 @@ def _is_divided(loader: Dataset, count: int, process_index: int) -> bool:
         raise ValueError(
             "A `DistributedSampler` must divide the rows over the processes. "
             f"Received: rank={place[0]}, num_replicas={place[1]} in process "
-            f"{process_index} of {count}. Leave it out: the strategy divides "
+            f"{process_index} of {count}. Leave it out: the strategy shards "
             "the rows."
         )
     repeated = sampler.total_size - len(sampler.dataset)
     if repeated > 0:
         warnings.warn(
-            f"`DistributedSampler` gives {repeated} rows twice an epoch. Leave "
-            "it out: the strategy divides the rows, each once.",
+            f"`DistributedSampler` yields {repeated} rows twice an epoch. "
+            "Leave it out: the strategy reads each row once.",
             stacklevel=4,
         )
     return True
 
 
-def _seed_of(loader: Dataset, seed: int) -> int:
+def _find_seed(loader: Dataset, seed: int) -> int:
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
     generator = getattr(sampler, "generator", None) or loader.generator
     return seed % 2**64 if generator is None else generator.initial_seed()
 
 
 def _set_epoch(target: object, epoch: int) -> None:
-    # As torch's `DistributedSampler` and other libraries' datasets have it.
+    # `DistributedSampler` and datasets of other libraries have `set_epoch`.
     getattr(target, "set_epoch", lambda _: None)(epoch)
 
 
-def _agreed(sampler: Any, key: _Key) -> Any:
-    """A sampler that yields the same in every process, if it can."""
+def _seed_sampler(sampler: Any, key: _Key) -> Any:
+    """Returns a sampler that yields the same in every process, if possible."""
     changes = {}
     if hasattr(sampler, "generator"):
         generator = sys.modules["torch"].Generator()
-        changes["generator"] = generator.manual_seed(_number(key))
+        changes["generator"] = generator.manual_seed(_make_seed(key))
     if hasattr(sampler, "sampler"):
-        changes["sampler"] = _agreed(sampler.sampler, key)
+        changes["sampler"] = _seed_sampler(sampler.sampler, key)
     if changes or hasattr(sampler, "set_epoch"):
         sampler = copy.copy(sampler)
         vars(sampler).update(changes)
@@ -327,33 +328,34 @@ def _agreed(sampler: Any, key: _Key) -> Any:
     return sampler
 
 
-def _listed(keys: Any) -> Any:
+def _to_list(keys: Any) -> Any:
     if isinstance(keys, np.ndarray):
         return keys.tolist()
     return list(keys) if isinstance(keys, range) else keys
 
 
-def _number(key: _Key) -> int:
+def _make_seed(key: _Key) -> int:
     return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
 
 
-def _seeded(
+def _seed_each(
     make: Callable[[], Iterator[Any]],
     key: _Key,
     first: int = 0,
     generators: Iterable[Any] = (),
 ) -> Iterator[Any]:
-    """Items that are made with generators seeded, each one by its place."""
+    """Iterates over items, seeding generators by each item's position."""
     used = [sys.modules["torch"].default_generator, *generators]
     items, end = None, object()
     for place in itertools.count(first):
         states = [generator.get_state() for generator in used]
         try:
             for generator in used:
-                generator.manual_seed(_number((*key, place)))
+                generator.manual_seed(_make_seed((*key, place)))
             items = make() if items is None else items
             item = next(items, end)
         finally:
+            # Before the `yield`, so that the user's draws do not change.
             for generator, state in zip(used, states, strict=True):
                 generator.set_state(state)
         if item is end:
@@ -361,25 +363,25 @@ def _seeded(
         yield item
 
 
-def _rows_of(arrays: Tree, keys: Iterator[Any]) -> Iterator[Tree]:
-    """Rows of arrays, as collating them one by one would give them."""
+def _read_rows(arrays: Tree, keys: Iterator[Any]) -> Iterator[Tree]:
+    """Iterates over batches of arrays, as collating single rows would do."""
     for wanted in keys:
         is_range = isinstance(wanted, range)
         rows = slice(wanted.start, wanted.stop) if is_range else list(wanted)
         yield tuple(array[rows] for array in arrays)
 
 
-def _arrays_of(batch: Batch) -> Tree:
-    """A nest of numpy arrays; a list at its top becomes a tuple, as for fit."""
+def _to_arrays(batch: Batch) -> Tree:
+    """Returns a nest of arrays; a top-level list becomes a tuple, for `fit`."""
     batch = jax.tree.map(_to_array, batch)
     return tuple(batch) if type(batch) is list else batch
 
 
 def _to_array(leaf: Array) -> Tree:
-    """A tensor as an array, of the same memory where it is the host's."""
+    """Returns a tensor as an array, sharing memory if it is on the host."""
     torch = sys.modules["torch"]
     if isinstance(leaf, Mapping):
-        return _arrays_of(dict(leaf))
+        return _to_arrays(dict(leaf))
     if not isinstance(leaf, torch.Tensor):
         return leaf if isinstance(leaf, str) else np.asarray(leaf)
     if leaf.layout is not torch.strided or leaf.is_nested:
@@ -390,7 +392,7 @@ def _to_array(leaf: Array) -> Tree:
         )
     leaf = leaf.detach().cpu()
     name = str(leaf.dtype).removeprefix("torch.")
-    # numpy's own dtypes need no view: bfloat16 and float8 are ml_dtypes'.
+    # Only ml_dtypes' types (bfloat16, float8) need a view; numpy has no such.
     if not leaf.is_floating_point() or not hasattr(ml_dtypes, name):
         return leaf.numpy()
     same_size = {1: torch.uint8, 2: torch.int16}[leaf.element_size()]

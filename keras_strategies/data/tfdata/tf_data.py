@@ -1,6 +1,6 @@
 """A `tf.data.Dataset` as a source, shared by several processes.
 
-TensorFlow is not imported here: whoever has a dataset has done so.
+TensorFlow is not imported here: code that has a dataset has imported it.
 """
 
 import dataclasses
@@ -19,21 +19,21 @@ from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.source import Cut, Part, Source, take
 from keras_strategies.data.source_summary import Summary
 from keras_strategies.data.tfdata.tf_files import (
-    damage,
-    files_of,
-    files_of_part,
-    missing_file,
-    texts_of,
+    find_damage,
+    find_files,
+    find_missing_file,
+    find_part_files,
+    find_texts,
 )
-from keras_strategies.data.tfdata.tf_graph import Graph, graph_of, tensorflow
+from keras_strategies.data.tfdata.tf_graph import Graph, tensorflow, write_graph
 from keras_strategies.data.tfdata.tf_nodes import (
     changes_rows,
+    draws_order,
+    find_hints,
+    find_known_rows,
+    guess_batch_size,
     has_variables,
-    hints_of,
-    is_drawn,
     is_plain,
-    known_rows,
-    likely_batch_size,
 )
 from keras_strategies.data.tfdata.tf_order import EpochDatasets
 from keras_strategies.data.tfdata.tf_plan import plan_shards
@@ -48,64 +48,66 @@ def _is_number(value: object) -> bool:
     return value is None or (is_int and -(2**63) <= value < 2**63)
 
 
-# What `seed` gives, which may come from a file.
+# The form of `TfDataSource.seed`, which may come from a file.
 _SEED = Either((_is_number, (_is_number, [(_is_number, _is_number)])))
 
 
 class TfDataSource(Source):
     """The batches of a `tf.data.Dataset`.
 
-    What the processes do with the dataset:
+    The policies share the dataset between processes as follows:
 
-    * DATA: each runs the whole pipeline, in one order, and keeps its rows: a
-      contiguous piece of each batch.
-    * FILE: TensorFlow puts a shard in front of what reads the files. The
-      batches are the process's own.
-    * AUTO: as FILE if there are enough files and if it is sure that all
-      processes together read what one would, every row once; otherwise as
-      DATA, with a warning if files are read. It is not sure where operations
+    * DATA: each process runs the entire pipeline, in the same order, and keeps
+      its rows: a contiguous piece of each batch.
+    * FILE: TensorFlow inserts a shard before the operations that read the
+      files. The batches are process-local.
+    * AUTO: FILE if there are enough files and if it is certain that all
+      processes together read what one process would, every row once; otherwise
+      DATA, with a warning if files are read. It is uncertain if operations
       count or pair rows of all files: `take`, `skip`, `zip` (rows stay paired
-      only if all files are equally long), `drop_remainder=True` unless the
-      rows repeat for ever (each process would drop a remainder of its own),
-      `batch` on batches, `filter` on batches, `padded_batch` to the longest.
-      FILE itself is then followed as tf does, with a warning.
-    * HINT: each `shard(SHARD_HINT, ...)` becomes the process's.
-    * OFF: each reads all that its dataset yields.
+      only if all files have the same length), `drop_remainder=True` unless the
+      rows repeat forever (each process would drop its remainder), `batch` on
+      batches, `filter` on batches, `padded_batch` to the longest row. FILE
+      itself then splits as tf does, with a warning.
+    * HINT: each `shard(SHARD_HINT, ...)` becomes the process's shard.
+    * OFF: each process reads everything that its dataset yields.
 
     Shuffles without a seed are seeded, so the order of an epoch is a function
-    of (`seed`, epoch), the same in all processes and when reading begins
-    anew. With seeds of the user's, epoch `e` has the order that tf.data gives
-    the `e`-th iterator. For that the dataset is made anew from its graph in
-    each epoch. On one process it is iterated as it is where that cannot be: if
+    of (`seed`, epoch): the same in all processes and when reading starts again.
+    With user-defined seeds, epoch `e` has the order of tf.data's `e`-th
+    iterator. To do that, the dataset is rebuilt from its graph in each epoch.
+    If that is not possible, one process iterates over the original dataset: if
     it has no graph (arrays of 2 GiB and more), or if its functions use a
-    `tf.Variable` or `tf.random.Generator`. On several processes each epoch
-    sees a copy of their present values.
+    `tf.Variable` or `tf.random.Generator`. On several processes each epoch uses
+    a copy of their present values.
 
-    On several processes a `cache("file")` gets a file for each. Under DATA
-    parallel operations keep their order even if they need not
-    (`deterministic=False`); under the other policies they do as they are told,
-    and an order can then not be found again.
+    On several processes a `cache("file")` gets a separate file for each
+    process. Under DATA parallel operations keep their order even if they need
+    not (`deterministic=False`); under the other policies they keep their
+    setting, and the order may not be reproducible.
 
     Differs from tf: too few files are an error or DATA on every process; HINT
-    without a `shard(SHARD_HINT, ...)`, and a `shard` of the user's under
-    another policy than OFF and HINT, are errors; DATA gives contiguous rows.
+    without a `shard(SHARD_HINT, ...)`, and a user's `shard` under a policy
+    other than OFF and HINT, are errors; DATA yields contiguous rows.
 
     Args:
       dataset: The dataset; its elements are global batches.
       num_processes: Number of processes that share it.
-      process_index: This process's place among them.
+      process_index: Index of this process among them.
       seed: Any number, the same in all processes.
-      policy: How they share it; None for what the dataset's options say.
-      copy: Which of the processes that read the same rows this one is; None
-        if there are no others.
+      policy: The policy by which they share it; None for that of the dataset's
+        options.
+      copy: Index of this process among those that read the same rows; None if
+        there are no others.
 
     Attributes:
-      plan: What was decided; `summary` adds the numbers of rows.
-      is_infinite: Whether it surely never ends.
+      plan: The decision on sharing; `summary` adds the numbers of rows.
+      is_infinite: Whether it certainly never ends.
 
     Raises:
-      TypeError: the elements are no dense arrays of numbers.
-      ValueError: the dataset is not batched, or cannot be shared like this.
+      TypeError: if the elements are not dense arrays of numbers.
+      ValueError: if the dataset is not batched, or cannot be shared in this
+        way.
     """
 
     kind = "a tf.data.Dataset"
@@ -122,14 +124,14 @@ class TfDataSource(Source):
     ) -> None:
         _check_elements(dataset.element_spec)
         self._process_index = process_index
-        graph = None if is_plain(dataset) else graph_of(dataset)
+        graph = None if is_plain(dataset) else write_graph(dataset)
         self.plan, split = plan_shards(
             dataset, graph, policy, num_processes, process_index
         )
         is_shared = num_processes > 1 and self.plan.applied is _Policy.DATA
         self.is_process_local = num_processes > 1 and not is_shared
         self._note_sizes(dataset)
-        # Whether all processes must see the same, and can.
+        # Whether all processes must see the same rows in the same order.
         self._is_shared = is_shared or copy is not None
         self._has_checksums = is_shared and _repeats_rows(dataset, graph)
         self._dataset, self._epochs = dataset, None
@@ -152,17 +154,17 @@ class TfDataSource(Source):
             self._name_files(self._epochs)
 
     def _note_sizes(self, dataset: Dataset) -> None:
-        self.batch_size = _batch_size(dataset)
-        self.likely_size = self.batch_size or likely_batch_size(dataset)
+        self.batch_size = _find_batch_size(dataset)
+        self.likely_size = self.batch_size or guess_batch_size(dataset)
         count = int(dataset.cardinality())
         self.is_infinite = count == tensorflow().data.INFINITE_CARDINALITY
         if count >= 0 and not self.is_process_local:
             self.num_batches = count
 
     def _name_files(self, epochs: EpochDatasets) -> None:
-        """Adds this process's files to the plan, where they are found."""
-        first, _ = epochs.graph(0)
-        if (files := files_of_part(first)) is not None:
+        """Adds this process's files to the plan, if they are found."""
+        first, _ = epochs.make_graph(0)
+        if (files := find_part_files(first)) is not None:
             named = {self._process_index: files}
             self.plan = dataclasses.replace(self.plan, files=named)
 
@@ -170,16 +172,16 @@ class TfDataSource(Source):
         """See `Source.summary`."""
         if self.is_process_local:
             return self.plan
-        first, rows = known_rows(self._dataset)
+        first, rows = find_known_rows(self._dataset)
         return dataclasses.replace(self.plan, num_rows=rows, first_rows=first)
 
     @property
     def seed(self) -> str | int | None:
-        """See `Source.seed`. With the shuffles' own, if they have any."""
-        own = [] if self._epochs is None else self._epochs.seeds
-        if not any(map(any, own)):
+        """The seed, including the seeds of the shuffles if they have any."""
+        seeds = [] if self._epochs is None else self._epochs.seeds
+        if not any(map(any, seeds)):
             return self._seed
-        return json.dumps([self._seed, own])
+        return json.dumps([self._seed, seeds])
 
     def restart(self, seed: str | int | None) -> None:
         """See `Source.restart`."""
@@ -187,25 +189,25 @@ class TfDataSource(Source):
             return
         document = load_json(str(seed), max_characters=_MAX_SEED)
         if fault_of(document, _SEED) is not None:
-            raise ValueError("A seed is what `seed` of such data was.")
-        self._seed, own = (
+            raise ValueError("Pass a value that `Source.seed` returned.")
+        self._seed, seeds = (
             document if isinstance(document, list) else (document, None)
         )
-        # Anew: its caches may hold rows in the other order.
-        graph = graph_of(self._dataset)
+        # A new graph, because caches may hold rows in the previous order.
+        graph = write_graph(self._dataset)
         self._epochs = self._make_epochs(
-            graph, seed=int(self._seed or 0), seeds=own
+            graph, seed=int(self._seed or 0), seeds=seeds
         )
 
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
         """See `Source.read`.
 
         Raises:
-          OSError: a file is missing, damaged or cut off.
+          OSError: if a file is missing, damaged or truncated.
         """
         dataset, kept = self._dataset, None
         if self._epochs is not None:
-            dataset, kept = self._epochs.of(epoch)
+            dataset, kept = self._epochs.make_dataset(epoch)
         if self._is_shared:
             options = tensorflow().data.Options()
             options.deterministic = True
@@ -214,9 +216,10 @@ class TfDataSource(Source):
             dataset = dataset.skip(start)
         held = [dataset.as_numpy_iterator(), dataset, kept]
         del dataset, kept
-        let_go = _let_go  # Python empties modules before it ends generators.
+        # At exit Python clears modules before it closes generators.
+        let_go = _let_go
         try:
-            for batch in self._batches(held[0]):
+            for batch in self._read_batches(held[0]):
                 if self.is_process_local:
                     yield Part(data=batch, rows=num_rows(batch))
                 else:
@@ -224,9 +227,10 @@ class TfDataSource(Source):
         finally:
             let_go(held)
 
-    def _batches(self, iterator: Iterator[Tree]) -> Iterator[Tree]:
+    def _read_batches(self, iterator: Iterator[Tree]) -> Iterator[Tree]:
         errors = tensorflow().errors
-        # Not around the `yield`: Python empties modules before it ends this.
+        # Not around the `yield`, since Python clears modules before it closes
+        # generators: `errors` would be gone.
         while True:
             try:
                 batch = next(iterator, None)
@@ -242,18 +246,18 @@ class TfDataSource(Source):
             yield batch
 
     def _explain(self, error: Exception) -> None:
-        """Raises which file it was, if that can be found."""
+        """Raises an error that names the bad file, if it can be found."""
         files = self.plan.files.get(self._process_index)
-        files = files or files_of(self._dataset)
+        files = files or find_files(self._dataset)
         if isinstance(error, tensorflow().errors.DataLossError):
-            graph = graph_of(self._dataset)
-            others = () if graph is None else texts_of(graph)
-            received = damage((*files, *others))
+            graph = write_graph(self._dataset)
+            others = () if graph is None else find_texts(graph)
+            received = find_damage((*files, *others))
         else:
-            received = missing_file(files)
+            received = find_missing_file(files)
         if received is not None:
             raise OSError(
-                "The files of a dataset must be there and whole. Received: "
+                "The files of a dataset must exist and be complete. Received: "
                 f"{received}. Write the file again, or leave it out of the "
                 "dataset."
             ) from error
@@ -262,23 +266,23 @@ class TfDataSource(Source):
 def _let_go(
     held: list[Any], is_finalizing: Callable[[], bool] = sys.is_finalizing
 ) -> None:
-    """Drops an iterator of TensorFlow's, and what it needs, in a thread.
+    """Drops a TensorFlow iterator, and the objects that it needs, in a thread.
 
-    TensorFlow waits there for its own threads: up to a second where training
-    keeps the cores busy.
+    TensorFlow waits there for its threads: up to a second if training keeps the
+    cores busy.
     """
     if is_finalizing():
-        # A thread would not begin, and `start` wait for it for ever.
+        # A thread would never begin, and `start` would wait for it forever.
         held.clear()
         return
     try:
         threading.Thread(target=held.clear).start()
-    except RuntimeError:  # Python 3.12 and later say so a moment before.
+    except RuntimeError:  # Python 3.12 and later raise shortly before.
         held.clear()
 
 
 def _repeats_rows(dataset: Dataset, graph: Graph | None) -> bool:
-    """Whether rows are surely the same each time that they are read.
+    """Returns whether the same rows are certainly read each time.
 
     Functions may draw, which changes rows but loses none.
     """
@@ -288,10 +292,10 @@ def _repeats_rows(dataset: Dataset, graph: Graph | None) -> bool:
 
 
 def _is_seeded(graph: Graph) -> bool:
-    """Whether a process that reads alone makes each epoch's dataset anew."""
-    if hints_of(graph):
+    """Returns whether a process that reads alone rebuilds each epoch's data."""
+    if find_hints(graph):
         return True
-    return is_drawn(graph) and not has_variables(graph)
+    return draws_order(graph) and not has_variables(graph)
 
 
 def _check_elements(element_spec: Tree) -> None:
@@ -319,12 +323,12 @@ def _check_elements(element_spec: Tree) -> None:
 
 
 def _is_none(spec: object) -> bool:
-    """Whether it stands for a None, in which there is no tensor."""
+    """Returns whether a spec is of a None, which contains no tensor."""
     return type(spec).__name__ == "NoneTensorSpec"
 
 
-def _batch_size(dataset: Dataset) -> int | None:
-    """Rows of a whole batch, where shapes or the last `batch` give them."""
+def _find_batch_size(dataset: Dataset) -> int | None:
+    """Returns the rows of a batch if shapes or the last `batch` show them."""
     tf = tensorflow()
     specs = tf.nest.flatten(dataset.element_spec)
     sizes = {

@@ -1,4 +1,4 @@
-"""Files that tf.data datasets read: split over processes, and found broken."""
+"""Files that tf.data datasets read: split over processes, or found damaged."""
 
 import dataclasses
 import os
@@ -10,16 +10,16 @@ from keras_strategies.data.tfdata.tf_graph import (
     Graph,
     Node,
     Scope,
-    called,
-    constant,
-    functions_of,
-    graph_of,
+    build_part,
+    find_sink,
     kind_of,
-    part_of,
-    scopes,
-    sink_of,
+    list_called,
+    list_functions,
+    list_scopes,
+    list_upstream,
+    read_constant,
     tensorflow,
-    upstream,
+    write_graph,
 )
 from keras_strategies.data.tfdata.tf_nodes import (
     BATCHES,
@@ -30,9 +30,9 @@ from keras_strategies.data.tfdata.tf_nodes import (
     READERS,
     SPLIT_READERS,
     drops_remainder,
+    find_file_shards,
     pads_to_longest,
-    repeats_for_ever,
-    shards_of_files,
+    repeats_forever,
 )
 
 _MAX_NAMES = 100_000
@@ -40,13 +40,14 @@ _MAX_NAMES = 100_000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FileSplit:
-    """How a dataset is split by the files that it reads.
+    """A dataset split by the files that it reads.
 
     Attributes:
       dataset: The process's part, if there is one.
       graph: The part's graph.
-      obstacle: Why it cannot be split: the end of "because ...".
-      doubt: Why the rows of all parts may not be those of the whole.
+      obstacle: The reason why it cannot be split: the end of "because ...".
+      doubt: The reason why all parts together may have other rows than the
+        dataset.
     """
 
     dataset: Any = None
@@ -56,30 +57,34 @@ class FileSplit:
 
 
 def reads_files(graph: Graph) -> bool:
-    """Whether a dataset reads files, as far as its operations show."""
-    return any(kind_of(node) in READERS for node in called(graph, graph.node))
+    """Returns whether a dataset reads files, judging by its operations."""
+    return any(
+        kind_of(node) in READERS for node in list_called(graph, graph.node)
+    )
 
 
 def split_by_files(
     dataset: Dataset, graph: Graph, num_processes: int, process_index: int
 ) -> FileSplit:
-    """Splits a dataset with TensorFlow's own rewrite, and checks the result."""
+    """Splits a dataset with TensorFlow's rewrite, and checks the result."""
     tf = tensorflow()
     try:
-        part = _rewritten(dataset, num_processes, process_index)
+        part = _rewrite(dataset, num_processes, process_index)
     except tf.errors.OpError:
-        why = _doubt(graph, set()) or "not all of its rows come from files"
+        why = _find_doubt(graph, set()) or "not all of its rows come from files"
         return FileSplit(obstacle=why)
-    graph_of_part = graph_of(part)
-    assert graph_of_part is not None  # As the whole has one.
-    shards = shards_of_files(graph_of_part)
+    graph_of_part = write_graph(part)
+    assert graph_of_part is not None  # The dataset has one, too.
+    shards = find_file_shards(graph_of_part)
     top = Scope(graph_of_part.node)
     names = {shard.name for shard in shards}
     for shard in shards:
         (source,) = top.datasets(shard)
-        if any(above.name in names for above in upstream(top, source)):
+        if any(above.name in names for above in list_upstream(top, source)):
             return FileSplit(obstacle="a part of it would be split twice")
-        num_files = _count(part_of(graph_of_part, source), num_processes)
+        num_files = _count_elements(
+            build_part(graph_of_part, source), num_processes
+        )
         if num_files < num_processes:
             return FileSplit(
                 obstacle=f"it reads {num_files} "
@@ -91,11 +96,11 @@ def split_by_files(
     return FileSplit(
         dataset=part,
         graph=graph_of_part,
-        doubt=_doubt(graph_of_part, names) or _shuffle_doubt(graph),
+        doubt=_find_doubt(graph_of_part, names) or _find_shuffle_doubt(graph),
     )
 
 
-def _rewritten(
+def _rewrite(
     dataset: Dataset, num_processes: int, process_index: int
 ) -> Dataset:
     tf = tensorflow()
@@ -116,14 +121,14 @@ def _rewritten(
     return tf.data.experimental.from_variant(variant, dataset.element_spec)
 
 
-def _doubt(graph: Graph, shards: set[str]) -> str | None:
-    """Why a row may be lost or changed between shards and the end.
+def _find_doubt(graph: Graph, shards: set[str]) -> str | None:
+    """Returns why a row may be lost or changed between shards and the end.
 
-    Each operation must treat rows one by one, or batches one by one, so that
-    it does not matter which files the others come from.
+    Each operation must treat rows, or batches, independently, so that it does
+    not matter which files the others come from.
     """
     top = Scope(graph.node)
-    waiting = [(sink_of(top), False)]
+    waiting = [(find_sink(top), False)]
     while waiting:
         node, is_batched = waiting.pop()
         kind = kind_of(node)
@@ -132,7 +137,7 @@ def _doubt(graph: Graph, shards: set[str]) -> str | None:
         if kind in BATCHES:
             if is_batched:
                 return "it is batched twice"
-            if (why := _batch_doubt(top, node)) is not None:
+            if (why := _find_batch_doubt(top, node)) is not None:
                 return why
             is_batched = True
         elif kind == "UnbatchDataset":
@@ -145,37 +150,40 @@ def _doubt(graph: Graph, shards: set[str]) -> str | None:
 
 
 def _is_reader(graph: Graph, node: Node) -> bool:
-    names = set(functions_of(node))
+    names = set(list_functions(node))
     bodies = (f for f in graph.library.function if f.signature.name in names)
     inner = [n for body in bodies for n in body.node_def]
     return any(
-        kind_of(n) in SPLIT_READERS for n in called(graph, [node, *inner])
+        kind_of(n) in SPLIT_READERS for n in list_called(graph, [node, *inner])
     )
 
 
-def _batch_doubt(top: Scope, node: Node) -> str | None:
-    if drops_remainder(top, node) and not repeats_for_ever(top, node):
+def _find_batch_doubt(top: Scope, node: Node) -> str | None:
+    if drops_remainder(top, node) and not repeats_forever(top, node):
         return "`drop_remainder=True` would drop the last rows of each process"
     if pads_to_longest(node):
         return "`padded_batch` pads the batches of each process differently"
     return None
 
 
-def _shuffle_doubt(graph: Graph) -> str | None:
-    """TensorFlow moves shuffles of file names behind its shard."""
+def _find_shuffle_doubt(graph: Graph) -> str | None:
+    """Returns why rows may be lost if TensorFlow moves a shuffle.
+
+    TensorFlow moves shuffles of file names behind its shard.
+    """
     top = Scope(graph.node)
     for node in graph.node:
         if kind_of(node) in COUNTING and any(
             kind_of(above).startswith("Shuffle")
-            for above in upstream(top, node)
+            for above in list_upstream(top, node)
         ):
             name = kind_of(node).removesuffix("Dataset").lower()
             return f"`{name}` comes after a `shuffle`"
     return None
 
 
-def _count(dataset: Dataset, limit: int) -> int:
-    """Number of elements, if it is less than the limit."""
+def _count_elements(dataset: Dataset, limit: int) -> int:
+    """Counts elements; stops at `limit` where it has to iterate."""
     tf = tensorflow()
     count = int(dataset.cardinality())
     if count == tf.data.UNKNOWN_CARDINALITY:
@@ -183,56 +191,56 @@ def _count(dataset: Dataset, limit: int) -> int:
     return limit if count == tf.data.INFINITE_CARDINALITY else count
 
 
-def _names(graph: Graph, nodes: list[Node]) -> tuple[str, ...] | None:
-    """The file names that some of a graph's datasets yield."""
+def _read_names(graph: Graph, nodes: list[Node]) -> tuple[str, ...] | None:
+    """Returns the file names that some of a graph's datasets yield, or None."""
     tf = tensorflow()
     names: list[str] = []
     for node in nodes:
-        dataset = part_of(graph, node)
+        dataset = build_part(graph, node)
         spec = tf.TensorSpec((), tf.string)
         if spec not in dataset.element_spec:
             return None
         place = dataset.element_spec.index(spec)
         if len(dataset.element_spec) > 1:
             dataset = dataset.map(lambda *element, k=place: (element[k],))
-        (found,) = dataset.batch(_MAX_NAMES).take(1).get_single_element()
-        names += map(os.fsdecode, found.numpy())
+        (batch,) = dataset.batch(_MAX_NAMES).take(1).get_single_element()
+        names += map(os.fsdecode, batch.numpy())
     return tuple(dict.fromkeys(names))
 
 
-def files_of_part(graph: Graph) -> tuple[str, ...] | None:
+def find_part_files(graph: Graph) -> tuple[str, ...] | None:
     """Returns the files of a part by its graph, or None if not found."""
-    return _names(graph, shards_of_files(graph))
+    return _read_names(graph, find_file_shards(graph))
 
 
-def files_of(dataset: Dataset) -> tuple[str, ...]:
-    """The names of the files that a dataset reads, where they are found."""
+def find_files(dataset: Dataset) -> tuple[str, ...]:
+    """Returns the names of the files that a dataset reads, if found."""
     tf = tensorflow()
     try:
-        split = graph_of(_rewritten(dataset, 2, 0))
+        split = write_graph(_rewrite(dataset, 2, 0))
         assert split is not None
         top = Scope(split.node)
-        sources = [top.datasets(shard)[0] for shard in shards_of_files(split)]
-        return _names(split, sources) or ()
+        sources = [top.datasets(shard)[0] for shard in find_file_shards(split)]
+        return _read_names(split, sources) or ()
     except tf.errors.OpError:
         return ()
 
 
-def texts_of(graph: Graph) -> tuple[str, ...]:
-    """All constants of text; the names of files may be among them."""
+def find_texts(graph: Graph) -> tuple[str, ...]:
+    """Returns all text constants, which may include file names."""
     text = tensorflow().string.as_datatype_enum
     texts: list[str] = []
-    for scope in scopes(graph):
+    for scope in list_scopes(graph):
         for node in scope.nodes:
             if node.op == "Const" and node.attr["dtype"].type == text:
-                values = constant(node)
+                values = read_constant(node)
                 assert values is not None
                 texts += map(os.fsdecode, values.ravel())
     return tuple(dict.fromkeys(filter(None, texts)))
 
 
-def missing_file(names: Iterable[str]) -> str | None:
-    """The first file that cannot be opened."""
+def find_missing_file(names: Iterable[str]) -> str | None:
+    """Returns the first file that cannot be opened, or None."""
     tf = tensorflow()
     for name in names:
         try:
@@ -243,21 +251,21 @@ def missing_file(names: Iterable[str]) -> str | None:
     return None
 
 
-def damage(names: Iterable[str]) -> str | None:
-    """The first TFRecord file that cannot be read to its end, and where.
+def find_damage(names: Iterable[str]) -> str | None:
+    """Finds the first TFRecord file that cannot be read to its end.
 
     Args:
-      names: The files; what is not the name of one is passed over.
+      names: The files; names of other things are skipped.
 
     Returns:
-      Words for a message; None if all can be read.
+      The file and record, as words for a message; None if all can be read.
     """
     for name in names:
-        if missing_file([name]) is not None:
+        if find_missing_file([name]) is not None:
             continue
         record = -1
         for compression in ("", "GZIP", "ZLIB"):
-            found = _bad_record(name, compression)
+            found = _find_bad_record(name, compression)
             if found is None:
                 break
             record = max(record, found)
@@ -266,8 +274,8 @@ def damage(names: Iterable[str]) -> str | None:
     return None
 
 
-def _bad_record(name: str, compression: str) -> int | None:
-    """The first record that cannot be read."""
+def _find_bad_record(name: str, compression: str) -> int | None:
+    """Returns the index of the first record that cannot be read, or None."""
     tf = tensorflow()
     count = 0
     try:

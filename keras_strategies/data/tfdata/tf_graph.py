@@ -1,7 +1,7 @@
-"""Graphs of tf.data datasets: read, edited, and made datasets again.
+"""Graphs of tf.data datasets: read, edited, and turned into datasets again.
 
-The ops that write a dataset as a graph and read it again are public; what
-their nodes are called is in tf_nodes.py.
+The ops that write a dataset as a graph and read it again are public;
+tf_nodes.py has the names of their nodes.
 """
 
 import re
@@ -21,19 +21,19 @@ _MAX_BYTES = 1 << 31
 
 
 def tensorflow() -> ModuleType:
-    """TensorFlow, which whoever has a `tf.data.Dataset` has imported."""
+    """Returns TensorFlow, which code that has a dataset has imported."""
     return sys.modules["tensorflow"]
 
 
-def graph_of(dataset: Dataset) -> Graph | None:
-    """A dataset's graph.
+def write_graph(dataset: Dataset) -> Graph | None:
+    """Returns a dataset's graph.
 
-    None if it has none: it is too large (2 GiB), or made by an operation of
-    which TensorFlow cannot write a graph.
+    None if it has none: it is too large (2 GiB), or TensorFlow cannot write one
+    of its operations as a graph.
     """
     tf = tensorflow()
     if _num_bytes(dataset) >= _MAX_BYTES:
-        return None  # Finding out by writing it takes long.
+        return None  # Writing it, only to fail, takes long.
     try:
         written = tf.raw_ops.DatasetToGraphV2(
             input_dataset=tf.data.experimental.to_variant(dataset),
@@ -48,24 +48,24 @@ def graph_of(dataset: Dataset) -> Graph | None:
 
 
 def _num_bytes(dataset: Dataset) -> int:
-    """The size of the arrays that a dataset slices, as far as is known."""
+    """Returns the size of the arrays that a dataset slices, if known."""
     return sum(
         array.shape.num_elements() * array.dtype.size
-        for part in with_inputs(dataset)
+        for part in iterate_inputs(dataset)
         for array in getattr(part, "_tensors", ())
     )
 
 
-def with_inputs(dataset: Dataset) -> Iterator[Any]:
-    """Iterates over a dataset and all that it is made of."""
+def iterate_inputs(dataset: Dataset) -> Iterator[Any]:
+    """Iterates over a dataset and everything that it is made from."""
     waiting = [dataset]
-    for part in waiting:  # It grows meanwhile.
+    for part in waiting:  # The list grows during the loop.
         yield part
         waiting += part._inputs()
 
 
-def dataset_of(graph: Graph, structure: Tree) -> Dataset:
-    """The dataset that a graph describes.
+def build_dataset(graph: Graph, structure: Tree) -> Dataset:
+    """Builds the dataset that a graph describes.
 
     Args:
       graph: The graph.
@@ -79,24 +79,23 @@ def dataset_of(graph: Graph, structure: Tree) -> Dataset:
     return tf.data.experimental.from_variant(variant, structure)
 
 
-def part_of(graph: Graph, node: Node) -> Dataset:
-    """The dataset that one node of a graph makes.
+def build_part(graph: Graph, node: Node) -> Dataset:
+    """Builds the dataset that one node of a graph makes.
 
     Returns:
-      A `tf.data.Dataset`. Its elements are tuples of tensors, whatever
-      structure they have.
+      A `tf.data.Dataset` whose elements are flat tuples of tensors.
     """
     tf = tensorflow()
     top = Scope(graph.node)
     part = tf.compat.v1.GraphDef(library=graph.library, versions=graph.versions)
-    part.node.extend(upstream(top, node))
+    part.node.extend(list_upstream(top, node))
     part.node.add(name="dataset", op="_Retval", input=[node.name])
     part.node[-1].attr["T"].type = tf.variant.as_datatype_enum
     part.node[-1].attr["index"].i = 0
     prefix = "T" if "Toutput_types" in node.attr else ""
     types = node.attr[prefix + "output_types"].list.type
     shapes = node.attr["output_shapes"].list.shape
-    return dataset_of(
+    return build_dataset(
         part,
         tuple(
             tf.TensorSpec(tf.TensorShape(shape), dtype)
@@ -106,12 +105,12 @@ def part_of(graph: Graph, node: Node) -> Dataset:
 
 
 def kind_of(node: Node) -> str:
-    """A node's operation without its version: "BatchDataset"."""
+    """Returns a node's operation without its version: "BatchDataset"."""
     return re.sub(r"V\d+$", "", node.op)
 
 
-def constant(node: Node) -> np.ndarray | None:
-    """What a node of kind "Const" holds, unless it is a resource."""
+def read_constant(node: Node) -> np.ndarray | None:
+    """Returns the value of a "Const" node; None if it is a resource."""
     tf = tensorflow()
     tensor = node.attr["value"].tensor
     dtype = tf.as_dtype(tensor.dtype)
@@ -126,8 +125,8 @@ class Scope:
     """The nodes of a graph, or of one of its functions.
 
     Args:
-      nodes: Their repeated field, to which nodes may be added.
-      caller: Of a function: the graph's node that calls it, if need be
+      nodes: The repeated field of nodes, to which nodes may be added.
+      caller: For a function: the graph's node that calls it, directly or
         through other functions. None for the graph itself.
     """
 
@@ -137,12 +136,12 @@ class Scope:
         self._named = {node.name: node for node in nodes}
 
     def source(self, node: Node, index: int) -> Node | None:
-        """The node that makes an input, unless a function's argument does."""
+        """Returns the node that makes an input; None for function arguments."""
         name = node.input[index].removeprefix("^").split(":")[0]
         return self._named.get(name)
 
     def datasets(self, node: Node) -> list[Node]:
-        """The nodes of the datasets that a node reads."""
+        """Returns the nodes of the datasets that a node reads."""
         sources = (self.source(node, i) for i in range(len(node.input)))
         return [
             source
@@ -151,20 +150,20 @@ class Scope:
         ]
 
     def value(self, node: Node, index: int) -> np.ndarray | None:
-        """An input's value, if it is a constant of numbers or text."""
+        """Returns an input's value if it is a constant of numbers or text."""
         source = self.source(node, index)
         if source is None or source.op != "Const":
             return None
-        return constant(source)
+        return read_constant(source)
 
     def feed(self, node: Node, index: int, value: Array) -> None:
-        """Gives a node another input.
+        """Replaces an input of a node.
 
         Args:
           node: The node.
-          index: Which of its inputs.
-          value: A number or text; or a node without inputs, of which a copy
-            is added.
+          index: Index of the input.
+          value: A number or text; or a node without inputs, of which a copy is
+            added.
         """
         name = f"{node.name}/fed_{index}"
         if isinstance(value, type(node)):
@@ -180,43 +179,45 @@ class Scope:
         node.input[index] = f"{name}:{output}:0" if self.caller else name
 
 
-def scopes(graph: Graph) -> list[Scope]:
-    """The graph's own nodes, then those of each function that is called.
+def list_scopes(graph: Graph) -> list[Scope]:
+    """Returns the scope of the graph, then those of each called function.
 
-    In an order that does not depend on the functions' names, which count
-    what the process did before.
+    Their order does not depend on the functions' names, which count what the
+    process did before.
     """
     bodies = {f.signature.name: f.node_def for f in graph.library.function}
     found = [Scope(graph.node)]
-    for scope in found:  # It grows meanwhile.
+    for scope in found:  # The list grows during the loop.
         for node in scope.nodes:
-            for name in functions_of(node):
+            for name in list_functions(node):
                 if name in bodies:
                     body = bodies.pop(name)
                     found.append(Scope(body, scope.caller or node))
     return found
 
 
-def nodes_of(graph: Graph, kinds: Collection[str]) -> list[tuple[Scope, Node]]:
-    """The nodes of some kinds, of the graph and of all functions."""
+def find_nodes(
+    graph: Graph, kinds: Collection[str]
+) -> list[tuple[Scope, Node]]:
+    """Returns the nodes of some kinds, in the graph and all functions."""
     return [
         (scope, node)
-        for scope in scopes(graph)
+        for scope in list_scopes(graph)
         for node in scope.nodes
         if kind_of(node) in kinds
     ]
 
 
-def sink_of(top: Scope) -> Node:
-    """The node of the whole dataset."""
+def find_sink(top: Scope) -> Node:
+    """Returns the node of the dataset that the graph describes."""
     (result,) = (node for node in top.nodes if node.op == "_Retval")
     sink = top.source(result, 0)
     assert sink is not None
     return sink
 
 
-def upstream(scope: Scope, node: Node) -> list[Node]:
-    """A node and all that it is made from."""
+def list_upstream(scope: Scope, node: Node) -> list[Node]:
+    """Returns a node and all nodes that it is made from."""
     found = {}
     waiting = [node]
     while waiting:
@@ -227,8 +228,8 @@ def upstream(scope: Scope, node: Node) -> list[Node]:
     return list(found.values())
 
 
-def functions_of(node: Node) -> list[str]:
-    """The names of the functions that a node calls."""
+def list_functions(node: Node) -> list[str]:
+    """Returns the names of the functions that a node calls."""
     attrs = (node.attr[key] for key in sorted(node.attr))
     return [
         name
@@ -238,11 +239,11 @@ def functions_of(node: Node) -> list[str]:
     ]
 
 
-def called(graph: Graph, nodes: Iterable[Node]) -> list[Node]:
-    """Nodes, and those of all functions that they call."""
+def list_called(graph: Graph, nodes: Iterable[Node]) -> list[Node]:
+    """Returns nodes, and the nodes of all functions that they call."""
     bodies = {f.signature.name: f.node_def for f in graph.library.function}
     found = list(nodes)
-    for node in found:  # It grows meanwhile.
-        for name in functions_of(node):
+    for node in found:  # The list grows during the loop.
+        for name in list_functions(node):
             found += bodies.pop(name, ())
     return found

@@ -1,7 +1,7 @@
 """TensorFlow's names of datasets, graph nodes, their inputs and attributes.
 
-All that depends on them is here: tests/contract/test_tf_nodes_contract.py
-checks each name against the TensorFlow that is installed.
+All code that depends on them is here: tests/contract/test_tf_nodes_contract.py
+checks each name against the installed TensorFlow.
 """
 
 import re
@@ -16,14 +16,14 @@ from keras_strategies.data.tfdata.tf_graph import (
     Graph,
     Node,
     Scope,
-    called,
+    find_nodes,
+    find_sink,
+    iterate_inputs,
     kind_of,
-    nodes_of,
-    scopes,
-    sink_of,
+    list_called,
+    list_scopes,
+    list_upstream,
     tensorflow,
-    upstream,
-    with_inputs,
 )
 
 
@@ -31,13 +31,14 @@ def _kinds(names: str) -> frozenset[str]:
     return frozenset(f"{name}Dataset" for name in names.split())
 
 
-# Python classes. In them no order is drawn, no row left out, no file read.
+# Python classes that draw no order, lose no row and read no file.
 PLAIN = _kinds(
     "_TensorSlice _Tensor _Range _Batch _ParallelBatch _PaddedBatch _Map "
     "_ParallelMap _Filter _Prefetch _Options _Repeat _Take _Skip _Zip "
     "_Concatenate _Unbatch"
 )
-# Those that batch rows, and those that leave batches, or each row, as it is.
+# Classes that batch rows, that keep the rows of batches together, and that map
+# elements one to one.
 BATCH_CLASSES = _kinds("_Batch _ParallelBatch _PaddedBatch")
 KEEP_BATCHES = _kinds(
     "_Map _ParallelMap _Prefetch _Options _Repeat _Shuffle _Take _Skip _Filter "
@@ -45,11 +46,11 @@ KEEP_BATCHES = _kinds(
 )
 ONE_TO_ONE = _kinds("_Map _ParallelMap _Prefetch _Options Cache")
 
-# Operations of graphs, without their version. Readers that TensorFlow splits,
-# and others.
+# Operations of graphs, without their version: readers that TensorFlow splits,
+# and all readers.
 SPLIT_READERS = _kinds("TFRecord TextLine FixedLengthRecord")
 READERS = SPLIT_READERS | _kinds("CSV LMDB Sql")
-# They treat each element for itself, be it a row or a batch.
+# Operations that treat each element, a row or a batch, independently.
 EACH = _kinds(
     "Map ParallelMap Prefetch Options Model Cache Repeat Shuffle "
     "ShuffleAndRepeat Concatenate MaxIntraOpParallelism PrivateThreadPool "
@@ -67,8 +68,8 @@ DOUBTS = {
     "FilterDataset": "`filter` after `batch` depends on a batch's rows",
 }
 
-# Operations that draw an order: the first of two inputs that are seeds, and
-# the input that is a generator of seeds.
+# Operations that draw an order: the first of their two seed inputs, and the
+# input that is a seed generator.
 SEED_INPUTS: dict[str, tuple[int, int | None]] = {
     "ShuffleDataset": (2, None),
     "ShuffleDatasetV3": (2, 4),
@@ -78,7 +79,7 @@ SEED_INPUTS: dict[str, tuple[int, int | None]] = {
     "RandomDatasetV2": (0, 2),
 }
 _DRAWS = re.compile(r"\w*(Shuffle|Random|Sampl)\w*Dataset(V\d+)?")
-# What is drawn in a function changes rows, not which rows there are.
+# Ops that draw in functions: they change rows, but not which rows exist.
 _RANDOM_OP = re.compile(
     "(Random|Stateful|TruncatedNormal|Parameterized|Multinomial|SampleDist"
     "|PyFunc|EagerPyFunc)(?!.*Dataset)"
@@ -89,13 +90,13 @@ INPUTS = {
     "ShardDataset": {"num_shards": 1, "index": 2},
     "CacheDatasetV2": {"filename": 1, "cache": 2},
 }
-DRAWN_ANEW = ("reshuffle_each_iteration", "rerandomize_each_iteration")
+RESHUFFLE_ATTRS = ("reshuffle_each_iteration", "rerandomize_each_iteration")
 
 
 def is_plain(dataset: Dataset, *, with_functions: bool = True) -> bool:
-    """Returns whether a dataset surely has no shuffle, shard or reader.
+    """Returns whether a dataset certainly has no shuffle, shard or reader.
 
-    It need not be written as a graph then, with all the arrays in it.
+    It then need not be written as a graph, with all the arrays in it.
 
     Args:
       dataset: The dataset.
@@ -105,11 +106,11 @@ def is_plain(dataset: Dataset, *, with_functions: bool = True) -> bool:
         type(part).__name__ in PLAIN
         and getattr(part, "_deterministic", None) != "false"
         and (with_functions or not part._functions())
-        for part in with_inputs(dataset)
+        for part in iterate_inputs(dataset)
     )
 
 
-def likely_batch_size(dataset: Dataset) -> int | None:
+def guess_batch_size(dataset: Dataset) -> int | None:
     """Returns rows of a batch by the last `batch`, as if maps kept them."""
     while True:
         kind = type(dataset).__name__
@@ -121,8 +122,8 @@ def likely_batch_size(dataset: Dataset) -> int | None:
         (dataset,) = inputs
 
 
-def known_rows(dataset: Dataset) -> tuple[int | None, int | None]:
-    """Returns rows of a batch and of an epoch, as far as `batch` gives them."""
+def find_known_rows(dataset: Dataset) -> tuple[int | None, int | None]:
+    """Returns rows of a batch and of an epoch, if `batch` shows them."""
     while (kind := type(dataset).__name__) in ONE_TO_ONE:
         (dataset,) = dataset._inputs()
     if kind not in BATCH_CLASSES:
@@ -131,60 +132,62 @@ def known_rows(dataset: Dataset) -> tuple[int | None, int | None]:
     return int(dataset._batch_size), rows if rows > 0 else None
 
 
-def shuffles_of(graph: Graph) -> Iterator[tuple[Scope, Node, int, int | None]]:
-    """Iterates over what draws an order.
+def find_shuffles(
+    graph: Graph,
+) -> Iterator[tuple[Scope, Node, int, int | None]]:
+    """Iterates over the nodes that draw an order.
 
     Yields:
-      The scope, the node, and the inputs of SEED_INPUTS.
+      The scope, the node, and its inputs as in SEED_INPUTS.
 
     Raises:
-      RuntimeError: a node draws whose inputs are not known.
+      RuntimeError: if a node draws whose inputs are not known.
     """
-    for scope in scopes(graph):
+    for scope in list_scopes(graph):
         for node in scope.nodes:
             if node.op in SEED_INPUTS:
                 yield scope, node, *SEED_INPUTS[node.op]
             elif _DRAWS.fullmatch(node.op):
                 raise RuntimeError(
-                    "The order of a tf.data pipeline can be repeated only if "
-                    "every operation that draws it is known. Received: "
+                    "Every operation that draws the order of a tf.data "
+                    "pipeline must be known, to repeat that order. Received: "
                     f"{node.op!r} of TensorFlow {tensorflow().__version__}. "
                     "Shuffle with `dataset.shuffle`, or use "
                     "`ks.data.files(shuffle=True)` or grain."
                 )
 
 
-def seeds_of(graph: Graph) -> list[list[int | None]]:
-    """Returns the two seeds of each shuffle; 0 for none, None if not known.
+def read_seeds(graph: Graph) -> list[list[int | None]]:
+    """Returns the two seeds of each shuffle; 0 means unset, None unknown.
 
-    Without a seed of its own a shuffle has one of `tf.random.set_seed`, and of
-    how much the process has drawn.
+    A shuffle without a seed gets one that depends on `tf.random.set_seed` and
+    on how much the process has drawn.
     """
     return [
         [
             None if value is None else int(value)
             for value in (scope.value(node, first + i) for i in (0, 1))
         ]
-        for scope, node, first, _ in shuffles_of(graph)
+        for scope, node, first, _ in find_shuffles(graph)
     ]
 
 
-def is_drawn(graph: Graph) -> bool:
+def draws_order(graph: Graph) -> bool:
     """Returns whether a dataset shuffles, or draws in another way."""
-    return any(True for _ in shuffles_of(graph))
+    return any(True for _ in find_shuffles(graph))
 
 
-def is_drawn_anew(node: Node) -> bool:
+def is_reshuffled(node: Node) -> bool:
     """Returns whether each iterator has another order."""
-    for name in DRAWN_ANEW:
+    for name in RESHUFFLE_ATTRS:
         if name in node.attr:
             return node.attr[name].b
     return True
 
 
 def has_draws_above(graph: Graph, node: Node) -> bool:
-    """Returns whether anything that a node is made from draws an order."""
-    above = called(graph, upstream(Scope(graph.node), node))
+    """Returns whether a node is made from one that draws an order."""
+    above = list_called(graph, list_upstream(Scope(graph.node), node))
     return any(other.op in SEED_INPUTS for other in above)
 
 
@@ -192,12 +195,12 @@ def count_draws(graph: Graph) -> dict[str, int]:
     """Counts how often each shuffle begins in an epoch; 0 above a cache."""
     top = Scope(graph.node)
     draws = {}
-    waiting = [(sink_of(top), 1)]
+    waiting = [(find_sink(top), 1)]
     while waiting:
         node, count = waiting.pop()
         draws[node.name] = count
         if kind_of(node) == "CacheDataset":
-            count = 0
+            count = 0  # Its inputs are read in the first epoch only.
         elif kind_of(node) == "RepeatDataset":
             times = top.value(node, INPUTS["RepeatDataset"]["count"])
             count *= 1 if times is None else max(int(times), 1)
@@ -205,11 +208,11 @@ def count_draws(graph: Graph) -> dict[str, int]:
     return draws
 
 
-def repeats_for_ever(top: Scope, node: Node) -> bool:
+def repeats_forever(top: Scope, node: Node) -> bool:
     """Returns whether a node's elements are repeated without end."""
     repeats = (
         top.value(above, INPUTS["RepeatDataset"]["count"])
-        for above in upstream(top, node)
+        for above in list_upstream(top, node)
         if kind_of(above) == "RepeatDataset"
     )
     return any(times is not None and times < 0 for times in repeats)
@@ -217,7 +220,7 @@ def repeats_for_ever(top: Scope, node: Node) -> bool:
 
 def drops_remainder(top: Scope, node: Node) -> bool:
     """Returns whether a node of BATCHES drops a last, smaller batch."""
-    # The last input, apart from control inputs, of each of them.
+    # `drop_remainder` is the last input of each, apart from control inputs.
     drops: np.ndarray | None = top.value(node, len(node.input) - 1)
     return drops is not None and drops.dtype == bool and bool(drops)
 
@@ -231,7 +234,7 @@ def pads_to_longest(node: Node) -> bool:
 
 
 def has_variables(graph: Graph) -> bool:
-    """Returns whether functions use variables: in a graph, copies."""
+    """Returns whether functions use variables; a graph contains copies."""
     return any(node.op == "VarHandleOp" for node in graph.node)
 
 
@@ -239,41 +242,41 @@ def changes_rows(graph: Graph) -> bool:
     """Returns whether a row may differ each time that it is read."""
     return any(
         _RANDOM_OP.match(node.op)
-        for scope in scopes(graph)
+        for scope in list_scopes(graph)
         if scope.caller is not None
         and kind_of(scope.caller) != "GeneratorDataset"
         for node in scope.nodes
     )
 
 
-def shards_of(graph: Graph) -> list[tuple[Scope, Node, Any]]:
+def find_shards(graph: Graph) -> list[tuple[Scope, Node, Any]]:
     """Returns the nodes of `shard`, and their constant number of shards."""
     place = INPUTS["ShardDataset"]["num_shards"]
     return [
         (scope, node, scope.value(node, place))
-        for scope, node in nodes_of(graph, {"ShardDataset"})
+        for scope, node in find_nodes(graph, {"ShardDataset"})
     ]
 
 
-def hints_of(graph: Graph) -> list[tuple[Scope, Node]]:
+def find_hints(graph: Graph) -> list[tuple[Scope, Node]]:
     """Returns the nodes of `shard(SHARD_HINT, ...)`."""
     return [
         (scope, node)
-        for scope, node, count in shards_of(graph)
+        for scope, node, count in find_shards(graph)
         if count == SHARD_HINT
     ]
 
 
 def feed_hints(graph: Graph, num_processes: int, process_index: int) -> None:
-    """Makes each `shard(SHARD_HINT, ...)` the process's."""
+    """Makes each `shard(SHARD_HINT, ...)` the process's shard."""
     inputs = INPUTS["ShardDataset"]
-    for scope, node in hints_of(graph):
+    for scope, node in find_hints(graph):
         scope.feed(node, inputs["num_shards"], num_processes)
         scope.feed(node, inputs["index"], process_index)
 
 
-def shards_of_files(graph: Graph) -> list[Node]:
-    """Returns the shards that TensorFlow put in front of readers."""
+def find_file_shards(graph: Graph) -> list[Node]:
+    """Returns the shards that TensorFlow inserted before readers."""
     return [
         node
         for node in graph.node
@@ -282,7 +285,7 @@ def shards_of_files(graph: Graph) -> list[Node]:
 
 
 def make_deterministic(nodes: Iterable[Node]) -> None:
-    """Has parallel operations keep their order."""
+    """Makes parallel operations keep their order."""
     for node in nodes:
         if "deterministic" in node.attr:
             node.attr["deterministic"].s = b"true"

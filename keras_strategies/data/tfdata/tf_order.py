@@ -1,8 +1,8 @@
 """Orders of tf.data datasets that are a function of (seed, epoch).
 
-A dataset that shuffles gives another order each time that it is iterated, and
-without a seed another one in each process. Here it is made anew for each
-epoch from its graph, with the seeds of that epoch.
+A dataset that shuffles has another order in each iteration, and without a seed
+another one in each process. Here it is rebuilt for each epoch from its graph,
+with the seeds of that epoch.
 """
 
 from typing import Any
@@ -14,55 +14,55 @@ from keras_strategies.data.tfdata.tf_graph import (
     Graph,
     Node,
     Scope,
-    called,
-    constant,
-    dataset_of,
-    graph_of,
+    build_dataset,
+    find_sink,
     kind_of,
-    sink_of,
+    list_called,
+    list_upstream,
+    read_constant,
     tensorflow,
-    upstream,
+    write_graph,
 )
 from keras_strategies.data.tfdata.tf_nodes import (
     INPUTS,
     count_draws,
     feed_hints,
+    find_file_shards,
+    find_shuffles,
     has_draws_above,
     has_variables,
-    is_drawn_anew,
+    is_reshuffled,
     make_deterministic,
-    seeds_of,
-    shards_of_files,
-    shuffles_of,
+    read_seeds,
 )
 
 _LARGE_BYTES = 1 << 20
 
 
 class EpochDatasets:
-    """Makes a dataset for each epoch.
+    """A maker of the datasets of epochs.
 
-    Shuffles without a seed get one of `seed` and the epoch. With a seed of
-    the user's, epoch `e` has the order that the `e`-th iterator of the
-    dataset would have. Shuffles above a cache always have the first epoch's.
+    Shuffles without a seed get one from `seed` and the epoch. With a
+    user-defined seed, epoch `e` has the order of the dataset's `e`-th iterator.
+    Shuffles above a cache always have the first epoch's order.
 
     In-memory caches are kept from epoch to epoch. If the dataset's functions
-    use a `tf.Variable` or a `tf.random.Generator`, each epoch sees a copy of
+    use a `tf.Variable` or a `tf.random.Generator`, each epoch uses a copy of
     its present value.
 
     Args:
       dataset: The dataset.
-      graph: Its graph. It is edited.
-      seed: Any number; the same in all processes that must agree.
+      graph: The graph of `dataset`. It is edited.
+      seed: Any number, the same in all processes whose orders must be equal.
       num_processes: Number of processes, for `SHARD_HINT`.
-      process_index: This process's place among them.
-      is_whole: Whether every process reads all rows, and so in one order.
-      copy: Which of the processes that read the same rows this one is; None
-        if there are no others.
-      seeds: The shuffles' own, if they are not to be the graph's.
+      process_index: Index of this process among them.
+      is_whole: Whether every process reads all rows, and so in the same order.
+      copy: Index of this process among those that read the same rows; None if
+        there are no others.
+      seeds: The seeds of the shuffles, if not those of the graph.
 
     Attributes:
-      seeds: As `seeds_of`.
+      seeds: The seeds of the shuffles, as `read_seeds` returns them.
     """
 
     def __init__(
@@ -78,9 +78,10 @@ class EpochDatasets:
         seeds: list[list[int | None]] | None = None,
     ) -> None:
         self._dataset = dataset
-        own = seeds_of(graph)
-        # For another dataset they mean nothing.
-        self.seeds = seeds if seeds and len(seeds) == len(own) else own
+        self.seeds = read_seeds(graph)
+        if seeds and len(seeds) == len(self.seeds):
+            # Otherwise they are those of another dataset.
+            self.seeds = seeds
         self._seed = seed % 2**64
         self._num_processes = num_processes
         self._process_index = process_index
@@ -91,36 +92,36 @@ class EpochDatasets:
         self._prepare(graph)
         self._graph = None if has_variables(graph) else graph
 
-    def of(self, epoch: int) -> tuple[Any, Any]:
-        """Returns an epoch's dataset, and what it needs while iterated."""
-        graph, kept = self.graph(epoch)
-        dataset = dataset_of(graph, self._dataset.element_spec)
+    def make_dataset(self, epoch: int) -> tuple[Any, Any]:
+        """Returns an epoch's dataset, and objects to keep during iteration."""
+        graph, kept = self.make_graph(epoch)
+        dataset = build_dataset(graph, self._dataset.element_spec)
         return dataset, (kept, self._served, self._caches, self._dataset)
 
-    def graph(self, epoch: int) -> tuple[Graph, Any]:
-        """Returns an epoch's graph, and what it needs while it is used."""
+    def make_graph(self, epoch: int) -> tuple[Graph, Any]:
+        """Returns an epoch's graph, and objects to keep during its use."""
         graph = tensorflow().compat.v1.GraphDef()
         if self._graph is not None:
             graph.CopyFrom(self._graph)
         else:
-            graph = graph_of(self._dataset)
+            graph = write_graph(self._dataset)
             self._prepare(graph)
         return graph, self._seed_nodes(graph, epoch)
 
     def _prepare(self, graph: Graph) -> None:
-        """Edits that are the same in all epochs."""
+        """Makes the edits that are the same in all epochs."""
         feed_hints(graph, self._num_processes, self._process_index)
         top = Scope(graph.node)
         parts = list(graph.node)
-        is_alike = self._is_whole and self._num_processes > 1
-        if not is_alike and self._copy is None:
-            # What is in front of a shard must have one order in all.
+        is_shared = self._is_whole and self._num_processes > 1
+        if not is_shared and self._copy is None:
+            # Processes must agree on the order only before a shard.
             parts = [
                 part
-                for shard in shards_of_files(graph)
-                for part in upstream(top, shard)
+                for shard in find_file_shards(graph)
+                for part in list_upstream(top, shard)
             ]
-        make_deterministic(called(graph, parts))
+        make_deterministic(list_called(graph, parts))
         for node in list(graph.node):
             if kind_of(node) == "CacheDataset":
                 self._prepare_cache(graph, top, node)
@@ -142,15 +143,15 @@ class EpochDatasets:
         if node.op != "CacheDatasetV2":
             return
         if self._is_whole and not has_draws_above(graph, node):
-            return  # It may have been filled, and may be used later.
+            return  # The dataset's cache may be filled, and used later.
         if node.name not in self._caches:
-            self._caches[node.name] = _new_cache()
+            self._caches[node.name] = _make_cache()
         top.feed(node, inputs["cache"], self._caches[node.name][0])
 
     def _serve(self, node: Node) -> None:
         """Keeps an array outside of the graph, which is copied often."""
         tf = tensorflow()
-        array = constant(node)
+        array = read_constant(node)
         if array is None or array.dtype.kind not in "biufc":
             return
 
@@ -173,18 +174,21 @@ class EpochDatasets:
         kept: list[Any] = []
         draws = count_draws(graph)
         shuffles = enumerate(
-            zip(shuffles_of(graph), self.seeds, strict=True), 1
+            zip(find_shuffles(graph), self.seeds, strict=True), 1
         )
         for number, ((scope, node, first, generator), seeds) in shuffles:
-            place = draws.get((scope.caller or node).name, 1)
-            if not is_drawn_anew(node):
-                place = 0
+            # How often the shuffle begins in an epoch; 0 if every epoch has the
+            # first one's order.
+            begins = draws.get((scope.caller or node).name, 1)
+            if not is_reshuffled(node):
+                begins = 0
             handle = type(node)(op="DummySeedGenerator")
-            if seeds == [0, 0]:
-                numbers = (self._seed, epoch if place else 0, number)
-                seeds = _mixed(*numbers)
-            elif not scope.caller and epoch and place and None not in seeds:
-                handle, drawn = _generator(seeds, epoch * place)
+            if seeds == [0, 0]:  # The user has set no seed.
+                numbers = (self._seed, epoch if begins else 0, number)
+                seeds = _mix(*numbers)
+            elif not scope.caller and epoch and begins and None not in seeds:
+                # Continues where tf.data would be after the earlier epochs.
+                handle, drawn = _make_generator(seeds, epoch * begins)
                 kept.append(drawn)
             for i, value in enumerate(seeds):
                 if value is not None:
@@ -194,14 +198,14 @@ class EpochDatasets:
         return kept
 
 
-def _mixed(*numbers: int) -> list[int]:
-    """Two seeds that are a function of some numbers."""
+def _mix(*numbers: int) -> list[int]:
+    """Returns two seeds that are a function of some numbers."""
     state = np.random.SeedSequence(numbers).generate_state(2, np.uint64)
     return [int(value >> 1) for value in state]
 
 
-def _generator(seeds: list[Any], draws: int) -> tuple[Node, Any]:
-    """A seed generator that has been drawn from so often.
+def _make_generator(seeds: list[Any], draws: int) -> tuple[Node, Any]:
+    """Makes a seed generator that has already been drawn from `draws` times.
 
     It lives as long as the dataset that is returned with its node.
     """
@@ -220,20 +224,20 @@ def _generator(seeds: list[Any], draws: int) -> tuple[Node, Any]:
     shuffled = tf.data.experimental.from_variant(variant, one.element_spec)
     for _ in shuffled.repeat().take(draws):
         pass
-    return _last_input(shuffled), shuffled
+    return _find_last_input(shuffled), shuffled
 
 
-def _new_cache() -> tuple[Node, Any]:
-    """An empty cache's node; it lives as long as the dataset with it."""
+def _make_cache() -> tuple[Node, Any]:
+    """Makes an empty cache's node; it lives as long as the dataset with it."""
     cached = tensorflow().data.Dataset.range(1).cache()
-    return _last_input(cached), cached
+    return _find_last_input(cached), cached
 
 
-def _last_input(dataset: Dataset) -> Node:
-    graph = graph_of(dataset)
+def _find_last_input(dataset: Dataset) -> Node:
+    graph = write_graph(dataset)
     assert graph is not None
     top = Scope(graph.node)
-    sink = sink_of(top)
+    sink = find_sink(top)
     node = top.source(sink, len(sink.input) - 1)
     assert node is not None
     return node

@@ -11,12 +11,16 @@ from keras_strategies.data.tfdata.tf_files import (
     split_by_files,
 )
 from keras_strategies.data.tfdata.tf_graph import Graph
-from keras_strategies.data.tfdata.tf_nodes import hints_of, is_plain, shards_of
+from keras_strategies.data.tfdata.tf_nodes import (
+    find_hints,
+    find_shards,
+    is_plain,
+)
 
 _Policy = AutoShardPolicy
 _NO_FILES = FileSplit(obstacle="it reads no files")
 
-_OR_FILES = ", or `AutoShardPolicy.FILE` to split the files all the same"
+_OR_FILES = ", or `AutoShardPolicy.FILE` to split the files anyway"
 
 
 def plan_shards(
@@ -26,33 +30,32 @@ def plan_shards(
     num_processes: int,
     process_index: int,
 ) -> tuple[Summary, FileSplit | None]:
-    """Decides what the processes do with a dataset.
+    """Decides how the processes share a dataset.
 
     Args:
       dataset: The dataset.
-      graph: Its graph; None for one that is plain (see `is_plain`) or has
+      graph: The graph of `dataset`; None if it is plain (see `is_plain`) or has
         none.
-      policy: The policy that was asked for; None for what the dataset's
-        options say.
+      policy: The requested policy; None for that of the dataset's options.
       num_processes: Number of processes.
-      process_index: This process's place among them.
+      process_index: Index of this process among them.
 
     Returns:
       The plan, and this process's part if the dataset is split by files.
 
     Raises:
-      ValueError: the policy and the dataset do not fit.
+      ValueError: if the policy and the dataset do not fit.
     """
     if policy is None:
         options = dataset.options().experimental_distribute
         policy = _Policy(int(options.auto_shard_policy))
     if num_processes > 1 and policy is not _Policy.OFF:
-        _check_known(dataset, graph)
+        _check_inspectable(dataset, graph)
     _check_shards(graph, policy, num_processes)
     applied, reason, split = policy, "the policy was chosen", None
     if num_processes == 1:
         applied = _Policy.DATA if policy is _Policy.AUTO else policy
-        reason = "one process reads the whole dataset"
+        reason = "one process reads the entire dataset"
     elif policy in (_Policy.AUTO, _Policy.FILE):
         split = _NO_FILES
         if graph is not None and reads_files(graph):
@@ -74,15 +77,15 @@ def _warn_of_rows(split: FileSplit, why_not: str, num_processes: int) -> None:
     warnings.warn(
         "A dataset that reads files is shared by rows instead "
         f"(`AutoShardPolicy.DATA`), because {why_not}. Each of the "
-        f"{num_processes} processes reads all files and runs the whole input "
-        "pipeline. Choose `AutoShardPolicy.DATA` if that is meant"
+        f"{num_processes} processes reads all files and runs the entire input "
+        "pipeline. Choose `AutoShardPolicy.DATA` if that is intended"
         f"{'' if split.obstacle else _OR_FILES}.",
         stacklevel=5,
     )
 
 
 def _check_split(split: FileSplit, num_processes: int) -> None:
-    """Raises where files cannot be split, warns where rows may be others."""
+    """Raises if files cannot be split; warns if the rows may differ."""
     if split.obstacle is not None:
         raise ValueError(
             "`AutoShardPolicy.FILE` needs a dataset that reads at least one "
@@ -103,10 +106,10 @@ def _check_split(split: FileSplit, num_processes: int) -> None:
 def _check_shards(
     graph: Graph | None, policy: AutoShardPolicy, num_processes: int
 ) -> None:
-    has_hint = graph is not None and bool(hints_of(graph))
+    has_hint = graph is not None and bool(find_hints(graph))
     if has_hint and policy is not _Policy.HINT:
         raise ValueError(
-            "`dataset.shard(SHARD_HINT, ...)` is for `AutoShardPolicy.HINT`. "
+            "`dataset.shard(SHARD_HINT, ...)` needs `AutoShardPolicy.HINT`. "
             f"Received: `AutoShardPolicy.{policy.name}`. Set `options."
             "experimental_distribute.auto_shard_policy` to HINT."
         )
@@ -115,12 +118,12 @@ def _check_shards(
     if policy is _Policy.HINT and not has_hint:
         raise ValueError(
             "`AutoShardPolicy.HINT` needs a `dataset.shard(SHARD_HINT, ...)`. "
-            "Received: a dataset without one. Add it where the rows are to "
-            "be split, or use `AutoShardPolicy.OFF` if every process is to "
+            "Received: a dataset without one. Add it where the rows should "
+            "be split, or use `AutoShardPolicy.OFF` if every process should "
             "read all of them."
         )
     is_split = graph is not None and any(
-        count == num_processes for _, _, count in shards_of(graph)
+        count == num_processes for _, _, count in find_shards(graph)
     )
     if is_split and policy not in (_Policy.HINT, _Policy.OFF):
         raise ValueError(
@@ -132,11 +135,11 @@ def _check_shards(
         )
 
 
-def _check_known(dataset: Dataset, graph: Graph | None) -> None:
+def _check_inspectable(dataset: Dataset, graph: Graph | None) -> None:
     if graph is None and not is_plain(dataset):
         raise ValueError(
             "On several processes a tf.data.Dataset must have a graph that "
-            "can be looked into. Received: one that TensorFlow cannot write, "
+            "can be inspected. Received: one that TensorFlow cannot write, "
             "with arrays of 2 GiB or more or with operations of another "
             "library. Pass the arrays themselves, read them from files, or "
             "use `AutoShardPolicy.OFF`."

@@ -11,9 +11,9 @@ from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Batch, Tree
 from keras_strategies.cluster.exchange import message_forms
 from keras_strategies.cluster.exchange.rounds import Rounds
-from keras_strategies.data.raise_together import by_process, raise_together
+from keras_strategies.data.raise_together import list_values, raise_everywhere
 from keras_strategies.data.source import Source, data_checksum
-from keras_strategies.data.step_checks import unlike_readers
+from keras_strategies.data.step_checks import find_unequal_readers
 
 _T = TypeVar("_T")
 _MAX_NUMBER = 2**31 - 1
@@ -66,7 +66,7 @@ def made_together(
             all_facts = (facts or {}) | source.facts()
             message = {"facts": all_facts, "seed": source.seed}
         received = rounds.exchange(message, _MADE)
-    raise_together(mesh, f"Preparing the data of {name}", received, error)
+    raise_everywhere(mesh, f"Preparing the data of {name}", received, error)
     _check_facts(mesh, name, [message["facts"] for message in received])
     assert source is not None
     seeds = [message["seed"] for message in received]
@@ -107,7 +107,7 @@ def made_alike(
         if made is not None:
             message = made[1]
         received = rounds.exchange(message, _SHAPES)
-    raise_together(mesh, f"Making the values of {name}", received, error)
+    raise_everywhere(mesh, f"Making the values of {name}", received, error)
     of_readers = mesh.first_of_readers(received)
     outlines = [text for one in of_readers for text in one["outlines"]]
     if len(set(outlines)) > 1:
@@ -144,14 +144,14 @@ def _check_same_values(
     mesh: ReplicaMesh, name: str, received: list[dict[str, Any]]
 ) -> None:
     checksums = [one["checksum"] for one in received]
-    group = unlike_readers(mesh, checksums)
+    group = find_unequal_readers(mesh, checksums)
     if group is not None:
         raise ValueError(
             "Processes that have cores of one replica must give it the same "
             f"values, in {name} too. Received: values of the checksums "
-            f"{by_process(mesh, checksums)}, where the processes {group} share "
-            "replicas. Make them the same in all processes, and draw with one "
-            "seed."
+            f"{list_values(mesh, checksums)}, where the processes {group} "
+            "share replicas. Make them the same in all processes, and draw "
+            "with one seed."
         )
 
 
@@ -182,7 +182,7 @@ def _check_facts(
             raise ValueError(
                 f"All processes must give {name} the same data, batch size "
                 f"and numbers of steps and epochs. Received: {fact} of "
-                f"{by_process(mesh, values)}. Give all processes the same; of "
+                f"{list_values(mesh, values)}. Give all processes the same; of "
                 "rows that are each process's own, with `AutoShardPolicy.OFF`, "
                 "the number may differ."
             )

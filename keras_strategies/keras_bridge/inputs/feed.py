@@ -69,7 +69,7 @@ class Feed(FeedAdapter):
             steps_per_execution=steps_per_execution,
         )
         if source.order is not None:
-            source.order.lasts(self._division.epochs_of_a_pass)
+            source.order.set_epochs_per_pass(self._division.epochs_of_a_pass)
         self._signature: Any = None
         self._first: Tree = None
         self._at = FeedPosition.at(Place(source.passes.next, 0))
@@ -83,12 +83,12 @@ class Feed(FeedAdapter):
         """Host batches with the rows of all processes, to build a model on."""
         has_rows = False
         self._source.is_peeked = True
-        for batch in self._steps.epoch(*self._at.next):
+        for batch in self._steps.read_epoch(*self._at.next):
             if not has_rows and self._source.order is not None:
                 # Keras draws an order for each of its iterators.
                 self._source.order.skip()
             has_rows = True
-            yield batch_spec.with_rows(batch.data, sum(batch.parts) or 1)
+            yield batch_spec.resize_batch(batch.data, sum(batch.parts) or 1)
         if not has_rows:
             raise ValueError(_NO_ROWS)
 
@@ -230,7 +230,7 @@ class Feed(FeedAdapter):
         begun = position["epoch"] + (start > 0)
         if self._source.order is not None and begun:
             # A fit after this one finds the generator as its orders left it.
-            self._source.order.of(begun - 1)
+            self._source.order.compute(begun - 1)
         # Keras counts the batches of an epoch of the data from its iterator's
         # first: so it does not get their number, and the feed ends the epochs.
         self._is_resumed = self._steps_per_epoch is not None
@@ -238,7 +238,7 @@ class Feed(FeedAdapter):
         self._done = [Execution(segments=(), logs=logs)] * count
 
     def _executions_ahead(self, epoch: int, start: int) -> Any:
-        return self._steps.ahead(
+        return self._steps.prefetch(
             epoch,
             start,
             functools.partial(self._executions, epoch=epoch, start=start),
@@ -271,15 +271,15 @@ class Feed(FeedAdapter):
         return dataclasses.replace(execution, place=(epoch, stop))
 
     def _check_structure(self, index: int, batch: Tree) -> None:
-        signature = batch_spec.kinds(batch)
+        signature = batch_spec.find_kind(batch)
         if self._signature is None:
             self._signature = signature
-            self._first = batch_spec.summary(batch)
+            self._first = batch_spec.describe(batch)
         elif signature != self._signature:
             raise ValueError(
                 "All batches must have the same structure, ranks and dtypes. "
                 f"Received: first batch {self._first}, batch {index} "
-                f"{batch_spec.summary(batch)}. Make the dataset yield one "
+                f"{batch_spec.describe(batch)}. Make the dataset yield one "
                 "structure."
             )
 

@@ -196,7 +196,7 @@ class PyDatasetSource(Source):
         if self.order is not None:
             # It may have become another one at the end of the epoch before.
             self.order.resize(self._dataset.num_batches)
-            order = self.order.of(epoch)
+            order = self.order.compute(epoch)
         view = _View(self._dataset, start, order)
         if self._error is not None:
             raise self._error

@@ -13,7 +13,7 @@ import keras
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.cluster.exchange import message_forms
 from keras_strategies.cluster.exchange.host_exchange import Agreement
-from keras_strategies.data.raise_together import by_process, raise_together
+from keras_strategies.data.raise_together import list_values, raise_everywhere
 from keras_strategies.keras_bridge.variables.partitioners import (
     Dimension,
     Partitioner,
@@ -86,12 +86,12 @@ def agreed_dimensions(
         texts, _FORM, processes=mesh.processes, about=_DIVIDING
     )
     what = "Asking `variable_partitioner`"
-    raise_together(mesh, what, received, error, cure=_CURE)
+    raise_everywhere(mesh, what, received, error, cure=_CURE)
     shown = _differing(received)
     if shown:
         raise ValueError(
             "All processes must divide variables alike. Received: "
-            f"{by_process(mesh, shown)}. {_CURE}"
+            f"{list_values(mesh, shown)}. {_CURE}"
         )
     return dims
 

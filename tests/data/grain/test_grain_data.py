@@ -15,7 +15,7 @@ from keras_strategies.data.grain.grain_data import (
     GrainSource,
     _loses_remainders,
 )
-from keras_strategies.data.grain.grain_rows import stacked_rows
+from keras_strategies.data.grain.grain_rows import find_stacked_rows
 from keras_strategies.data.options import AutoShardPolicy
 from tests.support.parts import (
     BATCHES,
@@ -91,7 +91,9 @@ def test_rows_that_a_loader_loses_are_told(policy):
         )
     told = [str(w.message) for w in caught]
     if loses:
-        assert [t for t in told if f"{11 - read} rows are read by no" in t]
+        assert [
+            t for t in told if f"no process reads {11 - read} of the rows" in t
+        ]
     else:
         assert told == []
 
@@ -119,7 +121,7 @@ def test_a_distributed_loader_tells_of_lost_rows_once():
     strategy = ks.get_strategy()
     if not _loses_remainders():
         pytest.skip("this grain reads all rows")
-    with pytest.warns(UserWarning, match="rows are read by no process"):
+    with pytest.warns(UserWarning, match="no process reads"):
         strategy.experimental_distribute_dataset(sharded(11))
 
 
@@ -387,7 +389,7 @@ def test_dataset_sliced_by_process_is_warned_of():
 
 @pytest.mark.parametrize("policy", [AutoShardPolicy.FILE, AutoShardPolicy.HINT])
 def test_policies_of_files_are_refused(policy):
-    with pytest.raises(ValueError, match="divided by rows"):
+    with pytest.raises(ValueError, match="shared by rows"):
         GrainSource(of_map(4, 2), policy=policy)
 
 
@@ -488,7 +490,7 @@ PIPELINES = {
 @pytest.mark.parametrize("name", PIPELINES)
 def test_many_rows_are_those_read_one_by_one(name):
     rows = PIPELINES[name]()
-    below = stacked_rows(rows.batch(4))
+    below = find_stacked_rows(rows.batch(4))
     assert below.many is not None
     for indices in (range(13), range(5), [7, 3, 7], range(50, 90), []):
         many = below.read(list(indices))
@@ -507,16 +509,16 @@ def test_rows_of_unknown_datasets_are_read_one_by_one():
         def __getitem__(self, index):
             return np.float32(index)
 
-    below = stacked_rows(Own().map(lambda e: e + 1).batch(4))
+    below = find_stacked_rows(Own().map(lambda e: e + 1).batch(4))
     assert below.many is None
     assert below.read([2, 3]) == [3, 4]
-    assert stacked_rows(grain.MapDataset.range(13).batch(4)).many is None
+    assert find_stacked_rows(grain.MapDataset.range(13).batch(4)).many is None
 
 
 def test_reading_many_leaves_the_dataset_as_it_was():
     source = Counted(100)
     rows = grain.MapDataset.source(source).shuffle(seed=1)
-    stacked_rows(rows.batch(50)).read(range(50))
+    find_stacked_rows(rows.batch(50)).read(range(50))
     assert len(source.read) == 50
-    assert not isinstance(rows.parents[0]._source, grain_rows._Rows)
+    assert not isinstance(rows.parents[0]._source, grain_rows._ManyRows)
     assert rows.parents[0]._source is source

@@ -381,7 +381,7 @@ def test_distributed_sampler_is_left_alone():
 def test_distributed_sampler_must_fit():
     with pytest.raises(ValueError, match="rank=1, num_replicas=3 in process 1"):
         TorchSource(distributed(1, 3), num_processes=2, process_index=1)
-    with pytest.warns(UserWarning, match="gives 1 rows twice"):
+    with pytest.warns(UserWarning, match="yields 1 rows twice"):
         TorchSource(
             distributed(1, 2, rows=11), num_processes=2, process_index=1
         )
@@ -401,7 +401,7 @@ def test_distributed_sampler_must_fit():
 
 @pytest.mark.parametrize("policy", [AutoShardPolicy.FILE, AutoShardPolicy.HINT])
 def test_policies_of_files_are_refused(policy):
-    with pytest.raises(ValueError, match="divided by rows"):
+    with pytest.raises(ValueError, match="shared by rows"):
         TorchSource(Counted(4), policy=policy)
 
 

@@ -335,7 +335,7 @@ def test_auto_reads_the_rows_of_one_process_where_files_are_no_rows(
     with pytest.warns(UserWarning, match="shared by rows") as warned:
         sources = sources_of(make, 2)
     assert len(warned) == 2  # One in each process.
-    assert "runs the whole input pipeline" in str(warned[0].message)
+    assert "runs the entire input pipeline" in str(warned[0].message)
     parts = [batches_of(s, 2, i) for i, s in enumerate(sources)]
     for whole, *pieces in zip(expected, *parts, strict=True):
         tf.nest.map_structure(
@@ -455,7 +455,7 @@ def test_hint_in_a_function():
 @pytest.mark.parametrize("policy", [AUTO, FILE, DATA, OFF])
 def test_hint_is_refused_under_another_policy(policy, count):
     dataset = tf.data.Dataset.range(8).shard(SHARD_HINT, 0).batch(4)
-    with pytest.raises(ValueError, match=r"is for `AutoShardPolicy\.HINT`"):
+    with pytest.raises(ValueError, match=r"needs `AutoShardPolicy\.HINT`"):
         source_of(dataset, count, 0, policy)
 
 
@@ -811,7 +811,9 @@ def test_a_missing_file_is_named(tmp_path):
     dataset = tf.data.TFRecordDataset(names).map(number).batch(4)
     source = source_of(dataset, 2, 1)
     os.remove(names[3])
-    with pytest.raises(OSError, match=f"there and whole. Received: {names[3]}"):
+    with pytest.raises(
+        OSError, match=f"exist and be complete. Received: {names[3]}"
+    ):
         batches_of(source)
 
 
@@ -820,7 +822,7 @@ def test_a_dataset_without_a_graph(monkeypatch):
     order = rows_of_tf(tf.data.Dataset.range(8).shuffle(8, seed=1).batch(4))
     # As of arrays of 2 GiB, which would not fit into the test.
     module = sys.modules["keras_strategies.data.tfdata.tf_data"]
-    monkeypatch.setattr(module, "graph_of", lambda dataset: None)
+    monkeypatch.setattr(module, "write_graph", lambda dataset: None)
     assert flat(batches_of(source_of(dataset))) == order
     assert len(flat(batches_of(source_of(dataset, 2, 0, OFF)))) == 8
     with pytest.raises(ValueError, match="arrays of 2 GiB or more"):

@@ -426,7 +426,7 @@ def test_a_position_has_the_seeds_of_tensorflow():
 def test_a_state_of_something_else_is_refused():
     strategy = ks.MirroredStrategy(jax.devices()[:2])
     iterator = iter(strategy.experimental_distribute_dataset(Factory()))
-    with pytest.raises(ValueError, match="what `get_state` returned"):
+    with pytest.raises(ValueError, match="that `get_state` returned"):
         iterator.set_state({"step": 3})
 
 
@@ -436,7 +436,7 @@ def test_a_state_of_another_kind_of_data_is_refused():
     dataset = tf.data.Dataset.range(8).shuffle(8).batch(2)
     iterator = iter(strategy.experimental_distribute_dataset(dataset))
     state = iterator.get_state() | {"seed": "of arrays"}
-    with pytest.raises(ValueError, match="that other data have drawn"):
+    with pytest.raises(ValueError, match="drawn for other data"):
         iterator.set_state(state)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.data.grain.grain_rows import stacked_rows
+from keras_strategies.data.grain.grain_rows import find_stacked_rows
 
 # Small ones and such that CPU devices use as they lie in memory.
 WIDTHS = [1, 8192]
@@ -135,7 +135,7 @@ def test_rows_of_grain_are_mapped_before_the_next_is_read(has_many):
     if has_many:
         Source._getitems = lambda self, indices: [self[i] for i in indices]
     rows = grain.MapDataset.source(Source()).map(lambda row: row + 1)
-    below = stacked_rows(rows.batch(4))
+    below = find_stacked_rows(rows.batch(4))
     assert below.many is not None
     assert [row.tolist() for row in below.read(range(4))] == [
         [float(i + 1)] * 3 for i in range(4)

@@ -119,7 +119,7 @@ def test_shares_of_a_batch_are_those_that_are_fed(num_processes, each, size):
             parts=rows_of_processes(fixed, num_processes),
             batch_size=size,
         )
-        assert fixed == distributed.counts_of(batch, mesh)
+        assert fixed == distributed.count_rows(batch, mesh)
 
 
 @pytest.mark.parametrize("size", BATCHES)
@@ -131,12 +131,12 @@ def test_shares_of_own_rows_are_those_that_are_fed(num_processes, each, size):
         size, mesh.num_replicas, num_processes
     )
     parts = tuple(
-        steps_of(size, mesh, p, True)._own_share(0, size)
+        steps_of(size, mesh, p, True)._compute_share(0, size)
         for p in range(num_processes)
     )
     assert fit == placed(parts, mesh)
     batch = HostBatch(data=None, parts=parts, batch_size=size)
-    assert fixed == distributed.counts_of(batch, mesh)
+    assert fixed == distributed.count_rows(batch, mesh)
     assert sum(fit) == sum(fixed) == size
 
 
@@ -266,8 +266,8 @@ def npz_files(folder, lengths, **options):
     return ks.data.files(folder / "*.npz", "npz", **options)
 
 
-RUNS_ALL = "each process runs the whole pipeline and keeps its own rows"
-ITS_ROWS = "each process reads its own rows of each batch only"
+RUNS_ALL = "each process runs the entire pipeline and keeps its rows"
+ITS_ROWS = "each process reads only its rows of each batch"
 
 
 @pytest.mark.parametrize("num_processes", WORKERS)
@@ -322,7 +322,7 @@ def test_function_of_datasets():
         lambda context: iter([X])
     )
     explanation = strategy.explain_input(dataset)
-    assert "each replica takes whole batches" in explanation.facts["reading"]
+    assert "each replica takes entire batches" in explanation.facts["reading"]
     assert explanation.whole is None
 
 
@@ -391,7 +391,7 @@ class TestFiles:
     def test_too_few_are_divided_by_rows(self, tmp_path):
         explanation = explain(npz_files(tmp_path, [5, 6]), 3)
         assert explanation.facts["policy"].startswith("AUTO, applied as DATA")
-        assert "needs one file at least" in explanation.facts["note"]
+        assert "needs at least one file" in explanation.facts["note"]
         assert explanation.facts["reading"] == ITS_ROWS
         assert len(set(explanation.files)) == 1
         assert sum(explanation.last[0]) == 3
@@ -402,7 +402,7 @@ class TestFiles:
         dataset = npz_files(tmp_path, [5] * 4, shuffle=True)
         explanation = explain(dataset, 2)
         assert explanation.files == (None, None)
-        assert "shuffled anew" in explanation.facts["note"]
+        assert "shuffled again" in explanation.facts["note"]
         seeded = explain(npz_files(tmp_path, [5] * 4, shuffle=True, seed=1), 2)
         assert sorted(sum(seeded.files, ())) == list(dataset.paths)
 
@@ -423,7 +423,7 @@ class TestFiles:
         assert (
             explain(files(False), 2, policy=Policy.DATA)
             .facts["reading"]
-            .startswith("each process runs the whole pipeline")
+            .startswith("each process runs the entire pipeline")
         )
 
 
@@ -483,7 +483,7 @@ class TestTfData:
         assert explanation.facts["policy"].startswith(
             "AUTO, applied as DATA, because `take` counts rows"
         )
-        assert "runs the whole input pipeline" in explanation.facts["note"]
+        assert "runs the entire input pipeline" in explanation.facts["note"]
         assert explanation.facts["note"].count("\n") == 0
 
     @pytest.mark.parametrize(
@@ -548,7 +548,7 @@ def test_arguments_that_do_not_fit(data, arguments, message):
 
 @pytest.mark.parametrize("data", [None, 3, [1, 2], {"x": "text"}])
 def test_what_is_no_data(data):
-    with pytest.raises(TypeError, match="A dataset yields global batches"):
+    with pytest.raises(TypeError, match="A dataset must yield global batches"):
         explain(data)
 
 
