@@ -118,11 +118,11 @@ def test_a_script_of_another_folder_is_planned(
     [
         (HEAD + "ks.MirroredStrategy()", "ended without `fit`"),
         (HEAD + "np.load('/nowhere/x.npy')", "line 5 of"),
-        (HEAD + "raise SystemExit('usage')", "ended itself with 'usage'"),
+        (HEAD + "raise SystemExit('usage')", "exited with 'usage'"),
         (
             HEAD
             + "import argparse\nargparse.ArgumentParser().parse_args(['a'])",
-            r"ended itself with 2 .* It wrote last: '.*arguments: a'",
+            r"exited with 2 .* Its last output: '.*arguments: a'",
         ),
         (
             MIRRORED.replace("(30)", "(9000)")

@@ -108,7 +108,7 @@ def test_models_whose_gradients_are_accumulated_are_compiled_whole():
         ({"batch": (1, 2)}, TypeError, "arrays or by their shapes"),
         ({"batch": (SHAPE, SHAPE.update(shape=(8, 4)))}, ValueError, "as many"),
         ({"strategies": "tiny"}, ValueError, "'sharded:64'"),
-        ({"strategies": 3}, TypeError, "words or partitioners"),
+        ({"strategies": 3}, TypeError, "names or partitioners"),
         ({"topologies": []}, ValueError, "at least one slice"),
         ({"topologies": 3}, TypeError, "names of slices"),
         ({"scale": "local"}, ValueError, "`scale` must be one of"),
@@ -131,7 +131,7 @@ def test_wrong_arguments(change, error, message):
     ("layout", "message"),
     [
         ("sharded:3", "groups of equally many"),
-        ("model:2", "those of TPU slices"),
+        ("model:2", "need a TPU slice"),
     ],
 )
 def test_what_is_wrong_with_a_candidate_is_said_in_its_row(layout, message):
