@@ -1,4 +1,4 @@
-"""`Strategy.describe`: the mesh drawn, and a table of variables."""
+"""`Strategy.describe`: a drawing of the mesh, and a table of variables."""
 
 import dataclasses
 import itertools
@@ -27,7 +27,7 @@ from keras_strategies.keras_bridge.variables.shardings import (
     sharding_of,
 )
 
-# Above these, the middle of a sequence is left out.
+# In longer sequences the middle is left out.
 MAX_DEVICES = 16
 MAX_DEVICES_OF_PROCESS = 4
 MAX_PROCESSES = 4
@@ -40,15 +40,15 @@ BYTES_PER_MB = 1e6
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VariableRow:
-    """One variable, as the table shows it.
+    """A variable's row of the table.
 
     Attributes:
-      path: Its name with those of its layers.
-      shape: Its global shape, of any rank; None if it is not known yet.
-      dtype: Its type.
-      sharding: Where it lies, in words.
-      num_bytes: Bytes on each device that holds a part of it.
-      remark: A word on where it lies, and the line that explains it.
+      path: The variable's path, with the names of its layers.
+      shape: The global shape, of any rank, or None if it is not known yet.
+      dtype: The dtype.
+      sharding: The sharding, in words.
+      num_bytes: The bytes on each device that holds a part of the variable.
+      remark: A short remark on the sharding, and its explanation.
     """
 
     path: str
@@ -68,12 +68,12 @@ def describe_table(
 
     Args:
       mesh: The replicas.
-      variables: The variables; one given twice is listed once.
-      partitioner: Which of them the replicas divide among them.
+      variables: The variables; duplicates are listed once.
+      partitioner: The choice of variables that the replicas shard.
 
     Returns:
-      Something a `rich.console.Console` prints, in lines that the number of
-      devices and of variables does not let grow without bound.
+      A renderable for a `rich.console.Console`. Its length is bounded for any
+      number of devices and of variables.
     """
     drawing = draw_mesh(mesh)
     table = tabulate_variables(variables, mesh, partitioner)
@@ -88,10 +88,10 @@ def describe_table(
 
 
 def divided_by(partitioner: Partitioner, num_replicas: int) -> str:
-    """Who divides the variables, in a line."""
+    """Returns a line on the replicas that shard the variables."""
     shards = partitioner.shards
     groups = num_replicas // shards
-    text = f"{partitioner.name} divides variables over {shards} replicas"
+    text = f"{partitioner.name} shards variables over {shards} replicas"
     if groups > 1:
         text += f", in each of {groups} groups"
     return text
@@ -113,13 +113,13 @@ def _remark(
     if variable.shape is None or variable.synchronization == "on_read":
         return None
     if is_updated_replicated(variable):
-        return "updated whole", (
+        return "replicated update", (
             "Its optimizer is called inside of a branch or a loop, or by "
-            "replicas that do different things: each gathers it to update it."
+            "replicas that run different code: each gathers it to update it."
         )
-    held = placement_of(variable)
-    axes = () if held is None else tuple(held.sharding.spec)
-    if held is not None and held.mesh.axis in axes:
+    placement = placement_of(variable)
+    axes = () if placement is None else tuple(placement.sharding.spec)
+    if placement is not None and placement.mesh.axis in axes:
         return None
     return partitioner.why_replicated(tuple(variable.shape), axes)
 
@@ -138,7 +138,7 @@ def draw_mesh(mesh: ReplicaMesh) -> Group:
     num_shown, num_processes = mesh.num_replicas, mesh.num_processes
     is_many = num_shown > MAX_DEVICES
     if is_many:
-        # One process has the whole drawing to itself.
+        # A single process gets twice the boxes of one of several.
         num_shown = MAX_DEVICES_OF_PROCESS * (2 if len(groups) == 1 else 1)
     parts: list[RenderableType] = [_heading(mesh)]
     for group in abbreviate(groups, MAX_PROCESSES if is_many else len(groups)):
@@ -161,16 +161,16 @@ def tabulate_variables(
     mesh: ReplicaMesh,
     partitioner: Partitioner | None = None,
 ) -> Table:
-    """Lists variables with where they lie and what they cost.
+    """Lists variables with their shardings and their memory.
 
     Args:
-      variables: The variables; one given twice is listed once.
+      variables: The variables; duplicates are listed once.
       mesh: The replicas.
-      partitioner: Which of them the replicas divide among them.
+      partitioner: The choice of variables that the replicas shard.
 
     Returns:
-      A table with totals in its footer; beyond 40 variables it has the 40
-      that take most memory on a device.
+      A table with totals in its footer. Of more than 40 variables it lists the
+      40 that take the most memory on a device.
     """
     distinct = {id(variable): variable for variable in variables}.values()
     rows = [describe_variable(v, mesh, partitioner) for v in distinct]
@@ -220,7 +220,7 @@ def _table_of(
             min_width=min(widest, MAX_WIDTH) if i else None,
         )
     for row in cells:
-        # Text, as a path may hold what rich takes for markup.
+        # `Text`, because a path may contain rich's markup.
         path = Text(row[0], no_wrap=True, overflow="ellipsis")
         table.add_row(path, *map(Text, row[1:]))
     return table
@@ -231,29 +231,29 @@ def describe_variable(
     mesh: ReplicaMesh,
     partitioner: Partitioner | None = None,
 ) -> VariableRow:
-    """The facts of one variable.
+    """Returns a variable's row.
 
     Args:
       variable: A variable, built or not.
-      mesh: The replicas. Where they are only compiled for, or the variable has
-        no value, its row says where it would lie.
-      partitioner: Which variables the replicas divide among them.
+      mesh: The replicas. If they are only for compiling, or the variable is
+        abstract, the row has the sharding that the variable would have.
+      partitioner: The choice of variables that the replicas shard.
 
     Returns:
-      Its row; "not built", with no bytes, if it has no value yet.
+      The row; "not built", with 0 bytes, if the variable has no value yet.
     """
-    # `variable.value` would draw a value for one that has none.
+    # Not `variable.value`, which would initialize a variable without a value.
     array = getattr(variable, "_value", None)
     shape = None if variable.shape is None else tuple(variable.shape)
     dtype = keras.backend.standardize_dtype(variable.dtype)
     sharding, num_bytes = "not built", 0
-    held = None if array is None else array.sharding
+    placed = None if array is None else array.sharding
     if is_abstract(variable) or (array is not None and mesh.is_abstract):
-        held = sharding_of(variable, mesh)
-    if held is not None and shape is not None:
-        sharding = describe_sharding(held, mesh.devices)
+        placed = sharding_of(variable, mesh)
+    if placed is not None and shape is not None:
+        sharding = describe_sharding(placed, mesh.devices)
         size = jax.dtypes.canonicalize_dtype(dtype).itemsize
-        num_bytes = math.prod(held.shard_shape(shape)) * size
+        num_bytes = math.prod(placed.shard_shape(shape)) * size
     return VariableRow(
         path=variable.path,
         shape=shape,
@@ -265,42 +265,42 @@ def describe_variable(
 
 
 def describe_sharding(sharding: Sharding, devices: Sequence[jax.Device]) -> str:
-    """Where an array lies, in words.
+    """Returns an array's sharding in words.
 
     Args:
       sharding: The array's sharding.
       devices: The devices of the mesh.
 
     Returns:
-      "replicated" if each of `devices` holds it whole; otherwise the
-      partition spec, or the devices it is on.
+      "replicated" if each of `devices` has a full copy; otherwise the
+      partition spec, or the devices that the array is on.
     """
-    held = sharding.device_set
+    holders = sharding.device_set
     if sharding.is_fully_replicated:
-        if held == set(devices):
+        if holders == set(devices):
             return "replicated"
-        if len(held) == 1:
-            return f"on {device_name(*held)}"
-        return f"replicated on {len(held)} devices"
+        if len(holders) == 1:
+            return f"on {device_name(*holders)}"
+        return f"replicated on {len(holders)} devices"
     if isinstance(sharding, NamedSharding):
         return str(sharding.spec)
     return type(sharding).__name__
 
 
 def abbreviate(items: Sequence[Any], num_shown: int) -> list[Any]:
-    """The first items, None for those left out, and the last one."""
+    """Returns the first items, None for those left out, and the last one."""
     if len(items) <= num_shown:
         return list(items)
     return [*items[: num_shown - 2], None, items[-1]]
 
 
 def device_name(device: jax.Device) -> str:
-    """A device in a word: "tpu:0"."""
+    """Returns a device's name, such as "tpu:0"."""
     return f"{device.platform}:{device.id}"
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things in words: "1 row", "1,024 rows"."""
+    """Returns a number with its noun, such as "1 row" or "1,024 rows"."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
@@ -321,7 +321,11 @@ def _heading(mesh: ReplicaMesh) -> Text:
 def _by_process(
     mesh: ReplicaMesh,
 ) -> list[tuple[tuple[int, ...], list[tuple[int, Sequence[jax.Device]]]]]:
-    """Neighbours of the same processes: [(processes, [(replica, cores)])]."""
+    """Groups adjacent replicas of the same processes.
+
+    Returns:
+      A list of (processes, [(replica id, cores)]).
+    """
     cores = mesh.cores_per_replica
     starts = range(0, len(mesh.devices), cores)
     grouped = itertools.groupby(

@@ -187,7 +187,7 @@ def test_text_of_arrays(monkeypatch):
         "batch 9 rows",
         "epoch 2 steps",
         "last batch 4 rows",
-        "whole batch whole batch last batch last batch",
+        "full batch full batch last batch last batch",
         "process replica fit distributed fit distributed",
         "─" * 76,
         "0 0 (tpu:0) 3 (0:3) 3 (0:3) 1 (0:1) 3 (0:3)",
@@ -199,12 +199,12 @@ def test_text_of_arrays(monkeypatch):
 
 def test_rules_are_told_apart_only_where_they_differ():
     assert explain(X, batch_size=8).columns == [
-        ("whole batch", (4, 4)),
+        ("full batch", (4, 4)),
         ("last batch, fit", (3, 2)),
         ("last batch, distributed", (4, 1)),
     ]
     # A last batch that is whole needs no column.
-    assert explain(X[:8], batch_size=4).columns == [("whole batch", (2, 2))]
+    assert explain(X[:8], batch_size=4).columns == [("full batch", (2, 2))]
     assert explain(X[:8], batch_size=4).facts["last batch"] == "4 rows"
 
 
@@ -291,7 +291,7 @@ def test_dataset_of_arrays():
     assert dropped.last == dropped.whole
     own = explain(dataset.batch(4), 2, policy=Policy.OFF)
     assert own.facts["policy"] == "OFF, because the policy was chosen"
-    assert own.facts["reading"] == "each process reads all of its own dataset"
+    assert own.facts["reading"] == "each process reads all rows of its dataset"
     assert own.facts["last batch"].startswith("unknown")
 
 
@@ -310,7 +310,7 @@ def test_generators_are_not_looked_at(num_processes):
     batches_of = iter([X[:8], X[8:]])
     generator = (batch for batch in batches_of)
     explanation = explain(generator, num_processes)
-    assert explanation.facts["batch"] == "unknown: not looked at ahead"
+    assert explanation.facts["batch"] == "unknown without reading the data"
     assert explanation.columns == []
     assert len(list(generator)) == 2
     assert "unknown" in str(explanation)
@@ -378,7 +378,7 @@ class TestFiles:
             "AUTO, applied as FILE, because there is a file for each process"
         )
         assert explanation.facts["reading"] == (
-            "each process reads its own files only"
+            "each process reads only its files"
         )
         assert explanation.whole == ((2, 2, 2, 0, 2, 0), (2, 2, 1, 1, 1, 1))
         # Not rows of one order: only their numbers are said.
@@ -489,7 +489,7 @@ class TestTfData:
     @pytest.mark.parametrize(
         ("policy", "reading"),
         [
-            (Policy.OFF, "each process reads all of its own dataset"),
+            (Policy.OFF, "each process reads all rows of its dataset"),
             (Policy.DATA, RUNS_ALL),
         ],
     )
@@ -507,7 +507,7 @@ class TestTfData:
         dataset = tf.data.Dataset.range(13).shard(ks.data.SHARD_HINT, 0)
         explanation = explain(dataset.batch(4), 2, policy=Policy.HINT)
         assert explanation.facts["reading"] == (
-            "each process reads its own shard only"
+            "each process reads only its shard"
         )
 
     def test_endless(self, tf):
@@ -532,10 +532,10 @@ class TestTfData:
 @pytest.mark.parametrize(
     ("data", "arguments", "message"),
     [
-        (X, {"batch_size": 0}, "positive. Received: 0 beside a ndarray"),
+        (X, {"batch_size": 0}, "positive number.*Received: 0 for a ndarray"),
         (X, {"batch_size": "8"}, "positive. Received: '8'"),
-        (Pairs(), {"batch_size": 8}, "Received: 8 beside a Pairs"),
-        (X, {"policy": Policy.OFF}, "Arrays are always divided by rows"),
+        (Pairs(), {"batch_size": 8}, "Received: 8 for a Pairs"),
+        (X, {"policy": Policy.OFF}, "always split by rows"),
         (Pairs(), {"policy": Policy.FILE}, "`FILE` is a policy for"),
         ((X, X[:3]), {}, "[Cc]ardinality"),
         ((X, np.float32(3)), {}, "needs a first dimension, its rows"),
