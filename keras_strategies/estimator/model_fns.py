@@ -15,7 +15,7 @@ from keras_strategies.estimator.arguments import names_of_arguments
 from keras_strategies.estimator.config.run_config import RunConfig
 from keras_strategies.estimator.estimator_spec import EstimatorSpec, ModeKeys
 from keras_strategies.keras_bridge.loops.binding import binding_of
-from keras_strategies.strategy.current import entered_strategy
+from keras_strategies.strategy.current import get_entered_strategy
 
 ARGUMENTS = ("features", "labels", "mode", "params", "config")
 """What a `model_fn` may ask for."""
@@ -137,7 +137,7 @@ def _with_defaults(function: Callable[..., Any]) -> set[str]:
 
 def _check_new(model: keras.Model) -> None:
     """Raises ValueError for a model that was not made for the strategy."""
-    strategy = entered_strategy()
+    strategy = get_entered_strategy()
     binding = binding_of(model)
     owner = None if binding is None else binding.owner
     if strategy is not None and owner is not strategy:

@@ -8,7 +8,7 @@ from keras_strategies.strategy.strategy import Strategy
 from keras_strategies.tpu.replica_meshes import mesh_of_topology
 
 
-class CompileOnly(Strategy):
+class CompileOnlyStrategy(Strategy):
     """A strategy that can also be made for a named topology."""
 
     _resolver: Any = None

@@ -53,7 +53,7 @@ stack = _Stack()
 """The open scopes of this thread, outermost first."""
 
 
-def entered_strategy() -> AnyStrategy | None:
+def get_entered_strategy() -> AnyStrategy | None:
     """Returns the strategy whose scope this thread is in, or None."""
     return stack.entered[-1] if stack.entered else None
 
@@ -104,7 +104,7 @@ def check_not_mixing(strategy: object) -> None:
     Raises:
       RuntimeError: if this thread is in the scope of another strategy.
     """
-    entered = entered_strategy()
+    entered = get_entered_strategy()
     if entered is not None and entered is not strategy:
         refuse_mixing(strategy, repr(entered))
 

@@ -179,7 +179,7 @@ class CustomLoops:
           replica. If no value is distributed, a tuple of `value` alone.
         """
         self._runtime.mesh.check_can_run()
-        return reducing.local_results(value, self._runtime.mesh)
+        return reducing.list_local_results(value, self._runtime.mesh)
 
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], Any]
@@ -260,7 +260,7 @@ class CustomLoops:
                 )
             if options.distribute is not None:
                 policy = options.distribute.policy
-        return self._distributed(
+        return self._make_distributed(
             source_of_dataset(dataset, mesh, policy=policy)
         )
 
@@ -313,9 +313,9 @@ class CustomLoops:
                 dataset_fn, mesh, is_per_replica=is_per_replica, prepare=dense
             ),
         )
-        return self._distributed(source)
+        return self._make_distributed(source)
 
-    def _distributed(self, source: Source) -> DistributedDataset:
+    def _make_distributed(self, source: Source) -> DistributedDataset:
         return DistributedDataset(source, self._runtime.mesh)
 
     def experimental_distribute_datasets_from_function(
@@ -344,7 +344,7 @@ class CustomLoops:
               strategy.run(step, args=batch)
           ```
         """
-        return self._runner.debugging()
+        return self._runner.enable_debugging()
 
     def explain_input(
         self,

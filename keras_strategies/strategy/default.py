@@ -26,8 +26,8 @@ class DefaultStrategy(Strategy):
         """Returns a scope that does not change Keras."""
         return DefaultScope(self)
 
-    def _distributed(self, source: Source) -> DistributedDataset:
-        return in_plain_loops(super()._distributed(source), self.mesh)
+    def _make_distributed(self, source: Source) -> DistributedDataset:
+        return in_plain_loops(super()._make_distributed(source), self.mesh)
 
 
 class DefaultScope(Scope):
@@ -46,15 +46,15 @@ class DefaultScope(Scope):
 
 
 @functools.cache
-def default_strategy() -> DefaultStrategy:
+def get_default_strategy() -> DefaultStrategy:
     """Returns the default strategy of this process."""
     return DefaultStrategy()
 
 
 @functools.cache
-def default_context() -> ReplicaContext:
+def get_default_context() -> ReplicaContext:
     """Returns the context of the default strategy's replica."""
-    return ReplicaContext(default_strategy(), None)
+    return ReplicaContext(get_default_strategy(), None)
 
 
 def get_strategy() -> Strategy:
@@ -70,8 +70,8 @@ def get_strategy() -> Strategy:
       >>> ks.get_strategy().num_replicas_in_sync
       1
     """
-    entered = current.entered_strategy()
-    return cast(Strategy, entered or default_strategy())
+    entered = current.get_entered_strategy()
+    return cast(Strategy, entered or get_default_strategy())
 
 
 def has_strategy() -> bool:
@@ -84,7 +84,7 @@ def has_strategy() -> bool:
       ...     ks.has_strategy()
       True
     """
-    entered = current.entered_strategy()
+    entered = current.get_entered_strategy()
     return entered is not None and not isinstance(entered, DefaultStrategy)
 
 
@@ -108,7 +108,7 @@ def get_replica_context() -> ReplicaContext | None:
         return current.stack.replicas[-1]
     if current.stack.entered:
         return None
-    return default_context()
+    return get_default_context()
 
 
 def in_cross_replica_context() -> bool:

@@ -154,7 +154,7 @@ class StrategyExtended:
         if step is None:
             result = self._runner(fn, given, named, is_update=True)
             mesh = self._runtime.mesh
-            return None if group else reducing.local_results(result, mesh)
+            return None if group else reducing.list_local_results(result, mesh)
         given, named = own_components((given, named))
         with step.flag("in_update"):
             result = fn(*given, **named)
@@ -208,7 +208,7 @@ class StrategyExtended:
         return v in self._runtime.registry
 
     def __getattr__(self, name: str) -> Any:
-        raise old_names.missing(self, name)
+        raise old_names.make_missing_error(self, name)
 
 
 def _check_variable(name: str, value: object) -> None:

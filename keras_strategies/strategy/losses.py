@@ -52,7 +52,7 @@ def compute_average_loss(
             'Received: a scalar. Make the loss with `reduction="none"`.'
         )
     if global_batch_size is None:
-        global_batch_size = _rows_of_all(losses.shape[0])
+        global_batch_size = _count_global_rows(losses.shape[0])
     if sample_weight is not None:
         weight = jnp.asarray(sample_weight, losses.dtype)
         extra = losses.ndim - weight.ndim
@@ -60,7 +60,7 @@ def compute_average_loss(
     return jnp.sum(losses) / global_batch_size
 
 
-def _rows_of_all(rows: int) -> int:
+def _count_global_rows(rows: int) -> int:
     step = current_step()
     columns = () if step is None else step.facts.rows_of_all.get(rows, ())
     known = {sum(column) for column in columns}

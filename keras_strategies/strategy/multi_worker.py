@@ -10,7 +10,7 @@ from keras_strategies.strategy.strategy import Strategy
 from keras_strategies.strategy.tf_compat.options import (
     CommunicationOptions,
     check_seconds,
-    checked_options,
+    resolve_options,
 )
 
 
@@ -77,7 +77,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         # Imported here because it takes a tenth of the package's import time.
         from keras_strategies.cluster.job import place
 
-        options = checked_options(communication_options)
+        options = resolve_options(communication_options)
         check_seconds("startup_timeout_s", startup_timeout_s)
         outputs_on_chief = is_chief_alone(predict_in)
         numbers = coordinator_address, num_processes, process_id

@@ -40,7 +40,7 @@ def reduce(
 def _reduce_one(
     op: ReduceOp, value: Leaf, axis: _Axes, mesh: ReplicaMesh
 ) -> Array:
-    value = _read(value, mesh)
+    value = _read_variable(value, mesh)
     if isinstance(value, values.Mirrored):
         value = value.array
     if not isinstance(value, values.PerReplica):
@@ -53,7 +53,7 @@ def _reduce_one(
                 f"Received: axis={axis}. Sum over the dimension in the "
                 "replica's function."
             )
-        array = summable(value.arrays[0], op)
+        array = to_summable(value.arrays[0], op)
         (total,) = all_sum([array], mesh.all_replicas)
         return total / mesh.num_replicas if op is ReduceOp.MEAN else total
     if axis is None and value.total is not None:
@@ -63,30 +63,30 @@ def _reduce_one(
         if not jnp.issubdtype(value.total.dtype, jnp.integer):
             return value.total / mesh.num_replicas
     if axis is None and value.layout == values.STACKED:
-        program = _over_replicas(mesh, op)
+        program = _compile_reduction(mesh, op)
         return dispatch(mesh, program, value.arrays[0])[0]
     axes = None if axis is None else _as_axes(axis)
-    return _with_components(value, mesh, _reduced, op, axes)
+    return _apply_to_components(value, mesh, _reduce_parts, op, axes)
 
 
-def _reduced(
+def _reduce_parts(
     parts: list[Any], op: ReduceOp, axes: tuple[int, ...] | None
 ) -> jax.Array:
     """Reduces components, all on one device or in one program, to one value."""
     if axes is None:
         _check_equal_shapes(parts)
-        total = sum_in_order([summable(part, op) for part in parts])
+        total = sum_in_order([to_summable(part, op) for part in parts])
         return total / len(parts) if op is ReduceOp.MEAN else total
     for part in parts:
         _check_axes(axes, part)
-    total = sum_in_order([_sum_over(summable(p, op), axes) for p in parts])
+    total = sum_in_order([_sum_over(to_summable(p, op), axes) for p in parts])
     if op is ReduceOp.SUM:
         return total
     count = sum(int(np.prod([p.shape[a] for a in axes])) for p in parts)
     return total / count
 
 
-def _with_components(
+def _apply_to_components(
     value: values.PerReplica,
     mesh: ReplicaMesh,
     fn: Callable[..., Any],
@@ -108,12 +108,14 @@ def _with_components(
             f"{mesh.num_processes} processes. Make it with "
             "`experimental_distribute_values_from_function`."
         )
-    program = _over_components(mesh, value.layout, value.shapes, fn, *args)
+    program = _compile_over_components(
+        mesh, value.layout, value.shapes, fn, *args
+    )
     return dispatch(mesh, program, value.arrays[0])[0]
 
 
 @functools.lru_cache(maxsize=256)
-def _over_components(
+def _compile_over_components(
     mesh: ReplicaMesh,
     layout: str,
     shapes: values.Shapes | None,
@@ -132,7 +134,7 @@ def _over_components(
     return jax.jit(over, out_shardings=mesh.whole)
 
 
-def _read(leaf: Leaf, mesh: ReplicaMesh) -> Leaf:
+def _read_variable(leaf: Leaf, mesh: ReplicaMesh) -> Leaf:
     """Returns a variable's value, per-replica if its copies differ; or a leaf.
 
     Leaves that are not variables are returned unchanged.
@@ -172,7 +174,7 @@ def _as_axes(axis: int | tuple[int, ...]) -> tuple[Any, ...]:
     return tuple(int(a) if isinstance(a, np.integer) else a for a in axes)
 
 
-def summable(array: Array, op: ReduceOp) -> Array:
+def to_summable(array: Array, op: ReduceOp) -> Array:
     """Converts an array for a sum: booleans to numbers, for means to floats.
 
     Returns:
@@ -213,11 +215,11 @@ def sum_in_order(arrays: list[Any]) -> jax.Array:
 
 
 @functools.cache
-def _over_replicas(mesh: ReplicaMesh, op: ReduceOp) -> Callable[..., Any]:
+def _compile_reduction(mesh: ReplicaMesh, op: ReduceOp) -> Callable[..., Any]:
     """Compiles the reduction of arrays with a leading dimension of replicas."""
 
     def over(array: Array) -> tuple[Any]:
-        array = summable(array, op)
+        array = to_summable(array, op)
         total = jnp.sum(array, axis=0, dtype=array.dtype)
         return (total / mesh.num_replicas if op is ReduceOp.MEAN else total,)
 
@@ -237,23 +239,23 @@ def gather(value: Tree, axis: int, mesh: ReplicaMesh) -> Tree:
     """
 
     def one(leaf: Leaf) -> Leaf:
-        leaf = _read(leaf, mesh)
+        leaf = _read_variable(leaf, mesh)
         if not isinstance(leaf, values.PerReplica):
             return leaf.array if isinstance(leaf, values.Mirrored) else leaf
         values.check_home(leaf, mesh)
-        return _with_components(leaf, mesh, _gathered, axis)
+        return _apply_to_components(leaf, mesh, _gather_parts, axis)
 
     value = opened(value, values.is_distributed)
     return jax.tree.map(one, value, is_leaf=values.is_distributed)
 
 
-def _gathered(parts: list[Any], axis: int) -> jax.Array:
+def _gather_parts(parts: list[Any], axis: int) -> jax.Array:
     for part in parts:
-        _check_gathered(axis, part, parts)
+        _check_gather(axis, part, parts)
     return jnp.concatenate(parts, axis=axis)
 
 
-def _check_gathered(axis: object, part: Array, parts: list[Any]) -> None:
+def _check_gather(axis: object, part: Array, parts: list[Any]) -> None:
     shapes = [tuple(p.shape) for p in parts]
     if not isinstance(axis, int) or not -part.ndim <= axis < part.ndim:
         raise ValueError(
@@ -274,11 +276,11 @@ def _check_gathered(axis: object, part: Array, parts: list[Any]) -> None:
         )
 
 
-def local_results(value: Tree, mesh: ReplicaMesh) -> tuple[Any, ...]:
+def list_local_results(value: Tree, mesh: ReplicaMesh) -> tuple[Any, ...]:
     """Implements `Strategy.experimental_local_results`."""
     nest = opened(value, values.is_distributed)
     leaves, structure = jax.tree.flatten(nest, is_leaf=values.is_distributed)
-    leaves = [_read(leaf, mesh) for leaf in leaves]
+    leaves = [_read_variable(leaf, mesh) for leaf in leaves]
     counts = {
         len(leaf.values) for leaf in leaves if values.is_distributed(leaf)
     }

@@ -25,7 +25,7 @@ from keras_strategies._core.values import (
 from keras_strategies._types import Array, Leaf, Tree
 from keras_strategies.keras_bridge.step_context import ReplicaScope, StepContext
 from keras_strategies.strategy import current
-from keras_strategies.strategy.reducing import summable
+from keras_strategies.strategy.reducing import to_summable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +136,7 @@ class ReplicaContext:
         self._check_current("all_reduce")
         op = as_reduce_op(reduce_op)
         leaves, structure = jax.tree.flatten(value)
-        arrays = [summable(jnp.asarray(leaf), op) for leaf in leaves]
+        arrays = [to_summable(jnp.asarray(leaf), op) for leaf in leaves]
         if self._step is not None:
             arrays = all_sum(arrays, self._step.axis, self._step.buffering)
         if op is ReduceOp.MEAN:
@@ -170,7 +170,7 @@ class ReplicaContext:
 
         def gather(leaf: Array) -> jax.Array:
             array = jnp.asarray(leaf)
-            dim = checked_dim(axis, array, "all_gather")
+            dim = normalize_dim(axis, array, "all_gather")
             if self._step is None:
                 return array
             return all_concatenated(array, self._step.axis, dim)
@@ -219,7 +219,7 @@ class ReplicaContext:
         merged, merged_kwargs = list(args), dict(kwargs or {})
         if self._step is not None:
             merged, merged_kwargs = jax.tree.map(
-                _local, (merged, merged_kwargs)
+                _to_local, (merged, merged_kwargs)
             )
         with current.replica_context(self._strategy, None):
             result = merge_fn(self._strategy, *merged, **merged_kwargs)
@@ -250,7 +250,7 @@ class ReplicaContext:
         )
 
 
-def replica_scope(strategy: current.AnyStrategy) -> ReplicaScope:
+def make_replica_scope(strategy: current.AnyStrategy) -> ReplicaScope:
     """Returns a function that makes a step's replica context current."""
 
     def scope(
@@ -262,7 +262,7 @@ def replica_scope(strategy: current.AnyStrategy) -> ReplicaScope:
     return scope
 
 
-def checked_dim(axis: int, array: Array, name: str) -> int:
+def normalize_dim(axis: int, array: Array, name: str) -> int:
     """Returns the non-negative index of the dimension `axis` of an array.
 
     Raises:
@@ -280,7 +280,7 @@ def checked_dim(axis: int, array: Array, name: str) -> int:
     return axis % array.ndim
 
 
-def _local(leaf: Leaf) -> Leaf:
+def _to_local(leaf: Leaf) -> Leaf:
     if isinstance(leaf, jax.Array):
         return PerReplica.of(leaf, LOCAL)
     return leaf

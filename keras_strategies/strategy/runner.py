@@ -33,7 +33,7 @@ from keras_strategies.keras_bridge.step_context import ReplicaScope
 from keras_strategies.keras_bridge.steps.variants import Variant
 from keras_strategies.keras_bridge.variables import deferred_creation
 from keras_strategies.strategy import current
-from keras_strategies.strategy.replica_context import replica_scope
+from keras_strategies.strategy.replica_context import make_replica_scope
 
 _Argument = tuple[tuple[Any, ...], Any]
 """An argument's kind (layout, shape, dtype, key), and its array or None."""
@@ -91,15 +91,15 @@ class Runner:
         """
         current.check_not_mixing(self._strategy)
         self._mesh.check_can_run()
-        call, leaves = _flattened(fn, args, kwargs, is_update=is_update)
+        call, leaves = _flatten_call(fn, args, kwargs, is_update=is_update)
         leaves = list(map(from_tensor, leaves))
         if self._thread.is_debugging:
             return self._debug(call, leaves)
-        given = list(map(self._argument, leaves))
+        given = list(map(self._convert_argument, leaves))
         try:
             # Only one thread at a time may take, change and restore state.
             with self._lock:
-                return self._compiled(call, given)
+                return self._run_compiled(call, given)
         except _NEEDS_VALUE as error:
             raise TypeError(
                 "A function given to `run` is traced, so its arrays have no "
@@ -110,7 +110,7 @@ class Runner:
                 "strategy.debug():`."
             ) from error
 
-    def _compiled(self, call: "_Call", given: list[_Argument]) -> Tree:
+    def _run_compiled(self, call: "_Call", given: list[_Argument]) -> Tree:
         kept = tuple(kind[:4] for kind, _ in given)
         key = (function_key(call.fn), call.structure, kept, call.is_update)
         # One program for each set of flags (`trainable` and the like), because
@@ -118,16 +118,16 @@ class Runner:
         programs = self._programs.get(key, [])
         program = next((p for p in programs if p.is_current), None)
         if program is None:
-            program = self._make(call, given)
+            program = self._make_program(call, given)
             self._programs[key] = [program, *programs[: _MAX_FLAGS - 1]]
-            self._count(call.fn)
+            self._count_compilation(call.fn)
             while len(self._programs) > _MAX_PROGRAMS:
                 self._programs.popitem(last=False)
         self._programs.move_to_end(key)
         deferred_creation.sync_fits(program.lifted)
-        return program(_arrays(given), self._last)
+        return program(_list_arrays(given), self._last)
 
-    def lowered(
+    def lower(
         self,
         fn: Callable[..., Any],
         args: Sequence[Any],
@@ -139,13 +139,13 @@ class Runner:
           The lowered program, and the variables that it writes.
         """
         current.check_not_mixing(self._strategy)
-        call, leaves = _flattened(fn, args, kwargs)
+        call, leaves = _flatten_call(fn, args, kwargs)
         given = [argument_shape(leaf, self._mesh) for leaf in leaves]
         with self._lock:
-            program = self._make(call, given)
-            return program.lower(_arrays(given)), program.written
+            program = self._make_program(call, given)
+            return program.lower(_list_arrays(given)), program.written
 
-    def debugging(self) -> contextlib.AbstractContextManager[None]:
+    def enable_debugging(self) -> contextlib.AbstractContextManager[None]:
         """Runs functions eagerly in this thread, inside of the block."""
         return attribute_set(self._thread, "is_debugging", True)
 
@@ -159,12 +159,14 @@ class Runner:
             )
         deferred_creation.sync_all_fits()
         split = [leaf for leaf in leaves if isinstance(leaf, values.PerReplica)]
-        rows = [self._one_array(value)[2] for value in split]
+        rows = [self._combine_components(value)[2] for value in split]
         return debug_run(
-            lambda replica: call([_own(v, replica, mesh) for v in leaves]),
+            lambda replica: call(
+                [_take_replica(v, replica, mesh) for v in leaves]
+            ),
             mesh=mesh,
             scope=self._strategy.scope,
-            replica_scope=self._scope_of(call),
+            replica_scope=self._make_replica_scope(call),
             rows=list(zip(*(r for r in rows if r is not None), strict=True)),
             is_update=call.is_update,
         )
@@ -174,10 +176,10 @@ class Runner:
         """The number of programs that are kept."""
         return sum(map(len, self._programs.values()))
 
-    def _argument(self, leaf: Leaf) -> _Argument:
+    def _convert_argument(self, leaf: Leaf) -> _Argument:
         """Returns an argument's (layout, shape, dtype, key), and its array."""
         if isinstance(leaf, values.PerReplica):
-            layout, array, rows = self._one_array(leaf)
+            layout, array, rows = self._combine_components(leaf)
             return (layout, array.shape, array.dtype, rows), array
         if isinstance(leaf, values.Mirrored):
             leaf = leaf.array
@@ -190,7 +192,7 @@ class Runner:
             return (WHOLE, array.shape, array.dtype, None), array
         return (STATIC, None, None, value_key(leaf), leaf), None
 
-    def _one_array(
+    def _combine_components(
         self, value: values.PerReplica
     ) -> tuple[str, Any, Variant | None]:
         """Returns a value's layout, one array, and the components' sizes.
@@ -200,27 +202,35 @@ class Runner:
         """
         values.check_home(value, self._mesh)
         if value.layout == values.PADDED:
-            return values.STACKED, value.arrays[0], _sizes(value.shapes or ())
+            return (
+                values.STACKED,
+                value.arrays[0],
+                _find_sizes(value.shapes or ()),
+            )
         if value.layout != values.PARTS:
             return value.layout, value.arrays[0], None
         parts = value.arrays
         shapes = [np.shape(part) for part in parts]
         dtypes = [str(jax.numpy.result_type(part)) for part in parts]
-        sizes = _sizes(shapes, dtypes)
+        sizes = _find_sizes(shapes, dtypes)
         if len(set(shapes)) == 1:
             return values.STACKED, values.stacked(parts, self._mesh), None
         most = tuple(map(max, zip(*shapes, strict=True)))
         equal = [values.padded(jax.numpy.asarray(part), most) for part in parts]
         return values.STACKED, values.stacked(equal, self._mesh), sizes
 
-    def _make(self, call: "_Call", given: list[_Argument]) -> RunProgram:
+    def _make_program(
+        self, call: "_Call", given: list[_Argument]
+    ) -> RunProgram:
         kinds = [kind for kind, _ in given]
         of_arrays = [kind for kind in kinds if kind[0] != STATIC]
 
         def of_components(components: list[Any]) -> Tree:
             rest = iter(components)
             return call(
-                kind[4] if kind[0] == STATIC else _component(kind, next(rest))
+                kind[4]
+                if kind[0] == STATIC
+                else _take_component(kind, next(rest))
                 for kind in kinds
             )
 
@@ -229,15 +239,15 @@ class Runner:
             [kind[0] in (values.STACKED, values.ROWS) for kind in of_arrays],
             [kind[3] for kind in of_arrays],
             mesh=self._mesh,
-            replica_scope=self._scope_of(call),
+            replica_scope=self._make_replica_scope(call),
             is_update=call.is_update,
         )
         runtime = self._strategy._runtime
         with self._strategy.scope():
             try:
-                program.prepare(_arrays(given), runtime.registry)
+                program.prepare(_list_arrays(given), runtime.registry)
             except ValueError as error:
-                _note_captured(error, call.fn)
+                _add_captured_note(error, call.fn)
                 raise
         if any(v.trainable for v in program.lifted):
             runtime.distribution.placements.check_keys(
@@ -245,13 +255,13 @@ class Runner:
             )
         return program
 
-    def _scope_of(self, call: "_Call") -> ReplicaScope:
+    def _make_replica_scope(self, call: "_Call") -> ReplicaScope:
         """Returns the function that makes a call's context current."""
         if not call.is_update:
-            return replica_scope(self._strategy)
+            return make_replica_scope(self._strategy)
         return lambda step: current.replica_context(self._strategy, None)
 
-    def _count(self, fn: Any) -> None:
+    def _count_compilation(self, fn: Any) -> None:
         code = getattr(fn, "__code__", None)
         if code is None:
             return
@@ -279,13 +289,15 @@ class _Call(NamedTuple):
         return self.fn(*args, **kwargs)
 
 
-def _note_captured(error: ValueError, fn: Callable[..., Any]) -> None:
+def _add_captured_note(error: ValueError, fn: Callable[..., Any]) -> None:
     """Adds a note to an error: the distributed arrays that `fn` captures.
 
     JAX cannot index those in a mapped function, because their mesh is not that
     of the trace.
     """
-    names = [f"`{name}`" for name, value in _captured(fn) if _is_spread(value)]
+    names = [
+        f"`{name}`" for name, value in _find_captured(fn) if _is_spread(value)
+    ]
     if names:
         error.add_note(
             "The function has captured arrays that are on several devices: "
@@ -295,7 +307,7 @@ def _note_captured(error: ValueError, fn: Callable[..., Any]) -> None:
         )
 
 
-def _captured(fn: Callable[..., Any]) -> list[tuple[str, Any]]:
+def _find_captured(fn: Callable[..., Any]) -> list[tuple[str, Any]]:
     """Returns the globals and nonlocals that a function reads."""
     try:
         seen = inspect.getclosurevars(fn)
@@ -320,11 +332,11 @@ def _is_spread(value: object) -> bool:
     )
 
 
-def _arrays(given: list[_Argument]) -> list[Any]:
+def _list_arrays(given: list[_Argument]) -> list[Any]:
     return [array for _, array in given if array is not None]
 
 
-def _sizes(shapes: Sequence[Any], dtypes: Sequence[str] = ()) -> Variant:
+def _find_sizes(shapes: Sequence[Any], dtypes: Sequence[str] = ()) -> Variant:
     """Returns each component's rows, or its shape if other dimensions differ.
 
     Raises:
@@ -342,7 +354,7 @@ def _sizes(shapes: Sequence[Any], dtypes: Sequence[str] = ()) -> Variant:
     return tuple(shape[0] if shape else 0 for shape in shapes)
 
 
-def _flattened(
+def _flatten_call(
     fn: object, args: object, kwargs: object, *, is_update: bool = False
 ) -> tuple[_Call, list[Any]]:
     """Returns a call, and the leaves of its arguments."""
@@ -371,7 +383,7 @@ def _flattened(
     return _Call(fn, structure, is_update), leaves
 
 
-def _own(leaf: Leaf, replica: int, mesh: ReplicaMesh) -> Leaf:
+def _take_replica(leaf: Leaf, replica: int, mesh: ReplicaMesh) -> Leaf:
     """Returns one replica's component of an argument, in debug mode."""
     if isinstance(leaf, values.Mirrored):
         leaf = leaf.array
@@ -383,5 +395,5 @@ def _own(leaf: Leaf, replica: int, mesh: ReplicaMesh) -> Leaf:
     return leaf
 
 
-def _component(kind: tuple[Any, ...], array: Array) -> Array:
+def _take_component(kind: tuple[Any, ...], array: Array) -> Array:
     return array[0] if kind[0] == values.STACKED else array

@@ -27,7 +27,7 @@ class Scope:
         current.check_not_mixing(strategy)
         current.check_cross_replica("scope")
         create = functools.partial(on_read.create, runtime.mesh)
-        hooks = current.entered_strategy, _check, _in_loop
+        hooks = current.get_entered_strategy, _check_free, _enter_loop
         with contextlib.ExitStack() as stack:
             enter = stack.enter_context
             current.stack.entered.append(strategy)
@@ -61,14 +61,14 @@ class Scope:
         current.refuse_mixing(self._strategy, "the default strategy")
 
 
-def _check(model: keras.Model) -> None:
+def _check_free(model: keras.Model) -> None:
     """Refuses a model of another strategy, before `compile` changes it."""
-    strategy = current.entered_strategy()
+    strategy = current.get_entered_strategy()
     if strategy is not None:
         strategy._check_free(model)
 
 
-def _in_loop(
+def _enter_loop(
     model: keras.Model, name: str
 ) -> contextlib.AbstractContextManager[None]:
     """Refuses a loop of a model that is not bound to a strategy.
@@ -77,7 +77,7 @@ def _in_loop(
     the scope's devices; the model would be unusable after it. For a bound
     model the block clears Keras's distribution: its binding places batches.
     """
-    strategy = current.entered_strategy()
+    strategy = current.get_entered_strategy()
     if strategy is None:
         return contextlib.nullcontext()
     binding = binding_lib.binding_of(model)

@@ -22,7 +22,7 @@ from keras_strategies.strategy import current
 from keras_strategies.strategy.custom_loops import CustomLoops
 from keras_strategies.strategy.extended import StrategyExtended
 from keras_strategies.strategy.plans import PlanMixin
-from keras_strategies.strategy.replica_context import replica_scope
+from keras_strategies.strategy.replica_context import make_replica_scope
 from keras_strategies.strategy.runner import Runner
 from keras_strategies.strategy.runtime import Runtime
 from keras_strategies.strategy.scope import Scope
@@ -84,7 +84,7 @@ class Strategy(CustomLoops, PlanMixin):
         self._extended = StrategyExtended(self._runtime, self._runner)
 
     @staticmethod
-    def _over(mesh: ReplicaMesh, **kwargs: Any) -> "Strategy":
+    def _make_planned(mesh: ReplicaMesh, **kwargs: Any) -> "Strategy":
         """Returns a strategy over other devices, for plans."""
         return Strategy(mesh, **kwargs)
 
@@ -147,7 +147,11 @@ class Strategy(CustomLoops, PlanMixin):
         self._check_free(model)
         existing = binding_lib.binding_of(model)
         binding = existing or binding_lib.Binding(
-            model, self, self._runtime, self._check_context, replica_scope(self)
+            model,
+            self,
+            self._runtime,
+            self._check_context,
+            make_replica_scope(self),
         )
         binding.install()
         return model
@@ -166,7 +170,7 @@ class Strategy(CustomLoops, PlanMixin):
         Raises:
           ValueError: if the model is not bound to this strategy.
         """
-        self._binding_of("detach", model).remove()
+        self._get_binding("detach", model).remove()
         return model
 
     def compile_step(
@@ -208,7 +212,7 @@ class Strategy(CustomLoops, PlanMixin):
           print(program)
           ```
         """
-        binding = self._binding_of("compile_step", model)
+        binding = self._get_binding("compile_step", model)
         mesh, build = self._runtime.mesh, binding.build_for_shapes
         lower = functools.partial(
             lower_step,
@@ -261,7 +265,7 @@ class Strategy(CustomLoops, PlanMixin):
         name = f"run of {getattr(fn, '__name__', 'a function')}"
         mesh = self._runtime.mesh
         return compile_program(
-            lambda: runner.lowered(*given)[0], mesh, name, compiler_options
+            lambda: runner.lower(*given)[0], mesh, name, compiler_options
         )
 
     def materialize(self, model: keras.Model) -> keras.Model:
@@ -293,7 +297,7 @@ class Strategy(CustomLoops, PlanMixin):
               model.fit(x, y)
           ```
         """
-        self._binding_of("materialize", model)
+        self._get_binding("materialize", model)
         mesh = self._runtime.mesh
         mesh.check_can_run()
         variables = all_variables(model)
@@ -331,7 +335,7 @@ class Strategy(CustomLoops, PlanMixin):
         return self
 
     def __getattr__(self, name: str) -> Any:
-        raise old_names.missing(self, name)
+        raise old_names.make_missing_error(self, name)
 
     def __repr__(self) -> str:
         mesh = self._runtime.mesh
@@ -350,7 +354,9 @@ class Strategy(CustomLoops, PlanMixin):
             f"{', to compile for' * mesh.is_abstract}>"
         )
 
-    def _binding_of(self, name: str, model: keras.Model) -> binding_lib.Binding:
+    def _get_binding(
+        self, name: str, model: keras.Model
+    ) -> binding_lib.Binding:
         """Returns the binding of a model, or raises for `name`.
 
         Raises:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from keras_strategies.keras_bridge.variables.partitioners import PartitionerLike
-from keras_strategies.strategy.compile_only import CompileOnly
+from keras_strategies.strategy.compile_only import CompileOnlyStrategy
 from keras_strategies.tpu.cluster_resolver import TPUClusterResolver
 from keras_strategies.tpu.replica_meshes import (
     Assignments,
@@ -14,7 +14,7 @@ from keras_strategies.tpu.replica_meshes import (
 )
 
 
-class TPUStrategy(CompileOnly):
+class TPUStrategy(CompileOnlyStrategy):
     """Synchronous training on TPUs, of one host or of all hosts of a job.
 
     A replica is a TPU core or, with an assignment, a block of cores that

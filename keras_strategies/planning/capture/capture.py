@@ -373,7 +373,7 @@ def _make_value_shapes(strategy: Strategy, value_fn: _Function) -> Tree:
 
 def _list_local_results(strategy: Strategy, value: Tree) -> Tree:
     """Returns the components of all replicas; for batches, their shapes."""
-    return reducing.local_results(value, strategy.mesh)
+    return reducing.list_local_results(value, strategy.mesh)
 
 
 def _make_refusal(name: str) -> Callable[..., None]:

@@ -139,7 +139,7 @@ def iter_candidates(
             def make(mesh: ReplicaMesh, layout: lib.Layout = layout) -> Step:
                 cores = layout.cores
                 layout_map = layout_maps.of(cores) if cores > 1 else None
-                strategy = base._over(
+                strategy = base._make_planned(
                     mesh,
                     layout_map=layout_map,
                     variable_partitioner=layout.variable_partitioner,

@@ -70,7 +70,7 @@ class FitStep(Step):
         self._models: dict[int | None, keras.Model] = {None: model}
         self.rows = jax.tree.leaves(self._batch)[0].shape[0]
         parts = keras.utils.unpack_x_y_sample_weight(self._batch)
-        self._binding_of(model).build_for_shapes(parts)
+        self._get_binding(model).build_for_shapes(parts)
         self._length = _length(parts[0])
         self.tokens = _count_tokens(parts[0]) if embeds_tokens(model) else None
         is_whole = has_own_step(model) or accumulates_gradients(model)
@@ -80,8 +80,8 @@ class FitStep(Step):
             map(is_rematerialized, layers)
         )
 
-    def _binding_of(self, model: keras.Model) -> Binding:
-        return self._strategy._binding_of("plan", model)
+    def _get_binding(self, model: keras.Model) -> Binding:
+        return self._strategy._get_binding("plan", model)
 
     def _get_model(self, blocks: int | None) -> tuple[keras.Model, Binding]:
         if blocks not in self._models:
@@ -92,10 +92,10 @@ class FitStep(Step):
                     self._models[None], self.blocks, blocks
                 )
         model = self._models[blocks]
-        return model, self._binding_of(model)
+        return model, self._get_binding(model)
 
     def with_remat(self) -> "FitStep | None":
-        """See `Step`."""
+        """Implements `Step.with_remat`."""
         layers = None if self.blocks is None else self.blocks.layers
         if layers is None or has_remat_layers(self._models[None]):
             return None
@@ -104,7 +104,7 @@ class FitStep(Step):
         return other
 
     def lower(self, rows: int, blocks: int | None) -> jax.stages.Lowered:
-        """See `Step`."""
+        """Implements `Step.lower`."""
         with rematerialize(self._again):
             model, binding = self._get_model(blocks)
             return lower_step(
@@ -118,7 +118,7 @@ class FitStep(Step):
             )
 
     def model_flops(self, rows: int, blocks: int | None) -> float | None:
-        """See `Step`."""
+        """Implements `Step.model_flops`."""
         model, binding = self._get_model(blocks)
         parts = keras.utils.unpack_x_y_sample_weight(
             with_rows(self._batch, rows)
@@ -146,7 +146,7 @@ class FitStep(Step):
         return flops / len(self.mesh.devices)
 
     def state_bytes(self) -> Mapping[str, float]:
-        """See `Step`."""
+        """Implements `Step.state_bytes`."""
         model = self._models[None]
         weights, others, slots, *rest = step_variables(model, "train")
         return {
@@ -159,7 +159,7 @@ class FitStep(Step):
         }
 
     def batch_bytes(self, rows: int) -> float:
-        """See `Step`."""
+        """Implements `Step.batch_bytes`."""
         sizes = [
             math.prod(leaf.shape) * leaf.dtype.itemsize
             for leaf in jax.tree.leaves(with_rows(self._batch, rows))
@@ -167,7 +167,7 @@ class FitStep(Step):
         return sum(sizes) / self.mesh.num_replicas
 
     def block_bytes(self, rows: int) -> tuple[float, float]:
-        """See `Step`.
+        """Implements `Step.block_bytes`.
 
         At least, a block keeps its input for the backward pass, and its
         sharded gradients, which are all reduced before any is used. An

@@ -50,7 +50,7 @@ class RunStep(Step):
             self.rows = replicas
 
     def lower(self, rows: int, blocks: int | None) -> jax.stages.Lowered:
-        """See `Step`. A function has no blocks."""
+        """Implements `Step.lower`. A function has no blocks."""
         if rows != self.rows and self._own_rows:
             try:
                 return self._lower(rows)
@@ -83,7 +83,7 @@ class RunStep(Step):
             return values.PerReplica.of(array, leaf.layout)
 
         args, kwargs = jax.tree.map(scale, self._given, is_leaf=_is_leaf)
-        lowered, written = self._runner.lowered(self._fn, args, kwargs)
+        lowered, written = self._runner.lower(self._fn, args, kwargs)
         trained = self._list_trained()
         if trained and not {id(v) for v in written} & set(map(id, trained)):
             name = getattr(self._fn, "__name__", "a function")
@@ -95,7 +95,7 @@ class RunStep(Step):
         return lowered
 
     def state_bytes(self) -> Mapping[str, float]:
-        """See `Step`. Counts all variables of the strategy's scope.
+        """Implements `Step.state_bytes`. Counts all variables of the strategy's scope.
 
         Non-trainable variables with the shape of a trainable one count as
         slots.

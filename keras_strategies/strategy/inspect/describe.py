@@ -81,13 +81,13 @@ def describe_table(
         return Group(drawing, table)
     return Group(
         drawing,
-        Text(divided_by(partitioner, mesh.num_replicas)),
+        Text(describe_partitioner(partitioner, mesh.num_replicas)),
         table,
-        *_legend(variables, partitioner),
+        *_make_legend(variables, partitioner),
     )
 
 
-def divided_by(partitioner: Partitioner, num_replicas: int) -> str:
+def describe_partitioner(partitioner: Partitioner, num_replicas: int) -> str:
     """Returns a line on the replicas that shard the variables."""
     shards = partitioner.shards
     groups = num_replicas // shards
@@ -97,17 +97,17 @@ def divided_by(partitioner: Partitioner, num_replicas: int) -> str:
     return text
 
 
-def _legend(
+def _make_legend(
     variables: Sequence[keras.Variable], partitioner: Partitioner
 ) -> list[Text]:
-    remarks = (_remark(v, partitioner) for v in variables)
+    remarks = (_find_remark(v, partitioner) for v in variables)
     return [
         Text(f"  {word}: {line}")
         for word, line in dict.fromkeys(r for r in remarks if r is not None)
     ]
 
 
-def _remark(
+def _find_remark(
     variable: keras.Variable, partitioner: Partitioner
 ) -> tuple[str, str] | None:
     if variable.shape is None or variable.synchronization == "on_read":
@@ -134,24 +134,24 @@ def draw_mesh(mesh: ReplicaMesh) -> Group:
       A heading and the boxes; beyond 16 replicas or 4 processes the first
       few, "..." and the last.
     """
-    groups = _by_process(mesh)
+    groups = _group_by_process(mesh)
     num_shown, num_processes = mesh.num_replicas, mesh.num_processes
     is_many = num_shown > MAX_DEVICES
     if is_many:
         # A single process gets twice the boxes of one of several.
         num_shown = MAX_DEVICES_OF_PROCESS * (2 if len(groups) == 1 else 1)
-    parts: list[RenderableType] = [_heading(mesh)]
+    parts: list[RenderableType] = [_make_heading(mesh)]
     for group in abbreviate(groups, MAX_PROCESSES if is_many else len(groups)):
         if group is None:
             parts.append(Text("..."))
             continue
         process_ids, items = group
         if num_processes > 1:
-            count = counted(len(items), "replica")
+            count = format_count(len(items), "replica")
             name = "process" if len(process_ids) == 1 else "processes"
             ids = ", ".join(map(str, process_ids))
             parts.append(Text(f"{name} {ids}: {count}"))
-        boxes = [_box(item) for item in abbreviate(items, num_shown)]
+        boxes = [_draw_box(item) for item in abbreviate(items, num_shown)]
         parts.append(Columns(boxes, padding=(0, 0)))
     return Group(*parts)
 
@@ -177,13 +177,13 @@ def tabulate_variables(
     shown = rows
     if len(rows) > MAX_VARIABLES:
         shown = sorted(rows, key=lambda row: -row.num_bytes)[:MAX_VARIABLES]
-    elements = sum(_num_elements(row) for row in rows)
+    elements = sum(_count_elements(row) for row in rows)
     footers = (
-        counted(len(rows), "variable"),
+        format_count(len(rows), "variable"),
         f"{elements:,}",
         "",
         "",
-        _megabytes(sum(row.num_bytes for row in rows)),
+        _format_megabytes(sum(row.num_bytes for row in rows)),
     )
     headers = ("variable", "shape", "dtype", "sharding", "MB per device")
     cells = [
@@ -192,17 +192,17 @@ def tabulate_variables(
             "?" if row.shape is None else str(row.shape),
             row.dtype,
             row.sharding + (f" ({row.remark[0]})" if row.remark else ""),
-            _megabytes(row.num_bytes),
+            _format_megabytes(row.num_bytes),
         )
         for row in shown
     ]
-    table = _table_of(cells, headers, footers)
+    table = _make_table(cells, headers, footers)
     if len(rows) > len(shown):
         table.add_row(f"... and {len(rows) - len(shown)} more")
     return table
 
 
-def _table_of(
+def _make_table(
     cells: list[tuple[str, ...]],
     headers: tuple[str, ...],
     footers: tuple[str, ...],
@@ -260,7 +260,9 @@ def describe_variable(
         dtype=dtype,
         sharding=sharding,
         num_bytes=num_bytes,
-        remark=None if partitioner is None else _remark(variable, partitioner),
+        remark=None
+        if partitioner is None
+        else _find_remark(variable, partitioner),
     )
 
 
@@ -280,7 +282,7 @@ def describe_sharding(sharding: Sharding, devices: Sequence[jax.Device]) -> str:
         if holders == set(devices):
             return "replicated"
         if len(holders) == 1:
-            return f"on {device_name(*holders)}"
+            return f"on {format_device(*holders)}"
         return f"replicated on {len(holders)} devices"
     if isinstance(sharding, NamedSharding):
         return str(sharding.spec)
@@ -294,22 +296,20 @@ def abbreviate(items: Sequence[Any], num_shown: int) -> list[Any]:
     return [*items[: num_shown - 2], None, items[-1]]
 
 
-def device_name(device: jax.Device) -> str:
+def format_device(device: jax.Device) -> str:
     """Returns a device's name, such as "tpu:0"."""
     return f"{device.platform}:{device.id}"
 
 
-def counted(number: int, noun: str) -> str:
+def format_count(number: int, noun: str) -> str:
     """Returns a number with its noun, such as "1 row" or "1,024 rows"."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
-def _heading(mesh: ReplicaMesh) -> Text:
+def _make_heading(mesh: ReplicaMesh) -> Text:
     kinds = sorted({device.device_kind for device in mesh.devices})
     cores = mesh.cores_per_replica
-    text = (
-        f"Mesh: {counted(mesh.num_replicas, 'replica')} on axis {mesh.axis!r}"
-    )
+    text = f"Mesh: {format_count(mesh.num_replicas, 'replica')} on axis {mesh.axis!r}"
     if cores > 1:
         text += f", each of {cores} cores on axis {mesh.model_axis!r}"
     text += f", {', '.join(kinds)}"
@@ -318,7 +318,7 @@ def _heading(mesh: ReplicaMesh) -> Text:
     return Text(text)
 
 
-def _by_process(
+def _group_by_process(
     mesh: ReplicaMesh,
 ) -> list[tuple[tuple[int, ...], list[tuple[int, Sequence[jax.Device]]]]]:
     """Groups adjacent replicas of the same processes.
@@ -335,22 +335,22 @@ def _by_process(
     return [(process_ids, list(items)) for process_ids, items in grouped]
 
 
-def _box(item: tuple[int, Sequence[jax.Device]] | None) -> RenderableType:
+def _draw_box(item: tuple[int, Sequence[jax.Device]] | None) -> RenderableType:
     if item is None:
         return Text("\n ... ")
     replica_id, cores = item
-    names = [device_name(device) for device in cores[:MAX_CORES]]
+    names = [format_device(device) for device in cores[:MAX_CORES]]
     names += ["..."] * (len(cores) > MAX_CORES)
     label = Text("\n".join([str(replica_id), *names]), justify="center")
     return Panel(label, expand=False)
 
 
-def _num_elements(row: VariableRow) -> int:
+def _count_elements(row: VariableRow) -> int:
     sizes = row.shape
     if sizes is None or any(size is None for size in sizes):
         return 0
     return math.prod(size for size in sizes if size is not None)
 
 
-def _megabytes(num_bytes: int) -> str:
+def _format_megabytes(num_bytes: int) -> str:
     return f"{num_bytes / BYTES_PER_MB:,.3f}"

@@ -97,13 +97,15 @@ class InputExplanation:
             table.add_column(title.replace(", ", "\n"), justify="right")
         if self.files:
             table.add_column("files of the process")
-        for group in shown_replicas(len(self.devices), len(self.processes)):
+        for group in list_shown_replicas(
+            len(self.devices), len(self.processes)
+        ):
             process, replicas = group or (None, [None])
             for i in replicas:
-                table.add_row(*map(Text, self._cells(process, i)))
+                table.add_row(*map(Text, self._format_cells(process, i)))
         return Group(facts, table)
 
-    def _cells(self, process: int | None, i: int | None) -> list[str]:
+    def _format_cells(self, process: int | None, i: int | None) -> list[str]:
         """Returns the cells of a replica; None stands for those left out."""
         if process is None or i is None:
             return [
@@ -119,10 +121,10 @@ class InputExplanation:
                 cells[-1] = "none"
         is_first = not i % (len(self.devices) // len(self.processes))
         if self.files and is_first:
-            cells.append(_names(self.files[process]))
+            cells.append(_format_names(self.files[process]))
         return cells
 
-    def _printed(self, width: int | None = None) -> Console:
+    def _print(self, width: int | None = None) -> Console:
         console = Console(
             file=io.StringIO(), record=True, width=width, force_jupyter=False
         )
@@ -130,14 +132,14 @@ class InputExplanation:
         return console
 
     def __str__(self) -> str:
-        lines = self._printed().export_text().splitlines()
+        lines = self._print().export_text().splitlines()
         return "\n".join(map(str.rstrip, lines))
 
     __repr__ = __str__
 
     def _repr_svg_(self) -> str:
         width = 46 + 17 * len(self.columns) + 32 * bool(self.files)
-        svg = self._printed(width).export_svg(title="explain_input")
+        svg = self._print(width).export_svg(title="explain_input")
         # Drops rich's fonts, which would be fetched from the internet.
         return re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)
 
@@ -149,33 +151,33 @@ def explain_input(
     options: InputOptions | None,
 ) -> InputExplanation:
     """Implements `Strategy.explain_input`."""
-    policy = _policy_of(dataset, batch_size, options)
+    policy = _read_policy(dataset, batch_size, options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        source = _source(dataset, mesh, policy, batch_size)
+        source = _make_source(dataset, mesh, policy, batch_size)
         summary = source.summary()
-        files = _files(summary, dataset, mesh, policy)
+        files = _list_files(summary, dataset, mesh, policy)
     notes = [str(w.message) for w in caught if w.category is UserWarning]
     notes += summary.notes
     size = source.batch_size
     if size is None:
-        size, note = _likely_size(dataset, source, summary)
+        size, note = _guess_size(dataset, source, summary)
         notes += note
-    whole, last = _shares(source, summary, size, mesh)
+    whole, last = _compute_shares(source, summary, size, mesh)
     facts = {
         "data": source.kind,
-        "policy": _policies(summary, dataset, mesh, policy),
-        "reading": _reading(source, summary, mesh.num_processes),
-        "batch": _known(size, "row"),
-        "epoch": _known(source.num_batches, "step"),
-        "last batch": _known(last and sum(last[0]), "row"),
+        "policy": _describe_policy(summary, dataset, mesh, policy),
+        "reading": _describe_reading(source, summary, mesh.num_processes),
+        "batch": _format_known(size, "row"),
+        "epoch": _format_known(source.num_batches, "step"),
+        "last batch": _format_known(last and sum(last[0]), "row"),
     }
     if notes:
         facts["note"] = "\n".join(dict.fromkeys(notes))
     return InputExplanation(
         facts=facts,
-        devices=_places(mesh),
-        processes=_readers(mesh),
+        devices=_list_devices(mesh),
+        processes=_list_readers(mesh),
         is_process_local=source.is_process_local,
         batch_size=size,
         whole=whole,
@@ -184,7 +186,7 @@ def explain_input(
     )
 
 
-def _likely_size(
+def _guess_size(
     dataset: Dataset, source: Source, summary: Summary
 ) -> tuple[int | None, list[str]]:
     """Guesses the rows of a full batch from the first one; adds a note."""
@@ -202,7 +204,7 @@ def _likely_size(
     return size, ["Batches may have other sizes than the first."] * bool(size)
 
 
-def _readers(mesh: ReplicaMesh) -> tuple[str, ...]:
+def _list_readers(mesh: ReplicaMesh) -> tuple[str, ...]:
     """Returns the readers: process ids, joined if they read the same rows."""
     if not mesh.spans_processes:
         return tuple(map(str, range(mesh.num_processes)))
@@ -213,23 +215,25 @@ def _readers(mesh: ReplicaMesh) -> tuple[str, ...]:
     )
 
 
-def _places(mesh: ReplicaMesh) -> tuple[str, ...]:
+def _list_devices(mesh: ReplicaMesh) -> tuple[str, ...]:
     """Returns each replica's device, or its first and last core."""
     cores = mesh.cores_per_replica
-    names = [describe.device_name(device) for device in mesh.devices]
+    names = [describe.format_device(device) for device in mesh.devices]
     if cores == 1:
         return tuple(names)
     ends = zip(names[::cores], names[cores - 1 :: cores], strict=True)
     return tuple(f"{first}..{last}" for first, last in ends)
 
 
-def shares_of_batch(rows: int, batch_size: int, num_replicas: int) -> Shares:
+def compute_batch_shares(
+    rows: int, batch_size: int, num_replicas: int
+) -> Shares:
     """Returns the shares of a global batch that all processes see."""
     fixed = rows_lib.rows_of_replicas(rows, batch_size, num_replicas)
     return rows_lib.balanced_rows(rows, num_replicas), fixed
 
 
-def shares_of_own(
+def compute_local_shares(
     batch_size: int, num_replicas: int, num_processes: int
 ) -> Shares:
     """Returns the shares of a first batch of process-local rows."""
@@ -241,7 +245,7 @@ def shares_of_own(
     return sum(fit, ()), counts
 
 
-def shown_replicas(num_replicas: int, num_processes: int) -> list[Any]:
+def list_shown_replicas(num_replicas: int, num_processes: int) -> list[Any]:
     """Returns processes with their replicas, and None for those left out."""
     each = num_replicas // num_processes
     most, most_processes = num_replicas, num_processes
@@ -255,7 +259,7 @@ def shown_replicas(num_replicas: int, num_processes: int) -> list[Any]:
     return describe.abbreviate(groups, most_processes)
 
 
-def _policy_of(
+def _read_policy(
     dataset: Dataset, size: int | None, options: InputOptions | None
 ) -> _Policy | None:
     """Returns the policy of `options`.
@@ -264,7 +268,7 @@ def _policy_of(
       ValueError: if `size` or `options` do not fit the dataset.
     """
     check_input_options(options)
-    kind, is_arrays = type(dataset).__name__, bool(_arrays(dataset))
+    kind, is_arrays = type(dataset).__name__, bool(_list_arrays(dataset))
     takes_size = is_arrays or is_torch(dataset)
     is_size = takes_size and isinstance(size, int) and size > 0
     if size is not None and not is_size:
@@ -284,7 +288,7 @@ def _policy_of(
     return options.distribute.policy
 
 
-def _source(
+def _make_source(
     dataset: Dataset,
     mesh: ReplicaMesh,
     policy: _Policy | None,
@@ -293,7 +297,7 @@ def _source(
     """Makes this process's source, without communication."""
     if isinstance(dataset, DistributedDataset):
         return dataset.source
-    if x := _arrays(dataset):
+    if x := _list_arrays(dataset):
         if not all(map(np.shape, x)):
             num_rows(x)  # Raises if an array has no rows.
         return keras_sources.source_of_arrays(x, size or 32)
@@ -305,13 +309,13 @@ def _source(
     )
 
 
-def _arrays(dataset: Dataset) -> list[Any]:
+def _list_arrays(dataset: Dataset) -> list[Any]:
     """Returns the arrays of a nest of arrays; [] for other data."""
     leaves = [leaf for leaf in tree.flatten(dataset) if leaf is not None]
     return leaves if keras_sources.are_arrays(leaves) else []
 
 
-def _files(
+def _list_files(
     summary: Summary,
     dataset: Dataset,
     mesh: ReplicaMesh,
@@ -325,7 +329,7 @@ def _files(
             return (None,) * count  # A seed is drawn when reading begins.
     elif files and not isinstance(dataset, DistributedDataset):
         place: Any = {"num_processes": count, "seed": 0, "policy": policy}
-        groups = shown_replicas(mesh.num_replicas, count)
+        groups = list_shown_replicas(mesh.num_replicas, count)
         for process, _ in filter(None, groups):
             if process not in files:
                 other = TfDataSource(dataset, process_index=process, **place)
@@ -333,7 +337,7 @@ def _files(
     return tuple(map(files.get, range(count))) if files else ()
 
 
-def _names(paths: tuple[str, ...] | None) -> str:
+def _format_names(paths: tuple[str, ...] | None) -> str:
     if paths is None:
         return "unknown"
     names = [os.path.basename(path) for path in paths[:3]]
@@ -341,25 +345,27 @@ def _names(paths: tuple[str, ...] | None) -> str:
     return f"{len(paths)}: {', '.join(names)}"
 
 
-def _shares(
+def _compute_shares(
     source: Source, summary: Summary, size: int | None, mesh: ReplicaMesh
 ) -> tuple[Shares | None, Shares | None]:
     """Returns the shares of a full batch and of the last one, or None."""
     if not size:
         return None, None
     if source.is_process_local:
-        return shares_of_own(size, mesh.num_replicas, mesh.num_readers), None
-    whole = shares_of_batch(size, size, mesh.num_replicas)
+        return compute_local_shares(
+            size, mesh.num_replicas, mesh.num_readers
+        ), None
+    whole = compute_batch_shares(size, size, mesh.num_replicas)
     rows, count = summary.num_rows, source.num_batches
     last = min(rows - (count - 1) * size, size) if rows and count else None
     if not last:
         return whole, None
     if source.batch_size is None and mesh.num_processes > 1:
         size = last  # As in `Steps`.
-    return whole, shares_of_batch(last, size, mesh.num_replicas)
+    return whole, compute_batch_shares(last, size, mesh.num_replicas)
 
 
-def _policies(
+def _describe_policy(
     summary: Summary,
     dataset: Dataset,
     mesh: ReplicaMesh,
@@ -380,7 +386,9 @@ def _policies(
     return words if asked is applied else f"{asked.name}, applied as {words}"
 
 
-def _reading(source: Source, summary: Summary, num_processes: int) -> str:
+def _describe_reading(
+    source: Source, summary: Summary, num_processes: int
+) -> str:
     """Returns a text on the rows that each process reads."""
     is_of_process = summary.reading is not Reading.REPLICAS
     if num_processes == 1 and is_of_process:
@@ -390,6 +398,6 @@ def _reading(source: Source, summary: Summary, num_processes: int) -> str:
     return summary.reading.value
 
 
-def _known(number: int | None, noun: str) -> str:
+def _format_known(number: int | None, noun: str) -> str:
     unknown = "unknown without reading the data"
-    return unknown if number is None else describe.counted(number, noun)
+    return unknown if number is None else describe.format_count(number, noun)

@@ -43,7 +43,7 @@ OF_EXTENDED = {
 _INSTEAD = OF_EXTENDED | OF_STRATEGY
 
 
-def missing(owner: object, name: str) -> AttributeError:
+def make_missing_error(owner: object, name: str) -> AttributeError:
     """Returns the error for an attribute that an object does not have.
 
     Args:

@@ -96,7 +96,7 @@ class CommunicationOptions:
             )
 
 
-def checked_options(options: object) -> CommunicationOptions:
+def resolve_options(options: object) -> CommunicationOptions:
     """Returns `options`, or the default ones for None.
 
     Raises:

@@ -105,7 +105,7 @@ def placed(parts, mesh):
 def test_shares_of_a_batch_are_those_that_are_fed(num_processes, each, size):
     mesh = mesh_of(num_processes, each)
     for rows in {1, size // 2, size - 1, size} - {0}:
-        shares = explaining.shares_of_batch(rows, size, mesh.num_replicas)
+        shares = explaining.compute_batch_shares(rows, size, mesh.num_replicas)
         for is_balanced, counts in zip((True, False), shares, strict=True):
             assert sum(counts) == rows
             for p in range(num_processes):
@@ -127,7 +127,7 @@ def test_shares_of_a_batch_are_those_that_are_fed(num_processes, each, size):
 @pytest.mark.parametrize("num_processes", [2, 3])
 def test_shares_of_own_rows_are_those_that_are_fed(num_processes, each, size):
     mesh = mesh_of(num_processes, each)
-    fit, fixed = explaining.shares_of_own(
+    fit, fixed = explaining.compute_local_shares(
         size, mesh.num_replicas, num_processes
     )
     parts = tuple(
@@ -170,7 +170,7 @@ def test_shares_on_devices_are_the_ones_explained():
 def test_more_than_sixteen_replicas_are_abbreviated(
     num_replicas, num_processes, groups
 ):
-    shown = explaining.shown_replicas(num_replicas, num_processes)
+    shown = explaining.list_shown_replicas(num_replicas, num_processes)
     assert shown[: len(groups)] == groups
     assert len(shown) <= max(4, 16 // (num_replicas // num_processes))
     assert shown[-1][1][-1] == num_replicas - 1
@@ -408,7 +408,7 @@ class TestFiles:
 
     def test_files_are_not_read_to_count_rows(self, tmp_path):
         (tmp_path / "a.txt").write_text("1\n2\n3\n")
-        counted = []
+        format_count = []
 
         def files(count):
             return ks.data.files(
@@ -417,8 +417,10 @@ class TestFiles:
             )
 
         assert explain(files(True)).last is None
-        explanation = explain(files(lambda path: counted.append(path) or 3))
-        assert len(counted) == 1
+        explanation = explain(
+            files(lambda path: format_count.append(path) or 3)
+        )
+        assert len(format_count) == 1
         assert sum(explanation.last[0]) == 1
         assert (
             explain(files(False), 2, policy=Policy.DATA)
@@ -533,7 +535,7 @@ class TestTfData:
     ("data", "arguments", "message"),
     [
         (X, {"batch_size": 0}, "positive number.*Received: 0 for a ndarray"),
-        (X, {"batch_size": "8"}, "positive. Received: '8'"),
+        (X, {"batch_size": "8"}, "positive number.*Received: '8'"),
         (Pairs(), {"batch_size": 8}, "Received: 8 for a Pairs"),
         (X, {"policy": Policy.OFF}, "always split by rows"),
         (Pairs(), {"policy": Policy.FILE}, "`FILE` is a policy for"),
