@@ -235,8 +235,7 @@ class Strategy(CustomLoops, PlanMixin):
     ) -> CompiledProgram:
         """Compiles the program of `run(fn, args, kwargs)`, without running it.
 
-        Variables that the function creates on its first call are created. Not
-        in tf.
+        Creates the variables that the function's first call creates. Not in tf.
 
         Args:
           fn: The function.
@@ -357,11 +356,7 @@ class Strategy(CustomLoops, PlanMixin):
     def _get_binding(
         self, name: str, model: keras.Model
     ) -> binding_lib.Binding:
-        """Returns the binding of a model, or raises for `name`.
-
-        Raises:
-          ValueError: if the model is not bound to this strategy.
-        """
+        """Returns the binding of a model of this strategy, or raises."""
         _check_model(name, model)
         existing = binding_lib.binding_of(model)
         if existing is None or existing.owner is not self:

@@ -237,10 +237,7 @@ class Capture:
     def _read_shapes(
         self, binding: Binding, call: Call
     ) -> tuple[Any, int | None]:
-        """Returns the first batch's shapes, and the batches of an epoch.
-
-        The number of batches is None if it is unknown.
-        """
+        """Returns the first batch's shapes, and the batches of an epoch."""
         strategy = binding.owner
         hold_out(call)
         if isinstance(call["x"], CapturedData):
@@ -285,9 +282,7 @@ class Capture:
             batch, steps = times_rows(given, self._find_factor(strategy)), 1
 
         if not jax.tree.leaves(batch):
-            raise PlanError(
-                "`fit` needs data for a plan. Received: none. Pass `x` to it."
-            )
+            raise PlanError("`fit` needs data. Received: none. Pass `x`.")
         step = FitStep(model, strategy, batch, steps)
         self._catch(step, model)
 
@@ -338,12 +333,12 @@ class _AbstractScope:
     """A strategy's scope in which variables have no values."""
 
     def __init__(self, scope: Any) -> None:
-        self._open_scope = scope
+        self._scope = scope
         self._open: list[contextlib.ExitStack] = []
 
     def __enter__(self) -> Strategy:
         with contextlib.ExitStack() as stack:
-            strategy = stack.enter_context(self._open_scope)
+            strategy = stack.enter_context(self._scope)
             stack.enter_context(abstract())
             self._open.append(stack.pop_all())
         return strategy
@@ -396,10 +391,7 @@ def _refuse_plain(model: keras.Model, *args: object, **kwargs: object) -> None:
 
 
 def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a plain function, so that a class binds `self` to any callable.
-
-    A bound method or a partial is not bound again as an attribute of a class.
-    """
+    """Returns a function that a class binds, of a bound method or a partial."""
 
     @functools.wraps(function, assigned=("__name__", "__doc__"))
     def method(self: object, *args: object, **kwargs: object) -> object:

@@ -1,4 +1,4 @@
-"""Planning of a command's candidates, each in a separate process."""
+"""Processes that plan a command's candidates, one each."""
 
 import collections
 import contextlib

@@ -95,10 +95,10 @@ class RunStep(Step):
         return lowered
 
     def state_bytes(self) -> Mapping[str, float]:
-        """Implements `Step.state_bytes`. Counts all variables of the strategy's scope.
+        """Implements `Step.state_bytes`.
 
-        Non-trainable variables with the shape of a trainable one count as
-        slots.
+        Counts all variables of the strategy's scope. Non-trainable ones with
+        the shape of a trainable one count as slots.
         """
         shapes = {tuple(v.shape) for v in self._list_trained()}
         groups: dict[str, list[keras.Variable]] = {

@@ -309,7 +309,8 @@ def format_count(number: int, noun: str) -> str:
 def _make_heading(mesh: ReplicaMesh) -> Text:
     kinds = sorted({device.device_kind for device in mesh.devices})
     cores = mesh.cores_per_replica
-    text = f"Mesh: {format_count(mesh.num_replicas, 'replica')} on axis {mesh.axis!r}"
+    count = format_count(mesh.num_replicas, "replica")
+    text = f"Mesh: {count} on axis {mesh.axis!r}"
     if cores > 1:
         text += f", each of {cores} cores on axis {mesh.model_axis!r}"
     text += f", {', '.join(kinds)}"

@@ -48,16 +48,13 @@ _READING = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class InputExplanation:
-    """The rows that processes and replicas read: a table, or a picture.
-
-    It prints as a table; notebooks show the picture.
+    """The rows that are read: a table where printed, a picture in notebooks.
 
     Attributes:
       facts: Facts about the dataset, by name.
       devices: Names of the devices, in the order of replica ids.
       processes: The readers of different rows, each for the same number of
-        replicas: single processes, or groups that have cores of the same
-        replicas.
+        replicas: a process, or those that have cores of the same replicas.
       is_process_local: Whether the rows of each process are process-local,
         without a common order.
       batch_size: Rows of a full global batch, or None if unknown.
