@@ -116,7 +116,7 @@ def test_a_script_of_another_folder_is_planned(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (HEAD + "ks.MirroredStrategy()", "ended without `fit`"),
+        (HEAD + "ks.MirroredStrategy()", "ended without either"),
         (HEAD + "np.load('/nowhere/x.npy')", "line 5 of"),
         (HEAD + "raise SystemExit('usage')", "exited with 'usage'"),
         (

@@ -189,7 +189,7 @@ def test_text_of_arrays(monkeypatch):
         "last batch 4 rows",
         "full batch full batch last batch last batch",
         "process replica fit distributed fit distributed",
-        "─" * 76,
+        "─" * 75,
         "0 0 (tpu:0) 3 (0:3) 3 (0:3) 1 (0:1) 3 (0:3)",
         "0 1 (tpu:1) 3 (3:6) 2 (3:5) 1 (1:2) 1 (3:4)",
         "0 2 (tpu:2) 3 (6:9) 2 (5:7) 1 (2:3) none",
