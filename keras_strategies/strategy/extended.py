@@ -148,16 +148,16 @@ class StrategyExtended:
         """
         _check_variable("update", var)
         current.check_cross_replica("update")
-        given: tuple[Any, ...] = (var, *args)
-        named: dict[str, Any] = kwargs or {}
+        positional: tuple[Any, ...] = (var, *args)
+        keywords: dict[str, Any] = kwargs or {}
         step = current_step()
         if step is None:
-            result = self._runner(fn, given, named, is_update=True)
+            result = self._runner(fn, positional, keywords, is_update=True)
             mesh = self._runtime.mesh
             return None if group else reducing.list_local_results(result, mesh)
-        given, named = own_components((given, named))
+        positional, keywords = own_components((positional, keywords))
         with step.flag("in_update"):
-            result = fn(*given, **named)
+            result = fn(*positional, **keywords)
         return None if group else result
 
     def broadcast_to(

@@ -95,11 +95,11 @@ class Runner:
         leaves = list(map(from_tensor, leaves))
         if self._thread.is_debugging:
             return self._debug(call, leaves)
-        given = list(map(self._convert_argument, leaves))
+        arguments = list(map(self._convert_argument, leaves))
         try:
             # Only one thread at a time may take, change and restore state.
             with self._lock:
-                return self._run_compiled(call, given)
+                return self._run_compiled(call, arguments)
         except _NEEDS_VALUE as error:
             raise TypeError(
                 "A function given to `run` is traced, so its arrays have no "
@@ -110,22 +110,22 @@ class Runner:
                 "strategy.debug():`."
             ) from error
 
-    def _run_compiled(self, call: "_Call", given: list[_Argument]) -> Tree:
-        kept = tuple(kind[:4] for kind, _ in given)
+    def _run_compiled(self, call: "_Call", arguments: list[_Argument]) -> Tree:
+        kept = tuple(kind[:4] for kind, _ in arguments)
         key = (function_key(call.fn), call.structure, kept, call.is_update)
         # One program for each set of flags (`trainable` and the like), because
         # a loop may alternate between them.
         programs = self._programs.get(key, [])
         program = next((p for p in programs if p.is_current), None)
         if program is None:
-            program = self._make_program(call, given)
+            program = self._make_program(call, arguments)
             self._programs[key] = [program, *programs[: _MAX_FLAGS - 1]]
             self._count_compilation(call.fn)
             while len(self._programs) > _MAX_PROGRAMS:
                 self._programs.popitem(last=False)
         self._programs.move_to_end(key)
         deferred_creation.sync_fits(program.lifted)
-        return program(_list_arrays(given), self._last)
+        return program(_list_arrays(arguments), self._last)
 
     def lower(
         self,
@@ -140,10 +140,10 @@ class Runner:
         """
         current.check_not_mixing(self._strategy)
         call, leaves = _flatten_call(fn, args, kwargs)
-        given = [argument_shape(leaf, self._mesh) for leaf in leaves]
+        arguments = [argument_shape(leaf, self._mesh) for leaf in leaves]
         with self._lock:
-            program = self._make_program(call, given)
-            return program.lower(_list_arrays(given)), program.written
+            program = self._make_program(call, arguments)
+            return program.lower(_list_arrays(arguments)), program.written
 
     def enable_debugging(self) -> contextlib.AbstractContextManager[None]:
         """Runs functions eagerly in this thread, inside of the block."""
@@ -220,9 +220,9 @@ class Runner:
         return values.STACKED, values.stacked(equal, self._mesh), sizes
 
     def _make_program(
-        self, call: "_Call", given: list[_Argument]
+        self, call: "_Call", arguments: list[_Argument]
     ) -> RunProgram:
-        kinds = [kind for kind, _ in given]
+        kinds = [kind for kind, _ in arguments]
         of_arrays = [kind for kind in kinds if kind[0] != STATIC]
 
         def of_components(components: list[Any]) -> Tree:
@@ -245,7 +245,7 @@ class Runner:
         runtime = self._strategy._runtime
         with self._strategy.scope():
             try:
-                program.prepare(_list_arrays(given), runtime.registry)
+                program.prepare(_list_arrays(arguments), runtime.registry)
             except ValueError as error:
                 _add_captured_note(error, call.fn)
                 raise
@@ -332,8 +332,8 @@ def _is_spread(value: object) -> bool:
     )
 
 
-def _list_arrays(given: list[_Argument]) -> list[Any]:
-    return [array for _, array in given if array is not None]
+def _list_arrays(arguments: list[_Argument]) -> list[Any]:
+    return [array for _, array in arguments if array is not None]
 
 
 def _find_sizes(shapes: Sequence[Any], dtypes: Sequence[str] = ()) -> Variant:

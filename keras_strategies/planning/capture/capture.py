@@ -169,8 +169,8 @@ class Capture:
     def _init_strategy(
         self, original: _Function, strategy: Strategy, *args: Any, **kwargs: Any
     ) -> None:
-        given = inspect.signature(original).bind(strategy, *args, **kwargs)
-        named = given.arguments
+        signature = inspect.signature(original)
+        named = signature.bind(strategy, *args, **kwargs).arguments
         layout, layout_map = self._layout, self._layout_map
         assignment = named.get("device_assignment") or named.get(
             "experimental_device_assignment"
@@ -354,7 +354,7 @@ def _open_scope(original: _Function, strategy: Strategy) -> _AbstractScope:
 def _make_value_shapes(strategy: Strategy, value_fn: _Function) -> Tree:
     """Returns per-replica shapes, all equal to those of the first replica."""
     count, mesh = strategy.num_replicas_in_sync, strategy.mesh
-    made = value_fn(ValueContext(0, count))
+    first = value_fn(ValueContext(0, count))
 
     def stand_in(leaf: Array) -> values.PerReplica:
         shape = shape_of(jax.numpy.asarray(leaf))
@@ -363,7 +363,7 @@ def _make_value_shapes(strategy: Strategy, value_fn: _Function) -> Tree:
         )
         return values.PerReplica.of(stacked, values.STACKED)
 
-    return jax.tree.map(stand_in, made)
+    return jax.tree.map(stand_in, first)
 
 
 def _list_local_results(strategy: Strategy, value: Tree) -> Tree:

@@ -165,16 +165,16 @@ class _Process:
             log.seek(max(size - _TAIL_BYTES, 0))
             lines = log.read().decode(errors="replace").splitlines()
         with self._answers:
-            found = parse_answer(self._read_answers())
-        if found is None:
+            answer = parse_answer(self._read_answers())
+        if answer is None:
             tail = "\n".join(lines[-12:])
             return {"error": f"The process ended ({code}).\n{tail}"}
-        if "ended" in found:
+        if "ended" in answer:
             # The script's output explains why.
             last = [line for line in lines if line.strip()][-1:]
             wrote = "".join(f" Its last output: {line!r}." for line in last)
-            return {"error": f"{found['ended']}{wrote}"}
-        return found
+            return {"error": f"{answer['ended']}{wrote}"}
+        return answer
 
 
 def _make_step(

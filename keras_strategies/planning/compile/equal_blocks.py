@@ -158,6 +158,8 @@ def _iter_nodes(model: keras.Model) -> Iterator[_Node]:
 
 def _find_repetitions(kinds: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
     """Yields the repetitions in a sequence: (start, length, number)."""
+    # For each length of a part: a run of positions that equal the one `length`
+    # later is a sequence that repeats with that period.
     ids: dict[Any, int] = {}
     numbers = [ids.setdefault(kind, len(ids)) for kind in kinds]
     size = len(numbers)

@@ -65,32 +65,32 @@ class Layout:
         return "+".join(words) or "replicated"
 
 
-def parse_layout(given: object) -> Layout:
+def parse_layout(spec: object) -> Layout:
     """Parses the name of a layout, or makes one from a partitioner.
 
     Raises:
-      ValueError: if `given` is a string that does not name a layout.
-      TypeError: if `given` is neither a string nor a partitioner.
+      ValueError: if `spec` is a string that does not name a layout.
+      TypeError: if `spec` is neither a string nor a partitioner.
     """
-    if isinstance(given, Layout):
-        return given
-    if isinstance(given, SlotsOnly) and given == SlotsOnly(given.shards):
-        return Layout(divides="slots", shards=given.shards)
-    if isinstance(given, FullySharded) and given == FullySharded(given.shards):
-        return Layout(divides="all", shards=given.shards)
-    if callable(given) or isinstance(given, FullySharded):
-        return Layout(partitioner=given)
-    if not isinstance(given, str):
+    if isinstance(spec, Layout):
+        return spec
+    if isinstance(spec, SlotsOnly) and spec == SlotsOnly(spec.shards):
+        return Layout(divides="slots", shards=spec.shards)
+    if isinstance(spec, FullySharded) and spec == FullySharded(spec.shards):
+        return Layout(divides="all", shards=spec.shards)
+    if callable(spec) or isinstance(spec, FullySharded):
+        return Layout(partitioner=spec)
+    if not isinstance(spec, str):
         raise TypeError(
             "A plan's strategies must be names or partitioners. Received: "
-            f"{given!r} of type {type(given).__name__}. Pass {_EXAMPLES}."
+            f"{spec!r} of type {type(spec).__name__}. Pass {_EXAMPLES}."
         )
     numbers: dict[str, int | None] = {}
-    for word in given.split("+"):
+    for word in spec.split("+"):
         match = _WORD.fullmatch(word.strip())
         name = None if match is None else match["name"]
         if match is None or name not in _NAMES or name in numbers:
-            raise ValueError(_describe_unknown(given))
+            raise ValueError(_describe_unknown(spec))
         number = match["number"]
         numbers[name] = int(number) if number else None
     divided = [name for name in ("slots", "sharded") if name in numbers]
@@ -100,7 +100,7 @@ def parse_layout(given: object) -> Layout:
     )
     cores = numbers.get("model", 1)
     if len(divided) > 1 or is_contradiction or cores is None:
-        raise ValueError(_describe_unknown(given))
+        raise ValueError(_describe_unknown(spec))
     divides = {"slots": "slots", "sharded": "all"}
     return Layout(
         divides=divides[divided[0]] if divided else "nothing",
@@ -109,12 +109,12 @@ def parse_layout(given: object) -> Layout:
     )
 
 
-def _describe_unknown(given: str) -> str:
+def _describe_unknown(spec: str) -> str:
     return (
         "A plan's strategy must be 'replicated', 'slots' or 'sharded' (the "
         "last two optionally with a number of replicas), 'model' with a "
         "number of cores, or a combination by '+'. Received: "
-        f"{given!r:.100}. Pass for example {_EXAMPLES}."
+        f"{spec!r:.100}. Pass for example {_EXAMPLES}."
     )
 
 
@@ -167,20 +167,20 @@ def _list_boxes(size: int, rank: int) -> Iterable[tuple[int, ...]]:
     ]
 
 
-def check_topologies(given: object) -> list[str]:
+def check_topologies(spec: object) -> list[str]:
     """Returns the names of slices as a list, without duplicates.
 
     Raises:
-      TypeError: if `given` is not a string or a sequence of strings.
-      ValueError: if `given` is empty.
+      TypeError: if `spec` is not a string or a sequence of strings.
+      ValueError: if `spec` is empty.
     """
-    names = [given] if isinstance(given, str) else given
+    names = [spec] if isinstance(spec, str) else spec
     if not isinstance(names, Sequence) or not all(
         isinstance(name, str) for name in names
     ):
         raise TypeError(
             "A plan's topologies must be names of slices. Received: "
-            f"{given!r}. Pass for example ['v5e:4x4', 'v5p:2x2x2']."
+            f"{spec!r}. Pass for example ['v5e:4x4', 'v5p:2x2x2']."
         )
     if not names:
         raise ValueError(
