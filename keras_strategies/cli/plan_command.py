@@ -159,12 +159,12 @@ def _requests(options: argparse.Namespace) -> list[Any]:
     from keras_strategies.planning.capture.request import (
         ENVIRONMENT,
         Request,
-        shape_and_dtype,
+        parse_shape_and_dtype,
     )
 
     common = _common(options)
     for text in common["batch"]:
-        shape_and_dtype(text)
+        parse_shape_and_dtype(text)
     # Here JAX is needed for the slices' names; it uses no device.
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -185,17 +185,19 @@ def _requests(options: argparse.Namespace) -> list[Any]:
 def _candidates(options: argparse.Namespace) -> list[tuple[str, str]]:
     """Returns the slice and the layout of each candidate."""
     from keras_strategies.planning.compile import layouts as lib
-    from keras_strategies.planning.compile.candidates import default_layouts
+    from keras_strategies.planning.compile.candidates import (
+        list_default_layouts,
+    )
     from keras_strategies.tpu.topology_devices import devices_by_name
 
     names = lib.check_topologies(options.topology)
     with _quiet():
         devices = {name: devices_by_name(name) for name in names}
-    layouts = options.layout and list(map(lib.layout_of, options.layout))
+    layouts = options.layout and list(map(lib.parse_layout, options.layout))
     return [
         (name, str(layout))
         for name in names
-        for layout in layouts or default_layouts(devices[name])
+        for layout in layouts or list_default_layouts(devices[name])
     ]
 
 

@@ -15,7 +15,7 @@ from keras_strategies.estimator.arguments import find_argument_names
 from keras_strategies.estimator.config.run_config import RunConfig
 from keras_strategies.estimator.estimator_spec import EstimatorSpec, ModeKeys
 from keras_strategies.keras_bridge.loops.binding import find_binding
-from keras_strategies.strategy.current import entered_strategy
+from keras_strategies.strategy.current import get_entered_strategy
 
 ARGUMENTS = ("features", "labels", "mode", "params", "config")
 """The arguments that a `model_fn` may have."""
@@ -140,7 +140,7 @@ def _find_optional_names(function: Callable[..., Any]) -> set[str]:
 
 def _check_new(model: keras.Model) -> None:
     """Raises ValueError unless a model was made in the present scope."""
-    strategy = entered_strategy()
+    strategy = get_entered_strategy()
     binding = find_binding(model)
     owner = None if binding is None else binding.owner
     if strategy is not None and owner is not strategy:

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any
 from keras_strategies._types import Batch
 from keras_strategies.keras_bridge.fresh_names import restore_names
 from keras_strategies.planning.compile import candidates as lib
-from keras_strategies.planning.compile.compiler import Compiler, cache_folder
+from keras_strategies.planning.compile.compiler import (
+    Compiler,
+    find_cache_folder,
+)
 from keras_strategies.planning.compile.planner import (
     EFFORTS,
     Effort,
@@ -39,15 +42,15 @@ def make_plan(
     cache: bool,
     progress: bool,
 ) -> Plan:
-    """Plans as `Strategy.plan` says, which documents the arguments."""
+    """Implements `Strategy.plan`, which documents the arguments."""
     _check_choice("scale", scale, _SCALES)
     _check_choice("effort", effort, tuple(EFFORTS))
     rows = lib.Batch(
         batch, strategy.mesh.num_replicas, is_global=scale == "global"
     )
-    maker = lib.maker_of(model)
+    maker = lib.get_maker(model)
     candidates = list(
-        lib.candidates_of(strategy, maker, rows, topologies, strategies)
+        lib.iter_candidates(strategy, maker, rows, topologies, strategies)
     )
     thorough = Effort(
         is_full=EFFORTS[effort],
@@ -57,12 +60,12 @@ def make_plan(
     )
     try:
         with (
-            Compiler(folder=cache_folder() if cache else None) as compiler,
+            Compiler(folder=find_cache_folder() if cache else None) as compiler,
             live_table(is_shown=progress) as show,
         ):
             steps = _plan_all(candidates, compiler, thorough, show)
     except lib.MakingFailed as failed:
-        # The user's own error.
+        # Shows the user's error without the wrapper.
         raise failed.__cause__ or failed from None
     return Plan(steps=steps, notes=NOTES)
 
@@ -73,14 +76,14 @@ def _plan_all(
     effort: Effort,
     show: Show,
 ) -> tuple[PlannedStep, ...]:
-    """Returns the candidates' steps, and shows those that are done."""
+    """Plans all candidates and shows those that are done."""
     done: list[PlannedStep] = []
 
     def on_stage(candidate: lib.Candidate, stage: str) -> None:
         name = f"{candidate.topology} {candidate.layout}"
         show(done, f"{name}: {stage}")
 
-    with _seeds_kept(), restore_names():
+    with _preserve_seeds(), restore_names():
         for step in iter_plans(candidates, compiler, effort, on_stage):
             done.append(step)
     return tuple(done)
@@ -95,11 +98,11 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 @contextlib.contextmanager
-def _seeds_kept() -> Iterator[None]:
+def _preserve_seeds() -> Iterator[None]:
     """Restores the generator of Keras's seeds on exit.
 
-    Making models draws from it for layers without a seed, so that a plan would
-    change the seeds of layers that are created later.
+    Layers without a seed draw one from it when they are created. Without this,
+    a plan would change the seeds of layers that are created later.
     """
     before = random.getstate()
     try:

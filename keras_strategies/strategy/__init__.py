@@ -1,1 +1,1 @@
-"""The strategies: thin shells that choose devices for one behaviour."""
+"""Strategies: thin classes that choose devices for one shared behaviour."""

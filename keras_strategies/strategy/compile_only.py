@@ -1,4 +1,4 @@
-"""Strategies over TPU slices that are not there, which compile only."""
+"""Strategies over absent TPU slices, for ahead-of-time compilation."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
@@ -8,8 +8,8 @@ from keras_strategies.strategy.strategy import Strategy
 from keras_strategies.tpu.replica_meshes import mesh_of_topology
 
 
-class CompileOnly(Strategy):
-    """A strategy that can be made over a topology by its name."""
+class CompileOnlyStrategy(Strategy):
+    """A strategy that can also be made for a named topology."""
 
     _resolver: Any = None
 
@@ -23,24 +23,28 @@ class CompileOnly(Strategy):
         layout_map: Mapping[str, Any] | None = None,
         variable_partitioner: PartitionerLike | None = None,
     ) -> Self:
-        """A strategy over a TPU slice by its name, which compiles only.
+        """Makes a strategy for a named TPU slice, which can only compile.
 
-        For `compile_step` and `compile_run`: the TPU compiler says what a
-        step needs, on any Linux machine. Models are made in its scope as
-        usual, and stay on the host. What would run on the slice (`fit`, `run`,
-        `reduce`, ...) raises RuntimeError. Needs libtpu, the extra `tpu`.
+        For `compile_step` and `compile_run`: the TPU compiler reports a
+        step's requirements, on any Linux machine. Models are made in the
+        strategy's scope as usual, and stay on the host. Calls that would run
+        on the slice (`fit`, `run`, `reduce`, ...) raise RuntimeError. Needs
+        libtpu, the extra `tpu`.
 
         Args:
-          name: Generation and chips in each dimension, as "v5e:16x16".
-          num_slices: The number of such slices, joined by the data centre.
+          name: The generation and the chips in each dimension, such as
+            "v5e:16x16".
+          num_slices: The number of such slices, joined by the data centre's
+            network.
           computation_shape: A replica's cores in x, y, z and core; one core
-            if left out. Replicas fill the slice.
+            by default. Replicas fill the slice.
           layout_map: See `TPUStrategy`.
           variable_partitioner: See `TPUStrategy`.
 
         Raises:
-          ImportError: libtpu is not installed.
-          ValueError: no such slice, or an impossible `computation_shape`.
+          ImportError: if libtpu is not installed.
+          ValueError: if there is no such slice, or `computation_shape` is
+            impossible.
 
         Example:
           ```python
@@ -59,12 +63,12 @@ class CompileOnly(Strategy):
         mesh = mesh_of_topology(
             name, num_slices, computation_shape, variable_partitioner
         )
-        made = cls.__new__(cls)
-        made._resolver = None
+        strategy = cls.__new__(cls)
+        strategy._resolver = None
         Strategy.__init__(
-            made,
+            strategy,
             mesh,
             layout_map=layout_map,
             variable_partitioner=variable_partitioner,
         )
-        return made
+        return strategy

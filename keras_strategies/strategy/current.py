@@ -1,4 +1,4 @@
-"""The strategy and the replica that a thread is in."""
+"""The current strategy and the current replica of a thread."""
 
 import contextlib
 import threading
@@ -13,34 +13,26 @@ if TYPE_CHECKING:
 
 
 class AnyStrategy(Protocol):
-    """A strategy, to the modules that strategies are made of."""
+    """The interface of strategies for modules that cannot import `Strategy`."""
 
     _runtime: Runtime
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Number of replicas."""
+        """The number of replicas."""
         ...
 
     @property
     def extended(self) -> Any:
-        """tf's names for libraries.
-
-        Returns:
-          A strategy's `StrategyExtended`, or that of the default strategy.
-        """
+        """The strategy's `StrategyExtended`: tf's names for libraries."""
         ...
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns its scope."""
+        """Returns the strategy's scope."""
         ...
 
     def attach(self, model: "keras.Model") -> "keras.Model":
-        """Makes a model this strategy's.
-
-        Returns:
-          The model.
-        """
+        """Binds a model to this strategy and returns the model."""
         ...
 
     def _check_free(self, model: "keras.Model") -> None: ...
@@ -50,34 +42,37 @@ class _Stack(threading.local):
     def __init__(self) -> None:
         self.entered: list[AnyStrategy] = []
         self.set_globally: contextlib.ExitStack | None = None
-        # The replica whose function runs, None in a function that merges.
+        # Contexts of replicas whose functions run; None: a function given to
+        # `merge_call` or `update`.
         self.replicas: list[Any] = []
-        # Those of the default strategy, which are not among the entered.
+        # Open scopes of the default strategy, which `entered` leaves out.
         self.num_default_scopes = 0
 
 
 stack = _Stack()
-"""The scopes that this thread has open, outermost first."""
+"""The open scopes of this thread, outermost first."""
 
 
-def entered_strategy() -> AnyStrategy | None:
-    """The strategy whose scope this thread is in, or None."""
+def get_entered_strategy() -> AnyStrategy | None:
+    """Returns the strategy whose scope this thread is in, or None."""
     return stack.entered[-1] if stack.entered else None
 
 
 def check_cross_replica(name: str) -> None:
-    """Raises RuntimeError inside of a replica's function."""
+    """Raises RuntimeError inside of a function given to `run`."""
     if stack.replicas and stack.replicas[-1] is not None:
         raise RuntimeError(
             "Method requires being in cross-replica context, use "
             "get_replica_context().merge_call(). Received: a call of "
             f"`{name}` inside of a function given to `run`. Call it outside, "
-            "or use the replica context's own methods."
+            "or use the methods of the replica context."
         )
 
 
 def check_outside(name: str) -> None:
-    """Raises RuntimeError inside of a function given to `run`, or of a merge.
+    """Raises RuntimeError inside of functions that run for replicas.
+
+    They are those given to `run`, `merge_call` and `update`.
 
     Args:
       name: The method that was called.
@@ -93,7 +88,7 @@ def check_outside(name: str) -> None:
 
 @contextlib.contextmanager
 def replica_context(strategy: AnyStrategy, context: object) -> Iterator[None]:
-    """Makes `context` the current one of `strategy` for a block."""
+    """Makes `context`, of `strategy`, the current one for a block."""
     stack.entered.append(strategy)
     stack.replicas.append(context)
     try:
@@ -104,21 +99,21 @@ def replica_context(strategy: AnyStrategy, context: object) -> Iterator[None]:
 
 
 def check_not_mixing(strategy: object) -> None:
-    """Raises unless this thread is in no scope or in `strategy`'s.
+    """Raises if another strategy's scope is open.
 
     Raises:
-      RuntimeError: another strategy's scope is open in this thread.
+      RuntimeError: if this thread is in the scope of another strategy.
     """
-    entered = entered_strategy()
+    entered = get_entered_strategy()
     if entered is not None and entered is not strategy:
         refuse_mixing(strategy, repr(entered))
 
 
 def refuse_mixing(strategy: object, other: str) -> NoReturn:
-    """Raises RuntimeError: `strategy` is used in the scope of another one."""
+    """Raises RuntimeError for use of `strategy` in the scope of another one."""
     raise RuntimeError(
-        "Mixing different tf.distribute.Strategy objects. A strategy and "
-        "the models compiled in its scope are used in its scope or "
+        "Mixing different tf.distribute.Strategy objects. A strategy, and "
+        "the models compiled in its scope, must be used in its scope or "
         f"outside of all scopes. Received: {strategy!r} in the scope of "
         f"{other}. Leave that scope first."
     )
@@ -132,7 +127,7 @@ def warn_of_old_name(old: str, new: str) -> None:
     if old not in _warned:
         _warned.add(old)
         warnings.warn(
-            f"`{old}` is the old name of `{new}`: use that.",
+            f"`{old}` is the old name of `{new}`. Use `{new}`.",
             DeprecationWarning,
             stacklevel=3,
         )

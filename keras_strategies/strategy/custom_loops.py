@@ -48,14 +48,14 @@ _VALUES_FROM = "experimental_distribute_values_from_function"
 
 
 class CustomLoops:
-    """The methods of `Strategy` that loops of one's own call."""
+    """The methods of `Strategy` for custom training loops."""
 
     _runtime: Runtime
     _runner: Runner
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Number of replicas that gradients are aggregated over."""
+        """The number of replicas that gradients are aggregated over."""
         return self._runtime.mesh.num_replicas
 
     def run(
@@ -67,33 +67,33 @@ class CustomLoops:
     ) -> Tree:
         """Runs `fn(*args, **kwargs)` once on every replica. Collective.
 
-        One compiled program over all replicas. It is compiled once for the
-        function (one that is equal to the last, too: a `def` or lambda made
-        anew in a loop), the structure, shapes and dtypes of its arguments,
-        and the Python numbers and objects among them.
+        All replicas run one compiled program. A program is compiled once for
+        each function (an equal function reuses it, such as a `def` or lambda
+        that a loop creates again), structure, shapes and dtypes of arguments,
+        and Python numbers and objects among the arguments.
 
-        In the function Keras layers, losses, optimizers and metrics work on
+        In the function, Keras layers, losses, optimizers and metrics work on
         the replica's rows. An optimizer's `apply` sums the gradients over the
-        replicas: divide the loss by the global batch's rows. Metrics add up
-        what the replicas add. `get_replica_context()` has the collectives.
+        replicas: divide the loss by the global batch's rows. Metrics combine
+        the updates of all replicas. `get_replica_context()` has the
+        collectives.
 
         Args:
-          fn: The function. It returns arrays, numbers, strings or None, in
-            nests. Variables that it makes on its first call are kept.
-          args: Positional arguments: nests, in which a `PerReplica` is
-            replaced by the replica's component; anything else is passed as
-            it is.
+          fn: The function. It returns a nest of arrays, numbers, strings or
+            None. Variables that it creates on its first call are kept.
+          args: Positional arguments: nests. A `PerReplica` in them is replaced
+            by the replica's component; other values are passed unchanged.
           kwargs: Keyword arguments, likewise.
           options: Not used; for tf's signature.
 
         Returns:
-          The nest of results: arrays as `PerReplica`, with one replica as
-          they are; Python numbers, strings and None as they are.
+          The nest of results. Arrays become `PerReplica`, unless there is one
+          replica; Python numbers, strings and None are unchanged.
 
         Raises:
-          RuntimeError: called inside of a replica's function, or in another
+          RuntimeError: if called inside of a replica's function, or in another
             strategy's scope.
-          TypeError: a result that is no array.
+          TypeError: if a result is not an array.
 
         Example:
           ```python
@@ -119,10 +119,10 @@ class CustomLoops:
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Tree:
-        """The old name of `run`; warns once.
+        """Calls `run`, of which this is the old name; warns once.
 
         Returns:
-          What `run` returns.
+          The result of `run`.
         """
         current.warn_of_old_name("experimental_run_v2", "run")
         return self.run(fn, args, kwargs)
@@ -133,23 +133,23 @@ class CustomLoops:
         value: Tree,
         axis: int | tuple[int, ...] | None,
     ) -> Tree:
-        """Reduces values of several replicas to one.
+        """Reduces per-replica values to one value.
 
         Args:
           reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, or their names.
-          value: A nest of what `run` returned.
-          axis: None reduces over the replicas alone, elementwise. A dimension
-            (or several) is summed over as well; `MEAN` then divides by the
-            number of entries of all replicas together.
+          value: A nest of results of `run`.
+          axis: None to reduce over the replicas only, elementwise. A dimension
+            (or several) is reduced as well; `MEAN` then divides by the number
+            of entries of all replicas together.
 
         Returns:
-          The nest of arrays, on every device.
+          The nest of arrays, replicated on every device.
 
         Raises:
-          ValueError: shapes that differ with axis=None, a dimension that a
-            component does not have, an unknown reduction, or `SUM` of one
-            plain value.
-          RuntimeError: called inside of a replica's function.
+          ValueError: if shapes differ with axis=None, a component does not
+            have a dimension, the reduction is unknown, or a plain value is
+            reduced by `SUM`.
+          RuntimeError: if called inside of a replica's function.
         """
         self._check_call("reduce")
         return reducing.reduce(reduce_op, value, axis, self._runtime.mesh)
@@ -158,32 +158,33 @@ class CustomLoops:
         """Concatenates the components of values along a dimension.
 
         Args:
-          value: A nest of what `run` returned; plain values are returned as
-            they are.
+          value: A nest of results of `run`; plain values are returned
+            unchanged.
           axis: The dimension; its size may differ between replicas.
 
         Returns:
-          The nest of arrays, components in the order of replica ids.
+          The nest of arrays, with components in the order of replica ids.
 
         Raises:
-          ValueError: other dimensions differ, or there is no such one.
-          RuntimeError: called inside of a replica's function.
+          ValueError: if other dimensions differ, or a component does not have
+            the dimension.
+          RuntimeError: if called inside of a replica's function.
         """
         self._check_call("gather")
         return reducing.gather(value, axis, self._runtime.mesh)
 
     def experimental_local_results(self, value: Tree) -> tuple[Any, ...]:
-        """The components of a nest on this process's devices.
+        """Returns the components of a nest on this process's devices.
 
         Args:
           value: A nest of distributed and other values.
 
         Returns:
-          A tuple: of components, one for each local replica; of nests of
-          them; or of the one value, if nothing in it is distributed.
+          A tuple with a component, or a nest of components, for each local
+          replica. If no value is distributed, a tuple of `value` alone.
         """
         self._runtime.mesh.check_can_run()
-        return reducing.local_results(value, self._runtime.mesh)
+        return reducing.list_local_results(value, self._runtime.mesh)
 
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], Any]
@@ -191,65 +192,66 @@ class CustomLoops:
         """Makes one value for each replica. Collective.
 
         Args:
-          value_fn: Called with a `ValueContext` for each replica of this
-            process; returns a nest of arrays or numbers, of the same shapes
-            in all processes if there are several.
+          value_fn: A function of a `ValueContext`, called for each replica of
+            this process. It returns a nest of arrays or numbers; if there are
+            several processes, all with the same shapes.
 
         Returns:
           The nest, of `PerReplica`; with one replica, of plain values.
 
         Raises:
-          ValueError: the structures differ; or, of several processes, the
-            shapes or dtypes, where all raise.
+          ValueError: if the structures differ or, on several processes, the
+            shapes or dtypes. All processes raise.
         """
         self._check_call(_VALUES_FROM)
         count, mesh = self.num_replicas_in_sync, self._runtime.mesh
 
         def make() -> list[Any]:
             ids = mesh.local_replicas
-            made = [value_fn(ValueContext(i, count)) for i in ids]
-            return jax.tree.map(from_tensor, made)
+            nests = [value_fn(ValueContext(i, count)) for i in ids]
+            return jax.tree.map(from_tensor, nests)
 
-        made = agree_source.made_alike(mesh, f"`{_VALUES_FROM}`", make)
+        nests = agree_source.made_alike(mesh, f"`{_VALUES_FROM}`", make)
         if count == 1:
-            return made[0]
-        structures = [jax.tree.structure(nest) for nest in made]
+            return nests[0]
+        structures = [jax.tree.structure(nest) for nest in nests]
         if any(one != structures[0] for one in structures):
             raise ValueError(
-                f"`{_VALUES_FROM}` makes a nest of one structure for each "
-                f"replica. Received: {structures}. Make them alike."
+                f"`{_VALUES_FROM}` must make nests of the same structure for "
+                f"all replicas. Received: {structures}. Make them equal."
             )
         if mesh.num_processes == 1:
-            return jax.tree.map(lambda *parts: PerReplica(parts), *made)
+            return jax.tree.map(lambda *parts: PerReplica(parts), *nests)
         return jax.tree.map(
             lambda *parts: PerReplica.of(stack_replicas(parts, mesh), STACKED),
-            *made,
+            *nests,
         )
 
     def experimental_distribute_dataset(
         self, dataset: Iterable[Any], options: InputOptions | None = None
     ) -> DistributedDataset:
-        """Divides the batches of a dataset over the replicas.
+        """Splits the batches of a dataset between the replicas.
 
-        Of a global batch of B rows the first B mod N of N replicas get a row
-        more than the others; a shorter last batch fills the same places in
-        order (6 rows of 8 over 2 replicas: 4 and 2). No row is left out.
+        If N replicas cannot share a global batch of B rows evenly, the first B
+        mod N replicas get one row more than the others. A shorter last batch
+        fills the same places in order (6 rows of 8 over 2 replicas: 4 and 2).
+        No row is left out.
 
         Args:
-          dataset: Yields global batches: a `tf.data.Dataset`, what
-            `experimental_make_numpy_dataset(...).batch(B)` returns, a
-            `keras.utils.PyDataset`, a dataset or loader of grain or torch,
-            what `ks.data.files` returns, or an iterable of nests of arrays.
-            On several processes an iterable is run whole by each, which keeps
-            its rows, unless `options` say otherwise.
-          options: How several processes share the dataset.
+          dataset: A dataset that yields global batches: a `tf.data.Dataset`,
+            the result of `experimental_make_numpy_dataset(...).batch(B)` or of
+            `ks.data.files`, a `keras.utils.PyDataset`, a dataset or loader of
+            grain or torch, or an iterable of nests of arrays. On several
+            processes, each iterates over all of an iterable and keeps its
+            rows, unless `options` select another policy.
+          options: The way in which several processes share the dataset.
 
         Returns:
           An iterable of nests of `PerReplica`, for `run`.
 
         Raises:
-          TypeError: something that does not yield batches.
-          NotImplementedError: options with `PER_REPLICA`, as in tf.
+          TypeError: if `dataset` does not yield batches.
+          NotImplementedError: if `options` have `PER_REPLICA`, as in tf.
         """
         self._check_call("experimental_distribute_dataset")
         mesh, policy = self._runtime.mesh, None
@@ -258,13 +260,13 @@ class CustomLoops:
             mode = options.experimental_replication_mode
             if mode is InputReplicationMode.PER_REPLICA:
                 raise NotImplementedError(
-                    "A dataset for each replica is made by a function. "
-                    "Received: `InputReplicationMode.PER_REPLICA` and a "
-                    "dataset. Use `distribute_datasets_from_function`."
+                    "`InputReplicationMode.PER_REPLICA` needs a function that "
+                    "makes a dataset for each replica. Received: a dataset. "
+                    "Use `distribute_datasets_from_function`."
                 )
             if options.distribute is not None:
                 policy = options.distribute.policy
-        return self._distributed(
+        return self._make_distributed(
             source_of_dataset(dataset, mesh, policy=policy)
         )
 
@@ -273,10 +275,10 @@ class CustomLoops:
 
         Args:
           arrays: A nest of arrays with equal first dimensions; lists in it
-            are stacked to arrays.
+            become arrays.
 
         Raises:
-          ValueError: arrays of different lengths, or without rows.
+          ValueError: if arrays have different lengths or no rows.
         """
         return NumpyDataset(arrays)
 
@@ -285,22 +287,22 @@ class CustomLoops:
         dataset_fn: Callable[[InputContext], Iterable[Any]],
         options: InputOptions | None = None,
     ) -> DistributedDataset:
-        """Distributes a dataset that has a replica's batches already.
+        """Distributes a dataset that already yields per-replica batches.
 
         Args:
-          dataset_fn: Called once for each process, with an `InputContext`;
-            returns an iterable of batches of one replica (of the size
-            `context.get_per_replica_batch_size(global_batch_size)`). Each
-            replica of a step gets the next one; where they end within a
-            step, the replicas that are left get batches without rows.
-          options: With `InputReplicationMode.PER_REPLICA` it is called once
-            for each replica; on one process.
+          dataset_fn: A function of an `InputContext`, called once for each
+            process. It returns an iterable of batches of one replica (of the
+            size `context.get_per_replica_batch_size(global_batch_size)`). In a
+            step, each replica gets the next batch; if the iterable ends within
+            a step, the remaining replicas get batches without rows.
+          options: With `InputReplicationMode.PER_REPLICA` the function is
+            called once for each replica; only on one process.
 
         Returns:
           An iterable of nests of `PerReplica`, for `run`.
 
         Raises:
-          TypeError: what it returns does not yield batches.
+          TypeError: if the function's result does not yield batches.
         """
         self._check_call("distribute_datasets_from_function")
         check_input_options(options)
@@ -317,9 +319,9 @@ class CustomLoops:
                 dataset_fn, mesh, is_per_replica=is_per_replica, prepare=dense
             ),
         )
-        return self._distributed(source)
+        return self._make_distributed(source)
 
-    def _distributed(self, source: Source) -> DistributedDataset:
+    def _make_distributed(self, source: Source) -> DistributedDataset:
         return DistributedDataset(source, self._runtime.mesh)
 
     def experimental_distribute_datasets_from_function(
@@ -327,7 +329,7 @@ class CustomLoops:
         dataset_fn: Callable[[InputContext], Iterable[Any]],
         options: InputOptions | None = None,
     ) -> DistributedDataset:
-        """The old name of `distribute_datasets_from_function`; warns once."""
+        """Calls `distribute_datasets_from_function`; warns once (old name)."""
         current.warn_of_old_name(
             "experimental_distribute_datasets_from_function",
             "distribute_datasets_from_function",
@@ -335,13 +337,12 @@ class CustomLoops:
         return self.distribute_datasets_from_function(dataset_fn, options)
 
     def debug(self) -> contextlib.AbstractContextManager[None]:
-        """Runs functions given to `run` eagerly while the block runs.
+        """Runs functions given to `run` eagerly, inside of the block.
 
-        Each replica runs the Python code itself, one at a time and in the
-        order of their ids, each up to its next collective: prints,
-        breakpoints and branches on the replica's id (a Python int then) work,
-        and results are those of the compiled program. Slow. Holds for this
-        thread.
+        Each replica executes the Python code, one at a time and in the order
+        of their ids, up to its next collective. Prints, breakpoints and
+        branches on the replica's id (a Python int here) work, and results are
+        those of the compiled program. Slow. Applies to this thread only.
 
         Example:
           ```python
@@ -349,7 +350,7 @@ class CustomLoops:
               strategy.run(step, args=batch)
           ```
         """
-        return self._runner.debugging()
+        return self._runner.enable_debugging()
 
     def explain_input(
         self,
@@ -357,27 +358,27 @@ class CustomLoops:
         batch_size: int | None = None,
         options: InputOptions | None = None,
     ) -> "InputExplanation":
-        """Explains which process and replica reads what of a dataset.
+        """Explains which process and replica reads which rows of a dataset.
 
-        Nothing is trained and no process waits for another. Of the data a
-        first batch is read at most, and nothing of an iterable, which might
-        be used up: the answer is "unknown" then.
+        Nothing is trained, and no process waits for another. At most the first
+        batch is read. An iterable is not read, because that might consume it;
+        the table then contains "unknown".
 
         Args:
-          dataset: What `fit` or `experimental_distribute_dataset` takes:
-            arrays in a nest, as (x, y), or a dataset; or a distributed one.
-          batch_size: Rows of a global batch: of arrays and torch datasets,
-            32 if left out.
+          dataset: Data for `fit` or `experimental_distribute_dataset`: a nest
+            of arrays, such as (x, y), a dataset, or a distributed dataset.
+          batch_size: Rows of a global batch, for arrays and torch datasets; 32
+            by default.
           options: Those of `experimental_distribute_dataset`.
 
         Returns:
           An object that prints as a table: the policy and the reason for it,
-          and each replica's rows of a whole batch and of the last one. In
+          and each replica's rows of a full batch and of the last one. In
           notebooks it is an SVG picture (`_repr_svg_()`).
 
         Raises:
-          TypeError: not a dataset.
-          ValueError: arguments that do not go together.
+          TypeError: if `dataset` is not a dataset.
+          ValueError: if the arguments do not fit together.
 
         Example:
           ```python

@@ -23,11 +23,11 @@ class DefaultStrategy(Strategy):
         super().__init__(ReplicaMesh(devices=(jax.local_devices()[0],)))
 
     def scope(self) -> "DefaultScope":
-        """Returns a scope in which Keras is as it is."""
+        """Returns a scope that does not change Keras."""
         return DefaultScope(self)
 
-    def _distributed(self, source: Source) -> DistributedDataset:
-        return in_plain_loops(super()._distributed(source), self.mesh)
+    def _make_distributed(self, source: Source) -> DistributedDataset:
+        return in_plain_loops(super()._make_distributed(source), self.mesh)
 
 
 class DefaultScope(Scope):
@@ -41,27 +41,27 @@ class DefaultScope(Scope):
         return strategy
 
     def __exit__(self, *error: object) -> None:
-        """Lets variables be made in another strategy's scope again."""
+        """Allows other strategies' scopes to create variables again."""
         current.stack.num_default_scopes -= 1
 
 
 @functools.cache
-def default_strategy() -> DefaultStrategy:
-    """The one default strategy of this process."""
+def get_default_strategy() -> DefaultStrategy:
+    """Returns the default strategy of this process."""
     return DefaultStrategy()
 
 
 @functools.cache
-def default_context() -> ReplicaContext:
-    """The one replica of the default strategy."""
-    return ReplicaContext(default_strategy(), None)
+def get_default_context() -> ReplicaContext:
+    """Returns the context of the default strategy's replica."""
+    return ReplicaContext(get_default_strategy(), None)
 
 
 def get_strategy() -> Strategy:
-    """Returns the current strategy, never None.
+    """Returns the current strategy; never None.
 
     Outside of scopes it is the default strategy: one replica on the default
-    device, whose scope changes nothing. A new thread starts outside.
+    device, and a scope that changes nothing. New threads start outside.
 
     Example:
       >>> with strategy.scope():
@@ -70,12 +70,12 @@ def get_strategy() -> Strategy:
       >>> ks.get_strategy().num_replicas_in_sync
       1
     """
-    entered = current.entered_strategy()
-    return cast(Strategy, entered or default_strategy())
+    entered = current.get_entered_strategy()
+    return cast(Strategy, entered or get_default_strategy())
 
 
 def has_strategy() -> bool:
-    """Returns whether the current strategy is another than the default one.
+    """Returns whether the current strategy is not the default one.
 
     Example:
       >>> ks.has_strategy()
@@ -84,17 +84,17 @@ def has_strategy() -> bool:
       ...     ks.has_strategy()
       True
     """
-    entered = current.entered_strategy()
+    entered = current.get_entered_strategy()
     return entered is not None and not isinstance(entered, DefaultStrategy)
 
 
 def get_replica_context() -> ReplicaContext | None:
-    """Returns the replica that the calling code runs for.
+    """Returns the context of the replica that the calling code runs for.
 
     Inside of a function given to `run` it is that replica's context. In a
-    strategy's scope, and in a function given to `merge_call`, it is None:
-    that is the cross-replica context. Outside of scopes it is the one replica
-    of the default strategy.
+    strategy's scope, and in a function given to `merge_call`, the result is
+    None: this is the cross-replica context. Outside of scopes it is the
+    context of the default strategy's only replica.
 
     Example:
       ```python
@@ -108,11 +108,11 @@ def get_replica_context() -> ReplicaContext | None:
         return current.stack.replicas[-1]
     if current.stack.entered:
         return None
-    return default_context()
+    return get_default_context()
 
 
 def in_cross_replica_context() -> bool:
-    """Whether the calling code runs once for all replicas.
+    """Returns whether the calling code runs once for all replicas.
 
     True in a strategy's scope and in a function given to `merge_call`; False
     inside of `run`, and outside of scopes.
@@ -131,11 +131,11 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     """Enters a strategy's scope for the rest of the thread, without `with`.
 
     Args:
-      strategy: The strategy to enter, in place of the one set before; None
-        leaves that one and enters none.
+      strategy: The strategy to enter, in place of the one set before, or None
+        to only leave that one.
 
     Raises:
-      RuntimeError: called inside a `with strategy.scope()`.
+      RuntimeError: if called inside a `with strategy.scope()`.
 
     Example:
       >>> ks.experimental_set_strategy(strategy)

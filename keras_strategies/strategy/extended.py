@@ -16,12 +16,12 @@ from keras_strategies.strategy.tf_compat import old_names
 
 
 class StrategyExtended:
-    """A view of a strategy, for libraries; holds no state of its own.
+    """A stateless view of a strategy, for libraries.
 
     Args:
-      runtime: The strategy's fact sheet.
-      runner: What its `run` calls.
-      is_multi_worker: Whether it is one for several processes.
+      runtime: The strategy's runtime.
+      runner: The strategy's runner.
+      is_multi_worker: Whether the strategy is a `MultiWorkerMirroredStrategy`.
 
     Example:
       ```python
@@ -48,20 +48,20 @@ class StrategyExtended:
 
     @property
     def worker_devices(self) -> tuple[jax.Device, ...]:
-        """The devices that replicas run on, in the order of their ids.
+        """The devices of replicas, in the order of replica ids.
 
-        Of replicas of several cores, the first.
+        For replicas of several cores, the first core of each.
         """
         return self._runtime.mesh.first_devices
 
     @property
     def parameter_devices(self) -> tuple[jax.Device, ...]:
-        """The devices that hold variables: all of them, a copy each."""
+        """The devices that hold copies of variables: all of them."""
         return tuple(self._runtime.mesh.devices)
 
     @property
     def experimental_between_graph(self) -> bool:
-        """Whether each process runs its own copy of the script.
+        """Whether each process runs a copy of the script.
 
         True for `MultiWorkerMirroredStrategy`, also with one process.
         """
@@ -76,7 +76,8 @@ class StrategyExtended:
     ) -> Tree:
         """Reduces a value elementwise over the replicas, onto all devices.
 
-        Outside of replica functions, and in a function given to `merge_call`.
+        May be called outside of replica functions, and in a function given to
+        `merge_call`.
 
         Args:
           reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, or their names.
@@ -89,7 +90,7 @@ class StrategyExtended:
           The nest, with an array in the place of each `PerReplica`.
 
         Raises:
-          RuntimeError: called inside of a replica's function.
+          RuntimeError: if called inside of a replica's function.
         """
         current.check_cross_replica("reduce_to")
         self._runtime.mesh.check_can_run()
@@ -123,39 +124,40 @@ class StrategyExtended:
     ) -> Tree:
         """Calls `fn(var, *args, **kwargs)` for every copy of a variable.
 
-        Outside of replica functions, and in a function given to `merge_call`.
-        `var.assign` and its kin in `fn` write the copies.
+        May be called outside of replica functions, and in a function given to
+        `merge_call`. `var.assign`, `assign_add` and `assign_sub` in `fn` write
+        the copies.
 
         Args:
           var: A variable.
-          fn: What changes it. All copies of a variable must be given the same
-            value, but for one with `synchronization="on_read"`.
+          fn: The function that changes it. It must assign the same value to
+            all copies, except with `synchronization="on_read"`.
           args: Arguments; a `PerReplica` is replaced by the component of the
             copy's replica.
           kwargs: Keyword arguments, likewise.
-          group: Whether nothing is returned.
+          group: Whether to return nothing.
 
         Returns:
-          None, or with `group=False` a tuple of what `fn` returned for each
-          copy; in `merge_call` what it returned.
+          None; with `group=False` a tuple of the results of `fn` for all
+          copies, or in `merge_call` its only result.
 
         Raises:
-          ValueError: the copies were given different values.
-          TypeError: `var` is no variable.
-          RuntimeError: called inside of a replica's function.
+          ValueError: if the copies were assigned different values.
+          TypeError: if `var` is not a variable.
+          RuntimeError: if called inside of a replica's function.
         """
         _check_variable("update", var)
         current.check_cross_replica("update")
-        given: tuple[Any, ...] = (var, *args)
-        named: dict[str, Any] = kwargs or {}
+        positional: tuple[Any, ...] = (var, *args)
+        keywords: dict[str, Any] = kwargs or {}
         step = current_step()
         if step is None:
-            result = self._runner(fn, given, named, is_update=True)
+            result = self._runner(fn, positional, keywords, is_update=True)
             mesh = self._runtime.mesh
-            return None if group else reducing.local_results(result, mesh)
-        given, named = select_components((given, named))
+            return None if group else reducing.list_local_results(result, mesh)
+        positional, keywords = select_components((positional, keywords))
         with step.flag("in_update"):
-            result = fn(*given, **named)
+            result = fn(*positional, **keywords)
         return None if group else result
 
     def broadcast_to(
@@ -183,35 +185,35 @@ class StrategyExtended:
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Tree:
-        """The old name of `Strategy.run`.
+        """Calls `Strategy.run`, of which this is the old name.
 
         Args:
           fn: The function.
-          args: Its positional arguments.
-          kwargs: Its keyword arguments.
+          args: The function's positional arguments.
+          kwargs: The function's keyword arguments.
 
         Returns:
-          What `Strategy.run` returns.
+          The result of `Strategy.run`.
         """
         current.check_outside("call_for_each_replica")
         return self._runner(fn, args, kwargs or {})
 
     def variable_created_in_scope(self, v: keras.Variable) -> bool:
-        """Whether `v` was created in this strategy's scope.
+        """Returns whether `v` was created in this strategy's scope.
 
-        A variable that was created elsewhere and moved to the strategy's
-        devices by `compile` or `attach` was not.
+        Returns False for a variable that was created elsewhere and moved to
+        the strategy's devices by `compile` or `attach`.
         """
         _check_variable("variable_created_in_scope", v)
         return v in self._runtime.registry
 
     def __getattr__(self, name: str) -> Any:
-        raise old_names.missing(self, name)
+        raise old_names.make_missing_error(self, name)
 
 
 def _check_variable(name: str, value: object) -> None:
     if not isinstance(value, keras.Variable):
         raise TypeError(
-            f"`{name}` takes a Keras variable. Received: "
+            f"`{name}` expects a Keras variable. Received: "
             f"{type(value).__name__}. Pass `layer.variables[i]`."
         )

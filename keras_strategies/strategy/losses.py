@@ -1,4 +1,4 @@
-"""Losses of a replica that add up to the global batch's."""
+"""Losses of replicas that add up to the loss of the global batch."""
 
 from collections.abc import Sequence
 
@@ -15,25 +15,26 @@ def compute_average_loss(
     sample_weight: Array | None = None,
     global_batch_size: Array | None = None,
 ) -> jax.Array:
-    """Divides a sum of the rows' losses by the rows of the global batch.
+    """Divides the sum of the rows' losses by the rows of the global batch.
 
     In `run` an optimizer sums the gradients over the replicas, so a replica's
-    loss is its part of the global mean.
+    loss must be its part of the global mean.
 
     Args:
-      per_example_loss: The losses of a replica's rows, (rows, ...); from a
-        loss with `reduction="none"`.
-      sample_weight: Their weights, (rows,) or as the losses.
-      global_batch_size: Rows of all replicas. Left out, it is the replica's
-        rows times the number of replicas; in a batch that they do not share
-        evenly, the rows of that argument of `run` that has as many here.
+      per_example_loss: The losses of a replica's rows, of shape (rows, ...);
+        from a loss with `reduction="none"`.
+      sample_weight: The rows' weights, of shape (rows,) or that of the losses.
+      global_batch_size: The rows of all replicas. The default is the replica's
+        rows times the number of replicas. If the replicas have different
+        numbers of rows, it is the global rows of the argument of `run` whose
+        number of rows on this replica is that of the losses.
 
     Returns:
       A scalar.
 
     Raises:
-      ValueError: losses without rows, or a number of rows that several
-        uneven arguments have here, and not the same in all.
+      ValueError: if the losses have no rows; or if several uneven arguments
+        have this number of rows here, and different numbers in all.
 
     References:
       `tf.nn.compute_average_loss`.
@@ -47,11 +48,11 @@ def compute_average_loss(
     losses = jnp.asarray(per_example_loss)
     if not losses.ndim:
         raise ValueError(
-            "The losses of rows are needed, of shape (rows, ...). Received: "
-            'a scalar. Make the loss with `reduction="none"`.'
+            "`per_example_loss` must be losses of rows, of shape (rows, ...). "
+            'Received: a scalar. Make the loss with `reduction="none"`.'
         )
     if global_batch_size is None:
-        global_batch_size = _rows_of_all(losses.shape[0])
+        global_batch_size = _count_global_rows(losses.shape[0])
     if sample_weight is not None:
         weight = jnp.asarray(sample_weight, losses.dtype)
         extra = losses.ndim - weight.ndim
@@ -59,16 +60,16 @@ def compute_average_loss(
     return jnp.sum(losses) / global_batch_size
 
 
-def _rows_of_all(rows: int) -> int:
+def _count_global_rows(rows: int) -> int:
     step = current_step()
     columns = () if step is None else step.facts.rows_of_all.get(rows, ())
     known = {sum(column) for column in columns}
     if len(known) > 1:
         raise ValueError(
-            "Which rows the losses belong to decides what they are divided "
-            f"by. Received: {rows} losses on this replica, where arguments "
-            f"of `run` with as many rows have {sorted(known)} on all. Pass "
-            "`global_batch_size`."
+            "The global batch size of the losses must be unambiguous. "
+            f"Received: {rows} losses on this replica; arguments of `run` "
+            f"with {rows} rows here have {sorted(known)} rows on all replicas. "
+            "Pass `global_batch_size`."
         )
     count = get_strategy().num_replicas_in_sync
     return next(iter(known), rows * count)
@@ -79,13 +80,14 @@ def scale_regularization_loss(
 ) -> jax.Array:
     """Divides a loss of the weights by the number of replicas.
 
-    Every replica adds it, and gradients are summed in `run`.
+    Every replica adds this loss, and `run` sums the gradients.
 
     Args:
-      regularization_loss: A scalar, an array or a list of them: `model.losses`.
+      regularization_loss: A scalar, an array or a list of them, such as
+        `model.losses`.
 
     Returns:
-      Their sum, by the number of replicas.
+      Their sum, divided by the number of replicas.
 
     References:
       `tf.nn.scale_regularization_loss`.

@@ -1,4 +1,4 @@
-"""Strategies of one machine: on all of its devices, or on one."""
+"""Strategies of one machine: on several of its devices, or on one."""
 
 from collections.abc import Sequence
 
@@ -17,22 +17,22 @@ from keras_strategies.strategy.strategy import Strategy
 class MirroredStrategy(Strategy):
     """Synchronous training on several devices of one machine.
 
-    Every variable is mirrored on every device; a batch's rows are divided
-    over them.
+    Every variable is replicated on every device; a batch's rows are split
+    between them.
 
     Args:
       devices: Devices as names ("gpu:0", "/gpu:1", "CPU:2") or jax devices;
-        all devices of the default platform if left out.
-      cross_device_ops: Must be None: XLA chooses how devices communicate.
-        Differs from tf: there it chooses among implementations.
-      variable_partitioner: Which variables the replicas divide among them:
+        by default all devices of the default platform.
+      cross_device_ops: Must be None, because XLA chooses how devices
+        communicate. Differs from tf: there it selects an implementation.
+      variable_partitioner: The choice of variables that the replicas shard:
         `ks.experimental.FullySharded()`, `ks.experimental.SlotsOnly()`, or a
         function of a variable's path, shape and dtype that returns a
-        dimension, or None to leave it whole. None: each holds all.
+        dimension, or None to replicate it. None: all are replicated.
 
     Raises:
-      ValueError: an unknown device, one given twice, or none;
-        `cross_device_ops` given.
+      ValueError: if a device is unknown or passed twice, if `devices` is
+        empty, or if `cross_device_ops` is not None.
 
     Example:
       ```python
@@ -48,9 +48,8 @@ class MirroredStrategy(Strategy):
     ) -> None:
         if cross_device_ops is not None:
             raise ValueError(
-                "`cross_device_ops` has no counterpart: XLA chooses how the "
-                f"devices communicate. Received: {cross_device_ops!r}. Leave "
-                "it out."
+                "`cross_device_ops` must be None: XLA chooses how the devices "
+                f"communicate. Received: {cross_device_ops!r}. Leave it out."
             )
         if devices is None:
             chosen = tuple(jax.local_devices())
@@ -63,15 +62,15 @@ class MirroredStrategy(Strategy):
 
 
 class OneDeviceStrategy(Strategy):
-    """Places all variables and all computation on one device.
+    """A strategy of one replica on one device.
 
-    Runs the same code paths as the other strategies, with one replica.
+    Runs the same code paths as the other strategies.
 
     Args:
       device: The device, as a name ("gpu:0") or a jax device.
 
     Raises:
-      ValueError: an unknown device.
+      ValueError: if the device is unknown.
 
     Example:
       ```python

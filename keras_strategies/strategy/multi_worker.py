@@ -1,4 +1,4 @@
-"""MultiWorkerMirroredStrategy: one replica on each device of all processes."""
+"""`MultiWorkerMirroredStrategy`: a replica on each device of all processes."""
 
 from typing import Any
 
@@ -10,44 +10,45 @@ from keras_strategies.strategy.strategy import Strategy
 from keras_strategies.strategy.tf_compat.options import (
     CommunicationOptions,
     check_seconds,
-    checked_options,
+    resolve_options,
 )
 
 
 class MultiWorkerMirroredStrategy(Strategy):
     """Synchronous training on the devices of several processes.
 
-    Every process runs the same script. Variables are mirrored on every device
-    of all processes and start with the chief's values (process 0); a batch's
-    rows are divided over them. Calls of `fit`, `evaluate`, `predict`, `run`
-    and `reduce` are collective: all processes make them, in the same order.
+    Every process runs the same script. Variables are replicated on every
+    device of all processes and start with the chief's values (process 0); a
+    batch's rows are split between the devices. Calls of `fit`, `evaluate`,
+    `predict`, `run` and `reduce` are collective: all processes must make them,
+    in the same order.
 
     Make it before anything else uses JAX's devices, or after
     `jax.distributed.initialize`. Without a cluster, from its arguments or from
-    TF_CONFIG, it is a `MirroredStrategy`. A process that is missing, there
-    twice, or of another version is an error in all the others.
+    TF_CONFIG, it behaves like a `MirroredStrategy`. If a process is missing,
+    started twice, or of another version, all the others raise an error.
 
     Args:
       cluster_resolver: The processes of the job (`ks.cluster_resolver`, or
-        one of tf's); None for those of TF_CONFIG, if it is set.
+        one of tf's), or None for those of TF_CONFIG, if it is set.
       communication_options: `ks.experimental.CommunicationOptions`.
-      coordinator_address: "host:port" of process 0, where it is to listen;
-        with the next two, instead of a resolver.
-      num_processes: How many processes there are.
-      process_id: Which of them this one is.
-      startup_timeout_s: How long to wait for all processes, in seconds.
+      coordinator_address: The "host:port" on which process 0 will listen; with
+        the next two arguments, an alternative to a resolver.
+      num_processes: The number of processes.
+      process_id: The number of this process.
+      startup_timeout_s: The time to wait for all processes, in seconds.
       predict_in: "all": `predict` returns all rows in every process;
         "chief": in the chief, and arrays without rows in the others.
-      variable_partitioner: Which variables the replicas divide among them:
+      variable_partitioner: The choice of variables that the replicas shard:
         `ks.experimental.FullySharded()`, `ks.experimental.SlotsOnly()`, or a
         function of a variable's path, shape and dtype that returns a
-        dimension, or None to leave it whole. None: each holds all.
+        dimension, or None to replicate it. None: all are replicated.
 
     Raises:
-      ValueError: an unknown `predict_in`; an incomplete or wrong cluster;
-        processes with different numbers of devices.
-      RuntimeError: JAX's devices are in use already; the processes did not
-        meet in time, or differ.
+      ValueError: if `predict_in` is unknown, the cluster is incomplete or
+        wrong, or processes have different numbers of devices.
+      RuntimeError: if JAX's devices are already in use, or the processes did
+        not connect in time or do not match.
 
     Example:
       ```python
@@ -73,10 +74,10 @@ class MultiWorkerMirroredStrategy(Strategy):
         predict_in: str = "all",
         variable_partitioner: PartitionerLike | None = None,
     ) -> None:
-        # It would take a tenth of the time of importing this package.
+        # Imported here because it takes a tenth of the package's import time.
         from keras_strategies.cluster.job import place
 
-        options = checked_options(communication_options)
+        options = resolve_options(communication_options)
         check_seconds("startup_timeout_s", startup_timeout_s)
         outputs_on_chief = is_chief_alone(predict_in)
         numbers = coordinator_address, num_processes, process_id
@@ -97,9 +98,8 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     @property
     def cluster_resolver(self) -> Any:
-        """The resolver given, or one of this process's place in the job.
+        """The resolver that was passed, or one made for this process's job.
 
-        Returns:
-          An object of `ks.cluster_resolver`, or one of tf's if it was given.
+        It is an object of `ks.cluster_resolver`, or one of tf's if passed.
         """
         return self._cluster_resolver

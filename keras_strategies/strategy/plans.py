@@ -1,4 +1,4 @@
-"""`Strategy.plan`: whether, how and how fast a model trains on slices."""
+"""`Strategy.plan`: memory and speed of a model's training on slices."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class PlanMixin:
     """The method of `Strategy` that plans for absent devices.
 
-    The one door from `strategy` into `planning`, which is imported when the
+    This is the only import of `planning` in `strategy`; it happens when the
     method is called.
     """
 
@@ -33,50 +33,51 @@ class PlanMixin:
         cache: bool = True,
         progress: bool = True,
     ) -> "Plan":
-        """Says what training steps need on slices, and how long they take.
+        """Plans training: the memory and time that steps need on slices.
 
-        For each candidate, a slice and a layout of the model on it, the train
-        step is compiled for shapes, by the slice's own compiler and without
-        one of its chips. Models have no values meanwhile (`ks.abstract`), so
-        that a machine without memory for them plans the largest. Not in tf.
+        A candidate is a slice and a layout of the model on it. For each, the
+        train step is compiled for shapes, by the slice's compiler but without
+        its chips. Models have no values during the plan (`ks.abstract`), so a
+        machine without memory for them can plan the largest. Not in tf.
 
-        Bytes and collectives are the compiler's. At low effort, which is
+        Bytes and collectives are from the compiler. At low effort, which is
         several times as fast, programs need a tenth more to a third less than
-        as they are run; near the limit, and a candidate without others, they
-        are compiled as they are run, too. Of models of many equal blocks two
-        short ones are compiled, and extrapolated. Times are estimates.
+        at full effort, which is used for training. Near the limit, and if
+        there is only one candidate, they are compiled at full effort, too. For
+        models of many equal blocks two short models are compiled, and their
+        figures are extrapolated. Times are estimates.
 
         Args:
           model: A function that makes and compiles the model, called in the
-            scope of each candidate's strategy. Or a compiled model, of which
-            one is made by its config; it is only looked at.
+            scope of each candidate's strategy. Or a compiled model, which is
+            cloned from its config and not changed.
           batch: `(x, y)` or `(x, y, sample_weight)`, of arrays or of
-            `jax.ShapeDtypeStruct`, of a global batch on this strategy.
-          topologies: Names of TPU slices, as "v5e:16x16". None: this
-            strategy's own devices.
-          strategies: Layouts, as "replicated", "slots", "sharded:64" (of
+            `jax.ShapeDtypeStruct`: a global batch of this strategy.
+          topologies: Names of TPU slices, such as "v5e:16x16". None: this
+            strategy's devices.
+          strategies: Layouts, such as "replicated", "slots", "sharded:64" (in
             groups of 64), "model:4" (by `transformer_layout`) or
             "sharded+model:4"; or partitioners. None: several.
-          scale: "replica": each replica of a slice gets as many rows as one
-            of this strategy; "global": the batch is the slice's global batch.
-          effort: "auto", "low" or "full": whether programs are compiled as
-            they are run.
+          scale: "replica": each replica of a slice gets the rows of one of
+            this strategy; "global": the batch is the slice's global batch.
+          effort: The effort of compiling: "auto", "low" or "full".
           verify: Whether the most rows that fit are found by compiling, at
-            full effort, until one row more on each replica does not fit.
-          whole: Whether deep models are compiled as they are.
-          cache: Whether figures are kept for the next plan, in the user's
-            cache folder (`XDG_CACHE_HOME`).
-          progress: Whether the table is shown while it is filled, if the
-            error output is a terminal.
+            full effort, until one more row on each replica does not fit.
+          whole: Whether to compile all blocks of deep models.
+          cache: Whether figures are kept for later plans, in the user's cache
+            folder (`XDG_CACHE_HOME`).
+          progress: Whether the table is shown as it fills, if stderr is a
+            terminal.
 
         Returns:
-          The plan: prints as a table; with `to_json` and `to_html`.
+          The plan, which prints as a table and has `to_json` and `to_html`.
 
         Raises:
-          ValueError: no such slice or layout; a batch without rows.
-          TypeError: something without shape and dtype in `batch`.
-          ImportError: slices by name, and libtpu is not installed.
-          Exception: what the function raises that makes the model.
+          ValueError: if a slice or a layout is unknown, or the batch has no
+            rows.
+          TypeError: if a leaf of `batch` has no shape and dtype.
+          ImportError: if slices are named and libtpu is not installed.
+          Exception: if the function that makes the model raises it.
 
         Example:
           ```python

@@ -24,7 +24,7 @@ _Axes = int | tuple[int, ...] | None
 def reduce(
     op: ReduceOp | str, value: Tree, axis: _Axes, mesh: ReplicaMesh
 ) -> Tree:
-    """See `Strategy.reduce`.
+    """Implements `Strategy.reduce`.
 
     Returns:
       The nest, with an array in the place of each value.
@@ -40,7 +40,7 @@ def reduce(
 def _reduce_one(
     op: ReduceOp, value: Leaf, axis: _Axes, mesh: ReplicaMesh
 ) -> Array:
-    value = _read(value, mesh)
+    value = _read_variable(value, mesh)
     if isinstance(value, values.Mirrored):
         value = value.array
     if not isinstance(value, values.PerReplica):
@@ -49,70 +49,73 @@ def _reduce_one(
     if value.layout == values.LOCAL:
         if axis is not None:
             raise ValueError(
-                "`reduce` inside of `merge_call` takes axis=None. Received: "
-                f"axis={axis}. Sum over the dimension in the replica."
+                "The axis of `reduce` must be None inside of `merge_call`. "
+                f"Received: axis={axis}. Sum over the dimension in the "
+                "replica's function."
             )
-        array = summable(value.arrays[0], op)
+        array = to_summable(value.arrays[0], op)
         (total,) = all_sum([array], mesh.all_replicas)
         return total / mesh.num_replicas if op is ReduceOp.MEAN else total
     if axis is None and value.total is not None:
         if op is ReduceOp.SUM:
             return value.total
-        # The sum of integers may be out of their range.
+        # A total of integers may have overflowed; the mean is in floats.
         if not jnp.issubdtype(value.total.dtype, jnp.integer):
             return value.total / mesh.num_replicas
     if axis is None and value.layout == values.STACKED:
-        program = _over_replicas(mesh, op)
+        program = _compile_reduction(mesh, op)
         return dispatch(mesh, program, value.arrays[0])[0]
     axes = None if axis is None else _as_axes(axis)
-    return _with_components(value, mesh, _reduced, op, axes)
+    return _apply_to_components(value, mesh, _reduce_parts, op, axes)
 
 
-def _reduced(
+def _reduce_parts(
     parts: list[Any], op: ReduceOp, axes: tuple[int, ...] | None
 ) -> jax.Array:
-    """Components, all in one place, reduced to one value."""
+    """Reduces components, all on one device or in one program, to one value."""
     if axes is None:
         _check_equal_shapes(parts)
-        total = sum_in_order([summable(part, op) for part in parts])
+        total = sum_in_order([to_summable(part, op) for part in parts])
         return total / len(parts) if op is ReduceOp.MEAN else total
     for part in parts:
         _check_axes(axes, part)
-    total = sum_in_order([_sum_over(summable(p, op), axes) for p in parts])
+    total = sum_in_order([_sum_over(to_summable(p, op), axes) for p in parts])
     if op is ReduceOp.SUM:
         return total
     count = sum(int(np.prod([p.shape[a] for a in axes])) for p in parts)
     return total / count
 
 
-def _with_components(
+def _apply_to_components(
     value: values.PerReplica,
     mesh: ReplicaMesh,
     fn: Callable[..., Any],
     *args: object,
 ) -> Array:
-    """Calls `fn(components, *args)`: on the first device, or compiled.
+    """Calls `fn(components, *args)` on the first device, or in a program.
 
-    Of several processes, none has all components: there it is a program over
-    all devices.
+    No process of several has all components, so it needs a program over all
+    devices there.
     """
     if mesh.num_processes == 1:
-        # All on the first device.
         home = mesh.devices[0]
         parts = [jax.device_put(jnp.asarray(v), home) for v in value.values]
         return fn(parts, *args)
     if value.layout == values.PARTS:
         raise ValueError(
-            "A `PerReplica` made of a component for each replica is a value "
-            "of one process. Received: one in a job of several processes. "
-            "Make it with `experimental_distribute_values_from_function`."
+            "A `PerReplica` must not be made from components in a job of "
+            "several processes. Received: such a value in a job of "
+            f"{mesh.num_processes} processes. Make it with "
+            "`experimental_distribute_values_from_function`."
         )
-    program = _over_components(mesh, value.layout, value.shapes, fn, *args)
+    program = _compile_over_components(
+        mesh, value.layout, value.shapes, fn, *args
+    )
     return dispatch(mesh, program, value.arrays[0])[0]
 
 
 @functools.lru_cache(maxsize=256)
-def _over_components(
+def _compile_over_components(
     mesh: ReplicaMesh,
     layout: str,
     shapes: values.Shapes | None,
@@ -131,13 +134,16 @@ def _over_components(
     return jax.jit(over, out_shardings=mesh.whole)
 
 
-def _read(leaf: Leaf, mesh: ReplicaMesh) -> Leaf:
-    """A variable's copies: a `PerReplica` where they differ; or the leaf."""
+def _read_variable(leaf: Leaf, mesh: ReplicaMesh) -> Leaf:
+    """Returns a variable's value, per-replica if its copies differ; or a leaf.
+
+    Leaves that are not variables are returned unchanged.
+    """
     if not isinstance(leaf, keras.Variable):
         return leaf
     if not on_read.is_on_read(leaf):
         return values.Mirrored(leaf.value, mesh)
-    # Copied: the next `run` takes the variable's own.
+    # Copied, because the next `run` donates the variable's array.
     array = jnp.copy(on_read.get_copies(leaf, mesh))
     return values.PerReplica.of(array, values.STACKED)
 
@@ -159,7 +165,7 @@ def _reduce_plain(
     raise ValueError(
         f"A non-DistributedValues value {value} cannot be reduced with the "
         "given reduce op ReduceOp.SUM: it is one value, not one for each "
-        "replica. Reduce what `run` returned, or use ReduceOp.MEAN."
+        "replica. Reduce a result of `run`, or use ReduceOp.MEAN."
     )
 
 
@@ -168,11 +174,12 @@ def _as_axes(axis: int | tuple[int, ...]) -> tuple[Any, ...]:
     return tuple(int(a) if isinstance(a, np.integer) else a for a in axes)
 
 
-def summable(array: Array, op: ReduceOp) -> Array:
-    """An array as it is added up: booleans counted, means not in integers.
+def to_summable(array: Array, op: ReduceOp) -> Array:
+    """Converts an array for a sum: booleans to numbers, for means to floats.
 
     Returns:
-      An array of the same shape, of another dtype in these cases.
+      An array of the same shape. Its dtype changes for booleans, and for
+      integers of which the mean is taken.
     """
     is_exact = jnp.issubdtype(array.dtype, jnp.integer) or array.dtype == bool
     if op is ReduceOp.MEAN and is_exact:
@@ -196,23 +203,23 @@ def _check_equal_shapes(parts: list[Any]) -> None:
     shapes = [tuple(p.shape) for p in parts]
     if len(set(shapes)) > 1:
         raise ValueError(
-            "Values are reduced elementwise over the replicas with axis=None, "
+            "With axis=None values are reduced elementwise over the replicas, "
             f"so their shapes must be equal. Received: {shapes}. Pass "
             "axis=0 to sum over the rows first."
         )
 
 
 def sum_in_order(arrays: list[Any]) -> jax.Array:
-    """The sum, added up in the order of the replicas."""
+    """Returns the sum, computed in the order of the replicas."""
     return functools.reduce(jnp.add, arrays)
 
 
 @functools.cache
-def _over_replicas(mesh: ReplicaMesh, op: ReduceOp) -> Callable[..., Any]:
-    """The compiled reduction of arrays with a dimension of replicas."""
+def _compile_reduction(mesh: ReplicaMesh, op: ReduceOp) -> Callable[..., Any]:
+    """Compiles the reduction of arrays with a leading dimension of replicas."""
 
     def over(array: Array) -> tuple[Any]:
-        array = summable(array, op)
+        array = to_summable(array, op)
         total = jnp.sum(array, axis=0, dtype=array.dtype)
         return (total / mesh.num_replicas if op is ReduceOp.MEAN else total,)
 
@@ -225,34 +232,34 @@ def _sum_over(array: Array, axes: tuple[int, ...]) -> jax.Array:
 
 
 def gather(value: Tree, axis: int, mesh: ReplicaMesh) -> Tree:
-    """See `Strategy.gather`.
+    """Implements `Strategy.gather`.
 
     Returns:
       The nest, with an array in the place of each value.
     """
 
     def one(leaf: Leaf) -> Leaf:
-        leaf = _read(leaf, mesh)
+        leaf = _read_variable(leaf, mesh)
         if not isinstance(leaf, values.PerReplica):
             return leaf.array if isinstance(leaf, values.Mirrored) else leaf
         values.check_home(leaf, mesh)
-        return _with_components(leaf, mesh, _gathered, axis)
+        return _apply_to_components(leaf, mesh, _gather_parts, axis)
 
     value = open_nest(value, values.is_distributed)
     return jax.tree.map(one, value, is_leaf=values.is_distributed)
 
 
-def _gathered(parts: list[Any], axis: int) -> jax.Array:
+def _gather_parts(parts: list[Any], axis: int) -> jax.Array:
     for part in parts:
-        _check_gathered(axis, part, parts)
+        _check_gather(axis, part, parts)
     return jnp.concatenate(parts, axis=axis)
 
 
-def _check_gathered(axis: object, part: Array, parts: list[Any]) -> None:
+def _check_gather(axis: object, part: Array, parts: list[Any]) -> None:
     shapes = [tuple(p.shape) for p in parts]
     if not isinstance(axis, int) or not -part.ndim <= axis < part.ndim:
         raise ValueError(
-            "`gather` concatenates along a dimension that all components "
+            "The axis of `gather` must be a dimension that all components "
             f"have. Received: axis={axis}, shapes {shapes}. Return values of "
             "at least one dimension: x[None]."
         )
@@ -269,11 +276,11 @@ def _check_gathered(axis: object, part: Array, parts: list[Any]) -> None:
         )
 
 
-def local_results(value: Tree, mesh: ReplicaMesh) -> tuple[Any, ...]:
-    """See `Strategy.experimental_local_results`."""
+def list_local_results(value: Tree, mesh: ReplicaMesh) -> tuple[Any, ...]:
+    """Implements `Strategy.experimental_local_results`."""
     nest = open_nest(value, values.is_distributed)
     leaves, structure = jax.tree.flatten(nest, is_leaf=values.is_distributed)
-    leaves = [_read(leaf, mesh) for leaf in leaves]
+    leaves = [_read_variable(leaf, mesh) for leaf in leaves]
     counts = {
         len(leaf.values) for leaf in leaves if values.is_distributed(leaf)
     }

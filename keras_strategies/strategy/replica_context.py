@@ -1,4 +1,4 @@
-"""ReplicaContext: the replica that a function runs on."""
+"""`ReplicaContext`: the interface of a function to its replica."""
 
 import contextlib
 import dataclasses
@@ -25,16 +25,16 @@ from keras_strategies._core.values import (
 from keras_strategies._types import Array, Leaf, Tree
 from keras_strategies.keras_bridge.step_context import ReplicaScope, StepContext
 from keras_strategies.strategy import current
-from keras_strategies.strategy.reducing import summable
+from keras_strategies.strategy.reducing import to_summable
 
 
 @dataclasses.dataclass(frozen=True)
 class ValueContext:
-    """For which replica a value is made.
+    """The replica for which a value is made.
 
     Attributes:
       replica_id_in_sync_group: The replica's id.
-      num_replicas_in_sync: Number of replicas.
+      num_replicas_in_sync: The number of replicas.
 
     Example:
       ```python
@@ -53,14 +53,14 @@ class ValueContext:
 
 
 class ReplicaContext:
-    """The replica that a function given to `run` runs for.
+    """The context of the replica that a function given to `run` runs for.
 
-    Got by `get_replica_context()`; valid until the function returns.
+    `get_replica_context()` returns it. It is valid until the function returns.
 
     Args:
       strategy: The strategy.
-      step: The program that is traced, or None for the one replica of the
-        default strategy.
+      step: The program that is being traced, or None for the default
+        strategy's replica.
 
     Example:
       ```python
@@ -81,30 +81,30 @@ class ReplicaContext:
 
     @property
     def strategy(self) -> current.AnyStrategy:
-        """The strategy whose replica this is."""
+        """The strategy of the replica."""
         return self._strategy
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Number of replicas that gradients are aggregated over."""
+        """The number of replicas that gradients are aggregated over."""
         return self._strategy.num_replicas_in_sync
 
     @property
     def replica_id_in_sync_group(self) -> jax.Array | int:
-        """This replica's id: a traced int32 scalar, 0 outside of `run`.
+        """The replica's id: a traced int32 scalar; 0 outside of `run`.
 
-        The program is one for all replicas, so Python cannot branch on it:
-        use `jnp.where` or `jax.lax.cond`.
+        All replicas run one program, so Python cannot branch on the id: use
+        `jnp.where` or `jax.lax.cond`.
         """
         self._check_current("replica_id_in_sync_group")
         return 0 if self._step is None else replica_id(self._step.axis)
 
     @property
     def devices(self) -> tuple[Any, ...]:
-        """The devices that this replica may run on: all of the strategy's.
+        """The devices that the replica may run on: all of the strategy's.
 
-        Differs from tf: there it is the one device. Which one a traced
-        program runs on is not known to Python.
+        Differs from tf: there it is the replica's device. In a traced program
+        Python cannot know the device.
         """
         return self._strategy.extended.worker_devices
 
@@ -115,12 +115,14 @@ class ReplicaContext:
 
         Args:
           reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, or their names.
-          value: A nest of arrays or numbers, of the same shapes everywhere.
+          value: A nest of arrays or numbers, with the same shapes on all
+            replicas.
           options: Not used: XLA chooses how replicas communicate.
 
         Returns:
-          The nest, the same on every replica. Gradients flow through: a
-          replica's is the same reduction of all replicas' incoming ones.
+          The nest, equal on every replica. Gradients flow through: a
+          replica's gradient is the same reduction of all replicas' incoming
+          gradients.
 
         Example:
           ```python
@@ -134,7 +136,7 @@ class ReplicaContext:
         self._check_current("all_reduce")
         op = as_reduce_op(reduce_op)
         leaves, structure = jax.tree.flatten(value)
-        arrays = [summable(jnp.asarray(leaf), op) for leaf in leaves]
+        arrays = [to_summable(jnp.asarray(leaf), op) for leaf in leaves]
         if self._step is not None:
             arrays = all_sum(arrays, self._step.axis, self._step.buffering)
         if op is ReduceOp.MEAN:
@@ -152,8 +154,8 @@ class ReplicaContext:
           options: Not used.
 
         Returns:
-          The nest, in the order of replica ids, the same on every replica.
-          Gradients flow through.
+          The nest, concatenated in the order of replica ids, equal on every
+          replica. Gradients flow through.
 
         Example:
           ```python
@@ -168,7 +170,7 @@ class ReplicaContext:
 
         def gather(leaf: Array) -> jax.Array:
             array = jnp.asarray(leaf)
-            dim = checked_dim(axis, array, "all_gather")
+            dim = normalize_dim(axis, array, "all_gather")
             if self._step is None:
                 return array
             return all_concatenate(array, self._step.axis, dim)
@@ -183,8 +185,8 @@ class ReplicaContext:
     ) -> Tree:
         """Calls `merge_fn(strategy, *args, **kwargs)` once for all replicas.
 
-        The function is in the cross-replica context. Arrays among its
-        arguments arrive as `PerReplica`, to be given to `strategy.reduce` or
+        The function runs in the cross-replica context. Arrays among its
+        arguments become `PerReplica`, to be passed to `strategy.reduce` or
         `strategy.extended.reduce_to` and `batch_reduce_to`.
 
         Differs from tf: the components of a `PerReplica` are on different
@@ -192,11 +194,11 @@ class ReplicaContext:
 
         Args:
           merge_fn: The function; every replica must call it.
-          args: Its positional arguments.
-          kwargs: Its keyword arguments.
+          args: The function's positional arguments.
+          kwargs: The function's keyword arguments.
 
         Returns:
-          What it returns, for this replica.
+          The function's result, for this replica.
 
         Example:
           ```python
@@ -212,12 +214,12 @@ class ReplicaContext:
         self._check_current("merge_call")
         turn = current_side()
         if isinstance(turn, Turn):
-            # Also one without a collective is called by all, or an error.
+            # All replicas must call it, even if it has no collective.
             turn.meet(None, "a `merge_call`")
         merged, merged_kwargs = list(args), dict(kwargs or {})
         if self._step is not None:
             merged, merged_kwargs = jax.tree.map(
-                _local, (merged, merged_kwargs)
+                _to_local, (merged, merged_kwargs)
             )
         with current.replica_context(self._strategy, None):
             result = merge_fn(self._strategy, *merged, **merged_kwargs)
@@ -242,14 +244,14 @@ class ReplicaContext:
         if current.stack.replicas[-1:] == [self]:
             return
         raise RuntimeError(
-            "A replica context is used inside of the function it was made "
-            f"for, in its replica context. Received: `{name}` elsewhere. Call "
+            "A replica context must be used inside of the function that it was "
+            f"made for. Received: `{name}` elsewhere. Call "
             "`get_replica_context()` where it is used."
         )
 
 
-def replica_scope(strategy: current.AnyStrategy) -> ReplicaScope:
-    """Returns what makes a step's replica context current for a block."""
+def make_replica_scope(strategy: current.AnyStrategy) -> ReplicaScope:
+    """Returns a function that makes a step's replica context current."""
 
     def scope(
         step: StepContext | None,
@@ -260,25 +262,25 @@ def replica_scope(strategy: current.AnyStrategy) -> ReplicaScope:
     return scope
 
 
-def checked_dim(axis: int, array: Array, name: str) -> int:
-    """The dimension `axis` of an array, not negative.
+def normalize_dim(axis: int, array: Array, name: str) -> int:
+    """Returns the non-negative index of the dimension `axis` of an array.
 
     Raises:
-      ValueError: the array has no such dimension.
+      ValueError: if the array does not have that dimension.
     """
     if not -array.ndim <= axis < array.ndim:
         raise ValueError(
-            f"`{name}` works along a dimension that the value has. Received: "
+            f"The axis of `{name}` must be a dimension of the value. Received: "
             f"axis={axis} for shape {tuple(array.shape)}. Choose one in "
             f"[{-array.ndim}, {array.ndim})."
             if array.ndim
-            else f"`{name}` works along a dimension that the value has. "
+            else f"The axis of `{name}` must be a dimension of the value. "
             f"Received: axis={axis} for a scalar. Add a dimension: x[None]."
         )
     return axis % array.ndim
 
 
-def _local(leaf: Leaf) -> Leaf:
+def _to_local(leaf: Leaf) -> Leaf:
     if isinstance(leaf, jax.Array):
         return PerReplica.of(leaf, LOCAL)
     return leaf

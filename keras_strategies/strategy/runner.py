@@ -1,4 +1,4 @@
-"""The runner of `Strategy.run`: it finds or makes a call's program."""
+"""The runner of `Strategy.run`, which finds or makes a call's program."""
 
 import collections
 import contextlib
@@ -33,10 +33,10 @@ from keras_strategies.keras_bridge.step_context import ReplicaScope
 from keras_strategies.keras_bridge.steps.variants import Variant
 from keras_strategies.keras_bridge.variables import deferred_creation
 from keras_strategies.strategy import current
-from keras_strategies.strategy.replica_context import replica_scope
+from keras_strategies.strategy.replica_context import make_replica_scope
 
 _Argument = tuple[tuple[Any, ...], Any]
-"""How an argument enters a program, and its array; None of what is none."""
+"""An argument's kind (layout, shape, dtype, key), and its array or None."""
 
 _MAX_PROGRAMS = 128
 _MAX_FLAGS = 8
@@ -57,7 +57,7 @@ class Runner:
 
     Args:
       strategy: The strategy.
-      mesh: Its replicas.
+      mesh: The strategy's replicas.
     """
 
     def __init__(
@@ -84,120 +84,135 @@ class Runner:
 
         Args:
           fn: The function.
-          args: Its positional arguments.
-          kwargs: Its keyword arguments.
-          is_update: Whether it runs in the cross-replica context and writes
-            the same to every copy; see `StrategyExtended.update`.
+          args: The function's positional arguments.
+          kwargs: The function's keyword arguments.
+          is_update: Whether the function runs in the cross-replica context
+            and writes the same to every copy; see `StrategyExtended.update`.
         """
         current.check_not_mixing(self._strategy)
         self._mesh.check_can_run()
-        call, leaves = _flattened(fn, args, kwargs, is_update=is_update)
+        call, leaves = _flatten_call(fn, args, kwargs, is_update=is_update)
         leaves = list(map(from_tensor, leaves))
         if self._thread.is_debugging:
             return self._debug(call, leaves)
-        given = list(map(self._argument, leaves))
+        arguments = list(map(self._convert_argument, leaves))
         try:
-            # State is taken, changed and put back: one thread at a time.
+            # Only one thread at a time may take, change and restore state.
             with self._lock:
-                return self._compiled(call, given)
+                return self._run_compiled(call, arguments)
         except _NEEDS_VALUE as error:
             raise TypeError(
                 "A function given to `run` is traced, so its arrays have no "
                 "values that Python could use. Received: a function that "
-                "makes a number, a condition or a numpy array of one "
+                "converts one to a number, a condition or a numpy array "
                 f"({type(error).__name__}). Use `keras.ops` (`where`, `cond`, "
                 "`cast`) instead, or look at values in `with "
                 "strategy.debug():`."
             ) from error
 
-    def _compiled(self, call: "_Call", given: list[_Argument]) -> Tree:
-        kept = tuple(kind[:4] for kind, _ in given)
+    def _run_compiled(self, call: "_Call", arguments: list[_Argument]) -> Tree:
+        kept = tuple(kind[:4] for kind, _ in arguments)
         key = (make_function_key(call.fn), call.structure, kept, call.is_update)
-        # One for each set of flags: a loop may freeze layers in turn.
-        made = self._programs.get(key, [])
-        program = next((p for p in made if p.is_current), None)
+        # One program for each set of flags (`trainable` and the like), because
+        # a loop may alternate between them.
+        programs = self._programs.get(key, [])
+        program = next((p for p in programs if p.is_current), None)
         if program is None:
-            program = self._make(call, given)
-            self._programs[key] = [program, *made[: _MAX_FLAGS - 1]]
-            self._count(call.fn)
+            program = self._make_program(call, arguments)
+            self._programs[key] = [program, *programs[: _MAX_FLAGS - 1]]
+            self._count_compilation(call.fn)
             while len(self._programs) > _MAX_PROGRAMS:
                 self._programs.popitem(last=False)
         self._programs.move_to_end(key)
         deferred_creation.sync_fits(program.lifted)
-        return program(_arrays(given), self._last)
+        return program(_list_arrays(arguments), self._last)
 
-    def lowered(
+    def lower(
         self,
         fn: Callable[..., Any],
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> tuple[Any, list[Any]]:
-        """Lowers the program of a call; returns also what it writes."""
-        current.check_not_mixing(self._strategy)
-        call, leaves = _flattened(fn, args, kwargs)
-        given = [describe_argument(leaf, self._mesh) for leaf in leaves]
-        with self._lock:
-            program = self._make(call, given)
-            return program.lower(_arrays(given)), program.written
+        """Lowers the program of a call.
 
-    def debugging(self) -> contextlib.AbstractContextManager[None]:
-        """Runs functions eagerly in this thread while the block runs."""
+        Returns:
+          The lowered program, and the variables that it writes.
+        """
+        current.check_not_mixing(self._strategy)
+        call, leaves = _flatten_call(fn, args, kwargs)
+        arguments = [describe_argument(leaf, self._mesh) for leaf in leaves]
+        with self._lock:
+            program = self._make_program(call, arguments)
+            return program.lower(_list_arrays(arguments)), program.written
+
+    def enable_debugging(self) -> contextlib.AbstractContextManager[None]:
+        """Runs functions eagerly in this thread, inside of the block."""
         return temporary_attribute(self._thread, "is_debugging", True)
 
     def _debug(self, call: "_Call", leaves: list[Any]) -> Tree:
         mesh = self._mesh
         if mesh.num_processes > 1:
             raise RuntimeError(
-                "`debug` runs all replicas in one process. Received: `run` on "
+                "`debug` needs a strategy of one process. Received: `run` of "
                 f"a strategy of {mesh.num_processes} processes. Debug with a "
-                "`MirroredStrategy` on one of them, with the same data."
+                "`MirroredStrategy` in one of them, with the same data."
             )
         deferred_creation.sync_all_fits()
         split = [leaf for leaf in leaves if isinstance(leaf, values.PerReplica)]
-        rows = [self._one_array(value)[2] for value in split]
+        rows = [self._combine_components(value)[2] for value in split]
         return debug_run(
-            lambda replica: call([_own(v, replica, mesh) for v in leaves]),
+            lambda replica: call(
+                [_take_replica(v, replica, mesh) for v in leaves]
+            ),
             mesh=mesh,
             scope=self._strategy.scope,
-            replica_scope=self._scope_of(call),
+            replica_scope=self._make_replica_scope(call),
             rows=list(zip(*(r for r in rows if r is not None), strict=True)),
             is_update=call.is_update,
         )
 
     @property
     def num_programs(self) -> int:
-        """How many programs are kept."""
+        """The number of programs that are kept."""
         return sum(map(len, self._programs.values()))
 
-    def _argument(self, leaf: Leaf) -> _Argument:
-        """How an argument enters the program: (kind, shape, dtype, key)."""
+    def _convert_argument(self, leaf: Leaf) -> _Argument:
+        """Returns an argument's (layout, shape, dtype, key), and its array."""
         if isinstance(leaf, values.PerReplica):
-            layout, array, rows = self._one_array(leaf)
+            layout, array, rows = self._combine_components(leaf)
             return (layout, array.shape, array.dtype, rows), array
         if isinstance(leaf, values.Mirrored):
             leaf = leaf.array
         if isinstance(leaf, jax.Array | np.ndarray | np.generic):
-            whole = self._mesh.whole
+            replicated = self._mesh.whole
             is_placed = isinstance(leaf, jax.Array) and has_sharding(
-                leaf, whole
+                leaf, replicated
             )
-            array = leaf if is_placed else jax.device_put(leaf, whole)
+            array = leaf if is_placed else jax.device_put(leaf, replicated)
             return (REPLICATED, array.shape, array.dtype, None), array
         return (STATIC, None, None, make_value_key(leaf), leaf), None
 
-    def _one_array(
+    def _combine_components(
         self, value: values.PerReplica
     ) -> tuple[str, Any, Variant | None]:
-        """The layout, the array, and how each replica's differs."""
+        """Returns a value's layout, one array, and the components' sizes.
+
+        Components of different shapes are padded to one shape; their sizes are
+        None if all are equal.
+        """
         values.check_home(value, self._mesh)
         if value.layout == values.PADDED:
-            return values.STACKED, value.arrays[0], _sizes(value.shapes or ())
+            return (
+                values.STACKED,
+                value.arrays[0],
+                _find_sizes(value.shapes or ()),
+            )
         if value.layout != values.PARTS:
             return value.layout, value.arrays[0], None
         parts = value.arrays
         shapes = [np.shape(part) for part in parts]
         dtypes = [str(jax.numpy.result_type(part)) for part in parts]
-        sizes = _sizes(shapes, dtypes)
+        sizes = _find_sizes(shapes, dtypes)
         if len(set(shapes)) == 1:
             return (
                 values.STACKED,
@@ -208,14 +223,18 @@ class Runner:
         equal = [values.pad_to(jax.numpy.asarray(part), most) for part in parts]
         return values.STACKED, values.stack_replicas(equal, self._mesh), sizes
 
-    def _make(self, call: "_Call", given: list[_Argument]) -> RunProgram:
-        kinds = [kind for kind, _ in given]
+    def _make_program(
+        self, call: "_Call", arguments: list[_Argument]
+    ) -> RunProgram:
+        kinds = [kind for kind, _ in arguments]
         of_arrays = [kind for kind in kinds if kind[0] != STATIC]
 
         def of_components(components: list[Any]) -> Tree:
             rest = iter(components)
             return call(
-                kind[4] if kind[0] == STATIC else _component(kind, next(rest))
+                kind[4]
+                if kind[0] == STATIC
+                else _take_component(kind, next(rest))
                 for kind in kinds
             )
 
@@ -224,15 +243,15 @@ class Runner:
             [kind[0] in (values.STACKED, values.ROWS) for kind in of_arrays],
             [kind[3] for kind in of_arrays],
             mesh=self._mesh,
-            replica_scope=self._scope_of(call),
+            replica_scope=self._make_replica_scope(call),
             is_update=call.is_update,
         )
         runtime = self._strategy._runtime
         with self._strategy.scope():
             try:
-                program.prepare(_arrays(given), runtime.registry)
+                program.prepare(_list_arrays(arguments), runtime.registry)
             except ValueError as error:
-                _note_captured(error, call.fn)
+                _add_captured_note(error, call.fn)
                 raise
         if any(v.trainable for v in program.lifted):
             runtime.distribution.placements.check_keys(
@@ -240,13 +259,13 @@ class Runner:
             )
         return program
 
-    def _scope_of(self, call: "_Call") -> ReplicaScope:
-        """What makes the context that a call has current, for a block."""
+    def _make_replica_scope(self, call: "_Call") -> ReplicaScope:
+        """Returns the function that makes a call's context current."""
         if not call.is_update:
-            return replica_scope(self._strategy)
+            return make_replica_scope(self._strategy)
         return lambda step: current.replica_context(self._strategy, None)
 
-    def _count(self, fn: Any) -> None:
+    def _count_compilation(self, fn: Any) -> None:
         code = getattr(fn, "__code__", None)
         if code is None:
             return
@@ -254,16 +273,16 @@ class Runner:
         if self._num_made[code] == _WARN_AFTER:
             warnings.warn(
                 f"`run` has compiled {fn.__name__!r} {_WARN_AFTER} times. "
-                "It compiles anew for other shapes and dtypes, for other "
+                "It compiles again for other shapes and dtypes, for other "
                 "Python numbers and objects among its arguments, and for "
-                "other objects in its closure. Pass what changes as arrays.",
+                "other objects in its closure. Pass changing values as arrays.",
                 UserWarning,
                 stacklevel=4,
             )
 
 
 class _Call(NamedTuple):
-    """A function that is run, and the structure of its arguments."""
+    """A function with the structure of its arguments; takes their leaves."""
 
     fn: Callable[..., Any]
     structure: Any
@@ -274,38 +293,40 @@ class _Call(NamedTuple):
         return self.fn(*args, **kwargs)
 
 
-def _note_captured(error: ValueError, fn: Callable[..., Any]) -> None:
-    """Adds to an error what the function has captured of the devices' arrays.
+def _add_captured_note(error: ValueError, fn: Callable[..., Any]) -> None:
+    """Adds a note to an error: the distributed arrays that `fn` captures.
 
-    JAX does not index those in a function that is mapped: their mesh is not
-    that of the trace.
+    JAX cannot index those in a mapped function, because their mesh is not that
+    of the trace.
     """
-    names = [f"`{name}`" for name, value in _captured(fn) if _is_spread(value)]
+    names = [
+        f"`{name}`" for name, value in _find_captured(fn) if _is_spread(value)
+    ]
     if names:
         error.add_note(
-            "The function has captured arrays that lie on several devices: "
-            f"{', '.join(names)}. JAX does not index such arrays (`array[0]`) "
-            "in a replica's function. Pass them to `run` in `args`, or keep "
+            "The function has captured arrays that are on several devices: "
+            f"{', '.join(names)}. JAX cannot index such arrays (`array[0]`) "
+            "in a replica's function. Pass them to `run` in `args`, or store "
             "them in a `keras.Variable`."
         )
 
 
-def _captured(fn: Callable[..., Any]) -> list[tuple[str, Any]]:
-    """What a function reads of the names around it."""
+def _find_captured(fn: Callable[..., Any]) -> list[tuple[str, Any]]:
+    """Returns the globals and nonlocals that a function reads."""
     try:
         seen = inspect.getclosurevars(fn)
     except (TypeError, ValueError):
-        # No function of Python, or a name that is not assigned yet.
+        # Not a Python function, or a name that is not assigned yet.
         return []
     return list({**seen.globals, **seen.nonlocals}.items())
 
 
 def _is_spread(value: object) -> bool:
-    """Whether there are arrays in it that lie on several devices."""
+    """Returns whether a nest contains an array on several devices."""
     try:
         leaves = jax.tree.leaves(value)
     except Exception:
-        # A nest of somebody's that JAX cannot take apart.
+        # A user-defined nest that JAX cannot flatten.
         return False
     return any(
         isinstance(leaf, jax.Array)
@@ -315,20 +336,20 @@ def _is_spread(value: object) -> bool:
     )
 
 
-def _arrays(given: list[_Argument]) -> list[Any]:
-    return [array for _, array in given if array is not None]
+def _list_arrays(arguments: list[_Argument]) -> list[Any]:
+    return [array for _, array in arguments if array is not None]
 
 
-def _sizes(shapes: Sequence[Any], dtypes: Sequence[str] = ()) -> Variant:
-    """Each component's number of rows, or shape where more differs.
+def _find_sizes(shapes: Sequence[Any], dtypes: Sequence[str] = ()) -> Variant:
+    """Returns each component's rows, or its shape if other dimensions differ.
 
     Raises:
-      ValueError: they have different ranks or dtypes.
+      ValueError: if components have different ranks or dtypes.
     """
     if len(set(map(len, shapes))) > 1 or len(set(dtypes)) > 1:
         of_dtypes = f", dtypes {dtypes}" if dtypes else ""
         raise ValueError(
-            "The components of a PerReplica given to `run` must have one "
+            "The components of a PerReplica given to `run` must have the same "
             f"rank and dtype. Received: shapes {list(shapes)}{of_dtypes}. "
             "Reshape or cast them."
         )
@@ -337,18 +358,18 @@ def _sizes(shapes: Sequence[Any], dtypes: Sequence[str] = ()) -> Variant:
     return tuple(shape[0] if shape else 0 for shape in shapes)
 
 
-def _flattened(
+def _flatten_call(
     fn: object, args: object, kwargs: object, *, is_update: bool = False
 ) -> tuple[_Call, list[Any]]:
-    """A call, and the leaves of its arguments."""
+    """Returns a call, and the leaves of its arguments."""
     if not callable(fn):
         raise TypeError(
-            "`run` calls a function on every replica. Received: an object of "
-            f"type {type(fn).__name__}. Pass the function itself."
+            "The first argument of `run` must be a function. Received: an "
+            f"object of type {type(fn).__name__}. Pass the function itself."
         )
     if not isinstance(args, list | tuple) or not isinstance(kwargs, dict):
         raise TypeError(
-            "`run` takes its function's arguments as a tuple `args` and a "
+            "`run` needs the function's arguments as a tuple `args` and a "
             f"dict `kwargs`. Received: args of type {type(args).__name__}, "
             f"kwargs of type {type(kwargs).__name__}. Write `args=(x,)`."
         )
@@ -359,23 +380,24 @@ def _flattened(
     nest: Any = (tuple(args), kwargs)
     leaves, structure = jax.tree.flatten(nest, is_leaf=is_leaf)
     if any(map(is_closed, leaves)):
-        # Other objects of such classes are handed on as they are.
+        # Mappings that JAX does not flatten are opened only if they contain a
+        # distributed value; others are passed unchanged.
         nest = open_nest(nest, is_leaf, having=values.is_distributed)
         leaves, structure = jax.tree.flatten(nest, is_leaf=is_leaf)
     return _Call(fn, structure, is_update), leaves
 
 
-def _own(leaf: Leaf, replica: int, mesh: ReplicaMesh) -> Leaf:
-    """What one replica gets of an argument, in debug mode."""
+def _take_replica(leaf: Leaf, replica: int, mesh: ReplicaMesh) -> Leaf:
+    """Returns one replica's component of an argument, in debug mode."""
     if isinstance(leaf, values.Mirrored):
         leaf = leaf.array
     if isinstance(leaf, values.PerReplica):
-        # On all devices, so that it can be combined with variables.
+        # On all devices, so that it can be combined with variables' values.
         return jax.device_put(np.asarray(leaf.values[replica]), mesh.whole)
     if isinstance(leaf, jax.Array | np.ndarray | np.generic):
         return jax.device_put(leaf, mesh.whole)
     return leaf
 
 
-def _component(kind: tuple[Any, ...], array: Array) -> Array:
+def _take_component(kind: tuple[Any, ...], array: Array) -> Array:
     return array[0] if kind[0] == values.STACKED else array

@@ -1,4 +1,4 @@
-"""The frozen facts of a strategy, for what it starts."""
+"""`Runtime`: the immutable state of a strategy."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -18,13 +18,13 @@ from keras_strategies.keras_bridge.variables.variable_creator import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Runtime:
-    """What one strategy is made of.
+    """The parts of a strategy.
 
     Attributes:
-      mesh: Its replicas.
-      registry: The variables created in its scope.
-      distribution: Its variable creator.
-      outputs_on_chief: Whether `predict` returns rows in the chief alone.
+      mesh: The mesh of replicas.
+      registry: The variables created in the strategy's scope.
+      distribution: The strategy's variable creator.
+      outputs_on_chief: Whether `predict` returns rows only in the chief.
     """
 
     mesh: ReplicaMesh
@@ -41,7 +41,7 @@ class Runtime:
         variable_partitioner: PartitionerLike | None = None,
         outputs_on_chief: bool = False,
     ) -> "Runtime":
-        """The runtime of a strategy over `mesh`."""
+        """Makes the runtime of a strategy over `mesh`."""
         registry = Registry()
         partitioner, mesh = bound_partitioner(variable_partitioner, mesh)
         placements = Placements(mesh, layout_map, partitioner)
@@ -54,14 +54,15 @@ class Runtime:
 
 
 def is_chief_alone(predict_in: str) -> bool:
-    """Whether `predict` returns rows in the chief alone.
+    """Returns whether `predict` returns rows only in the chief.
 
     Raises:
-      ValueError: it is neither "all" nor "chief".
+      ValueError: if `predict_in` is neither "all" nor "chief".
     """
     if predict_in not in ("all", "chief"):
         raise ValueError(
-            "`predict` returns its rows in all processes or in the chief. "
-            f"Received: predict_in={predict_in!r}. Pass 'all' or 'chief'."
+            "`predict_in` must be 'all' or 'chief': where `predict` returns "
+            f"its rows. Received: predict_in={predict_in!r}. Pass 'all' or "
+            "'chief'."
         )
     return predict_in == "chief"

@@ -1,4 +1,4 @@
-"""The scope of a strategy, and what is installed while it is open."""
+"""The scope of a strategy, with the hooks that it installs."""
 
 import contextlib
 import functools
@@ -14,11 +14,12 @@ from keras_strategies.strategy import current
 
 
 class Scope:
-    """The context manager of `Strategy.scope`; may be entered repeatedly."""
+    """The context manager of `Strategy.scope`. It can be entered repeatedly."""
 
     def __init__(self, strategy: current.AnyStrategy) -> None:
         self._strategy = strategy
-        # Of each open `with`: what is to be left, and the innermost creator.
+        # For each open `with`: its exit stack, and the innermost variable
+        # creator, by which `__exit__` detects wrong nesting.
         self._open: list[tuple[contextlib.ExitStack, Any]] = []
 
     def __enter__(self) -> current.AnyStrategy:
@@ -26,7 +27,7 @@ class Scope:
         current.check_not_mixing(strategy)
         current.check_cross_replica("scope")
         create = functools.partial(on_read.create, runtime.mesh)
-        hooks = current.entered_strategy, _check, _in_loop
+        hooks = current.get_entered_strategy, _check_free, _enter_loop
         with contextlib.ExitStack() as stack:
             enter = stack.enter_context
             current.stack.entered.append(strategy)
@@ -51,8 +52,8 @@ class Scope:
             raise RuntimeError(
                 "Variable creator scope nesting error: scopes must be left in "
                 "the reverse order of their entry. Received: the exit of a "
-                f"scope of {self._strategy!r}, in which another scope or a "
-                "`variable_creator_scope` is open. Leave that first."
+                f"scope of {self._strategy!r} while another scope or a "
+                "`variable_creator_scope` is open in it. Leave that first."
             )
         self._open.pop()[0].close()
 
@@ -60,23 +61,23 @@ class Scope:
         current.refuse_mixing(self._strategy, "the default strategy")
 
 
-def _check(model: keras.Model) -> None:
-    """Refuses a model that is to be compiled, while it is as it was."""
-    strategy = current.entered_strategy()
+def _check_free(model: keras.Model) -> None:
+    """Refuses a model of another strategy, before `compile` changes it."""
+    strategy = current.get_entered_strategy()
     if strategy is not None:
         strategy._check_free(model)
 
 
-def _in_loop(
+def _enter_loop(
     model: keras.Model, name: str
 ) -> contextlib.AbstractContextManager[None]:
-    """Refuses the loops of a model that is not the strategy's.
+    """Refuses a loop of a model that is not bound to a strategy.
 
-    Keras would lay its batches out for the devices of the scope, and the state
-    that it makes then; the model could not be used any more. For a model that
-    is bound the batches are laid out here.
+    Keras would place the model's batches, and state that the loop creates, on
+    the scope's devices; the model would be unusable after it. For a bound
+    model the block clears Keras's distribution: its binding places batches.
     """
-    strategy = current.entered_strategy()
+    strategy = current.get_entered_strategy()
     if strategy is None:
         return contextlib.nullcontext()
     binding = binding_lib.find_binding(model)
@@ -86,20 +87,19 @@ def _in_loop(
     kind = type(strategy).__name__
     if scope_hooks.is_bound_on_use(model):
         if not name.startswith("predict"):
-            # Keras says that it is not compiled.
+            # Keras raises that the model is not compiled.
             return contextlib.nullcontext()
         raise RuntimeError(
-            f"A model is bound to a strategy where it is compiled, or its own "
-            f"`{name}` called. Received: the `{name}` of a class, called with "
-            f"{model.name!r}, which is not bound, in the scope of {kind}. "
-            f"Call `model.{name}`, compile the model, call "
-            "`strategy.attach(model)`, or leave the scope to have it on one "
-            "device."
+            "In a strategy's scope a model must be bound to the strategy: by "
+            f"`compile` or by a call of `model.{name}`. Received: `{name}` of "
+            f"a class, called with {model.name!r}, which is not bound, in the "
+            f"scope of {kind}. Call `model.{name}`, compile the model, call "
+            "`strategy.attach(model)`, or leave the scope to use one device."
         )
     raise RuntimeError(
-        "In a strategy's scope those models are trained and evaluated that "
-        f"were made or compiled in one. Received: `{name}` of {model.name!r}, "
-        f"which was made outside, in the scope of {kind}. Compile it in the "
-        f"scope, call `strategy.attach(model)` before `{name}`, or leave the "
-        "scope to have it on one device."
+        "A model that is used in a strategy's scope must have been created or "
+        f"compiled in it. Received: `{name}` of {model.name!r}, which was "
+        f"created outside, in the scope of {kind}. Compile it in the scope, "
+        f"call `strategy.attach(model)` before `{name}`, or leave the scope "
+        "to use one device."
     )

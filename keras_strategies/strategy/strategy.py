@@ -22,7 +22,7 @@ from keras_strategies.strategy import current
 from keras_strategies.strategy.custom_loops import CustomLoops
 from keras_strategies.strategy.extended import StrategyExtended
 from keras_strategies.strategy.plans import PlanMixin
-from keras_strategies.strategy.replica_context import replica_scope
+from keras_strategies.strategy.replica_context import make_replica_scope
 from keras_strategies.strategy.runner import Runner
 from keras_strategies.strategy.runtime import Runtime
 from keras_strategies.strategy.scope import Scope
@@ -33,18 +33,20 @@ class Strategy(CustomLoops, PlanMixin):
     """Distributes Keras models over devices; the base of all strategies.
 
     A model that is compiled in `scope()` trains, evaluates and predicts on
-    every device, in the scope and after it. Losses, metrics and weights are
-    those of one device given the same global batches.
+    every device, in the scope and after it. Losses, metrics and weights equal
+    those on one device with the same global batches.
 
     Args:
-      mesh: The replicas, a `ks.ReplicaMesh`. A subclass chooses them; without
-        one, use `MirroredStrategy` and its like.
-      layout_map: Which variables a replica divides over its cores; see
+      mesh: The replicas, a `ks.ReplicaMesh`. Subclasses choose it; users call
+        a subclass such as `MirroredStrategy`.
+      layout_map: The variables that a replica shards over its cores; see
         `TPUStrategy`.
-      outputs_on_chief: Whether `predict` returns rows in the chief alone.
+      variable_partitioner: The choice of variables that the replicas shard;
+        see `MirroredStrategy`.
+      outputs_on_chief: Whether `predict` returns rows only in the chief.
 
     Raises:
-      TypeError: `mesh` is not a `ReplicaMesh`.
+      TypeError: if `mesh` is not a `ReplicaMesh`.
 
     Example:
       ```python
@@ -65,7 +67,7 @@ class Strategy(CustomLoops, PlanMixin):
     ) -> None:
         if not isinstance(mesh, ReplicaMesh):
             raise TypeError(
-                "A strategy is made of a `ks.ReplicaMesh`. Received: an object "
+                "A strategy needs a `ks.ReplicaMesh`. Received: an object "
                 f"of type {type(mesh).__name__}. Write "
                 "`ks.ReplicaMesh(devices=jax.devices())`, or use "
                 "`ks.MirroredStrategy(devices)`."
@@ -82,13 +84,13 @@ class Strategy(CustomLoops, PlanMixin):
         self._extended = StrategyExtended(self._runtime, self._runner)
 
     @staticmethod
-    def _over(mesh: ReplicaMesh, **kwargs: Any) -> "Strategy":
-        """A strategy over other devices, which are planned for."""
+    def _make_planned(mesh: ReplicaMesh, **kwargs: Any) -> "Strategy":
+        """Returns a strategy over other devices, for plans."""
         return Strategy(mesh, **kwargs)
 
     @property
     def extended(self) -> StrategyExtended:
-        """Further methods, for libraries."""
+        """More methods, for libraries."""
         return self._extended
 
     @property
@@ -98,26 +100,22 @@ class Strategy(CustomLoops, PlanMixin):
 
     @property
     def cluster_resolver(self) -> Any:
-        """The cluster this strategy was made for; none on one machine.
-
-        Returns:
-          A resolver, or None.
-        """
+        """The resolver of the strategy's cluster; None on one machine."""
         return
 
     def scope(self) -> Scope:
         """Makes the strategy current for a `with` block of this thread.
 
         In the block every Keras variable is created on the strategy's
-        devices, and every model that is made or compiled is bound to the
-        strategy: one made here also if it is compiled later, outside.
+        devices, and every model that is created or compiled is bound to the
+        strategy. A model created in the block may be compiled later, outside.
         Scopes of one strategy may be nested, and entered again.
 
         Returns:
           A context manager that yields the strategy.
 
         Raises:
-          RuntimeError: (on entering) another strategy's scope is open, or a
+          RuntimeError: (on entering) if another strategy's scope is open, or a
             replica's function is running.
 
         Example:
@@ -132,32 +130,36 @@ class Strategy(CustomLoops, PlanMixin):
         return Scope(self)
 
     def attach(self, model: keras.Model) -> keras.Model:
-        """Binds a model without a scope; what `compile` in `scope` does.
+        """Binds a model to the strategy, as `compile` in `scope` does.
 
         Args:
-          model: A model, built or not, compiled or not yet. Its variables
-            are moved to the strategy's devices.
+          model: A model, built or not, compiled or not. Its variables are
+            moved to the strategy's devices.
 
         Returns:
           The model.
 
         Raises:
-          ValueError: the model's variables lie on another strategy's
+          ValueError: if the model's variables are on another strategy's
             devices.
         """
         _check_model("attach", model)
         self._check_free(model)
         existing = binding_lib.find_binding(model)
         binding = existing or binding_lib.Binding(
-            model, self, self._runtime, self._check_context, replica_scope(self)
+            model,
+            self,
+            self._runtime,
+            self._check_context,
+            make_replica_scope(self),
         )
         binding.install()
         return model
 
     def detach(self, model: keras.Model) -> keras.Model:
-        """Gives a plain Keras model back: one device, Keras's own loops.
+        """Restores a plain Keras model, on one device and with Keras's loops.
 
-        Collective, where several processes divide variables: each gets all.
+        Collective if several processes shard variables: each gets all values.
 
         Args:
           model: A model that is bound to this strategy.
@@ -166,9 +168,9 @@ class Strategy(CustomLoops, PlanMixin):
           The model, with its weights, optimizer and metric state.
 
         Raises:
-          ValueError: the model is not bound to this strategy.
+          ValueError: if the model is not bound to this strategy.
         """
-        self._binding_of("detach", model).remove()
+        self._get_binding("detach", model).remove()
         return model
 
     def compile_step(
@@ -181,29 +183,28 @@ class Strategy(CustomLoops, PlanMixin):
     ) -> CompiledProgram:
         """Compiles a step of a model, without running it.
 
-        Says what `fit`, `evaluate` or `predict` will ask of each device.
-        Works for devices that are not there, too
-        (`TPUStrategy.for_topology`). Not in tf.
+        The program reports what `fit`, `evaluate` or `predict` need on each
+        device. Also works for absent devices (`TPUStrategy.for_topology`). Not
+        in tf.
 
         Args:
-          model: A model of this strategy; built here if it is not yet.
-          batch: What a dataset would yield: `x`, `(x, y)` or
+          model: A model of this strategy; it is built here if necessary.
+          batch: A batch as a dataset would yield it: `x`, `(x, y)` or
             `(x, y, sample_weight)`, nests of arrays or of
             `jax.ShapeDtypeStruct`. Its rows are those of the GLOBAL batch.
-          kind: `"train"`, `"test"` or `"predict"`; `"predict"` looks at x
-            alone.
-          compiler_options: XLA's, by their names. With
+          kind: `"train"`, `"test"` or `"predict"`; `"predict"` uses only x.
+          compiler_options: XLA's options by name. With
             `{"exec_time_optimization_effort": -1.0}` a large program for
             TPUs compiles up to twelve times as fast, with nearly the same
-            memory, and without the overlap of collectives.
+            memory, but without the overlap of collectives.
 
         Returns:
           The program: its collectives, bytes per chip and text.
 
         Raises:
-          ValueError: the model is not this strategy's, an unknown kind, or
-            arrays with different numbers of rows.
-          TypeError: something without shape and dtype in `batch`.
+          ValueError: if the model is not this strategy's, `kind` is unknown,
+            or arrays have different numbers of rows.
+          TypeError: if a leaf of `batch` has no shape and dtype.
 
         Example:
           ```python
@@ -211,7 +212,7 @@ class Strategy(CustomLoops, PlanMixin):
           print(program)
           ```
         """
-        binding = self._binding_of("compile_step", model)
+        binding = self._get_binding("compile_step", model)
         mesh, build = self._runtime.mesh, binding.build_for_shapes
         lower = functools.partial(
             lower_step,
@@ -232,10 +233,9 @@ class Strategy(CustomLoops, PlanMixin):
         *,
         compiler_options: Mapping[str, Any] | None = None,
     ) -> CompiledProgram:
-        """Compiles the program of `run(fn, args, kwargs)`; runs nothing.
+        """Compiles the program of `run(fn, args, kwargs)`, without running it.
 
-        Variables that the function makes on its first call are made. Not in
-        tf.
+        Creates the variables that the function's first call creates. Not in tf.
 
         Args:
           fn: The function.
@@ -243,7 +243,7 @@ class Strategy(CustomLoops, PlanMixin):
             `jax.ShapeDtypeStruct`, of at least one dimension stand for a
             distributed batch: their rows are those of the GLOBAL batch, a
             multiple of the replicas. Scalars, and arrays within
-            `ks.Mirrored`, are passed whole; anything else as it is.
+            `ks.Mirrored`, are replicated; other values are passed unchanged.
           kwargs: Keyword arguments, likewise.
           compiler_options: See `compile_step`.
 
@@ -251,7 +251,7 @@ class Strategy(CustomLoops, PlanMixin):
           The program: its collectives, bytes per chip and text.
 
         Raises:
-          ValueError: rows that the replicas cannot share evenly.
+          ValueError: if the replicas cannot share the rows evenly.
 
         Example:
           ```python
@@ -264,16 +264,16 @@ class Strategy(CustomLoops, PlanMixin):
         name = f"run of {getattr(fn, '__name__', 'a function')}"
         mesh = self._runtime.mesh
         return compile_program(
-            lambda: runner.lowered(*given)[0], mesh, name, compiler_options
+            lambda: runner.lower(*given)[0], mesh, name, compiler_options
         )
 
     def materialize(self, model: keras.Model) -> keras.Model:
-        """Gives a model of `ks.abstract()` its initial values.
+        """Initializes a model that was created under `ks.abstract()`.
 
-        Each variable's initializer runs, and divided variables are created
-        divided; what optimizers hold for its weights starts as ever, those of
-        loops of one's own included. A model with values is left as it is.
-        Collective. Not in tf.
+        Each variable's initializer runs, and sharded variables are created
+        sharded. The optimizer slots of its weights get their initial values,
+        including those of optimizers of custom loops. A model with values is
+        not changed. Collective. Not in tf.
 
         Args:
           model: A model of this strategy.
@@ -282,9 +282,9 @@ class Strategy(CustomLoops, PlanMixin):
           The model.
 
         Raises:
-          ValueError: the model is not this strategy's, or a layer assigned a
-            value that was not kept.
-          RuntimeError: the devices can only be compiled for.
+          ValueError: if the model is not this strategy's, or a layer assigned
+            a value that was not kept.
+          RuntimeError: if the devices are only for compiling.
 
         Example:
           ```python
@@ -296,7 +296,7 @@ class Strategy(CustomLoops, PlanMixin):
               model.fit(x, y)
           ```
         """
-        self._binding_of("materialize", model)
+        self._get_binding("materialize", model)
         mesh = self._runtime.mesh
         mesh.check_can_run()
         variables = all_variables(model)
@@ -307,7 +307,7 @@ class Strategy(CustomLoops, PlanMixin):
         """Prints the mesh and a table of variables.
 
         Args:
-          model: The model whose variables are listed; without it, those
+          model: The model whose variables are listed. None: all variables
             created in the strategy's scope that still exist.
         """
         if model is not None:
@@ -324,17 +324,17 @@ class Strategy(CustomLoops, PlanMixin):
 
     def __copy__(self) -> "Strategy":
         raise RuntimeError(
-            "Must only deepcopy DistributionStrategy: two objects of one "
-            "strategy would not be the same strategy. Received: "
-            f"`copy.copy({self!r})`. Use the strategy itself."
+            "Must only deepcopy DistributionStrategy: a shallow copy would "
+            f"not be the same strategy. Received: `copy.copy({self!r})`. Use "
+            "the strategy itself."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Strategy":
-        """Itself: a copy of what refers to it has the same strategy."""
+        """Returns itself, so that copies of objects share the strategy."""
         return self
 
     def __getattr__(self, name: str) -> Any:
-        raise old_names.missing(self, name)
+        raise old_names.make_missing_error(self, name)
 
     def __repr__(self) -> str:
         mesh = self._runtime.mesh
@@ -353,13 +353,15 @@ class Strategy(CustomLoops, PlanMixin):
             f"{', to compile for' * mesh.is_abstract}>"
         )
 
-    def _binding_of(self, name: str, model: keras.Model) -> binding_lib.Binding:
-        """The binding of a model of this strategy; `name` takes no other."""
+    def _get_binding(
+        self, name: str, model: keras.Model
+    ) -> binding_lib.Binding:
+        """Returns the binding of a model of this strategy, or raises."""
         _check_model(name, model)
         existing = binding_lib.find_binding(model)
         if existing is None or existing.owner is not self:
             raise ValueError(
-                f"`{name}` takes a model that is bound to this strategy. "
+                f"`{name}` needs a model that is bound to this strategy. "
                 f"Received: {model.name!r}, bound to "
                 f"{existing.owner if existing else None!r}. Compile it in "
                 "the scope, or call `attach(model)`, first."
@@ -367,13 +369,13 @@ class Strategy(CustomLoops, PlanMixin):
         return existing
 
     def _check_free(self, model: keras.Model) -> None:
-        """Raises ValueError for a model of another strategy."""
+        """Raises ValueError if a model belongs to another strategy."""
         existing = binding_lib.find_binding(model)
         if existing is not None and existing.owner is not self:
             raise ValueError(
                 f"Model {model.name!r} is bound to another strategy. "
-                f"Received: {existing.owner!r}, now {self!r}. Call "
-                "`detach(model)` on that strategy first."
+                f"Received: {existing.owner!r}; it cannot be bound to {self!r} "
+                "as well. Call `detach(model)` of that strategy first."
             )
         variables = all_variables(model)
         check_home(variables, self._runtime.mesh)
@@ -382,17 +384,17 @@ class Strategy(CustomLoops, PlanMixin):
 def _check_model(name: str, model: object) -> None:
     if not isinstance(model, keras.Model):
         raise TypeError(
-            f"`{name}` takes a Keras model. Received: {model!r} of type "
+            f"`{name}` expects a Keras model. Received: {model!r} of type "
             f"{type(model).__name__}. Pass a `keras.Model`."
         )
 
 
 def _watch_job() -> None:
-    """Has the job's guard start what runs on several processes."""
-    # One process without others need not spend the time to import it.
+    """Makes the job's watchdog start programs over several processes."""
+    # Imported here: a single process does not need it.
     from keras_strategies.cluster.exchange import kv_store
     from keras_strategies.cluster.watchdog import watchdog
 
-    # A mesh of a topology's devices has no job.
+    # A mesh of a named topology's devices has no job to watch.
     if kv_store.is_available():
         dispatch.set_starter(watchdog.start().start)

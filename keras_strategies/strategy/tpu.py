@@ -1,10 +1,10 @@
-"""TPUStrategy: replicas of one TPU core each, or of several."""
+"""`TPUStrategy`: replicas of one TPU core each, or of several."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from keras_strategies.keras_bridge.variables.partitioners import PartitionerLike
-from keras_strategies.strategy.compile_only import CompileOnly
+from keras_strategies.strategy.compile_only import CompileOnlyStrategy
 from keras_strategies.tpu.cluster_resolver import TPUClusterResolver
 from keras_strategies.tpu.replica_meshes import (
     Assignments,
@@ -14,41 +14,41 @@ from keras_strategies.tpu.replica_meshes import (
 )
 
 
-class TPUStrategy(CompileOnly):
+class TPUStrategy(CompileOnlyStrategy):
     """Synchronous training on TPUs, of one host or of all hosts of a job.
 
     A replica is a TPU core or, with an assignment, a block of cores that
-    share a model. Elsewhere than on TPUs it takes whatever devices JAX shows,
-    so that a script can be tried without one. On several hosts every process
+    share a model. On other platforms it takes all devices that JAX shows, so
+    that a script can be tried without TPUs. On several hosts every process
     runs the same script, and calls are collective, as with
     `MultiWorkerMirroredStrategy`.
 
     Args:
-      tpu_cluster_resolver: A `TPUClusterResolver` of all hosts, which are
-        joined here if they are not yet, or of "local" for this host's devices
-        alone. None: all devices that JAX shows.
-      device_assignment: The cores of each replica; of a job of several slices
-        an assignment for each. Hosts that have cores of one replica read the
-        same rows. None: each core is a replica.
-      layout_map: Which variables a replica divides over its cores: a
+      tpu_cluster_resolver: A `TPUClusterResolver` of all hosts, which join
+        the job here if they have not joined yet; or one of "local", for this
+        host's devices only. None: all devices that JAX shows.
+      device_assignment: The cores of each replica; for a job of several
+        slices, one assignment for each. Hosts that have cores of one replica
+        read the same rows. None: each core is a replica.
+      layout_map: The variables that a replica shards over its cores: a
         `keras.distribution.LayoutMap`, or a dict, from paths of variables or
         regular expressions to tuples of None and "model", or to functions of
         a shape that return them; `ks.experimental.transformer_layout` makes
-        one. Others are whole on every core. Not in tf, where
-        `experimental_split_to_logical_devices` divides tensors.
-      variable_partitioner: Which variables the replicas divide among them,
+        one. Other variables are replicated on every core. Not in tf, where
+        `experimental_split_to_logical_devices` splits tensors.
+      variable_partitioner: The choice of variables that the replicas shard,
         along other dimensions than their cores:
         `ks.experimental.FullySharded()`, `ks.experimental.SlotsOnly()`, or a
         function of a variable's path, shape and dtype that returns a
-        dimension, or None to leave it whole. None: each holds all.
+        dimension, or None to replicate it. None: all are replicated.
       experimental_device_assignment: tf's other name of `device_assignment`.
       experimental_spmd_xla_partitioning: Not used: XLA always partitions.
 
     Raises:
-      ValueError: an assignment without devices or given twice; processes that
-        have cores of some of each other's replicas alone, or different numbers
-        of replicas; a wrong `layout_map`.
-      TypeError: a resolver or an assignment that is none.
+      ValueError: if an assignment has no devices or is passed twice, if
+        processes share only some of their replicas or have different numbers
+        of replicas, or if `layout_map` is not valid.
+      TypeError: if the resolver or the assignment has another type.
 
     Example:
       ```python
@@ -92,5 +92,5 @@ class TPUStrategy(CompileOnly):
 
     @property
     def cluster_resolver(self) -> TPUClusterResolver | None:
-        """The resolver given, or None."""
+        """The resolver that was passed, or None."""
         return self._resolver

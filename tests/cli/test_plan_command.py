@@ -116,13 +116,13 @@ def test_a_script_of_another_folder_is_planned(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (HEAD + "ks.MirroredStrategy()", "ended without `fit`"),
+        (HEAD + "ks.MirroredStrategy()", "ended without either"),
         (HEAD + "np.load('/nowhere/x.npy')", "line 5 of"),
-        (HEAD + "raise SystemExit('usage')", "ended itself with 'usage'"),
+        (HEAD + "raise SystemExit('usage')", "exited with 'usage'"),
         (
             HEAD
             + "import argparse\nargparse.ArgumentParser().parse_args(['a'])",
-            r"ended itself with 2 .* It wrote last: '.*arguments: a'",
+            r"exited with 2 .* Its last output: '.*arguments: a'",
         ),
         (
             MIRRORED.replace("(30)", "(9000)")

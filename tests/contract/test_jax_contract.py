@@ -18,8 +18,8 @@ from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import replica_map, split_spec
 from keras_strategies.cluster.exchange import kv_store
 from keras_strategies.cluster.watchdog import progress
-from keras_strategies.planning.compile.chips import memory_of
-from keras_strategies.planning.compile.compiler import as_misfit
+from keras_strategies.planning.compile.chips import find_memory
+from keras_strategies.planning.compile.compiler import parse_misfit
 from keras_strategies.testing import run_processes
 from keras_strategies.tpu.topology_devices import devices_by_name
 from tests.support import compiling
@@ -291,10 +291,10 @@ def test_libtpu_says_what_a_program_needs_that_does_not_fit(
     message = str(caught.value)
     assert f"temporaries ({2 * gib}.00G) exceeds" in message
     assert f"available HBM ({available}G)" in message
-    misfit = as_misfit(caught.value)
+    misfit = parse_misfit(caught.value)
     assert misfit is not None
     assert misfit.needed == 2 * gib * 2**30
-    assert memory_of(device) == int(available * 2**30)
+    assert find_memory(device) == int(available * 2**30)
 
 
 def test_an_equation_knows_the_code_that_made_it():

@@ -72,7 +72,7 @@ from keras_strategies.keras_bridge.callbacks.callback_states import (
 )
 from keras_strategies.keras_bridge.inputs import agree_source
 from keras_strategies.planning.compile import compiler as compiling
-from keras_strategies.planning.compile.layouts import layout_of
+from keras_strategies.planning.compile.layouts import parse_layout
 from keras_strategies.tpu.topology import Topology
 from tests.support.checkpoint.written import write_small
 from tests.support.workers import Mesh
@@ -523,7 +523,7 @@ PARSERS: dict[str, Parser] = {
     ),
     "layouts of a plan": Parser(
         documents=["sharded:16+model:4", "slots:8", "replicated"],
-        prepared=of(layout_of),
+        prepared=of(parse_layout),
         errors=(ValueError,),
     ),
     "manifest": Parser(

@@ -112,7 +112,7 @@ def test_models_whose_gradients_are_accumulated_are_compiled_whole():
             "the same number of rows",
         ),
         ({"strategies": "tiny"}, ValueError, "'sharded:64'"),
-        ({"strategies": 3}, TypeError, "words or partitioners"),
+        ({"strategies": 3}, TypeError, "names or partitioners"),
         ({"topologies": []}, ValueError, "at least one slice"),
         ({"topologies": 3}, TypeError, "names of slices"),
         ({"scale": "local"}, ValueError, "`scale` must be one of"),

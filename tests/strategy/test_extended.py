@@ -154,7 +154,7 @@ def test_replicas_are_not_started_in_a_merge():
 
 def test_what_is_no_variable_is_refused():
     strategy = mirrored(2)
-    with pytest.raises(TypeError, match="takes a Keras variable"):
+    with pytest.raises(TypeError, match="expects a Keras variable"):
         strategy.extended.update(1.0, lambda v: None)
 
 

@@ -64,7 +64,7 @@ def test_an_empty_tf_config_is_none(monkeypatch, text):
         (
             {"communication_options": CommunicationOptions(0, None, "NCCL")},
             ValueError,
-            ["NCCL connects GPUs", "'cpu'"],
+            ["'NCCL' needs GPUs", "'cpu'"],
         ),
         (
             {

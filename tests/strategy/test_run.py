@@ -111,7 +111,7 @@ def test_components_of_different_kinds_are_refused():
         ks.PerReplica((np.zeros((2, 1)), np.zeros(2))),
         ks.PerReplica((np.zeros(2, "float32"), np.zeros(2, "int32"))),
     ):
-        with pytest.raises(ValueError, match="one rank and dtype"):
+        with pytest.raises(ValueError, match="the same rank and dtype"):
             strategy.run(lambda x: x, args=(wrong,))
     wrong = ks.PerReplica((np.zeros(1),) * 3)
     with pytest.raises(ValueError, match="3 components, 2 replicas"):
@@ -468,7 +468,7 @@ def test_a_context_is_of_use_in_its_function_only():
     strategy = mirrored(2)
     kept = []
     strategy.run(lambda: kept.append(ks.get_replica_context()))
-    with pytest.raises(RuntimeError, match="A replica context is used"):
+    with pytest.raises(RuntimeError, match="A replica context must be used"):
         kept[0].all_reduce("sum", 1.0)
 
 
@@ -880,7 +880,7 @@ def test_gradients_outside_of_run_write_variables_too():
 @pytest.mark.parametrize(
     ("fn", "args", "kwargs", "text"),
     [
-        (3, (), None, "calls a function on every replica"),
+        (3, (), None, "must be a function"),
         (abs, np.ones(3), None, r"Write `args=\(x,\)`"),
         (abs, (), [1], r"Write `args=\(x,\)`"),
     ],
@@ -893,7 +893,7 @@ def test_what_is_no_call_is_refused(fn, args, kwargs, text):
 def test_options_that_are_none_are_refused():
     strategy = mirrored(2)
     assert strategy.run(lambda: 1, options=ks.RunOptions()) == 1
-    with pytest.raises(TypeError, match="are `RunOptions`"):
+    with pytest.raises(TypeError, match="must be `RunOptions`"):
         strategy.run(lambda: 1, options={"a": 1})
 
 

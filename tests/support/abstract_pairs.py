@@ -97,7 +97,7 @@ def _texts(
     made: Made, batch: Any, kind: str, is_compiled: bool
 ) -> list[tuple[str, str]]:
     """The texts of a step, without names, and what they are."""
-    binding = made.strategy._binding_of("compile_step", made.model)
+    binding = made.strategy._get_binding("compile_step", made.model)
     build = binding.build_for_shapes
     lowered = lower_step(made.model, made.mesh, kind, batch, build)
     found = [("lowered", normal_stablehlo(lowered.as_text()))]

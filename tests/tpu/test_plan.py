@@ -179,6 +179,6 @@ def test_layouts_that_a_slice_has_no_room_for():
     found = plan(
         decoder, topologies="v5e:2x2", strategies=["sharded:3", "model:3"]
     )
-    assert "multiple fills it" in found.steps[1].error
+    assert "tiles the slice" in found.steps[1].error
     assert found.steps[0].error
     assert not any(step.fits for step in found.steps)

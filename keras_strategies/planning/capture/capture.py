@@ -1,7 +1,7 @@
-"""The first training step of a script, caught before it runs.
+"""Capture of a script's first training step, before the step runs.
 
-While a script runs here its strategies are over a slice, their models have no
-values, and the first `fit` or `run` ends the script instead.
+While a script runs here, its strategies use a slice's devices, their models
+have no values, and the first `fit` or `run` ends the script.
 """
 
 import contextlib
@@ -35,9 +35,9 @@ from keras_strategies.planning.capture.captured_data import (
     CapturedData,
     times_rows,
 )
-from keras_strategies.planning.compile.candidates import mesh_of
+from keras_strategies.planning.compile.candidates import make_mesh
 from keras_strategies.planning.compile.fit_step import FitStep
-from keras_strategies.planning.compile.layouts import Layout, layout_of
+from keras_strategies.planning.compile.layouts import Layout, parse_layout
 from keras_strategies.planning.compile.run_step import RunStep
 from keras_strategies.planning.compile.step import Step
 from keras_strategies.strategy import reducing
@@ -64,36 +64,36 @@ _Function = Callable[..., Any]
 
 
 class StepCaptured(BaseException):
-    """Ends a script whose first step was caught."""
+    """The signal that ends a script whose first step was captured."""
 
 
 class PlanError(Exception):
-    """Why a script cannot be planned, in words for its author."""
+    """A script that cannot be planned. The message is for its author."""
 
 
 class ScriptEnded(PlanError):
-    """A script that ended itself before it trained."""
+    """A script that exited before it trained."""
 
 
 class Capture:
-    """What a script's strategies are, and its first step.
+    """Replacement of a script's strategies, and capture of its first step.
 
     Args:
-      devices: Those of the slice.
-      layout: How models lie on them; None: as the script says.
-      layout_map: For replicas of several cores.
-      is_per_replica: Whether the script's batches are each replica's; else
-        they are global.
-      plan: Called with the step and its layout in words while the script is
-        at it, so that contexts around its `fit` count (a precision of
-        products, say); None: nothing is.
+      devices: The devices of the slice.
+      layout: The layout of models on the devices, or None for the script's.
+      layout_map: The layout map for replicas of several cores.
+      is_per_replica: Whether each of the script's batches is for one replica.
+        Otherwise they are global batches.
+      plan: A function of the step and the layout's name. It is called where
+        the script trains, so that contexts around `fit` take effect (such as
+        a precision of matrix products). None: nothing is called.
 
     Attributes:
-      step: The step that was caught.
-      planned: What `plan` returned; None: it was not called, or raised.
-      error: What it raised.
-      model: Its model; None for that of a loop of one's own.
-      layout: How models lie on the devices, in words.
+      step: The step that was captured, or None.
+      planned: The result of `plan`, or None if it was not called or raised.
+      error: The error that `plan` raised, or None.
+      model: The step's model, or None for the step of a custom loop.
+      layout: The name of the layout of models on the devices.
     """
 
     def __init__(
@@ -118,51 +118,59 @@ class Capture:
         self._lock, self._done = threading.Lock(), threading.Event()
 
     def wait(self) -> None:
-        """Waits for the plan of a step that a thread of the script took."""
+        """Waits for the plan of a step that another thread captured."""
         if self.step is not None:
             self._done.wait()
 
     @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        """In which strategies are the slice's, and the first step is caught."""
+    def install(self) -> Iterator[None]:
+        """Replaces strategies by the slice's and captures the first step."""
         patches: list[tuple[Any, str, Any]] = [
-            (cls, "__init__", functools.partial(self._make, cls.__init__))
+            (
+                cls,
+                "__init__",
+                functools.partial(self._init_strategy, cls.__init__),
+            )
             for cls in _CLASSES
         ]
         patches += [
-            (Strategy, "scope", functools.partial(_scope, Strategy.scope)),
+            (Strategy, "scope", functools.partial(_open_scope, Strategy.scope)),
             (Strategy, "experimental_distribute_dataset", self._distribute),
             (
                 Strategy,
                 "distribute_datasets_from_function",
-                self._from_function,
+                self._distribute_from_function,
             ),
-            (Strategy, "experimental_distribute_values_from_function", _values),
-            (Strategy, "experimental_local_results", _local_results),
+            (
+                Strategy,
+                "experimental_distribute_values_from_function",
+                _make_value_shapes,
+            ),
+            (Strategy, "experimental_local_results", _list_local_results),
             (Binding, "_fit", self._fit),
             (Binding, "_train_on_batch", self._train_on_batch),
-            (Binding, "_evaluate", _refuser("evaluate")),
-            (Binding, "_predict", _refuser("predict")),
+            (Binding, "_evaluate", _make_refusal("evaluate")),
+            (Binding, "_predict", _make_refusal("predict")),
             (Runner, "__call__", self._run),
             (keras.Model, "make_train_function", _refuse_plain),
             (jax.distributed, "initialize", lambda *args, **kwargs: None),
-            (experimental, "initialize_tpu_system", self._topology),
+            (experimental, "initialize_tpu_system", self._make_topology),
         ]
         patches += io_stubs.patches()
         with contextlib.ExitStack() as stack:
             for owner, name, value in patches:
                 if isinstance(owner, type) and callable(value):
-                    value = _method(value)
+                    value = _as_method(value)
                 stack.enter_context(temporary_attribute(owner, name, value))
             yield
 
     # Strategies.
 
-    def _make(
+    def _init_strategy(
         self, original: _Function, strategy: Strategy, *args: Any, **kwargs: Any
     ) -> None:
-        given = inspect.signature(original).bind(strategy, *args, **kwargs)
-        named = given.arguments
+        signature = inspect.signature(original)
+        named = signature.bind(strategy, *args, **kwargs).arguments
         layout, layout_map = self._layout, self._layout_map
         assignment = named.get("device_assignment") or named.get(
             "experimental_device_assignment"
@@ -172,13 +180,12 @@ class Capture:
             layout_map = named.get("layout_map")
             layout = Layout()
             if partitioner is not None:
-                layout = layout_of(partitioner)
+                layout = parse_layout(partitioner)
         elif layout.cores == 1 and (assignment or named.get("layout_map")):
             raise PlanError(
-                "A script with a `device_assignment` or a `layout_map` says "
-                "what the cores of a replica divide. Received: the layout "
-                f"'{layout}', which has none. Leave --layout out, or name one "
-                "with 'model:N'."
+                "The layout must have a model axis if the script passes a "
+                "`device_assignment` or a `layout_map`. Received: the layout "
+                f"'{layout}'. Leave --layout out, or name one with 'model:N'."
             )
         partitioner = layout.variable_partitioner
         if assignment is not None and layout.cores == 1:
@@ -186,9 +193,9 @@ class Capture:
                 assignment, partitioner, is_abstract=True
             )
         else:
-            mesh = mesh_of(self._devices, layout)
+            mesh = make_mesh(self._devices, layout)
         self.layout = str(layout)
-        self._give_resolver(strategy, named)
+        self._set_resolver(strategy, named)
         Strategy.__init__(
             strategy,
             mesh,
@@ -196,30 +203,30 @@ class Capture:
             variable_partitioner=partitioner,
         )
 
-    def _give_resolver(self, strategy: Strategy, named: dict[str, Any]) -> None:
-        """Gives a strategy the resolver that its script asks for."""
+    def _set_resolver(self, strategy: Strategy, named: dict[str, Any]) -> None:
+        """Sets the resolver that the script passes to a strategy."""
         if isinstance(strategy, MultiWorkerMirroredStrategy):
             alone = SimpleClusterResolver(ClusterSpec({}))
             given = named.get("cluster_resolver")
             strategy._cluster_resolver = given or alone
         strategy.__dict__["_resolver"] = named.get("tpu_cluster_resolver")
 
-    def _topology(self, *args: object, **kwargs: object) -> Topology:
+    def _make_topology(self, *args: object, **kwargs: object) -> Topology:
         return Topology.from_devices(self._devices)
 
     # Data.
 
-    def _replicas(self, strategy: Strategy) -> int:
+    def _find_factor(self, strategy: Strategy) -> int:
         return strategy.num_replicas_in_sync if self._is_per_replica else 1
 
     def _distribute(
         self, strategy: Strategy, dataset: Dataset, options: object = None
     ) -> CapturedData:
         source = source_of_dataset(dataset, self._host)
-        factor = self._replicas(strategy)
+        factor = self._find_factor(strategy)
         return CapturedData(source, self._host, strategy.mesh, factor)
 
-    def _from_function(
+    def _distribute_from_function(
         self, strategy: Strategy, dataset_fn: _Function, options: object = None
     ) -> CapturedData:
         replicas = strategy.num_replicas_in_sync
@@ -227,9 +234,10 @@ class Capture:
         source = source_of_dataset(dataset_fn(context), self._host)
         return CapturedData(source, self._host, strategy.mesh, replicas)
 
-    def _batch(self, binding: Binding, call: Call) -> tuple[Any, int | None]:
-        """The shapes of the first batch, of what `fit` was given, and how many
-        batches an epoch has, if that is known."""
+    def _read_shapes(
+        self, binding: Binding, call: Call
+    ) -> tuple[Any, int | None]:
+        """Returns the first batch's shapes, and the batches of an epoch."""
         strategy = binding.owner
         hold_out(call)
         if isinstance(call["x"], CapturedData):
@@ -245,7 +253,7 @@ class Capture:
         )
         batch = next(iter(feed.get_numpy_iterator()))
         number = call["steps_per_epoch"] or feed.num_batches
-        return times_rows(batch, self._replicas(strategy)), number
+        return times_rows(batch, self._find_factor(strategy)), number
 
     # Steps.
 
@@ -260,26 +268,26 @@ class Capture:
 
     def _catch_fit(self, binding: Binding, call: Call) -> None:
         if self.step is not None:
-            # The script has gone on, by an `except` or `finally` of its own.
+            # An `except` or `finally` of the script let it continue.
             raise StepCaptured
         strategy, model = binding.owner, binding.model
         self._check_devices(strategy.mesh)
         steps = model.steps_per_execution
         if call.name == "fit":
-            batch, number = self._batch(binding, call)
-            # Those of an epoch's end are a program of their own.
+            batch, number = self._read_shapes(binding, call)
+            # A shorter epoch runs in one shorter execution.
             steps = min(steps, number or steps)
         else:
             given = (call["x"], call["y"], call["sample_weight"])
-            batch, steps = times_rows(given, self._replicas(strategy)), 1
+            batch, steps = times_rows(given, self._find_factor(strategy)), 1
 
         if not jax.tree.leaves(batch):
-            raise PlanError("`fit` was given no data.")
+            raise PlanError("`fit` needs data. Received: none. Pass `x`.")
         step = FitStep(model, strategy, batch, steps)
         self._catch(step, model)
 
     def _catch(self, step: Step, model: keras.Model | None = None) -> NoReturn:
-        """Plans a step, and ends the script."""
+        """Plans a step and ends the script."""
         with self._lock:
             if self.step is not None:
                 # Another thread of the script was first.
@@ -289,7 +297,7 @@ class Capture:
             if self._plan is not None:
                 self.planned = self._plan(step, self.layout)
         except BaseException as error:
-            # The script's own `except` is not to see it.
+            # Stored instead of raised: the script's `except` must not see it.
             self.error = error
         finally:
             self._done.set()
@@ -312,12 +320,12 @@ class Capture:
     def _check_devices(self, mesh: ReplicaMesh) -> None:
         if not set(mesh.devices) <= set(self._devices):
             raise PlanError(
-                "The strategies that are planned are "
-                f"{', '.join(cls.__name__ for cls in _CLASSES)}, which become "
-                "the slice's. Received: a step of another one, over "
-                f"{len(mesh.devices)} of {mesh.devices[0].device_kind!r}, as "
-                "of the default strategy or of `TPUStrategy.for_topology`. "
-                "Train in the scope of one of them."
+                "A planned step must be of one of "
+                f"{', '.join(cls.__name__ for cls in _CLASSES)}. Received: a "
+                f"step of another strategy, over {len(mesh.devices)} of "
+                f"{mesh.devices[0].device_kind!r}, such as the default "
+                "strategy or `TPUStrategy.for_topology`. Train in the scope "
+                "of one of those listed."
             )
 
 
@@ -339,14 +347,14 @@ class _AbstractScope:
         self._open.pop().close()
 
 
-def _scope(original: _Function, strategy: Strategy) -> _AbstractScope:
+def _open_scope(original: _Function, strategy: Strategy) -> _AbstractScope:
     return _AbstractScope(original(strategy))
 
 
-def _values(strategy: Strategy, value_fn: _Function) -> Tree:
-    """One value for each replica, by the shapes of the first one's."""
+def _make_value_shapes(strategy: Strategy, value_fn: _Function) -> Tree:
+    """Returns per-replica shapes, all equal to those of the first replica."""
     count, mesh = strategy.num_replicas_in_sync, strategy.mesh
-    made = value_fn(ValueContext(0, count))
+    first = value_fn(ValueContext(0, count))
 
     def stand_in(leaf: Array) -> values.PerReplica:
         shape = shape_of(jax.numpy.asarray(leaf))
@@ -355,21 +363,20 @@ def _values(strategy: Strategy, value_fn: _Function) -> Tree:
         )
         return values.PerReplica.of(stacked, values.STACKED)
 
-    return jax.tree.map(stand_in, made)
+    return jax.tree.map(stand_in, first)
 
 
-def _local_results(strategy: Strategy, value: Tree) -> Tree:
-    """The components of all replicas, of batches their shapes."""
-    return reducing.local_results(value, strategy.mesh)
+def _list_local_results(strategy: Strategy, value: Tree) -> Tree:
+    """Returns the components of all replicas; for batches, their shapes."""
+    return reducing.list_local_results(value, strategy.mesh)
 
 
-def _refuser(name: str) -> Callable[..., None]:
+def _make_refusal(name: str) -> Callable[..., None]:
     def refuse(binding: Binding, *args: object, **kwargs: object) -> None:
         raise PlanError(
-            f"A plan is for training, up to the first `fit` or `run`. "
-            f"Received: a script that calls `{name}` of "
-            f"{binding.model.name!r} before. Leave it out for the plan, as "
-            "under a flag of the script's."
+            "A planned script must train first, by `fit` or `run`. Received: "
+            f"a script that calls `{name}` of {binding.model.name!r} before. "
+            "Skip that call in the plan, for example by a flag of the script."
         )
 
     return refuse
@@ -377,14 +384,14 @@ def _refuser(name: str) -> Callable[..., None]:
 
 def _refuse_plain(model: keras.Model, *args: object, **kwargs: object) -> None:
     raise PlanError(
-        "A plan is for models of a strategy. Received: a script that trains "
-        f"{model.name!r}, which no strategy's scope has made or compiled, "
-        "first. Make and compile it in the scope."
+        "A planned script must first train a strategy's model. Received: a "
+        f"script that first trains {model.name!r}, which was not made or "
+        "compiled in a strategy's scope. Make and compile it in the scope."
     )
 
 
-def _method(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that a class binds, also one that is bound already."""
+def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that a class binds, of a bound method or a partial."""
 
     @functools.wraps(function, assigned=("__name__", "__doc__"))
     def method(self: object, *args: object, **kwargs: object) -> object:

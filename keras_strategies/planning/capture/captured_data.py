@@ -1,4 +1,4 @@
-"""Distributed datasets of a script that is planned: they yield shapes."""
+"""Distributed datasets of a planned script, which yield shapes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,13 +18,13 @@ from keras_strategies.planning.compile.step import with_rows
 
 
 class CapturedData(DistributedDataset):
-    """A distributed dataset whose batches are their shapes.
+    """A distributed dataset that yields the shapes of its batches.
 
     Args:
-      source: Where the batches come from.
-      host: The one device that reads them.
-      mesh: The replicas that they are for.
-      factor: How many of the source's batches are a global one.
+      source: The source of the batches.
+      host: A mesh of the one device that reads them.
+      mesh: The replicas that the batches are for.
+      factor: The number of the source's batches in a global batch.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class CapturedData(DistributedDataset):
         self._replicas, self._factor = mesh, factor
 
     def iterator(self, epoch: int, start: int = 0) -> "_ShapeIterator":
-        """Starts anywhere; yields nests of values of all replicas."""
+        """Returns an iterator over nests of abstract per-replica values."""
         return _ShapeIterator(super().iterator(epoch, start), self._stand_in)
 
     def first_shapes(self) -> Batch:
@@ -49,7 +49,7 @@ class CapturedData(DistributedDataset):
     def _stand_in(self, leaf: Array) -> values.PerReplica:
         shape, mesh = times_rows(leaf, self._factor), self._replicas
         replicas = mesh.num_replicas
-        # As programs are compiled for: with rows that all share evenly.
+        # Programs are compiled for rows that the replicas share evenly.
         rows = max(-(-shape.shape[0] // replicas), 1) * replicas
         array = jax.ShapeDtypeStruct(
             (rows, *shape.shape[1:]), shape.dtype, sharding=mesh.split
@@ -58,7 +58,7 @@ class CapturedData(DistributedDataset):
 
 
 class _ShapeIterator(DistributedIterator):
-    """Yields what stands for the batches of another iterator."""
+    """An iterator over stand-ins for the batches of another iterator."""
 
     def __init__(
         self, batches: DistributedIterator, stand_in: Callable[[Any], Any]
@@ -71,7 +71,7 @@ class _ShapeIterator(DistributedIterator):
 
 
 def times_rows(batch: Batch, factor: int) -> Batch:
-    """Returns the shapes of a batch with `factor` times as many rows."""
+    """Returns the shapes of a batch, with its rows times `factor`."""
     return jax.tree.map(
         lambda leaf: with_rows(leaf, shape_of(leaf).shape[0] * factor), batch
     )

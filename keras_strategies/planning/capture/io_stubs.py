@@ -1,4 +1,4 @@
-"""Files that a planned script neither reads nor writes: its checkpoints."""
+"""Stubs for a planned script's checkpoint files, which it must not touch."""
 
 import os
 from collections.abc import Callable
@@ -8,26 +8,26 @@ from keras_strategies import checkpoint as lib
 from keras_strategies.estimator import exporting, train_callback
 
 Patch = tuple[Any, str, Any]
-"""A class or module, the name of an attribute, and its value meanwhile."""
+"""A class or module, the name of an attribute, and its temporary value."""
 
 _OF_MANAGER = ("save", "restore_or_initialize", "restore", "wait", "close")
 
 
 def patches() -> list[Patch]:
-    """What is in the place of checkpoints, and of an Estimator's directory."""
+    """Returns stubs for checkpoints and for an Estimator's directory."""
     checkpoint, kept = lib.Checkpoint, lib.CheckpointManager
     return [
-        (lib, "latest_checkpoint", _nothing),
-        (lib, "load_weights", _nothing),
-        *((checkpoint, name, _prefix) for name in ("save", "write")),
-        (checkpoint, "restore", _restored),
-        (kept, "__init__", _manage),
+        (lib, "latest_checkpoint", _do_nothing),
+        (lib, "load_weights", _do_nothing),
+        *((checkpoint, name, _get_prefix) for name in ("save", "write")),
+        (checkpoint, "restore", _make_restored),
+        (kept, "__init__", _init_manager),
         (kept, "directory", property(lambda self: self._ks_directory)),
-        (kept, "latest_checkpoint", property(_nothing)),
+        (kept, "latest_checkpoint", property(_do_nothing)),
         (kept, "checkpoints", property(lambda self: [])),
-        *((kept, name, _nothing) for name in _OF_MANAGER),
-        (train_callback, "share_progress", _no_progress),
-        (exporting, "write_features", _nothing),
+        *((kept, name, _do_nothing) for name in _OF_MANAGER),
+        (train_callback, "progress_of_all", _make_progress),
+        (exporting, "note_features", _do_nothing),
     ]
 
 
@@ -40,21 +40,21 @@ class Restored:
         return lambda *args, **kwargs: self
 
 
-def _nothing(*args: object, **kwargs: object) -> None:
+def _do_nothing(*args: object, **kwargs: object) -> None:
     pass
 
 
-def _prefix(
+def _get_prefix(
     checkpoint: object, file_prefix: str | os.PathLike[str], *args: object
 ) -> str:
     return os.fspath(file_prefix)
 
 
-def _restored(*args: object, **kwargs: object) -> Restored:
+def _make_restored(*args: object, **kwargs: object) -> Restored:
     return Restored()
 
 
-def _manage(
+def _init_manager(
     manager: Any,
     checkpoint: object,
     directory: str | os.PathLike[str] = "",
@@ -63,5 +63,5 @@ def _manage(
     manager._ks_directory = os.fspath(directory)
 
 
-def _no_progress(*args: object) -> train_callback.Progress:
+def _make_progress(*args: object) -> train_callback.Progress:
     return train_callback.Progress()

@@ -1,4 +1,4 @@
-"""The planning of a command's candidates, each in a process of its own."""
+"""Processes that plan a command's candidates, one each."""
 
 import collections
 import contextlib
@@ -15,9 +15,9 @@ from keras_strategies.planning.capture.request import (
     ENVIRONMENT,
     MAX_ANSWER_BYTES,
     Request,
-    answer_of,
+    parse_answer,
 )
-from keras_strategies.planning.compile.compiler import num_jobs
+from keras_strategies.planning.compile.compiler import count_jobs
 from keras_strategies.planning.report.planned_step import PlannedStep
 from keras_strategies.planning.report.table import NOTES, Plan, live_table
 
@@ -31,27 +31,28 @@ _NOT_ENTERED = ("TF_CONFIG", "KERAS_STRATEGIES_", "JAX_COORDINATOR_ADDRESS")
 def plan_in_processes(
     requests: Sequence[Request], num_processes: int | None = None
 ) -> Plan:
-    """Plans candidates, and shows the table while it is filled.
+    """Plans candidates and shows the table as it fills.
 
     Args:
       requests: The candidates.
-      num_processes: Candidates at once; None: by the machine.
+      num_processes: The number of candidates at a time, or None to choose it
+        by the machine's cores and memory.
 
     Returns:
       The steps of the candidates that have one, in their order.
     """
-    pool = _Pool(requests, num_processes or num_jobs(len(requests)))
+    pool = _Pool(requests, num_processes or count_jobs(len(requests)))
     with live_table() as show, contextlib.closing(pool):
         while pool.is_busy:
             rows = pool.start()
             names = ", ".join(p.request.name for p in pool.running)
             count = f"{len(pool.steps)} of {len(requests)}"
-            show(_in_order(rows | pool.steps), f"{count}: {names}")
+            show(_sort_steps(rows | pool.steps), f"{count}: {names}")
             pool.collect()
-    return Plan(steps=_in_order(pool.steps), notes=NOTES)
+    return Plan(steps=_sort_steps(pool.steps), notes=NOTES)
 
 
-def _in_order(steps: Mapping[int, PlannedStep]) -> tuple[PlannedStep, ...]:
+def _sort_steps(steps: Mapping[int, PlannedStep]) -> tuple[PlannedStep, ...]:
     return tuple(steps[index] for index in sorted(steps))
 
 
@@ -60,7 +61,7 @@ class _Pool:
 
     Args:
       requests: The candidates.
-      at_once: The most processes at a time.
+      at_once: The maximum number of processes at a time.
 
     Attributes:
       running: The processes that have not ended.
@@ -72,8 +73,9 @@ class _Pool:
         self.steps: dict[int, PlannedStep] = {}
         self._waiting = collections.deque(enumerate(requests))
         self._at_once = at_once
-        # Each compiles in threads. With fewer cores the first line of the
-        # table comes before the second one is begun.
+        # Each process compiles in several threads. On a machine with few
+        # cores, the first candidate runs alone until its row is known, so
+        # that the table shows something early.
         self._is_first = len(os.sched_getaffinity(0)) < 2 * at_once
 
     @property
@@ -82,7 +84,7 @@ class _Pool:
         return bool(self._waiting or self.running)
 
     def start(self) -> dict[int, PlannedStep]:
-        """Starts processes, and returns what running ones know so far."""
+        """Starts processes and returns the rows that running ones have sent."""
         while self._waiting and len(self.running) < (
             1 if self._is_first else self._at_once
         ):
@@ -93,27 +95,27 @@ class _Pool:
         return known
 
     def collect(self) -> None:
-        """Waits a moment, and takes the answers that have come."""
+        """Waits briefly and collects the answers that have arrived."""
         time.sleep(_POLL_SECONDS)
         for process in [p for p in self.running if p.has_answered()]:
             self.running.remove(process)
-            step = _step_of(process.request, process.end())
+            step = _make_step(process.request, process.end())
             if step is not None:
                 self.steps[process.index] = step
 
     def close(self) -> None:
-        """Ends what is still running."""
+        """Ends the processes that are still running."""
         for process in self.running:
             process.end()
 
 
 class _Process:
-    """One candidate's process."""
+    """The process of one candidate."""
 
     def __init__(self, index: int, request: Request) -> None:
         self.index, self.request = index, request
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
-        # No pipe, which what the script forks would hold open.
+        # Not a pipe: children that the script forks would hold it open.
         self._answers = tempfile.TemporaryFile()  # noqa: SIM115
         file = self._answers.fileno()
         environ = {
@@ -131,30 +133,30 @@ class _Process:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             pass_fds=[file],
-            # What the script starts ends with it.
+            # `end` kills the session, with all that the script has started.
             start_new_session=True,
         )
-        # The machine computes for the first candidates first.
+        # Earlier candidates have priority.
         niceness = os.nice(0) + min(index, _MAX_NICENESS)
         os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)
 
-    def _written(self) -> bytes:
-        """Returns what it has written so far."""
+    def _read_answers(self) -> bytes:
+        """Returns the output of the process so far."""
         return os.pread(self._answers.fileno(), MAX_ANSWER_BYTES, 0)
 
     def has_answered(self) -> bool:
-        """Returns whether its last answer is there, or it has ended."""
+        """Returns whether the process has sent its last answer or ended."""
         has_ended = self._process.poll() is not None
-        return has_ended or answer_of(self._written()) is not None
+        return has_ended or parse_answer(self._read_answers()) is not None
 
     def row(self) -> PlannedStep | None:
-        """Returns what it knew of the step before its last answer."""
-        whole, _, _ = self._written().rpartition(b"\n")
-        answer = answer_of(whole, names=("row",))
+        """Returns the step as known before the last answer, or None."""
+        whole, _, _ = self._read_answers().rpartition(b"\n")
+        answer = parse_answer(whole, names=("row",))
         return None if answer is None else PlannedStep.from_json(answer["row"])
 
     def end(self) -> dict[str, Any]:
-        """Ends the process, and returns its answer."""
+        """Ends the process and returns its answer."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         code = self._process.wait()
@@ -163,19 +165,21 @@ class _Process:
             log.seek(max(size - _TAIL_BYTES, 0))
             lines = log.read().decode(errors="replace").splitlines()
         with self._answers:
-            found = answer_of(self._written())
-        if found is None:
+            answer = parse_answer(self._read_answers())
+        if answer is None:
             tail = "\n".join(lines[-12:])
             return {"error": f"The process ended ({code}).\n{tail}"}
-        if "ended" in found:
-            # Why is in what the script wrote.
+        if "ended" in answer:
+            # The script's output explains why.
             last = [line for line in lines if line.strip()][-1:]
-            wrote = "".join(f" It wrote last: {line!r}." for line in last)
-            return {"error": f"{found['ended']}{wrote}"}
-        return found
+            wrote = "".join(f" Its last output: {line!r}." for line in last)
+            return {"error": f"{answer['ended']}{wrote}"}
+        return answer
 
 
-def _step_of(request: Request, answer: Mapping[str, Any]) -> PlannedStep | None:
+def _make_step(
+    request: Request, answer: Mapping[str, Any]
+) -> PlannedStep | None:
     error = answer.get("error")
     if "step" in answer:
         step = PlannedStep.from_json(answer["step"])
@@ -183,7 +187,8 @@ def _step_of(request: Request, answer: Mapping[str, Any]) -> PlannedStep | None:
             return step
         error = step.error
     if request.is_default and request.layout != "replicated":
-        # Nobody asked for it. What is wrong with all is reported once.
+        # The user did not ask for this layout. An error that all layouts
+        # share is reported once, in the row of "replicated".
         return None
     return PlannedStep(
         topology=request.topology,

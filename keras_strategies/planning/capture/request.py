@@ -1,4 +1,4 @@
-"""A question to a process of `keras-strategies plan`, and its answer."""
+"""Requests to the processes of `keras-strategies plan`, and their answers."""
 
 import dataclasses
 import json
@@ -8,12 +8,13 @@ from typing import Any
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "KERAS_BACKEND": "jax",
-    # libtpu asks nobody what machine this is, and several use it at once.
+    # libtpu must not query a metadata server for the machine's type, and
+    # several processes use it at the same time.
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TF_CPP_MIN_LOG_LEVEL": "2",
 }
-"""Variables of the processes that compile for slices that are not there."""
+"""Environment variables of the processes, which compile for absent slices."""
 MAX_ANSWER_BYTES = 1_000_000
 _BATCH = re.compile(
     r"(?P<sizes>\d{1,9}(x\d{1,9}){0,7}):(?P<dtype>[a-z]+\d{0,2})"
@@ -22,19 +23,20 @@ _BATCH = re.compile(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """A candidate of one process.
+    """The candidate that one process plans.
 
     Attributes:
       script: The script's path, or a module's name; "" for a function.
       is_module: Whether the script is a module.
       function: A function that makes the model, "module:function".
-      batch: Shapes of what it trains on, as "8x2048:int32": x and y.
-      arguments: Those of the script.
+      batch: The shapes and dtypes of x and y, such as "8x2048:int32".
+      arguments: The script's arguments.
       topology: The slice's name.
-      layout: How the model lies on it, in words.
-      is_default: Whether nobody named the layout: it may be left out.
-      is_alone: Whether there is no other candidate.
-      scale: "replica" or "global": whose rows the batches have.
+      layout: The name of the model's layout on the slice.
+      is_default: Whether the layout is a default that the user did not name,
+        so that its row may be left out.
+      is_alone: Whether there is only this candidate.
+      scale: "replica" or "global": what the rows of the batches are for.
       effort: "auto", "low" or "full".
       verify: See `Strategy.plan`.
       whole: See `Strategy.plan`.
@@ -58,46 +60,49 @@ class Request:
 
     @property
     def name(self) -> str:
-        """The slice and the layout."""
+        """The names of the slice and the layout."""
         return f"{self.topology} {self.layout}"
 
     def to_text(self) -> str:
-        """As the command line of the process has it."""
+        """Returns the request as text, for the process's command line."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_text(cls, text: str) -> "Request":
-        """The request that a command line has."""
-        found = json.loads(text)
+        """Parses the text that `to_text` returned."""
+        fields = json.loads(text)
         for name in ("batch", "arguments"):
-            found[name] = tuple(found[name])
-        return cls(**found)
+            fields[name] = tuple(fields[name])
+        return cls(**fields)
 
 
-def shape_and_dtype(text: str) -> tuple[tuple[int, ...], str]:
-    """An array's shape and dtype in words: "8x2048:int32".
+def parse_shape_and_dtype(text: str) -> tuple[tuple[int, ...], str]:
+    """Parses an array's shape and dtype, such as "8x2048:int32".
 
     Raises:
-      ValueError: it is none.
+      ValueError: if `text` does not have this form.
     """
     match = _BATCH.fullmatch(text)
     sizes = tuple(map(int, match["sizes"].split("x"))) if match else ()
     if match is None or 0 in sizes:
         raise ValueError(
-            "A batch is sizes and a dtype. Received: "
+            "A batch must be sizes and a dtype. Received: "
             f"{text!r}. Write for example 8x2048:int32."
         )
     return sizes, match["dtype"]
 
 
-def answer_of(
+def parse_answer(
     raw: bytes, names: tuple[str, ...] = ("step", "error", "ended")
 ) -> dict[str, Any] | None:
-    """A process's last answer, by its name; None: it gave none that is one.
+    """Parses a process's last answer.
 
     Args:
-      raw: Lines of JSON, of which the last one counts.
-      names: Those that it may have.
+      raw: Lines of JSON. The last one is the answer.
+      names: The names that the answer may have.
+
+    Returns:
+      A dict of the answer's name and value, or None if it is not valid.
     """
     lines = raw.splitlines()
     try:

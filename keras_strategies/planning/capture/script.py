@@ -1,4 +1,4 @@
-"""Runs a script until its first training step is caught."""
+"""Execution of a script up to its first training step."""
 
 import contextlib
 import os
@@ -28,18 +28,18 @@ def run_script(capture: Capture, request: Request) -> Capture:
     """Runs a script, or a module, as `python` would, up to its first step.
 
     Args:
-      capture: Catches the step.
-      request: The script.
+      capture: The capture of the step.
+      request: The request, which names the script.
 
     Returns:
-      The capture, which has the step.
+      `capture`, which has the step.
 
     Raises:
-      PlanError: it ended without a step.
-      Exception: what the script, or the first of its threads, raised before.
+      PlanError: if the script ended without a step.
+      Exception: if the script, or the first of its threads, raised before.
     """
     process, threads = os.getpid(), _ScriptThreads()
-    with capture.installed(), _as_main(request), threads.watched():
+    with capture.install(), _as_main(request), threads.watch():
         try:
             _run_main(request)
         except StepCaptured:
@@ -52,14 +52,14 @@ def run_script(capture: Capture, request: Request) -> Capture:
                 end_process(code if is_number else int(code is not None))
             if capture.step is None and code not in (None, 0):
                 raise ScriptEnded(
-                    f"The script ended itself with {code!r} before it trained "
-                    "a model."
+                    f"The script exited with {code!r} before it trained a "
+                    "model."
                 ) from error
         except Exception:
             if os.getpid() != process:
                 traceback.print_exc()
                 end_process(1)
-            # After its first step a script may fail: in a `finally`, say.
+            # After its first step a script may fail, such as in a `finally`.
             if capture.step is None:
                 raise
         if os.getpid() != process:
@@ -68,9 +68,9 @@ def run_script(capture: Capture, request: Request) -> Capture:
         capture.wait()
     if capture.step is None:
         raise threads.error or PlanError(
-            "A plan is for the first training step of a script. Received: "
-            f"{request.script!r}, which ended without `fit` of a strategy's "
-            "model and without `strategy.run`. Does it train under a flag?"
+            "A planned script must call `fit` of a strategy's model, or "
+            f"`strategy.run`. Received: {request.script!r}, which ended "
+            "without either. If it trains only with a flag, pass that flag."
         )
     return capture
 
@@ -83,7 +83,7 @@ def _run_main(request: Request) -> None:
 
 
 def end_process(status: int = 0) -> NoReturn:
-    """Ends the process at once: the script's threads would keep it."""
+    """Ends the process at once, without waiting for the script's threads."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -91,7 +91,7 @@ def end_process(status: int = 0) -> NoReturn:
 
 @contextlib.contextmanager
 def _as_main(request: Request) -> Iterator[None]:
-    """Gives the script its arguments, and the modules beside it."""
+    """Sets the script's arguments, and puts its folder on the path."""
     argv, path = sys.argv[:], sys.path[:]
     sys.argv = [request.script, *request.arguments]
     folder = pathlib.Path(request.script).resolve().parent
@@ -106,19 +106,19 @@ class _ScriptThreads:
     """The threads of a script.
 
     Attributes:
-      error: The first error that one of them raised; None: none did.
+      error: The first error that one of them raised, or None.
     """
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Keeps their errors in the block."""
+    def watch(self) -> Iterator[None]:
+        """Stores the threads' first error, in the block."""
         report = threading.excepthook
 
         def keep(args: threading.ExceptHookArgs) -> None:
-            # An `Exception` is the script's; else its step was caught.
+            # An `Exception` is the script's; otherwise it is `StepCaptured`.
             if isinstance(args.exc_value, Exception):
                 self.error = self.error or args.exc_value
                 report(args)
@@ -127,10 +127,10 @@ class _ScriptThreads:
             yield
 
     def finish(self, is_done: Callable[[], bool]) -> None:
-        """Waits for them as Python does at a script's end, for a minute.
+        """Waits for the threads, as Python does at exit, for up to a minute.
 
         Args:
-          is_done: Returns whether there is no need to wait any more.
+          is_done: A function that returns whether to stop waiting.
         """
         end = time.monotonic() + _MAX_WAIT_SECONDS
         while _are_running() and not is_done() and time.monotonic() < end:

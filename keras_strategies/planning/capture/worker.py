@@ -1,6 +1,6 @@
-"""A process of `keras-strategies plan`: one candidate, from script to figures.
+"""The process of `keras-strategies plan` that plans one candidate.
 
-It has the current folder on its path only where a module is planned.
+The current folder is on its path only if it plans a module or a function.
 """
 
 import dataclasses
@@ -25,12 +25,18 @@ from keras_strategies.planning.capture.capture import (
     PlanError,
     ScriptEnded,
 )
-from keras_strategies.planning.capture.request import Request, shape_and_dtype
+from keras_strategies.planning.capture.request import (
+    Request,
+    parse_shape_and_dtype,
+)
 from keras_strategies.planning.capture.script import end_process, run_script
 from keras_strategies.planning.compile import candidates
 from keras_strategies.planning.compile.candidates import Candidate
-from keras_strategies.planning.compile.compiler import Compiler, cache_folder
-from keras_strategies.planning.compile.layouts import Layout, layout_of
+from keras_strategies.planning.compile.compiler import (
+    Compiler,
+    find_cache_folder,
+)
+from keras_strategies.planning.compile.layouts import Layout, parse_layout
 from keras_strategies.planning.compile.planner import (
     EFFORTS,
     Effort,
@@ -45,28 +51,31 @@ _POLL_SECONDS = 1.0
 
 
 def main(descriptor: str, words: str, parent: str) -> NoReturn:
-    """Plans the candidate, and writes answers to a file descriptor.
+    """Plans the candidate and writes answers to a file descriptor.
 
-    Each is a line of JSON: what is known of it at low effort, then the answer.
+    Each answer is a line of JSON: first the step at low effort, then the final
+    one.
 
     Args:
       descriptor: The number of the file descriptor.
-      words: The request.
+      words: The request, as text.
       parent: The command's process id.
     """
-    threading.Thread(target=_end_with, args=(int(parent),), daemon=True).start()
+    threading.Thread(
+        target=_exit_with_parent, args=(int(parent),), daemon=True
+    ).start()
     with os.fdopen(int(descriptor), "w") as file:
         worker = Worker(Request.from_text(words), file)
         worker.answer(worker.plan)
     end_process()
 
 
-def _end_with(parent: int) -> None:
-    """Ends the process once the command has: its terminal was closed, say."""
+def _exit_with_parent(parent: int) -> None:
+    """Ends the process once its parent has ended (a closed terminal)."""
     while os.getppid() == parent:
         time.sleep(_POLL_SECONDS)
     if os.getpgrp() == os.getpid():
-        # With what the script has started.
+        # Including the processes that the script has started.
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
 
@@ -76,7 +85,7 @@ class Worker:
 
     Args:
       request: The candidate.
-      file: Where answers are written.
+      file: The file that answers are written to.
     """
 
     def __init__(self, request: Request, file: TextIO) -> None:
@@ -84,13 +93,13 @@ class Worker:
         self._process = os.getpid()
 
     def send(self, **answer: object) -> None:
-        """Writes an answer, unless in a child that the script has forked."""
+        """Writes an answer, except in a child that the script has forked."""
         if os.getpid() == self._process:
             self._file.write(json.dumps(answer) + "\n")
             self._file.flush()
 
     def answer(self, plan: Callable[[], dict[str, Any]]) -> None:
-        """Sends what a plan returns, or why it failed."""
+        """Sends the result of `plan`, or the error that it raised."""
         try:
             self.send(step=plan())
         except BaseException as error:
@@ -99,27 +108,31 @@ class Worker:
             self.send(**{name: _describe_error(error, self._request)})
 
     def plan(self) -> dict[str, Any]:
-        """Returns the candidate's step as JSON has it."""
+        """Returns the candidate's step as a dict for JSON."""
         if self._request.function:
-            return self._plan_candidate(_candidate_of_function(self._request))
+            return self._plan_candidate(_make_function_candidate(self._request))
         return self.plan_script(devices_by_name(self._request.topology))
 
     def plan_script(self, devices: Sequence[jax.Device]) -> dict[str, Any]:
-        """Plans the step of a script, where the script is caught.
+        """Plans a script's first step, in the contexts that surround it.
 
         Args:
-          devices: Those of the slice.
+          devices: The devices of the slice.
+
+        Returns:
+          The step as a dict for JSON.
         """
-        request, layout = self._request, layout_of(self._request.layout)
+        request, layout = self._request, parse_layout(self._request.layout)
         layout_map = None
         if layout.cores > 1:
-            # What its cores divide is known from the model.
+            # The layout map is made from the model. A first run of the
+            # script, with one core per replica, only finds that model.
             plain = dataclasses.replace(layout, cores=1, shards=None)
             model = self._run(devices, plain, _check_thread).model
             if model is None:
                 raise PlanError(
                     "A model axis can only be planned for models that `fit` "
-                    "trains. Received: a script with a loop of its own. Leave "
+                    "trains. Received: a script with a custom loop. Leave "
                     "'model' out."
                 )
             layout_map = transformer_layout(model, layout.cores)
@@ -141,11 +154,11 @@ class Worker:
         plan: Callable[..., Any],
         **kwargs: Any,
     ) -> Capture:
-        """Runs the script; `plan` is called with its first step."""
+        """Runs the script and calls `plan` with its first step."""
 
         def plan_in_thread(*args: object) -> object:
             if threading.current_thread() is not threading.main_thread():
-                # The main thread may wait for what the step gives, for ever.
+                # The main thread may wait forever for the step's result.
                 self.answer(lambda: plan(*args))
                 end_process()
             return plan(*args)
@@ -160,7 +173,7 @@ class Worker:
         return run_script(capture, self._request)
 
     def _plan_step(self, step: Step, layout: str) -> dict[str, Any]:
-        """Plans a step that was caught."""
+        """Plans a step that was captured."""
         return self._plan_candidate(
             Candidate(
                 topology=self._request.topology,
@@ -179,7 +192,7 @@ class Worker:
             is_verified=request.verify,
             is_whole=request.whole,
         )
-        folder = cache_folder() if request.cache else None
+        folder = find_cache_folder() if request.cache else None
         with Compiler(folder=folder) as compiler:
             (step,) = iter_plans(
                 [candidate],
@@ -194,25 +207,26 @@ def _check_thread(*args: object) -> None:
     if threading.current_thread() is not threading.main_thread():
         raise PlanError(
             "A model axis can only be planned for scripts that train in their "
-            "main thread. Received: one that trains in another. Leave 'model' "
-            "out."
+            "main thread. Received: a script that trains in another thread. "
+            "Leave 'model' out."
         )
 
 
-def _candidate_of_function(request: Request) -> Candidate:
+def _make_function_candidate(request: Request) -> Candidate:
     """Returns the candidate of a function that makes a model."""
     module, name = request.function.split(":")
     batch = tuple(
-        jax.ShapeDtypeStruct(*shape_and_dtype(text)) for text in request.batch
+        jax.ShapeDtypeStruct(*parse_shape_and_dtype(text))
+        for text in request.batch
     )
     is_global = request.scale == "global"
     strategy = MirroredStrategy(jax.devices("cpu")[:1])
-    # After what is imported here: files there may have the names of modules.
+    # Added last: files in the current folder may shadow imported modules.
     sys.path.insert(0, os.getcwd())
     maker = getattr(importlib.import_module(module), name)
-    (candidate,) = candidates.candidates_of(
+    (candidate,) = candidates.iter_candidates(
         strategy,
-        candidates.maker_of(maker),
+        candidates.get_maker(maker),
         candidates.Batch(batch, 1, is_global=is_global),
         [request.topology],
         [request.layout],
@@ -221,14 +235,18 @@ def _candidate_of_function(request: Request) -> Candidate:
 
 
 def _describe_error(error: BaseException, request: Request) -> str:
-    """Returns an error for the script's author, with its place in it."""
+    """Returns an error's text for the script's author, with its line."""
     if isinstance(error, PlanError):
         return str(error)
     if isinstance(error, candidates.MakingFailed):
         error = error.__cause__ or error
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if f.filename == request.script]
-    place = f" (line {own[-1].lineno} of {request.script})" if own else ""
+    in_script = [f for f in frames if f.filename == request.script]
+    place = (
+        f" (line {in_script[-1].lineno} of {request.script})"
+        if in_script
+        else ""
+    )
     traceback.print_exception(error)
     lines = str(error).splitlines()[:_MAX_LINES]
     return f"{type(error).__name__}{place}: " + "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Kinds of calls: those of one kind compute the same."""
+"""Signatures of layer calls; calls with equal signatures compute the same."""
 
 import inspect
 import json
@@ -15,92 +15,95 @@ _KERAS = ("keras", "keras_hub")
 
 
 def call_signature(node: Any) -> tuple[Any, ...]:
-    """What is equal for calls in a model's graph that compute the same.
+    """Returns a call's signature: equal for calls that compute the same.
 
     Args:
-      node: The call, as Keras keeps it.
+      node: The call, a node of a Keras model's graph.
     """
     return (
-        _kind_of(node.operation),
-        _arguments_of(node),
-        tuple(map(_spec, node.input_tensors)),
-        tuple(map(_spec, node.output_tensors)),
+        _describe_operation(node.operation),
+        _read_arguments(node),
+        tuple(map(_read_spec, node.input_tensors)),
+        tuple(map(_read_spec, node.output_tensors)),
     )
 
 
 def is_of_keras(thing: type | Callable[..., object]) -> bool:
-    """Whether a class or a function is Keras's own."""
+    """Returns whether a class or a function is defined by Keras."""
     return thing.__module__.split(".")[0] in _KERAS
 
 
 def is_rematerialized(layer: keras.layers.Layer) -> bool:
-    """Whether a layer is computed again, by a `keras.RematScope`."""
-    return _remat_of(layer) not in ((), (False,))
+    """Returns whether a layer is rematerialized (by `keras.RematScope`)."""
+    return _read_remat(layer) not in ((), (False,))
 
 
-def _spec(tensor: keras.KerasTensor) -> tuple[Any, ...]:
+def _read_spec(tensor: keras.KerasTensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), str(tensor.dtype)
 
 
-def _kind_of(operation: keras.Operation) -> tuple[Any, ...]:
+def _describe_operation(operation: keras.Operation) -> tuple[Any, ...]:
     variables = tuple(
         (tuple(v.shape), str(v.dtype), v.trainable)
         for v in getattr(operation, "variables", ())
     )
-    text, modes = _config_of(operation), ()
+    text, modes = _read_config(operation), ()
     if isinstance(operation, keras.layers.Layer):
         inner = operation._flatten_layers()
-        modes = tuple(map(_remat_of, inner))
+        modes = tuple(map(_read_remat, inner))
         if not all(is_of_keras(type(x)) for x in inner):
-            # Configs of somebody's layers may say less than they do.
-            text += "".join(map(_config_of, inner))
-            modes += tuple(map(_attributes_of, inner))
-        # A functional model's config has names in its graph.
+            # The config of a user-defined layer may leave out what it
+            # computes with, so all inner layers and attributes count, too.
+            text += "".join(map(_read_config, inner))
+            modes += tuple(map(_read_attributes, inner))
+        # The config of a functional model refers to layers by name. Numbers
+        # take the place of the names, which differ between equal blocks.
         named = [(x, *getattr(x, "operations", ())) for x in inner]
         names = dict.fromkeys(x.name for group in named for x in group)
         for number, name in enumerate(names):
-            # As a value: a first `Dropout` is called as the key "dropout" is.
+            # Only values: the key "dropout" is not the layer `dropout`.
             word = re.escape(json.dumps(name)) + "(?!:)"
             text = re.sub(word, f'"part {number}"', text)
     return type(operation), variables, text, modes
 
 
-def _config_of(operation: keras.Operation) -> str:
+def _read_config(operation: keras.Operation) -> str:
     try:
-        config = _nameless(operation.get_config())
+        config = _strip_names(operation.get_config())
         return json.dumps(config, sort_keys=True, default=repr)
     except Exception:
-        # Somebody's layer has none: its attributes tell.
+        # A user-defined layer without a config; its attributes are compared.
         return ""
 
 
-def _attributes_of(layer: keras.layers.Layer) -> tuple[Any, ...]:
-    """What a layer of somebody's holds besides layers and variables."""
+def _read_attributes(layer: keras.layers.Layer) -> tuple[Any, ...]:
+    """Returns the attributes of a user-defined layer that Keras did not set."""
     if is_of_keras(type(layer)):
         return ()
-    of_all = vars(keras.layers.Identity())
+    default_names = vars(keras.layers.Identity())
     return tuple(
-        (name, _value_of(value))
+        (name, _make_key(value))
         for name, value in sorted(vars(layer).items())
-        if name not in of_all
+        if name not in default_names
     )
 
 
-def _arguments_of(node: Any) -> Hashable:
-    """What a call is given besides tensors.
+def _read_arguments(node: Any) -> Hashable:
+    """Returns the arguments of a call other than tensors.
 
-    Numbers that an operation of Keras computes with are as good as others.
+    Floats that an operation of Keras (not a layer) computes with are left out:
+    any two of them take the same computation.
     """
     is_layer = isinstance(node.operation, keras.layers.Layer)
     given = node.arguments.args, node.arguments.kwargs
-    return _value_of(given, has_numbers=is_layer)
+    return _make_key(given, has_numbers=is_layer)
 
 
-def _value_of(value: Any, *, has_numbers: bool = True) -> Hashable:
-    """A value that is equal for equal ones, and has a hash."""
+def _make_key(value: Any, *, has_numbers: bool = True) -> Hashable:
+    """Returns a hashable key that is equal for equivalent values."""
 
     def of(item: object) -> Hashable:
-        return _value_of(item, has_numbers=has_numbers)
+        return _make_key(item, has_numbers=has_numbers)
 
     if isinstance(value, dict):
         return tuple((str(k), of(v)) for k, v in value.items())
@@ -113,23 +116,26 @@ def _value_of(value: Any, *, has_numbers: bool = True) -> Hashable:
     if inspect.ismethod(value):
         return value.__func__
     if inspect.isfunction(value):
-        captured = map(_captured, value.__closure__ or ())
+        captured = map(_make_cell_key, value.__closure__ or ())
         return value.__code__, of(value.__defaults__), tuple(captured)
-    return _hashed(value)
+    return _make_leaf_key(value)
 
 
-def _captured(cell: types.CellType) -> Hashable:
-    """What a function has from where it was made. It may be itself."""
+def _make_cell_key(cell: types.CellType) -> Hashable:
+    """Returns a key of a closure's cell; None if the cell is empty.
+
+    Its contents may be the function itself, so they are not traversed.
+    """
     try:
-        return _hashed(cell.cell_contents)
+        return _make_leaf_key(cell.cell_contents)
     except ValueError:
         return None
 
 
-def _hashed(value: object) -> Hashable:
+def _make_leaf_key(value: object) -> Hashable:
     is_plain = isinstance(value, str | int | float | None)
     if not is_plain and is_of_keras(type(value)):
-        # Layers are looked at by themselves.
+        # Inner layers have keys in `_describe_operation`.
         return type(value)
     try:
         hash(value)
@@ -138,8 +144,8 @@ def _hashed(value: object) -> Hashable:
     return type(value), value
 
 
-def _remat_of(layer: keras.layers.Layer) -> tuple[Any, ...]:
-    """How a layer is computed again in the backward pass."""
+def _read_remat(layer: keras.layers.Layer) -> tuple[Any, ...]:
+    """Returns how a layer is rematerialized in the backward pass; () if not."""
     remat = layer._remat_mode
     if remat is None or remat.mode is None:
         return ()
@@ -148,9 +154,9 @@ def _remat_of(layer: keras.layers.Layer) -> tuple[Any, ...]:
     return remat.mode, remat.output_size_threshold
 
 
-def _nameless(config: Tree) -> Tree:
+def _strip_names(config: Tree) -> Tree:
     if isinstance(config, dict):
-        return {k: _nameless(v) for k, v in config.items() if k != "name"}
+        return {k: _strip_names(v) for k, v in config.items() if k != "name"}
     if isinstance(config, list | tuple):
-        return [_nameless(v) for v in config]
+        return [_strip_names(v) for v in config]
     return config

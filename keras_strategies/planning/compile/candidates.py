@@ -1,4 +1,4 @@
-"""Candidates of a plan for a model's `fit`: strategies, models and batches."""
+"""Candidates of a plan of `fit`: their strategies, models and batches."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,102 +28,103 @@ from keras_strategies.tpu.topology_devices import devices_by_name
 
 
 class MakingFailed(Exception):  # noqa: N818
-    """The user's function failed, for whatever candidate; see its cause."""
+    """A failure of the user's function that makes models; see its cause."""
 
 
 Maker = Callable[[], keras.Model]
 
 _MODEL_AXIS = 4
-"""Cores of a replica, in a layout that is tried for transformers."""
+"""Cores of a replica in the default layout for transformers."""
 
 
 class Batch:
-    """The shapes of a global batch, for another number of replicas.
+    """The shapes of a global batch, for any number of replicas.
 
     Args:
       batch: `(x, y)` or `(x, y, sample_weight)`.
-      replicas: Of whose global batch it is.
-      is_global: Whether others get as many rows in all; else on each replica.
+      replicas: The number of replicas that `batch` is a global batch of.
+      is_global: Whether the rows in all stay the same for other numbers of
+        replicas. Otherwise the rows of each replica do.
 
     Raises:
-      ValueError: it is no batch, or has no rows.
+      ValueError: if `batch` is not a batch, or has no rows.
     """
 
     def __init__(self, batch: Tree, replicas: int, *, is_global: bool) -> None:
         if not isinstance(batch, tuple) or len(batch) not in (2, 3):
             raise ValueError(
-                "A plan is for a batch as `fit` trains on: `(x, y)` or `(x, "
-                f"y, sample_weight)`. Received: an object of type "
+                "A plan's batch must be `(x, y)` or `(x, y, sample_weight)`, "
+                "as `fit` trains on. Received: an object of type "
                 f"{type(batch).__name__}. Pass a tuple of arrays or shapes."
             )
         self._shapes = jax.tree.map(shape_of, batch)
         self._rows = num_rows(self._shapes)
         self._replicas, self._is_global = replicas, is_global
 
-    def on(self, replicas: int) -> Tree:
-        """The shapes of a global batch of so many replicas.
+    def for_replicas(self, replicas: int) -> Tree:
+        """Returns the shapes of a global batch of that many replicas.
 
         Returns:
-          A `jax.ShapeDtypeStruct` for each array, (rows, ...).
+          A `jax.ShapeDtypeStruct` of shape (rows, ...) for each array.
         """
         rows = self._rows
         if not self._is_global:
-            rows = lib.rows_of(rows / self._replicas, replicas)
+            rows = lib.compute_rows(rows / self._replicas, replicas)
         return with_rows(self._shapes, rows)
 
 
-def maker_of(model: object) -> Maker:
-    """What makes the model that is planned.
+def get_maker(model: object) -> Maker:
+    """Returns a function that makes the planned model.
 
     Args:
       model: A compiled model, or a function that makes one.
 
     Raises:
-      ValueError: the model is not compiled.
-      TypeError: it is neither.
+      ValueError: if the model is not compiled.
+      TypeError: if `model` is neither a model nor callable.
     """
     if isinstance(model, keras.Model):
         if not model.compiled:
             raise ValueError(
-                "A plan is for a compiled model. Received: "
+                "A planned model must be compiled. Received: "
                 f"{model.name!r}, which is not compiled. Call `compile` first."
             )
         return functools.partial(clone_from_config, model)
     if not callable(model):
         raise TypeError(
-            "A plan is for a Keras model, or a function that makes one. "
+            "A plan needs a Keras model, or a function that makes one. "
             f"Received: an object of type {type(model).__name__}. Pass a "
-            "function that makes and compiles it."
+            "function that makes and compiles the model."
         )
     return cast("Maker", model)
 
 
-def candidates_of(
-    own: Strategy,
+def iter_candidates(
+    base: Strategy,
     maker: Maker,
     batch: Batch,
     topologies: str | Sequence[str] | None,
     strategies: Any,
 ) -> Iterator[Candidate]:
-    """The candidates of `Strategy.plan`; see there.
+    """Yields the candidates of `Strategy.plan`.
 
     Args:
-      own: The strategy that plans.
-      maker: Makes the model.
+      base: The strategy that plans.
+      maker: A function that makes the model.
       batch: The batch.
-      topologies: Names of slices; None: the strategy's own devices.
-      strategies: Layouts; None: several.
+      topologies: Names of slices, or None for the strategy's devices.
+      strategies: Layouts, or None for the default ones.
 
     Raises:
-      ValueError, TypeError: no such slice or layout.
+      ValueError, TypeError: if a slice or a layout is not known.
     """
     if strategies is not None:
         is_many = isinstance(strategies, Sequence)
         if isinstance(strategies, str) or not is_many:
             strategies = [strategies]
-        strategies = list(map(lib.layout_of, strategies))
+        strategies = list(map(lib.parse_layout, strategies))
     if topologies is None:
-        devices = own.mesh.devices
+        devices = base.mesh.devices
         slices = {devices[0].device_kind: devices}
     else:
         names = lib.check_topologies(topologies)
@@ -132,26 +133,26 @@ def candidates_of(
     for name, devices in slices.items():
         layouts = strategies
         if layouts is None:
-            layouts = layout_maps.possible(devices)
+            layouts = layout_maps.list_possible(devices)
         for layout in layouts:
 
             def make(mesh: ReplicaMesh, layout: lib.Layout = layout) -> Step:
                 cores = layout.cores
                 layout_map = layout_maps.of(cores) if cores > 1 else None
-                strategy = own._over(
+                strategy = base._make_planned(
                     mesh,
                     layout_map=layout_map,
                     variable_partitioner=layout.variable_partitioner,
                 )
                 return _fit_step(strategy, maker, batch)
 
-            yield candidate_of(name, devices, layout, make)
+            yield make_candidate(name, devices, layout, make)
 
 
-def default_layouts(devices: Sequence[Any]) -> list[lib.Layout]:
-    """The layouts that suit devices; the last one may be for transformers."""
+def list_default_layouts(devices: Sequence[Any]) -> list[lib.Layout]:
+    """Returns the layouts to try; the last one may be for transformers."""
     shards = grouped_device_order(devices, None)[1]
-    layouts = lib.layouts_for(len(devices), shards)
+    layouts = lib.list_layouts(len(devices), shards)
     is_tpu = devices[0].platform == "tpu"
     if is_tpu and len(devices) >= _MODEL_AXIS**2:
         layouts.append(lib.Layout(divides="all", cores=_MODEL_AXIS))
@@ -159,15 +160,15 @@ def default_layouts(devices: Sequence[Any]) -> list[lib.Layout]:
 
 
 class _LayoutMaps:
-    """Layout maps of the transformer that is planned, by cores."""
+    """Layout maps of the planned transformer, by cores of a replica."""
 
     def __init__(self, maker: Maker) -> None:
         self._maker = maker
         self._model: keras.Model | None = None
 
-    def possible(self, devices: Sequence[Any]) -> list[lib.Layout]:
-        """Returns the default layouts without those that it has no map for."""
-        return [x for x in default_layouts(devices) if self._allows(x)]
+    def list_possible(self, devices: Sequence[Any]) -> list[lib.Layout]:
+        """Returns the default layouts that the model has a layout map for."""
+        return [x for x in list_default_layouts(devices) if self._allows(x)]
 
     def _allows(self, layout: lib.Layout) -> bool:
         if layout.cores > 1:
@@ -178,31 +179,31 @@ class _LayoutMaps:
         return True
 
     def of(self, cores: int) -> Mapping[str, Any]:
-        """The one for replicas of so many cores."""
+        """Returns the layout map for replicas of that many cores."""
         if self._model is None:
             with abstract():
                 self._model = self._maker()
         return transformer_layout(self._model, cores)
 
 
-def candidate_of(
+def make_candidate(
     name: str,
     devices: Sequence[Any],
     layout: lib.Layout,
     make: Callable[[ReplicaMesh], Step],
 ) -> Candidate:
-    """A candidate.
+    """Returns a candidate.
 
     Args:
-      name: The slice's.
-      devices: Its devices.
-      layout: How the model lies on them.
-      make: Makes the step, for the replicas.
+      name: The slice's name.
+      devices: The slice's devices.
+      layout: The model's layout on the devices.
+      make: A function of the mesh that makes the step.
     """
     try:
-        mesh = mesh_of(devices, layout)
+        mesh = make_mesh(devices, layout)
     except (ValueError, TypeError) as error:
-        # It has a row of its own in the plan.
+        # Raised later, so that the candidate's row in the plan shows it.
         make_step = functools.partial(_fail, error)
         num_replicas = max(len(devices) // layout.cores, 1)
     else:
@@ -221,29 +222,31 @@ def _fail(error: Exception) -> NoReturn:
     raise error
 
 
-def mesh_of(devices: Sequence[Any], layout: lib.Layout) -> ReplicaMesh:
-    """The replicas that a layout makes of devices.
+def make_mesh(devices: Sequence[Any], layout: lib.Layout) -> ReplicaMesh:
+    """Returns the mesh of replicas of a layout on devices.
 
     Raises:
-      ValueError: it does not go together with them.
+      ValueError: if the layout does not fit the devices.
     """
     partitioner = layout.variable_partitioner
     shape = None
     if layout.cores > 1:
         if devices[0].platform != "tpu":
             raise ValueError(
-                "Replicas of several cores are those of TPU slices. Received: "
+                "Replicas of several cores need a TPU slice. Received: "
                 f"{layout} on devices of {devices[0].platform!r}. Leave "
                 "'model' out."
             )
         mesh_shape = Topology.from_devices(devices).mesh_shape
-        shape = lib.computation_shape(layout.cores, list(map(int, mesh_shape)))
+        shape = lib.find_computation_shape(
+            layout.cores, list(map(int, mesh_shape))
+        )
         if shape is None:
             raise ValueError(
-                "The cores of a replica are a box of the slice, of which a "
-                f"multiple fills it. Received: {layout} for a slice of "
+                "The cores of a replica must form a box that tiles the slice. "
+                f"Received: {layout} for a slice of "
                 f"{tuple(map(int, mesh_shape))} in x, y, z and core. Choose "
-                "another number."
+                "another number of cores."
             )
     if devices[0].platform == "tpu":
         return abstract_mesh(devices, shape, partitioner)
@@ -253,18 +256,20 @@ def mesh_of(devices: Sequence[Any], layout: lib.Layout) -> ReplicaMesh:
 
 def _fit_step(strategy: Strategy, maker: Maker, batch: Batch) -> Step:
     with strategy.scope(), abstract():
-        model = _call(maker)
+        model = _call_maker(maker)
     strategy.attach(model)
-    return FitStep(model, strategy, batch.on(strategy.mesh.num_replicas))
+    return FitStep(
+        model, strategy, batch.for_replicas(strategy.mesh.num_replicas)
+    )
 
 
-def _call(maker: Maker) -> keras.Model:
+def _call_maker(maker: Maker) -> keras.Model:
     try:
         model = maker()
         if isinstance(model, keras.Model) and model.compiled:
             return model
         raise TypeError(
-            "The function that is planned returns a compiled Keras model. "
+            "The planned function must return a compiled Keras model. "
             f"Received: {model!r} of type {type(model).__name__}. Compile "
             "the model in the function, and return it."
         )

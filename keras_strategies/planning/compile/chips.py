@@ -1,4 +1,4 @@
-"""Figures of accelerators, for estimates."""
+"""Specifications of accelerators, for estimates."""
 
 import dataclasses
 import os
@@ -13,18 +13,18 @@ _GIB = 2**30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """What one device of an accelerator can do.
+    """Specifications of one device of an accelerator.
 
-    Of a chip that JAX sees as two devices, half of the chip.
+    For a chip that JAX sees as two devices, those of half the chip.
 
     Attributes:
-      name: As in names of topologies: "v5e".
-      memory_bytes: What the compiler lets a program have.
-      flops: Multiplications and additions of bfloat16 matrices a second.
-      memory_bandwidth: Bytes a second, of its memory.
-      link_bandwidth: Bytes a second that leave it, by all of its links to
-        other chips of the slice together.
-      source: Where the figures are from.
+      name: The name in topologies, such as "v5e".
+      memory_bytes: Bytes that the compiler lets a program use.
+      flops: Multiplications and additions of bfloat16 matrices per second.
+      memory_bandwidth: Bytes per second of the memory.
+      link_bandwidth: Bytes per second sent over all links to other chips of
+        the slice together.
+      source: The page that the figures are from.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Chip:
 _DOCS = "https://cloud.google.com/tpu/docs/"
 
 
-def _chip(
+def _make_chip(
     name: str, gib: float, tflops: float, memory: float, links: float, page: str
 ) -> Chip:
     return Chip(
@@ -51,40 +51,40 @@ def _chip(
     )
 
 
-# By JAX's `device_kind`. Memory is the "available HBM" of libtpu 0.0.42's
-# errors; the rest is from the pages, whose Gbps of links are those of one
+# By JAX's `device_kind`. Memory is the "available HBM" in errors of libtpu
+# 0.0.42. The rest is from the pages, whose Gbps of links are for one
 # direction.
 _BY_KIND = {
-    "TPU v4": _chip("v4", 30.75, 275, 1228, 300, "v4"),
-    "TPU v5 lite": _chip("v5e", 15.75, 197, 819, 200, "v5e"),
-    "TPU v5": _chip("v5p", 95.74, 459, 2765, 600, "v5p"),
-    "TPU v6 lite": _chip("v6e", 31.25, 918, 1640, 400, "v6e"),
-    # Half of a chip.
-    "TPU7x": _chip("tpu7x", 94.75, 1153.5, 3690, 600, "tpu7x"),
+    "TPU v4": _make_chip("v4", 30.75, 275, 1228, 300, "v4"),
+    "TPU v5 lite": _make_chip("v5e", 15.75, 197, 819, 200, "v5e"),
+    "TPU v5": _make_chip("v5p", 95.74, 459, 2765, 600, "v5p"),
+    "TPU v6 lite": _make_chip("v6e", 31.25, 918, 1640, 400, "v6e"),
+    # One of a chip's two devices.
+    "TPU7x": _make_chip("tpu7x", 94.75, 1153.5, 3690, 600, "tpu7x"),
 }
-# A v4 whose two cores are two devices.
-_OF_V4_CORE = _chip("v4", 15.25, 137.5, 614, 150, "v4")
+# For a v4 whose two cores are two devices.
+_OF_V4_CORE = _make_chip("v4", 15.25, 137.5, 614, 150, "v4")
 
 
-def chip_of(device: "jax.Device") -> Chip | None:
-    """The figures of a device; None if there are none."""
+def find_chip(device: "jax.Device") -> Chip | None:
+    """Returns the specifications of a device, or None if not known."""
     kind = device.device_kind
     if kind == "TPU v4" and getattr(device, "num_cores", 2) == 1:
         return _OF_V4_CORE
     return _BY_KIND.get(kind)
 
 
-def memory_of(device: "jax.Device", num_local: int = 1) -> int | None:
-    """Bytes that a program may have on a device.
+def find_memory(device: "jax.Device", num_local: int = 1) -> int | None:
+    """Returns the bytes that a program may use on a device.
 
     Args:
       device: The device.
-      num_local: How many share the machine's memory, if it is a CPU's.
+      num_local: The number of devices that share a CPU's memory.
 
     Returns:
-      None: unknown.
+      The number of bytes, or None if unknown.
     """
-    chip = chip_of(device)
+    chip = find_chip(device)
     if chip is not None:
         return chip.memory_bytes
     if device.platform == "cpu":

@@ -1,4 +1,4 @@
-"""Models like another one, compiled as it is, without a variable of its."""
+"""Clones of compiled models, which do not share variables with them."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -13,23 +13,24 @@ from keras_strategies.planning.compile.call_signatures import (
 )
 from keras_strategies.planning.compile.equal_blocks import (
     Blocks,
-    shortened,
+    shorten,
 )
 
 _OF_A_STEP = ("train_step", "compute_loss", "compute_metrics", "compile")
 
 
 def clone_from_config(model: keras.Model) -> keras.Model:
-    """A model made from another one's config, compiled likewise.
+    """Makes a model from another one's config and compiles it the same way.
 
     Args:
-      model: A model of which Keras knows a config.
+      model: A model that has a config.
 
     Returns:
-      One with variables of its own, and initial values.
+      A model with new variables and initial values.
 
     Raises:
-      ValueError: there is no config, or Keras cannot make a model from it.
+      ValueError: if the model has no config, or Keras cannot make a model from
+        it.
     """
     try:
         config = model.get_config()
@@ -42,18 +43,18 @@ def clone_from_config(model: keras.Model) -> keras.Model:
             compile_like(clone, model)
     except Exception as error:
         raise ValueError(
-            "A model is planned by one that is made from its config. "
-            f"Received: {model.name!r} of type {type(model).__name__}, of "
-            f"which Keras makes none ({type(error).__name__}: {error}). Pass a "
-            "function that makes and compiles the model instead."
+            "A planned model must be one that Keras can make from its config. "
+            f"Received: {model.name!r} of type {type(model).__name__}, which "
+            f"failed ({type(error).__name__}: {error}). Pass a function that "
+            "makes and compiles the model instead."
         ) from error
     return clone
 
 
 def compile_like(clone: keras.Model, model: keras.Model) -> None:
-    """Compiles a model as another one is, with an optimizer of its own.
+    """Compiles a clone like its model, with a new optimizer.
 
-    Losses and metrics are the same objects.
+    The two share losses and metrics.
     """
     arguments = dict(model._compile_config.config)
     optimizer = model.optimizer
@@ -65,24 +66,24 @@ def compile_like(clone: keras.Model, model: keras.Model) -> None:
 
 
 def has_own_step(model: keras.Model) -> bool:
-    """Whether a model's class has methods of a step that are not Keras's."""
+    """Returns whether a model's class overrides a method of Keras's steps."""
     return any(_has_own(type(model), name) for name in _OF_A_STEP)
 
 
-def accumulates(model: keras.Model) -> bool:
-    """Whether a model's optimizer updates after several steps.
+def accumulates_gradients(model: keras.Model) -> bool:
+    """Returns whether a model's optimizer accumulates gradients.
 
-    What its branch needs does not grow as its blocks do.
+    The memory of its conditional update does not grow linearly with blocks.
     """
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     return bool(getattr(optimizer, "gradient_accumulation_steps", None))
 
 
-def shorter_clone(
+def make_shorter_clone(
     model: keras.Model, blocks: Blocks, number: int
 ) -> keras.Model:
-    """A compiled model of the same layers with fewer blocks."""
-    shorter = shortened(model, blocks, number)
+    """Returns a compiled model of the same layers with fewer blocks."""
+    shorter = shorten(model, blocks, number)
     compile_like(shorter, model)
     return shorter
 
@@ -93,23 +94,20 @@ def _has_own(kind: type, name: str) -> bool:
 
 
 def _copy_modes(model: keras.Model, clone: keras.Model) -> None:
-    """Has the layers computed again in the backward pass as the model's are.
-
-    No config says so.
-    """
+    """Copies the layers' modes of rematerialization, which configs lack."""
     pairs = zip(model._flatten_layers(), clone._flatten_layers(), strict=True)
     for layer, other in pairs:
         other._remat_mode = layer._remat_mode
 
 
-def has_rematerialized(model: keras.Model) -> bool:
-    """Whether a layer is computed again, by a `keras.RematScope`."""
+def has_remat_layers(model: keras.Model) -> bool:
+    """Returns whether a layer is rematerialized (by `keras.RematScope`)."""
     return any(map(is_rematerialized, model._flatten_layers()))
 
 
 @contextlib.contextmanager
-def rematerialized(layers: Iterable[keras.layers.Layer]) -> Iterator[None]:
-    """In which layers are as if made in a `keras.RematScope`."""
+def rematerialize(layers: Iterable[keras.layers.Layer]) -> Iterator[None]:
+    """Makes layers rematerialize, as if created in a `keras.RematScope`."""
     with keras.RematScope(mode="full"):
         mode = keras.layers.Identity()._remat_mode
     with contextlib.ExitStack() as stack:
@@ -119,7 +117,7 @@ def rematerialized(layers: Iterable[keras.layers.Layer]) -> Iterator[None]:
 
 
 def embeds_tokens(model: keras.Model) -> bool:
-    """Whether a layer is an embedding, so that integers may be tokens."""
+    """Returns whether a layer is an embedding, so integers may be tokens."""
     return any(
         isinstance(layer, keras.layers.Embedding)
         or "embedding" in type(layer).__name__.lower()

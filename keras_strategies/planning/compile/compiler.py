@@ -1,7 +1,8 @@
-"""A compiler of programs side by side, which keeps their figures.
+"""Compilation of programs in parallel, with a cache of their figures.
 
-XLA compiles without Python's lock, so that threads do it at once. Figures are
-kept in files, by the program's text, what it is compiled for and by what.
+XLA compiles without Python's lock, so threads compile in parallel. Figures are
+cached in files; the key is the program's text, its devices, its options and
+the compiler's version.
 """
 
 import concurrent.futures
@@ -30,24 +31,24 @@ from keras_strategies.cluster.untrusted import load_json, open_regular
 _FOLDER = "keras_strategies"
 _MOST_JOBS = 8
 _BYTES_OF_JOB = 3e9
-"""What a large program takes to compile."""
+"""Bytes of host memory that compiling a large program takes."""
 _VERSION = 1
 _MOST_BYTES = 10_000
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-"""Variables of the environment that compilers read."""
+"""Environment variables that compilers read."""
 
 LOW_EFFORT = {"exec_time_optimization_effort": -1.0}
-"""XLA's option by which large programs for TPUs compile in minutes."""
+"""Options of XLA with which large programs for TPUs compile in minutes."""
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _EXHAUSTED = "RESOURCE_EXHAUSTED"
 _NEEDED = re.compile(r"temporaries \((?P<size>\d+(\.\d+)?)(?P<unit>[KMGT]?)")
 
 
 class DoesNotFit(Exception):  # noqa: N818
-    """The compiler says that a program needs too much memory.
+    """A program that needs too much memory, by the compiler's error.
 
     Attributes:
-      needed: Bytes that it needs, as far as the compiler says.
+      needed: The bytes that it needs, or None if the error has no number.
     """
 
     def __init__(self, message: str, needed: float | None) -> None:
@@ -62,9 +63,9 @@ class Compiler:
     """Compiles lowered programs in threads.
 
     Args:
-      num_threads: How many at once; None: as many as the machine has cores
-        and memory for.
-      folder: Where figures are kept; None: nowhere.
+      num_threads: The number of threads, or None to choose it by the
+        machine's cores and memory.
+      folder: The folder of the cache of figures, or None for no cache.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Compiler:
         num_threads: int | None = None,
         folder: pathlib.Path | None = None,
     ) -> None:
-        number = num_threads or num_jobs()
+        number = num_threads or count_jobs()
         self._pool = concurrent.futures.ThreadPoolExecutor(number)
         self._stack = contextlib.ExitStack()
         self._folder = folder
@@ -86,31 +87,31 @@ class Compiler:
         *,
         is_full: bool,
     ) -> "concurrent.futures.Future[Outcome]":
-        """Begins to compile.
+        """Starts to compile a program.
 
         Args:
           lowered: A lowered program.
-          devices: Those it is for, in the order of its mesh.
-          is_full: Whether at full effort, as it would be run.
+          devices: The program's devices, in the order of its mesh.
+          is_full: Whether to compile at full effort, as for training.
 
         Returns:
-          What becomes its figures, or `DoesNotFit`.
+          A future of the program's figures, or of `DoesNotFit`.
         """
         is_tpu = devices[0].platform == "tpu"
         options = None if is_full or not is_tpu else dict(LOW_EFFORT)
         path = None
         if self._folder is not None:
-            key = _key(lowered, devices, options, self._flags)
+            key = _make_key(lowered, devices, options, self._flags)
             path = self._folder / f"{key}.json"
             kept = _read(path)
             if kept is not None:
                 done: Any = concurrent.futures.Future()
                 done.set_result(kept)
                 return done
-        return self._pool.submit(_compiled, lowered, options, path)
+        return self._pool.submit(_compile, lowered, options, path)
 
     def __enter__(self) -> "Compiler":
-        """Keeps programs out of JAX's own cache until the exit."""
+        """Disables JAX's compilation cache until the exit."""
         self._stack.enter_context(without_jax_cache())
         return self
 
@@ -119,43 +120,43 @@ class Compiler:
         self.close()
 
     def close(self) -> None:
-        """Lets running compilations end, and begins no other."""
+        """Cancels compilations that have not started. Does not wait."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def as_misfit(error: jax.errors.JaxRuntimeError) -> DoesNotFit | None:
-    """What the compiler's error says of a program that is too large.
+def parse_misfit(error: jax.errors.JaxRuntimeError) -> DoesNotFit | None:
+    """Parses an out-of-memory error of the compiler.
 
     Returns:
-      None: it is another error.
+      The parsed error, or None if it is an error of another kind.
     """
-    # Of its status JAX has the name alone, as the message's first word.
+    # JAX exposes the error's status only as the message's first word.
     message = str(error)
     if not message.startswith(_EXHAUSTED):
         return None
-    found = _NEEDED.search(message)
+    match = _NEEDED.search(message)
     needed = None
-    if found is not None:
-        needed = float(found["size"]) * _UNITS[found["unit"]]
+    if match is not None:
+        needed = float(match["size"]) * _UNITS[match["unit"]]
     return DoesNotFit(message.splitlines()[0], needed)
 
 
 @functools.cache
-def compilers() -> tuple[str, ...]:
-    """The versions that a program's figures depend on."""
+def list_compilers() -> tuple[str, ...]:
+    """Returns the versions that a program's figures depend on."""
     import importlib.metadata as metadata
 
-    found = []
+    versions = []
     for name in ("jax", "jaxlib", "libtpu"):
         try:
-            found.append(f"{name} {metadata.version(name)}")
+            versions.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
             continue
-    return tuple(found)
+    return tuple(versions)
 
 
-def cache_folder() -> pathlib.Path | None:
-    """Where figures are kept, of this user; None: who has no home."""
+def find_cache_folder() -> pathlib.Path | None:
+    """Returns the user's cache of figures, or None without a home directory."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
         return pathlib.Path(base).expanduser() / _FOLDER / "plans"
@@ -163,8 +164,8 @@ def cache_folder() -> pathlib.Path | None:
         return None
 
 
-def num_jobs(most: int = _MOST_JOBS) -> int:
-    """Returns how many compilations the machine's cores and memory allow."""
+def count_jobs(most: int = _MOST_JOBS) -> int:
+    """Returns the number of compilations that cores and memory allow."""
     try:
         cores = len(os.sched_getaffinity(0))
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -173,7 +174,7 @@ def num_jobs(most: int = _MOST_JOBS) -> int:
     return max(min(cores, int(free // _BYTES_OF_JOB), most, _MOST_JOBS), 1)
 
 
-def _compiled(
+def _compile(
     lowered: jax.stages.Lowered,
     options: dict[str, Any] | None,
     path: pathlib.Path | None,
@@ -185,7 +186,7 @@ def _compiled(
             executable, time.perf_counter() - start
         )
     except jax.errors.JaxRuntimeError as error:
-        misfit = as_misfit(error)
+        misfit = parse_misfit(error)
         if misfit is None:
             raise
         outcome = misfit
@@ -194,16 +195,16 @@ def _compiled(
     return outcome
 
 
-def _key(
+def _make_key(
     lowered: jax.stages.Lowered,
     devices: Sequence[Any],
     options: Mapping[str, Any] | None,
     flags: tuple[str | None, ...],
 ) -> str:
-    """What a program's figures depend on, as a number in hex."""
+    """Returns a hex digest of everything that a program's figures depend on."""
     kind = devices[0].device_kind
     places = [(d.id, getattr(d, "coords", None)) for d in devices]
-    facts = [kind, places, options, flags, compilers(), _VERSION]
+    facts = [kind, places, options, flags, list_compilers(), _VERSION]
     digest = hashlib.sha256(repr(facts).encode())
     digest.update(lowered.as_text().encode())
     return digest.hexdigest()
@@ -214,7 +215,7 @@ def _write(path: pathlib.Path, outcome: Outcome) -> None:
         kept: Any = {"misfit": str(outcome), "needed": outcome.needed}
     else:
         kept = dataclasses.asdict(outcome)
-    # A full disk or a read-only home costs time alone.
+    # A full disk or a read-only home only costs time: nothing is cached.
     with contextlib.suppress(OSError):
         _make_private(path.parent)
         handle, name = tempfile.mkstemp(dir=path.parent)
@@ -227,24 +228,24 @@ def _write(path: pathlib.Path, outcome: Outcome) -> None:
 
 
 def _make_private(folder: pathlib.Path) -> None:
-    """Makes a folder, and those above it, for their owner alone."""
+    """Makes a folder, and its missing parents, that only the user can read."""
     if not folder.exists():
         _make_private(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def _read(path: pathlib.Path) -> Outcome | None:
-    """What was kept; None: nothing, or a file that is not ours."""
+    """Returns a cached outcome, or None if the file is absent or not valid."""
     try:
         with open_regular(path) as file:
             raw = file.read(_MOST_BYTES + 1)
-        return _parsed(load_json(raw, max_characters=_MOST_BYTES))
+        return _parse(load_json(raw, max_characters=_MOST_BYTES))
     except (OSError, ValueError):
         return None
 
 
-def _parsed(kept: Tree) -> Outcome | None:
-    """Returns what a file's JSON says; None: it is not of our form."""
+def _parse(kept: Tree) -> Outcome | None:
+    """Parses a file's JSON; returns None if its form is not valid."""
     for form in (_MISFIT, _FIGURES):
         if fault_of(kept, form) is None and set(kept) == set(form):
             if form is _MISFIT:
@@ -255,7 +256,7 @@ def _parsed(kept: Tree) -> Outcome | None:
 
 def _is_number(value: Any) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    # Whole numbers may be too large for a float.
+    # Integers may be too large for a float.
     return is_number and 0 <= value <= sys.float_info.max
 
 
@@ -271,4 +272,4 @@ _MISFIT = {"misfit": str, "needed": Either((None, _is_number))}
 _FIGURES = {
     field.name: _is_number for field in dataclasses.fields(Figures)
 } | dict.fromkeys(("counts", "sent"), _is_by_collective)
-"""The forms of what is kept, in `fault_of`'s words."""
+"""The forms of cached outcomes, by the names of their fields."""

@@ -1,8 +1,7 @@
-"""Equal blocks of a functional model: a part of its graph that is repeated.
+"""Equal blocks of a functional model: repetitions of a part of its graph.
 
-Deep models are the same few layers, over and over. What a step of such a model
-needs grows by the same for each block, so that two short ones tell of a deep
-one.
+Deep models repeat the same few layers. The cost of a step grows by the same
+amount with each block, so two short models determine that of a deep one.
 """
 
 import collections
@@ -28,17 +27,17 @@ _MAX_NODES = 5000
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Blocks:
-    """Repetitions of a part of a model's graph, one after the other.
+    """Consecutive repetitions of a part of a model's graph.
 
-    Each takes one tensor of the one before, and what all of them take.
+    Each takes one tensor of the block before it, and tensors that all take.
 
     Attributes:
-      model: The functional model that they are in: the model itself, or one
-        that it has as a layer.
+      model: The functional model that contains the blocks: the model itself,
+        or one of its layers.
       segments: The operations of each block, in the order of the graph.
-      trunks: Where each block's only result that is used outside of it comes
-        from: the operation, and which of its outputs.
-      num_entries: Entries of one block's variables.
+      trunks: The source of each block's only output that is used outside of
+        it: the operation, and the index of the output.
+      num_entries: The number of entries of one block's variables.
     """
 
     model: keras.Model
@@ -48,12 +47,12 @@ class Blocks:
 
     @property
     def layers(self) -> list[keras.layers.Layer] | None:
-        """Each block's layer, if it is one layer; else None."""
+        """The layer of each block, or None if blocks are not single layers."""
         if len(self.segments[0]) > 1:
             return None
-        found = [segment[0] for segment in self.segments]
-        is_of_layers = all(isinstance(x, keras.layers.Layer) for x in found)
-        return found if is_of_layers else None
+        parts = [segment[0] for segment in self.segments]
+        is_of_layers = all(isinstance(x, keras.layers.Layer) for x in parts)
+        return parts if is_of_layers else None
 
     def __len__(self) -> int:
         return len(self.segments)
@@ -64,10 +63,10 @@ class _Node:
     """A call of an operation.
 
     Attributes:
-      operation: What is called.
-      inputs: The tensors that it takes, by their ids.
-      outputs: The tensors that it gives.
-      kind: What is equal for calls that compute the same.
+      operation: The operation.
+      inputs: The ids of the tensors that it takes.
+      outputs: The ids of the tensors that it returns.
+      kind: The call's signature, equal for calls that compute the same.
     """
 
     operation: Any
@@ -77,58 +76,62 @@ class _Node:
 
 
 _Trunk = tuple[int, int, int]
-"""The position of a call, which of its outputs, and that tensor's id."""
+"""The position of a call, the index of an output, and that tensor's id."""
 
 
 def find_blocks(model: keras.Model) -> Blocks | None:
-    """The blocks that most of a model's variables are in.
+    """Finds the equal blocks that contain most of a model's variables.
 
     Args:
       model: A built model.
 
     Returns:
-      None: it has no graph, or no part of it is repeated.
+      The blocks, or None if the model has no graph or repeats no part of it.
     """
-    found = [_blocks_of(part) for part in _functional_parts(model)]
-    blocks = [b for b in found if b is not None]
+    candidates = [
+        _find_blocks_of(part) for part in _iter_functional_parts(model)
+    ]
+    blocks = [b for b in candidates if b is not None]
     return max(blocks, key=lambda b: len(b) * b.num_entries, default=None)
 
 
-def _functional_parts(model: keras.Model) -> Iterator[keras.Model]:
-    """A model and those in its graph, all of which do what the graph says.
+def _iter_functional_parts(model: keras.Model) -> Iterator[keras.Model]:
+    """Yields a model, and models in its graph, that compute their graphs.
 
-    Others that a layer holds cannot be replaced by shorter ones.
+    Models inside other layers cannot be replaced by shorter ones.
     """
-    if not model.built or _graph_of(model) is None or _has_own_call(model):
+    if not model.built or _get_graph(model) is None or _has_own_call(model):
         return
     yield model
     for layer in model.layers:
         if isinstance(layer, keras.Model):
-            yield from _functional_parts(layer)
+            yield from _iter_functional_parts(layer)
 
 
 def _has_own_call(model: keras.Model) -> bool:
-    """Whether a functional or sequential model does something else."""
+    """Returns whether a functional or sequential model overrides `call`."""
     return not is_of_keras(type(model).call)
 
 
-def _graph_of(model: keras.Model) -> Any:
-    """The calls of a functional or sequential model, by their depths."""
+def _get_graph(model: keras.Model) -> Any:
+    """Returns a functional or sequential model's calls by depth, or None."""
     graph = getattr(model, "_functional", None) or model
     return getattr(graph, "_nodes_by_depth", None)
 
 
-def _blocks_of(model: keras.Model) -> Blocks | None:
-    nodes = list(_nodes_of(model))
+def _find_blocks_of(model: keras.Model) -> Blocks | None:
+    nodes = list(_iter_nodes(model))
     if not MIN_BLOCKS <= len(nodes) <= _MAX_NODES:
         return None
     best: Blocks | None = None
-    for start, length, count in _repetitions([node.kind for node in nodes]):
+    for start, length, count in _find_repetitions(
+        [node.kind for node in nodes]
+    ):
         stop = start + length * count
         segments = [
             range(first, first + length) for first in range(start, stop, length)
         ]
-        blocks = _checked(model, nodes, segments)
+        blocks = _make_blocks(model, nodes, segments)
         if blocks is None:
             continue
         size = len(blocks) * blocks.num_entries
@@ -137,9 +140,9 @@ def _blocks_of(model: keras.Model) -> Blocks | None:
     return best if best is not None and best.num_entries else None
 
 
-def _nodes_of(model: keras.Model) -> Iterator[_Node]:
-    """A model's calls in an order in which each comes after its inputs."""
-    by_depth = _graph_of(model)
+def _iter_nodes(model: keras.Model) -> Iterator[_Node]:
+    """Yields a model's calls in topological order."""
+    by_depth = _get_graph(model)
     for depth in sorted(by_depth, reverse=True):
         for node in by_depth[depth]:
             if node.is_input:
@@ -153,8 +156,10 @@ def _nodes_of(model: keras.Model) -> Iterator[_Node]:
             )
 
 
-def _repetitions(kinds: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
-    """Where a sequence repeats a part: (start, length, number)."""
+def _find_repetitions(kinds: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
+    """Yields the repetitions in a sequence: (start, length, number)."""
+    # For each length of a part: a run of positions that equal the one `length`
+    # later is a sequence that repeats with that period.
     ids: dict[Any, int] = {}
     numbers = [ids.setdefault(kind, len(ids)) for kind in kinds]
     size = len(numbers)
@@ -166,7 +171,7 @@ def _repetitions(kinds: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
         for equal, run in itertools.groupby(is_equal):
             count = len(list(run))
             if equal:
-                # Parts may begin at any place of the first one.
+                # Any rotation of the part repeats, too.
                 for shift in range(min(length, count)):
                     number = (count - shift) // length + 1
                     if number >= MIN_BLOCKS:
@@ -174,18 +179,18 @@ def _repetitions(kinds: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
             position += count
 
 
-def _checked(
+def _make_blocks(
     model: keras.Model, nodes: Sequence[_Node], segments: Sequence[range]
 ) -> Blocks | None:
-    """Returns repetitions as blocks, if they are alike and follow each other.
+    """Returns repetitions as blocks, or None if they do not form a chain.
 
     Args:
-      model: The model that has them.
-      nodes: Its calls, in order.
+      model: The model that contains the repetitions.
+      nodes: The model's calls, in order.
       segments: The positions of each repetition's calls.
     """
-    trunks = _trunks(model, nodes, segments)
-    if trunks is None or not _are_wired_alike(nodes, segments, trunks):
+    trunks = _find_trunks(model, nodes, segments)
+    if trunks is None or not _have_equal_wiring(nodes, segments, trunks):
         return None
     operations = [[nodes[i].operation for i in segment] for segment in segments]
     calls = collections.Counter(id(node.operation) for node in nodes)
@@ -202,13 +207,13 @@ def _checked(
     )
 
 
-def _trunks(
+def _find_trunks(
     model: keras.Model, nodes: Sequence[_Node], segments: Sequence[range]
 ) -> list[_Trunk] | None:
-    """Returns each segment's only result that is read after it.
+    """Returns each segment's only output that is read after it.
 
-    None: a segment has another number of them, or one is read after the
-    following segment.
+    Returns None if a segment does not have exactly one, or if one is read
+    after the following segment.
     """
     last_reads = {t: i for i, node in enumerate(nodes) for t in node.inputs}
     last_reads |= {id(tensor): len(nodes) for tensor in model.outputs}
@@ -230,41 +235,41 @@ def _trunks(
     return trunks if follow else None
 
 
-def _are_wired_alike(
+def _have_equal_wiring(
     nodes: Sequence[_Node],
     segments: Sequence[range],
     trunks: Sequence[_Trunk],
 ) -> bool:
-    """Returns whether the calls of all segments get the same inputs."""
+    """Returns whether the calls of all segments have equivalent inputs."""
     entering = [
-        _entering(nodes, segments[0], trunks[0]),
+        _find_entering(nodes, segments[0], trunks[0]),
         *(tensor for _, _, tensor in trunks[:-1]),
     ]
     pairs = zip(segments, entering, strict=True)
-    return len({_wiring(nodes, *pair) for pair in pairs}) == 1
+    return len({_describe_wiring(nodes, *pair) for pair in pairs}) == 1
 
 
-def _entering(
+def _find_entering(
     nodes: Sequence[_Node], segment: range, trunk: _Trunk
 ) -> int | None:
-    """The tensor that the first block takes as the others take the trunk's.
+    """Returns the first block's input that corresponds to the trunk.
 
-    Of what it takes from outside, the one that the second takes elsewhere.
+    It is in the place where the second block takes the first one's trunk.
     """
     shift = segment.stop - segment.start
     for i in segment:
         pairs = zip(nodes[i].inputs, nodes[i + shift].inputs, strict=False)
-        for own, of_next in pairs:
+        for tensor, of_next in pairs:
             if of_next == trunk[2]:
-                return own
+                return tensor
     return None
 
 
-def _wiring(
+def _describe_wiring(
     nodes: Sequence[_Node], segment: range, entering: int | None
 ) -> tuple[Any, ...]:
-    """Where each call of a block gets its inputs from."""
-    made = {
+    """Returns the sources of the inputs of each call of a block."""
+    sources = {
         tensor: (i - segment.start, k)
         for i in segment
         for k, tensor in enumerate(nodes[i].outputs)
@@ -273,56 +278,56 @@ def _wiring(
     def source(tensor: int) -> object:
         if tensor == entering:
             return "trunk"
-        return made.get(tensor, tensor)
+        return sources.get(tensor, tensor)
 
     return tuple(tuple(map(source, nodes[i].inputs)) for i in segment)
 
 
-def shortened(model: keras.Model, blocks: Blocks, number: int) -> keras.Model:
-    """A model of the same layers with the first `number` blocks alone.
+def shorten(model: keras.Model, blocks: Blocks, number: int) -> keras.Model:
+    """Returns a model of the same layers with only the first `number` blocks.
 
     Args:
-      model: The model; of which `blocks` were found.
-      blocks: Its blocks.
-      number: How many are kept, at least one.
+      model: The model in which `blocks` were found.
+      blocks: The model's blocks.
+      number: The number of blocks to keep, at least one.
 
     Returns:
       A functional model, not compiled. It shares the model's layers.
     """
     if isinstance(model, keras.Sequential):
-        shorter = _shorter_sequential(model, blocks, number)
+        shorter = _shorten_sequential(model, blocks, number)
     elif model is blocks.model:
-        shorter = _shorter_functional(model, blocks, number)
+        shorter = _shorten_functional(model, blocks, number)
     else:
         inner = {
-            id(layer): shortened(layer, blocks, number)
+            id(layer): shorten(layer, blocks, number)
             for layer in model.layers
             if layer is blocks.model or _contains(layer, blocks.model)
         }
-        shorter = _cloned(
+        shorter = _clone(
             model,
             lambda layer: inner.get(id(layer), layer),
             lambda layer, *args, **kwargs: layer(*args, **kwargs),
         )
-    # A model may be computed again as a whole. No config says so.
+    # The model itself may be rematerialized; its config does not contain that.
     shorter._remat_mode = model._remat_mode
     return shorter
 
 
-def _cloned(
+def _clone(
     model: keras.Model,
     layer_of: Callable[..., keras.layers.Layer],
     call: Callable[..., Tree],
 ) -> keras.Model:
     if model.compiled:
-        # Keras would compile the clone by a config: lambdas have none.
+        # Keras would compile the clone from a config, which fails for lambdas.
         model = keras.Model(model.input, model.output, name=model.name)
     return keras.models.clone_model(
         model, clone_function=layer_of, call_function=call
     )
 
 
-def _shorter_functional(
+def _shorten_functional(
     model: keras.Model, blocks: Blocks, number: int
 ) -> keras.Model:
     dropped = {id(x) for part in blocks.segments[number:] for x in part}
@@ -338,7 +343,8 @@ def _shorter_functional(
             if operation is last:
                 trunk.append(tree.flatten(outputs)[last_index])
             return outputs
-        # Nothing that is kept takes them.
+        # Placeholders: no call that is kept takes them. The last dropped
+        # block's trunk becomes that of the last block that is kept.
         outputs = tree.map_structure(
             lambda t: keras.KerasTensor(t.shape, t.dtype), operation.output
         )
@@ -348,7 +354,7 @@ def _shorter_functional(
         leaves[end_index] = trunk[0]
         return tree.pack_sequence_as(outputs, leaves)
 
-    return _cloned(model, lambda layer: layer, call)
+    return _clone(model, lambda layer: layer, call)
 
 
 def _contains(layer: object, inner: object) -> bool:
@@ -357,7 +363,7 @@ def _contains(layer: object, inner: object) -> bool:
     return any(part is inner for part in layer._flatten_layers())
 
 
-def _shorter_sequential(
+def _shorten_sequential(
     model: keras.Model, blocks: Blocks, number: int
 ) -> keras.Model:
     dropped = {id(x) for part in blocks.segments[number:] for x in part}
@@ -365,7 +371,7 @@ def _shorter_sequential(
         keras.Input(batch_shape=t.shape, dtype=t.dtype) for t in model.inputs
     ]
     layers = [
-        shortened(x, blocks, number)
+        shorten(x, blocks, number)
         if x is blocks.model or _contains(x, blocks.model)
         else x
         for x in model.layers

@@ -1,4 +1,4 @@
-"""Estimates of a step's time, by what a chip computes, moves and sends.
+"""Estimates of a step's time from computation, memory and communication.
 
 References:
   - Williams et al., Roofline (2009): https://doi.org/10.1145/1498765.1498785
@@ -12,8 +12,8 @@ from keras_strategies.planning.compile.chips import Chip
 from keras_strategies.planning.report.planned_step import Estimate
 
 _LAUNCH_SECONDS = 1e-4
-"""What JAX takes to start a program: no step is faster."""
-# How often a chip's links carry an array: a sum goes round twice.
+"""Time in which JAX starts a program: no execution is faster."""
+# Times that a chip's links carry an array: a ring all-reduce goes round twice.
 _PASSES = {"all-reduce": 2.0}
 
 
@@ -25,22 +25,23 @@ def estimate(
     steps: int = 1,
     step_bytes: float = math.inf,
 ) -> Estimate:
-    """Estimates a step.
+    """Estimates the time of a step.
 
     Args:
-      figures: Of its program, compiled at low effort.
-      chip: What it runs on.
+      figures: The figures of the step's program, compiled at low effort.
+      chip: The chip that the program runs on.
       model_flops: Operations of the model on a device, forward and backward,
-        none of them twice; None: unknown.
-      steps: Of the program, of which XLA counts the operations of one.
-      step_bytes: Of the state and a step's batch, on a device.
+        without rematerialization; None: unknown.
+      steps: The number of the program's steps. XLA counts the operations of
+        one.
+      step_bytes: Bytes of the state and one step's batch on a device.
     """
     # XLA counts a loop's body once.
     compute = max(figures.flops, model_flops or 0.0) / chip.flops
-    # The state is read, and written in place. The other steps' batches are not
-    # this one's.
-    own = min(figures.argument_bytes, step_bytes)
-    moved = 2 * own + figures.output_bytes
+    # The state is read, and written in place. The batches of the program's
+    # other steps do not count.
+    used = min(figures.argument_bytes, step_bytes)
+    moved = 2 * used + figures.output_bytes
     memory = moved / chip.memory_bandwidth
     sent = sum(n * _PASSES.get(k, 1.0) for k, n in figures.sent.items())
     links = sent / chip.link_bandwidth

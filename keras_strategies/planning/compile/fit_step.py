@@ -1,4 +1,4 @@
-"""The train step of `fit`, as it is planned."""
+"""The train step of `fit`, for plans."""
 
 import copy
 import math
@@ -23,25 +23,25 @@ from keras_strategies.keras_bridge.variables import shardings
 from keras_strategies.keras_bridge.variables.abstract_models import abstract
 from keras_strategies.planning.compile.call_signatures import is_rematerialized
 from keras_strategies.planning.compile.clones import (
-    accumulates,
+    accumulates_gradients,
     embeds_tokens,
     has_own_step,
-    has_rematerialized,
-    rematerialized,
-    shorter_clone,
+    has_remat_layers,
+    make_shorter_clone,
+    rematerialize,
 )
 from keras_strategies.planning.compile.equal_blocks import find_blocks
 from keras_strategies.planning.compile.step import (
     Step,
-    shape_bytes,
-    variable_bytes,
+    count_shape_bytes,
+    count_variable_bytes,
     with_rows,
 )
 from keras_strategies.strategy.strategy import Strategy
 
 _FORWARD_AND_BACKWARD = 3
-"""Operations of a train step, of one forward pass: the backward pass has a
-product for the inputs and one for the weights."""
+"""Operations of a train step, in units of a forward pass: the backward pass
+has a product for the inputs and one for the weights."""
 
 
 class FitStep(Step):
@@ -50,8 +50,9 @@ class FitStep(Step):
     Args:
       model: A model of the strategy.
       strategy: The strategy.
-      batch: What a dataset would yield, of shapes.
-      steps: Of its program; None: as the model is compiled.
+      batch: A batch as a dataset would yield it, of arrays or shapes.
+      steps: Steps of the program, or None for the model's
+        `steps_per_execution`.
     """
 
     def __init__(
@@ -69,43 +70,43 @@ class FitStep(Step):
         self._models: dict[int | None, keras.Model] = {None: model}
         self.rows = jax.tree.leaves(self._batch)[0].shape[0]
         parts = keras.utils.unpack_x_y_sample_weight(self._batch)
-        self._binding_of(model).build_for_shapes(parts)
+        self._get_binding(model).build_for_shapes(parts)
         self._length = _length(parts[0])
-        self.tokens = _tokens(parts[0]) if embeds_tokens(model) else None
-        is_whole = has_own_step(model) or accumulates(model)
+        self.tokens = _count_tokens(parts[0]) if embeds_tokens(model) else None
+        is_whole = has_own_step(model) or accumulates_gradients(model)
         self.blocks = None if is_whole else find_blocks(model)
         layers = None if self.blocks is None else self.blocks.layers
         self.keeps_nothing_else = layers is not None and all(
             map(is_rematerialized, layers)
         )
 
-    def _binding_of(self, model: keras.Model) -> Binding:
-        return self._strategy._binding_of("plan", model)
+    def _get_binding(self, model: keras.Model) -> Binding:
+        return self._strategy._get_binding("plan", model)
 
-    def _model_of(self, blocks: int | None) -> tuple[keras.Model, Binding]:
+    def _get_model(self, blocks: int | None) -> tuple[keras.Model, Binding]:
         if blocks not in self._models:
             assert self.blocks is not None
             assert blocks is not None
             with self._strategy.scope(), abstract():
-                self._models[blocks] = shorter_clone(
+                self._models[blocks] = make_shorter_clone(
                     self._models[None], self.blocks, blocks
                 )
         model = self._models[blocks]
-        return model, self._binding_of(model)
+        return model, self._get_binding(model)
 
     def with_remat(self) -> "FitStep | None":
-        """See `Step`."""
+        """Implements `Step.with_remat`."""
         layers = None if self.blocks is None else self.blocks.layers
-        if layers is None or has_rematerialized(self._models[None]):
+        if layers is None or has_remat_layers(self._models[None]):
             return None
         other = copy.copy(self)
         other._again, other.keeps_nothing_else = layers, True
         return other
 
     def lower(self, rows: int, blocks: int | None) -> jax.stages.Lowered:
-        """See `Step`."""
-        with rematerialized(self._again):
-            model, binding = self._model_of(blocks)
+        """Implements `Step.lower`."""
+        with rematerialize(self._again):
+            model, binding = self._get_model(blocks)
             return lower_step(
                 model,
                 self.mesh,
@@ -117,8 +118,8 @@ class FitStep(Step):
             )
 
     def model_flops(self, rows: int, blocks: int | None) -> float | None:
-        """See `Step`."""
-        model, binding = self._model_of(blocks)
+        """Implements `Step.model_flops`."""
+        model, binding = self._get_model(blocks)
         parts = keras.utils.unpack_x_y_sample_weight(
             with_rows(self._batch, rows)
         )
@@ -132,7 +133,8 @@ class FitStep(Step):
         def forward(
             weights: Sequence[Array], others: Sequence[Array], x: Tree
         ) -> Tree:
-            # As keras-hub's tasks are, a model may be made for inference.
+            # Not training: some models are made for inference, such as
+            # keras-hub's tasks.
             return model.stateless_call(weights, others, x, training=False)[0]
 
         jaxpr = jax.make_jaxpr(forward)(
@@ -144,18 +146,20 @@ class FitStep(Step):
         return flops / len(self.mesh.devices)
 
     def state_bytes(self) -> Mapping[str, float]:
-        """See `Step`."""
+        """Implements `Step.state_bytes`."""
         model = self._models[None]
         weights, others, slots, *rest = step_variables(model, "train")
         return {
-            "weights": variable_bytes([*weights, *others], self.mesh),
-            "slots": variable_bytes(slots, self.mesh),
-            "other": sum(variable_bytes(group, self.mesh) for group in rest),
-            "gradients": _gradient_bytes(weights, self.mesh),
+            "weights": count_variable_bytes([*weights, *others], self.mesh),
+            "slots": count_variable_bytes(slots, self.mesh),
+            "other": sum(
+                count_variable_bytes(group, self.mesh) for group in rest
+            ),
+            "gradients": _count_gradient_bytes(weights, self.mesh),
         }
 
     def batch_bytes(self, rows: int) -> float:
-        """See `Step`."""
+        """Implements `Step.batch_bytes`."""
         sizes = [
             math.prod(leaf.shape) * leaf.dtype.itemsize
             for leaf in jax.tree.leaves(with_rows(self._batch, rows))
@@ -163,18 +167,18 @@ class FitStep(Step):
         return sum(sizes) / self.mesh.num_replicas
 
     def block_bytes(self, rows: int) -> tuple[float, float]:
-        """See `Step`.
+        """Implements `Step.block_bytes`.
 
-        At least what it takes, for the backward pass, and gradients that
-        replicas divide, which wait for each other. A whole one may be used up
-        as soon as it is there.
+        At least, a block keeps its input for the backward pass, and its
+        sharded gradients, which are all reduced before any is used. An
+        unsharded gradient may be used, and freed, as soon as it is computed.
         """
         blocks = self.blocks
         if blocks is None:
             return 0.0, 0.0
         operation, index = blocks.trunks[0]
         trunk = tree.flatten(operation.output)[index]
-        # Of a model for any number of tokens, or of time steps.
+        # A dimension is None in a model for any number of tokens or time steps.
         sizes = [self._length if n is None else n for n in trunk.shape[1:]]
         size = math.prod(sizes) * rows / self.mesh.num_replicas
         dtype = jax.dtypes.canonicalize_dtype(trunk.dtype)
@@ -186,53 +190,53 @@ class FitStep(Step):
             }
             for segment in blocks.segments[:2]
         )
-        # Weights that blocks share are not another block's, too.
+        # Weights that blocks share do not grow with the number of blocks.
         weights = [v for key, v in first.items() if key not in second]
         kept = size * dtype.itemsize
-        divided = [
+        sharded = [
             v
             for v in weights
-            if self.mesh.axis in _gradient_sharding(v, self.mesh).spec
+            if self.mesh.axis in _find_gradient_sharding(v, self.mesh).spec
         ]
         return (
-            kept + _gradient_bytes(divided, self.mesh),
-            kept + _gradient_bytes(weights, self.mesh),
+            kept + _count_gradient_bytes(sharded, self.mesh),
+            kept + _count_gradient_bytes(weights, self.mesh),
         )
 
 
-def _tokens(x: Tree) -> int | None:
-    """Tokens of a row, where the inputs are numbers of tokens."""
+def _count_tokens(x: Tree) -> int | None:
+    """Returns the tokens of a row, or None if the inputs are not token ids."""
     for leaf in jax.tree.leaves(x):
-        is_whole = jax.numpy.issubdtype(leaf.dtype, jax.numpy.integer)
-        if is_whole and len(leaf.shape) == 2:
+        is_integer = jax.numpy.issubdtype(leaf.dtype, jax.numpy.integer)
+        if is_integer and len(leaf.shape) == 2:
             return leaf.shape[1]
     return None
 
 
 def _length(x: Tree) -> int:
-    """Entries of a row's first dimension; 1 if there is none."""
+    """Returns the size of the inputs' second dimension; 1 if there is none."""
     lengths = [s.shape[1] for s in jax.tree.leaves(x) if len(s.shape) > 1]
     return max(lengths, default=1)
 
 
-def _gradient_bytes(
+def _count_gradient_bytes(
     weights: Iterable[keras.Variable], mesh: ReplicaMesh
 ) -> float:
-    """Bytes of all gradients, where they are summed."""
+    """Returns a device's bytes of all gradients after their reduction."""
     shapes = (
         jax.ShapeDtypeStruct(
-            tuple(v.shape), v.dtype, sharding=_gradient_sharding(v, mesh)
+            tuple(v.shape), v.dtype, sharding=_find_gradient_sharding(v, mesh)
         )
         for v in weights
     )
-    return sum(map(shape_bytes, shapes), 0.0)
+    return sum(map(count_shape_bytes, shapes), 0.0)
 
 
-def _gradient_sharding(
+def _find_gradient_sharding(
     variable: keras.Variable, mesh: ReplicaMesh
 ) -> NamedSharding:
-    """Returns where a weight's gradient lies once it is summed."""
-    held = shardings.placement_of(variable)
-    if held is None or held.mesh is not mesh:
+    """Returns the sharding of a weight's gradient after its reduction."""
+    placement = shardings.placement_of(variable)
+    if placement is None or placement.mesh is not mesh:
         return mesh.whole
-    return held.of_slots
+    return placement.of_slots

@@ -1,7 +1,7 @@
-"""Candidates of a plan: a slice, and how a model is laid out on it.
+"""Layouts of a model on a slice, for plans.
 
-In words, as on the command line: "replicated", "slots", "slots:64",
-"sharded", "sharded:64", "model:4", "sharded:16+model:4".
+The command line names them "replicated", "slots", "slots:64", "sharded",
+"sharded:64", "model:4", "sharded:16+model:4".
 """
 
 import dataclasses
@@ -21,19 +21,20 @@ _EXAMPLES = (
     "'replicated', 'slots', 'sharded:64', 'model:4' or 'sharded+model:4'"
 )
 _MOST_DIVIDED = 256
-"""Chips of the largest group that is tried, if nothing else is said."""
+"""Chips of the largest sharding group among the default layouts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a model lies on the devices of a slice.
+    """The layout of a model on the devices of a slice.
 
     Attributes:
-      divides: "nothing", "slots" or "all": what replicas divide among them.
-      shards: How many replicas divide it; None: as the slice suggests.
-      cores: How many devices a replica has, which divide a transformer's
+      divides: The variables that replicas shard: "nothing", "slots" or "all".
+      shards: The number of replicas that shard them, or None for the slice's
+        default.
+      cores: The number of devices of a replica, which shard a transformer's
         heads and dense layers.
-      partitioner: A partitioner of the user's own instead.
+      partitioner: A user-defined partitioner, in place of `divides`.
     """
 
     divides: str = "nothing"
@@ -43,11 +44,7 @@ class Layout:
 
     @property
     def variable_partitioner(self) -> Any:
-        """For a strategy's `variable_partitioner`.
-
-        Returns:
-          A partitioner, or None for variables that are replicated.
-        """
+        """The strategy's `variable_partitioner`; None: replicated variables."""
         if self.partitioner is not None:
             return self.partitioner
         if self.divides == "slots":
@@ -68,62 +65,65 @@ class Layout:
         return "+".join(words) or "replicated"
 
 
-def layout_of(given: object) -> Layout:
-    """The layout that is given in words, or by a partitioner.
+def parse_layout(spec: object) -> Layout:
+    """Parses the name of a layout, or makes one from a partitioner.
 
     Raises:
-      ValueError: words that say none.
-      TypeError: neither words nor a partitioner.
+      ValueError: if `spec` is a string that does not name a layout.
+      TypeError: if `spec` is neither a string nor a partitioner.
     """
-    if isinstance(given, Layout):
-        return given
-    if isinstance(given, SlotsOnly) and given == SlotsOnly(given.shards):
-        return Layout(divides="slots", shards=given.shards)
-    if isinstance(given, FullySharded) and given == FullySharded(given.shards):
-        return Layout(divides="all", shards=given.shards)
-    if callable(given) or isinstance(given, FullySharded):
-        return Layout(partitioner=given)
-    if not isinstance(given, str):
+    if isinstance(spec, Layout):
+        return spec
+    if isinstance(spec, SlotsOnly) and spec == SlotsOnly(spec.shards):
+        return Layout(divides="slots", shards=spec.shards)
+    if isinstance(spec, FullySharded) and spec == FullySharded(spec.shards):
+        return Layout(divides="all", shards=spec.shards)
+    if callable(spec) or isinstance(spec, FullySharded):
+        return Layout(partitioner=spec)
+    if not isinstance(spec, str):
         raise TypeError(
-            "A plan's strategies are words or partitioners. Received: "
-            f"{given!r} of type {type(given).__name__}. Pass {_EXAMPLES}."
+            "A plan's strategies must be names or partitioners. Received: "
+            f"{spec!r} of type {type(spec).__name__}. Pass {_EXAMPLES}."
         )
-    found: dict[str, int | None] = {}
-    for word in given.split("+"):
+    numbers: dict[str, int | None] = {}
+    for word in spec.split("+"):
         match = _WORD.fullmatch(word.strip())
         name = None if match is None else match["name"]
-        if match is None or name not in _NAMES or name in found:
-            raise ValueError(_unknown(given))
+        if match is None or name not in _NAMES or name in numbers:
+            raise ValueError(_describe_unknown(spec))
         number = match["number"]
-        found[name] = int(number) if number else None
-    divided = [name for name in ("slots", "sharded") if name in found]
-    is_alone = "replicated" in found and (divided or found["replicated"])
-    cores = found.get("model", 1)
-    if len(divided) > 1 or is_alone or cores is None:
-        raise ValueError(_unknown(given))
+        numbers[name] = int(number) if number else None
+    divided = [name for name in ("slots", "sharded") if name in numbers]
+    # "replicated" excludes the other two and takes no number.
+    is_contradiction = "replicated" in numbers and (
+        divided or numbers["replicated"]
+    )
+    cores = numbers.get("model", 1)
+    if len(divided) > 1 or is_contradiction or cores is None:
+        raise ValueError(_describe_unknown(spec))
     divides = {"slots": "slots", "sharded": "all"}
     return Layout(
         divides=divides[divided[0]] if divided else "nothing",
-        shards=found[divided[0]] if divided else None,
+        shards=numbers[divided[0]] if divided else None,
         cores=cores,
     )
 
 
-def _unknown(given: str) -> str:
+def _describe_unknown(spec: str) -> str:
     return (
-        "A plan's strategies are 'replicated', or what replicas divide: "
-        "'slots' or 'sharded', with the number of replicas that do, and "
-        f"'model' with a number of cores. Received: {given!r:.100}. Pass for "
-        f"example {_EXAMPLES}."
+        "A plan's strategy must be 'replicated', 'slots' or 'sharded' (the "
+        "last two optionally with a number of replicas), 'model' with a "
+        "number of cores, or a combination by '+'. Received: "
+        f"{spec!r:.100}. Pass for example {_EXAMPLES}."
     )
 
 
-def layouts_for(num_devices: int, default_shards: int | None) -> list[Layout]:
-    """The layouts that are tried, if nothing else is said.
+def list_layouts(num_devices: int, default_shards: int | None) -> list[Layout]:
+    """Returns the layouts that are tried by default.
 
     Args:
-      num_devices: Of the slice.
-      default_shards: How many replicas divide variables, if nothing is said.
+      num_devices: The number of devices of the slice.
+      default_shards: The default number of replicas that shard variables.
     """
     layouts = [Layout()]
     if num_devices == 1:
@@ -136,60 +136,60 @@ def layouts_for(num_devices: int, default_shards: int | None) -> list[Layout]:
     return layouts
 
 
-def computation_shape(
+def find_computation_shape(
     cores: int, mesh_shape: Sequence[int]
 ) -> tuple[int, ...] | None:
-    """The box of a slice's devices that a replica of so many fills.
+    """Finds the box of a slice's devices that a replica fills.
 
     Args:
-      cores: Devices of a replica.
-      mesh_shape: Of the slice, in x, y, z and core.
+      cores: The number of devices of a replica.
+      mesh_shape: The shape of the slice, in x, y, z and core.
 
     Returns:
-      The most compact one that divides the slice; None: there is none.
+      The most compact box that tiles the slice, or None.
     """
     boxes = [
         box
-        for box in _boxes(cores, len(mesh_shape))
+        for box in _list_boxes(cores, len(mesh_shape))
         if all(m % b == 0 for m, b in zip(mesh_shape, box, strict=True))
     ]
     return min(boxes, key=lambda box: (sum(box), box[::-1]), default=None)
 
 
-def _boxes(size: int, rank: int) -> Iterable[tuple[int, ...]]:
+def _list_boxes(size: int, rank: int) -> Iterable[tuple[int, ...]]:
     if rank == 1:
         return [(size,)]
     return [
         (first, *rest)
         for first in range(1, size + 1)
         if size % first == 0
-        for rest in _boxes(size // first, rank - 1)
+        for rest in _list_boxes(size // first, rank - 1)
     ]
 
 
-def check_topologies(given: object) -> list[str]:
-    """The names of slices, as a list.
+def check_topologies(spec: object) -> list[str]:
+    """Returns the names of slices as a list, without duplicates.
 
     Raises:
-      TypeError: no names.
-      ValueError: none at all.
+      TypeError: if `spec` is not a string or a sequence of strings.
+      ValueError: if `spec` is empty.
     """
-    names = [given] if isinstance(given, str) else given
+    names = [spec] if isinstance(spec, str) else spec
     if not isinstance(names, Sequence) or not all(
         isinstance(name, str) for name in names
     ):
         raise TypeError(
-            "A plan's topologies are names of slices. Received: "
-            f"{given!r}. Pass for example ['v5e:4x4', 'v5p:2x2x2']."
+            "A plan's topologies must be names of slices. Received: "
+            f"{spec!r}. Pass for example ['v5e:4x4', 'v5p:2x2x2']."
         )
     if not names:
         raise ValueError(
-            "A plan is for at least one slice. Received: topologies=[]. "
-            "Leave it out for the strategy's own devices."
+            "A plan needs at least one slice. Received: topologies=[]. "
+            "Leave it out for the strategy's devices."
         )
     return list(dict.fromkeys(names))
 
 
-def rows_of(per_replica: float, replicas: int) -> int:
-    """Rows of a global batch, at least one on each replica."""
+def compute_rows(per_replica: float, replicas: int) -> int:
+    """Returns the rows of a global batch, at least one on each replica."""
     return max(math.ceil(per_replica), 1) * replicas

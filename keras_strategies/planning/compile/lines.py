@@ -1,7 +1,7 @@
 """Figures of a step for any number of rows, from a few compilations.
 
-Bytes and operations of a step are a line in its rows, and in the number of
-its model's equal blocks. Two compilations give a line.
+The bytes and operations of a step are linear in its rows, and in the number of
+its model's equal blocks. Two compilations determine a line.
 """
 
 import concurrent.futures
@@ -21,13 +21,13 @@ from keras_strategies.planning.compile.step import Step
 
 FEW_BLOCKS = {False: 4, True: 2}
 """Blocks of the shorter of two models that stand for a deep one, at low and at
-full effort. The other one has twice as many."""
+full effort. The longer one has twice that number."""
 MANY_BLOCKS = {False: 16, True: 8}
-"""The fewest blocks of a model that two short ones stand for."""
+"""The fewest blocks of a model for which two short ones are compiled."""
 BLOCK_OVERHEAD = 2.5e6
-"""Bytes that a block may add besides what it keeps and its gradients: room
-that XLA leaves around small arrays. Measured for TPUs: 1.1 MB a block of
-width 128 on 8 chips, 2.3 on 16, less of wide ones."""
+"""Bytes that a block may add in addition to its kept arrays and gradients:
+padding that XLA leaves around small arrays. Measured on TPUs: 1.1 MB a block
+of width 128 on 8 chips, 2.3 on 16, less for wide blocks."""
 
 
 _MOST_ROWS = 2**24
@@ -36,7 +36,8 @@ _PARTS = 16
 _BEYOND = 1.02
 
 Try = Callable[[int], tuple[bool, float | None]]
-"""Whether so many rows fit, and the bytes that they need, if known."""
+"""A function of a number of rows that returns whether they fit, and the bytes
+that they need, if known."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,11 +45,11 @@ class Line:
     """Figures of a step for two numbers of rows.
 
     Attributes:
-      rows: The numbers.
-      figures: What was compiled for each, or that it does not fit.
-      is_full: Whether compiled at full effort.
-      blocks: Of how many blocks the compiled models were, and the model; None:
-        the model itself was compiled.
+      rows: The numbers of rows.
+      figures: The outcome of compiling for each.
+      is_full: Whether they were compiled at full effort.
+      blocks: The numbers of blocks of the two compiled models and of the
+        model, or None if the model itself was compiled.
     """
 
     rows: tuple[int, int]
@@ -56,25 +57,31 @@ class Line:
     is_full: bool
     blocks: tuple[int, int, int] | None
 
-    def most_rows(self, limit: float) -> float | None:
-        """How many rows fit by the line; None: it does not rise, or the
-        compiler did not say what is needed."""
-        first, second = map(bytes_needed, self.figures)
+    def find_rows_at(self, limit: float) -> float | None:
+        """Returns the rows at which the line reaches a limit of bytes.
+
+        Returns None if it does not rise, or the compiler did not report bytes.
+        """
+        first, second = map(get_bytes, self.figures)
         if first is None or second is None or second <= first:
             return None
         low, high = self.rows
         return low + (limit - first) * (high - low) / (second - first)
 
 
-def bytes_needed(outcome: Outcome) -> float | None:
-    """Bytes of a device in all; None: the compiler did not say."""
+def get_bytes(outcome: Outcome) -> float | None:
+    """Returns a device's bytes, or None if the compiler did not report them."""
     if isinstance(outcome, DoesNotFit):
         return outcome.needed
     return outcome.bytes_in_all
 
 
-def grown(outcome: Outcome, before: Outcome, after: Outcome) -> Outcome:
-    """An outcome and the bytes by which others grew, as far as is known."""
+def add_growth(outcome: Outcome, before: Outcome, after: Outcome) -> Outcome:
+    """Adds the bytes by which another outcome grew, as far as they are known.
+
+    Returns:
+      `outcome + after - before`, in bytes.
+    """
     if (
         isinstance(outcome, Figures)
         and isinstance(before, Figures)
@@ -93,27 +100,27 @@ def grown(outcome: Outcome, before: Outcome, after: Outcome) -> Outcome:
                 )
             },
         )
-    own, first, second = map(bytes_needed, (outcome, before, after))
-    if own is None or first is None or second is None:
+    base, first, second = map(get_bytes, (outcome, before, after))
+    if base is None or first is None or second is None:
         return outcome
-    return DoesNotFit("It needs more than others.", own + second - first)
+    return DoesNotFit("It does not fit.", base + second - first)
 
 
 class Measuring:
-    """Compilations of a step that run, and become its figures.
+    """Running compilations of a step, from which its figures are computed.
 
     Args:
       step: The step.
-      devices: Those it is for, in the order of its mesh.
-      compiler: Compiles.
+      devices: The step's devices, in the order of its mesh.
+      compiler: The compiler.
       rows: Numbers of rows of the global batch.
-      is_full: Whether at full effort.
-      is_whole: Whether the model is compiled as it is, however deep.
-      limit: Bytes that a device has, if they are known.
+      is_full: Whether to compile at full effort.
+      is_whole: Whether to compile all blocks of the model, however deep.
+      limit: The bytes of a device, if known.
 
     Attributes:
-      blocks: Of how many blocks the compiled models are, and the model; None:
-        the model itself is compiled.
+      blocks: The numbers of blocks of the two compiled models and of the
+        model, or None if the model itself is compiled.
     """
 
     def __init__(
@@ -151,34 +158,38 @@ class Measuring:
         except Exception:
             if self.blocks is None:
                 raise
-            # A short model is not to be made: an optimizer has no config, or
-            # a loss has the name of a block. The model itself is there.
+            # No shorter model can be made (an optimizer without a config, or
+            # a loss that names a block). The model itself is compiled.
             self.blocks = None
             self._running = begin_all()
 
-    def outcomes(self) -> list[Outcome]:
-        """The figures for each number of rows, once all is compiled."""
-        found = [[f.result() for f in row] for row in self._running]
+    def wait(self) -> list[Outcome]:
+        """Waits for all compilations and returns an outcome for each number.
+
+        Of a deep model, it returns the upper estimate if that fits, and the
+        lower one if that does not fit. Between them the model is compiled.
+        """
+        results = [[f.result() for f in row] for row in self._running]
         if self.blocks is None:
-            return [outcome for (outcome,) in found]
-        pairs = list(zip(self._rows, found, strict=True))
-        most = [self._whole(rows, outcomes) for rows, outcomes in pairs]
-        needed = bytes_needed(most[0])
+            return [outcome for (outcome,) in results]
+        pairs = list(zip(self._rows, results, strict=True))
+        most = [self._extrapolate(rows, outcomes) for rows, outcomes in pairs]
+        needed = get_bytes(most[0])
         if self._limit is None or needed is None or needed <= self._limit:
             return most
-        # XLA keeps more of a short model than it must.
+        # In a short model XLA may keep more than it must.
         least = [
-            self._whole(rows, outcomes, is_least=True)
+            self._extrapolate(rows, outcomes, is_least=True)
             for rows, outcomes in pairs
         ]
-        if (bytes_needed(least[0]) or 0.0) > self._limit:
+        if (get_bytes(least[0]) or 0.0) > self._limit:
             return least
-        # The model itself decides.
+        # Undecided: compiles the model itself.
         self.blocks = None
         first = self._begin(self._rows[0], None).result()
-        return [first, *(grown(first, least[0], x) for x in least[1:])]
+        return [first, *(add_growth(first, least[0], x) for x in least[1:])]
 
-    def _whole(
+    def _extrapolate(
         self, rows: int, outcomes: Sequence[Outcome], *, is_least: bool = False
     ) -> Outcome:
         assert self.blocks is not None
@@ -191,32 +202,32 @@ class Measuring:
         else:
             most += BLOCK_OVERHEAD
         if isinstance(few, Figures) and isinstance(many, Figures):
-            return extrapolated(few, many, self.blocks, (least, most))
+            return extrapolate(few, many, self.blocks, (least, most))
         needed = None
-        first, second = bytes_needed(few), bytes_needed(many)
+        first, second = get_bytes(few), get_bytes(many)
         if first is not None and second is not None:
             num_few, num_many, count = self.blocks
             slope = max((second - first) / (num_many - num_few), least)
             needed = second + slope * (count - num_many)
-        return DoesNotFit("A part of the model does not fit.", needed)
+        return DoesNotFit("Some blocks of the model do not fit.", needed)
 
 
-def extrapolated(
+def extrapolate(
     few: Figures,
     many: Figures,
     blocks: tuple[int, int, int],
     block_bytes: tuple[float, float],
 ) -> Figures:
-    """The figures of a deep model, by those of two short ones.
+    """Extrapolates the figures of a deep model from those of two short ones.
 
     Args:
-      few: Figures of the shortest.
-      many: Figures of the other one.
-      blocks: Of how many blocks they are, and the deep model.
-      block_bytes: Temporaries that each block adds at least, and at most
-        (infinite: unknown). In short models those of other layers hide them,
-        and the line through two models would carry every difference of a few
-        arrays far.
+      few: The figures of the shorter model.
+      many: The figures of the longer model.
+      blocks: The numbers of blocks of the two and of the deep model.
+      block_bytes: The least and the most bytes of temporaries that each block
+        adds (infinite: unknown). Bounds are needed because in short models
+        the temporaries of other layers hide those of blocks, and because the
+        line through two models magnifies a difference of a few arrays.
     """
     num_few, num_many, count = blocks
     share = (count - num_few) / (num_many - num_few)
@@ -231,9 +242,9 @@ def extrapolated(
 
 
 def combine(a: Figures, of_a: float, b: Figures, of_b: float) -> Figures:
-    """Returns `of_a * a + of_b * b`, where nothing is less than 0.
+    """Returns `of_a * a + of_b * b`, with negative figures replaced by 0.
 
-    Seconds to compile are added up.
+    Seconds to compile are summed.
     """
 
     def add(x: Tree, y: Tree) -> Tree:
@@ -251,12 +262,10 @@ def combine(a: Figures, of_a: float, b: Figures, of_b: float) -> Figures:
 def memory_breakdown(
     state: Mapping[str, float], line: Line
 ) -> Mapping[str, float]:
-    """Returns a device's bytes by kind, of what a compiler reports.
-
-    The kinds are those of `PlannedStep.memory`.
+    """Returns a device's bytes by kind, as in `PlannedStep.memory`.
 
     Args:
-      state: Weights, slots and other state, and all gradients, by arithmetic.
+      state: The computed bytes of weights, slots, other state and gradients.
       line: The program's figures for two numbers of rows.
     """
     first, second = line.figures
@@ -264,13 +273,13 @@ def memory_breakdown(
         standing = first.argument_bytes + first.output_bytes
         temporary = first.temporary_bytes
     elif first.needed is not None:
-        # Of which the compiler says no more.
+        # The compiler reports only the total.
         held = state["weights"] + state["slots"] + state["other"]
         standing = min(held, first.needed)
         temporary = first.needed - standing
     else:
         return {}
-    sizes = bytes_needed(first), bytes_needed(second)
+    sizes = get_bytes(first), get_bytes(second)
     if isinstance(first, Figures) and isinstance(second, Figures):
         sizes = first.temporary_bytes, second.temporary_bytes
     activations = 0.0
@@ -295,18 +304,18 @@ def find_max_rows(
 ) -> tuple[int, bool]:
     """Finds the largest batch that fits by compiling at several sizes.
 
-    Bytes are nearly a line in the rows, so the line between the two ends of
-    what is left is followed, and what it leaves is halved in the end.
+    Bytes are nearly linear in the rows, so the search interpolates between the
+    ends of the interval that is left, and halves it once it is narrow.
 
     Args:
-      guess: Where the search begins.
-      limit: The bytes that there are.
-      fits: Tries a number of rows.
-      most_tries: After so many the search ends.
+      guess: The first number of rows to try.
+      limit: The bytes of a device.
+      fits: A function that tries a number of rows.
+      most_tries: The maximum number of tries.
 
     Returns:
-      The most rows that were seen to fit, and whether one more was tried,
-      which does not.
+      The most rows that fit among those tried, and whether one more row was
+      tried and does not fit.
     """
     low, of_low = 0, 0.0
     high: int | None = None
@@ -326,18 +335,18 @@ def find_max_rows(
             continue
         if high - low == 1:
             return low, True
-        tried = _between(low, of_low, high, of_high, limit)
+        tried = _choose_between(low, of_low, high, of_high, limit)
     return low, False
 
 
-def _between(
+def _choose_between(
     low: int, of_low: float, high: int, of_high: float | None, limit: float
 ) -> int:
-    """Where to look between rows that fit and rows that do not."""
+    """Returns the rows to try next, between a fitting number and another."""
     width = high - low
     if width <= _NARROW or of_high is None or of_high <= max(of_low, limit):
         return (low + high) // 2
     share = (limit - of_low) / (of_high - of_low)
     margin = max(width // _PARTS, 1)
-    wanted = low + math.floor(share * width)
-    return min(max(wanted, low + margin), high - margin)
+    estimated = low + math.floor(share * width)
+    return min(max(estimated, low + margin), high - margin)

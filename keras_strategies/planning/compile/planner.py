@@ -1,4 +1,4 @@
-"""The planner: candidates one after the other, compiled side by side."""
+"""The planner, which traces candidates in turn and compiles in parallel."""
 
 import dataclasses
 import math
@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from keras_strategies._core.compiled import Figures
-from keras_strategies.planning.compile.chips import chip_of, memory_of
+from keras_strategies.planning.compile.chips import find_chip, find_memory
 from keras_strategies.planning.compile.compiler import (
     Compiler,
     DoesNotFit,
@@ -18,37 +18,38 @@ from keras_strategies.planning.compile.estimates import estimate
 from keras_strategies.planning.compile.lines import (
     Line,
     Measuring,
-    bytes_needed,
+    add_growth,
     find_max_rows,
-    grown,
+    get_bytes,
     memory_breakdown,
 )
 from keras_strategies.planning.compile.step import Step
-from keras_strategies.planning.report.advice import advice_on
+from keras_strategies.planning.report.advice import write_advice
 from keras_strategies.planning.report.planned_step import PlannedStep
 
 _NEAR = (0.65, 1.25)
-"""Between which shares of the limit bytes are verified at full effort, which
-was seen to need up to a tenth less and up to half more."""
+"""Shares of the limit between which bytes are verified at full effort, which
+was measured to need up to a tenth less and up to half more."""
 _QUICK_SECONDS = 30.0
-"""To compile a model at low effort, which is up to twelve times as fast."""
+"""The longest low-effort compilation of a model that is quick to compile at
+full effort, too, which takes up to twelve times longer."""
 _MOST_TRIES = 24
 _MORE = 3
-"""How many times as many rows the second program has more: bytes of fewer
-are hidden by what the first one needs at other times."""
+"""Extra rows of the second program, as a multiple of the first one's. The
+bytes of fewer would be hidden by the first one's peak at other times."""
 _HUGE = 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A slice and a layout, and what makes the step for it.
+    """A slice and a layout, with a function that makes the step for them.
 
     Attributes:
       topology: The slice's name, or the devices' kind.
-      layout: How the model lies on it, in words.
+      layout: The name of the model's layout on the slice.
       devices: The devices, in the order of the mesh.
-      num_replicas: Replicas that they are.
-      make: Makes the step.
+      num_replicas: The number of replicas.
+      make: A function that makes the step.
     """
 
     topology: str
@@ -60,14 +61,15 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How thoroughly candidates are compiled.
+    """The thoroughness with which candidates are compiled.
 
     Attributes:
-      is_full: Always at full effort too; None: where bytes are near the limit.
-      is_alone: Whether there is one candidate: a model that is compiled as it
-        is, within seconds, is compiled at full effort, too.
-      is_verified: Whether the most rows that fit are compiled, and one more.
-      is_whole: Whether deep models are compiled as they are.
+      is_full: Whether to always compile at full effort, too; None: if the
+        bytes are near the limit.
+      is_alone: Whether there is only one candidate. Then a model is compiled
+        at full effort, too, if it compiles quickly without extrapolation.
+      is_verified: Whether to compile for the most rows that fit, and one more.
+      is_whole: Whether to compile all blocks of deep models.
     """
 
     is_full: bool | None = None
@@ -77,7 +79,7 @@ class Effort:
 
 
 EFFORTS = {"auto": None, "low": False, "full": True}
-"""`Effort.is_full` by its public name."""
+"""Values of `Effort.is_full` by the names that users pass."""
 
 
 def iter_plans(
@@ -91,15 +93,15 @@ def iter_plans(
 
     Args:
       candidates: The candidates.
-      compiler: Compiles.
-      effort: How thoroughly.
-      on_stage: Is told what is done for which candidate.
-      on_row: Is given a candidate's step at low effort, before more is
+      compiler: The compiler.
+      effort: The thoroughness.
+      on_stage: Called with a candidate and what is being done for it.
+      on_row: Called with a candidate's step at low effort, before more is
         compiled for it.
 
     Yields:
-      Each one's step. The next one is begun before that, so that its programs
-      are compiled beside.
+      The step of each candidate. The next candidate is started before, so that
+      the programs of both are compiled in parallel.
     """
     begun: list[_Planning] = []
     for candidate in candidates:
@@ -123,8 +125,8 @@ class _Planning:
 
     def __post_init__(self) -> None:
         devices = self.candidate.devices
-        self._limit = memory_of(devices[0], len(devices))
-        self._chip = chip_of(devices[0])
+        self._limit = find_memory(devices[0], len(devices))
+        self._chip = find_chip(devices[0])
         self._error: str | None = None
         self._notes: list[str] = []
         try:
@@ -132,23 +134,24 @@ class _Planning:
             replicas = self.candidate.num_replicas
             rows = self._step.rows
             each = max(-(-rows // replicas), 1) * replicas
-            self._low = self._begun(rows, rows + _MORE * each)
+            self._low = self._begin(rows, rows + _MORE * each)
         except (ValueError, TypeError, RuntimeError) as error:
             self._error = str(error)
 
-    def _begun(self, rows: int, more: int) -> Measuring:
+    def _begin(self, rows: int, more: int) -> Measuring:
         self._rows = (rows, more)
         try:
-            return self._measuring(self._rows)
+            return self._measure(self._rows)
         except Exception as error:
-            # With more rows it may be another one, or none.
+            # Tracing may fail for more rows only, such as a loss that fixes
+            # the batch size. The step is planned without the most rows.
             self._rows = (rows, rows)
-            begun = self._measuring(self._rows)
-            text = _first_line(error)
+            begun = self._measure(self._rows)
+            text = _get_first_line(error)
             self._notes.append(f"The most rows are not known: {text}")
             return begun
 
-    def _measuring(
+    def _measure(
         self, rows: Sequence[int], *, step: Step | None = None, **kwargs: Any
     ) -> Measuring:
         return Measuring(
@@ -162,18 +165,18 @@ class _Planning:
         )
 
     def finish(self) -> PlannedStep:
-        """Waits for the programs, and looks at them."""
+        """Waits for the programs and returns the planned step."""
         if self._error is not None:
-            return self._row(error=self._error)
+            return self._make_row(error=self._error)
         try:
-            return self._finished()
+            return self._finish()
         except jax.errors.JaxRuntimeError as error:
-            # The compiler's: the other candidates are planned all the same.
-            return self._row(error=str(error).partition("\n")[0])
+            # An error of the compiler must not end the other candidates' plans.
+            return self._make_row(error=str(error).partition("\n")[0])
 
-    def _finished(self) -> PlannedStep:
+    def _finish(self) -> PlannedStep:
         self.on_stage(self.candidate, "compiling")
-        first, second = self._low.outcomes()
+        first, second = self._low.wait()
         low = Line(
             rows=self._rows,
             figures=(first, second),
@@ -181,22 +184,22 @@ class _Planning:
             blocks=self._low.blocks,
         )
         line = low
-        row = self._row_of(low, low)
+        row = self._describe_step(low, low)
         self.on_row(row)
         if self._is_in_doubt(low):
             self.on_stage(self.candidate, "compiling at full effort")
-            full = self._measuring(self._rows[:1], is_full=True)
-            (outcome,) = full.outcomes()
+            full = self._measure(self._rows[:1], is_full=True)
+            (outcome,) = full.wait()
             line = Line(
                 rows=self._rows,
-                figures=(outcome, grown(outcome, first, second)),
+                figures=(outcome, add_growth(outcome, first, second)),
                 is_full=True,
                 blocks=full.blocks,
             )
-            row = self._row_of(low, line)
+            row = self._describe_step(low, line)
         if self.effort.is_verified and self._is_tpu and self._limit:
-            row = self._with_verified_rows(row, line)
-        return self._advised(row, first)
+            row = self._verify_most_rows(row, line)
+        return self._add_advice(row, first)
 
     def _is_in_doubt(self, line: Line) -> bool:
         if not self._is_tpu or self.effort.is_full is False:
@@ -211,12 +214,13 @@ class _Planning:
         if isinstance(figures, DoesNotFit):
             needed = figures.needed
             return needed is not None and needed < self._limit * _NEAR[1]
-        # Whether the model's own program fits is for the compiler to say.
+        # Full effort decides about a model that was compiled itself, however
+        # large; an extrapolation far above the limit is not verified.
         least, most = _NEAR if line.blocks else (_NEAR[0], math.inf)
         return least < figures.bytes_in_all / self._limit < most
 
     def _is_quick(self, line: Line) -> bool:
-        """Whether the model itself is soon compiled at full effort, too."""
+        """Returns whether the model compiles quickly at full effort, too."""
         took = [
             f.compile_seconds for f in line.figures if isinstance(f, Figures)
         ]
@@ -226,12 +230,12 @@ class _Planning:
     def _is_tpu(self) -> bool:
         return self.candidate.devices[0].platform == "tpu"
 
-    def _row_of(self, low: Line, line: Line) -> PlannedStep:
-        """What is known of the step.
+    def _describe_step(self, low: Line, line: Line) -> PlannedStep:
+        """Returns the step with all that is known of it.
 
         Args:
-          low: Its figures at low effort, which have estimates of time.
-          line: Those of its bytes.
+          low: Figures at low effort, for estimates of time.
+          line: Figures for bytes.
         """
         figures, fast = line.figures[0], low.figures[0]
         took = sum(
@@ -240,7 +244,7 @@ class _Planning:
             for f in x.figures
             if isinstance(f, Figures)
         )
-        most = self._most_rows(line)
+        most = self._find_most_rows(line)
         facts: dict[str, Any] = {
             "is_full_effort": line.is_full or not self._is_tpu,
             "blocks": line.blocks,
@@ -248,55 +252,58 @@ class _Planning:
             "compile_seconds": took,
             "memory": memory_breakdown(self._step.state_bytes(), line),
             "most_rows": most,
-            "bytes_in_all": bytes_needed(figures),
+            "bytes_in_all": get_bytes(figures),
         }
         if isinstance(figures, DoesNotFit):
             error = str(figures) if figures.needed is None else None
-            return self._row(error=error, **facts)
+            return self._make_row(error=error, **facts)
         if self._is_tpu and line.is_full and line.blocks is None:
             facts["is_accepted"] = True
-            own = self._rows[0] // self.candidate.num_replicas
+            accepted = self._rows[0] // self.candidate.num_replicas
             if most is not None:
-                facts["most_rows"] = max(most, own)
+                facts["most_rows"] = max(most, accepted)
         facts["counts"] = {k: round(n) for k, n in figures.counts.items()}
         facts["sent"] = dict(figures.sent)
         if self._chip is not None and isinstance(fast, Figures):
             facts["estimate"] = estimate(
                 fast,
                 self._chip,
-                self._flops(low),
+                self._count_flops(low),
                 steps=self._step.steps,
-                step_bytes=self._step_bytes(),
+                step_bytes=self._count_step_bytes(),
             )
-        return self._row(**facts)
+        return self._make_row(**facts)
 
-    def _step_bytes(self) -> float:
-        """Bytes of the state and a step's batch, where others' are there."""
+    def _count_step_bytes(self) -> float:
+        """Returns the bytes of the state and one step's batch.
+
+        Returns infinity for a program of one step, which holds no others.
+        """
         if self._step.steps == 1:
             return math.inf
         state = self._step.state_bytes()
         held = state["weights"] + state["slots"] + state["other"]
         return held + self._step.batch_bytes(self._rows[0])
 
-    def _advised(self, row: PlannedStep, low: Outcome) -> PlannedStep:
-        """The row with advice.
+    def _add_advice(self, row: PlannedStep, low: Outcome) -> PlannedStep:
+        """Returns the row with advice.
 
-        Where activations are most of it, the same is compiled with them
-        computed again, too: bytes at low effort, as of the other.
+        If it does not fit, or activations take most of it, the step is also
+        compiled with rematerialization, at low effort like `low`.
         """
         again = self._step.with_remat()
-        before, after = bytes_needed(low), None
+        before, after = get_bytes(low), None
         is_much = row.memory.get("activations", 0) > (row.bytes_in_all or 0) / 2
         if again is not None and (row.fits is False or is_much):
             self.on_stage(self.candidate, "with keras.RematScope")
-            (outcome,) = self._measuring(self._rows[:1], step=again).outcomes()
-            after = bytes_needed(outcome)
+            (outcome,) = self._measure(self._rows[:1], step=again).wait()
+            after = get_bytes(outcome)
         has_remat = again is None and self._step.blocks is not None
-        advice = advice_on(row, remat=(before, after), has_remat=has_remat)
+        advice = write_advice(row, remat=(before, after), has_remat=has_remat)
         words = filter(None, (self._step.note, *self._notes, advice))
         return dataclasses.replace(row, advice=" ".join(words))
 
-    def _flops(self, line: Line) -> float | None:
+    def _count_flops(self, line: Line) -> float | None:
         rows = self._rows[0]
         if line.blocks is None:
             return self._step.model_flops(rows, None)
@@ -308,37 +315,37 @@ class _Planning:
         share = (count - few) / (many - few)
         return first + share * (second - first)
 
-    def _most_rows(self, line: Line) -> int | None:
-        """The most rows of a replica that fit by a line; None: unknown."""
-        most = None if self._limit is None else line.most_rows(self._limit)
+    def _find_most_rows(self, line: Line) -> int | None:
+        """Returns the most rows of a replica that fit by a line, or None."""
+        most = None if self._limit is None else line.find_rows_at(self._limit)
         if most is None:
             return None
         rows = max(math.floor(most / self.candidate.num_replicas), 0)
         return rows if rows <= _HUGE else None
 
-    def _with_verified_rows(self, row: PlannedStep, line: Line) -> PlannedStep:
-        """The step with the most rows that fit found by compiling."""
-        first, second = map(bytes_needed, line.figures)
+    def _verify_most_rows(self, row: PlannedStep, line: Line) -> PlannedStep:
+        """Returns the row with the most rows that fit, found by compiling."""
+        first, second = map(get_bytes, line.figures)
         if row.most_rows is None and first is not None and second is not None:
-            # More than anybody has, or its bytes are not its rows'.
+            # Over `_HUGE` rows fit, or bytes do not depend on the rows.
             return row
         guess = 1 if row.most_rows is None else row.most_rows
         try:
-            found, is_verified = find_max_rows(
+            most, is_verified = find_max_rows(
                 guess, self._limit or 0, self._try_rows, _MOST_TRIES
             )
         except Exception as error:
-            text = _first_line(error)
+            text = _get_first_line(error)
             self._notes.append(
                 f"The most rows were not found by compiling: {text}"
             )
             return row
         return dataclasses.replace(
-            row, most_rows=found, is_most_verified=is_verified
+            row, most_rows=most, is_most_verified=is_verified
         )
 
     def _try_rows(self, rows: int) -> tuple[bool, float | None]:
-        """Compiles for so many rows a replica: whether they fit, and bytes."""
+        """Returns whether that many rows a replica fit, and their bytes."""
         self.on_stage(self.candidate, f"trying {rows} rows a replica")
         number = rows * self.candidate.num_replicas
         outcome = self.compiler.submit(
@@ -346,9 +353,9 @@ class _Planning:
             self.candidate.devices,
             is_full=True,
         ).result()
-        return isinstance(outcome, Figures), bytes_needed(outcome)
+        return isinstance(outcome, Figures), get_bytes(outcome)
 
-    def _row(self, **facts: Any) -> PlannedStep:
+    def _make_row(self, **facts: Any) -> PlannedStep:
         candidate = self.candidate
         rows = getattr(self, "_rows", (0,))[0]
         return PlannedStep(
@@ -362,6 +369,6 @@ class _Planning:
         )
 
 
-def _first_line(error: Exception) -> str:
+def _get_first_line(error: Exception) -> str:
     text = str(error).partition("\n")[0]
     return text or type(error).__name__

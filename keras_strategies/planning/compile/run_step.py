@@ -1,4 +1,4 @@
-"""A step of a loop of one's own, as `run` is given it."""
+"""The step of a custom loop, for plans: the program of a call of `run`."""
 
 import collections
 import math
@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from keras_strategies._core import values
-from keras_strategies.planning.compile.step import Step, variable_bytes
+from keras_strategies.planning.compile.step import Step, count_variable_bytes
 from keras_strategies.strategy.runner import Runner
 
 
@@ -20,8 +20,8 @@ class RunStep(Step):
     Args:
       runner: The strategy's runner.
       fn: The function.
-      args: Its arguments; of distributed batches what stands for them.
-      kwargs: Its keyword arguments.
+      args: The function's arguments, with stand-ins for distributed batches.
+      kwargs: The function's keyword arguments.
     """
 
     def __init__(
@@ -34,13 +34,14 @@ class RunStep(Step):
         self._runner, self._fn = runner, fn
         self.mesh = runner._mesh
         self._given = jax.tree.map(
-            _as_passed, (tuple(args), dict(kwargs)), is_leaf=_is_leaf
+            _wrap_array, (tuple(args), dict(kwargs)), is_leaf=_is_leaf
         )
         leaves = jax.tree.leaves(self._given, is_leaf=_is_leaf)
         batches = [leaf for leaf in leaves if _is_rows(leaf)]
-        own = [leaf.arrays[0].shape[1:] for leaf in leaves if _is_of_rows(leaf)]
+        shapes = [x.arrays[0].shape[1:] for x in leaves if _is_of_rows(x)]
         replicas = self.mesh.num_replicas
-        self._own_rows = 0 if batches else _shared_rows(own)
+        # Rows of a replica, if they are guessed from per-replica values.
+        self._own_rows = 0 if batches else _guess_rows(shapes)
         if batches:
             self.rows = max(leaf.arrays[0].shape[0] for leaf in batches)
         elif self._own_rows:
@@ -49,19 +50,20 @@ class RunStep(Step):
             self.rows = replicas
 
     def lower(self, rows: int, blocks: int | None) -> jax.stages.Lowered:
-        """See `Step`; it has no blocks."""
+        """Implements `Step.lower`. A function has no blocks."""
         if rows != self.rows and self._own_rows:
             try:
                 return self._lower(rows)
             except Exception:
-                # They were no batch: the step is what it is.
+                # The guess was wrong: the arrays are not a batch, so their
+                # rows cannot change.
                 rows = self.rows
         return self._lower(rows)
 
     def _lower(self, rows: int) -> jax.stages.Lowered:
         replicas = self.mesh.num_replicas
 
-        def scaled(leaf: object) -> object:
+        def scale(leaf: object) -> object:
             if _is_rows(leaf):
                 dim = 0
             elif self._own_rows and _is_of_rows(leaf, self._own_rows):
@@ -72,7 +74,7 @@ class RunStep(Step):
             shape = list(array.shape)
             number = -(-shape[dim] * rows // self.rows)
             if dim == 0:
-                # All replicas share it evenly.
+                # Rounded up to rows that the replicas share evenly.
                 number = -(-number // replicas) * replicas
             shape[dim] = number
             array = jax.ShapeDtypeStruct(
@@ -80,29 +82,29 @@ class RunStep(Step):
             )
             return values.PerReplica.of(array, leaf.layout)
 
-        args, kwargs = jax.tree.map(scaled, self._given, is_leaf=_is_leaf)
-        lowered, written = self._runner.lowered(self._fn, args, kwargs)
-        trained = self._trained()
+        args, kwargs = jax.tree.map(scale, self._given, is_leaf=_is_leaf)
+        lowered, written = self._runner.lower(self._fn, args, kwargs)
+        trained = self._list_trained()
         if trained and not {id(v) for v in written} & set(map(id, trained)):
             name = getattr(self._fn, "__name__", "a function")
             self.note = (
-                f"The script's first `run` calls {name!r}, which writes none "
-                "of the variables that are trained: it was planned, and not a "
-                "training step."
+                f"The script's first `run` calls {name!r}, which does not "
+                "write a trainable variable. The plan is for that call, which "
+                "is not a training step."
             )
         return lowered
 
     def state_bytes(self) -> Mapping[str, float]:
-        """See `Step`; of all variables of the strategy's scope.
+        """Implements `Step.state_bytes`.
 
-        Those that are not trained and have a trained one's shape count as
-        slots.
+        Counts all variables of the strategy's scope. Non-trainable ones with
+        the shape of a trainable one count as slots.
         """
-        shapes = {tuple(v.shape) for v in self._trained()}
+        shapes = {tuple(v.shape) for v in self._list_trained()}
         groups: dict[str, list[keras.Variable]] = {
             name: [] for name in ("weights", "slots", "other")
         }
-        for variable in self._variables():
+        for variable in self._list_variables():
             if variable.shape is None:
                 continue
             is_slot = math.prod(variable.shape) > 1 and (
@@ -110,14 +112,16 @@ class RunStep(Step):
             )
             kind = "slots" if is_slot else "other"
             groups["weights" if variable.trainable else kind].append(variable)
-        found = {k: variable_bytes(v, self.mesh) for k, v in groups.items()}
-        return found | {"gradients": found["weights"]}
+        sizes = {
+            k: count_variable_bytes(v, self.mesh) for k, v in groups.items()
+        }
+        return sizes | {"gradients": sizes["weights"]}
 
-    def _variables(self) -> list[keras.Variable]:
+    def _list_variables(self) -> list[keras.Variable]:
         return list(self._runner._strategy._runtime.registry)
 
-    def _trained(self) -> list[keras.Variable]:
-        return [v for v in self._variables() if v.trainable]
+    def _list_trained(self) -> list[keras.Variable]:
+        return [v for v in self._list_variables() if v.trainable]
 
 
 def _is_leaf(leaf: object) -> bool:
@@ -131,7 +135,7 @@ def _is_rows(leaf: object) -> TypeGuard[values.PerReplica]:
 def _is_of_rows(
     leaf: object, rows: int | None = None
 ) -> TypeGuard[values.PerReplica]:
-    """Whether each replica has its own array, of so many rows."""
+    """Returns whether a leaf has an array per replica, of that many rows."""
     if not isinstance(leaf, values.PerReplica):
         return False
     shape = leaf.arrays[0].shape
@@ -140,18 +144,22 @@ def _is_of_rows(
     return rows is None or shape[1] == rows
 
 
-def _as_passed(leaf: object) -> object:
-    """An argument as a program is lowered with it: arrays are passed whole."""
+def _wrap_array(leaf: object) -> object:
+    """Returns an argument as programs are lowered with it.
+
+    Arrays are replicated.
+    """
     if isinstance(leaf, jax.Array | np.ndarray | np.generic):
         return values.Mirrored(leaf)
     return leaf
 
 
-def _shared_rows(shapes: Sequence[tuple[int, ...]]) -> int:
-    """The rows of what may be a batch, of values that a function made.
+def _guess_rows(shapes: Sequence[tuple[int, ...]]) -> int:
+    """Guesses the rows of a batch from the shapes of per-replica values.
 
-    It is the first dimension that most arrays have, and of as many the largest
-    one's; 0: none has rows of several entries.
+    Returns:
+      The most frequent first dimension; among equally frequent ones, that of
+      the largest array. 0 if no array has two dimensions.
     """
     counts = collections.Counter(shape[0] for shape in shapes)
     matrices = [shape for shape in shapes if len(shape) > 1]

@@ -1,4 +1,4 @@
-"""A step that is planned, and the bytes of its variables."""
+"""The interface of planned steps, and the bytes of their variables."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -15,17 +15,17 @@ from keras_strategies.planning.compile.equal_blocks import Blocks
 
 
 class Step:
-    """A step that is lowered for any number of rows.
+    """A step that can be lowered for any number of rows.
 
     Attributes:
-      mesh: The replicas.
-      rows: Of the global batch that it was given.
-      tokens: Tokens of a row; None: its rows are no sequences of them.
-      blocks: Equal blocks of its model, of which fewer can be lowered.
-      keeps_nothing_else: Whether `block_bytes` are all that a block adds: it
-        is rematerialized in the backward pass.
-      steps: Steps of its program, as `steps_per_execution` says.
-      note: A remark for the report, known once it is lowered.
+      mesh: The mesh of replicas.
+      rows: The rows of the global batch.
+      tokens: Tokens of a row, or None if rows are not sequences of tokens.
+      blocks: Equal blocks of the model, or None. Fewer can be lowered.
+      keeps_nothing_else: Whether a block adds no more than `block_bytes`,
+        because it is rematerialized in the backward pass.
+      steps: Steps of the program (`steps_per_execution`).
+      note: A remark for the report, set when the step is lowered.
     """
 
     mesh: ReplicaMesh
@@ -37,22 +37,27 @@ class Step:
     note: str = ""
 
     def lower(self, rows: int, blocks: int | None) -> jax.stages.Lowered:
-        """Lowers it for a global batch of so many rows, and so many blocks."""
+        """Lowers the step for a number of global rows, and of blocks.
+
+        Args:
+          rows: Rows of the global batch.
+          blocks: The number of blocks to keep, or None for all.
+        """
         raise NotImplementedError
 
     def with_remat(self) -> "Step | None":
-        """Returns it with its model's blocks under `keras.RematScope`.
+        """Returns the step with its model's blocks under `keras.RematScope`.
 
-        None: they are already, or it has no blocks that are layers.
+        Returns None if layers already are, or if no blocks are layers.
         """
         return None
 
     def model_flops(self, rows: int, blocks: int | None) -> float | None:
-        """Returns a device's operations, none of them twice, if known."""
+        """Returns a device's operations without rematerialization, if known."""
         return None
 
     def state_bytes(self) -> Mapping[str, float]:
-        """Returns a device's bytes: weights, slots, other and gradients."""
+        """Returns a device's bytes of weights, slots, other and gradients."""
         raise NotImplementedError
 
     def batch_bytes(self, rows: int) -> float:
@@ -60,32 +65,32 @@ class Step:
         return 0.0
 
     def block_bytes(self, rows: int) -> tuple[float, float]:
-        """Returns the least and the most bytes that a block adds in between.
+        """Returns the least and the most temporary bytes that a block adds.
 
-        On a device; the most are those with all of its gradients.
+        They are bytes of a device. The most include all of its gradients.
         """
         return 0.0, 0.0
 
 
 def with_rows(batch: Batch, rows: int) -> Batch:
-    """Returns the shapes of a batch, or of an array, of so many rows."""
+    """Returns the shapes of a batch, or of an array, with that many rows."""
 
-    def resized(leaf: Array) -> jax.ShapeDtypeStruct:
+    def resize(leaf: Array) -> jax.ShapeDtypeStruct:
         shape = shape_of(leaf)
         return jax.ShapeDtypeStruct((rows, *shape.shape[1:]), shape.dtype)
 
-    return jax.tree.map(resized, batch)
+    return jax.tree.map(resize, batch)
 
 
-def variable_bytes(
+def count_variable_bytes(
     variables: Iterable[keras.Variable], mesh: ReplicaMesh
 ) -> float:
-    """Returns the bytes of variables on a device."""
-    return sum(map(shape_bytes, shardings.shapes_of(variables, mesh)))
+    """Returns the bytes of variables on one device."""
+    return sum(map(count_shape_bytes, shardings.shapes_of(variables, mesh)))
 
 
-def shape_bytes(shape: jax.ShapeDtypeStruct) -> float:
-    """Returns the bytes of an array with a sharding on a device."""
+def count_shape_bytes(shape: jax.ShapeDtypeStruct) -> float:
+    """Returns the bytes of a sharded array on one device."""
     sharding: Any = shape.sharding
     dtype = jax.dtypes.canonicalize_dtype(shape.dtype)
     return math.prod(sharding.shard_shape(shape.shape)) * dtype.itemsize

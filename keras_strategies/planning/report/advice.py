@@ -3,37 +3,37 @@
 from keras_strategies.planning.report.planned_step import (
     BYTES_PER_GB,
     PlannedStep,
-    in_gb,
+    format_gb,
 )
 
 _MUCH = 0.5
 _LESS = 0.9
 _SLOW = 1.5
 _SECONDS = 1e-3
-"""Of links: fewer are not worth a word."""
+"""The least time of links that is worth advice."""
 
 
-def advice_on(
+def write_advice(
     step: PlannedStep,
     *,
     remat: tuple[float | None, float | None] = (None, None),
     has_remat: bool = False,
 ) -> str:
-    """What to do about a step, if anything.
+    """Returns advice on a step, or "" if there is nothing to do.
 
     Args:
       step: The step.
-      remat: Bytes of a device as it is, and with its blocks under
-        `keras.RematScope`; None: unknown.
-      has_remat: Whether the model has layers that are.
+      remat: A device's bytes without and with `keras.RematScope` on the
+        model's blocks; None: unknown.
+      has_remat: Whether layers of the model are already rematerialized.
     """
     if step.error is not None or step.bytes_in_all is None:
         return ""
     before, after = remat
     if before is not None and after is not None and after < _LESS * before:
         return (
-            f"`keras.RematScope` on your blocks: {in_gb(before)} -> "
-            f"{in_gb(after)} GB."
+            f"`keras.RematScope` on your blocks: {format_gb(before)} -> "
+            f"{format_gb(after)} GB."
         )
     if step.fits is False:
         return _advise_on_size(step, step.bytes_in_all, has_remat)
@@ -44,14 +44,15 @@ def advice_on(
         is_slow = links > _SLOW * compute and links > _SECONDS
         if is_slow and step.most_rows > _SLOW * rows:
             return (
-                "Links take longer than computing: more rows a replica "
-                f"(up to {step.most_rows} fit) cost little."
+                "Communication takes longer than computation: more rows a "
+                f"replica (up to {step.most_rows} fit) cost little."
             )
     spare = (step.limit_bytes or 0) - step.bytes_in_all
     if step.is_accepted and spare < 0:
-        return "Nothing is left: some arrays lie where others do."
+        return "No memory is left: some arrays share memory with others."
     if spare < 0.05 * (step.limit_bytes or 0) and step.limit_bytes:
-        return f"{spare / BYTES_PER_GB:.2f} GB are left: little for changes."
+        spare_gb = f"{spare / BYTES_PER_GB:.2f}"
+        return f"Only {spare_gb} GB are left: small changes may not fit."
     return ""
 
 
@@ -61,14 +62,14 @@ def _advise_on_size(step: PlannedStep, total: float, has_remat: bool) -> str:
     state = memory.get("weights", 0) + memory.get("slots", 0)
     if state > _MUCH * (step.limit_bytes or 0) and step.num_replicas > 1:
         if step.layout.startswith("sharded"):
-            return "Take a larger group (`shards`), or a larger slice."
+            return "Use a larger group (`shards`), or a larger slice."
         return (
-            f"Weights and slots are {in_gb(state)} GB on every device: "
-            "divide them with `ks.experimental.FullySharded()`."
+            f"Weights and slots take {format_gb(state)} GB on every device: "
+            "shard them with `ks.experimental.FullySharded()`."
         )
     if memory.get("activations", 0) > _MUCH * total:
         if step.most_rows:
             return f"At most {step.most_rows} rows a replica fit."
         cure = "" if has_remat else "`keras.RematScope` on its blocks, or "
         return f"One row needs too much: {cure}a model axis."
-    return "Take a slice of chips with more memory, or divide the state."
+    return "Use a slice of chips with more memory, or shard the state."

@@ -1,4 +1,4 @@
-"""A plan as one page, which needs nothing beside itself."""
+"""A plan as a self-contained HTML page."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -8,32 +8,31 @@ from keras_strategies.planning.report.page_style import STYLE
 from keras_strategies.planning.report.planned_step import (
     KINDS,
     PlannedStep,
-    fastest,
-    in_gb,
+    find_fastest,
+    format_gb,
 )
 
 _LONGEST = 2.0
-"""How many limits the longest bar is; of one that would be longer, the end is
-cut off."""
+"""Length of the longest bar, in units of the limit. Longer bars are cut."""
 _MARGIN = 1.02
-_REST = "not told apart"
+_REST = "unspecified"
 _CODE = re.compile(r"`([^`]+)`")
 
 
 def make_page(steps: Sequence[PlannedStep], notes: Sequence[str] = ()) -> str:
-    """Returns the page's text. It asks for no other file and runs no script.
+    """Returns the page's text. It loads no other file and runs no script.
 
     Args:
       steps: The candidates.
-      notes: What holds for all of them, in sentences.
+      notes: Sentences that hold for all candidates.
     """
-    scales = _scales(steps)
+    scales = _compute_scales(steps)
     cards = [
-        _card(number, step, scales.get(step.limit_bytes, 0.0))
+        _make_card(number, step, scales.get(step.limit_bytes, 0.0))
         for number, step in enumerate(steps, 1)
     ]
-    summary = _summary(steps)
-    footer = "".join(f"<p>{_text(note)}</p>\n" for note in notes)
+    summary = _summarize(steps)
+    footer = "".join(f"<p>{_format_text(note)}</p>\n" for note in notes)
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -46,7 +45,7 @@ def make_page(steps: Sequence[PlannedStep], notes: Sequence[str] = ()) -> str:
 <header><h1>keras-strategies plan</h1></header>
 <main>
 <section class="summary"><p>{escape(summary)}</p></section>
-{_table(steps) if len(steps) > 1 else ""}
+{_make_table(steps) if len(steps) > 1 else ""}
 {"".join(cards)}
 </main>
 <footer>{footer}</footer>
@@ -55,7 +54,7 @@ def make_page(steps: Sequence[PlannedStep], notes: Sequence[str] = ()) -> str:
 """
 
 
-def _summary(steps: Sequence[PlannedStep]) -> str:
+def _summarize(steps: Sequence[PlannedStep]) -> str:
     count = len(steps)
     if not count:
         return "There are no candidates."
@@ -64,17 +63,19 @@ def _summary(steps: Sequence[PlannedStep]) -> str:
     are = "candidate fits" if count == 1 else "candidates fit"
     text = f"{num_fit} of {count} {are}"
     if num_unknown:
-        text += f"; of {num_unknown} it is not known"
-    best = fastest(steps)
+        text += f"; {num_unknown} unknown"
+    best = find_fastest(steps)
     if best is None:
         return text + "."
-    rate = f"{best.topology} {best.layout}, with {_rate(best)} a second"
+    rate = (
+        f"{best.topology} {best.layout}, with {_format_rate(best)} per second"
+    )
     if count == 1:
         return f"{text}: {rate}."
-    return f"{text}. The fastest for each device is {rate}."
+    return f"{text}. The fastest per device is {rate}."
 
 
-def _rate(step: PlannedStep) -> str:
+def _format_rate(step: PlannedStep) -> str:
     if step.tokens_per_second is not None:
         return f"{step.tokens_per_second:,.0f} tokens"
     if step.rows_per_second is not None:
@@ -82,38 +83,38 @@ def _rate(step: PlannedStep) -> str:
     return "-"
 
 
-def _fits(step: PlannedStep) -> str:
-    """Whether it fits, as a colored word."""
+def _format_fits(step: PlannedStep) -> str:
+    """Returns whether a step fits, as a colored word."""
     kind, word = {
         True: ("yes", "fits"),
         False: ("no", "does not fit"),
-        None: ("maybe", "not known"),
+        None: ("maybe", "unknown"),
     }[step.fits]
     if step.error is not None and step.bytes_in_all is None:
         word = "no figures"
     return f'<span class="fits {kind}">{word}</span>'
 
 
-def _memory(step: PlannedStep) -> str:
-    size = "-" if step.bytes_in_all is None else in_gb(step.bytes_in_all)
+def _format_memory(step: PlannedStep) -> str:
+    size = "-" if step.bytes_in_all is None else format_gb(step.bytes_in_all)
     limit = step.limit_bytes
-    return size if limit is None else f"{size} of {in_gb(limit)}"
+    return size if limit is None else f"{size} of {format_gb(limit)}"
 
 
-def _table(steps: Sequence[PlannedStep]) -> str:
+def _make_table(steps: Sequence[PlannedStep]) -> str:
     rows = []
     for number, step in enumerate(steps, 1):
         time, mfu = "-", "-"
         if step.estimate is not None:
-            time = _ms(step.estimate.seconds)
+            time = _format_ms(step.estimate.seconds)
             if step.estimate.utilization is not None:
                 mfu = f"{100 * step.estimate.utilization:.0f} %"
         rows.append(
             f'<tr><th scope="row"><a href="#c{number}">'
-            f"{escape(step.topology)}</a> <span>{_layout(step)}</span>"
-            f"</th><td>{_fits(step)}</td>"
-            f'<td class="less">{_memory(step)}</td><td>{time}</td>'
-            f'<td class="less">{_rate(step)}</td>'
+            f"{escape(step.topology)}</a> <span>{_format_layout(step)}</span>"
+            f"</th><td>{_format_fits(step)}</td>"
+            f'<td class="less">{_format_memory(step)}</td><td>{time}</td>'
+            f'<td class="less">{_format_rate(step)}</td>'
             f'<td class="less">{mfu}</td></tr>\n'
         )
     return (
@@ -125,42 +126,45 @@ def _table(steps: Sequence[PlannedStep]) -> str:
     )
 
 
-def _card(number: int, step: PlannedStep, scale: float) -> str:
+def _make_card(number: int, step: PlannedStep, scale: float) -> str:
     remarks = ""
     if step.error is not None:
-        remarks += _paragraph("no error", step.error)
+        remarks += _make_paragraph("no error", step.error)
     if step.advice:
-        remarks += _paragraph("advice", step.advice)
+        remarks += _make_paragraph("advice", step.advice)
     facts = "".join(
-        f"<dt>{name}</dt><dd>{text}</dd>\n" for name, text in _facts(step)
+        f"<dt>{name}</dt><dd>{text}</dd>\n" for name, text in _iter_facts(step)
     )
     return (
         f'<section id="c{number}"><div class="head"><h2>'
-        f"{escape(step.topology)} <span>{_layout(step)}</span></h2>"
-        f"{_fits(step)}</div>\n{remarks}"
-        f"{_memory_bar(step, scale)}{_times(step)}<dl>{facts}</dl>"
+        f"{escape(step.topology)} <span>{_format_layout(step)}</span></h2>"
+        f"{_format_fits(step)}</div>\n{remarks}"
+        f"{_draw_memory(step, scale)}{_draw_times(step)}<dl>{facts}</dl>"
         "</section>\n"
     )
 
 
-def _paragraph(kind: str, text: str) -> str:
-    return f'<p class="say {kind}"><span>{_text(text)}</span></p>\n'
+def _make_paragraph(kind: str, text: str) -> str:
+    return f'<p class="remark {kind}"><span>{_format_text(text)}</span></p>\n'
 
 
-def _facts(step: PlannedStep) -> Iterator[tuple[str, str]]:
-    """What is said of a step, with its name."""
+def _iter_facts(step: PlannedStep) -> Iterator[tuple[str, str]]:
+    """Yields the facts of a step: their names and texts."""
     replicas = max(step.num_replicas, 1)
-    yield "Devices", f"{step.num_devices:,}, in {_count(replicas, 'replica')}"
+    yield (
+        "Devices",
+        f"{step.num_devices:,}, in {_format_count(replicas, 'replica')}",
+    )
     rows = step.rows / replicas
     if step.rows:
         yield "Rows of a step", f"{step.rows:,}, {rows:,.6g} on each replica"
     if step.most_rows is not None:
         how = "by arithmetic"
         if step.is_most_verified:
-            how = "compiled, as was one more, which does not fit"
+            how = "compiled; one more does not fit"
         yield "Most rows", f"{step.most_rows:,} on each replica ({how})"
     if step.rows_per_second is not None:
-        rate = _rate(step)
+        rate = _format_rate(step)
         if step.tokens_per_second is not None:
             rate += f", {step.rows_per_second:,.6g} rows"
         yield "A second", rate
@@ -168,27 +172,27 @@ def _facts(step: PlannedStep) -> Iterator[tuple[str, str]]:
         mfu = f"{100 * step.estimate.utilization:.0f} %"
         most = step.estimate.most_utilization
         if most is not None:
-            mfu += f" ({100 * most:.0f} % if no slower than the largest bound)"
+            mfu += f" ({100 * most:.0f} % at the largest bound's speed)"
         yield "MFU", mfu
-    # Of what does not fit, the compiler may say nothing else.
+    # For a program that does not fit, the compiler may not report them.
     if step.bytes_in_all is not None and (step.counts or step.fits):
-        yield "Collectives", "<br>".join(_collectives(step)) or "none"
+        yield "Collectives", "<br>".join(_iter_collectives(step)) or "none"
     if step.error is None:
-        yield "Compiled", escape(_effort(step))
+        yield "Compiled", escape(_describe_effort(step))
 
 
-def _collectives(step: PlannedStep) -> Iterable[str]:
+def _iter_collectives(step: PlannedStep) -> Iterable[str]:
     for kind, count in step.counts.items():
-        sent = _size(step.sent.get(kind, 0.0))
+        sent = _format_size(step.sent.get(kind, 0.0))
         yield f"{count:,} {escape(kind)}, of {sent}"
 
 
-def _effort(step: PlannedStep) -> str:
-    text = "as it would be run"
+def _describe_effort(step: PlannedStep) -> str:
+    text = "at full effort, as for training"
     if not step.is_full_effort:
         text = (
-            "at low effort: as it is run it needs up to a tenth less or half "
-            "more"
+            "at low effort: at full effort it needs up to a tenth less or "
+            "half more"
         )
     if step.blocks is not None:
         few, many, count = step.blocks
@@ -201,8 +205,8 @@ def _effort(step: PlannedStep) -> str:
     return text
 
 
-def _scales(steps: Sequence[PlannedStep]) -> Mapping[int | None, float]:
-    """Bytes of a bar across the page, for each limit."""
+def _compute_scales(steps: Sequence[PlannedStep]) -> Mapping[int | None, float]:
+    """Returns the bytes of a bar of full width, by limit."""
     scales: dict[int | None, float] = {}
     for step in steps:
         size, limit = step.bytes_in_all or 0.0, step.limit_bytes
@@ -212,8 +216,8 @@ def _scales(steps: Sequence[PlannedStep]) -> Mapping[int | None, float]:
     return scales
 
 
-def _parts(step: PlannedStep) -> list[tuple[str, str, float]]:
-    """Name, kind and bytes of each part of a device's memory."""
+def _list_parts(step: PlannedStep) -> list[tuple[str, str, float]]:
+    """Returns the name, kind and bytes of each part of a device's memory."""
     sizes = [(kind, kind, step.memory.get(kind, 0.0)) for kind in KINDS]
     rest = (step.bytes_in_all or 0.0) - sum(size for _, _, size in sizes)
     if rest > 0.01 * (step.bytes_in_all or 0.0):
@@ -221,17 +225,17 @@ def _parts(step: PlannedStep) -> list[tuple[str, str, float]]:
     return [part for part in sizes if part[2] > 0]
 
 
-def _memory_bar(step: PlannedStep, scale: float) -> str:
+def _draw_memory(step: PlannedStep, scale: float) -> str:
     if step.bytes_in_all is None or not scale:
         return ""
     limit, drawn, at = step.limit_bytes, [], 0.0
-    parts = _parts(step)
+    parts = _list_parts(step)
     for name, kind, size in parts:
         start, at = at, at + size
         left, right = (100 * min(x / scale, 1) for x in (start, at))
         drawn.append(
             f'<rect class="part {kind}" x="{left:.2f}%" y="20" height="24" '
-            f'width="{right - left:.2f}%"><title>{name}: {_size(size)}'
+            f'width="{right - left:.2f}%"><title>{name}: {_format_size(size)}'
             "</title></rect>"
         )
     if at > scale:
@@ -244,30 +248,30 @@ def _memory_bar(step: PlannedStep, scale: float) -> str:
         drawn.append(
             f'<line class="limit" x1="{x}" x2="{x}" y1="16" y2="48"/>'
             f'<text x="{x}" y="12" text-anchor="{anchor}">limit '
-            f"{in_gb(limit)} GB</text>"
+            f"{format_gb(limit)} GB</text>"
         )
     return (
         "<h3>Memory of a device</h3>\n"
-        f'<svg height="50" role="img" aria-label="{_memory(step)} GB">'
+        f'<svg height="50" role="img" aria-label="{_format_memory(step)} GB">'
         '<rect class="box" y="20" width="100%" height="24"/>'
         f"{''.join(drawn)}</svg>\n"
-        f'<ul class="kinds">{"".join(_legend(step, parts))}</ul>\n'
+        f'<ul class="kinds">{"".join(_draw_legend(step, parts))}</ul>\n'
     )
 
 
-def _legend(
+def _draw_legend(
     step: PlannedStep, parts: Sequence[tuple[str, str, float]]
 ) -> Iterator[str]:
     for name, kind, size in parts:
         yield (
             f'<li><svg aria-hidden="true"><rect class="{kind}" width="100%" '
-            f'height="100%"/></svg>{name} {_size(size)}</li>'
+            f'height="100%"/></svg>{name} {_format_size(size)}</li>'
         )
-    yield f"<li><b>{_memory(step)} GB</b></li>"
+    yield f"<li><b>{_format_memory(step)} GB</b></li>"
 
 
-def _times(step: PlannedStep) -> str:
-    """The step's time and what it cannot be faster than, as bars."""
+def _draw_times(step: PlannedStep) -> str:
+    """Returns the step's time and its lower bounds, as bars."""
     if step.estimate is None:
         return ""
     bounds = step.estimate.bounds
@@ -281,35 +285,35 @@ def _times(step: PlannedStep) -> str:
             f'<span{most}>{name}</span><svg height="12" aria-hidden="true">'
             f'<rect class="time" width="{width:.2f}%" height="12" '
             f'fill-opacity="{1 if most else 0.6}"/></svg>'
-            f"<b{most}>{_ms(seconds)} ms</b>\n"
+            f"<b{most}>{_format_ms(seconds)} ms</b>\n"
         )
     return (
-        "<h3>Time of a step, and what it cannot be faster than</h3>\n"
+        "<h3>Time of a step and its lower bounds</h3>\n"
         f'<div class="times">{"".join(rows)}</div>\n'
     )
 
 
-def _layout(step: PlannedStep) -> str:
+def _format_layout(step: PlannedStep) -> str:
     return escape(step.layout).replace("+", "+<wbr>")
 
 
-def _size(size: float) -> str:
-    """Bytes of a part, which may be few."""
+def _format_size(size: float) -> str:
+    """Returns bytes with a unit that suits them."""
     if size >= 1e7:
-        return f"{in_gb(size)} GB"
+        return f"{format_gb(size)} GB"
     return f"{size / 1e6:.2f} MB" if size >= 1e4 else f"{size:,.0f} bytes"
 
 
-def _ms(seconds: float) -> str:
+def _format_ms(seconds: float) -> str:
     return (
         f"{seconds * 1e3:,.1f}" if seconds >= 1e-2 else f"{seconds * 1e3:.2g}"
     )
 
 
-def _count(number: int, noun: str) -> str:
+def _format_count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def _text(text: str) -> str:
-    """Text for a page; what is in backticks is code."""
+def _format_text(text: str) -> str:
+    """Returns text as HTML; parts in backticks become code."""
     return _CODE.sub(r"<code>\1</code>", escape(text))

@@ -64,8 +64,8 @@ dd { margin: 0; overflow-wrap: anywhere; }
   gap: .1rem .8rem; align-items: center; font-size: .9rem; }
 .times b { text-align: right; font-weight: 400; }
 .times .most { font-weight: 600; }
-.say { border-left: .25rem solid; padding-left: .75rem; }
-.say span { color: var(--ink); }
+.remark { border-left: .25rem solid; padding-left: .75rem; }
+.remark span { color: var(--ink); }
 .advice { border-color: var(--note); }
 footer p { color: var(--soft); font-size: .9rem; }
 @media (max-width: 40rem) { .less { display: none; }

@@ -1,4 +1,4 @@
-"""`PlannedStep`: what a step needs on one slice, in one layout."""
+"""`PlannedStep`: the requirements of a step on one slice, in one layout."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -6,21 +6,22 @@ from typing import Any
 
 BYTES_PER_GB = 1e9
 KINDS = ("weights", "slots", "other", "gradients", "activations", "temporary")
-"""What a device's memory is taken by."""
+"""Kinds of a device's memory."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """How long a step takes, and what it cannot be faster than.
+    """An estimate of a step's time, with its lower bounds.
 
     Attributes:
-      seconds: An estimate: XLA's own, or the largest bound.
-      compute_seconds: All operations at the chip's peak.
-      memory_seconds: The state read and written once.
-      link_seconds: What collectives send, over all links of a chip.
-      utilization: Of the chip's peak, by the operations that the model has
-        (without those that are done again); None: unknown.
-      most_utilization: The same, were a step as fast as its largest bound.
+      seconds: The estimate: XLA's, or the largest bound.
+      compute_seconds: The time of all operations at the chip's peak.
+      memory_seconds: The time to read and write the state once.
+      link_seconds: The time to send the collectives' data over all links of a
+        chip.
+      utilization: The share of the chip's peak that the model's operations
+        take (without rematerialization), or None if unknown.
+      most_utilization: The same for a step as fast as its largest bound.
     """
 
     seconds: float
@@ -32,7 +33,7 @@ class Estimate:
 
     @property
     def bounds(self) -> Mapping[str, float]:
-        """Seconds of each bound, by name."""
+        """The seconds of each bound, by name."""
         return {
             "compute": self.compute_seconds,
             "memory": self.memory_seconds,
@@ -42,36 +43,39 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedStep:
-    """What a step needs on one slice, in one layout.
+    """The requirements of a step on one slice, in one layout.
 
     Attributes:
       topology: The slice's name, or the devices' kind.
-      layout: How the model lies on it: "replicated", "sharded:64", ...
-      num_devices: Devices of the slice.
-      num_replicas: Replicas that they are.
-      rows: Of the global batch.
-      limit_bytes: What a program may have on a device; None: unknown.
-      bytes_in_all: What it needs on a device; None: unknown.
+      layout: The name of the model's layout on the slice: "replicated",
+        "sharded:64", ...
+      num_devices: The number of devices of the slice.
+      num_replicas: The number of replicas.
+      rows: The rows of the global batch.
+      limit_bytes: Bytes that a program may use on a device, or None if
+        unknown.
+      bytes_in_all: Bytes that the step needs on a device, or None if unknown.
       memory: The same by kind: "weights", "slots", "other" (metrics, the
-        batch and padding), "gradients" (at most; all at once), "activations"
-        (what grows with the rows) and "temporary".
-      counts: Collectives of a step, by kind.
+        batch and padding), "gradients" (an upper bound: all at once),
+        "activations" (memory that grows with the rows) and "temporary".
+      counts: The number of collectives of a step, by kind.
       sent: Bytes of the arrays that they send, by kind.
-      estimate: How long a step takes; None: unknown.
-      tokens: Tokens of a row; None: rows are no sequences of them.
-      most_rows: Rows on each replica that fit; None: unknown.
-      is_most_verified: Whether they were compiled at full effort, and one row
-        more on each replica, which does not fit.
-      is_full_effort: Whether bytes are those of a program as it would be run;
-        else of one that was compiled faster, and needs a tenth more or a
-        third less.
-      is_accepted: Whether the slice's compiler took the model itself, with its
-        rows: it fits, also where bytes that share room add up to more.
-      blocks: Of how many blocks the two models were that were compiled, and
-        the model's own number; None: the model itself was.
-      compile_seconds: How long compiling took, all in all.
-      advice: What to do, in a sentence; "" for nothing.
-      error: Why there are no figures, in a sentence; None: there are.
+      estimate: The estimated time of a step, or None if unknown.
+      tokens: Tokens of a row, or None if rows are not sequences of tokens.
+      most_rows: The most rows of each replica that fit, or None if unknown.
+      is_most_verified: Whether `most_rows` was compiled at full effort, and
+        one more row on each replica does not fit.
+      is_full_effort: Whether the bytes are those of a program compiled at full
+        effort, as for training. Otherwise they are those of one compiled
+        faster, which needs up to a tenth more or a third less.
+      is_accepted: Whether the slice's compiler accepted the model itself, with
+        its rows. Then it fits, even if the bytes of arrays that share memory
+        add up to more than the limit.
+      blocks: The numbers of blocks of the two compiled models and of the
+        model, or None if the model itself was compiled.
+      compile_seconds: The total time of compiling.
+      advice: Advice, in a sentence, or "".
+      error: The reason why there are no figures, or None if there are.
 
     Example:
       >>> step = ks.PlannedStep(
@@ -108,7 +112,7 @@ class PlannedStep:
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits; None: unknown."""
+        """Whether the step fits, or None if unknown."""
         if self.error is not None:
             return False
         if self.is_accepted:
@@ -119,21 +123,21 @@ class PlannedStep:
 
     @property
     def rows_per_second(self) -> float | None:
-        """Rows of the global batch that are trained on in a second."""
+        """Rows of the global batch that are trained on per second, or None."""
         if self.estimate is None or not self.estimate.seconds:
             return None
         return self.rows / self.estimate.seconds
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens that are trained on in a second."""
+        """Tokens that are trained on per second, or None."""
         if self.tokens is None or self.rows_per_second is None:
             return None
         return self.tokens * self.rows_per_second
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> "PlannedStep":
-        """The step of which `to_json` returned this."""
+        """Returns the step from a dict that `to_json` returned."""
         names = {field.name for field in dataclasses.fields(cls)}
         facts = {n: value for n, value in found.items() if n in names}
         if facts.get("estimate") is not None:
@@ -143,7 +147,7 @@ class PlannedStep:
         return cls(**facts)
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, as `json.dumps` takes it."""
+        """Returns the step as a dict that `json.dumps` accepts."""
         return {
             **dataclasses.asdict(self),
             "fits": self.fits,
@@ -152,15 +156,15 @@ class PlannedStep:
         }
 
 
-def in_gb(size: float) -> str:
-    """Bytes as GB, with three digits."""
+def format_gb(size: float) -> str:
+    """Returns bytes as GB, with three digits or one decimal."""
     gigabytes = size / BYTES_PER_GB
     digits = 2 if gigabytes < 10 else 1
     return f"{gigabytes:.{digits}f}"
 
 
-def fastest(steps: Iterable[PlannedStep]) -> PlannedStep | None:
-    """Returns the one that fits with most rows a second and device."""
+def find_fastest(steps: Iterable[PlannedStep]) -> PlannedStep | None:
+    """Returns the fitting step with the most rows per second and device."""
     fit = [(s.rows_per_second, s) for s in steps if s.fits]
     rates = [(rate / s.num_devices, s) for rate, s in fit if rate]
     return max(rates, key=lambda pair: pair[0], default=(0.0, None))[1]

@@ -1,4 +1,4 @@
-"""`Plan`: what a step needs on each candidate slice, as a table and as JSON."""
+"""`Plan`: a step's requirements on each candidate, as a table and as JSON."""
 
 import contextlib
 import dataclasses
@@ -17,29 +17,29 @@ from rich.text import Text
 from keras_strategies.planning.report.page import make_page
 from keras_strategies.planning.report.planned_step import (
     PlannedStep,
-    fastest,
-    in_gb,
+    find_fastest,
+    format_gb,
 )
 
 _MANY = 10_000
 _WIDE = 100
-"""Columns of a terminal that has room for the whole table."""
+"""Columns of a terminal that has room for all columns of the table."""
 Show = Callable[[Sequence[PlannedStep], str], None]
 NOTES = (
-    "Bytes and collectives are the compiler's; times are estimates, and no "
-    "step is faster than its bounds.",
+    "Bytes and collectives are from the compiler. Times are estimates: a step "
+    "cannot be faster than its bounds.",
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
-    """What a step needs on each candidate: prints as a table.
+    """The requirements of a step on each candidate; prints as a table.
 
-    What `Strategy.plan` returns. Nothing of it has run.
+    The result of `Strategy.plan`. Its programs were compiled, not run.
 
     Attributes:
-      steps: The candidates, in the order in which they were given.
-      notes: What holds for all of them, in sentences.
+      steps: The steps of the candidates, in the order of the request.
+      notes: Sentences that hold for all candidates.
 
     Example:
       ```python
@@ -54,20 +54,20 @@ class Plan:
 
     @property
     def fastest(self) -> PlannedStep | None:
-        """Of those that fit the one with most rows a second and chip."""
-        return fastest(self.steps)
+        """The fitting step with the most rows per second and chip, or None."""
+        return find_fastest(self.steps)
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, as `json.dumps` takes it."""
+        """Returns the plan as a dict that `json.dumps` accepts."""
         steps = [step.to_json() for step in self.steps]
         return {"version": 1, "steps": steps, "notes": list(self.notes)}
 
     def to_html(self) -> str:
-        """A page with the table, and each candidate's memory as bars."""
+        """Returns a page with the table, and memory as bars."""
         return make_page(self.steps, self.notes)
 
     def _repr_html_(self) -> str:
-        # Inside of a notebook, and without its style.
+        # A frame keeps the notebook's style out of the page.
         return (
             f'<iframe srcdoc="{escape(self.to_html())}" '
             'title="keras-strategies plan" sandbox style="width: 100%; '
@@ -79,12 +79,12 @@ class Plan:
     ) -> RenderResult:
         width = options.max_width
         is_wide = width >= _WIDE
-        table = _table(self, is_wide, is_stacked=False)
+        table = _make_table(self, is_wide, is_stacked=False)
         endless = options.update(max_width=_MANY)
         if Measurement.get(console, endless, table).maximum > width:
-            table = _table(self, is_wide, is_stacked=True)
+            table = _make_table(self, is_wide, is_stacked=True)
         yield table
-        yield from map(Text, _sentences(self))
+        yield from map(Text, _iter_sentences(self))
 
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), record=True, width=120)
@@ -97,13 +97,13 @@ class Plan:
 
 @contextlib.contextmanager
 def live_table(*, is_shown: bool = True) -> Iterator[Show]:
-    """Shows a table on the error output while it is filled, on a terminal.
+    """Shows a table on stderr as it fills, if stderr is a terminal.
 
     Args:
-      is_shown: Whether it is shown at all.
+      is_shown: Whether to show the table at all.
 
     Yields:
-      Shows the steps that are known, and what is being done.
+      A function that shows the known steps, and a line on current work.
     """
     if not is_shown or not sys.stderr.isatty():
         yield lambda steps, text: None
@@ -119,8 +119,8 @@ def live_table(*, is_shown: bool = True) -> Iterator[Show]:
         yield show
 
 
-def _table(plan: Plan, is_wide: bool, is_stacked: bool) -> Table:
-    """The table; stacked layouts are below the names of their slices."""
+def _make_table(plan: Plan, is_wide: bool, is_stacked: bool) -> Table:
+    """Returns the table; stacked layouts are below their slices' names."""
     is_of_tokens = any(step.tokens is not None for step in plan.steps)
     headers = [
         *("rows", "fits", "GB a\ndevice", "most\nrows"),
@@ -135,7 +135,7 @@ def _table(plan: Plan, is_wide: bool, is_stacked: bool) -> Table:
     for name in headers:
         table.add_column(name, justify="right", no_wrap=True, overflow="fold")
     for step in plan.steps:
-        slice_name, layout, *cells = _cells(step, is_of_tokens)
+        slice_name, layout, *cells = _format_cells(step, is_of_tokens)
         names = [slice_name, layout]
         if is_stacked:
             names = ["\n".join(names)]
@@ -143,26 +143,27 @@ def _table(plan: Plan, is_wide: bool, is_stacked: bool) -> Table:
     return table
 
 
-def _sentences(plan: Plan) -> Iterator[str]:
-    """What is said below a table."""
-    said: dict[str, list[str]] = {}
+def _iter_sentences(plan: Plan) -> Iterator[str]:
+    """Yields the sentences below a table."""
+    names_by_text: dict[str, list[str]] = {}
     for step in plan.steps:
         text = " ".join(x for x in (step.error, step.advice) if x)
         if text:
-            said.setdefault(text, []).append(f"{step.topology} {step.layout}")
-    for text, names in said.items():
+            name = f"{step.topology} {step.layout}"
+            names_by_text.setdefault(text, []).append(name)
+    for text, names in names_by_text.items():
         is_of_all = len(names) == len(plan.steps) > 1
         yield f"{'all' if is_of_all else ', '.join(names)}: {text}"
-    yield from (*_marks(plan), *plan.notes)
+    yield from (*_iter_marks(plan), *plan.notes)
 
 
-def _marks(plan: Plan) -> Iterator[str]:
-    """What the signs in a table mean."""
+def _iter_marks(plan: Plan) -> Iterator[str]:
+    """Yields explanations of the signs in a table."""
     known = [s for s in plan.steps if s.bytes_in_all is not None]
     if any(not s.is_full_effort for s in known):
         yield (
-            "~ compiled at low effort: as it is run, a step needs up to a "
-            "tenth less or half more."
+            "~ compiled at low effort: at full effort, as for training, a step "
+            "needs up to a tenth less or half more."
         )
     uneven = {
         (s.rows, s.num_replicas)
@@ -171,39 +172,40 @@ def _marks(plan: Plan) -> Iterator[str]:
     }
     for rows, replicas in sorted(uneven):
         yield (
-            f"{rows:,} rows are no multiple of {replicas:,} replicas: they are "
-            "computed as one batch, with more memory and time. Take a multiple."
+            f"{rows:,} rows are not a multiple of {replicas:,} replicas: they "
+            "are computed as a global batch, with more memory and time. Use a "
+            "multiple."
         )
     counts = {s.blocks for s in known if s.blocks is not None}
     for few, many, count in sorted(counts):
         yield (
-            f"Of the model's {count} equal blocks {few} and {many} were "
-            "compiled; the rest is extrapolated."
+            f"The figures of the model's {count} equal blocks are extrapolated "
+            f"from {few} and {many} blocks."
         )
     if any(s.is_most_verified for s in known):
-        yield "* compiled, and so was one row more, which does not fit."
+        yield "* compiled; one more row does not fit."
 
 
-def _cells(step: PlannedStep, is_of_tokens: bool) -> tuple[str, ...]:
+def _format_cells(step: PlannedStep, is_of_tokens: bool) -> tuple[str, ...]:
     if step.error is not None:
         return (step.topology, step.layout, *["-"] * 9)
     rows = step.rows / max(step.num_replicas, 1)
     fits = {True: "yes", False: "no", None: "?"}[step.fits]
     memory = "?"
     if step.bytes_in_all is not None:
-        memory = in_gb(step.bytes_in_all)
+        memory = format_gb(step.bytes_in_all)
         memory = memory if step.is_full_effort else f"~{memory}"
     if step.limit_bytes is not None:
-        memory += f"/{in_gb(step.limit_bytes)}"
+        memory += f"/{format_gb(step.limit_bytes)}"
     most = "-"
     if step.most_rows is not None:
         many = step.most_rows >= _MANY
-        most = _large(step.most_rows) if many else str(step.most_rows)
+        most = _format_large(step.most_rows) if many else str(step.most_rows)
     if step.is_most_verified:
         most += "*"
     time = bound = mfu = "-"
     if step.estimate is not None:
-        time = _milliseconds(step.estimate.seconds)
+        time = _format_ms(step.estimate.seconds)
         bounds = step.estimate.bounds
         bound = max(bounds, key=lambda name: bounds[name])
         if step.estimate.utilization is not None:
@@ -214,17 +216,23 @@ def _cells(step: PlannedStep, is_of_tokens: bool) -> tuple[str, ...]:
         effort += ", blocks"
     return (
         *(step.topology, step.layout, f"{rows:,.4g}", fits, memory, most),
-        *(time, "-" if rate is None else _large(rate), mfu, bound, effort),
+        *(
+            time,
+            "-" if rate is None else _format_large(rate),
+            mfu,
+            bound,
+            effort,
+        ),
     )
 
 
-def _milliseconds(seconds: float) -> str:
+def _format_ms(seconds: float) -> str:
     ms = seconds * 1e3
     return f"{ms:,.0f}" if ms >= 100 else f"{ms:.2g}"
 
 
-def _large(number: float) -> str:
-    """A number with three digits: "2.52M"."""
+def _format_large(number: float) -> str:
+    """Returns a number with three digits, such as "2.52M"."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.3g}{unit}"

@@ -1,1 +1,1 @@
-"""Tables and pictures of a strategy and of its input."""
+"""Tables and pictures of strategies and of their input."""

@@ -1,4 +1,4 @@
-"""`Strategy.explain_input`: who reads which rows of a dataset."""
+"""`Strategy.explain_input`: the rows that processes and replicas read."""
 
 import dataclasses
 import io
@@ -35,32 +35,33 @@ from keras_strategies.strategy.inspect import describe
 
 Counts = tuple[int, ...]
 Shares = tuple[Counts, Counts]
-"""Rows of each replica: in `fit` and its like; from a distributed dataset."""
+"""Rows of each replica: in `fit`, `evaluate` and `predict`; and from a
+distributed dataset."""
 _Policy = AutoShardPolicy
 
 _READING = {
-    _Policy.FILE: "each process reads its own files only",
-    _Policy.HINT: "each process reads its own shard only",
-    _Policy.OFF: "each process reads all of its own dataset",
+    _Policy.FILE: "each process reads only its files",
+    _Policy.HINT: "each process reads only its shard",
+    _Policy.OFF: "each process reads all rows of its dataset",
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class InputExplanation:
-    """Who reads which rows: a table where printed, a picture in notebooks.
+    """The rows that are read: a table where printed, a picture in notebooks.
 
     Attributes:
-      facts: What is known of the dataset as a whole, in words.
-      devices: Names of the devices, in the order of the replica ids.
-      processes: Who reads rows of their own, each for equally many of them:
-        a process, or those that have cores of the same replicas.
-      is_process_local: Whether each process has rows of its own, in no common
-        order.
-      batch_size: Rows of a whole batch of all processes, if known.
-      whole: How a whole batch is divided, if its size is known.
-      last: How an epoch's last batch is divided, if that is known.
-      files: The files of each process, None for one not known here; empty
-        where no files are known.
+      facts: Facts about the dataset, by name.
+      devices: Names of the devices, in the order of replica ids.
+      processes: The readers of different rows, each for the same number of
+        replicas: a process, or those that have cores of the same replicas.
+      is_process_local: Whether the rows of each process are process-local,
+        without a common order.
+      batch_size: Rows of a full global batch, or None if unknown.
+      whole: Each replica's rows of a full batch, or None if unknown.
+      last: Each replica's rows of an epoch's last batch, or None if unknown.
+      files: The files of each process, or None for one whose files are not
+        known here; empty if no files are known.
     """
 
     facts: dict[str, str]
@@ -74,10 +75,10 @@ class InputExplanation:
 
     @property
     def columns(self) -> list[tuple[str, Counts]]:
-        """The batches that are shown: titles, and rows of the replicas."""
+        """The columns of batches: titles, and the rows of each replica."""
         columns: list[tuple[str, Counts]] = []
         last = None if self.last == self.whole else self.last
-        for name, shares in (("whole batch", self.whole), ("last batch", last)):
+        for name, shares in (("full batch", self.whole), ("last batch", last)):
             names = [f"{name}, fit", f"{name}, distributed"]
             if shares is not None and shares[0] == shares[1]:
                 names = [name]
@@ -93,14 +94,16 @@ class InputExplanation:
             table.add_column(title.replace(", ", "\n"), justify="right")
         if self.files:
             table.add_column("files of the process")
-        for group in shown_replicas(len(self.devices), len(self.processes)):
+        for group in list_shown_replicas(
+            len(self.devices), len(self.processes)
+        ):
             process, replicas = group or (None, [None])
             for i in replicas:
-                table.add_row(*map(Text, self._cells(process, i)))
+                table.add_row(*map(Text, self._format_cells(process, i)))
         return Group(facts, table)
 
-    def _cells(self, process: int | None, i: int | None) -> list[str]:
-        """A replica's row; None stands for those that are left out."""
+    def _format_cells(self, process: int | None, i: int | None) -> list[str]:
+        """Returns the cells of a replica; None stands for those left out."""
         if process is None or i is None:
             return [
                 "..." if process is None else self.processes[process],
@@ -115,10 +118,10 @@ class InputExplanation:
                 cells[-1] = "none"
         is_first = not i % (len(self.devices) // len(self.processes))
         if self.files and is_first:
-            cells.append(_names(self.files[process]))
+            cells.append(_format_names(self.files[process]))
         return cells
 
-    def _printed(self, width: int | None = None) -> Console:
+    def _print(self, width: int | None = None) -> Console:
         console = Console(
             file=io.StringIO(), record=True, width=width, force_jupyter=False
         )
@@ -126,15 +129,15 @@ class InputExplanation:
         return console
 
     def __str__(self) -> str:
-        lines = self._printed().export_text().splitlines()
+        lines = self._print().export_text().splitlines()
         return "\n".join(map(str.rstrip, lines))
 
     __repr__ = __str__
 
     def _repr_svg_(self) -> str:
         width = 46 + 17 * len(self.columns) + 32 * bool(self.files)
-        svg = self._printed(width).export_svg(title="explain_input")
-        # Without rich's fonts, which would be fetched from the internet.
+        svg = self._print(width).export_svg(title="explain_input")
+        # Drops rich's fonts, which would be fetched from the internet.
         return re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)
 
 
@@ -144,34 +147,34 @@ def explain_input(
     batch_size: int | None,
     options: InputOptions | None,
 ) -> InputExplanation:
-    """Explains how replicas share a dataset; see `Strategy.explain_input`."""
-    policy = _policy_of(dataset, batch_size, options)
+    """Implements `Strategy.explain_input`."""
+    policy = _read_policy(dataset, batch_size, options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        source = _source(dataset, mesh, policy, batch_size)
+        source = _make_source(dataset, mesh, policy, batch_size)
         summary = source.summary()
-        files = _files(summary, dataset, mesh, policy)
+        files = _list_files(summary, dataset, mesh, policy)
     notes = [str(w.message) for w in caught if w.category is UserWarning]
     notes += summary.notes
     size = source.batch_size
     if size is None:
-        size, note = _likely_size(dataset, source, summary)
+        size, note = _guess_size(dataset, source, summary)
         notes += note
-    whole, last = _shares(source, summary, size, mesh)
+    whole, last = _compute_shares(source, summary, size, mesh)
     facts = {
         "data": source.kind,
-        "policy": _policies(summary, dataset, mesh, policy),
-        "reading": _reading(source, summary, mesh.num_processes),
-        "batch": _known(size, "row"),
-        "epoch": _known(source.num_batches, "step"),
-        "last batch": _known(last and sum(last[0]), "row"),
+        "policy": _describe_policy(summary, dataset, mesh, policy),
+        "reading": _describe_reading(source, summary, mesh.num_processes),
+        "batch": _format_known(size, "row"),
+        "epoch": _format_known(source.num_batches, "step"),
+        "last batch": _format_known(last and sum(last[0]), "row"),
     }
     if notes:
         facts["note"] = "\n".join(dict.fromkeys(notes))
     return InputExplanation(
         facts=facts,
-        devices=_places(mesh),
-        processes=_readers(mesh),
+        devices=_list_devices(mesh),
+        processes=_list_readers(mesh),
         is_process_local=source.is_process_local,
         batch_size=size,
         whole=whole,
@@ -180,14 +183,14 @@ def explain_input(
     )
 
 
-def _likely_size(
+def _guess_size(
     dataset: Dataset, source: Source, summary: Summary
 ) -> tuple[int | None, list[str]]:
-    """Returns the rows of a whole batch by the first one, and a note on it."""
+    """Guesses the rows of a full batch from the first one; adds a note."""
     if source.is_process_local:
         note = (
-            "Whole batches have as many rows as the first batch of a process, "
-            "whose rows the processes share."
+            "Full batches have the number of rows of the first batch of a "
+            "process, whose rows the processes share."
         )
         return source.likely_size, [note]
     if source.num_batches == 0:
@@ -198,8 +201,8 @@ def _likely_size(
     return size, ["Batches may have other sizes than the first."] * bool(size)
 
 
-def _readers(mesh: ReplicaMesh) -> tuple[str, ...]:
-    """The processes by their places; together, who read the same rows."""
+def _list_readers(mesh: ReplicaMesh) -> tuple[str, ...]:
+    """Returns the readers: process ids, joined if they read the same rows."""
     if not mesh.spans_processes:
         return tuple(map(str, range(mesh.num_processes)))
     places = {process: i for i, process in enumerate(mesh.processes)}
@@ -209,26 +212,28 @@ def _readers(mesh: ReplicaMesh) -> tuple[str, ...]:
     )
 
 
-def _places(mesh: ReplicaMesh) -> tuple[str, ...]:
-    """Each replica's device; of several cores the first and the last."""
+def _list_devices(mesh: ReplicaMesh) -> tuple[str, ...]:
+    """Returns each replica's device, or its first and last core."""
     cores = mesh.cores_per_replica
-    names = [describe.device_name(device) for device in mesh.devices]
+    names = [describe.format_device(device) for device in mesh.devices]
     if cores == 1:
         return tuple(names)
     ends = zip(names[::cores], names[cores - 1 :: cores], strict=True)
     return tuple(f"{first}..{last}" for first, last in ends)
 
 
-def shares_of_batch(rows: int, batch_size: int, num_replicas: int) -> Shares:
-    """The shares of a batch that all processes see whole."""
+def compute_batch_shares(
+    rows: int, batch_size: int, num_replicas: int
+) -> Shares:
+    """Returns the shares of a global batch that all processes see."""
     fixed = rows_lib.rows_of_replicas(rows, batch_size, num_replicas)
     return rows_lib.balanced_rows(rows, num_replicas), fixed
 
 
-def shares_of_own(
+def compute_local_shares(
     batch_size: int, num_replicas: int, num_processes: int
 ) -> Shares:
-    """The shares of a first batch, of rows that are each process's own."""
+    """Returns the shares of a first batch of process-local rows."""
     each = num_replicas // num_processes
     counts = rows_lib.rows_of_replicas(batch_size, batch_size, num_replicas)
     parts = rows_lib.rows_of_processes(counts, num_processes)
@@ -237,8 +242,8 @@ def shares_of_own(
     return sum(fit, ()), counts
 
 
-def shown_replicas(num_replicas: int, num_processes: int) -> list[Any]:
-    """Processes and their replicas; None for those that are left out."""
+def list_shown_replicas(num_replicas: int, num_processes: int) -> list[Any]:
+    """Returns processes with their replicas, and None for those left out."""
     each = num_replicas // num_processes
     most, most_processes = num_replicas, num_processes
     if num_replicas > describe.MAX_DEVICES:
@@ -251,63 +256,69 @@ def shown_replicas(num_replicas: int, num_processes: int) -> list[Any]:
     return describe.abbreviate(groups, most_processes)
 
 
-def _policy_of(
+def _read_policy(
     dataset: Dataset, size: int | None, options: InputOptions | None
 ) -> _Policy | None:
-    """The policy of `options`; raises for what does not go together."""
+    """Returns the policy of `options`.
+
+    Raises:
+      ValueError: if `size` or `options` do not fit the dataset.
+    """
     check_input_options(options)
-    kind, is_arrays = type(dataset).__name__, bool(_arrays(dataset))
+    kind, is_arrays = type(dataset).__name__, bool(_list_arrays(dataset))
     takes_size = is_arrays or is_torch(dataset)
     is_size = takes_size and isinstance(size, int) and size > 0
     if size is not None and not is_size:
         raise ValueError(
-            "`batch_size` is for arrays and torch datasets, and positive. "
-            f"Received: {size!r} beside a {kind}. Leave it out otherwise."
+            "`batch_size` must be a positive number, and is for arrays and "
+            f"torch datasets only. Received: {size!r} for a {kind}. Leave it "
+            "out for other data."
         )
     if options is None or options.distribute is None:
         return None
     if is_arrays or isinstance(dataset, DistributedDataset):
         raise ValueError(
-            "Arrays are always divided by rows, a distributed dataset is "
-            f"divided. Received: `options` beside a {kind}. Leave them out."
+            "`options` must not be passed for arrays, which are always split "
+            "by rows, or for a distributed dataset, which has its options. "
+            f"Received: `options` for a {kind}. Leave them out."
         )
     return options.distribute.policy
 
 
-def _source(
+def _make_source(
     dataset: Dataset,
     mesh: ReplicaMesh,
     policy: _Policy | None,
     size: int | None,
 ) -> Source:
-    """What this process would read, made without asking the others."""
+    """Makes this process's source, without communication."""
     if isinstance(dataset, DistributedDataset):
         return dataset.source
-    if x := _arrays(dataset):
+    if x := _list_arrays(dataset):
         if not all(map(np.shape, x)):
-            num_rows(x)  # Raises that an array has no rows.
+            num_rows(x)  # Raises if an array has no rows.
         return keras_sources.source_of_arrays(x, size or 32)
     if isinstance(dataset, Files) and dataset.count is True:
-        # It would read the files to count their rows.
+        # Counting the rows would read the files.
         dataset = dataclasses.replace(dataset, count=False)
     return choose_source.local_source(
         dataset, mesh, 0, policy=policy, batch_size=size
     )
 
 
-def _arrays(dataset: Dataset) -> list[Any]:
-    """The arrays of a nest of them; none of anything else."""
+def _list_arrays(dataset: Dataset) -> list[Any]:
+    """Returns the arrays of a nest of arrays; [] for other data."""
     leaves = [leaf for leaf in tree.flatten(dataset) if leaf is not None]
     return leaves if keras_sources.are_arrays(leaves) else []
 
 
-def _files(
+def _list_files(
     summary: Summary,
     dataset: Dataset,
     mesh: ReplicaMesh,
     policy: _Policy | None,
 ) -> tuple[tuple[str, ...] | None, ...]:
-    """The files of each process; None for those not known here."""
+    """Returns the files of each process; None for those not known here."""
     files, count = dict(summary.files), mesh.num_readers
     if isinstance(dataset, Files):
         is_drawn = dataset.window and dataset.seed is None
@@ -315,7 +326,7 @@ def _files(
             return (None,) * count  # A seed is drawn when reading begins.
     elif files and not isinstance(dataset, DistributedDataset):
         place: Any = {"num_processes": count, "seed": 0, "policy": policy}
-        groups = shown_replicas(mesh.num_replicas, count)
+        groups = list_shown_replicas(mesh.num_replicas, count)
         for process, _ in filter(None, groups):
             if process not in files:
                 other = TfDataSource(dataset, process_index=process, **place)
@@ -323,7 +334,7 @@ def _files(
     return tuple(map(files.get, range(count))) if files else ()
 
 
-def _names(paths: tuple[str, ...] | None) -> str:
+def _format_names(paths: tuple[str, ...] | None) -> str:
     if paths is None:
         return "unknown"
     names = [os.path.basename(path) for path in paths[:3]]
@@ -331,31 +342,33 @@ def _names(paths: tuple[str, ...] | None) -> str:
     return f"{len(paths)}: {', '.join(names)}"
 
 
-def _shares(
+def _compute_shares(
     source: Source, summary: Summary, size: int | None, mesh: ReplicaMesh
 ) -> tuple[Shares | None, Shares | None]:
-    """How a whole batch is divided, and the last one, where that is known."""
+    """Returns the shares of a full batch and of the last one, or None."""
     if not size:
         return None, None
     if source.is_process_local:
-        return shares_of_own(size, mesh.num_replicas, mesh.num_readers), None
-    whole = shares_of_batch(size, size, mesh.num_replicas)
+        return compute_local_shares(
+            size, mesh.num_replicas, mesh.num_readers
+        ), None
+    whole = compute_batch_shares(size, size, mesh.num_replicas)
     rows, count = summary.num_rows, source.num_batches
     last = min(rows - (count - 1) * size, size) if rows and count else None
     if not last:
         return whole, None
     if source.batch_size is None and mesh.num_processes > 1:
         size = last  # As in `Steps`.
-    return whole, shares_of_batch(last, size, mesh.num_replicas)
+    return whole, compute_batch_shares(last, size, mesh.num_replicas)
 
 
-def _policies(
+def _describe_policy(
     summary: Summary,
     dataset: Dataset,
     mesh: ReplicaMesh,
     policy: _Policy | None,
 ) -> str:
-    """Words for the policy that is followed, with the reason."""
+    """Returns a text on the policy that is used, with the reason."""
     asked, applied, reason = summary.asked, summary.applied, summary.reason
     if asked is None:
         if mesh.num_processes == 1:
@@ -363,15 +376,17 @@ def _policies(
             reason = "one process reads the whole dataset"
         if policy is applied:
             reason = "the policy was chosen"
-        # What a distributed dataset was made with is not known any more.
+        # A distributed dataset does not keep its original options.
         is_distributed = isinstance(dataset, DistributedDataset)
         asked = applied if is_distributed else policy or _Policy.AUTO
     words = f"{applied.name}, because {reason}"
     return words if asked is applied else f"{asked.name}, applied as {words}"
 
 
-def _reading(source: Source, summary: Summary, num_processes: int) -> str:
-    """What each process reads."""
+def _describe_reading(
+    source: Source, summary: Summary, num_processes: int
+) -> str:
+    """Returns a text on the rows that each process reads."""
     is_of_process = summary.reading is not Reading.REPLICAS
     if num_processes == 1 and is_of_process:
         return "the only process reads all rows"
@@ -380,6 +395,6 @@ def _reading(source: Source, summary: Summary, num_processes: int) -> str:
     return summary.reading.value
 
 
-def _known(number: int | None, noun: str) -> str:
-    unknown = "unknown: not looked at ahead"
-    return unknown if number is None else describe.counted(number, noun)
+def _format_known(number: int | None, noun: str) -> str:
+    unknown = "unknown without reading the data"
+    return unknown if number is None else describe.format_count(number, noun)

@@ -1,1 +1,1 @@
-"""Names and options of tf.distribute that mean less here, or nothing."""
+"""Names and options of tf.distribute that have little or no effect here."""

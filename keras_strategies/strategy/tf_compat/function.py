@@ -8,23 +8,22 @@ from typing import Any
 def function(
     fn: Callable[..., Any] | None = None, **options: Any
 ) -> Callable[..., Any]:
-    """Stands where `tf.function` stood, around loops that call `run`.
+    """Replaces `tf.function` around loops that call `run`; compiles nothing.
 
-    There is nothing left to compile here: `run` compiles what it is given,
-    once, also where the function that it is given is made anew each time, and
-    the host prepares the next batch while the devices work. So Python runs
-    at each call: prints, files and other side effects happen every time, not
-    only in a first trace.
+    `run` already compiles its function once, even if the function is created
+    again for each call, and the host prepares the next batch while the devices
+    work. So the Python code runs at each call: prints, files and other side
+    effects happen every time, not only in a first trace.
 
     Args:
       fn: The function. Without it a decorator is returned.
-      **options: None: those of `tf.function` are about its graphs.
+      **options: Must be empty; options of `tf.function` are about graphs.
 
     Returns:
       A function that calls `fn`.
 
     Raises:
-      TypeError: options were given, or `fn` cannot be called.
+      TypeError: if options are passed, or `fn` is not callable.
 
     Example:
       ```python
@@ -50,7 +49,7 @@ def function(
         return function
     if not callable(fn):
         raise TypeError(
-            "`function` decorates a function. Received: an object of type "
+            "`function` must decorate a function. Received: an object of type "
             f"{type(fn).__name__}. Write `@ks.function` above a `def`."
         )
 

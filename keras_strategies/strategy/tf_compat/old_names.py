@@ -1,4 +1,4 @@
-"""Names of tf.distribute that have no meaning here, and what to use."""
+"""Replacements of names of tf.distribute that have no meaning on JAX."""
 
 _LAYOUT = "`TPUStrategy(layout_map=...)`"
 _PROCESS = "`jax.process_index() == 0`: the first process writes"
@@ -43,8 +43,8 @@ OF_EXTENDED = {
 _INSTEAD = OF_EXTENDED | OF_STRATEGY
 
 
-def missing(owner: object, name: str) -> AttributeError:
-    """The error for an attribute that an object does not have.
+def make_missing_error(owner: object, name: str) -> AttributeError:
+    """Returns the error for an attribute that an object does not have.
 
     Args:
       owner: A strategy, or its `extended`.
@@ -53,7 +53,7 @@ def missing(owner: object, name: str) -> AttributeError:
     text = f"{type(owner).__name__!r} object has no attribute {name!r}"
     if name in _INSTEAD:
         text += (
-            ". It is a name of tf.distribute without a meaning on JAX. Use "
+            ". It is a name of tf.distribute that has no meaning on JAX. Use "
             f"{_INSTEAD[name]}."
         )
     return AttributeError(text, name=name, obj=owner)

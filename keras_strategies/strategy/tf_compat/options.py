@@ -1,4 +1,4 @@
-"""Options of tf.distribute: those of `run`, and of communication."""
+"""Options of tf.distribute: for `run` and for communication."""
 
 import dataclasses
 import enum
@@ -11,9 +11,9 @@ _CURE = "Leave it out for the default."
 
 
 class CommunicationImplementation(enum.Enum):
-    """What tf chooses among; XLA knows one library for each platform.
+    """The communication libraries of tf; XLA has one for each platform.
 
-    Differs from tf: `RING` is refused, and `NCCL` where there are no GPUs.
+    Differs from tf: `RING` is refused, and so is `NCCL` without GPUs.
 
     Example:
       >>> options = ks.experimental.CommunicationOptions(
@@ -32,21 +32,21 @@ class CommunicationImplementation(enum.Enum):
 class CommunicationOptions:
     """Options of `MultiWorkerMirroredStrategy`, as in tf.
 
-    Differs from tf: `bytes_per_pack` has no effect. XLA decides what it sends
-    together; the flag `--xla_gpu_all_reduce_combine_threshold_bytes` in
-    `XLA_FLAGS` sets that for GPUs.
+    Differs from tf: `bytes_per_pack` has no effect. XLA chooses the arrays
+    that it sends together; for GPUs the flag
+    `--xla_gpu_all_reduce_combine_threshold_bytes` in `XLA_FLAGS` controls it.
 
     Args:
-      bytes_per_pack: 0, or how many bytes tf would send together.
-      timeout_seconds: How long processes wait for each other before they end
-        with the cause; None for what `KERAS_STRATEGIES_TIMEOUT_S` says, else
-        600. It holds for all strategies of this process.
+      bytes_per_pack: 0, or the bytes that tf would send together.
+      timeout_seconds: The time that processes wait for each other before they
+        end with the cause. None: the value of `KERAS_STRATEGIES_TIMEOUT_S`, or
+        600. It applies to all strategies of this process.
       implementation: A `CommunicationImplementation` or its name.
 
     Raises:
-      ValueError: a number that is negative, no time, an unknown
-        implementation, or one that XLA has not.
-      TypeError: what is no number.
+      ValueError: if a number is negative, the time is not positive or too
+        long, or the implementation is unknown or XLA does not have it.
+      TypeError: if a value is not a number.
 
     Example:
       ```python
@@ -69,20 +69,20 @@ class CommunicationOptions:
         known = CommunicationImplementation.__members__
         if name not in list(known):
             raise ValueError(
-                "`implementation` is one of "
+                "`implementation` must be one of "
                 f"{', '.join(map(repr, known))}. Received: "
                 f"{self.implementation!r}. Leave it out for 'AUTO'."
             )
         if name == "RING":
             raise ValueError(
-                "XLA chooses the algorithm: gloo's on CPU, NCCL's on GPU, that "
-                "of the links on TPU. Received: implementation='RING'. Leave "
-                "it out."
+                "`implementation` must not be 'RING': XLA chooses the "
+                "algorithm (gloo's on CPU, NCCL's on GPU, that of the links on "
+                "TPU). Received: implementation='RING'. Leave it out."
             )
         object.__setattr__(self, "implementation", known[name])
 
     def check_platform(self, platform: str) -> None:
-        """Raises ValueError where `implementation` cannot be had.
+        """Raises ValueError if a platform does not have the implementation.
 
         Args:
           platform: `"cpu"`, `"gpu"` or `"tpu"`.
@@ -90,23 +90,23 @@ class CommunicationOptions:
         implementation = CommunicationImplementation.NCCL
         if self.implementation is implementation and platform != "gpu":
             raise ValueError(
-                "NCCL connects GPUs. Received: implementation='NCCL' and "
-                f"devices of platform {platform!r}. Leave it out: XLA uses "
-                "what the platform has."
+                "The implementation 'NCCL' needs GPUs. Received: "
+                f"implementation='NCCL' and devices of platform {platform!r}. "
+                "Leave it out: XLA uses the platform's library."
             )
 
 
-def checked_options(options: object) -> CommunicationOptions:
-    """The options given, or the default ones.
+def resolve_options(options: object) -> CommunicationOptions:
+    """Returns `options`, or the default ones for None.
 
     Raises:
-      TypeError: something else was given.
+      TypeError: if `options` is neither `CommunicationOptions` nor None.
     """
     if options is None:
         return CommunicationOptions()
     if not isinstance(options, CommunicationOptions):
         raise TypeError(
-            "`communication_options` are `ks.experimental."
+            "`communication_options` must be `ks.experimental."
             "CommunicationOptions`. Received: an object of type "
             f"{type(options).__name__}. Make such an object, or leave it out."
         )
@@ -118,11 +118,11 @@ def check_seconds(name: str, value: object) -> None:
 
     Args:
       name: The argument's name.
-      value: What was given.
+      value: The argument's value.
 
     Raises:
-      TypeError: it is no number.
-      ValueError: it is none that can be waited for: above a week, too.
+      TypeError: if the value is not a number.
+      ValueError: if it is not positive, or more than a week.
     """
     check_number(
         f"`{name}`",
@@ -137,10 +137,10 @@ def check_seconds(name: str, value: object) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
-    """Options of `Strategy.run`, as in tf; none changes anything here.
+    """Options of `Strategy.run`, as in tf; none has an effect.
 
-    XLA's options are set by the environment variable `XLA_FLAGS`; every shape
-    of the arguments has a program of its own.
+    XLA's options are set by the environment variable `XLA_FLAGS`; each shape
+    of the arguments is compiled to a separate program.
 
     Attributes:
       experimental_enable_dynamic_batch_size: Not used.
@@ -163,6 +163,7 @@ def check_options(options: object) -> None:
     """Raises TypeError unless options are None or `RunOptions`."""
     if options is not None and not isinstance(options, RunOptions):
         raise TypeError(
-            "`options` of `run` are `RunOptions`. Received: an object of type "
-            f"{type(options).__name__}. Leave them out: none is used."
+            "`options` of `run` must be `RunOptions`. Received: an object of "
+            f"type {type(options).__name__}. Leave them out: none has an "
+            "effect."
         )

@@ -413,7 +413,7 @@ def test_detach_refuses_a_model_that_is_not_bound():
 
 @pytest.mark.parametrize("method", ["attach", "detach"])
 def test_attach_and_detach_refuse_what_is_no_model(method):
-    with pytest.raises(TypeError, match="takes a Keras model"):
+    with pytest.raises(TypeError, match="expects a Keras model"):
         getattr(mirrored(2), method)(keras.layers.Dense(1))
 
 

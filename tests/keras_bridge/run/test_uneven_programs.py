@@ -51,7 +51,7 @@ def text_of(strategy, step, batch):
     strategy.run(step, args=(batch,))
     runner = strategy._runner
     ((program, *_),) = runner._programs.values()
-    _, array = runner._argument(batch)
+    _, array = runner._convert_argument(batch)
     return program.lower([array]).as_text()
 
 

@@ -68,7 +68,7 @@ def test_variables_made_elsewhere_are_not_the_strategys():
 
 
 def test_only_variables_can_be_asked_about():
-    with pytest.raises(TypeError, match="takes a Keras variable"):
+    with pytest.raises(TypeError, match="expects a Keras variable"):
         mirrored(2).extended.variable_created_in_scope(np.zeros(3))
 
 

@@ -91,7 +91,7 @@ def test_a_function_is_called_each_time():
 @pytest.mark.parametrize(
     ("arguments", "options", "text"),
     [
-        ((3,), {}, "decorates a function"),
+        ((3,), {}, "must decorate a function"),
         ((), {"jit_compile": True}, "takes no options"),
     ],
 )

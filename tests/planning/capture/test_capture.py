@@ -46,7 +46,7 @@ def caught(tmp_path, text, layout=None, **kwargs):
     script = tmp_path / "script.py"
     script.write_text(text)
     capture = Capture(jax.devices()[:8], layout, **kwargs)
-    with capture.installed(), pytest.raises(StepCaptured):
+    with capture.install(), pytest.raises(StepCaptured):
         runpy.run_path(str(script), run_name="__main__")
     return capture
 
@@ -294,7 +294,7 @@ def test_a_run_that_trains_nothing_is_told(tmp_path):
     call = "\nstrategy.run(lambda: keras.ops.sum(model.weights[0]))"
     capture = caught(tmp_path, LOOP + call)
     capture.step.lower(8, None)
-    assert "'<lambda>', which writes none of" in capture.step.note
+    assert "'<lambda>', which does not write" in capture.step.note
     trained = "\nstrategy.run(step, args=((x[:4], y[:4]),))"
     capture = caught(tmp_path, LOOP + trained)
     capture.step.lower(8, None)
@@ -415,7 +415,7 @@ def of_processes(folder):
 def test_ports_of_tfs_notebooks_are_caught(notebook, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", [])
     capture = Capture(jax.devices()[:8], None)
-    with capture.installed(), pytest.raises(StepCaptured):
+    with capture.install(), pytest.raises(StepCaptured):
         notebook(str(tmp_path))
     step = capture.step
     is_even = step.rows % 8 == 0
@@ -461,7 +461,7 @@ def test_everything_is_restored_after_the_script(tmp_path):
             + "model = keras.Sequential([keras.layers.Dense(2)])\n"
             + "model.compile('sgd', 'mse')\n"
             + "model.fit(np.zeros((4, 3)), np.zeros((4, 2)))",
-            "no strategy's scope",
+            "not made or compiled",
         ),
         (
             HEAD
@@ -470,7 +470,7 @@ def test_everything_is_restored_after_the_script(tmp_path):
             + "strategy = ks.Strategy(ReplicaMesh(devices=jax.devices()[:2]))\n"
             + MODEL
             + "model.fit(x, y)",
-            "of another one, over 2 of 'cpu'",
+            "of another strategy, over 2 of 'cpu'",
         ),
         (HEAD + "ks.get_strategy().run(lambda: 1)", "over 1 of 'cpu'"),
     ],
@@ -479,7 +479,7 @@ def test_what_cannot_be_planned_is_refused_by_name(tmp_path, text, message):
     script = tmp_path / "script.py"
     script.write_text(text)
     capture = Capture(jax.devices()[4:], None)
-    with capture.installed(), pytest.raises(PlanError, match=message):
+    with capture.install(), pytest.raises(PlanError, match=message):
         runpy.run_path(str(script), run_name="__main__")
 
 

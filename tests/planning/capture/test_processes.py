@@ -34,14 +34,14 @@ def test_a_request_is_what_it_was():
     ],
 )
 def test_shapes_in_words(text, expected):
-    assert request_lib.shape_and_dtype(text) == expected
+    assert request_lib.parse_shape_and_dtype(text) == expected
 
 
 @pytest.mark.parametrize(
     "raw", [b"", b"[]", b"{}", b'{"a": 1}', b'{"step": {}, "error": ""}', b"x"]
 )
 def test_answers_that_are_none(raw):
-    assert request_lib.answer_of(raw) is None
+    assert request_lib.parse_answer(raw) is None
 
 
 @pytest.mark.parametrize("first", ["", "os.fork()"])
@@ -219,8 +219,8 @@ def test_a_model_axis_is_for_scripts_without_threads(tmp_path):
 
 def test_of_a_process_the_last_line_counts():
     raw = b'{"row": {"a": 1}}\n{"step": {"a": 2}}\n'
-    assert request_lib.answer_of(raw) == {"step": {"a": 2}}
+    assert request_lib.parse_answer(raw) == {"step": {"a": 2}}
     # One that was killed before its answer has none.
     cut = b'{"row": {"a": 1}}\n'
-    assert request_lib.answer_of(cut) is None
-    assert request_lib.answer_of(cut, names=("row",)) == {"row": {"a": 1}}
+    assert request_lib.parse_answer(cut) is None
+    assert request_lib.parse_answer(cut, names=("row",)) == {"row": {"a": 1}}

@@ -9,7 +9,7 @@ from keras_strategies.planning.compile.clones import (
     clone_from_config,
     compile_like,
     has_own_step,
-    shorter_clone,
+    make_shorter_clone,
 )
 from keras_strategies.planning.compile.equal_blocks import find_blocks
 
@@ -157,7 +157,7 @@ def test_a_model_without_a_config_is_refused_with_what_to_do():
 def test_a_model_of_fewer_blocks_is_compiled_likewise():
     model = functional()
     model.compile(keras.optimizers.SGD(0.25), lambda y, x: squares(y, x))
-    shorter = shorter_clone(model, find_blocks(model), 2)
+    shorter = make_shorter_clone(model, find_blocks(model), 2)
     assert shorter.compiled
     assert len(shorter.weights) == 2 * 2 + 2
     assert shorter.optimizer is not model.optimizer

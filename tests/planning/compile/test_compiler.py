@@ -188,11 +188,11 @@ def test_a_folder_that_cannot_be_written_costs_time_alone(tmp_path):
 
 
 def test_what_is_ours_is_read():
-    assert compiling._parsed(KEPT) == Figures(**KEPT)
-    found = compiling._parsed(MISFIT)
+    assert compiling._parse(KEPT) == Figures(**KEPT)
+    found = compiling._parse(MISFIT)
     assert isinstance(found, DoesNotFit)
     assert (str(found), found.needed) == tuple(MISFIT.values())
-    found = compiling._parsed(MISFIT | {"needed": None})
+    found = compiling._parse(MISFIT | {"needed": None})
     assert isinstance(found, DoesNotFit)
     assert found.needed is None
 
@@ -221,17 +221,17 @@ def test_what_is_ours_is_read():
     ],
 )
 def test_what_is_not_ours_is_none(kept):
-    assert compiling._parsed(kept) is None
+    assert compiling._parse(kept) is None
 
 
 def test_the_folder_is_the_user_s(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     expected = tmp_path / "keras_strategies" / "plans"
-    assert compiling.cache_folder() == expected
+    assert compiling.find_cache_folder() == expected
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     expected = tmp_path / ".cache" / "keras_strategies" / "plans"
-    assert compiling.cache_folder() == expected
+    assert compiling.find_cache_folder() == expected
 
 
 def test_jax_s_own_cache_is_as_before_afterwards():
@@ -261,7 +261,7 @@ REAL = (
     ],
 )
 def test_an_error_of_too_little_memory_is_a_misfit(message, needed):
-    found = compiling.as_misfit(jax.errors.JaxRuntimeError(message))
+    found = compiling.parse_misfit(jax.errors.JaxRuntimeError(message))
     assert isinstance(found, DoesNotFit)
     assert found.needed == needed
     assert str(found) == message.splitlines()[0]
@@ -277,7 +277,7 @@ def test_an_error_of_too_little_memory_is_a_misfit(message, needed):
     ],
 )
 def test_another_error_is_none(message):
-    assert compiling.as_misfit(jax.errors.JaxRuntimeError(message)) is None
+    assert compiling.parse_misfit(jax.errors.JaxRuntimeError(message)) is None
 
 
 def test_figures_of_a_program():
@@ -291,4 +291,4 @@ def test_figures_of_a_program():
 
 
 def test_the_compilers_are_named_with_their_versions():
-    assert f"jax {jax.__version__}" in compiling.compilers()
+    assert f"jax {jax.__version__}" in compiling.list_compilers()

@@ -8,7 +8,7 @@ from keras import layers
 
 from keras_strategies.planning.compile.equal_blocks import (
     find_blocks,
-    shortened,
+    shorten,
 )
 
 ROWS = np.random.default_rng(0).normal(size=(3, 5, 8)).astype("float32")
@@ -201,7 +201,7 @@ def test_blocks_are_all_repetitions(make):
 def test_fewer_blocks_are_the_model_that_is_made_with_fewer(make, number):
     model = make(COUNT)
     blocks = find_blocks(model)
-    shorter = shortened(model, blocks, number)
+    shorter = shorten(model, blocks, number)
     kept = weights_of(model, number)
     assert {id(v) for v in shorter.weights} == {id(v) for v in kept}
     expected = make(number)
@@ -220,7 +220,7 @@ def test_fewer_blocks_are_the_model_that_is_made_with_fewer(make, number):
 @pytest.mark.parametrize("make", [in_words, nested_twice, in_sequential])
 def test_all_blocks_are_the_model_itself(make):
     model = make(COUNT)
-    whole = shortened(model, find_blocks(model), COUNT)
+    whole = shorten(model, find_blocks(model), COUNT)
     assert {id(v) for v in whole.weights} == {id(v) for v in model.weights}
     jax.tree.map(
         np.testing.assert_array_equal, whole(given(model)), model(given(model))
@@ -465,7 +465,7 @@ def test_blocks_that_are_computed_again_still_are(make):
         model = make(COUNT)
     blocks = find_blocks(model)
     assert len(blocks) == COUNT
-    counts = [remat_of(shortened(model, blocks, n)) for n in (1, 2, 3)]
+    counts = [remat_of(shorten(model, blocks, n)) for n in (1, 2, 3)]
     assert counts[1] - counts[0] == counts[2] - counts[1] > 0
     # A model that is made in the scope is as a whole, too.
     assert remat_of(model) == counts[0] + 5 * (counts[1] - counts[0])
@@ -495,7 +495,7 @@ def test_a_compiled_model_is_shortened_whatever_its_loss(make):
     model = make(COUNT)
     # Keras makes none from its config.
     model.compile("adam", lambda y, found: (y - found) ** 2)
-    shorter = shortened(model, find_blocks(model), KEPT)
+    shorter = shorten(model, find_blocks(model), KEPT)
     assert len(shorter.weights) == len(make(KEPT).weights)
     assert not shorter.compiled
 
@@ -504,7 +504,7 @@ def test_the_model_is_as_before():
     model = in_words(COUNT)
     before = np.asarray(model(ROWS))
     names = [x.name for x in model.layers]
-    shortened(model, find_blocks(model), 1)
+    shorten(model, find_blocks(model), 1)
     assert [x.name for x in model.layers] == names
     np.testing.assert_array_equal(model(ROWS), before)
     assert len(find_blocks(model)) == COUNT

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from keras_strategies.planning.compile.chips import Chip, chip_of, memory_of
+from keras_strategies.planning.compile.chips import Chip, find_chip, find_memory
 from keras_strategies.planning.compile.estimates import estimate
 from tests.planning.made import figures
 from tests.support.slices import Tpu
@@ -85,12 +85,12 @@ def test_operations_of_a_loop_are_those_of_all_its_turns():
 )
 def test_chips_by_their_kind(kind, name, gib):
     device = Tpu(id=0, process_index=0, coords=(0, 0, 0), device_kind=kind)
-    chip = chip_of(device)
+    chip = find_chip(device)
     assert chip is not None
     assert chip.name == name
-    assert memory_of(device) == chip.memory_bytes == int(gib * 2**30)
+    assert find_memory(device) == chip.memory_bytes == int(gib * 2**30)
 
 
 def test_a_device_that_is_not_known_has_no_figures():
     device = Tpu(id=0, process_index=0, coords=(0, 0, 0), device_kind="TPU v9")
-    assert chip_of(device) is None
+    assert find_chip(device) is None

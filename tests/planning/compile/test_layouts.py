@@ -31,7 +31,7 @@ def custom(path, shape):
     ],
 )
 def test_words_give_a_layout_that_prints_as_them(given, layout, partitioner):
-    found = lib.layout_of(given)
+    found = lib.parse_layout(given)
     assert found == layout
     assert str(found) == given
     assert found.variable_partitioner == partitioner
@@ -52,13 +52,13 @@ def test_words_give_a_layout_that_prints_as_them(given, layout, partitioner):
     ],
 )
 def test_the_name_of_a_layout(given, name):
-    assert str(lib.layout_of(given)) == name
+    assert str(lib.parse_layout(given)) == name
 
 
 def test_a_partitioner_of_the_user_s_own_is_used_as_it_is():
     own = FullySharded(shards=4, min_size=7)
     for partitioner in (own, custom):
-        layout = lib.layout_of(partitioner)
+        layout = lib.parse_layout(partitioner)
         assert layout.variable_partitioner is partitioner
 
 
@@ -73,14 +73,14 @@ def test_a_partitioner_of_the_user_s_own_is_used_as_it_is():
 )
 def test_words_that_say_none_are_refused(given):
     with pytest.raises(ValueError, match="Pass for example") as caught:
-        lib.layout_of(given)
+        lib.parse_layout(given)
     assert repr(given) in str(caught.value)
 
 
 @pytest.mark.parametrize("given", [None, 4, ["sharded"], b"sharded"])
 def test_what_are_no_words_is_refused(given):
-    with pytest.raises(TypeError, match="words or partitioners"):
-        lib.layout_of(given)
+    with pytest.raises(TypeError, match="names or partitioners"):
+        lib.parse_layout(given)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_what_are_no_words_is_refused(given):
     ],
 )
 def test_layouts_that_are_tried(num_devices, shards, names):
-    assert list(map(str, lib.layouts_for(num_devices, shards))) == names
+    assert list(map(str, lib.list_layouts(num_devices, shards))) == names
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_layouts_that_are_tried(num_devices, shards, names):
     ],
 )
 def test_the_box_of_a_replica(cores, mesh_shape, box):
-    assert lib.computation_shape(cores, mesh_shape) == box
+    assert lib.find_computation_shape(cores, mesh_shape) == box
 
 
 def test_names_of_slices_are_taken_once_each():
@@ -134,4 +134,4 @@ def test_names_of_slices_are_taken_once_each():
     [(8, 4, 32), (0.5, 4, 4), (2.5, 4, 12), (1, 1, 1)],
 )
 def test_every_replica_has_rows(each, replicas, rows):
-    assert lib.rows_of(each, replicas) == rows
+    assert lib.compute_rows(each, replicas) == rows

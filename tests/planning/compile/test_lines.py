@@ -9,11 +9,11 @@ from keras_strategies.planning.compile.compiler import DoesNotFit
 from keras_strategies.planning.compile.lines import (
     Line,
     Measuring,
-    bytes_needed,
+    add_growth,
     combine,
-    extrapolated,
+    extrapolate,
     find_max_rows,
-    grown,
+    get_bytes,
 )
 from tests.planning.made import figures
 
@@ -45,23 +45,23 @@ def sized(size):
     ],
 )
 def test_the_most_rows_by_the_line(first, second, most):
-    assert line(first, second).most_rows(200.0) == most
+    assert line(first, second).find_rows_at(200.0) == most
 
 
 def test_rows_may_be_fewer_than_none():
-    assert line(sized(1000.0), sized(1024.0)).most_rows(200.0) == -792
+    assert line(sized(1000.0), sized(1024.0)).find_rows_at(200.0) == -792
 
 
 def test_bytes_of_what_does_not_fit_are_as_the_compiler_says():
-    assert bytes_needed(sized(7.0)) == 7.0
-    assert bytes_needed(DoesNotFit("", 8.0)) == 8.0
-    assert bytes_needed(DoesNotFit("", None)) is None
+    assert get_bytes(sized(7.0)) == 7.0
+    assert get_bytes(DoesNotFit("", 8.0)) == 8.0
+    assert get_bytes(DoesNotFit("", None)) is None
 
 
 def test_deep_models_are_on_the_line_of_two_short_ones():
     few = figures(argument_bytes=20.0, flops=50.0, counts={"all-gather": 4})
     many = figures(argument_bytes=30.0, flops=90.0, counts={"all-gather": 8})
-    found = extrapolated(few, many, (2, 4, 32), (0.0, math.inf))
+    found = extrapolate(few, many, (2, 4, 32), (0.0, math.inf))
     assert found.argument_bytes == 20.0 + 30 * 5
     assert found.flops == 50.0 + 30 * 20
     assert found.counts == {"all-gather": 64}
@@ -84,7 +84,7 @@ def test_deep_models_are_on_the_line_of_two_short_ones():
 )
 def test_blocks_add_what_they_keep(of_few, of_many, block_bytes, expected):
     few, many = sized(of_few), sized(of_many)
-    found = extrapolated(few, many, (2, 4, 32), block_bytes)
+    found = extrapolate(few, many, (2, 4, 32), block_bytes)
     assert found.temporary_bytes == expected
 
 
@@ -124,7 +124,7 @@ def test_the_least_of_short_models_decides_what_does_not_fit(
 ):
     step = Blocks({4: 20e6, 8: 40e6, None: 90e6})
     measuring = Measuring(step, [], step, [4, 16], limit=limit)
-    assert bytes_needed(measuring.outcomes()[0]) == expected
+    assert get_bytes(measuring.wait()[0]) == expected
     assert measuring.blocks == blocks
 
 
@@ -147,8 +147,8 @@ def test_both_numbers_of_rows_are_by_one_rule(limit, sizes):
         sized(step.sizes[program[1]] * (2 if program[0] == 16 else 1))
     )
     step.block_bytes = lambda rows: (rows / 4 * 1e6, 10e6 + rows / 4 * 1e6)
-    outcomes = Measuring(step, [], step, [4, 16], limit=limit).outcomes()
-    assert tuple(map(bytes_needed, outcomes)) == sizes
+    outcomes = Measuring(step, [], step, [4, 16], limit=limit).wait()
+    assert tuple(map(get_bytes, outcomes)) == sizes
 
 
 def test_a_part_that_does_not_fit_is_extrapolated_too():
@@ -156,7 +156,7 @@ def test_a_part_that_does_not_fit_is_extrapolated_too():
     step.submit = lambda blocks, devices, is_full: _done(
         DoesNotFit("", step.sizes[blocks])
     )
-    (outcome,) = Measuring(step, [], step, [4], limit=30e6).outcomes()
+    (outcome,) = Measuring(step, [], step, [4], limit=30e6).wait()
     assert outcome.needed == 40e6 + 24 * 5e6
     assert isinstance(outcome, DoesNotFit)
 
@@ -168,19 +168,19 @@ def _done(outcome):
 
 
 def test_outcomes_grow_by_the_bytes_that_are_known():
-    found = grown(sized(50.0), sized(60.0), sized(90.0))
-    assert bytes_needed(found) == 80.0
+    found = add_growth(sized(50.0), sized(60.0), sized(90.0))
+    assert get_bytes(found) == 80.0
     misfit = DoesNotFit("", 55.0)
     for others in (
         (sized(60.0), sized(90.0)),
         (sized(60.0), DoesNotFit("", 90.0)),
         (DoesNotFit("", 60.0), DoesNotFit("", 90.0)),
     ):
-        assert bytes_needed(grown(misfit, *others)) == 85.0
+        assert get_bytes(add_growth(misfit, *others)) == 85.0
     # The compiler did not say.
-    assert grown(misfit, sized(60.0), DoesNotFit("", None)) is misfit
+    assert add_growth(misfit, sized(60.0), DoesNotFit("", None)) is misfit
     silent = DoesNotFit("", None)
-    assert grown(silent, sized(60.0), sized(90.0)) is silent
+    assert add_growth(silent, sized(60.0), sized(90.0)) is silent
 
 
 FEW = figures(
@@ -226,7 +226,7 @@ def test_no_combined_figure_is_negative():
 
 
 def test_figures_grow_by_the_bytes_of_others_alone():
-    found = grown(MANY, FEW, figures(argument_bytes=13.0, flops=1.0))
+    found = add_growth(MANY, FEW, figures(argument_bytes=13.0, flops=1.0))
     assert found.argument_bytes == 19.0
     assert found.output_bytes == 0.0
     assert found.temporary_bytes == -1.0

@@ -8,7 +8,7 @@ import types
 import jax
 import pytest
 
-from keras_strategies.planning.compile.chips import chip_of
+from keras_strategies.planning.compile.chips import find_chip
 from keras_strategies.planning.compile.compiler import Compiler
 from keras_strategies.planning.compile.planner import (
     Candidate,
@@ -239,7 +239,9 @@ def test_a_program_that_the_compiler_takes_fits():
     assert row.bytes_in_all > row.limit_bytes
     assert row.fits
     assert row.most_rows == 1
-    assert row.advice == "Nothing is left: some arrays lie where others do."
+    assert row.advice == (
+        "No memory is left: some arrays share memory with others."
+    )
 
 
 @pytest.mark.parametrize("effort", [None, False])
@@ -307,7 +309,7 @@ def test_a_step_of_an_execution_moves_its_own_batch():
     # The program's arguments are 3 GiB, a step's own less.
     own = 2.75 * GIB + 4e6
     assert row.estimate.memory_seconds == pytest.approx(
-        (2 * own + 0) / chip_of(DEVICES[0]).memory_bandwidth
+        (2 * own + 0) / find_chip(DEVICES[0]).memory_bandwidth
     )
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from keras_strategies.planning.report.advice import advice_on
+from keras_strategies.planning.report.advice import write_advice
 from tests.planning.made import step, times
 
 pytestmark = pytest.mark.quick
@@ -20,16 +20,16 @@ OTHER = {"weights": 1e9, "slots": 2e9, "temporary": 27e9}
         ({"bytes_in_all": None}, ""),
         (
             {"bytes_in_all": 30e9, "memory": STATE, "layout": "replicated"},
-            "Weights and slots are 24.0 GB on every device: divide them with "
+            "Weights and slots take 24.0 GB on every device: shard them with "
             "`ks.experimental.FullySharded()`.",
         ),
         (
             {"bytes_in_all": 30e9, "memory": STATE, "layout": "sharded:4"},
-            "Take a larger group (`shards`), or a larger slice.",
+            "Use a larger group (`shards`), or a larger slice.",
         ),
         (
             {"bytes_in_all": 30e9, "memory": STATE, "num_replicas": 1},
-            "Take a slice of chips with more memory, or divide the state.",
+            "Use a slice of chips with more memory, or shard the state.",
         ),
         (
             {"bytes_in_all": 30e9, "memory": ROWS, "most_rows": 2},
@@ -42,30 +42,30 @@ OTHER = {"weights": 1e9, "slots": 2e9, "temporary": 27e9}
         ),
         (
             {"bytes_in_all": 30e9, "memory": OTHER},
-            "Take a slice of chips with more memory, or divide the state.",
+            "Use a slice of chips with more memory, or shard the state.",
         ),
         (
             {"estimate": times(compute=0.1, links=0.4), "most_rows": 7},
-            "Links take longer than computing: more rows a replica (up to 7 "
-            "fit) cost little.",
+            "Communication takes longer than computation: more rows a replica "
+            "(up to 7 fit) cost little.",
         ),
         ({"estimate": times(compute=0.1, links=0.4), "most_rows": 5}, ""),
         (
             {"bytes_in_all": 15.9e9},
-            "0.10 GB are left: little for changes.",
+            "Only 0.10 GB are left: small changes may not fit.",
         ),
         ({"limit_bytes": None}, ""),
     ],
 )
 def test_what_to_do(given, advice):
-    assert advice_on(step(**given)) == advice
+    assert write_advice(step(**given)) == advice
 
 
 def test_with_remat_is_said_only_where_it_saves():
     big = step(bytes_in_all=30e9, memory=ROWS)
-    assert advice_on(big, remat=(30e9, 9e9)) == (
+    assert write_advice(big, remat=(30e9, 9e9)) == (
         "`keras.RematScope` on your blocks: 30.0 -> 9.00 GB."
     )
-    assert advice_on(big, remat=(30e9, 29e9)) == advice_on(big)
+    assert write_advice(big, remat=(30e9, 29e9)) == write_advice(big)
     one = step(bytes_in_all=30e9, memory=ROWS, most_rows=None)
-    assert "RematScope" not in advice_on(one, has_remat=True)
+    assert "RematScope" not in write_advice(one, has_remat=True)

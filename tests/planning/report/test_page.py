@@ -74,23 +74,24 @@ def test_a_page_needs_nothing_beside_itself():
 def test_a_page_says_all_of_every_candidate():
     text = Page(make_page(PLAN.steps, PLAN.notes)).text
     for words in (
-        "2 of 5 candidates fit; of 1 it is not known.",
+        "2 of 5 candidates fit; 1 unknown.",
         "weights 1.00 GB",
         "activations 4.00 GB",
         "10.0 of 16.0 GB",
         "7 on each replica (by arithmetic)",
-        "7 on each replica (compiled, as was one more, which does not fit)",
+        "7 on each replica (compiled; one more does not fit)",
         "500.0 ms",
         "262,144 tokens, 128 rows",
-        "40 % (50 % if no slower than the largest bound)",
+        "40 % (50 % at the largest bound's speed)",
         "12 all-gather, of 3.00 GB",
         "extrapolated to 80 equal blocks, from models of 2 and 4",
-        "at low effort: as it is run it needs up to a tenth less or half more",
-        "Take a larger group ( shards ), or a larger slice.",
+        "at low effort: at full effort it needs up to a tenth less or half "
+        "more",
+        "Use a larger group ( shards ), or a larger slice.",
         "The cores of a replica are a box [of the slice].",
         "does not fit",
         "no figures",
-        "not known",
+        "unknown",
         "Times are estimates.",
     ):
         assert words in text, words
@@ -102,14 +103,14 @@ def test_a_page_says_all_of_every_candidate():
         ([], "There are no candidates."),
         (
             [step()],
-            "1 of 1 candidate fits: v5e:4x4 sharded, with 262,144 tokens a "
-            "second.",
+            "1 of 1 candidate fits: v5e:4x4 sharded, with 262,144 tokens "
+            "per second.",
         ),
         ([step(bytes_in_all=30e9)], "0 of 1 candidate fits."),
         (
             [step(layout="slots", tokens=None, rows=128), step(tokens=None)],
-            "2 of 2 candidates fit. The fastest for each device is v5e:4x4 "
-            "slots, with 256 rows a second.",
+            "2 of 2 candidates fit. The fastest per device is v5e:4x4 "
+            "slots, with 256 rows per second.",
         ),
     ],
 )

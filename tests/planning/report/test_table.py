@@ -6,7 +6,7 @@ import json
 import pytest
 from rich.console import Console
 
-from keras_strategies.planning.report.planned_step import PlannedStep, in_gb
+from keras_strategies.planning.report.planned_step import PlannedStep, format_gb
 from keras_strategies.planning.report.table import Plan
 from tests.planning.made import step, times
 
@@ -31,7 +31,7 @@ PLAN = Plan(
             bytes_in_all=30e9,
             estimate=None,
             most_rows=None,
-            advice="Take a larger group (`shards`), or a larger slice.",
+            advice="Use a larger group (`shards`), or a larger slice.",
         ),
         step(
             layout="model:3",
@@ -84,7 +84,7 @@ def test_the_cells_of_a_table():
 def test_rows_that_replicas_cannot_share_evenly_are_told_once():
     steps = [step(rows=3686, layout=x) for x in ("replicated", "slots")]
     text = printed(Plan(steps=(*steps, step())), 200)
-    told = "3,686 rows are no multiple of 16 replicas"
+    told = "3,686 rows are not a multiple of 16 replicas"
     assert text.count(told) == text.count("multiple of") == 1
 
 
@@ -157,4 +157,4 @@ def test_a_step_is_read_from_its_json():
     ],
 )
 def test_bytes_as_gb(size, text):
-    assert in_gb(size) == text
+    assert format_gb(size) == text

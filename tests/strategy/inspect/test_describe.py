@@ -207,7 +207,7 @@ def test_groups_and_reasons_of_whole_variables(capsys, monkeypatch):
     assert cells[third.kernel.path] == "replicated (indivisible)"
     assert cells[model.optimizer.iterations.path] == "replicated"
     assert (
-        "FullySharded(min_size=64) divides variables over 4 replicas, in "
+        "FullySharded(min_size=64) shards variables over 4 replicas, in "
         "each of 2 groups\n" in text
     )
     assert "\n  small: It has fewer entries than min_size=64.\n" in text
@@ -268,5 +268,5 @@ def test_an_optimizer_in_a_branch_updates_whole(
     strategy.run(step)
     cells, text = shardings_shown(strategy, model, capsys)
     kernel = cells[model.layers[0].kernel.path]
-    assert kernel == "P('replica',)" + " (updated whole)" * is_in_branch
+    assert kernel == "P('replica',)" + " (replicated update)" * is_in_branch
     assert ("inside of a branch" in text) == is_in_branch

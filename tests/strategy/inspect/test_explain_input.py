@@ -105,7 +105,7 @@ def placed(parts, mesh):
 def test_shares_of_a_batch_are_those_that_are_fed(num_processes, each, size):
     mesh = mesh_of(num_processes, each)
     for rows in {1, size // 2, size - 1, size} - {0}:
-        shares = explaining.shares_of_batch(rows, size, mesh.num_replicas)
+        shares = explaining.compute_batch_shares(rows, size, mesh.num_replicas)
         for is_balanced, counts in zip((True, False), shares, strict=True):
             assert sum(counts) == rows
             for p in range(num_processes):
@@ -127,7 +127,7 @@ def test_shares_of_a_batch_are_those_that_are_fed(num_processes, each, size):
 @pytest.mark.parametrize("num_processes", [2, 3])
 def test_shares_of_own_rows_are_those_that_are_fed(num_processes, each, size):
     mesh = mesh_of(num_processes, each)
-    fit, fixed = explaining.shares_of_own(
+    fit, fixed = explaining.compute_local_shares(
         size, mesh.num_replicas, num_processes
     )
     parts = tuple(
@@ -170,7 +170,7 @@ def test_shares_on_devices_are_the_ones_explained():
 def test_more_than_sixteen_replicas_are_abbreviated(
     num_replicas, num_processes, groups
 ):
-    shown = explaining.shown_replicas(num_replicas, num_processes)
+    shown = explaining.list_shown_replicas(num_replicas, num_processes)
     assert shown[: len(groups)] == groups
     assert len(shown) <= max(4, 16 // (num_replicas // num_processes))
     assert shown[-1][1][-1] == num_replicas - 1
@@ -187,9 +187,9 @@ def test_text_of_arrays(monkeypatch):
         "batch 9 rows",
         "epoch 2 steps",
         "last batch 4 rows",
-        "whole batch whole batch last batch last batch",
+        "full batch full batch last batch last batch",
         "process replica fit distributed fit distributed",
-        "─" * 76,
+        "─" * 75,
         "0 0 (tpu:0) 3 (0:3) 3 (0:3) 1 (0:1) 3 (0:3)",
         "0 1 (tpu:1) 3 (3:6) 2 (3:5) 1 (1:2) 1 (3:4)",
         "0 2 (tpu:2) 3 (6:9) 2 (5:7) 1 (2:3) none",
@@ -199,12 +199,12 @@ def test_text_of_arrays(monkeypatch):
 
 def test_rules_are_told_apart_only_where_they_differ():
     assert explain(X, batch_size=8).columns == [
-        ("whole batch", (4, 4)),
+        ("full batch", (4, 4)),
         ("last batch, fit", (3, 2)),
         ("last batch, distributed", (4, 1)),
     ]
     # A last batch that is whole needs no column.
-    assert explain(X[:8], batch_size=4).columns == [("whole batch", (2, 2))]
+    assert explain(X[:8], batch_size=4).columns == [("full batch", (2, 2))]
     assert explain(X[:8], batch_size=4).facts["last batch"] == "4 rows"
 
 
@@ -291,7 +291,7 @@ def test_dataset_of_arrays():
     assert dropped.last == dropped.whole
     own = explain(dataset.batch(4), 2, policy=Policy.OFF)
     assert own.facts["policy"] == "OFF, because the policy was chosen"
-    assert own.facts["reading"] == "each process reads all of its own dataset"
+    assert own.facts["reading"] == "each process reads all rows of its dataset"
     assert own.facts["last batch"].startswith("unknown")
 
 
@@ -310,7 +310,7 @@ def test_generators_are_not_looked_at(num_processes):
     batches_of = iter([X[:8], X[8:]])
     generator = (batch for batch in batches_of)
     explanation = explain(generator, num_processes)
-    assert explanation.facts["batch"] == "unknown: not looked at ahead"
+    assert explanation.facts["batch"] == "unknown without reading the data"
     assert explanation.columns == []
     assert len(list(generator)) == 2
     assert "unknown" in str(explanation)
@@ -378,7 +378,7 @@ class TestFiles:
             "AUTO, applied as FILE, because there is a file for each process"
         )
         assert explanation.facts["reading"] == (
-            "each process reads its own files only"
+            "each process reads only its files"
         )
         assert explanation.whole == ((2, 2, 2, 0, 2, 0), (2, 2, 1, 1, 1, 1))
         # Not rows of one order: only their numbers are said.
@@ -408,7 +408,7 @@ class TestFiles:
 
     def test_files_are_not_read_to_count_rows(self, tmp_path):
         (tmp_path / "a.txt").write_text("1\n2\n3\n")
-        counted = []
+        format_count = []
 
         def files(count):
             return ks.data.files(
@@ -417,8 +417,10 @@ class TestFiles:
             )
 
         assert explain(files(True)).last is None
-        explanation = explain(files(lambda path: counted.append(path) or 3))
-        assert len(counted) == 1
+        explanation = explain(
+            files(lambda path: format_count.append(path) or 3)
+        )
+        assert len(format_count) == 1
         assert sum(explanation.last[0]) == 1
         assert (
             explain(files(False), 2, policy=Policy.DATA)
@@ -489,7 +491,7 @@ class TestTfData:
     @pytest.mark.parametrize(
         ("policy", "reading"),
         [
-            (Policy.OFF, "each process reads all of its own dataset"),
+            (Policy.OFF, "each process reads all rows of its dataset"),
             (Policy.DATA, RUNS_ALL),
         ],
     )
@@ -507,7 +509,7 @@ class TestTfData:
         dataset = tf.data.Dataset.range(13).shard(ks.data.SHARD_HINT, 0)
         explanation = explain(dataset.batch(4), 2, policy=Policy.HINT)
         assert explanation.facts["reading"] == (
-            "each process reads its own shard only"
+            "each process reads only its shard"
         )
 
     def test_endless(self, tf):
@@ -532,10 +534,10 @@ class TestTfData:
 @pytest.mark.parametrize(
     ("data", "arguments", "message"),
     [
-        (X, {"batch_size": 0}, "positive. Received: 0 beside a ndarray"),
-        (X, {"batch_size": "8"}, "positive. Received: '8'"),
-        (Pairs(), {"batch_size": 8}, "Received: 8 beside a Pairs"),
-        (X, {"policy": Policy.OFF}, "Arrays are always divided by rows"),
+        (X, {"batch_size": 0}, "positive number.*Received: 0 for a ndarray"),
+        (X, {"batch_size": "8"}, "positive number.*Received: '8'"),
+        (Pairs(), {"batch_size": 8}, "Received: 8 for a Pairs"),
+        (X, {"policy": Policy.OFF}, "always split by rows"),
         (Pairs(), {"policy": Policy.FILE}, "`FILE` is a policy for"),
         ((X, X[:3]), {}, "[Cc]ardinality"),
         ((X, np.float32(3)), {}, "must have a first dimension, its"),
