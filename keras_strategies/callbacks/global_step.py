@@ -8,7 +8,7 @@ import keras
 from keras_strategies.keras_bridge.loops.binding import binding_of
 from keras_strategies.keras_bridge.steps.step_functions import Trained
 from keras_strategies.keras_bridge.variables.optimizer_values import (
-    steps_of_optimizer,
+    count_optimizer_steps,
 )
 
 STEPS = "global_step/sec"
@@ -72,7 +72,7 @@ class GlobalStep:
     def settle(self, model: keras.Model) -> None:
         """Asks the model's optimizer where to start, if nobody has said."""
         if self._start is None:
-            self.set(steps_of_optimizer(model))
+            self.set(count_optimizer_steps(model))
 
     def begin_epoch(self) -> None:
         """Says that Keras numbers its batches anew."""

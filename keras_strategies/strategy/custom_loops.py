@@ -23,8 +23,8 @@ from keras_strategies.data.sources.from_function import (
 from keras_strategies.data.sources.numpy_dataset import NumpyDataset
 from keras_strategies.keras_bridge.inputs import agree_source
 from keras_strategies.keras_bridge.inputs.choose_source import (
-    dense,
-    source_of_dataset,
+    densify,
+    make_dataset_source,
 )
 from keras_strategies.strategy import current, reducing
 from keras_strategies.strategy.replica_context import ValueContext
@@ -205,7 +205,9 @@ class CustomLoops:
             made = [value_fn(ValueContext(i, count)) for i in ids]
             return jax.tree.map(from_tensor, made)
 
-        made = agree_source.made_alike(mesh, f"`{_VALUES_FROM}`", make)
+        made = agree_source.build_equal_replicas(
+            mesh, f"`{_VALUES_FROM}`", make
+        )
         if count == 1:
             return made[0]
         structures = [jax.tree.structure(nest) for nest in made]
@@ -259,7 +261,7 @@ class CustomLoops:
             if options.distribute is not None:
                 policy = options.distribute.policy
         return self._distributed(
-            source_of_dataset(dataset, mesh, policy=policy)
+            make_dataset_source(dataset, mesh, policy=policy)
         )
 
     def experimental_make_numpy_dataset(self, arrays: Tree) -> NumpyDataset:
@@ -304,11 +306,11 @@ class CustomLoops:
             is InputReplicationMode.PER_REPLICA
         )
         mesh = self._runtime.mesh
-        source = agree_source.made_together(
+        source = agree_source.build_on_all_processes(
             mesh,
             "`distribute_datasets_from_function`",
             lambda _: FunctionSource(
-                dataset_fn, mesh, is_per_replica=is_per_replica, prepare=dense
+                dataset_fn, mesh, is_per_replica=is_per_replica, prepare=densify
             ),
         )
         return self._distributed(source)

@@ -130,7 +130,7 @@ def test_wrong_arguments(change, error, message):
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ("sharded:3", "groups of equally many"),
+        ("sharded:3", "must divide the number of replicas"),
         ("model:2", "those of TPU slices"),
     ],
 )

@@ -30,7 +30,9 @@ from keras_strategies.keras_bridge.steps import (
     variants,
 )
 from keras_strategies.keras_bridge.variables import shardings
-from keras_strategies.keras_bridge.variables.deferred_creation import deferred
+from keras_strategies.keras_bridge.variables.deferred_creation import (
+    defer_creation,
+)
 
 
 def debug_run(
@@ -72,7 +74,7 @@ def debug_run(
             own = variants.rows_of_all(rows[index], rows)
             step = step.with_facts(rows_of_all=own)
         seen = _SeenScope(step, mesh, index)
-        with scope(), deferred(), seen:
+        with scope(), defer_creation(), seen:
             with replica_trace.replica_tracing(step, replica_scope):
                 results = fn(index)
             share = None if shares is None else shares[index]

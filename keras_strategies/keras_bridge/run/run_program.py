@@ -58,7 +58,9 @@ from keras_strategies.keras_bridge.steps.variants import (
     with_rows,
 )
 from keras_strategies.keras_bridge.variables import ownership, shardings
-from keras_strategies.keras_bridge.variables.deferred_creation import deferred
+from keras_strategies.keras_bridge.variables.deferred_creation import (
+    defer_creation,
+)
 
 
 class RunProgram:
@@ -131,7 +133,7 @@ class RunProgram:
         """
         scope = self._lifting(leaves)
         self.lifted = list(scope.variables)
-        shardings.follow_by_names(self.lifted, self._mesh)
+        shardings.shard_slots_by_names(self.lifted, self._mesh)
         known = {id(v): v for v in (*others, *self.lifted)}
         self._trainable = [
             (weakref.ref(v), v.trainable) for v in known.values()
@@ -170,7 +172,7 @@ class RunProgram:
             out_specs=split_spec(mesh),
         )
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in leaves]
-        with deferred(), scope:
+        with defer_creation(), scope:
             jax.eval_shape(mapped, *shapes)
         return scope
 
@@ -213,7 +215,7 @@ class RunProgram:
             for reference, flag in self._trainable
         )
 
-    def __call__(self, leaves: list[Any], last: ownership.Made) -> Tree:
+    def __call__(self, leaves: list[Any], last: ownership.Owned) -> Tree:
         """Runs the function once on every replica.
 
         Args:
@@ -244,22 +246,24 @@ class RunProgram:
             self._check_last()
         return self._results(report, arrays, sums)
 
-    def _state(self, last: ownership.Made) -> tuple[list[Any], list[Any]]:
+    def _state(self, last: ownership.Owned) -> tuple[list[Any], list[Any]]:
         """The values of written and of read variables, ready to be passed."""
         written, read, mesh = self._written, self._read, self._mesh
         taken = [v._value for v in written]
         known = [last.get(id(v)) for v in written]
         is_rivalled = ownership.has_rivals(mesh)
-        if is_rivalled or not ownership.are_alone(taken, known):
+        if is_rivalled or not ownership.are_unshared(taken, known):
             made = zip(map(id, taken), known, strict=True)
             made = None if is_rivalled else {k: r for k, r in made if r}
-            ownership.own(taken, written, (), made, mesh, donate=True)
+            ownership.take_ownership(
+                taken, written, (), made, mesh, donate=True
+            )
         shared = [v._value for v in read]
-        if not ownership.are(self._last_read, shared):
+        if not ownership.refer_to(self._last_read, shared):
             references = list(map(weakref.ref, shared))
-            ownership.own(shared, read, (), None, mesh, donate=False)
+            ownership.take_ownership(shared, read, (), None, mesh, donate=False)
             # Those that had to be moved are looked at again next time.
-            are_moved = not ownership.are(references, shared)
+            are_moved = not ownership.refer_to(references, shared)
             self._last_read = [] if are_moved else references
         return taken, shared
 

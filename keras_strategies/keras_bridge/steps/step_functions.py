@@ -112,7 +112,7 @@ class Functions:
         # needs no check.
         self._last: dict[str, Any] = {}
         # What the loops before returned, weakly and by id.
-        self._made: ownership.Made = {}
+        self._made: ownership.Owned = {}
         self.places: dict[str, tuple[int, int] | None] = {}
         ownership.note_devices(mesh)
         deferred_creation.models_in_loops.add(model)
@@ -132,7 +132,7 @@ class Functions:
         """
         last = self._last.pop(kind, None)
         if last is not None:
-            self._made = ownership.still_held(self._made, last)
+            self._made = ownership.update_owned(self._made, last)
 
     def reset(self) -> None:
         """Forgets all functions; the next use compiles anew."""
@@ -214,7 +214,7 @@ class Functions:
         made = None if ownership.has_rivals(self.mesh) else self._made
         holders = _holders(self.model, _GROUPS[kind], last)
         for g, group in enumerate(state):
-            ownership.own(
+            ownership.take_ownership(
                 group,
                 variables[g],
                 [holder[g] for holder in holders],

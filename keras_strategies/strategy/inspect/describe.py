@@ -121,7 +121,7 @@ def _remark(
     axes = () if held is None else tuple(held.sharding.spec)
     if held is not None and held.mesh.axis in axes:
         return None
-    return partitioner.why_replicated(tuple(variable.shape), axes)
+    return partitioner.explain_replicated(tuple(variable.shape), axes)
 
 
 def draw_mesh(mesh: ReplicaMesh) -> Group:

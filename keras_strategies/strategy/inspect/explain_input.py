@@ -194,7 +194,7 @@ def _likely_size(
         return None, []
     size = summary.first_rows
     if isinstance(dataset, PyDataset):
-        size = num_rows(keras_sources.host_batch(dataset[0]))
+        size = num_rows(keras_sources.to_host_batch(dataset[0]))
     return size, ["Batches may have other sizes than the first."] * bool(size)
 
 
@@ -286,11 +286,11 @@ def _source(
     if x := _arrays(dataset):
         if not all(map(np.shape, x)):
             num_rows(x)  # Raises that an array has no rows.
-        return keras_sources.source_of_arrays(x, size or 32)
+        return keras_sources.make_array_source(x, size or 32)
     if isinstance(dataset, Files) and dataset.count is True:
         # It would read the files to count their rows.
         dataset = dataclasses.replace(dataset, count=False)
-    return choose_source.local_source(
+    return choose_source.make_local_source(
         dataset, mesh, 0, policy=policy, batch_size=size
     )
 
