@@ -60,7 +60,8 @@ def test_fully_sharded():
 
 @pytest.mark.parametrize("dtype", ["int8", "bf16", 3, "", object(), np.int32])
 def test_gradients_are_summed_in_a_float_dtype(dtype):
-    with pytest.raises(
+    text = "`reduce_dtype` must be the float dtype"
+    with pytest.raises(ValueError, match=text):
         ValueError, match="`reduce_dtype` must be the float dtype"
     ):
         FullySharded(reduce_dtype=dtype)
