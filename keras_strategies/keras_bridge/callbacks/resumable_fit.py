@@ -17,7 +17,7 @@ from keras_strategies.keras_bridge.callbacks.callback_list import (
     quiet_kinds,
 )
 from keras_strategies.keras_bridge.callbacks.fit_state import FitState, numbers
-from keras_strategies.keras_bridge.steps.step_functions import Functions
+from keras_strategies.keras_bridge.steps.step_functions import StepFunctionCache
 
 _LOOP = "_ks_loop"
 
@@ -164,7 +164,7 @@ def resumable_fit(
     call: Any,
     feed: Any,
     variables: list[keras.Variable],
-    functions: Functions,
+    functions: StepFunctionCache,
 ) -> keras.callbacks.History:
     """Runs a fit that a callback checkpoints.
 

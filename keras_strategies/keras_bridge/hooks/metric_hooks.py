@@ -159,7 +159,7 @@ def result(
         plan, variables, before, before, mine, are_metrics=True
     )
     # Where the result is only logged, it is read from the state that the
-    # step returns, and this is dead code (`step_logs.merged_logs`).
+    # step returns, and this is dead code (`step_logs.merge_logs`).
     merged = finish(plan.sums())
     scope = _ResultScope(zip(variables, merged, strict=True))
     with step.flag("in_metric"), scope:

@@ -42,7 +42,7 @@ from keras_strategies.keras_bridge.loops.scope_hooks import (
     STRATEGY,
 )
 from keras_strategies.keras_bridge.step_context import ReplicaScope, building
-from keras_strategies.keras_bridge.steps.step_functions import Functions
+from keras_strategies.keras_bridge.steps.step_functions import StepFunctionCache
 from keras_strategies.keras_bridge.variables import variable_creator
 from keras_strategies.keras_bridge.variables.abstract_models import (
     creating_like,
@@ -91,7 +91,7 @@ class Binding:
         self.check_context = check_context
         self.is_chief = mesh.is_chief
         keeps_outputs = mesh.is_chief or not runtime.outputs_on_chief
-        self._functions = Functions(
+        self._functions = StepFunctionCache(
             model,
             mesh,
             keeps_outputs=keeps_outputs,

@@ -58,7 +58,7 @@ def debug_run(
       The results as one nest, as a compiled `run` returns it.
     """
     keras_state = dict(vars(global_state.GLOBAL_STATE_TRACKER))
-    shares = variants.shares_of(rows)
+    shares = variants.compute_shares(rows)
     lockstep = Lockstep(mesh.num_replicas, mesh.all_replicas)
 
     def replica(index: int) -> "_Ended":
@@ -71,7 +71,7 @@ def debug_run(
         )
         step = replica_trace.new_step(mesh, is_update=is_update)
         if rows:
-            own = variants.rows_of_all(rows[index], rows)
+            own = variants.group_rows_of_all(rows[index], rows)
             step = step.with_facts(rows_of_all=own)
         seen = _SeenScope(step, mesh, index)
         with scope(), defer_creation(), seen:
@@ -99,7 +99,7 @@ class _Ended(NamedTuple):
 
     written: list[tuple[keras.Variable, Any]]
     copies: dict[int, Any]
-    called: uneven_rows.Called
+    called: uneven_rows.BranchResult
 
 
 def _hold(ended: list[_Ended], mesh: ReplicaMesh) -> None:
@@ -124,13 +124,13 @@ def _merged(
     variables = list(IdentitySet(v for each in of_all for v in each))
     folded = [seen.get_current_value_before(v) for v in variables]
     called = replica_trace.called_in(step, seen, results, variables, folded)
-    notes: list[replica_merge.Note] = turn.meet(called.note)
+    notes: list[replica_merge.BranchFacts] = turn.meet(called.note)
     unchecked = replica_trace.unaggregated(notes)
     for k in unchecked:
         if not bool(replica_trace.is_same(called.new[k], step.axis)):
             replica_trace.refuse_difference(variables[k])
     old = [seen.old[v] for v in variables]
-    values, copies, _ = replica_merge.merged_state(
+    values, copies, _ = replica_merge.merge_state(
         merging, variables, old, folded, called, notes, []
     )
     copied = [id(v) for v in variables if on_read.is_on_read(v)]
@@ -195,7 +195,9 @@ class _SeenScope(CollectingScope):
         super().add_update(update)
 
 
-def _regrouped(ended: list[uneven_rows.Called], mesh: ReplicaMesh) -> Tree:
+def _regrouped(
+    ended: list[uneven_rows.BranchResult], mesh: ReplicaMesh
+) -> Tree:
     """The replicas' results as one nest, as a compiled `run` returns it."""
     notes = [called.note.structure for called in ended]
     columns = zip(*[called.outputs for called in ended], strict=True)

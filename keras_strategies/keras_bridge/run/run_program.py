@@ -43,19 +43,19 @@ from keras_strategies.keras_bridge.run import replica_trace
 from keras_strategies.keras_bridge.run.run_results import TraceReport, nest_of
 from keras_strategies.keras_bridge.step_context import ReplicaScope
 from keras_strategies.keras_bridge.steps import output_shardings, replica_merge
-from keras_strategies.keras_bridge.steps.mapped_program import jitted
-from keras_strategies.keras_bridge.steps.replica_merge import Note
-from keras_strategies.keras_bridge.steps.trace_checks import sums_combined
+from keras_strategies.keras_bridge.steps.mapped_program import jit_named
+from keras_strategies.keras_bridge.steps.replica_merge import BranchFacts
+from keras_strategies.keras_bridge.steps.trace_checks import combine_sums
 from keras_strategies.keras_bridge.steps.uneven_rows import (
-    Called,
+    BranchResult,
     call_unevenly,
 )
 from keras_strategies.keras_bridge.steps.variants import (
     Variant,
-    own_share,
-    rows_of_all,
-    variants_of,
-    with_rows,
+    compute_local_share,
+    cut_to_rows,
+    find_variants,
+    group_rows_of_all,
 )
 from keras_strategies.keras_bridge.variables import ownership, shardings
 from keras_strategies.keras_bridge.variables.deferred_creation import (
@@ -160,7 +160,7 @@ class RunProgram:
         def abstract(*components: Array) -> Any:
             own = list(components)
             if self._variant_of:
-                own = with_rows(self._variant_of[0], self._is_uneven, own)
+                own = cut_to_rows(self._variant_of[0], self._is_uneven, own)
             with replica_trace.replica_tracing(step, self._replica_scope):
                 self._fn(own)
             return jnp.zeros((1,))
@@ -184,13 +184,15 @@ class RunProgram:
         )
         new = written + [whole] * len(self._on_read)
         program = sharded_map(
-            sums_combined(self._body, replica_trace.new_step(self._mesh)),
+            combine_sums(self._body, replica_trace.new_step(self._mesh)),
             self._mesh,
             in_specs=(written, split, read, self._specs),
             out_specs=(split, split, whole, whole, new, whole),
         )
-        program = output_shardings.run(program, self.written, self._mesh)
-        self._program = jitted(program, "run", donate_argnums=(0, 1))
+        program = output_shardings.constrain_run(
+            program, self.written, self._mesh
+        )
+        self._program = jit_named(program, "run", donate_argnums=(0, 1))
 
     def lower(self, leaves: list[Any]) -> jax.stages.Lowered:
         """Lowers the program for arguments' shapes; reads no values."""
@@ -288,7 +290,7 @@ class RunProgram:
 
     def _differing(self, values: list[Any]) -> PerReplica:
         """A number that is another one for replicas with other rows."""
-        variants = variants_of(self._variant_of)
+        variants = find_variants(self._variant_of)
         mesh, of = self._mesh, self._variant_of
         own = [values[variants.index(of[r])] for r in mesh.local_replicas]
         return PerReplica.of(stacked(own, mesh), STACKED)
@@ -317,13 +319,13 @@ class RunProgram:
         folded = seeds.fold_seeds(variables, old, step)
         step = step.with_facts(
             is_uneven=bool(self._variant_of),
-            share=own_share(self._variant_of, step.axis),
+            share=compute_local_share(self._variant_of, step.axis),
         )
         called, notes, shapes = self._called(variables, folded, leaves)
         report = replica_trace.report_of(
             self._mesh, called.outputs, notes, shapes, len(self._written)
         )
-        values, new_copies, sums = replica_merge.merged_state(
+        values, new_copies, sums = replica_merge.merge_state(
             step,
             variables,
             old,
@@ -350,7 +352,7 @@ class RunProgram:
         variables: list[keras.Variable],
         folded: list[Any],
         leaves: list[Any],
-    ) -> Called:
+    ) -> BranchResult:
         """The function on one replica's arguments."""
         step = replica_trace.new_step(self._mesh, is_update=self._is_update)
         own = [
@@ -359,7 +361,7 @@ class RunProgram:
             if uneven
         ]
         step = step.with_facts(
-            rows_of_all=rows_of_all(tuple(own), self._variant_of)
+            rows_of_all=group_rows_of_all(tuple(own), self._variant_of)
         )
         step.notes.own_seeds.update(filter(seeds.is_seed, variables))
         step.notes.before = IdentityMap(zip(variables, folded, strict=True))
@@ -374,7 +376,9 @@ class RunProgram:
         variables: list[keras.Variable],
         folded: list[Any],
         leaves: list[Any],
-    ) -> tuple[Called, list[Note], list[list[tuple[int, ...]]] | None]:
+    ) -> tuple[
+        BranchResult, list[BranchFacts], list[list[tuple[int, ...]]] | None
+    ]:
         """What was computed, the variants' notes, each replica's shapes."""
         if not self._variant_of:
             called = self._call(variables, folded, leaves)

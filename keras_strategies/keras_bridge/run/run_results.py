@@ -64,7 +64,7 @@ def regrouped_constants(structures: list[Any]) -> list[list[Any] | None]:
     """The results that are no arrays, of the variants of a function.
 
     Args:
-      structures: Each variant's `Note.structure`.
+      structures: Each variant's `BranchFacts.structure`.
 
     Returns:
       For each leaf None if it is an array; a list of its one value; or of the

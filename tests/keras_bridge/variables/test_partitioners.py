@@ -62,8 +62,6 @@ def test_fully_sharded():
 def test_gradients_are_summed_in_a_float_dtype(dtype):
     text = "`reduce_dtype` must be the float dtype"
     with pytest.raises(ValueError, match=text):
-        ValueError, match="`reduce_dtype` must be the float dtype"
-    ):
         FullySharded(reduce_dtype=dtype)
 
 
