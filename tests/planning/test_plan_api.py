@@ -130,7 +130,7 @@ def test_wrong_arguments(change, error, message):
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ("sharded:3", "must divide the number of replicas"),
+        ("sharded:3", "groups of equally many"),
         ("model:2", "those of TPU slices"),
     ],
 )
